@@ -1,0 +1,28 @@
+"""FluxTrain: train models larger than the GPU on one card, with no configuration.
+
+The front door imports nothing heavy; torch comes with the first use of `wrap`.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module, metadata
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fluxtrain.stream.wrapping import auto_wrap, sync, unwrap, wrap
+
+__all__ = ["__version__", "auto_wrap", "sync", "unwrap", "wrap"]
+
+_LAZY = {name: "fluxtrain.stream.wrapping" for name in ("auto_wrap", "sync", "unwrap", "wrap")}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return metadata.version("fluxtrain")
+    if name in _LAZY:
+        return getattr(import_module(_LAZY[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,0 +1,64 @@
+"""Errors that a user can cause or must act on, each with the process exit code it leads to.
+
+Every message names the numbers and the cure. Anything that is not one of these is a bug of
+FluxTrain and ends with exit code 1.
+"""
+
+from __future__ import annotations
+
+EXIT_FINISHED = 0
+EXIT_BUG = 1
+EXIT_BAD_INPUT = 2
+EXIT_DOES_NOT_FIT = 3
+EXIT_DIVERGED = 4
+EXIT_NO_SPACE = 5
+EXIT_INTERRUPTED = 130
+EXIT_TERMINATED = 143
+
+
+class FluxTrainError(Exception):
+    """Base of all errors that carry a message for the user; `exit_code` is the process's."""
+
+    exit_code: int = EXIT_BUG
+
+
+class BadInput(FluxTrainError, ValueError):
+    """A configuration, a model folder, a data file or an argument is not usable as it is."""
+
+    exit_code = EXIT_BAD_INPUT
+
+
+class UnsupportedModel(BadInput):
+    """`wrap` cannot train this model correctly, and says why."""
+
+
+class MisusedModel(BadInput, RuntimeError):
+    """A wrapped model was used in a way that would give wrong gradients or weights."""
+
+
+class DoesNotFit(FluxTrainError, MemoryError):
+    """The model, batch or checkpoint needs more memory than there is."""
+
+    exit_code = EXIT_DOES_NOT_FIT
+
+
+class Diverged(FluxTrainError, ArithmeticError):
+    """The loss or the gradient norm is not finite."""
+
+    exit_code = EXIT_DIVERGED
+
+
+class NoSpace(FluxTrainError, OSError):
+    """The disk of the run directory is full or its quota is used up."""
+
+    exit_code = EXIT_NO_SPACE
+
+
+class Interrupted(FluxTrainError):
+    """The run was stopped from outside; its checkpoint is written. 130 or 143."""
+
+    exit_code = EXIT_INTERRUPTED
+
+    def __init__(self, message: str, exit_code: int = EXIT_INTERRUPTED) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code

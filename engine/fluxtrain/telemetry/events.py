@@ -1,0 +1,235 @@
+"""The event schema: past-tense facts, one JSON object a line, at most 4096 bytes a frame.
+
+A minor version only adds events and fields, so readers ignore what they do not know; a reader
+refuses another major version. Lengths are bytes, times are seconds, rates are bytes per second.
+`None` means "not measured", and a screen shows "-" for it.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+SCHEMA_MAJOR = 1
+SCHEMA_MINOR = 0
+SCHEMA = f"{SCHEMA_MAJOR}.{SCHEMA_MINOR}"
+FRAME_LIMIT_BYTES = 4096  # PIPE_BUF on Linux: a larger write to a pipe can tear
+
+RunPhase = Literal[
+    "starting", "loading", "training", "paused", "evaluating", "saving", "stopping", "finished", "failed"
+]
+
+
+class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event"):
+    """What every frame carries; the emitter fills these four."""
+
+    seq: int = 0
+    t_s: float = 0.0  # time.monotonic() of the trainer
+    wall_s: float = 0.0  # Unix time
+    dropped: int = 0  # live frames dropped so far because the reader was slow
+
+
+class Gauge(Event, frozen=True, kw_only=True):
+    """A sample: the latest wins, and it may be dropped (and counted) when the reader is slow."""
+
+
+class Hello(Event, frozen=True, kw_only=True, tag="hello"):
+    """The first frame of every process that writes to the run's journal."""
+
+    schema: str = SCHEMA
+    run_id: str
+    run_dir: str
+    pid: int
+    pid_start_s: float  # the process's start time, because pids are reused
+    version: str
+    model: str
+    method: str
+    dtype: str
+    device: str  # "NVIDIA H200", "cpu"
+    machine: str  # one line: cores, memory, GPU
+    blocks: int
+    parameters: int
+    trained_parameters: int
+    total_steps: int
+    first_step: int = 0  # > 0 after a resume: steps already done
+    phase_names: tuple[str, ...] = ()
+
+
+class ChoiceMade(msgspec.Struct, frozen=True, kw_only=True):
+    """One automatic choice and its reason in words with numbers."""
+
+    name: str
+    value: str
+    because: str
+
+
+class Planned(Event, frozen=True, kw_only=True, tag="planned"):
+    """The plan that this run follows; the whole of it is in plan.json."""
+
+    offload: str
+    batch_rows: int
+    chunk_rows: int
+    accumulation: int
+    sequence_length: int
+    resident_blocks: int
+    slots: int
+    device_bytes: int | None  # predicted peak
+    device_budget_bytes: int | None
+    host_bytes: int | None  # predicted peak
+    choices: tuple[ChoiceMade, ...] = ()
+
+
+class PhaseChanged(Event, frozen=True, kw_only=True, tag="phase"):
+    phase: RunPhase
+    detail: str = ""
+
+
+class StepFinished(Event, frozen=True, kw_only=True, tag="step"):
+    """One optimizer step. `phases_s` partitions `step_s`; `stalls_s` is the part spent waiting."""
+
+    step: int  # 1 for the first
+    total_steps: int
+    epoch: float
+    loss: float  # mean over trained tokens, nats
+    learning_rate: float
+    grad_norm: float | None
+    tokens: int  # trained tokens of this step
+    total_tokens: int
+    step_s: float
+    tokens_per_s: float
+    phases_s: dict[str, float]  # data, forward, backward, optimizer, other
+    stalls_s: dict[str, float]  # by cause: weights, update, gradients
+    eta_s: float | None = None
+    eta_spread_s: float | None = None  # plus or minus, from the spread of recent steps
+
+
+class MemorySampled(Gauge, frozen=True, kw_only=True, tag="memory"):
+    """Where every byte is. `device_by` partitions `device_used_bytes`.
+
+    Keys of `device_by`: weights, gradients, optimizer, activations, workspace, cache.
+    """
+
+    device_total_bytes: int | None
+    device_used_bytes: int | None
+    device_peak_bytes: int | None
+    device_budget_bytes: int | None
+    device_by: dict[str, int]
+    host_rss_bytes: int | None
+    host_peak_bytes: int | None
+    host_arena_bytes: int
+    host_pinned_bytes: int
+    host_limit_bytes: int | None
+
+
+class TrafficSampled(Gauge, frozen=True, kw_only=True, tag="traffic"):
+    """Bytes that the engine itself moved: totals since the start and rates over `window_s`."""
+
+    h2d_bytes: int
+    d2h_bytes: int
+    disk_read_bytes: int
+    disk_written_bytes: int
+    window_s: float
+    h2d_bytes_per_s: float
+    d2h_bytes_per_s: float
+    disk_read_bytes_per_s: float
+    disk_written_bytes_per_s: float
+    h2d_ceiling_bytes_per_s: float | None = None
+    d2h_ceiling_bytes_per_s: float | None = None
+
+
+class ResidencySampled(Gauge, frozen=True, kw_only=True, tag="residency"):
+    """One letter a block: G device, C host, N disk, > in flight to the device, < to the host, . absent."""
+
+    weights: str
+    gradients: str
+    optimizer: str
+    weights_bytes: int
+    gradients_bytes: int
+    optimizer_bytes: int
+
+
+class Move(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """One transfer that really happened."""
+
+    step: int
+    block: str
+    what: str  # weights, gradients, activations
+    bytes: int
+    direction: str  # C>G, G>C
+    duration_s: float | None
+    cause: str  # prefetch, demand, gradient, refresh, evict
+
+
+class MovesMade(Gauge, frozen=True, kw_only=True, tag="moves"):
+    """The latest moves, oldest first, and how many there were in all."""
+
+    moves: tuple[Move, ...]
+    total: int
+
+
+class Heartbeat(Gauge, frozen=True, kw_only=True, tag="heartbeat"):
+    phase: RunPhase
+    step: int
+
+
+class EvaluationFinished(Event, frozen=True, kw_only=True, tag="evaluation"):
+    step: int
+    loss: float
+    tokens: int
+    seconds: float
+
+
+class CheckpointWritten(Event, frozen=True, kw_only=True, tag="checkpoint"):
+    step: int
+    path: str
+    bytes: int
+    seconds: float
+
+
+class SampleGenerated(Event, frozen=True, kw_only=True, tag="sample"):
+    step: int
+    prompt: str
+    text: str
+
+
+class AdviceGiven(Event, frozen=True, kw_only=True, tag="advice"):
+    text: str  # with the measured cause
+    gain: str = ""  # predicted, with unit
+    how: str = ""  # the setting to change
+
+
+class LogWritten(Event, frozen=True, kw_only=True, tag="log"):
+    level: Literal["debug", "info", "warning", "error"]
+    text: str
+
+
+class CommandAnswered(Event, frozen=True, kw_only=True, tag="command"):
+    command: str
+    ok: bool
+    message: str
+
+
+class Failed(Event, frozen=True, kw_only=True, tag="failed"):
+    exit_code: int
+    kind: str  # the error's class
+    message: str  # with the numbers and the cure
+
+
+class Done(Event, frozen=True, kw_only=True, tag="done"):
+    """The last frame of a process that ended in order; interrupted runs end with it too."""
+
+    exit_code: int
+    step: int
+    seconds: float
+    loss: float | None
+    evaluation_loss: float | None
+    model_path: str | None
+    resume_with: str | None = None  # the command that goes on
+
+
+AnyEvent = (
+    Hello | Planned | PhaseChanged | StepFinished | MemorySampled | TrafficSampled | ResidencySampled
+    | MovesMade | Heartbeat | EvaluationFinished | CheckpointWritten | SampleGenerated | AdviceGiven
+    | LogWritten | CommandAnswered | Failed | Done
+)  # fmt: skip

@@ -1,0 +1,67 @@
+"""Numbers for people: bytes, rates and durations as short text with a unit. Standard library only."""
+
+from __future__ import annotations
+
+import math
+
+KIB = 1 << 10
+MIB = 1 << 20
+GIB = 1 << 30
+TIB = 1 << 40
+GB = 10**9
+
+UNKNOWN = "-"
+
+
+def bytes_text(count: float | None) -> str:
+    """Binary size with three significant digits: 512 B, 1.50 KiB, 21.1 GiB; "-" when unknown."""
+    if count is None or not math.isfinite(count):
+        return UNKNOWN
+    sign, size = ("-" if count < 0 else ""), abs(float(count))
+    for unit, scale in (("TiB", TIB), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
+        if size >= scale * 0.9995:
+            return f"{sign}{_three_digits(size / scale)} {unit}"
+    return f"{sign}{size:.0f} B"
+
+
+def rate_text(bytes_per_s: float | None) -> str:
+    """Decimal transfer rate, as drives and buses are rated: 21.4 GB/s, 350 MB/s."""
+    if bytes_per_s is None or not math.isfinite(bytes_per_s):
+        return UNKNOWN
+    for unit, scale in (("GB/s", 1e9), ("MB/s", 1e6), ("kB/s", 1e3)):
+        if bytes_per_s >= scale * 0.9995:
+            return f"{_three_digits(bytes_per_s / scale)} {unit}"
+    return f"{bytes_per_s:.0f} B/s"
+
+
+def count_text(count: float | None) -> str:
+    """Counts of parameters or tokens: 812, 4.21 M, 1.54 B."""
+    if count is None or not math.isfinite(count):
+        return UNKNOWN
+    for unit, scale in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if abs(count) >= scale * 0.9995:
+            return f"{_three_digits(count / scale)} {unit}"
+    return f"{count:.0f}"
+
+
+def duration_text(seconds: float | None) -> str:
+    """A duration with two units at most: 350 ms, 5.90 s, 2m 06s, 7h 44m, 3d 02h."""
+    if seconds is None or not math.isfinite(seconds) or seconds < 0:
+        return UNKNOWN
+    if seconds < 0.9995:
+        return f"{seconds * 1e3:.0f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.0f} us"
+    if seconds < 59.995:
+        return f"{_three_digits(seconds)} s"
+    whole = round(seconds)
+    if whole < 3600:
+        return f"{whole // 60}m {whole % 60:02d}s"
+    if whole < 86400:
+        return f"{whole // 3600}h {whole % 3600 // 60:02d}m"
+    return f"{whole // 86400}d {whole % 86400 // 3600:02d}h"
+
+
+def _three_digits(value: float) -> str:
+    magnitude = abs(value)
+    if magnitude >= 99.95:
+        return f"{value:.0f}"
+    return f"{value:.1f}" if magnitude >= 9.995 else f"{value:.2f}"
