@@ -1,0 +1,251 @@
+"""The configuration of a run: what can be set, its default and why. No torch here.
+
+`auto` means that FluxTrain chooses from what it measures and says why. Everything a user can get
+wrong is a `BadInput` that names the key, the value and the cure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from fluxtrain.errors import BadInput
+from fluxtrain.train.config_errors import explain
+from fluxtrain.train.config_text import apply_overrides, parse_yaml, read_text
+
+Auto = Literal["auto"]
+Positive = Annotated[int, Field(ge=1)]
+Rate = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+class Section(BaseModel):
+    """A group of settings; unknown keys and values out of bounds are refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+
+class ModelSettings(Section):
+    """Which model is trained."""
+
+    path: str = Field(
+        default="demo",
+        min_length=1,
+        description="a folder in Hugging Face format, a hub id, or `demo`: a small Llama-shaped "
+        "model that starts from random weights",
+    )
+    revision: str | None = Field(default=None, description="branch, tag or commit of a hub model")
+    trust_remote_code: bool = Field(
+        default=False,
+        description="run Python code that comes with the model; only for sources you trust",
+    )
+    dtype: Literal["auto", "bfloat16", "float32"] = Field(
+        default="auto",
+        description="dtype of the weights; auto keeps the model's own, bfloat16 has an exact fp32 "
+        "master beside it",
+    )
+
+
+class DataSettings(Section):
+    """What the model learns from."""
+
+    path: str = Field(
+        default="demo",
+        min_length=1,
+        description="a .txt or .jsonl file, or `demo`: the docstrings of the Python standard library",
+    )
+    format: Literal["auto", "text", "jsonl-text", "jsonl-messages"] = Field(
+        default="auto",
+        description="how the file is read; auto looks at its name and its first line",
+    )
+    sequence_length: int = Field(
+        default=256,
+        ge=2,
+        description="tokens in one packed row; documents in a row do not see each other",
+    )
+    held_out: float = Field(
+        default=0.02,
+        ge=0,
+        lt=1,
+        description="share of the documents kept for evaluation, never trained on",
+    )
+    seed: int = Field(default=0, ge=0, description="decides the order of rows and what is held out")
+
+
+class MethodSettings(Section):
+    """What is trained of the model."""
+
+    name: Literal["full"] = Field(default="full", description="full: every weight is trained")
+
+
+class TrainSettings(Section):
+    """The optimization itself."""
+
+    steps: Positive | None = Field(
+        default=None, description="optimizer steps; when left out, `epochs` decides"
+    )
+    epochs: float = Field(
+        default=1.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="passes over the data when `steps` is left out",
+    )
+    batch_rows: Positive | Auto = Field(
+        default="auto",
+        description="rows of one optimizer step; auto chooses from free memory and the data",
+    )
+    accumulation: Positive = Field(
+        default=1,
+        description="backward passes a step; the engine already splits a batch into chunks",
+    )
+    learning_rate: Rate | Auto = Field(
+        default="auto",
+        description="peak learning rate; auto is 2e-5 for a model with trained weights and 3e-3 "
+        "for the demo, which starts from random ones",
+    )
+    schedule: Literal["cosine", "linear", "constant"] = Field(
+        default="cosine", description="shape of the learning rate after the warm-up"
+    )
+    warmup_steps: Annotated[int, Field(ge=0)] | Auto = Field(
+        default="auto", description="steps of linear warm-up; auto is 3 % of the run, 100 at most"
+    )
+    weight_decay: Rate = Field(default=0.01, description="decoupled weight decay of AdamW")
+    no_decay: tuple[Literal["norms", "biases", "embeddings"], ...] = Field(
+        default=("norms", "biases", "embeddings"), description="parameters that are not decayed"
+    )
+    betas: tuple[float, float] = Field(default=(0.9, 0.999), description="AdamW's two decay rates")
+    eps: float = Field(default=1e-8, gt=0, allow_inf_nan=False, description="AdamW's epsilon")
+    max_grad_norm: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
+        default=1.0,
+        description="the global gradient norm is clipped to this; null only measures it",
+    )
+    seed: int = Field(default=0, ge=0, description="seed of dropout and of random initial weights")
+    evaluate_every: Positive | Literal["auto", "end"] = Field(
+        default="auto",
+        description="steps between evaluations; auto is a tenth of the run, end only the last",
+    )
+    checkpoint_every: Positive | Literal["auto", "end"] = Field(
+        default="auto",
+        description="steps between checkpoints; auto is a tenth of the run or 10 minutes, "
+        "whichever comes first, and at most 5 % of the time",
+    )
+    keep_checkpoints: Positive = Field(
+        default=2, description="how many of the newest checkpoints are kept"
+    )
+
+    @field_validator("betas")
+    @classmethod
+    def _betas_below_one(cls, betas: tuple[float, float]) -> tuple[float, float]:
+        if not all(0 <= beta < 1 for beta in betas):
+            raise ValueError("each beta must be at least 0 and below 1")
+        return betas
+
+
+class PlacementSettings(Section):
+    """Where the bytes live."""
+
+    offload: Literal["auto", "none", "optimizer", "weights", "max"] = Field(
+        default="auto", description="what lives in host memory instead of on the device"
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        default="auto",
+        description="where blocks are computed; auto takes the GPU when torch can use it",
+    )
+    chunk_rows: Positive | Auto = Field(
+        default="auto",
+        description="rows computed at once inside a block; auto chooses from free memory",
+    )
+    budget_gib: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
+        default=None, description="device memory that may be used, in GiB; all of it when left out"
+    )
+
+
+class RunConfig(Section):
+    """Everything that defines a run."""
+
+    model: ModelSettings = Field(default_factory=ModelSettings)
+    data: DataSettings = Field(default_factory=DataSettings)
+    method: MethodSettings = Field(default_factory=MethodSettings)
+    train: TrainSettings = Field(default_factory=TrainSettings)
+    placement: PlacementSettings = Field(default_factory=PlacementSettings)
+
+    @model_validator(mode="after")
+    def _warmup_within_the_run(self) -> RunConfig:
+        steps, warmup = self.train.steps, self.train.warmup_steps
+        if steps is not None and warmup != "auto" and warmup > steps:
+            raise ValueError(
+                f"train.warmup_steps = {warmup} is more than train.steps = {steps}: "
+                "shorten the warm-up or train longer"
+            )
+        return self
+
+    def to_yaml(self) -> str:
+        """The whole configuration as YAML that `load_config` reads back to an equal one."""
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """One setting for a screen or a table: its dotted key, value, default and explanation."""
+
+    key: str
+    value: Any
+    default: Any
+    description: str
+
+    @property
+    def changed(self) -> bool:
+        return bool(self.value != self.default)
+
+
+def settings(config: RunConfig) -> Iterator[Setting]:
+    """Every setting of `config`, in the order of the schema."""
+    for section_name in RunConfig.model_fields:
+        section: Section = getattr(config, section_name)
+        for name, field in type(section).model_fields.items():
+            yield Setting(
+                key=f"{section_name}.{name}",
+                value=getattr(section, name),
+                default=field.default,
+                description=field.description or "",
+            )
+
+
+def validate(raw: dict[str, Any], source: str = "configuration") -> RunConfig:
+    """Check a plain dictionary; every mistake is named at once in one `BadInput`."""
+    try:
+        return RunConfig.model_validate(raw)
+    except ValidationError as error:
+        keys = [setting.key for setting in settings(RunConfig())]
+        raise BadInput(f"{source}: {explain(error, keys)}") from None
+
+
+def load_config(path: str | Path, overrides: list[str] | None = None) -> RunConfig:
+    """Read a YAML file and apply `section.key=value` overrides.
+
+    Raises:
+        BadInput: no such file, not text, not YAML (with the line), empty, unknown keys, bad values.
+    """
+    raw = parse_yaml(read_text(Path(path)), str(path))
+    return validate(apply_overrides(raw, overrides or []), str(path))
+
+
+def demo_config(overrides: list[str] | None = None) -> RunConfig:
+    """The run of `--demo`: a model of a few million parameters on text that every Python has."""
+    raw: dict[str, Any] = {
+        "model": {"path": "demo"},
+        "data": {"path": "demo", "sequence_length": 128, "held_out": 0.05},
+        "train": {"steps": 200, "batch_rows": 8, "weight_decay": 0.1, "betas": [0.9, 0.95]},
+    }
+    return validate(apply_overrides(raw, overrides or []), "the demo")
+
+
+def json_schema() -> dict[str, Any]:
+    """JSON schema of the configuration file, for editors and for the wizard."""
+    schema = RunConfig.model_json_schema()
+    schema["title"] = "FluxTrain run configuration"
+    return schema

@@ -1,0 +1,88 @@
+"""From a file and `key=value` overrides to a plain dictionary, with the line of every mistake."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from fluxtrain.errors import BadInput
+
+CONFIG_LIMIT_BYTES = 1 << 20  # a configuration is a page; more is a data file given by mistake
+
+
+def read_text(path: Path) -> str:
+    """The text of a configuration file; `BadInput` when it cannot be one."""
+    try:
+        if path.is_dir():
+            raise BadInput(f"{path} is a folder: name a configuration file (YAML)")
+        if path.stat().st_size > CONFIG_LIMIT_BYTES:
+            raise BadInput(
+                f"{path} has {path.stat().st_size:,} bytes: that is not a configuration file; "
+                "put data under data.path"
+            )
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise BadInput(
+            f"{path}: no such file; `fluxtrain train --demo` needs none, and "
+            "`fluxtrain plan --demo --json` prints one to start from"
+        ) from None
+    except UnicodeDecodeError as error:
+        raise BadInput(f"{path} is not UTF-8 text (byte {error.start}): is it YAML?") from None
+    except OSError as error:
+        raise BadInput(f"{path} cannot be read: {error.strerror}") from None
+
+
+def parse_yaml(text: str, source: str) -> dict[str, Any]:
+    """The mapping in `text`; `BadInput` with the line when it is not one."""
+    try:
+        raw = yaml.load(text, Loader=_UniqueKeys)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line = f" line {mark.line + 1}" if mark else ""
+        raise BadInput(f"{source}{line}: not valid YAML: {error.problem}") from None
+    except yaml.YAMLError as error:
+        raise BadInput(f"{source}: not valid YAML: {' '.join(str(error).split())}") from None
+    if raw is None:
+        raise BadInput(f"{source} is empty: it needs at least `model:` and `data:`")
+    if not isinstance(raw, dict):
+        raise BadInput(f"{source} is not a mapping of settings but a {type(raw).__name__}")
+    return raw
+
+
+def apply_overrides(raw: dict[str, Any], overrides: list[str]) -> dict[str, Any]:
+    """A copy of `raw` with `section.key=value` applied; values are read as YAML."""
+    result = deepcopy(raw)
+    for override in overrides:
+        key, equals, value = override.partition("=")
+        parts = key.strip().split(".")
+        if not equals or not all(parts):
+            raise BadInput(f"--set {override}: write section.key=value, as in train.steps=100")
+        node = result
+        for part in parts[:-1]:
+            if not isinstance(node.get(part), dict):
+                node[part] = {}
+            node = node[part]
+        try:
+            node[parts[-1]] = yaml.safe_load(value)
+        except yaml.YAMLError:
+            raise BadInput(f"--set {override}: {value!r} is not a YAML value; quote it") from None
+    return result
+
+
+class _UniqueKeys(yaml.SafeLoader):
+    """A SafeLoader that refuses a key given twice, where YAML would keep the last in silence."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[Any] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if isinstance(key, str) and key in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key!r} is given twice", key_node.start_mark
+                )
+            if isinstance(key, str):
+                seen.add(key)
+        return super().construct_mapping(node, deep)

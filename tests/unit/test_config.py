@@ -1,0 +1,168 @@
+"""The configuration: every mistake is named with its cure, and nothing is taken in silence."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fluxtrain.errors import EXIT_BAD_INPUT, BadInput
+from fluxtrain.train.config import (
+    RunConfig,
+    demo_config,
+    json_schema,
+    load_config,
+    settings,
+    validate,
+)
+
+
+def written(folder: Path, text: str) -> Path:
+    path = folder / "run.yaml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("train.steps=0", "train.steps = 0: must be greater than or equal to 1 (leave it out"),
+        ("train.learning_rate=-1", "must be greater than or equal to 0"),
+        ("train.learning_rate=.inf", "must be a finite number"),
+        ("train.lerning_rate=1", "did you mean train.learning_rate?"),
+        ("steps=3", "did you mean train.steps?"),
+        ("trian.steps=3", "did you mean train?"),
+        ("train=3", "train must be a mapping"),
+        ("train.betas=[0.9, 1.0]", "below 1"),
+        ("train.max_grad_norm=0", "use null"),
+        ("data.held_out=1.0", "must be less than 1"),
+        ("placement.offload=some", "'weights' or 'max'"),
+        ("train.batch_rows=many", "or `auto`"),
+        ("train.steps", "write section.key=value"),
+        ("train.steps=[", "not a YAML value"),
+    ],
+)
+def test_a_wrong_setting_is_refused_with_its_key_and_cure(override: str, expected: str) -> None:
+    with pytest.raises(BadInput) as caught:
+        demo_config([override])
+    assert expected in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert caught.value.exit_code == EXIT_BAD_INPUT
+
+
+def test_an_unknown_key_is_refused_with_the_list_of_known_ones() -> None:
+    with pytest.raises(BadInput) as caught:
+        demo_config(["data.zzzz=1"])
+    for key in ("path", "format", "sequence_length", "held_out", "seed"):
+        assert key in str(caught.value)
+
+
+def test_every_mistake_is_named_at_once() -> None:
+    with pytest.raises(BadInput) as caught:
+        demo_config(["train.steps=0", "data.held_out=2", "modle.path=x"])
+    for key in ("train.steps", "data.held_out", "modle"):
+        assert key in str(caught.value)
+
+
+def test_a_warm_up_longer_than_the_run_is_refused() -> None:
+    with pytest.raises(BadInput, match="more than train.steps"):
+        demo_config(["train.steps=5", "train.warmup_steps=6"])
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", "is empty"),
+        ("# only a comment\n", "is empty"),
+        ("- a\n- b\n", "not a mapping of settings but a list"),
+        ("model:\n  path: demo\n bad: [\n", "line 3: not valid YAML"),
+        ("train:\n  steps: 1\n  steps: 2\n", "line 3: not valid YAML: the key 'steps' is given twice"),
+        ("train: !!python/object:os.system {}\n", "not valid YAML"),
+    ],
+)  # fmt: skip
+def test_a_file_that_is_no_configuration_is_refused(
+    tmp_path: Path, text: str, expected: str
+) -> None:
+    with pytest.raises(BadInput) as caught:
+        load_config(written(tmp_path, text))
+    assert expected in str(caught.value)
+    assert "run.yaml" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_is_not_a_text_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="no such file"):
+        load_config(tmp_path / "absent.yaml")
+    with pytest.raises(BadInput, match="is a folder"):
+        load_config(tmp_path)
+    binary = tmp_path / "binary.yaml"
+    binary.write_bytes(b"\xff\xfe\x00model")
+    with pytest.raises(BadInput, match="not UTF-8"):
+        load_config(binary)
+    huge = tmp_path / "huge.yaml"
+    huge.write_bytes(b"a" * (1 << 21))
+    with pytest.raises(BadInput, match="not a configuration file"):
+        load_config(huge)
+
+
+def test_overrides_win_over_the_file_and_do_not_touch_the_rest(tmp_path: Path) -> None:
+    path = written(tmp_path, "train: {steps: 5, learning_rate: 3e-4}\n")
+    config = load_config(path, ["train.steps=7", "data.path=a=b.txt"])
+    assert config.train.steps == 7
+    assert config.train.learning_rate == 3e-4
+    assert config.data.path == "a=b.txt"
+
+
+def test_the_configuration_survives_yaml_and_json() -> None:
+    config = demo_config(["train.learning_rate=3e-4", "placement.budget_gib=7.5"])
+    assert validate(yaml.safe_load(config.to_yaml())) == config
+    assert RunConfig.model_validate_json(config.model_dump_json()) == config
+
+
+@given(
+    steps=st.none() | st.integers(1, 10**9),
+    rate=st.just("auto") | st.floats(0, 10, allow_nan=False),
+    rows=st.just("auto") | st.integers(1, 10**6),
+    held_out=st.floats(0, 0.999),
+)
+def test_any_valid_configuration_round_trips(
+    steps: int | None, rate: float | str, rows: int | str, held_out: float
+) -> None:
+    raw = {
+        "train": {"steps": steps, "learning_rate": rate, "batch_rows": rows},
+        "data": {"held_out": held_out},
+    }
+    config = validate(raw)
+    assert validate(yaml.safe_load(config.to_yaml())) == config
+
+
+def test_every_setting_is_explained_and_its_default_is_valid() -> None:
+    listed = list(settings(RunConfig()))
+    assert len(listed) >= 30
+    for setting in listed:
+        assert len(setting.description) > 10, setting.key
+        assert not setting.changed
+    changed = {setting.key for setting in settings(demo_config()) if setting.changed}
+    assert "train.steps" in changed
+    assert "train.seed" not in changed
+
+
+def test_the_schema_describes_every_setting() -> None:
+    text = json.dumps(json_schema())
+    for setting in settings(RunConfig()):
+        assert f'"{setting.key.rpartition(".")[2]}"' in text
+    assert json_schema()["additionalProperties"] is False
+
+
+def test_the_configuration_needs_no_torch() -> None:
+    code = "import fluxtrain.train.config, sys; print('torch' in sys.modules)"
+    answer = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert answer.stdout.strip() == "False"
