@@ -1,0 +1,86 @@
+# FluxTrain. `make` or `make help` lists the targets; each sets up what it needs in .venv.
+
+PYTHON ?=
+VENV := .venv
+BIN := $(VENV)/bin
+STAMPS := $(VENV)/stamps
+NATIVE_SOURCES := $(shell find native -type f 2>/dev/null)
+TESTS ?= tests
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+export PYTHON
+
+.PHONY: help run dev native check lint test test-native test-gpu bench-cpu bench-gpu bench-tui soak screenshots wheel clean
+.DEFAULT_GOAL := help
+
+help: ## list the targets
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1|\2/' \
+		| while IFS='|' read -r name text; do printf '  make %-12s %s\n' "$$name" "$$text"; done
+
+run: $(STAMPS)/native ## open the app (without a terminal: train the demo headless)
+	@if [ -t 0 ] && [ -t 1 ] && [ -n "$$TERM" ] && [ "$$TERM" != dumb ]; then \
+		exec $(BIN)/fluxtrain-tui; \
+	else \
+		$(BIN)/fluxtrain train --demo && \
+		echo "This was the demo without the app: run \`make run\` in a terminal to see it live."; \
+	fi
+
+dev: $(STAMPS)/native $(STAMPS)/dev ## everything needed to work on FluxTrain
+
+native: $(STAMPS)/runtime ## rebuild the native library
+	@.ci/setup native && touch $(STAMPS)/native
+
+check: lint test ## lint and test, as continuous integration does
+
+lint: dev ## ruff, mypy --strict, import contracts
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+test: dev test-native ## native tests, then pytest without gpu and slow tests
+	$(PYTEST) -n 2 -m "not gpu and not slow" $(TESTS)
+
+test-native: dev ## the C++ kernels against their scalar reference
+	@$(BIN)/cmake -S native -B build/native-tests -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja \
+		-DFLUX_NATIVE_TESTS=ON > build/native-tests.log && $(BIN)/cmake --build build/native-tests >> build/native-tests.log \
+		|| { cat build/native-tests.log; exit 1; }
+	$(BIN)/ctest --test-dir build/native-tests --output-on-failure --no-tests=ignore
+
+test-gpu: dev ## the tests that need an NVIDIA GPU
+	$(BIN)/python -m pytest -m "gpu and not slow" $(TESTS)
+
+soak: dev ## the long tests: many kills and resumes, random models
+	$(PYTEST) -m "slow and not gpu" --timeout 3600 $(TESTS)
+
+bench-cpu: $(STAMPS)/native ## the native optimizer against the memory's own speed
+	$(BIN)/python bench/bench_cpu.py
+
+bench-gpu: $(STAMPS)/native ## one training on the GPU, measured
+	$(BIN)/python bench/bench_gpu.py
+
+bench-tui: $(STAMPS)/native ## what the app costs
+	$(BIN)/python bench/bench_tui.py
+
+screenshots: dev ## draw screenshots/ from a recorded run
+	$(BIN)/python -m screenshots.draw
+
+wheel: dev ## build dist/fluxtrain-*.whl
+	$(BIN)/python -m pip wheel -q --no-deps --no-build-isolation -w dist .
+
+clean: ## remove what was built, keep .venv and runs
+	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+
+# --- set-up: one stamp per step, so that a second call starts at once -------------------------
+
+$(STAMPS)/python:
+	@.ci/setup python && mkdir -p $(STAMPS) && touch $@
+
+$(STAMPS)/runtime: pyproject.toml constraints.txt | $(STAMPS)/python
+	@.ci/setup runtime && touch $@
+
+$(STAMPS)/native: $(STAMPS)/runtime $(NATIVE_SOURCES)
+	@.ci/setup native && touch $@
+
+$(STAMPS)/dev: $(STAMPS)/runtime
+	@.ci/setup dev && touch $@
