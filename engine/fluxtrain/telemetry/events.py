@@ -17,7 +17,15 @@ SCHEMA = f"{SCHEMA_MAJOR}.{SCHEMA_MINOR}"
 FRAME_LIMIT_BYTES = 4096  # PIPE_BUF on Linux: a larger write to a pipe can tear
 
 RunPhase = Literal[
-    "starting", "loading", "training", "paused", "evaluating", "saving", "stopping", "finished", "failed"
+    "starting",
+    "loading",
+    "training",
+    "paused",
+    "evaluating",
+    "saving",
+    "stopping",
+    "finished",
+    "failed",
 ]
 
 

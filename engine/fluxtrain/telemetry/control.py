@@ -1,0 +1,286 @@
+"""Commands to a running trainer: one line of JSON each way over a socket that only its user can open.
+
+Request `{"command": "pause", "arguments": {}}`, answer `{"ok": true, "message": "..."}`. The trainer's
+thread is never involved in the talking: one thread serves all clients, and a client that is slow,
+silent or sends garbage costs only itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import socket
+import stat
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from fluxtrain.errors import BadInput, FluxTrainError
+
+REQUEST_LIMIT_BYTES = 1 << 16
+CLIENT_IDLE_S = 30.0
+CLIENTS_LIMIT = 32
+ADDRESS_LIMIT_BYTES = 100  # sun_path holds 108 with its NUL
+
+CommandHandler = Callable[[str, dict[str, Any]], tuple[bool, str]]
+
+
+class NotReachable(BadInput):
+    """There is no trainer to talk to, or it does not answer."""
+
+
+class Request(msgspec.Struct, frozen=True):
+    """What a client sends."""
+
+    command: str
+    arguments: dict[str, Any] = {}
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """What the trainer says to a command."""
+
+    ok: bool
+    message: str
+
+
+@dataclass
+class _Client:
+    connection: socket.socket
+    heard_s: float
+    received: bytearray = field(default_factory=bytearray)
+
+
+class ControlServer:
+    """Serves `path` from a thread of its own until `close`.
+
+    `answer_command(command, arguments)` runs in that thread and should only set what the training
+    loop looks at between steps; its `FluxTrainError`s become refusals.
+    """
+
+    def __init__(self, path: Path, answer_command: CommandHandler) -> None:
+        self.path = path
+        self._answer_command = answer_command
+        self._clients: dict[int, _Client] = {}
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Bind with mode 0600, in place of a dead trainer's socket, and begin to serve.
+
+        Raises `BadInput` when another trainer serves this path or the folder cannot hold a socket.
+        """
+        self._listener = _listen(self.path)
+        self._selector = selectors.DefaultSelector()
+        self._wake_read, self._wake_write = os.pipe()
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._selector.register(self._wake_read, selectors.EVENT_READ)
+        self._thread = threading.Thread(target=self._serve, name="control", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop serving and remove the socket; waits for a command that is being answered."""
+        if self._thread is None:
+            return
+        os.write(self._wake_write, b".")
+        self._thread.join()
+        self._thread = None
+        for client in list(self._clients.values()):
+            self._drop(client)
+        self._selector.close()
+        self._listener.close()
+        os.close(self._wake_read)
+        os.close(self._wake_write)
+        with contextlib.suppress(OSError):
+            self.path.unlink()
+
+    def _serve(self) -> None:
+        while True:
+            for key, _ in self._selector.select(timeout=CLIENT_IDLE_S / 2):
+                if key.fd == self._wake_read:
+                    return
+                if key.fileobj is self._listener:
+                    self._accept()
+                elif key.fd in self._clients:
+                    self._hear(self._clients[key.fd])
+            self._drop_silent_clients()
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._listener.accept()
+        except OSError:  # the client left already, or this process is out of descriptors
+            return
+        if len(self._clients) >= CLIENTS_LIMIT:
+            connection.close()
+            return
+        connection.setblocking(False)
+        self._clients[connection.fileno()] = _Client(connection, time.monotonic())
+        self._selector.register(connection, selectors.EVENT_READ)
+
+    def _hear(self, client: _Client) -> None:
+        try:
+            data = client.connection.recv(REQUEST_LIMIT_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self._drop(client)
+            return
+        client.heard_s = time.monotonic()
+        client.received += data
+        while (newline := client.received.find(b"\n")) >= 0:
+            line = bytes(client.received[:newline])
+            del client.received[: newline + 1]
+            if not self._send(client, self._answer(line)):
+                return
+        if len(client.received) > REQUEST_LIMIT_BYTES:
+            limit = f"a request is one line of at most {REQUEST_LIMIT_BYTES} bytes"
+            self._send(client, Answer(False, limit))
+            self._drop(client)
+
+    def _answer(self, line: bytes) -> Answer:
+        if len(line) > REQUEST_LIMIT_BYTES:
+            return Answer(False, f"a request is at most {REQUEST_LIMIT_BYTES} bytes")
+        try:
+            request = msgspec.json.decode(line, type=Request)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            return Answer(False, f'not a request like {{"command": "pause"}}: {error}')
+        try:
+            return Answer(*self._answer_command(request.command, request.arguments))
+        except FluxTrainError as error:
+            return Answer(False, str(error))
+        except Exception as error:  # a bug in a command must not end control over the run
+            traceback.print_exc(file=sys.stderr)
+            return Answer(False, f"a bug of FluxTrain, see engine.log: {error!r}")
+
+    def _send(self, client: _Client, answer: Answer) -> bool:
+        """False, and the client is dropped, when it does not take the few bytes of an answer."""
+        frame = msgspec.json.encode(answer) + b"\n"
+        try:
+            whole = client.connection.send(frame) == len(frame)
+        except OSError:
+            whole = False
+        if not whole:
+            self._drop(client)
+        return whole
+
+    def _drop_silent_clients(self) -> None:
+        oldest_s = time.monotonic() - CLIENT_IDLE_S
+        for client in [one for one in self._clients.values() if one.heard_s < oldest_s]:
+            self._drop(client)
+
+    def _drop(self, client: _Client) -> None:
+        del self._clients[client.connection.fileno()]
+        self._selector.unregister(client.connection)
+        client.connection.close()
+
+
+def send_command(
+    path: Path, command: str, arguments: dict[str, Any] | None = None, timeout_s: float = 5.0
+) -> Answer:
+    """Ask the trainer whose control socket is `path`; raises `NotReachable` with the reason."""
+    request = msgspec.json.encode(Request(command, arguments or {})) + b"\n"
+    deadline_s = time.monotonic() + timeout_s
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(timeout_s)
+        try:
+            with _short_address(path) as address:
+                connection.connect(address)
+            connection.sendall(request)
+            line = _receive_line(connection, deadline_s)
+            return msgspec.json.decode(line, type=Answer)
+        except FileNotFoundError as error:
+            raise NotReachable(_absence(path)) from error
+        except ConnectionRefusedError as error:
+            raise NotReachable(
+                f"the trainer of {path.parent} is dead (its socket is left, nobody answers): "
+                f"go on with --resume auto --run-dir {path.parent}"
+            ) from error
+        except TimeoutError as error:
+            raise NotReachable(
+                f"the trainer of {path.parent} did not answer {command!r} in {timeout_s:g} s: "
+                "it may be stopped or swapping; try again, or look at engine.log"
+            ) from error
+        except (OSError, msgspec.DecodeError) as error:
+            raise NotReachable(f"cannot talk to the trainer of {path.parent}: {error}") from error
+
+
+def _receive_line(connection: socket.socket, deadline_s: float) -> bytes:
+    received = bytearray()
+    while not received.endswith(b"\n"):
+        left_s = deadline_s - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError
+        connection.settimeout(left_s)
+        data = connection.recv(REQUEST_LIMIT_BYTES)
+        if not data:
+            raise ConnectionResetError("it ended before it answered")
+        received += data
+    return bytes(received)
+
+
+def _absence(path: Path) -> str:
+    if not path.parent.is_dir():
+        return f"there is no run at {path.parent}: `fluxtrain runs` lists them"
+    return f"no trainer runs in {path.parent}: it has ended, or has not started yet"
+
+
+def _listen(path: Path) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX)
+    try:
+        _remove_dead_socket(path)
+        # Linux gives the file the mode of the socket, so there is no moment at which others can connect.
+        os.fchmod(listener.fileno(), 0o600)
+        with _short_address(path) as address:
+            listener.bind(address)
+        os.chmod(path, 0o600)
+        listener.listen()
+        listener.setblocking(False)
+    except OSError as error:
+        listener.close()
+        raise BadInput(
+            f"cannot make the control socket {path}: {error.strerror}: "
+            "choose a run directory on a local disk that you can write"
+        ) from error
+    except BadInput:
+        listener.close()
+        raise
+    return listener
+
+
+def _remove_dead_socket(path: Path) -> None:
+    try:
+        mode = path.lstat().st_mode
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(mode):
+        raise BadInput(f"{path} is in the way and is not a socket: move it away")
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.settimeout(1.0)
+        try:
+            with _short_address(path) as address:
+                probe.connect(address)
+        except (ConnectionRefusedError, FileNotFoundError):
+            path.unlink(missing_ok=True)
+            return
+    raise BadInput(f"another trainer answers at {path}: attach to it, or stop it first")
+
+
+@contextlib.contextmanager
+def _short_address(path: Path) -> Iterator[str]:
+    """`path` as an address that fits in `sun_path`, through an open descriptor of its folder."""
+    if len(os.fsencode(path)) <= ADDRESS_LIMIT_BYTES:
+        yield os.fspath(path)
+        return
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        yield f"/proc/self/fd/{folder}/{path.name}"
+    finally:
+        os.close(folder)

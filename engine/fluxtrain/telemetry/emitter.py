@@ -1,0 +1,126 @@
+"""The trainer's mouth: events go to the journal first, then to the live pipe, and nobody waits.
+
+`seq` counts journal frames. A lifecycle event always takes the next number. A gauge takes one only
+when it is journaled, at most once a second per kind; a gauge that is only live carries the number
+of the newest journal frame. So the journal has no gap, and a reader that goes from the journal to
+the pipe drops lifecycle frames whose `seq` it has seen.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from fluxtrain.errors import FluxTrainError
+from fluxtrain.telemetry.events import Event, Gauge
+from fluxtrain.telemetry.frames import encode_frame
+from fluxtrain.telemetry.journal import JournalWriter
+from fluxtrain.telemetry.live import LivePipe
+
+JOURNAL_GAUGE_PERIOD_S = 1.0
+
+
+class Emitter:
+    """Stamps events and writes them. Thread safe, also when a signal handler interrupts `emit`.
+
+    When the journal cannot be written (the disk is full), the thread that made the emitter hears of
+    it once: its next lifecycle `emit` raises `NoSpace` (or `BadInput`), after the live pipe had the
+    event. Later events, and those of other threads, do not raise, so that the run can still report
+    its end; `journal_lost` counts what the journal lacks. Writing again clears this.
+    """
+
+    def __init__(
+        self,
+        journal_path: Path | None,
+        live_fd: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._live = None if live_fd is None else LivePipe(live_fd)
+        self._journal = None if journal_path is None else JournalWriter(journal_path)
+        self._clock = clock
+        self._seq = self._journal.last_seq if self._journal else 0
+        self._gauge_due_s: dict[type[Event], float] = {}
+        self._owner = threading.get_ident()
+        self._owner_knows = False
+        self._lock = threading.RLock()
+        self._waiting: deque[Event] = deque()
+        self._emitting = False
+        self._closed = False
+        self.journal_lost = 0
+
+    @property
+    def dropped(self) -> int:
+        """Live frames that the reader did not get."""
+        return self._live.dropped if self._live else 0
+
+    @property
+    def seq(self) -> int:
+        """The number of the newest journal frame."""
+        return self._seq
+
+    def emit(self, event: Event) -> None:
+        """Stamp and write one event; microseconds, whatever the reader does. After `close`: nothing."""
+        with self._lock:
+            self._waiting.append(event)
+            if self._emitting or self._closed:
+                return  # interrupted by a signal handler: the interrupted call goes on with it
+            self._emitting = True
+            try:
+                while self._waiting:
+                    self._put(self._waiting.popleft())
+            finally:
+                self._emitting = False
+
+    def close(self) -> None:
+        """Give the reader what fits, then close the journal and the pipe."""
+        with self._lock:
+            self._closed = True
+            if self._live:
+                self._live.flush()
+                self._live.close()
+            if self._journal:
+                self._journal.close()
+
+    def _put(self, event: Event) -> None:
+        now_s, gauge = self._clock(), isinstance(event, Gauge)
+        kept = not gauge or now_s >= self._gauge_due_s.get(type(event), now_s)
+        frame = self._stamp(event, now_s, self._seq + kept)
+        failure = self._append(frame) if kept else None
+        if failure is not None:
+            frame = self._stamp(
+                event, now_s, self._seq
+            )  # that number goes to the next that is kept
+        elif kept:
+            self._seq += 1
+            if gauge:
+                self._gauge_due_s[type(event)] = now_s + JOURNAL_GAUGE_PERIOD_S
+        if self._live:
+            self._live.send(frame, type(event) if gauge else None)
+        if failure is not None and not gauge:
+            self._report(failure)
+
+    def _stamp(self, event: Event, now_s: float, seq: int) -> bytes:
+        return encode_frame(
+            replace(event, seq=seq, t_s=now_s, wall_s=time.time(), dropped=self.dropped)
+        )
+
+    def _append(self, frame: bytes) -> FluxTrainError | None:
+        if self._journal is None:
+            return None
+        try:
+            self._journal.append(frame)
+        except FluxTrainError as failure:
+            self.journal_lost += 1
+            return failure
+        self._owner_knows = False
+        return None
+
+    def _report(self, failure: FluxTrainError) -> None:
+        if threading.get_ident() == self._owner and not self._owner_knows:
+            self._owner_knows = True
+            raise failure

@@ -1,0 +1,108 @@
+"""The journal: every lifecycle event of a run, in order, without a gap in `seq`.
+
+`seq` counts journal frames (1, 2, 3 ...) and goes on after a resume, so a reader can check that
+nothing is missing. A process killed in the middle of a line leaves a torn tail: readers take it as
+the end, and the next writer cuts it off.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from fluxtrain.telemetry.events import FRAME_LIMIT_BYTES, AnyEvent
+from fluxtrain.telemetry.frames import Skipped, classify_line, decode_line
+from fluxtrain.telemetry.storage import storage_error
+
+TAIL_BYTES = 64 * FRAME_LIMIT_BYTES
+
+
+class JournalWriter:
+    """Appends whole frames. One writer at a time: the lock of the run directory sees to that."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self._descriptor = os.open(
+                path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644
+            )
+        except OSError as error:
+            raise storage_error(path, error) from error
+        self._end = self._cut_torn_tail()
+        last = last_event(path)
+        self.last_seq = last.seq if last is not None else 0
+
+    def append(self, frame: bytes) -> None:
+        """Hand one frame to the operating system, whole, or raise `NoSpace` and leave no trace of it."""
+        written = 0
+        try:
+            while written < len(frame):
+                written += os.write(self._descriptor, frame[written:])
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._descriptor, self._end)
+            raise storage_error(self.path, error, len(frame)) from error
+        self._end += written
+
+    def close(self) -> None:
+        """Make the journal survive a power cut, then close it."""
+        if self._descriptor >= 0:
+            with contextlib.suppress(OSError):
+                os.fsync(self._descriptor)
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def _cut_torn_tail(self) -> int:
+        size = os.fstat(self._descriptor).st_size
+        end = size
+        while end > 0:
+            start = max(0, end - TAIL_BYTES)
+            newline = os.pread(self._descriptor, end - start, start).rfind(b"\n")
+            if newline >= 0:
+                end = start + newline + 1
+                break
+            end = start
+        if end < size:
+            os.ftruncate(self._descriptor, end)
+        return end
+
+
+def read_events(path: Path, on_skipped: list[Skipped] | None = None) -> Iterator[AnyEvent]:
+    """All events of a journal; the reasons of skipped lines are appended to `on_skipped`.
+
+    A torn last line is the end. Raises `SchemaTooNew` for another major version of the schema.
+    """
+    with open(path, "rb") as file:
+        for line in file:
+            if not line.endswith(b"\n"):
+                return
+            event = classify_line(line)
+            if not isinstance(event, Skipped):
+                yield event
+            elif on_skipped is not None:
+                on_skipped.append(event)
+
+
+def tail_lines(path: Path, limit_bytes: int = TAIL_BYTES) -> list[bytes]:
+    """The last whole lines of a file within its last `limit_bytes`, newest first; [] without a file."""
+    try:
+        with open(path, "rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            start = max(0, size - limit_bytes)
+            file.seek(start)
+            lines = file.read(limit_bytes).split(b"\n")
+    except OSError:
+        return []
+    whole = lines[:-1] if start == 0 else lines[1:-1]
+    return whole[::-1]
+
+
+def last_event(path: Path) -> AnyEvent | None:
+    """The newest readable event of a journal, looking only at its end."""
+    for line in tail_lines(path):
+        event = decode_line(line)
+        if event is not None:
+            return event
+    return None

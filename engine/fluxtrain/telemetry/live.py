@@ -1,0 +1,93 @@
+"""The live pipe: frames for whoever watches now, without ever waiting for them."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import signal
+import threading
+
+from fluxtrain.errors import BadInput
+
+PIPE_BYTES = 1 << 20
+PENDING_FRAMES = 512  # 2 MiB at most: about a minute of events while a reader is stopped
+
+F_SETPIPE_SZ = getattr(fcntl, "F_SETPIPE_SZ", 1031)
+
+
+def widen_pipe(descriptor: int) -> None:
+    """Ask for a 1 MiB buffer. Where the kernel refuses (user limit, not a pipe) it stays as it is."""
+    with contextlib.suppress(OSError):
+        fcntl.fcntl(descriptor, F_SETPIPE_SZ, PIPE_BYTES)
+
+
+class LivePipe:
+    """The writing end. Not thread safe: the emitter holds its lock.
+
+    A frame of at most PIPE_BUF bytes is written whole or not at all, so nothing is ever torn. What
+    the reader has no room for waits here, in order: one frame per kind of gauge (the latest) and a
+    bounded number of others. What is pushed out is counted in `dropped`; the journal has the
+    lifecycle ones.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        try:
+            os.set_blocking(descriptor, False)
+        except OSError as error:
+            raise BadInput(
+                f"--live-fd {descriptor} is not an open descriptor ({error.strerror}): "
+                "the app passes it; leave it out on the command line"
+            ) from error
+        os.set_inheritable(descriptor, False)
+        widen_pipe(descriptor)
+        _survive_a_closed_pipe()
+        self._descriptor: int | None = descriptor
+        self._pending: dict[object, bytes] = {}  # in order; the key of a gauge is its type
+        self.dropped = 0
+
+    @property
+    def is_open(self) -> bool:
+        """False after the reader went away; frames are then no longer written."""
+        return self._descriptor is not None
+
+    def send(self, frame: bytes, gauge: type | None = None) -> None:
+        """Write `frame` now or as soon as there is room; `gauge` is the kind that it replaces."""
+        if self._descriptor is None:
+            return
+        if gauge is not None and self._pending.pop(gauge, None) is not None:
+            self.dropped += 1
+        self._pending[gauge or object()] = frame
+        if len(self._pending) > PENDING_FRAMES:
+            del self._pending[next(iter(self._pending))]
+            self.dropped += 1
+        self.flush()
+
+    def flush(self) -> None:
+        """Write what waits, oldest first, until the pipe is full or the reader is gone."""
+        while self._pending and self._descriptor is not None:
+            oldest = next(iter(self._pending))
+            try:
+                os.write(self._descriptor, self._pending[oldest])
+            except BlockingIOError:
+                return
+            except OSError:  # EPIPE: the reader died, and the run goes on without it
+                self.close()
+                return
+            del self._pending[oldest]
+
+    def close(self) -> None:
+        """Give up the pipe; frames that still wait are counted as dropped."""
+        self.dropped += len(self._pending)
+        self._pending.clear()
+        if self._descriptor is not None:
+            with contextlib.suppress(OSError):
+                os.close(self._descriptor)
+            self._descriptor = None
+
+
+def _survive_a_closed_pipe() -> None:
+    """Python ignores SIGPIPE from its start; take it back from a program that restored the default."""
+    if threading.current_thread() is threading.main_thread():
+        if signal.getsignal(signal.SIGPIPE) is signal.SIG_DFL:
+            signal.signal(signal.SIGPIPE, signal.SIG_IGN)

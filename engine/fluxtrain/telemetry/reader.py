@@ -1,0 +1,144 @@
+"""Reading a run as it goes: the journal of any run, and the live pipe of one's own.
+
+Both give the same events, so attach, follow and replay are the same code. A reader never blocks and
+does a bounded amount of work a call.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from fluxtrain.telemetry.events import FRAME_LIMIT_BYTES, AnyEvent
+from fluxtrain.telemetry.frames import SchemaTooNew, Skipped, classify_line, decode_line
+
+__all__ = ["JournalFollower", "PipeReader", "SchemaTooNew", "decode_line"]
+
+POLL_BYTES = 1 << 20
+
+
+class _Lines:
+    """Cuts bytes into events and counts the lines that gave none."""
+
+    def __init__(self) -> None:
+        self.garbage_lines = 0
+        self.unknown_events = 0
+        self._in_garbage = False  # inside a line that is longer than any frame
+
+    def take(self, data: bytes) -> tuple[list[AnyEvent], int]:
+        """The events of the whole lines in `data`, and how many bytes of it were used."""
+        used = data.rfind(b"\n") + 1
+        events = []
+        for line in data[:used].split(b"\n")[:-1]:
+            if self._in_garbage:
+                self._in_garbage = False
+                continue
+            event = classify_line(line)
+            if not isinstance(event, Skipped):
+                events.append(event)
+            elif event is Skipped.UNKNOWN:
+                self.unknown_events += 1
+            else:
+                self.garbage_lines += 1
+        if len(data) - used > FRAME_LIMIT_BYTES:
+            self.garbage_lines += not self._in_garbage
+            self._in_garbage, used = True, len(data)
+        return events, used
+
+
+class JournalFollower:
+    """Follows a journal that may not exist yet, grows, or was cut by a resumed trainer."""
+
+    def __init__(self, path: Path, poll_bytes: int = POLL_BYTES) -> None:
+        self.path = path
+        self.restarts = 0  # times the file was replaced or cut below what was read: start again
+        self._poll_bytes = poll_bytes
+        self._offset = 0  # always at the start of a line, so a torn tail is read again
+        self._inode = 0
+        self._seen_size = 0
+        self._lines = _Lines()
+
+    @property
+    def garbage_lines(self) -> int:
+        """Lines that were not frames."""
+        return self._lines.garbage_lines
+
+    @property
+    def unknown_events(self) -> int:
+        """Events of a newer minor version."""
+        return self._lines.unknown_events
+
+    def poll(self) -> list[AnyEvent]:
+        """The next events, at most `poll_bytes` of them; [] when there is nothing new.
+
+        Raises `SchemaTooNew` for a run of another major version.
+        """
+        try:
+            facts = os.stat(self.path)
+        except FileNotFoundError:
+            return []
+        if facts.st_ino != self._inode or facts.st_size < self._offset:
+            self.restarts += self._inode != 0
+            self._inode, self._offset, self._seen_size = facts.st_ino, 0, 0
+        if facts.st_size == self._seen_size:
+            return []
+        with open(self.path, "rb", buffering=0) as file:
+            file.seek(self._offset)
+            data = file.read(self._poll_bytes)
+        events, used = self._lines.take(data)
+        self._offset += used
+        self._seen_size = facts.st_size if len(data) < self._poll_bytes else self._offset
+        return events
+
+    def read_all(self) -> list[AnyEvent]:
+        """Everything up to now, for a replay."""
+        events: list[AnyEvent] = []
+        while True:
+            before = self._offset
+            events += self.poll()
+            if self._offset == before:
+                return events
+
+
+class PipeReader:
+    """The reading end of the live pipe."""
+
+    def __init__(self, descriptor: int) -> None:
+        os.set_blocking(descriptor, False)
+        self._descriptor = descriptor
+        self._rest = b""
+        self._lines = _Lines()
+        self.closed = False  # the trainer ended, or closed the pipe
+
+    @property
+    def garbage_lines(self) -> int:
+        """Lines that were not frames."""
+        return self._lines.garbage_lines
+
+    def fileno(self) -> int:
+        """For select and event loops."""
+        return self._descriptor
+
+    def poll(self) -> list[AnyEvent]:
+        """What arrived since the last call, at most 1 MiB; [] when nothing did or the pipe ended."""
+        if self.closed:
+            return []
+        received = bytearray(self._rest)
+        while len(received) < POLL_BYTES:
+            try:
+                data = os.read(self._descriptor, POLL_BYTES)
+            except BlockingIOError:
+                break
+            if not data:
+                self.close()
+                break
+            received += data
+        events, used = self._lines.take(bytes(received))
+        self._rest = bytes(received[used:])
+        return events
+
+    def close(self) -> None:
+        """Stop reading; the trainer notices and goes on without a reader."""
+        if not self.closed:
+            self.closed = True
+            os.close(self._descriptor)

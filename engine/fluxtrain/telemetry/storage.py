@@ -1,0 +1,91 @@
+"""Small files that are whole or absent, and what a failed write means to the user."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from fluxtrain.errors import BadInput, FluxTrainError, NoSpace
+from fluxtrain.units import bytes_text
+
+NO_SPACE_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+
+
+def storage_error(path: Path, error: OSError, needed_bytes: int | None = None) -> FluxTrainError:
+    """The error to raise for a failed write at `path`: `NoSpace` (5) or `BadInput` (2)."""
+    reason = os.strerror(error.errno) if error.errno else str(error)
+    if error.errno not in NO_SPACE_ERRNOS:
+        return BadInput(
+            f"cannot write {path}: {reason}: choose a folder that you can write with --run-dir, "
+            "or set FLUXTRAIN_RUNS"
+        )
+    needed = "" if needed_bytes is None else f"{bytes_text(needed_bytes)} needed, "
+    return NoSpace(
+        f"cannot write {path}: {reason} ({needed}{bytes_text(free_bytes(path))} free): "
+        "free some space, raise the quota, or choose another disk with --run-dir"
+    )
+
+
+def free_bytes(path: Path) -> int | None:
+    """Bytes that this user may still write on the file system of `path` (or of its nearest parent)."""
+    for place in (path, *path.absolute().parents):
+        try:
+            return shutil.disk_usage(place).free
+        except OSError:
+            continue
+    return None
+
+
+def check_space(path: Path, needed_bytes: int) -> None:
+    """Raise `NoSpace` when fewer than `needed_bytes` are free at `path`; unknown counts as enough."""
+    free = free_bytes(path)
+    if free is not None and free < needed_bytes:
+        raise NoSpace(
+            f"{path} needs {bytes_text(needed_bytes)} and {bytes_text(free)} is free: "
+            "free some space, or choose another disk with --run-dir"
+        )
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Write `path` so that a reader, or a machine that lost power, sees the old or the new content."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        _sync_folder(path.parent)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise storage_error(path, error, len(content)) from error
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Atomic JSON, indented for people. A float that is not finite becomes null."""
+    write_bytes(path, msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n")
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """The object in `path`, or None when it is missing or not a JSON object."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+        return None
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make the rename itself survive a power cut; some file systems cannot, and that is no error."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        with contextlib.suppress(OSError):
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
