@@ -1,0 +1,183 @@
+"""Batches in a shuffled order that depends on seed and epoch alone, with an exact cursor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from fluxtrain.data.packing import Ints, PackedRows, Rows
+from fluxtrain.errors import BadInput
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Batch:
+    """The rows of one forward and backward pass; tensors are int64 on the CPU."""
+
+    input_ids: Tensor  # (B, T)
+    labels: Tensor  # (B, T), not shifted; -100 where not trained
+    position_ids: Tensor  # (B, T), restart with every document
+    predicted: int  # labels in this batch
+    step_predicted: int  # labels in all batches of this optimizer step: what the loss is divided by
+    tokens: int  # not padding
+    packed: bool = True
+
+    def inputs(self) -> dict[str, Any]:
+        """Keyword arguments for a Hugging Face causal model, the loss weighted by tokens.
+
+        The cache is off because with one the model no longer separates packed documents.
+        """
+        arguments: dict[str, Any] = {
+            "input_ids": self.input_ids,
+            "labels": self.labels,
+            "num_items_in_batch": self.step_predicted,
+            "use_cache": False,
+        }
+        if self.packed:
+            arguments |= {"position_ids": self.position_ids, "attention_mask": None}
+        return arguments
+
+
+class BatchSource:
+    """Batches of a split without end: the epochs follow each other with no gap and no rest dropped.
+
+    One optimizer step takes `accumulation` batches of `batch_rows` rows. The cursor is
+    (epoch, position), and what it continues with equals what would have come.
+    """
+
+    def __init__(
+        self, rows: PackedRows, batch_rows: int, accumulation: int = 1, seed: int = 0
+    ) -> None:
+        if batch_rows < 1 or accumulation < 1:
+            raise BadInput(
+                f"train.batch_rows is {batch_rows} and train.accumulation {accumulation}: "
+                "both must be 1 or more"
+            )
+        if batch_rows * accumulation > len(rows):
+            raise BadInput(
+                f"a step takes {batch_rows} x {accumulation} = {batch_rows * accumulation} rows and "
+                f"the data has {len(rows)} of {rows.sequence_length} tokens: lower "
+                "train.batch_rows or data.sequence_length, or add data"
+            )
+        self.rows = rows
+        self.batch_rows = batch_rows
+        self.accumulation = accumulation
+        self.seed = seed
+        self._epoch = 0
+        self._position = 0  # rows of this epoch already served
+        self._order = _order(len(rows), seed, 0)
+        self._ready: list[Batch] = []  # the rest of the step that was begun
+        self._fingerprint = rows.fingerprint()
+
+    @property
+    def step_rows(self) -> int:
+        """Rows of one optimizer step."""
+        return self.batch_rows * self.accumulation
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Steps until each row was seen once, the last one not cut short."""
+        return -(-len(self.rows) // self.step_rows)
+
+    @property
+    def epoch(self) -> float:
+        """Epochs done, with the fraction of the current one."""
+        return self._epoch + self._position / len(self.rows)
+
+    def next(self) -> Batch:
+        """The next batch; every `accumulation` of them make a step."""
+        if not self._ready:
+            self._ready = self._step()
+        return self._ready.pop(0)
+
+    def next_step(self) -> list[Batch]:
+        """All batches of the next optimizer step. Raises RuntimeError in the middle of one."""
+        self._check_between_steps()
+        return self._step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The cursor, JSON-ready. Raises RuntimeError in the middle of a step."""
+        self._check_between_steps()
+        return {
+            "epoch": self._epoch,
+            "position": self._position,
+            "seed": self.seed,
+            "rows": len(self.rows),
+            "fingerprint": self._fingerprint,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a cursor; the batch size may differ. Raises BadInput for other data or seed."""
+        if state["fingerprint"] != self._fingerprint:
+            raise BadInput(
+                f"the checkpoint was made with other data ({state['rows']} rows, now "
+                f"{len(self.rows)}): use the same file, data.* settings and tokenizer, or start a new run"
+            )
+        if state["seed"] != self.seed:
+            raise BadInput(
+                f"the checkpoint's order of rows has seed {state['seed']} and this run has "
+                f"{self.seed}: use the same seed, or start a new run"
+            )
+        self._epoch, self._position = int(state["epoch"]), int(state["position"])
+        self._order = _order(len(self.rows), self.seed, self._epoch)
+        self._ready = []
+
+    def _check_between_steps(self) -> None:
+        if self._ready:
+            raise RuntimeError(f"{len(self._ready)} batches of the current step were not taken")
+
+    def _step(self) -> list[Batch]:
+        parts = [self.rows.take(self._next_indices()) for _ in range(self.accumulation)]
+        predicted = sum(part.predicted for part in parts)
+        return [_batch(part, predicted, self.rows.packed) for part in parts]
+
+    def _next_indices(self) -> Ints:
+        taken = self._order[self._position : self._position + self.batch_rows]
+        self._position += self.batch_rows
+        if self._position >= len(self.rows):
+            self._epoch += 1
+            self._position -= len(self.rows)
+            self._order = _order(len(self.rows), self.seed, self._epoch)
+            taken = np.concatenate([taken, self._order[: self._position]])
+        return taken
+
+
+def in_order(rows: PackedRows, batch_rows: int) -> Iterator[Batch]:
+    """Every row once in a fixed order, for evaluation; the last batch may be smaller.
+
+    Each batch's loss is divided by its own `predicted`, which is also its weight in a mean.
+    """
+    for first in range(0, len(rows), batch_rows):
+        part = rows.take(np.arange(first, min(first + batch_rows, len(rows))))
+        yield _batch(part, part.predicted, rows.packed)
+
+
+def _batch(rows: Rows, step_predicted: int, packed: bool) -> Batch:
+    return Batch(
+        input_ids=torch.from_numpy(rows.input_ids),
+        labels=torch.from_numpy(rows.labels),
+        position_ids=torch.from_numpy(rows.position_ids),
+        predicted=rows.predicted,
+        step_predicted=step_predicted,
+        tokens=rows.tokens,
+        packed=packed,
+    )
+
+
+def _order(rows: int, seed: int, epoch: int) -> Ints:
+    """A permutation from sorting hashes (splitmix64), which no library version can change."""
+    state = np.uint64((seed * 0x9E3779B97F4A7C15 + epoch * 0xD1B54A32D192ED03) % (1 << 64))
+    keys: npt.NDArray[np.uint64] = _mixed(_mixed(np.full(rows, state)) + np.arange(rows, dtype=np.uint64))
+    return np.argsort(keys, kind="stable")
+
+
+def _mixed(keys: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    keys = keys + np.uint64(0x9E3779B97F4A7C15)
+    keys = (keys ^ (keys >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    keys = (keys ^ (keys >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return keys ^ (keys >> np.uint64(31))

@@ -1,0 +1,180 @@
+"""The demo's text: the docstrings of this Python's standard library, and a tokenizer trained on them.
+
+Both are made once and kept in the user's cache as ordinary files (a .jsonl with `text`, a
+tokenizer folder), so everything after this point treats them like anybody's data.
+"""
+
+from __future__ import annotations
+
+import ast
+import errno
+import inspect
+import json
+import os
+import platform
+import shutil
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fluxtrain.data.packing import PackedRows
+from fluxtrain.errors import BadInput, NoSpace
+
+VOCABULARY = 4096
+CORPUS_LIMIT_BYTES = 4 << 20
+SHORTEST_DOCSTRING = 40  # characters: below that it is mostly a repeated name
+PROMPT = "Return the "
+END_OF_TEXT = "<|endoftext|>"
+RECIPE = 1  # raise it when corpus or tokenizer would come out otherwise
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' }}"
+    "{% if message['role'] == 'assistant' %}"
+    "{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}{{ '\n' }}"
+    "{% else %}{{ message['content'] + '<|im_end|>\n' }}{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+_NOT_LIBRARY = frozenset(
+    {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo"}
+)
+_DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemoFiles:
+    """Where the demo's corpus and tokenizer lie."""
+
+    corpus: Path  # .jsonl with `text`, a docstring a line
+    tokenizer: Path  # a folder that AutoTokenizer loads
+    documents: int
+
+
+def demo_files(cache: Path | None = None) -> DemoFiles:
+    """The demo's files, made on first use (a few seconds on one core).
+
+    `cache` defaults to $XDG_CACHE_HOME/fluxtrain or ~/.cache/fluxtrain, and to the temporary
+    directory when that cannot be written. Raises BadInput when the interpreter comes without
+    the source of its library, NoSpace when the disk is full.
+    """
+    name = f"demo-{platform.python_implementation()}-{platform.python_version()}-{RECIPE}".lower()
+    folder = _writable(cache) / name
+    if not (folder / "tokenizer_config.json").exists():
+        _make_atomically(folder)
+    corpus = folder / "corpus.jsonl"
+    with corpus.open("rb") as file:
+        count = sum(1 for _ in file)
+    return DemoFiles(corpus=corpus, tokenizer=folder, documents=count)
+
+
+def docstrings(library: Path | None = None) -> Iterator[str]:
+    """Distinct docstrings of the modules below `library` (default: this Python's), in path order.
+
+    Files are parsed, never imported; one that does not parse (some are bad on purpose) is passed over.
+    """
+    root = library or Path(sysconfig.get_paths()["stdlib"])
+    seen: set[str] = set()
+    for path in sorted(root.rglob("*.py")):
+        if not _NOT_LIBRARY.isdisjoint(path.relative_to(root).parts):
+            continue
+        try:
+            tree = ast.parse(path.read_bytes())
+        except (SyntaxError, ValueError):
+            continue
+        for node in ast.walk(tree):
+            text = ast.get_docstring(node) if isinstance(node, _DOCUMENTED) else None
+            if text and len(text) >= SHORTEST_DOCSTRING and text not in seen:
+                seen.add(text)
+                yield text
+
+
+def train_tokenizer(texts: list[str], folder: Path, vocabulary: int = VOCABULARY) -> None:
+    """Train a byte-level BPE on `texts` and write it to `folder` in Hugging Face format."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        special_tokens=[END_OF_TEXT, "<|im_start|>", "<|im_end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(texts, trainer)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=bpe, eos_token=END_OF_TEXT, pad_token=END_OF_TEXT, bos_token=None
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.save_pretrained(folder)
+
+
+def unigram_entropy(rows: PackedRows, vocabulary: int) -> float:
+    """Entropy in nats of the tokens that `rows` predict.
+
+    No model that ignores context can have a lower loss on these rows, however well it knows the
+    frequencies; a loss below it shows that context is used.
+    """
+    counts = rows.token_counts(vocabulary)
+    shares = counts[counts > 0] / max(1, counts.sum())
+    return float(-(shares * np.log(shares)).sum())
+
+
+def _make_atomically(folder: Path) -> None:
+    made = Path(tempfile.mkdtemp(prefix=".demo-", dir=folder.parent))
+    try:
+        texts = _corpus()
+        with (made / "corpus.jsonl").open("w", encoding="utf-8") as file:
+            file.writelines(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts)
+        train_tokenizer(texts, made)
+        try:
+            made.rename(folder)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise  # otherwise another process made the same files meanwhile
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise NoSpace(f"no space left for the demo's text in {folder.parent}") from error
+        raise
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+
+
+def _corpus() -> list[str]:
+    texts: list[str] = []
+    size_bytes = 0
+    for text in docstrings():
+        size_bytes += len(text.encode("utf-8", "replace"))
+        if size_bytes > CORPUS_LIMIT_BYTES:
+            break
+        texts.append(inspect.cleandoc(text).encode("utf-8", "replace").decode("utf-8"))
+    if len(texts) < 1000:
+        raise BadInput(
+            f"this Python ({sys.executable}) comes without the source of its library "
+            f"({len(texts)} docstrings found): use another Python, or name your own text in data.path"
+        )
+    return texts
+
+
+def _writable(cache: Path | None) -> Path:
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    chosen = cache or base / "fluxtrain"
+    try:
+        chosen.mkdir(parents=True, exist_ok=True)
+        if os.access(chosen, os.W_OK):
+            return chosen
+    except OSError as error:
+        if cache is not None:
+            raise BadInput(f"{cache} cannot be written: {error.strerror}") from error
+    fallback = Path(tempfile.gettempdir()) / f"fluxtrain-{os.getuid()}"
+    fallback.mkdir(mode=0o700, exist_ok=True)
+    return fallback

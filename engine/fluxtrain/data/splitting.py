@@ -1,0 +1,79 @@
+"""Which documents are held out for evaluation: decided by their content, so it never changes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from hashlib import blake2b
+
+import numpy as np
+import numpy.typing as npt
+
+from fluxtrain.data.tokens import Tokens
+from fluxtrain.errors import BadInput
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Spans:
+    """Parts of a token array, each within one document; in file order."""
+
+    starts: npt.NDArray[np.int64]  # (S,)
+    lengths: npt.NDArray[np.int64]  # (S,)
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens all spans hold together."""
+        return int(self.lengths.sum())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Split:
+    """The spans to train on and those to evaluate on; no token is in both."""
+
+    trained: Spans
+    held_out: Spans
+
+
+def split(tokens: Tokens, share: float, row_tokens: int, seed: int) -> Split:
+    """Hold out at least `share` of the tokens by whole documents, and always leave some to train.
+
+    Documents are taken in the order of a hash of their content and `seed`: equal documents
+    fall on the same side, whatever their place in the file. When the last one taken goes more than
+    a row over the share, only its end is held out, and of a single document it is the end too.
+    """
+    if not 0.0 <= share < 1.0:
+        raise BadInput(f"data.held_out is {share}: it is a share of the data, from 0 to below 1")
+    starts, lengths = tokens.starts[:-1], np.diff(tokens.starts)
+    nothing = Spans(starts[:0], lengths[:0])
+    if share == 0.0:
+        return Split(Spans(starts, lengths), nothing)
+    wanted = max(round(share * tokens.count), min(row_tokens, tokens.count // 2))
+    order = np.argsort(_keys(tokens, seed), kind="stable")
+    reached = np.cumsum(lengths[order])
+    taken = 1 + int(np.searchsorted(reached, wanted))
+    over = int(reached[taken - 1]) - wanted if taken <= len(order) else 0
+    last = int(order[taken - 1])
+    held = np.zeros(tokens.documents, dtype=np.bool_)
+    held[order[:taken]] = True
+    cuts_last = over > row_tokens or held.all()
+    if not cuts_last:
+        return Split(Spans(starts[~held], lengths[~held]), Spans(starts[held], lengths[held]))
+    if over == 0:  # nothing to cut: a document that fits exactly stays with the training
+        held[last] = False
+        return Split(Spans(starts[~held], lengths[~held]), Spans(starts[held], lengths[held]))
+    kept = lengths.copy()
+    kept[last] = over
+    held_starts, held_lengths = starts.copy(), lengths.copy()
+    held_starts[last] += over
+    held_lengths[last] -= over
+    trains = ~held
+    trains[last] = True
+    return Split(Spans(starts[trains], kept[trains]), Spans(held_starts[held], held_lengths[held]))
+
+
+def _keys(tokens: Tokens, seed: int) -> npt.NDArray[np.uint64]:
+    salt = seed.to_bytes(8, "little", signed=True)
+    keys = np.empty(tokens.documents, dtype=np.uint64)
+    for document, (start, end) in enumerate(zip(tokens.starts[:-1], tokens.starts[1:], strict=True)):
+        digest = blake2b(tokens.ids[start:end].tobytes(), digest_size=8, key=salt).digest()
+        keys[document] = int.from_bytes(digest, "little")
+    return keys

@@ -1,0 +1,36 @@
+"""The demo's model: Llama's shape at a size that two CPU cores train in a minute."""
+
+from __future__ import annotations
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+LAYERS = 6
+HIDDEN = 256
+SEQUENCE_LENGTH = 256
+
+
+def demo_config(vocabulary: int) -> LlamaConfig:
+    """Llama with tied embeddings, grouped queries and a few million parameters."""
+    return LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=HIDDEN,
+        intermediate_size=3 * HIDDEN,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=2 * SEQUENCE_LENGTH,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=0,
+        pad_token_id=0,
+    )
+
+
+def demo_model(vocabulary: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
+    """A freshly initialised demo model; equal for equal seeds, and the global RNG is left alone."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = LlamaForCausalLM(demo_config(vocabulary))
+    model.to(dtype)
+    return model
