@@ -1,8 +1,8 @@
-"""Commands to a running trainer: one line of JSON each way over a socket that only its user can open.
+"""Commands to a running trainer: a line of JSON each way over a socket that only its user can open.
 
-Request `{"command": "pause", "arguments": {}}`, answer `{"ok": true, "message": "..."}`. The trainer's
-thread is never involved in the talking: one thread serves all clients, and a client that is slow,
-silent or sends garbage costs only itself.
+Request `{"command": "pause", "arguments": {}}`, answer `{"ok": true, "message": "..."}`. The
+training thread takes no part in the talking: one thread serves all clients, and a client that is
+slow, silent or sends garbage costs only itself.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ class ControlServer:
             return Answer(*self._answer_command(request.command, request.arguments))
         except FluxTrainError as error:
             return Answer(False, str(error))
-        except Exception as error:  # a bug in a command must not end control over the run
+        except Exception as error:  # noqa: BLE001 - a bug in one command must not end all control
             traceback.print_exc(file=sys.stderr)
             return Answer(False, f"a bug of FluxTrain, see engine.log: {error!r}")
 
@@ -236,7 +236,7 @@ def _listen(path: Path) -> socket.socket:
     listener = socket.socket(socket.AF_UNIX)
     try:
         _remove_dead_socket(path)
-        # Linux gives the file the mode of the socket, so there is no moment at which others can connect.
+        # Linux gives the file the mode of the socket: there is no moment when others can connect.
         os.fchmod(listener.fileno(), 0o600)
         with _short_address(path) as address:
             listener.bind(address)

@@ -64,7 +64,7 @@ class Emitter:
         return self._seq
 
     def emit(self, event: Event) -> None:
-        """Stamp and write one event; microseconds, whatever the reader does. After `close`: nothing."""
+        """Stamp and write one event; microseconds, whatever the reader does. Nothing once closed."""
         with self._lock:
             self._waiting.append(event)
             if self._emitting or self._closed:

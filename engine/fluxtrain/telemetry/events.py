@@ -89,6 +89,8 @@ class Planned(Event, frozen=True, kw_only=True, tag="planned"):
 
 
 class PhaseChanged(Event, frozen=True, kw_only=True, tag="phase"):
+    """The run entered another phase of its life."""
+
     phase: RunPhase
     detail: str = ""
 
@@ -147,7 +149,7 @@ class TrafficSampled(Gauge, frozen=True, kw_only=True, tag="traffic"):
 
 
 class ResidencySampled(Gauge, frozen=True, kw_only=True, tag="residency"):
-    """One letter a block: G device, C host, N disk, > in flight to the device, < to the host, . absent."""
+    """One letter a block: G device, C host, N disk, > to the device, < to the host, . absent."""
 
     weights: str
     gradients: str
@@ -177,11 +179,15 @@ class MovesMade(Gauge, frozen=True, kw_only=True, tag="moves"):
 
 
 class Heartbeat(Gauge, frozen=True, kw_only=True, tag="heartbeat"):
+    """The process lives, whether or not steps end."""
+
     phase: RunPhase
     step: int
 
 
 class EvaluationFinished(Event, frozen=True, kw_only=True, tag="evaluation"):
+    """The held-out loss after a step, in nats a token."""
+
     step: int
     loss: float
     tokens: int
@@ -189,6 +195,8 @@ class EvaluationFinished(Event, frozen=True, kw_only=True, tag="evaluation"):
 
 
 class CheckpointWritten(Event, frozen=True, kw_only=True, tag="checkpoint"):
+    """A checkpoint is whole on disk."""
+
     step: int
     path: str
     bytes: int
@@ -196,29 +204,39 @@ class CheckpointWritten(Event, frozen=True, kw_only=True, tag="checkpoint"):
 
 
 class SampleGenerated(Event, frozen=True, kw_only=True, tag="sample"):
+    """What the model says to a prompt."""
+
     step: int
     prompt: str
     text: str
 
 
 class AdviceGiven(Event, frozen=True, kw_only=True, tag="advice"):
+    """A setting that would make this run better."""
+
     text: str  # with the measured cause
     gain: str = ""  # predicted, with unit
     how: str = ""  # the setting to change
 
 
 class LogWritten(Event, frozen=True, kw_only=True, tag="log"):
+    """A line for the log panel."""
+
     level: Literal["debug", "info", "warning", "error"]
     text: str
 
 
 class CommandAnswered(Event, frozen=True, kw_only=True, tag="command"):
+    """A command came over the control socket and was answered."""
+
     command: str
     ok: bool
     message: str
 
 
 class Failed(Event, frozen=True, kw_only=True, tag="failed"):
+    """The run ends with an error."""
+
     exit_code: int
     kind: str  # the error's class
     message: str  # with the numbers and the cure
@@ -237,7 +255,7 @@ class Done(Event, frozen=True, kw_only=True, tag="done"):
 
 
 AnyEvent = (
-    Hello | Planned | PhaseChanged | StepFinished | MemorySampled | TrafficSampled | ResidencySampled
-    | MovesMade | Heartbeat | EvaluationFinished | CheckpointWritten | SampleGenerated | AdviceGiven
-    | LogWritten | CommandAnswered | Failed | Done
+    Hello | Planned | PhaseChanged | StepFinished | MemorySampled | TrafficSampled
+    | ResidencySampled | MovesMade | Heartbeat | EvaluationFinished | CheckpointWritten
+    | SampleGenerated | AdviceGiven | LogWritten | CommandAnswered | Failed | Done
 )  # fmt: skip

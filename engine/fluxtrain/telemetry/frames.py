@@ -1,4 +1,4 @@
-"""The wire format: one event as one line of JSON, never more than `FRAME_LIMIT_BYTES` with its newline.
+"""The wire format: one event is one line of JSON of at most `FRAME_LIMIT_BYTES` with its newline.
 
 JSON has no NaN or infinity, and a diverging run is exactly when they matter, so non-finite floats
 travel as the strings "nan", "inf" and "-inf" and come back as floats.
@@ -88,7 +88,7 @@ def check_schema(schema: str) -> None:
     if schema.partition(".")[0] != str(SCHEMA_MAJOR):
         raise SchemaTooNew(
             f"this run was written with event schema {schema} and this program reads {SCHEMA}: "
-            "open it with the FluxTrain that wrote it, or update this one (pip install -U fluxtrain)"
+            "open it with the FluxTrain that wrote it, or update this one: pip install -U fluxtrain"
         )
 
 

@@ -35,7 +35,7 @@ class JournalWriter:
         self.last_seq = last.seq if last is not None else 0
 
     def append(self, frame: bytes) -> None:
-        """Hand one frame to the operating system, whole, or raise `NoSpace` and leave no trace of it."""
+        """Hand one whole frame to the operating system, or raise `NoSpace` and leave no trace."""
         written = 0
         try:
             while written < len(frame):
@@ -86,7 +86,7 @@ def read_events(path: Path, on_skipped: list[Skipped] | None = None) -> Iterator
 
 
 def tail_lines(path: Path, limit_bytes: int = TAIL_BYTES) -> list[bytes]:
-    """The last whole lines of a file within its last `limit_bytes`, newest first; [] without a file."""
+    """The whole lines in the last `limit_bytes` of a file, newest first; [] without a file."""
     try:
         with open(path, "rb") as file:
             size = file.seek(0, os.SEEK_END)

@@ -17,7 +17,7 @@ F_SETPIPE_SZ = getattr(fcntl, "F_SETPIPE_SZ", 1031)
 
 
 def widen_pipe(descriptor: int) -> None:
-    """Ask for a 1 MiB buffer. Where the kernel refuses (user limit, not a pipe) it stays as it is."""
+    """Ask for a 1 MiB buffer; where the kernel refuses (user limit, no pipe) it stays as it is."""
     with contextlib.suppress(OSError):
         fcntl.fcntl(descriptor, F_SETPIPE_SZ, PIPE_BYTES)
 
@@ -87,7 +87,7 @@ class LivePipe:
 
 
 def _survive_a_closed_pipe() -> None:
-    """Python ignores SIGPIPE from its start; take it back from a program that restored the default."""
-    if threading.current_thread() is threading.main_thread():
-        if signal.getsignal(signal.SIGPIPE) is signal.SIG_DFL:
-            signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+    """Python ignores SIGPIPE from its start; do so again where a program restored the default."""
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if in_main_thread and signal.getsignal(signal.SIGPIPE) is signal.SIG_DFL:
+        signal.signal(signal.SIGPIPE, signal.SIG_IGN)

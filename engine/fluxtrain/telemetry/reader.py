@@ -6,6 +6,7 @@ does a bounded amount of work a call.
 
 from __future__ import annotations
 
+import io
 import os
 from pathlib import Path
 
@@ -52,7 +53,7 @@ class JournalFollower:
     def __init__(self, path: Path, poll_bytes: int = POLL_BYTES) -> None:
         self.path = path
         self.restarts = 0  # times the file was replaced or cut below what was read: start again
-        self._poll_bytes = poll_bytes
+        self._poll_bytes = max(poll_bytes, 2 * FRAME_LIMIT_BYTES)
         self._offset = 0  # always at the start of a line, so a torn tail is read again
         self._inode = 0
         self._seen_size = 0
@@ -74,17 +75,19 @@ class JournalFollower:
         Raises `SchemaTooNew` for a run of another major version.
         """
         try:
-            facts = os.stat(self.path)
+            with open(self.path, "rb", buffering=0) as file:
+                return self._read(file)
         except FileNotFoundError:
             return []
+
+    def _read(self, file: io.FileIO) -> list[AnyEvent]:
+        facts = os.fstat(file.fileno())
         if facts.st_ino != self._inode or facts.st_size < self._offset:
             self.restarts += self._inode != 0
             self._inode, self._offset, self._seen_size = facts.st_ino, 0, 0
         if facts.st_size == self._seen_size:
             return []
-        with open(self.path, "rb", buffering=0) as file:
-            file.seek(self._offset)
-            data = file.read(self._poll_bytes)
+        data = os.pread(file.fileno(), self._poll_bytes, self._offset)
         events, used = self._lines.take(data)
         self._offset += used
         self._seen_size = facts.st_size if len(data) < self._poll_bytes else self._offset
@@ -120,7 +123,7 @@ class PipeReader:
         return self._descriptor
 
     def poll(self) -> list[AnyEvent]:
-        """What arrived since the last call, at most 1 MiB; [] when nothing did or the pipe ended."""
+        """What arrived since the last call, about 1 MiB at most; [] when nothing did."""
         if self.closed:
             return []
         received = bytearray(self._rest)

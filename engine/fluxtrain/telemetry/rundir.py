@@ -163,7 +163,7 @@ class RunDir:
         return self.path / "model"
 
     def lock(self) -> RunLock:
-        """Claim the directory for this process (made if missing), or raise `BadInput` naming its user.
+        """Claim the directory (made if missing); `BadInput` names the process that has it.
 
         Also raises `BadInput` for a read-only directory and `NoSpace` for a full one.
         """
@@ -239,8 +239,9 @@ class RunDir:
         if held or (user is not None and user.is_local and user.is_alive()):
             who = f"process {user.pid} on {user.host}" if user else "another process"
             raise BadInput(
-                f"{self.path} is in use by {who}: watch it with `fluxtrain-tui --attach {self.path}`, "
-                "stop it, or choose another --run-dir"
+                f"{self.path} is in use by {who}: "
+                f"watch it with `fluxtrain-tui --attach {self.path}`, stop it, "
+                "or choose another --run-dir"
             )
 
     def _ending(self) -> dict[str, Any]:
@@ -312,13 +313,14 @@ def _newest_step(journal: Path) -> StepFinished | None:
 
 
 def _ending_of_journal(journal: Path) -> dict[str, Any]:
-    """The last process's Done or Failed, if it is what the journal ends with."""
+    """What Done or Failed said, if the journal ends with them."""
+    ending: dict[str, Any] = {}
     for line in tail_lines(journal)[:16]:
         event = decode_line(line)
-        if isinstance(event, Done):
-            return {"exit_code": event.exit_code}
-        if isinstance(event, Failed):
-            return {"exit_code": event.exit_code, "message": event.message}
         if isinstance(event, Hello | StepFinished):
             break
-    return {}
+        if isinstance(event, Done | Failed):
+            ending.setdefault("exit_code", event.exit_code)
+        if isinstance(event, Failed):
+            ending.setdefault("message", event.message)
+    return ending

@@ -33,7 +33,7 @@ def storage_error(path: Path, error: OSError, needed_bytes: int | None = None) -
 
 
 def free_bytes(path: Path) -> int | None:
-    """Bytes that this user may still write on the file system of `path` (or of its nearest parent)."""
+    """Bytes that this user may still write on the file system of `path` or its nearest parent."""
     for place in (path, *path.absolute().parents):
         try:
             return shutil.disk_usage(place).free
@@ -43,7 +43,7 @@ def free_bytes(path: Path) -> int | None:
 
 
 def check_space(path: Path, needed_bytes: int) -> None:
-    """Raise `NoSpace` when fewer than `needed_bytes` are free at `path`; unknown counts as enough."""
+    """Raise `NoSpace` if fewer than `needed_bytes` are free at `path`; unknown counts as enough."""
     free = free_bytes(path)
     if free is not None and free < needed_bytes:
         raise NoSpace(
@@ -53,7 +53,7 @@ def check_space(path: Path, needed_bytes: int) -> None:
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Write `path` so that a reader, or a machine that lost power, sees the old or the new content."""
+    """Write `path` so that readers, also after a power cut, see the old or the new content."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with open(temporary, "wb") as file:
@@ -82,7 +82,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Make the rename itself survive a power cut; some file systems cannot, and that is no error."""
+    """Make the rename survive a power cut; some file systems cannot, and that is no error."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         with contextlib.suppress(OSError):
