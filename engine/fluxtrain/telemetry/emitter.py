@@ -64,7 +64,7 @@ class Emitter:
         return self._seq
 
     def emit(self, event: Event) -> None:
-        """Stamp and write one event; microseconds, whatever the reader does. Nothing once closed."""
+        """Stamp and write one event in microseconds, whatever the reader does; closed: nothing."""
         with self._lock:
             self._waiting.append(event)
             if self._emitting or self._closed:

@@ -58,10 +58,10 @@ class LivePipe:
         if gauge is not None and self._pending.pop(gauge, None) is not None:
             self.dropped += 1
         self._pending[gauge or object()] = frame
+        self.flush()
         if len(self._pending) > PENDING_FRAMES:
             del self._pending[next(iter(self._pending))]
             self.dropped += 1
-        self.flush()
 
     def flush(self) -> None:
         """Write what waits, oldest first, until the pipe is full or the reader is gone."""

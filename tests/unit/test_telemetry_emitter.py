@@ -1,0 +1,359 @@
+"""The trainer never waits for a reader, and the journal has no gap."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fluxtrain.errors import BadInput, NoSpace
+from fluxtrain.telemetry.emitter import Emitter
+from fluxtrain.telemetry.events import Done, Heartbeat, LogWritten, PhaseChanged, StepFinished
+from fluxtrain.telemetry.journal import read_events
+from fluxtrain.telemetry.live import PENDING_FRAMES
+from fluxtrain.telemetry.reader import PipeReader
+
+Make = Callable[..., Any]
+
+READ_UNTIL_STOPPED = """
+import os, sys, time
+descriptor = int(sys.argv[1])
+print("ready", flush=True)
+while os.read(descriptor, 65536):
+    pass
+"""
+
+
+class Clock:
+    """A clock that the test sets."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def journal(tmp_path: Path) -> Path:
+    return tmp_path / "events.ndjson"
+
+
+@pytest.fixture
+def pipe() -> Iterator[tuple[PipeReader, int]]:
+    read_end, write_end = os.pipe()
+    reader = PipeReader(read_end)
+    yield reader, write_end  # the emitter of the test owns and closes the writing end
+    reader.close()
+
+
+def fill(descriptor: int) -> None:
+    """Leave no room in a pipe."""
+    os.set_blocking(descriptor, False)
+    try:
+        while True:
+            os.write(descriptor, b"\n" * 4096)
+    except BlockingIOError:
+        return
+
+
+def assert_no_gap(path: Path, count: int | None = None) -> None:
+    numbers = [event.seq for event in read_events(path)]
+    assert numbers == list(range(1, len(numbers) + 1))
+    assert count is None or len(numbers) == count
+
+
+def test_the_same_frames_reach_the_journal_and_the_pipe(
+    journal: Path, pipe: tuple[PipeReader, int], make_step: Make, make_memory: Make
+) -> None:
+    reader, write_end = pipe
+    emitter = Emitter(journal, write_end)
+    for event in (make_step(1), make_memory(), make_step(2)):
+        emitter.emit(event)
+    emitter.close()
+    events = list(read_events(journal))
+    assert events == reader.poll()
+    assert [event.seq for event in events] == [1, 2, 3]
+    assert events[0].wall_s == pytest.approx(time.time(), abs=60)
+    assert events[0].t_s <= events[2].t_s
+    assert reader.closed
+
+
+def test_the_journal_takes_a_gauge_of_each_kind_once_a_second(
+    journal: Path, make_memory: Make, make_step: Make
+) -> None:
+    clock = Clock()
+    emitter = Emitter(journal, clock=clock)
+    for tenth in range(35):  # 3.5 s at 10 Hz
+        clock.now_s = 1000 + tenth / 10 + 1e-6 * tenth
+        emitter.emit(make_memory())
+        emitter.emit(Heartbeat(phase="training", step=tenth))
+        emitter.emit(make_step(tenth))
+    emitter.close()
+    kinds = [type(event).__name__ for event in read_events(journal)]
+    assert kinds.count("MemorySampled") == kinds.count("Heartbeat") == 4
+    assert kinds.count("StepFinished") == 35
+    assert_no_gap(journal)
+
+
+def test_a_gauge_that_is_only_live_carries_the_number_of_the_newest_journal_frame(
+    journal: Path, pipe: tuple[PipeReader, int]
+) -> None:
+    reader, write_end = pipe
+    clock = Clock()
+    emitter = Emitter(journal, write_end, clock=clock)
+    for step in range(3):
+        emitter.emit(Heartbeat(phase="training", step=step))
+    emitter.emit(PhaseChanged(phase="saving"))
+    emitter.emit(Heartbeat(phase="saving", step=3))
+    assert [event.seq for event in reader.poll()] == [1, 1, 1, 2, 2]
+    emitter.close()
+
+
+def test_a_reader_stopped_by_a_signal_costs_microseconds_and_no_journal_frame(
+    journal: Path, make_step: Make, make_memory: Make
+) -> None:
+    read_end, write_end = os.pipe()
+    reader = subprocess.Popen(
+        [sys.executable, "-c", READ_UNTIL_STOPPED, str(read_end)],
+        pass_fds=(read_end,),
+        stdout=subprocess.PIPE,
+    )
+    os.close(read_end)
+    try:
+        assert reader.stdout is not None
+        reader.stdout.readline()
+        emitter = Emitter(journal, write_end)
+        reader.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, reader.pid, os.WSTOPPED | os.WNOWAIT)
+        costs_ns = []
+        for step in range(6000):
+            for event in (make_memory(), make_step(step)):
+                start_ns = time.perf_counter_ns()
+                emitter.emit(event)
+                costs_ns.append(time.perf_counter_ns() - start_ns)
+        costs_ns.sort()
+        assert emitter.dropped > 5000  # it was really full
+        assert costs_ns[len(costs_ns) // 2] < 100_000  # measured: 5 us; a busy machine is slower
+        emitter.close()
+    finally:
+        reader.kill()
+        reader.communicate()
+    steps = [event.step for event in read_events(journal) if isinstance(event, StepFinished)]
+    assert steps == list(range(6000))
+    assert_no_gap(journal)
+
+
+def test_of_a_kind_of_gauge_the_latest_waits_and_the_others_are_counted(
+    pipe: tuple[PipeReader, int],
+) -> None:
+    reader, write_end = pipe
+    emitter = Emitter(None, write_end)
+    fill(write_end)
+    for step in range(10):
+        emitter.emit(Heartbeat(phase="training", step=step))
+    assert emitter.dropped == 9
+    reader.poll()  # room again
+    emitter.emit(PhaseChanged(phase="paused"))
+    beat, phase = reader.poll()
+    assert (beat.step, phase.phase) == (9, "paused")
+    assert (beat.dropped, phase.dropped) == (8, 9)
+    emitter.close()
+
+
+def test_lifecycle_events_wait_for_the_reader_in_order_up_to_a_bound(
+    pipe: tuple[PipeReader, int], make_step: Make
+) -> None:
+    reader, write_end = pipe
+    emitter = Emitter(None, write_end)
+    fill(write_end)
+    count = PENDING_FRAMES + 40
+    for step in range(count):
+        emitter.emit(make_step(step))
+    assert emitter.dropped == 40
+    assert reader.poll() == []  # the filling is gone, there is room again
+    emitter.emit(Heartbeat(phase="training", step=0))
+    events = reader.poll()
+    steps = [event.step for event in events if isinstance(event, StepFinished)]
+    assert steps == list(range(40, count))
+    emitter.close()
+
+
+def test_when_the_reader_dies_the_run_goes_on_and_the_loss_is_counted(
+    journal: Path, pipe: tuple[PipeReader, int], make_step: Make
+) -> None:
+    reader, write_end = pipe
+    emitter = Emitter(journal, write_end)
+    emitter.emit(make_step(1))
+    reader.close()
+    for step in (2, 3):
+        emitter.emit(make_step(step))
+    assert emitter.dropped == 1  # later ones have no reader to be dropped for
+    emitter.close()
+    assert_no_gap(journal, count=3)
+
+
+def test_a_dead_reader_does_not_kill_a_program_that_restored_sigpipe(tmp_path: Path) -> None:
+    program = """
+import os, signal
+signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+from fluxtrain.telemetry.emitter import Emitter
+from fluxtrain.telemetry.events import PhaseChanged
+read_end, write_end = os.pipe()
+os.close(read_end)
+Emitter(None, write_end).emit(PhaseChanged(phase="training"))
+print("alive")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, check=False, env=child_env()
+    )
+    assert (done.returncode, done.stdout) == (0, b"alive\n"), done.stderr
+
+
+def test_frames_from_many_threads_are_whole_and_numbered_without_a_gap(
+    journal: Path, make_step: Make
+) -> None:
+    emitter = Emitter(journal)
+    threads = [
+        threading.Thread(target=lambda n=n: [emitter.emit(make_step(n)) for _ in range(200)])
+        for n in range(8)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    emitter.close()
+    assert_no_gap(journal, count=1600)
+
+
+def test_a_signal_that_emits_while_emit_runs_neither_hangs_nor_breaks_the_order(
+    journal: Path, make_step: Make
+) -> None:
+    emitter = Emitter(journal)
+    heard = []
+
+    def on_signal(number: int, frame: object) -> None:
+        emitter.emit(LogWritten(level="info", text="tick"))
+        heard.append(number)
+
+    before = signal.signal(signal.SIGALRM, on_signal)
+    signal.setitimer(signal.ITIMER_REAL, 0.0005, 0.0005)
+    try:
+        end_s = time.monotonic() + 0.5
+        steps = 0
+        while time.monotonic() < end_s or len(heard) < 20:
+            emitter.emit(make_step(steps))
+            steps += 1
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    emitter.close()
+    assert_no_gap(journal, count=steps + len(heard))
+
+
+def test_a_full_disk_raises_once_and_what_was_written_stays_readable(tmp_path: Path) -> None:
+    # RLIMIT_FSIZE makes the kernel refuse growth, with a short write first, as a full disk does.
+    program = f"""
+import json, resource, threading
+from pathlib import Path
+from fluxtrain.errors import NoSpace
+from fluxtrain.telemetry.emitter import Emitter
+from fluxtrain.telemetry.events import Done, Heartbeat, LogWritten
+resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, resource.RLIM_INFINITY))
+emitter = Emitter(Path({str(tmp_path / "events.ndjson")!r}))
+raised = []
+for n in range(50):
+    emitter.emit(Heartbeat(phase="training", step=n))
+    try:
+        emitter.emit(LogWritten(level="info", text="x" * 700))
+    except NoSpace as error:
+        raised.append((n, str(error), error.exit_code))
+other = []
+def from_another_thread() -> None:
+    emitter.emit(LogWritten(level="info", text="y" * 700))
+    other.append("quiet")
+thread = threading.Thread(target=from_another_thread)
+thread.start()
+thread.join()
+resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
+emitter.emit(Done(exit_code=5, step=1, seconds=1.0, loss=None, evaluation_loss=None,
+                  model_path=None))
+resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
+try:
+    emitter.emit(LogWritten(level="info", text="again"))
+except NoSpace:
+    raised.append("again")
+emitter.close()
+print(json.dumps([raised, other, emitter.journal_lost]))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        check=False,
+        env=child_env(),
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    (first, again), other, lost = json.loads(done.stdout)
+    assert again == "again"  # space came back and went again
+    refused_at, message, exit_code = first
+    assert exit_code == 5
+    assert "events.ndjson" in message and "free" in message and "--run-dir" in message
+    assert other == ["quiet"]
+    events = list(read_events(tmp_path / "events.ndjson"))
+    assert isinstance(events[-1], Done)
+    assert_no_gap(tmp_path / "events.ndjson")
+    logs = sum(isinstance(event, LogWritten) for event in events)
+    assert logs == refused_at
+    assert lost >= 50 - logs + 2
+
+
+def test_a_background_thread_that_meets_the_full_disk_first_leaves_the_news_to_the_owner(
+    journal: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    emitter = Emitter(journal)
+    real_write = os.write
+
+    def no_space(descriptor: int, data: bytes) -> int:
+        if descriptor > 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real_write(descriptor, data)
+
+    monkeypatch.setattr(os, "write", no_space)
+    thread = threading.Thread(target=emitter.emit, args=(PhaseChanged(phase="saving"),))
+    thread.start()
+    thread.join()
+    with pytest.raises(NoSpace):
+        emitter.emit(PhaseChanged(phase="training"))
+    emitter.emit(PhaseChanged(phase="stopping"))
+    assert emitter.journal_lost == 3
+    monkeypatch.undo()
+    emitter.close()
+
+
+def test_a_live_descriptor_that_is_not_open_is_bad_input() -> None:
+    with pytest.raises(BadInput, match="--live-fd 987 is not an open descriptor"):
+        Emitter(None, 987)
+
+
+def test_after_close_events_go_nowhere_and_nothing_fails(journal: Path, make_step: Make) -> None:
+    emitter = Emitter(journal)
+    emitter.emit(make_step(1))
+    emitter.close()
+    emitter.emit(make_step(2))
+    emitter.close()
+    assert_no_gap(journal, count=1)
+
+
+def child_env() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}

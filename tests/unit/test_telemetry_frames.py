@@ -1,0 +1,167 @@
+"""One event, one line, at most 4096 bytes, and back."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fluxtrain.errors import EXIT_BAD_INPUT
+from fluxtrain.telemetry.events import (
+    FRAME_LIMIT_BYTES,
+    ChoiceMade,
+    Failed,
+    LogWritten,
+    Move,
+    MovesMade,
+    Planned,
+    StepFinished,
+)
+from fluxtrain.telemetry.frames import (
+    SchemaTooNew,
+    Skipped,
+    classify_line,
+    decode_line,
+    encode_frame,
+)
+
+Make = Callable[..., Any]
+
+
+def planned(reasons: list[str]) -> Planned:
+    return Planned(
+        offload="weights",
+        batch_rows=8,
+        chunk_rows=2,
+        accumulation=1,
+        sequence_length=256,
+        resident_blocks=3,
+        slots=2,
+        device_bytes=1,
+        device_budget_bytes=None,
+        host_bytes=2,
+        choices=tuple(
+            ChoiceMade(name=f"choice {n}", value="8", because=text)
+            for n, text in enumerate(reasons)
+        ),
+    )
+
+
+def moves(count: int, block: str = "model.layers.7") -> MovesMade:
+    made = [
+        Move(
+            step=3,
+            block=block,
+            what="weights",
+            bytes=n,
+            direction="C>G",
+            duration_s=0.01,
+            cause="prefetch",
+        )
+        for n in range(count)
+    ]
+    return MovesMade(moves=tuple(made), total=count)
+
+
+def test_an_event_comes_back_as_it_was(
+    make_step: Make, make_memory: Make, make_hello: Make
+) -> None:
+    for event in (make_step(7), make_memory(), make_hello(), planned(["fits in 3 GiB"]), moves(3)):
+        frame = encode_frame(event)
+        assert frame.endswith(b"\n") and frame.count(b"\n") == 1
+        assert decode_line(frame) == event
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_floats_that_json_cannot_say_come_back_as_floats(make_step: Make, value: float) -> None:
+    event = make_step(loss=value, grad_norm=value, phases_s={"forward": value})
+    back = decode_line(encode_frame(event))
+    assert isinstance(back, StepFinished)
+    for number in (back.loss, back.grad_norm, back.phases_s["forward"]):
+        assert isinstance(number, float)
+        assert number == value or (math.isnan(value) and math.isnan(number))
+    assert back.eta_s is None  # "not measured" stays apart from "not a number"
+
+
+def test_a_text_that_reads_like_a_number_stays_a_text(make_step: Make) -> None:
+    failed = Failed(exit_code=4, kind="Diverged", message="nan")
+    assert decode_line(encode_frame(failed)) == failed
+
+
+@given(text=st.text(st.characters(codec=None), max_size=6000), count=st.integers(0, 400))
+def test_every_frame_fits_and_decodes_whatever_it_carries(text: str, count: int) -> None:
+    for event in (
+        LogWritten(level="info", text=text),
+        planned([text] * (count // 10)),
+        moves(count, block=text[:200]),
+    ):
+        frame = encode_frame(event)
+        assert len(frame) <= FRAME_LIMIT_BYTES
+        assert type(decode_line(frame)) is type(event)
+
+
+def test_a_short_frame_of_long_moves_keeps_the_latest() -> None:
+    back = decode_line(encode_frame(moves(500)))
+    assert isinstance(back, MovesMade)
+    assert 20 < len(back.moves) < 500
+    assert back.moves[-1].bytes == 499
+    assert back.total == 500
+
+
+def test_a_plan_with_long_reasons_keeps_all_its_choices_and_marks_the_cuts() -> None:
+    back = decode_line(encode_frame(planned(["x" * 900] * 12)))
+    assert isinstance(back, Planned)
+    assert len(back.choices) == 12
+    assert all(choice.because.endswith("…") for choice in back.choices)
+
+
+def test_a_frame_that_cannot_be_cut_is_our_bug_and_not_a_torn_line(make_memory: Make) -> None:
+    with pytest.raises(ValueError, match="memory frame cannot fit"):
+        encode_frame(make_memory(), limit_bytes=100)
+
+
+@given(st.binary(max_size=300))
+def test_no_bytes_make_the_decoder_fail(line: bytes) -> None:
+    assert decode_line(line) is None or b"event" in line
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (b'{"event":"rebalanced","blocks":3}', Skipped.UNKNOWN),
+        (b'{"event":"step","step":"many"}', Skipped.GARBAGE),
+        (b'{"event":"step","st', Skipped.GARBAGE),
+        (b"[1,2]", Skipped.GARBAGE),
+        (b"{}", Skipped.GARBAGE),
+        (b"", Skipped.GARBAGE),
+        (b"\xff\xfe\x00", Skipped.GARBAGE),
+        (b"[" * 100_000, Skipped.GARBAGE),
+    ],
+)
+def test_a_line_that_is_no_event_says_why(line: bytes, reason: Skipped) -> None:
+    assert classify_line(line) is reason
+
+
+def test_fields_of_a_newer_minor_version_are_ignored(make_hello: Make) -> None:
+    tree = msgspec.to_builtins(make_hello()) | {"schema": "1.9", "gpu_clock": {"mhz": 1}}
+    back = decode_line(msgspec.json.encode(tree))
+    assert back == make_hello(schema="1.9")
+
+
+@pytest.mark.parametrize(
+    "fields", [{"schema": "2.0"}, {"schema": "2.0", "pid": "a new kind"}, {"schema": "17"}]
+)
+def test_another_major_version_is_refused_with_the_cure(
+    make_hello: Make, fields: dict[str, object]
+) -> None:
+    line = msgspec.json.encode(msgspec.to_builtins(make_hello()) | fields)
+    with pytest.raises(
+        SchemaTooNew, match=r"schema (2\.0|17) .* reads 1\.0: .*pip install -U"
+    ) as e:
+        decode_line(line)
+    assert e.value.exit_code == EXIT_BAD_INPUT
