@@ -1,0 +1,17 @@
+"""The host kernels of `native/`, over plain addresses. ctypes lets go of the GIL while they run.
+
+Nothing is loaded at import: the library is found and checked when the first kernel is called.
+"""
+
+from __future__ import annotations
+
+from fluxtrain._native.library import (
+    ISA_NAMES,
+    AdamWStep,
+    isa,
+    kernel,
+    library_path,
+    set_isa,
+)
+
+__all__ = ["ISA_NAMES", "AdamWStep", "isa", "kernel", "library_path", "set_isa"]

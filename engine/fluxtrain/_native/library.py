@@ -1,0 +1,102 @@
+"""Finds, loads and types `libflux_native.so`; native/include/flux_native.h is its contract."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from ctypes import POINTER, c_double, c_float, c_int, c_size_t, c_void_p
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import fluxtrain._native
+from fluxtrain.errors import FluxTrainError
+
+LIBRARY = "libflux_native.so"
+ABI_VERSION = 1
+ISA_NAMES = ("scalar", "avx2", "avx512")
+
+
+class AdamWStep(ctypes.Structure):
+    """The coefficients of one AdamW step, each rounded to fp32 once (struct flux_adamw_step)."""
+
+    _fields_ = (
+        ("grad_scale", c_float),
+        ("decay", c_float),
+        ("beta1", c_float),
+        ("one_minus_beta1", c_float),
+        ("beta2", c_float),
+        ("one_minus_beta2", c_float),
+        ("step_size", c_float),
+        ("rsqrt_correction2", c_float),
+        ("eps", c_float),
+    )
+
+
+_ADAMW = (c_size_t, POINTER(AdamWStep), c_int)
+_SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "flux_abi_version": (c_int, ()),
+    "flux_isa": (c_int, ()),
+    "flux_set_isa": (c_int, (c_int,)),
+    "flux_adamw_split_bf16": (None, (c_void_p,) * 5 + _ADAMW),
+    "flux_adamw_split_f32": (None, (c_void_p,) * 5 + _ADAMW),
+    "flux_adamw_f32": (None, (c_void_p,) * 4 + _ADAMW),
+    "flux_accumulate_bf16": (None, (c_void_p, c_void_p, c_size_t, c_int)),
+    "flux_accumulate_f32": (None, (c_void_p, c_void_p, c_size_t, c_int)),
+    "flux_sum_squares_bf16": (c_double, (c_void_p, c_size_t, c_int)),
+    "flux_sum_squares_f32": (c_double, (c_void_p, c_size_t, c_int)),
+    "flux_stream_split": (None, (c_void_p,) * 5 + (c_size_t, c_int)),
+}
+
+
+def library_path() -> Path:
+    """Where the library is; raises FluxTrainError when it was never built.
+
+    In an editable install the package has two folders: the sources and the one with the library.
+    """
+    folders = [Path(folder) for folder in fluxtrain._native.__path__]
+    for folder in folders:
+        if (folder / LIBRARY).is_file():
+            return folder / LIBRARY
+    looked = ", ".join(str(folder) for folder in folders)
+    raise FluxTrainError(f"{LIBRARY} is not in {looked}: run `make native`")
+
+
+@lru_cache(maxsize=1)
+def _library() -> ctypes.CDLL:
+    path = library_path()
+    try:
+        library = ctypes.CDLL(str(path))
+        for name, (result, arguments) in _SIGNATURES.items():
+            function = getattr(library, name)
+            function.restype = result
+            function.argtypes = arguments
+    except (OSError, AttributeError) as error:
+        raise FluxTrainError(f"{path} does not load ({error}): run `make native`") from error
+    version = library.flux_abi_version()
+    if version != ABI_VERSION:
+        raise FluxTrainError(
+            f"{path} speaks version {version} of the kernel interface and this FluxTrain speaks "
+            f"{ABI_VERSION}: run `make native`"
+        )
+    return library
+
+
+def kernel(name: str) -> Callable[..., Any]:
+    """The typed C function `flux_<name>`; arrays are passed as addresses (ints)."""
+    function: Callable[..., Any] = getattr(_library(), f"flux_{name}")
+    return function
+
+
+def isa() -> str:
+    """The instruction set in use: scalar, avx2 or avx512."""
+    return ISA_NAMES[kernel("isa")()]
+
+
+def set_isa(name: str) -> str:
+    """Use instruction set `name`, or the best allowed below it; returns what is now in use.
+
+    For tests and measurements: results do not depend on it. Never higher than the processor and
+    FLUXTRAIN_ISA allow.
+    """
+    return ISA_NAMES[kernel("set_isa")(ISA_NAMES.index(name))]

@@ -1,0 +1,70 @@
+"""AdamW's hyperparameters and the fp32 coefficients of one step, shared by every implementation."""
+
+from __future__ import annotations
+
+import math
+from ctypes import c_float
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from fluxtrain.errors import BadInput
+
+
+@dataclass(frozen=True)
+class Hyper:
+    """AdamW as torch.optim.AdamW names it. `maximize` follows the gradient instead of opposing it.
+
+    Raises BadInput for values that torch.optim.AdamW refuses too.
+    """
+
+    lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 1e-2
+    maximize: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.lr >= 0.0:
+            raise BadInput(f"AdamW's lr is {self.lr}: it must be 0 or more")
+        if not self.eps >= 0.0:
+            raise BadInput(f"AdamW's eps is {self.eps}: it must be 0 or more")
+        if not all(0.0 <= beta < 1.0 for beta in self.betas):
+            raise BadInput(f"AdamW's betas are {self.betas}: both must be in [0, 1)")
+        if not self.weight_decay >= 0.0:
+            raise BadInput(f"AdamW's weight_decay is {self.weight_decay}: it must be 0 or more")
+
+
+class Coefficients(NamedTuple):
+    """What one step multiplies with, each computed in double and rounded to fp32 once.
+
+    The order and the meaning are those of `flux_adamw_step` in native/include/flux_native.h.
+    """
+
+    grad_scale: float
+    decay: float
+    beta1: float
+    one_minus_beta1: float
+    beta2: float
+    one_minus_beta2: float
+    step_size: float
+    rsqrt_correction2: float
+    eps: float
+
+
+def coefficients(hyper: Hyper, step: int, grad_scale: float = 1.0) -> Coefficients:
+    """Coefficients of step number `step`, the first being 1; gradients count times `grad_scale`."""
+    if step < 1:
+        raise BadInput(f"AdamW's steps count from 1, not {step}: its bias corrections divide by 0")
+    beta1, beta2 = hyper.betas
+    exact = Coefficients(
+        grad_scale=-grad_scale if hyper.maximize else grad_scale,
+        decay=1.0 - hyper.lr * hyper.weight_decay,
+        beta1=beta1,
+        one_minus_beta1=1.0 - beta1,
+        beta2=beta2,
+        one_minus_beta2=1.0 - beta2,
+        step_size=hyper.lr / (1.0 - beta1**step),
+        rsqrt_correction2=1.0 / math.sqrt(1.0 - beta2**step),
+        eps=hyper.eps,
+    )
+    return Coefficients(*(c_float(value).value for value in exact))

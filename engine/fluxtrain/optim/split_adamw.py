@@ -1,0 +1,141 @@
+"""AdamW in place over flat arenas: by the native kernels on the host, by torch on a device."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from fluxtrain import _native
+from fluxtrain.optim import reference
+from fluxtrain.optim.hyper import Coefficients, Hyper, coefficients
+from fluxtrain.optim.reference import decode, encode
+
+__all__ = [
+    "Hyper",
+    "accumulate_",
+    "decode",
+    "encode",
+    "sum_squares",
+    "update_",
+    "update_f32_",
+    "update_on_device_",
+]
+
+_SLICE_ELEMENTS = 1 << 22
+_HALVES = (torch.bfloat16, torch.int16, torch.uint16)
+
+
+def update_(
+    hi: Tensor,
+    lo: Tensor,
+    m: Tensor,
+    v: Tensor,
+    grad: Tensor,
+    *,
+    hyper: Hyper,
+    step: int,
+    grad_scale: float = 1.0,
+    threads: int | None = None,
+) -> None:
+    """One AdamW step on split masters on the host, in place, without the GIL.
+
+    hi (bfloat16), lo (int16), m, v (float32) and grad (bfloat16 or float32) are contiguous CPU
+    tensors of one length. step counts from 1. threads None: OpenMP's default. The result does not
+    depend on threads, on the instruction set, or on how a range is cut into calls.
+    """
+    n = _flat_length(
+        {"hi": hi, "lo": lo, "m": m, "v": v, "grad": grad},
+        {"hi": _HALVES, "lo": _HALVES, "grad": (torch.bfloat16, torch.float32)},
+    )
+    name = "adamw_split_bf16" if grad.dtype is torch.bfloat16 else "adamw_split_f32"
+    pointers = (hi.data_ptr(), lo.data_ptr(), m.data_ptr(), v.data_ptr(), grad.data_ptr())
+    _native.kernel(name)(*pointers, n, _by_reference(hyper, step, grad_scale), threads or 0)
+
+
+def update_f32_(
+    p: Tensor,
+    m: Tensor,
+    v: Tensor,
+    grad: Tensor,
+    *,
+    hyper: Hyper,
+    step: int,
+    grad_scale: float = 1.0,
+    threads: int | None = None,
+) -> None:
+    """One AdamW step on fp32 weights on the host, in place; all four float32, else as `update_`."""
+    n = _flat_length({"p": p, "m": m, "v": v, "grad": grad}, {})
+    pointers = (p.data_ptr(), m.data_ptr(), v.data_ptr(), grad.data_ptr())
+    _native.kernel("adamw_f32")(*pointers, n, _by_reference(hyper, step, grad_scale), threads or 0)
+
+
+def update_on_device_(
+    hi: Tensor,
+    lo: Tensor | None,
+    m: Tensor,
+    v: Tensor,
+    grad: Tensor,
+    *,
+    hyper: Hyper,
+    step: int,
+    grad_scale: float | Tensor = 1.0,
+    slice_elements: int = _SLICE_ELEMENTS,
+) -> None:
+    """`update_` by torch operations on whatever device the flat tensors are; the same bits.
+
+    Temporaries are bounded by `slice_elements` (about ten fp32 values each). lo None: hi is itself
+    an fp32 weight. grad_scale may be a 0-d fp32 tensor on the device, which is never read back.
+    """
+    device_scale = grad_scale if isinstance(grad_scale, Tensor) else None
+    c = coefficients(hyper, step, 1.0 if isinstance(grad_scale, Tensor) else grad_scale)
+    for first in range(0, hi.numel(), slice_elements):
+        part = slice(first, first + slice_elements)
+        g = grad[part].to(torch.float32)
+        if device_scale is not None:
+            g = g * device_scale
+        p = hi[part] if lo is None else decode(hi[part], lo[part])
+        p, m_new, v_new = reference.adamw(p, m[part], v[part], g, c)
+        m[part], v[part] = m_new, v_new
+        if lo is None:
+            hi[part] = p
+        else:
+            hi[part], lo[part] = encode(p)
+
+
+def accumulate_(total: Tensor, x: Tensor, *, threads: int | None = None) -> None:
+    """total += x on the host; total is flat float32, x flat float32 or bfloat16."""
+    n = _flat_length({"total": total, "x": x}, {"x": (torch.bfloat16, torch.float32)})
+    name = "accumulate_bf16" if x.dtype is torch.bfloat16 else "accumulate_f32"
+    _native.kernel(name)(total.data_ptr(), x.data_ptr(), n, threads or 0)
+
+
+def sum_squares(x: Tensor, *, threads: int | None = None) -> float:
+    """Sum of squares of flat host `x` (float32 or bfloat16) in double precision.
+
+    The same bits for any number of threads and any instruction set.
+    """
+    n = _flat_length({"x": x}, {"x": (torch.bfloat16, torch.float32)})
+    name = "sum_squares_bf16" if x.dtype is torch.bfloat16 else "sum_squares_f32"
+    total: float = _native.kernel(name)(x.data_ptr(), n, threads or 0)
+    return total
+
+
+def _by_reference(hyper: Hyper, step: int, grad_scale: float) -> object:
+    c: Coefficients = coefficients(hyper, step, grad_scale)
+    return ctypes.byref(_native.AdamWStep(*c))
+
+
+def _flat_length(tensors: dict[str, Tensor], dtypes: dict[str, tuple[torch.dtype, ...]]) -> int:
+    """The common length; wrong tensors would corrupt memory in C, so they are refused here."""
+    n = next(iter(tensors.values())).numel()
+    for name, tensor in tensors.items():
+        allowed = dtypes.get(name, (torch.float32,))
+        if tensor.dtype not in allowed:
+            raise TypeError(f"{name} is {tensor.dtype}, not one of {allowed}")
+        if tensor.device.type != "cpu" or not tensor.is_contiguous():
+            raise ValueError(f"{name} must be contiguous on the host, not on {tensor.device}")
+        if tensor.numel() != n:
+            raise ValueError(f"{name} has {tensor.numel()} elements where {n} are expected")
+    return n

@@ -1,0 +1,147 @@
+// The kernels, written once over `Set`, the lanes of one instruction set.
+//
+// A Set has `width`, the types Float and Int (32 bits a lane), the operations below, and two ways
+// to touch memory: Set::Whole for `width` elements and Set::Tail for fewer. A tail runs the very
+// same operations as the body, so a result never depends on where a range was cut.
+// No std header here: the linker could pick its inline code, compiled for wide lanes, elsewhere.
+#pragma once
+
+#include "kernels.h"
+
+#define FLUX_INLINE inline __attribute__((always_inline))
+
+namespace flux {
+
+template <class Set>
+struct KernelsOver {
+    using Float = typename Set::Float;
+    using Int = typename Set::Int;
+
+    struct Coefficients {
+        Float grad_scale, decay, beta1, one_minus_beta1, beta2, one_minus_beta2, step_size,
+            rsqrt_correction2, eps;
+
+        explicit FLUX_INLINE Coefficients(const flux_adamw_step& step)
+            : grad_scale(Set::all(step.grad_scale)),
+              decay(Set::all(step.decay)),
+              beta1(Set::all(step.beta1)),
+              one_minus_beta1(Set::all(step.one_minus_beta1)),
+              beta2(Set::all(step.beta2)),
+              one_minus_beta2(Set::all(step.one_minus_beta2)),
+              step_size(Set::all(step.step_size)),
+              rsqrt_correction2(Set::all(step.rsqrt_correction2)),
+              eps(Set::all(step.eps)) {}
+    };
+
+    template <class Body>
+    static FLUX_INLINE void for_each(size_t n, Body body) {
+        size_t i = 0;
+        for (; i + Set::width <= n; i += Set::width) body(typename Set::Whole{}, i);
+        if (i < n) body(typename Set::Tail(n - i), i);
+    }
+
+    static FLUX_INLINE Float from_bf16(Int bits16) { return Set::as_float(Set::shift_left_16(bits16)); }
+
+    static FLUX_INLINE Float decode(Int hi, Int lo) {
+        lo = Set::zero_where_no_bits(lo, Set::bit_and(hi, Set::all_int(0x7fff)));
+        const Int top = Set::sub(hi, Set::shift_right_15(lo));
+        return Set::as_float(Set::bit_or(Set::shift_left_16(top), lo));
+    }
+
+    // One update of the lanes: p, m and v in place.
+    static FLUX_INLINE void update(Float& p, Float& m, Float& v, Float grad, const Coefficients& c) {
+        const Float g = Set::mul(grad, c.grad_scale);
+        p = Set::mul(p, c.decay);
+        m = Set::add(Set::mul(c.beta1, m), Set::mul(c.one_minus_beta1, g));
+        v = Set::add(Set::mul(c.beta2, v), Set::mul(Set::mul(c.one_minus_beta2, g), g));
+        const Float denominator = Set::add(Set::mul(Set::sqrt(v), c.rsqrt_correction2), c.eps);
+        p = Set::sub(p, Set::div(Set::mul(c.step_size, m), denominator));
+        p = Set::quiet(p);
+        m = Set::quiet(m);
+        v = Set::quiet(v);
+    }
+
+    template <class Lanes>
+    static FLUX_INLINE Float load_grad(Lanes lanes, const uint16_t* grad) {
+        return from_bf16(lanes.load(grad));
+    }
+    template <class Lanes>
+    static FLUX_INLINE Float load_grad(Lanes lanes, const float* grad) {
+        return lanes.load(grad);
+    }
+
+    template <class Grad>
+    static void adamw_split(uint16_t* __restrict hi, uint16_t* __restrict lo, float* __restrict m,
+                            float* __restrict v, const Grad* __restrict grad, size_t n,
+                            const flux_adamw_step& step) {
+        const Coefficients c(step);
+        for_each(n, [&](auto lanes, size_t i) __attribute__((always_inline)) {
+            Float p = decode(lanes.load(hi + i), lanes.load(lo + i));
+            Float m_i = lanes.load(m + i);
+            Float v_i = lanes.load(v + i);
+            update(p, m_i, v_i, load_grad(lanes, grad + i), c);
+            const Int bits = Set::as_int(p);
+            lanes.store_low_half(hi + i, Set::shift_right_16(Set::add(bits, Set::all_int(0x8000))));
+            lanes.store_low_half(lo + i, bits);
+            lanes.store(m + i, m_i);
+            lanes.store(v + i, v_i);
+        });
+    }
+
+    static void adamw_f32(float* __restrict p, float* __restrict m, float* __restrict v,
+                          const float* __restrict grad, size_t n, const flux_adamw_step& step) {
+        const Coefficients c(step);
+        for_each(n, [&](auto lanes, size_t i) __attribute__((always_inline)) {
+            Float p_i = lanes.load(p + i);
+            Float m_i = lanes.load(m + i);
+            Float v_i = lanes.load(v + i);
+            update(p_i, m_i, v_i, lanes.load(grad + i), c);
+            lanes.store(p + i, p_i);
+            lanes.store(m + i, m_i);
+            lanes.store(v + i, v_i);
+        });
+    }
+
+    template <class Value>
+    static void accumulate(float* __restrict sum, const Value* __restrict x, size_t n) {
+        for_each(n, [&](auto lanes, size_t i) __attribute__((always_inline)) {
+            const Float total = Set::add(lanes.load(sum + i), load_grad(lanes, x + i));
+            lanes.store(sum + i, Set::quiet(total));
+        });
+    }
+
+    static void stream_split(uint16_t* __restrict hi, uint16_t* __restrict lo, float* __restrict m,
+                             float* __restrict v, const uint16_t* __restrict grad, size_t n) {
+        Int seen = Set::all_int(0);
+        for_each(n, [&](auto lanes, size_t i) __attribute__((always_inline)) {
+            seen = Set::bit_or(seen, lanes.load(grad + i));
+            lanes.store_low_half(hi + i, lanes.load(hi + i));
+            lanes.store_low_half(lo + i, lanes.load(lo + i));
+            lanes.store(m + i, lanes.load(m + i));
+            lanes.store(v + i, lanes.load(v + i));
+            Set::keep(seen);  // or the compiler would drop the loads
+        });
+    }
+
+    // Products of two fp32 are exact in double, so only the order of the additions matters.
+    template <class Value>
+    static double sum_squares(const Value* x, size_t n) {
+        double sums[16] = {};
+        typename Set::Sums partial;
+        for_each(n, [&](auto lanes, size_t i) __attribute__((always_inline)) {
+            partial.add_square(load_grad(lanes, x + i), i);
+        });
+        partial.store(sums);
+        for (size_t half = 8; half > 0; half /= 2)
+            for (size_t j = 0; j < half; ++j) sums[j] += sums[j + half];
+        return sums[0];
+    }
+
+    static constexpr Kernels table() {
+        return {adamw_split<uint16_t>,  adamw_split<float>,    adamw_f32,
+                accumulate<uint16_t>,   accumulate<float>,     sum_squares<uint16_t>,
+                sum_squares<float>,     stream_split};
+    }
+};
+
+}  // namespace flux

@@ -1,0 +1,63 @@
+// The reference: one lane, plain C++. The wide sets must equal it bit for bit.
+#include "lanes.h"
+
+namespace flux {
+namespace {
+
+struct Scalar {
+    static constexpr size_t width = 1;
+    using Float = float;
+    using Int = uint32_t;
+
+    struct Whole {
+        Whole() = default;
+        explicit Whole(size_t) {}
+        Int load(const uint16_t* at) const { return *at; }
+        Float load(const float* at) const { return *at; }
+        void store(float* at, Float x) const { *at = x; }
+        void store_low_half(uint16_t* at, Int x) const { *at = static_cast<uint16_t>(x); }
+    };
+    using Tail = Whole;  // one lane leaves no tail
+
+    struct Sums {
+        double sums[16] = {};
+        void add_square(Float x, size_t i) { sums[i % 16] += static_cast<double>(x) * x; }
+        void store(double* to) const {
+            for (size_t j = 0; j < 16; ++j) to[j] = sums[j];
+        }
+    };
+
+    static Float all(float x) { return x; }
+    static Int all_int(uint32_t x) { return x; }
+    static Float as_float(Int x) {
+        Float y;
+        __builtin_memcpy(&y, &x, sizeof y);
+        return y;
+    }
+    static Int as_int(Float x) {
+        Int y;
+        __builtin_memcpy(&y, &x, sizeof y);
+        return y;
+    }
+    static Float add(Float a, Float b) { return a + b; }
+    static Float sub(Float a, Float b) { return a - b; }
+    static Float mul(Float a, Float b) { return a * b; }
+    static Float div(Float a, Float b) { return a / b; }
+    static Float sqrt(Float a) { return __builtin_sqrtf(a); }
+    static Float quiet(Float a) { return a != a ? as_float(0x7fc00000u) : a; }
+    static Int add(Int a, Int b) { return a + b; }
+    static Int sub(Int a, Int b) { return a - b; }
+    static Int bit_and(Int a, Int b) { return a & b; }
+    static Int bit_or(Int a, Int b) { return a | b; }
+    static Int shift_left_16(Int a) { return a << 16; }
+    static Int shift_right_15(Int a) { return a >> 15; }
+    static Int shift_right_16(Int a) { return a >> 16; }
+    static Int zero_where_no_bits(Int a, Int bits) { return bits ? a : 0; }
+    static void keep(Int a) { asm volatile("" : : "r"(a)); }
+};
+
+}  // namespace
+
+extern const Kernels kScalarKernels = KernelsOver<Scalar>::table();
+
+}  // namespace flux
