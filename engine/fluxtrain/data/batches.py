@@ -60,8 +60,8 @@ class BatchSource:
             )
         if batch_rows * accumulation > len(rows):
             raise BadInput(
-                f"a step takes {batch_rows} x {accumulation} = {batch_rows * accumulation} rows and "
-                f"the data has {len(rows)} of {rows.sequence_length} tokens: lower "
+                f"a step takes {batch_rows} x {accumulation} = {batch_rows * accumulation} rows "
+                f"and the data has {len(rows)} of {rows.sequence_length} tokens: lower "
                 "train.batch_rows or data.sequence_length, or add data"
             )
         self.rows = rows
@@ -112,11 +112,15 @@ class BatchSource:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a cursor; the batch size may differ. Raises BadInput for other data or seed."""
+        """Continue from a cursor; the batch size may differ.
+
+        Raises BadInput when the cursor belongs to other data or to another seed.
+        """
         if state["fingerprint"] != self._fingerprint:
             raise BadInput(
                 f"the checkpoint was made with other data ({state['rows']} rows, now "
-                f"{len(self.rows)}): use the same file, data.* settings and tokenizer, or start a new run"
+                f"{len(self.rows)}): use the same file, data.* settings and tokenizer, "
+                "or start a new run"
             )
         if state["seed"] != self.seed:
             raise BadInput(
@@ -172,7 +176,8 @@ def _batch(rows: Rows, step_predicted: int, packed: bool) -> Batch:
 def _order(rows: int, seed: int, epoch: int) -> Ints:
     """A permutation from sorting hashes (splitmix64), which no library version can change."""
     state = np.uint64((seed * 0x9E3779B97F4A7C15 + epoch * 0xD1B54A32D192ED03) % (1 << 64))
-    keys: npt.NDArray[np.uint64] = _mixed(_mixed(np.full(rows, state)) + np.arange(rows, dtype=np.uint64))
+    salt = _mixed(np.array([state], dtype=np.uint64))
+    keys = _mixed(salt + np.arange(rows, dtype=np.uint64))
     return np.argsort(keys, kind="stable")
 
 

@@ -1,4 +1,4 @@
-"""The demo's text: the docstrings of this Python's standard library, and a tokenizer trained on them.
+"""The demo's text, docstrings of this Python's standard library, and a tokenizer trained on it.
 
 Both are made once and kept in the user's cache as ordinary files (a .jsonl with `text`, a
 tokenizer folder), so everything after this point treats them like anybody's data.
@@ -19,7 +19,6 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -78,7 +77,7 @@ def demo_files(cache: Path | None = None) -> DemoFiles:
 def docstrings(library: Path | None = None) -> Iterator[str]:
     """Distinct docstrings of the modules below `library` (default: this Python's), in path order.
 
-    Files are parsed, never imported; one that does not parse (some are bad on purpose) is passed over.
+    Files are parsed, never imported; what does not parse (some are bad on purpose) is passed over.
     """
     root = library or Path(sysconfig.get_paths()["stdlib"])
     seen: set[str] = set()
@@ -111,7 +110,7 @@ def train_tokenizer(texts: list[str], folder: Path, vocabulary: int = VOCABULARY
         show_progress=False,
     )
     bpe.train_from_iterator(texts, trainer)
-    tokenizer = PreTrainedTokenizerFast(
+    tokenizer = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=bpe, eos_token=END_OF_TEXT, pad_token=END_OF_TEXT, bos_token=None
     )
     tokenizer.chat_template = CHAT_TEMPLATE
@@ -160,7 +159,8 @@ def _corpus() -> list[str]:
     if len(texts) < 1000:
         raise BadInput(
             f"this Python ({sys.executable}) comes without the source of its library "
-            f"({len(texts)} docstrings found): use another Python, or name your own text in data.path"
+            f"({len(texts)} docstrings found): use another Python, or name your own text in "
+            "data.path"
         )
     return texts
 

@@ -1,9 +1,9 @@
 """Rows of a fixed length, packed with documents that do not see each other.
 
 Documents no longer than a row stay whole; longer ones are cut into pieces of a row, and best fit
-fills the rows (Ding et al. 2024, "Fewer Truncations Improve Language Modeling"). Position ids restart
-at every piece. Decoder models of transformers take that restart as the border of a document when
-there is neither an attention mask nor a key-value cache.
+fills the rows (Ding et al. 2024, "Fewer Truncations Improve Language Modeling"). Position ids
+restart at every piece. Decoder models of transformers take that restart as the border of a
+document when there is neither an attention mask nor a key-value cache.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class PackedRows:
         """A hash of every token and of its place, to tell other data on resume."""
         digest = blake2b(digest_size=16)
         for array in (self._tokens.ids, self._starts, self._lengths, self._first_piece):
-            digest.update(memoryview(np.ascontiguousarray(array)).cast("B"))
+            digest.update(array.data.cast("B"))
         digest.update(f"{self.sequence_length} {self.packed}".encode())
         return digest.hexdigest()
 

@@ -31,7 +31,8 @@ class FileFacts:
 
     def line(self) -> str:
         """One line for a person: format, size and estimated tokens."""
-        return f"{self.format}, {bytes_text(self.size_bytes)}, about {self.estimated_tokens:,} tokens"
+        size = bytes_text(self.size_bytes)
+        return f"{self.format}, {size}, about {self.estimated_tokens:,} tokens"
 
 
 def glance(path: Path) -> FileFacts:

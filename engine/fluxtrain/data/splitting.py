@@ -73,7 +73,8 @@ def split(tokens: Tokens, share: float, row_tokens: int, seed: int) -> Split:
 def _keys(tokens: Tokens, seed: int) -> npt.NDArray[np.uint64]:
     salt = seed.to_bytes(8, "little", signed=True)
     keys = np.empty(tokens.documents, dtype=np.uint64)
-    for document, (start, end) in enumerate(zip(tokens.starts[:-1], tokens.starts[1:], strict=True)):
+    for document in range(tokens.documents):
+        start, end = tokens.starts[document : document + 2]
         digest = blake2b(tokens.ids[start:end].tobytes(), digest_size=8, key=salt).digest()
         keys[document] = int.from_bytes(digest, "little")
     return keys

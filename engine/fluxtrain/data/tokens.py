@@ -1,4 +1,4 @@
-"""Documents to token ids: memory-compact, with the loss on assistant tokens only in conversations."""
+"""Documents to token ids, in compact arrays; in conversations only the assistant is learnt."""
 
 from __future__ import annotations
 
@@ -174,9 +174,7 @@ def _by_prefixes(document: Document, tokenizer: Tokenizer) -> tuple[list[int], l
                 "{% generation %} to the template, or give one assistant turn a conversation"
             )
         spans.append((len(before), len(with_it)))
-    encoded = tokenizer(
-        whole, add_special_tokens=False, return_offsets_mapping=True, verbose=False
-    )
+    encoded = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     mask = [
         any(start >= first and end <= last for first, last in spans) and end > start
         for start, end in encoded["offset_mapping"]

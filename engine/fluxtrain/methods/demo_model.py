@@ -27,10 +27,14 @@ def demo_config(vocabulary: int) -> LlamaConfig:
     )
 
 
-def demo_model(vocabulary: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
+def demo_model(
+    vocabulary: int, seed: int = 0, dtype: torch.dtype = torch.float32
+) -> LlamaForCausalLM:
     """A freshly initialised demo model; equal for equal seeds, and the global RNG is left alone."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = LlamaForCausalLM(demo_config(vocabulary))
-    model.to(dtype)
+        model = LlamaForCausalLM(demo_config(vocabulary))  # type: ignore[no-untyped-call]
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    model.config.dtype = dtype
     return model

@@ -1,0 +1,96 @@
+"""From a file and a tokenizer to packed rows for training and evaluation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from fluxtrain.data.demo import demo_files
+from fluxtrain.data.formats import Format, detect, documents
+from fluxtrain.data.packing import PackedRows
+from fluxtrain.data.sources import DEMO
+from fluxtrain.data.splitting import split
+from fluxtrain.data.tokens import Tokenizer, check_vocabulary, tokenize
+from fluxtrain.errors import BadInput
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataSource:
+    """Which data, and how it becomes rows; the `data` section of a configuration."""
+
+    path: str = DEMO
+    format: str = "auto"
+    sequence_length: int = 256
+    held_out: float = 0.02
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelLimits:
+    """What the data must respect of a model."""
+
+    embedding_rows: int
+    max_positions: int | None = None
+    pad_id: int = 0
+    packs: bool = True  # False: one document a row
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedData:
+    """Rows to train on and rows held out (none when held_out is 0), with what was found."""
+
+    trained: PackedRows
+    held_out: PackedRows
+    format: Format
+    format_because: str
+    documents: int
+    tokens: int
+
+
+def prepare(source: DataSource, tokenizer: Tokenizer, limits: ModelLimits) -> PreparedData:
+    """Read, tokenize, split and pack. Raises BadInput for whatever a user can repair."""
+    _check_sequence_length(source.sequence_length, limits.max_positions)
+    path, format_, because = _located(source)
+    tokens = tokenize(documents(path, format_), tokenizer)
+    check_vocabulary(tokens, limits.embedding_rows)
+    if tokens.count < source.sequence_length:
+        raise BadInput(
+            f"{path} holds {tokens.count} tokens and one row needs {source.sequence_length}: "
+            f"lower data.sequence_length to {max(2, tokens.count // 2)} or less, or add data"
+        )
+    parts = split(tokens, source.held_out, source.sequence_length, source.seed)
+    trained, held_out = (
+        PackedRows(tokens, spans, source.sequence_length, limits.pad_id, limits.packs)
+        for spans in (parts.trained, parts.held_out)
+    )
+    return PreparedData(
+        trained=trained,
+        held_out=held_out,
+        format=format_,
+        format_because=because,
+        documents=tokens.documents,
+        tokens=tokens.count,
+    )
+
+
+def _located(source: DataSource) -> tuple[Path, Format, str]:
+    if source.path == DEMO:
+        return demo_files().corpus, "jsonl-text", "the demo's docstrings"
+    path = Path(source.path).expanduser()
+    if source.format == "auto":
+        found = detect(path)
+        return path, found.format, found.because
+    for format_ in ("text", "jsonl-text", "jsonl-messages"):
+        if source.format == format_:
+            return path, format_, "data.format says so"
+    raise BadInput(
+        f"data.format {source.format!r} is not one of auto, text, jsonl-text, jsonl-messages"
+    )
+
+
+def _check_sequence_length(wanted: int, positions: int | None) -> None:
+    if positions is not None and wanted > positions:
+        raise BadInput(
+            f"data.sequence_length is {wanted} and the model knows {positions} positions: "
+            f"lower it to {positions} or less"
+        )

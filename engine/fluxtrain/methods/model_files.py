@@ -1,0 +1,230 @@
+"""A model folder in Hugging Face format, judged by its files before anything is loaded.
+
+Standard library only: sizes, dtypes and damage are read from config.json and from the headers of
+the safetensors shards (https://huggingface.co/docs/safetensors: 8 bytes of header length, a JSON
+header with each tensor's offsets, then the data).
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections import Counter
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from fluxtrain.errors import BadInput
+from fluxtrain.units import bytes_text
+
+HEADER_LIMIT_BYTES = 100_000_000  # the safetensors library refuses longer ones too
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model",
+    "vocab.json", "vocab.txt", "tekken.json",
+)  # fmt: skip
+_DTYPE_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFiles:
+    """What the files of a model folder say."""
+
+    folder: Path
+    config: dict[str, Any]
+    weights: tuple[Path, ...]  # shards, safetensors or pickled
+    pickled: bool
+    parameters: int | None  # None for pickled weights: only loading tells
+    weight_bytes: int
+    dtype: str | None  # what most parameters are stored in, as torch names it
+
+
+def check_model_folder(folder: Path, trust_remote_code: bool = False) -> ModelFiles:
+    """Read and check a model folder.
+
+    Raises BadInput naming the file and the cure: no config.json, no tokenizer, code of its own,
+    quantised weights, a missing, truncated or damaged shard.
+    """
+    if not folder.is_dir():
+        raise BadInput(f"{folder} is a file: name the folder that holds config.json")
+    config = _config(folder)
+    _refuse_remote_code(folder, config, trust_remote_code)
+    if "quantization_config" in config:
+        method = config["quantization_config"].get("quant_method", "unknown")
+        raise BadInput(
+            f"{folder} is quantised ({method}), and full training needs bf16 or fp32 weights: "
+            "name the original, unquantised model"
+        )
+    if not any((folder / name).exists() for name in TOKENIZER_FILES):
+        raise BadInput(
+            f"{folder} has no tokenizer (none of {', '.join(TOKENIZER_FILES)}): "
+            "copy the tokenizer's files of the original model into it"
+        )
+    weights, pickled = _weight_files(folder)
+    if pickled:
+        size_bytes = sum(path.stat().st_size for path in weights)
+        stated = config.get("dtype") or config.get("torch_dtype")
+        return ModelFiles(
+            folder=folder, config=config, weights=weights, pickled=True, parameters=None,
+            weight_bytes=size_bytes, dtype=stated,
+        )  # fmt: skip
+    headers = {path: safetensors_header(path) for path in weights}
+    _check_index(folder, headers)
+    counts: Counter[str] = Counter()
+    for header in headers.values():
+        for tensor in header.values():
+            counts[tensor["dtype"]] += prod(tensor["shape"])
+    return ModelFiles(
+        folder=folder,
+        config=config,
+        weights=weights,
+        pickled=False,
+        parameters=counts.total(),
+        weight_bytes=sum(_data_bytes(header) for header in headers.values()),
+        dtype=_common_dtype(folder, counts),
+    )
+
+
+def safetensors_header(path: Path) -> dict[str, Any]:
+    """The tensors of a safetensors file: name -> {dtype, shape, data_offsets}, metadata left out.
+
+    Raises BadInput when the file is not one, or is not as long as its header says.
+    """
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        start = file.read(8)
+        if start == b"version ":
+            raise BadInput(
+                f"{path} is a Git LFS pointer, not the weights: run `git lfs pull` in its folder"
+            )
+        length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
+        if len(start) < 8 or (length <= HEADER_LIMIT_BYTES and 8 + length > size):
+            raise BadInput(
+                f"{path} is cut off: it has {size:,} bytes and its header alone needs "
+                f"{8 + length:,}; copy or download it again"
+            )
+        header = _parsed_header(path, file.read(length) if length <= HEADER_LIMIT_BYTES else b"")
+    header.pop("__metadata__", None)
+    needed = 8 + length + _data_bytes(header)
+    if needed != size:
+        state = "cut off" if size < needed else "longer than its header says"
+        raise BadInput(
+            f"{path} is {state}: it has {size:,} bytes ({bytes_text(size)}) and its header "
+            f"describes {needed:,} ({bytes_text(needed)}); copy or download it again"
+        )
+    return header
+
+
+def _parsed_header(path: Path, raw: bytes) -> dict[str, Any]:
+    try:
+        header = json.loads(raw)
+        for name, tensor in header.items():
+            if name != "__metadata__":
+                _, _, (first, last) = tensor["dtype"], tensor["shape"], tensor["data_offsets"]
+                if not 0 <= first <= last:
+                    raise ValueError(f"offsets {first}..{last}")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise BadInput(
+            f"{path} is not a safetensors file or its header is damaged: download it again"
+        ) from error
+    return dict(header)
+
+
+def _data_bytes(header: dict[str, Any]) -> int:
+    return max((int(tensor["data_offsets"][1]) for tensor in header.values()), default=0)
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    path = folder / "config.json"
+    if not path.exists():
+        if (folder / "adapter_config.json").exists():
+            raise BadInput(f"{folder} holds an adapter, not a model: name its base model")
+        if any(folder.glob("*.gguf")):
+            raise BadInput(
+                f"{folder} holds GGUF files, which are for inference: name the original model "
+                "in Hugging Face format"
+            )
+        raise BadInput(f"{folder} has no config.json: it is not a model in Hugging Face format")
+    config = _json_object(path)
+    if "model_type" not in config:
+        raise BadInput(f"{path} has no `model_type`: it is not a model's configuration")
+    return config
+
+
+def _json_object(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise BadInput(f"{path} is not JSON ({error}): copy or download it again") from error
+    if not isinstance(value, dict):
+        raise BadInput(f"{path} is not a JSON object: copy or download it again")
+    return value
+
+
+def _refuse_remote_code(folder: Path, config: dict[str, Any], trusted: bool) -> None:
+    if trusted:
+        return
+    asking = ["config.json"] if "auto_map" in config else []
+    tokenizer = folder / "tokenizer_config.json"
+    if tokenizer.exists() and "auto_map" in _json_object(tokenizer):
+        asking.append(tokenizer.name)
+    if asking:
+        raise BadInput(
+            f"{folder} wants to run Python code of its own (`auto_map` in {', '.join(asking)}): "
+            "read that code, then set model.trust_remote_code to true; or remove `auto_map` if "
+            f"transformers has its own {config['model_type']!r}"
+        )
+
+
+def _weight_files(folder: Path) -> tuple[tuple[Path, ...], bool]:
+    """The shards to load, and whether they are pickles."""
+    for stem, suffix in (("model", "safetensors"), ("pytorch_model", "bin")):
+        index = folder / f"{stem}.{suffix}.index.json"
+        if index.exists():
+            names = sorted(set(_weight_map(index).values()))
+            missing = [name for name in names if not (folder / name).is_file()]
+            if missing:
+                raise BadInput(
+                    f"{folder} lacks {len(missing)} of {len(names)} shards that {index.name} "
+                    f"names, first {missing[0]}: copy or download the folder again"
+                )
+            return tuple(folder / name for name in names), suffix == "bin"
+        if (folder / f"{stem}.{suffix}").is_file():
+            return (folder / f"{stem}.{suffix}",), suffix == "bin"
+    raise BadInput(
+        f"{folder} has no weights (model.safetensors or its index, or pytorch_model.bin)"
+    )
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    weight_map = _json_object(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise BadInput(f"{index} has no `weight_map`: copy or download it again")
+    for name in weight_map.values():
+        if not isinstance(name, str) or Path(name).name != name:
+            raise BadInput(f"{index} names the shard {name!r}, which is not a file of this folder")
+    return weight_map
+
+
+def _check_index(folder: Path, headers: dict[Path, dict[str, Any]]) -> None:
+    index = folder / "model.safetensors.index.json"
+    if not index.exists():
+        return
+    for tensor, name in _weight_map(index).items():
+        if tensor not in headers[folder / name]:
+            raise BadInput(
+                f"{folder / name} lacks the tensor {tensor} that the index places there: "
+                "the shards are of different models; copy or download the folder again"
+            )
+
+
+def _common_dtype(folder: Path, counts: Counter[str]) -> str:
+    if not counts:
+        raise BadInput(f"{folder} has weight files without any tensor in them")
+    stored, _ = counts.most_common(1)[0]
+    if stored not in _DTYPE_NAMES:
+        raise BadInput(
+            f"{folder} stores its weights as {stored}, and full training needs bf16 or fp32: "
+            "name the original, unquantised model"
+        )
+    return _DTYPE_NAMES[stored]

@@ -1,0 +1,278 @@
+"""Loading a causal language model with its tokenizer: a local folder, a hub id, or the demo.
+
+Weights come by safetensors' memory map straight into the parameters, so loading never holds a
+second copy of the model.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from fluxtrain.errors import BadInput
+from fluxtrain.methods.model_files import ModelFiles, check_model_folder
+
+DEMO = "demo"
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+_TRAINED_DTYPES = {
+    "bfloat16": torch.bfloat16,
+    "bf16": torch.bfloat16,
+    "float32": torch.float32,
+    "fp32": torch.float32,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSource:
+    """Which model to load; the `model` section of a configuration."""
+
+    path: str = DEMO
+    revision: str | None = None
+    trust_remote_code: bool = False
+    dtype: str = "auto"
+    seed: int = 0  # for the demo's fresh weights
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedModel:
+    """A model on the CPU in training mode, and what the data must know of it."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    name: str
+    config: PretrainedConfig
+    dtype: torch.dtype
+    dtype_because: str
+    packs: bool  # whether packed documents can be kept apart in it
+    embedding_rows: int
+    max_positions: int | None
+    pad_id: int
+
+
+def load_model(source: ModelSource) -> LoadedModel:
+    """Check, load and check again.
+
+    Raises BadInput for whatever a user can repair: a wrong name, a damaged or incomplete folder,
+    code of its own, quantised or fp16 weights, weights that are not finite.
+    """
+    dtype = _wished_dtype(source.dtype)
+    if source.path == DEMO:
+        return _demo(source, dtype)
+    folder = _local_folder(source)
+    files = check_model_folder(folder, source.trust_remote_code)
+    chosen, because = (dtype, "model.dtype says so") if dtype else _own_dtype(files)
+    tokenizer = _tokenizer(folder, source.trust_remote_code)
+    model = _weights(files, chosen, source.trust_remote_code)
+    check_finite(model, str(folder))
+    return _loaded(model, tokenizer, _name(source.path), chosen, because)
+
+
+def check_finite(model: nn.Module, name: str) -> None:
+    """Raise BadInput when a parameter or buffer holds NaN or infinity; one read of the weights."""
+    for tensor_name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if not tensor.is_floating_point() or tensor.numel() == 0:
+            continue
+        low, high = torch.aminmax(tensor.detach())  # NaN comes through both
+        if not bool(torch.isfinite(low) & torch.isfinite(high)):
+            nan, infinite = int(tensor.isnan().sum()), int(tensor.isinf().sum())
+            raise BadInput(
+                f"{name}: the weight {tensor_name} holds {nan} NaN and {infinite} infinite values "
+                f"of {tensor.numel():,}: the checkpoint is damaged or its training diverged; "
+                "use an earlier one"
+            )
+
+
+def keeps_documents_apart(model: PreTrainedModel) -> bool:
+    """Whether packed documents cannot see each other, told from the model's class.
+
+    It must take position ids, from which transformers builds the mask, and carry no state
+    from token to token (state-space and recurrent layers, and short convolutions, do).
+    """
+    takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+    carries_state = bool(getattr(model, "_is_stateful", False)) or any(
+        isinstance(module, nn.Conv1d) for module in model.modules()
+    )
+    return takes_positions and not carries_state
+
+
+def _wished_dtype(name: str) -> torch.dtype | None:
+    if name == "auto":
+        return None
+    if name in ("float16", "fp16", "half"):
+        raise BadInput(
+            "model.dtype float16 is not supported: without loss scaling its gradients underflow; "
+            "use bfloat16 or float32"
+        )
+    if name not in _TRAINED_DTYPES:
+        raise BadInput(f"model.dtype {name!r} is not one of auto, {', '.join(_TRAINED_DTYPES)}")
+    return _TRAINED_DTYPES[name]
+
+
+def _own_dtype(files: ModelFiles) -> tuple[torch.dtype, str]:
+    stored = files.dtype or "float32"
+    if stored == "float16":
+        return torch.bfloat16, "the checkpoint is fp16, whose gradients underflow without scaling"
+    if stored == "float64":
+        return torch.float32, "the checkpoint is fp64, more than training needs"
+    return _TRAINED_DTYPES.get(stored, torch.float32), f"the checkpoint is {stored}"
+
+
+def _demo(source: ModelSource, dtype: torch.dtype | None) -> LoadedModel:
+    from fluxtrain.data.demo import demo_files
+    from fluxtrain.methods.demo_model import demo_model
+
+    tokenizer = _tokenizer(demo_files().tokenizer, trusted=False)
+    chosen = dtype or torch.float32
+    because = "model.dtype says so" if dtype else "the demo must learn fast on any CPU"
+    model = demo_model(len(tokenizer), source.seed, chosen)
+    return _loaded(model, tokenizer, DEMO, chosen, because)
+
+
+def _local_folder(source: ModelSource) -> Path:
+    folder = Path(source.path).expanduser()
+    if folder.exists():
+        return folder
+    looks_local = source.path.startswith((".", "/", "~")) or not _HUB_ID.fullmatch(source.path)
+    if looks_local:
+        raise BadInput(f"{folder} does not exist: check model.path")
+    return _fetched(source)
+
+
+def _fetched(source: ModelSource) -> Path:
+    """Download a hub model, or find it in the local cache; safetensors if it has them."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    patterns = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+    patterns += ["*.py"] if source.trust_remote_code else []
+    try:
+        folder = snapshot_download(
+            source.path, revision=source.revision, allow_patterns=patterns, ignore_patterns=["*/*"]
+        )
+        if not any(Path(folder).glob("*.safetensors")):
+            snapshot_download(
+                source.path, revision=source.revision, allow_patterns=["pytorch_model*.bin"]
+            )
+    except GatedRepoError as error:
+        raise BadInput(
+            f"the model {source.path} is gated: accept its terms on its page, then `hf auth login`"
+        ) from error
+    except (RepositoryNotFoundError, HFValidationError) as error:
+        raise BadInput(
+            f"there is no folder and no hub model {source.path!r} (or it is private): check "
+            "model.path, or `hf auth login`"
+        ) from error
+    except RevisionNotFoundError as error:
+        raise BadInput(f"the model {source.path} has no revision {source.revision!r}") from error
+    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+        raise BadInput(
+            f"{source.path!r} is no local folder, and the hub cannot be reached to fetch it: check "
+            "model.path and the network, or name a local folder"
+        ) from error
+    return Path(folder)
+
+
+def _tokenizer(folder: Path, trusted: bool) -> PreTrainedTokenizerBase:
+    try:
+        return AutoTokenizer.from_pretrained(
+            folder, trust_remote_code=trusted, local_files_only=True
+        )
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise BadInput(
+            f"{folder}: its tokenizer cannot be loaded ({_first_line(error)}): copy the "
+            "tokenizer's files of the original model into it"
+        ) from error
+
+
+def _weights(files: ModelFiles, dtype: torch.dtype, trusted: bool) -> PreTrainedModel:
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            files.folder,
+            dtype=dtype,
+            trust_remote_code=trusted,
+            local_files_only=True,
+            use_safetensors=not files.pickled,
+            weights_only=True,
+            output_loading_info=True,
+        )
+    except UnpicklingError as error:
+        raise BadInput(
+            f"{files.weights[0]} is a pickle with more than tensors in it, which could run any "
+            "code: convert it to safetensors where you trust it"
+        ) from error
+    except (OSError, ValueError, RuntimeError, KeyError) as error:
+        raise BadInput(
+            f"{files.folder} cannot be loaded as a causal language model: {_first_line(error)}"
+        ) from error
+    model: PreTrainedModel = loaded[0]
+    _check_complete(files, loaded[1])
+    model.train()
+    return model
+
+
+def _check_complete(files: ModelFiles, told: dict[str, Any]) -> None:
+    for key, problem in (
+        ("missing_keys", "does not hold the weights"),
+        ("mismatched_keys", "holds in another shape than config.json says"),
+    ):
+        names = sorted(str(name) for name in told.get(key, ()))
+        if names:
+            raise BadInput(
+                f"{files.folder} {problem} {', '.join(names[:3])}"
+                f"{f' and {len(names) - 3} more' if len(names) > 3 else ''}: "
+                "config.json and weights are of different models"
+            )
+
+
+def _loaded(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    name: str,
+    dtype: torch.dtype,
+    because: str,
+) -> LoadedModel:
+    embedding: Any = model.get_input_embeddings()
+    text_config = model.config.get_text_config()
+    pad = next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
+    return LoadedModel(
+        model=model,
+        tokenizer=tokenizer,
+        name=name,
+        config=model.config,
+        dtype=dtype,
+        dtype_because=because,
+        packs=keeps_documents_apart(model),
+        embedding_rows=int(embedding.weight.shape[0]),
+        max_positions=getattr(text_config, "max_position_embeddings", None),
+        pad_id=int(pad),
+    )
+
+
+def _name(path: str) -> str:
+    return Path(path).expanduser().resolve().name if Path(path).expanduser().exists() else path
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__
