@@ -21,8 +21,14 @@ from typing import Any, Literal
 
 import msgspec
 
-from fluxtrain.errors import EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_TERMINATED, BadInput
-from fluxtrain.telemetry.events import Done, Failed, Hello, StepFinished
+from fluxtrain.errors import (
+    EXIT_FINISHED,
+    EXIT_INTERRUPTED,
+    EXIT_TERMINATED,
+    BadInput,
+    FluxTrainError,
+)
+from fluxtrain.telemetry.events import AnyEvent, Done, Failed, Hello, StepFinished
 from fluxtrain.telemetry.frames import SchemaTooNew, decode_line
 from fluxtrain.telemetry.journal import tail_lines
 from fluxtrain.telemetry.process import ProcessMark
@@ -174,16 +180,16 @@ class RunDir:
             raise storage_error(self.path, error) from error
         try:
             self._claim(descriptor)
-            check_space(self.path, RUN_SPACE_BYTES)
             mark = msgspec.json.encode(ProcessMark.mine()) + b"\n"
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, mark, 0)
+            check_space(self.path, RUN_SPACE_BYTES)
+        except FluxTrainError:
+            os.close(descriptor)
+            raise
         except OSError as error:
             os.close(descriptor)
             raise storage_error(self.pid, error) from error
-        except BaseException:
-            os.close(descriptor)
-            raise
         return RunLock(descriptor)
 
     def user(self) -> ProcessMark | None:
@@ -246,17 +252,17 @@ class RunDir:
 
     def _ending(self) -> dict[str, Any]:
         """How the newest process of the run said that it ended; {} when it did not."""
-        try:
-            since_ns = self.pid.stat().st_mtime_ns if self.user() else 0
-        except OSError:
-            since_ns = 0
+        since_ns = _written_ns(self.pid) if self.user() else 0
+        files = [path for path in (self.error, self.result) if _written_ns(path) >= since_ns]
+        oldest_first = sorted(files, key=_written_ns)
         found: dict[str, Any] = {}
-        for path in (self.error, self.result):  # the result has the last word
-            with contextlib.suppress(OSError):
-                if path.stat().st_mtime_ns >= since_ns:
-                    found |= read_json(path) or {}
+        for ending in map(read_json, oldest_first):
+            if ending is not None and ending.get("exit_code") == found.get("exit_code"):
+                found |= ending  # one failure, told in both files
+            else:
+                found = ending or found
         if not isinstance(found.get("exit_code"), int):
-            found |= _ending_of_journal(self.journal)
+            found = _ending_of_journal(self.journal)
         return found
 
     def _state(self, ending: dict[str, Any]) -> RunState:
@@ -296,18 +302,34 @@ def _state_of_exit(code: int) -> RunState:
     return "interrupted" if code in (EXIT_INTERRUPTED, EXIT_TERMINATED) else "failed"
 
 
+def _written_ns(path: Path) -> int:
+    """Time of the last write; -1 for a file that is not there."""
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:
+        return -1
+
+
+def _glance(line: bytes) -> AnyEvent | None:
+    """A list also shows runs of a newer version, only without their numbers."""
+    try:
+        return decode_line(line)
+    except SchemaTooNew:
+        return None
+
+
 def _first_hello(journal: Path) -> Hello | None:
     try:
         with open(journal, "rb") as file:
-            event = decode_line(file.readline(1 << 16))
-    except (OSError, SchemaTooNew):
+            event = _glance(file.readline(1 << 16))
+    except OSError:
         return None
     return event if isinstance(event, Hello) else None
 
 
 def _newest_step(journal: Path) -> StepFinished | None:
     for line in tail_lines(journal):
-        if b'"step"' in line and isinstance(event := decode_line(line), StepFinished):
+        if b'"step"' in line and isinstance(event := _glance(line), StepFinished):
             return event
     return None
 
@@ -316,7 +338,7 @@ def _ending_of_journal(journal: Path) -> dict[str, Any]:
     """What Done or Failed said, if the journal ends with them."""
     ending: dict[str, Any] = {}
     for line in tail_lines(journal)[:16]:
-        event = decode_line(line)
+        event = _glance(line)
         if isinstance(event, Hello | StepFinished):
             break
         if isinstance(event, Done | Failed):

@@ -1,0 +1,406 @@
+"""One run, one directory, one user of it, and a state that anybody can read."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from fluxtrain.errors import EXIT_BAD_INPUT, EXIT_NO_SPACE, BadInput, NoSpace
+from fluxtrain.telemetry import storage
+from fluxtrain.telemetry.emitter import Emitter
+from fluxtrain.telemetry.events import Done, Failed
+from fluxtrain.telemetry.process import ProcessMark
+from fluxtrain.telemetry.rundir import RunDir, list_runs, runs_root
+
+Make = Callable[..., Any]
+
+LOCK_AND_WAIT = """
+import sys
+from fluxtrain.telemetry.rundir import RunDir
+lock = RunDir(sys.argv[1]).lock()
+print("locked", flush=True)
+sys.stdin.read()
+"""
+
+# A root user may write anywhere, so the program gives that up first; prints the error and its code.
+WRITE_AS_NOBODY = """
+import json, os, sys
+from fluxtrain.errors import FluxTrainError
+from fluxtrain.telemetry.rundir import RunDir
+if os.getuid() == 0:
+    os.setgroups([])
+    os.setgid(65534)
+    os.setuid(65534)
+answers = []
+for attempt in (
+    lambda: RunDir.create(sys.argv[1], "demo"),
+    lambda: RunDir(sys.argv[1]).lock(),
+    lambda: RunDir(sys.argv[1]).write_json(RunDir(sys.argv[1]).result, {}),
+):
+    try:
+        attempt()
+        answers.append(None)
+    except FluxTrainError as error:
+        answers.append([error.exit_code, str(error)])
+print(json.dumps(answers))
+"""
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    return RunDir.create(tmp_path / "runs", "demo")
+
+
+@pytest.fixture
+def open_folder() -> Iterator[Path]:
+    """A folder that other users reach, which pytest's own is not."""
+    with tempfile.TemporaryDirectory() as name:
+        Path(name).chmod(0o755)
+        yield Path(name)
+
+
+def child(program: str, *arguments: object) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", program, *map(str, arguments)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    )
+
+
+def done(**fields: Any) -> Done:
+    values = {"exit_code": 0, "step": 9, "seconds": 1.0, "loss": 2.0, "evaluation_loss": None}
+    return Done(**(values | {"model_path": None} | fields))
+
+
+def test_runs_that_start_in_the_same_second_get_their_own_directories(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        runs = list(pool.map(lambda _: RunDir.create(tmp_path / "a" / "b", "Demo"), range(40)))
+    assert len({run.path for run in runs}) == 40
+    assert all(run.path.is_dir() and "-demo" in run.run_id for run in runs)
+
+
+@pytest.mark.parametrize(
+    ("name", "label"),
+    [
+        ("Qwen/Qwen2.5-3B", "qwen-qwen2.5-3b"),
+        ("../../etc", "etc"),
+        ("", "run"),
+        ("ü ü", "run"),
+        ("x" * 300, "x" * 40),
+    ],
+)
+def test_a_run_id_is_a_plain_name_whatever_the_model_is_called(
+    tmp_path: Path, name: str, label: str
+) -> None:
+    run = RunDir.create(tmp_path, name)
+    assert run.path.parent == tmp_path
+    assert run.run_id.split("-", 2)[2] == label
+
+
+def test_all_paths_are_absolute_and_inside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = RunDir("here")
+    monkeypatch.chdir("/")
+    for path in (run.run, run.plan, run.journal, run.log, run.error, run.result, run.pid):
+        assert path.parent == tmp_path / "here"
+    assert run.socket.name == "ctl.sock"
+    assert run.checkpoints.parent == run.model.parent == run.path
+
+
+def test_the_root_comes_from_the_environment_or_is_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLUXTRAIN_RUNS", str(tmp_path / "mine"))
+    assert runs_root() == tmp_path / "mine"
+    assert RunDir.create(name="x").path.parent == tmp_path / "mine"
+    monkeypatch.delenv("FLUXTRAIN_RUNS")
+    monkeypatch.chdir(tmp_path)
+    assert runs_root() == tmp_path / "runs"
+
+
+def test_a_directory_used_by_another_process_is_refused_with_its_pid_until_it_ends(
+    run: RunDir,
+) -> None:
+    holder = child(LOCK_AND_WAIT, run.path)
+    assert holder.stdout is not None and holder.stdout.readline() == "locked\n"
+    try:
+        with pytest.raises(
+            BadInput, match=rf"in use by process {holder.pid} .*--attach"
+        ) as refused:
+            run.lock()
+        assert refused.value.exit_code == EXIT_BAD_INPUT
+        assert run.user() is not None and run.user().pid == holder.pid
+    finally:
+        holder.kill()
+        holder.communicate()
+    with run.lock():
+        assert run.user() == ProcessMark.mine()
+
+
+def test_the_same_process_cannot_use_a_directory_twice_and_can_after_release(run: RunDir) -> None:
+    lock = run.lock()
+    with pytest.raises(BadInput, match=f"process {os.getpid()}"):
+        run.lock()
+    lock.release()
+    lock.release()
+    with run.lock():
+        pass
+    assert run.user() is None
+
+
+def test_locking_makes_a_directory_that_is_missing(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "new" / "run")
+    with run.lock():
+        assert run.path.is_dir()
+
+
+def test_without_file_locks_the_recorded_process_decides(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_locks(descriptor: int, operation: int) -> None:
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", no_locks)
+    run.pid.write_bytes(msgspec.json.encode(ProcessMark.mine()))
+    with pytest.raises(BadInput, match=f"process {os.getpid()}"):
+        run.lock()
+    gone = ProcessMark(pid=os.getpid(), start_s=1.0, host=os.uname().nodename)
+    run.pid.write_bytes(msgspec.json.encode(gone))
+    run.lock().release()
+
+
+def test_a_read_only_directory_is_bad_input_that_names_it(open_folder: Path) -> None:
+    (open_folder / "runs").mkdir(mode=0o555)
+    writer = child(WRITE_AS_NOBODY, open_folder / "runs")
+    output, errors = writer.communicate(timeout=60)
+    assert writer.returncode == 0, errors
+    for answer in json.loads(output):
+        assert answer is not None
+        assert answer[0] == EXIT_BAD_INPUT
+        assert str(open_folder / "runs") in answer[1]
+        assert "Permission denied" in answer[1] and "--run-dir" in answer[1]
+
+
+def test_a_root_that_is_a_file_is_bad_input(tmp_path: Path) -> None:
+    (tmp_path / "runs").write_text("")
+    with pytest.raises(BadInput, match="runs is a file"):
+        RunDir.create(tmp_path / "runs", "demo")
+
+
+def test_a_full_file_system_is_no_space_with_path_and_bytes(tmp_path: Path) -> None:
+    folder = tmp_path / "small"
+    folder.mkdir()
+    program = f"""
+import json
+from fluxtrain.errors import NoSpace
+from fluxtrain.telemetry.rundir import RunDir
+from fluxtrain.telemetry.storage import write_bytes
+run = RunDir({str(folder / "run")!r})
+run.path.mkdir()
+answers = []
+for attempt in (
+    run.lock,
+    lambda: RunDir.create({str(folder)!r}, "demo"),
+    lambda: write_bytes(run.result, b"x" * 500_000),
+):
+    try:
+        attempt()
+    except NoSpace as error:
+        answers.append([error.exit_code, str(error)])
+print(json.dumps([answers, sorted(path.name for path in run.path.iterdir())]))
+"""
+    done = subprocess.run(
+        [
+            *("unshare", "-Urm", "sh", "-c"),
+            'mount -t tmpfs -o size=128k none "$0" && exec "$1" -c "$2"',
+            *(str(folder), sys.executable, program),
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    )
+    if "mount" in done.stderr or "unshare" in done.stderr:
+        pytest.skip(f"no mounts here: {done.stderr.strip()}")
+    assert done.returncode == 0, done.stderr
+    answers, left = json.loads(done.stdout)
+    assert [code for code, _ in answers] == [EXIT_NO_SPACE] * 3
+    for _, message in answers:
+        assert str(folder) in message and "free" in message and "KiB" in message
+    assert left == ["pid"]  # the half-written file is gone
+
+
+def test_a_failed_write_leaves_the_old_file_and_no_new_one(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run.write_json(run.result, {"exit_code": 0})
+
+    def no_space(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", no_space)
+    with pytest.raises(NoSpace, match=r"result\.json: No space left .* needed, .* free"):
+        run.write_json(run.result, {"exit_code": 1})
+    assert storage.read_json(run.result) == {"exit_code": 0}
+    assert [path.name for path in run.path.iterdir()] == ["result.json"]
+
+
+def test_space_is_checked_against_what_is_needed(tmp_path: Path) -> None:
+    storage.check_space(tmp_path / "not" / "there", 1)
+    with pytest.raises(NoSpace, match=r"needs 1\.00e\+03|needs .* TiB and .* is free"):
+        storage.check_space(tmp_path, 1 << 60)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[1]", b"\xff"])
+def test_a_damaged_json_file_reads_as_missing(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "result.json").write_bytes(content)
+    assert storage.read_json(tmp_path / "result.json") is None
+
+
+def test_the_state_follows_the_run(run: RunDir, make_step: Make) -> None:
+    assert run.liveness() == "new"
+    with run.lock():
+        emitter = Emitter(run.journal)
+        emitter.emit(make_step(1))
+        assert run.liveness() == "running"
+        assert run.silence_s() < 60
+        run.write_json(run.result, {"exit_code": 143})
+        assert run.liveness() == "interrupted"
+    assert run.liveness() == "interrupted"
+    with run.lock():  # resumed: the old result is not this process's
+        assert run.liveness() == "running"
+        run.write_json(run.result, {"exit_code": 0})
+    assert run.liveness() == "finished"
+    emitter.close()
+
+
+@pytest.mark.parametrize(
+    ("code", "state"),
+    [(0, "finished"), (1, "failed"), (3, "failed"), (5, "failed"), (130, "interrupted")],
+)
+def test_the_exit_code_names_the_ending(run: RunDir, code: int, state: str) -> None:
+    run.write_json(run.result, {"exit_code": code})
+    assert run.liveness() == state
+
+
+def test_a_failure_is_known_from_its_error_file_or_from_the_journal(
+    run: RunDir, make_step: Make
+) -> None:
+    emitter = Emitter(run.journal)
+    emitter.emit(make_step(1))
+    assert run.liveness() == "dead"
+    emitter.emit(Failed(exit_code=4, kind="Diverged", message="the loss is nan at step 2"))
+    emitter.emit(done(exit_code=4))
+    assert run.liveness() == "failed"
+    assert run.summary().exit_code == 4
+    assert run.summary().message == "the loss is nan at step 2"
+    emitter.emit(make_step(2))  # resumed, then killed
+    assert run.liveness() == "dead"
+    run.write_json(run.error, {"exit_code": 5, "kind": "NoSpace", "message": "disk full"})
+    assert (run.liveness(), run.summary().message) == ("failed", "disk full")
+    emitter.close()
+
+
+def test_of_two_endings_the_newer_one_counts_and_one_failure_may_be_told_in_both_files(
+    run: RunDir,
+) -> None:
+    failure = {"exit_code": 5, "message": "disk full"}
+    for path, age_s, content in ((run.error, 50, failure), (run.result, 40, {"exit_code": 5})):
+        run.write_json(path, content)
+        os.utime(path, (time.time() - age_s, time.time() - age_s))
+    assert (run.summary().exit_code, run.summary().message) == (5, "disk full")
+    run.write_json(run.result, {"exit_code": 0})  # resumed with more space
+    assert (run.summary().exit_code, run.summary().message) == (0, "")
+    os.utime(run.result, (time.time() - 45, time.time() - 45))
+    run.write_json(run.error, {"exit_code": 4, "message": "diverged"})
+    assert (run.summary().exit_code, run.summary().message) == (4, "diverged")
+
+
+def test_a_killed_run_that_was_resumed_once_is_dead_and_not_what_it_was_before(run: RunDir) -> None:
+    run.write_json(run.result, {"exit_code": 143})
+    os.utime(run.result, (time.time() - 100, time.time() - 100))
+    holder = child(LOCK_AND_WAIT, run.path)
+    assert holder.stdout is not None and holder.stdout.readline() == "locked\n"
+    assert run.liveness() == "running"
+    holder.kill()
+    holder.communicate()
+    run.journal.write_bytes(b"")
+    assert run.liveness() == "dead"
+
+
+def test_a_run_on_another_host_is_judged_by_its_journal(run: RunDir) -> None:
+    mark = ProcessMark(pid=1, start_s=1.0, host="elsewhere.example")
+    run.pid.write_bytes(msgspec.json.encode(mark))
+    assert run.liveness() == "dead"
+    run.journal.write_bytes(b"")
+    assert run.liveness() == "running"
+    os.utime(run.journal, (time.time() - 300, time.time() - 300))
+    assert run.liveness() == "dead"
+
+
+def test_runs_are_listed_newest_first_with_their_newest_numbers(
+    tmp_path: Path, make_hello: Make, make_step: Make
+) -> None:
+    assert list_runs(tmp_path / "none") == []
+    for age, steps in ((300, 5), (100, 7), (200, 3)):
+        run = RunDir(tmp_path / f"run-{age}")
+        run.path.mkdir()
+        emitter = Emitter(run.journal)
+        emitter.emit(make_hello(model=f"model-{age}"))
+        for step in range(1, steps + 1):
+            emitter.emit(make_step(step, loss=step / 2))
+        emitter.emit(done())
+        emitter.close()
+        aged = run.journal.read_bytes().replace(b'"wall_s":', b'"wall_s":-%d,"x":' % age, 1)
+        run.journal.write_bytes(aged)
+    (tmp_path / "unrelated").mkdir()
+    (tmp_path / "file").write_text("")
+    runs = list_runs(tmp_path)
+    assert [(run.model, run.step, run.loss) for run in runs] == [
+        ("model-100", 7, 3.5),
+        ("model-200", 3, 1.5),
+        ("model-300", 5, 2.5),
+    ]
+    assert {run.state for run in runs} == {"finished"}
+    assert runs[0].total_steps == 100
+    assert runs[0].method == "full"
+
+
+def test_a_directory_with_damaged_files_is_still_listed(tmp_path: Path, make_hello: Make) -> None:
+    run = RunDir(tmp_path / "odd")
+    run.path.mkdir()
+    newer = msgspec.to_builtins(make_hello()) | {"schema": "9.0"}
+    run.journal.write_bytes(b"\x00\xff\n" + msgspec.json.encode(newer) + b"\n" + b"{torn")
+    run.result.write_bytes(b"{torn")
+    run.pid.write_bytes(b"garbage")
+    (summary,) = list_runs(tmp_path)
+    assert (summary.state, summary.step, summary.model) == ("dead", None, None)
+
+
+def test_a_long_journal_is_summed_up_from_its_end(
+    run: RunDir, make_hello: Make, make_step: Make, make_memory: Make
+) -> None:
+    emitter = Emitter(run.journal)
+    emitter.emit(make_hello())
+    frames = run.journal.read_bytes()
+    emitter.emit(make_step(77))
+    step = run.journal.read_bytes()[len(frames) :]
+    run.journal.write_bytes(frames + step * 60_000)
+    emitter.close()
+    start_s = time.process_time()
+    assert run.summary().step == 77
+    assert time.process_time() - start_s < 0.2  # measured: 1 ms for 20 MB
