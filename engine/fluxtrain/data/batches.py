@@ -177,7 +177,8 @@ def _order(rows: int, seed: int, epoch: int) -> Ints:
     """A permutation from sorting hashes (splitmix64), which no library version can change."""
     state = np.uint64((seed * 0x9E3779B97F4A7C15 + epoch * 0xD1B54A32D192ED03) % (1 << 64))
     salt = _mixed(np.array([state], dtype=np.uint64))
-    keys = _mixed(salt + np.arange(rows, dtype=np.uint64))
+    numbers: npt.NDArray[np.uint64] = np.arange(rows, dtype=np.uint64)
+    keys = _mixed(salt + numbers)
     return np.argsort(keys, kind="stable")
 
 

@@ -166,7 +166,7 @@ def _decoded(path: Path, raw: bytes, number: int, offset: int) -> str:
 def _texts(path: Path) -> Iterator[Document]:
     """Texts between separator lines; long ones in sections cut at a blank line."""
     section: list[str] = []
-    characters, first_line = 0, 1
+    characters = first_line = 0
 
     def finished(complete: bool) -> Iterator[Document]:
         text = "".join(section)
@@ -179,6 +179,8 @@ def _texts(path: Path) -> Iterator[Document]:
             yield from finished(complete=True)
             characters = 0
             continue
+        if not line.text.strip() and characters >= 2 * SECTION_CHARACTERS:
+            continue  # a desert of blank lines would grow without bound and teach nothing
         if characters >= SECTION_CHARACTERS and _may_cut_before(line.text, section, characters):
             yield from finished(complete=False)
             characters = 0
@@ -190,8 +192,9 @@ def _texts(path: Path) -> Iterator[Document]:
 
 
 def _may_cut_before(line: str, section: list[str], characters: int) -> bool:
-    after_blank = not section[-1].strip() and bool(line.strip())
-    return after_blank or characters >= 2 * SECTION_CHARACTERS  # no blank line in sight
+    if not line.strip():
+        return False
+    return not section[-1].strip() or characters >= 2 * SECTION_CHARACTERS
 
 
 def _json_texts(path: Path) -> Iterator[Document]:

@@ -1,0 +1,274 @@
+"""Data files: what format they have, their documents, and every way in which they can be bad."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fluxtrain.data import formats
+from fluxtrain.data.formats import detect, documents
+from fluxtrain.data.sources import glance, read
+from fluxtrain.errors import EXIT_BAD_INPUT, BadInput
+
+CHAT = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
+
+
+def _file(folder: Path, name: str, content: bytes | str) -> Path:
+    path = folder / name
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return path
+
+
+def _lines(folder: Path, *records: Any) -> Path:
+    return _file(folder, "data.jsonl", "".join(json.dumps(record) + "\n" for record in records))
+
+
+def _refusal(path: Path, format: str | None = None) -> str:
+    with pytest.raises(BadInput) as caught:
+        list(documents(path, format or detect(path).format))  # type: ignore[arg-type]
+    assert caught.value.exit_code == EXIT_BAD_INPUT
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "expected", "reason"),
+    [
+        ("a.txt", '{"text": "still text"}\n', "text", ".txt"),
+        ("a.jsonl", '{"text": "x"}\n', "jsonl-text", "`text`"),
+        ("a.jsonl", '\n\n{"messages": []}\n', "jsonl-messages", "`messages`"),
+        ("a.json", '{"text": "x"}\n', "jsonl-text", "`text`"),
+        ("unnamed", "Once upon a time\n", "text", "not a JSON object"),
+        ("unnamed", '{"text": "x"}', "jsonl-text", "`text`"),
+    ],
+)
+def test_the_format_comes_with_its_reason(
+    tmp_path: Path, name: str, content: str, expected: str, reason: str
+) -> None:
+    found = detect(_file(tmp_path, name, content))
+    assert found.format == expected
+    assert reason in found.because
+
+
+def test_the_readers_of_the_app_need_neither_torch_nor_numpy_nor_transformers() -> None:
+    code = (
+        "import sys, fluxtrain.data.formats, fluxtrain.data.sources\n"
+        "heavy = {'torch', 'numpy', 'transformers', 'tokenizers'} & set(sys.modules)\n"
+        "sys.exit(str(heavy) if heavy else 0)"
+    )
+    engine = str(Path(formats.__file__).parents[2])
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={"PYTHONPATH": engine}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_texts_and_conversations_come_in_file_order_with_their_lines(tmp_path: Path) -> None:
+    path = _lines(tmp_path, {"text": "one"}, {"text": "   "}, {"text": "two", "id": 7})
+    assert [(d.line, d.text) for d in read(path)] == [(1, "one"), (3, "two")]
+    chats = _file(tmp_path, "chat.jsonl", "\n" + json.dumps({"messages": CHAT}))
+    (chat,) = read(chats)
+    assert chat.line == 2
+    assert list(chat.messages) == CHAT
+
+
+def test_a_byte_order_mark_is_no_part_of_the_text(tmp_path: Path) -> None:
+    (document,) = read(_file(tmp_path, "a.txt", b"\xef\xbb\xbfHello\n"))
+    assert document.text == "Hello\n"
+
+
+def test_separator_lines_end_documents(tmp_path: Path) -> None:
+    path = _file(tmp_path, "a.txt", "one\nmore\n<|endoftext|>\n\n<|endoftext|>\ntwo")
+    found = list(read(path))
+    assert [(d.line, d.text, d.complete) for d in found] == [
+        (1, "one\nmore\n", True),
+        (6, "two", True),
+    ]
+
+
+@given(
+    paragraphs=st.lists(
+        st.text(st.sampled_from("ab é\n"), max_size=40).filter(str.strip), min_size=1, max_size=40
+    ),
+    section=st.integers(1, 60),
+)
+def test_sections_of_a_long_text_are_the_text_and_only_the_last_is_complete(
+    tmp_path_factory: pytest.TempPathFactory, paragraphs: list[str], section: int
+) -> None:
+    text = "\n\n".join(paragraphs)
+    path = _file(tmp_path_factory.mktemp("text"), "a.txt", text)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(formats, "SECTION_CHARACTERS", section)
+        found = list(documents(path, "text"))
+    assert "".join("".join(d.text for d in found).split()) == "".join(text.split())
+    assert [d.complete for d in found] == [False] * (len(found) - 1) + [True]
+    longest_line = max(len(line) for line in text.splitlines())
+    assert all(len(d.text) <= 2 * section + longest_line + 1 for d in found)
+
+
+def test_long_texts_are_cut_at_blank_lines(tmp_path: Path) -> None:
+    paragraph = "word " * 200 + "\n\n"
+    path = _file(tmp_path, "a.txt", paragraph * 200)
+    found = list(read(path))
+    assert len(found) > 1
+    assert all(d.text.endswith("\n\n") and d.text.startswith("word") for d in found)
+
+
+def test_a_missing_file_and_a_directory_are_named(tmp_path: Path) -> None:
+    assert "does not exist" in _refusal(tmp_path / "no.txt")
+    assert "is a directory" in _refusal(tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"", b"\n \n\t\n"])
+@pytest.mark.parametrize("format", [None, "text", "jsonl-text", "jsonl-messages"])
+def test_an_empty_file_is_refused_in_every_format(
+    tmp_path: Path, content: bytes, format: str | None
+) -> None:
+    assert "is empty" in _refusal(_file(tmp_path, "a.txt", content), format)
+
+
+def test_texts_that_are_all_blank_are_refused(tmp_path: Path) -> None:
+    assert "is empty" in _refusal(_lines(tmp_path, {"text": ""}, {"text": "  "}))
+
+
+def test_a_binary_file_is_refused_with_the_offset_of_the_nul(tmp_path: Path) -> None:
+    message = _refusal(_file(tmp_path, "a.txt", b"fine\nalso\n\x7fELF\0\0"))
+    assert "binary" in message
+    assert "offset 14 (line 3)" in message
+
+
+@pytest.mark.parametrize(
+    ("head", "cure"),
+    [
+        (b"\x1f\x8b\x08", "decompress"),
+        (b"PK\x03\x04", "unpack"),
+        (b"PAR1", ".jsonl"),
+        ("Hi\n".encode("utf-16"), "iconv"),
+    ],
+)
+def test_known_containers_are_refused_with_their_cure(
+    tmp_path: Path, head: bytes, cure: str
+) -> None:
+    assert cure in _refusal(_file(tmp_path, "a.txt", head + b"rest"))
+
+
+def test_text_that_is_not_utf8_is_refused_with_byte_and_offset(tmp_path: Path) -> None:
+    message = _refusal(_file(tmp_path, "a.txt", b"caf\xc3\xa9\ncaf\xe9 au lait\n"))
+    assert "0xe9 at offset 9 (line 2)" in message
+    assert "iconv" in message
+
+
+def test_an_endless_line_is_refused_without_loading_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert formats.LINE_LIMIT_BYTES == 64 << 20
+    monkeypatch.setattr(formats, "LINE_LIMIT_BYTES", 1 << 20)
+    path = tmp_path / "huge.jsonl"
+    with path.open("wb") as file:
+        file.write(b'{"text": "')
+        for _ in range(64):
+            file.write(b"x" * (1 << 20))
+    tracemalloc.start()
+    message = _refusal(path)
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert "line 1 is longer than 1.00 MiB" in message
+    assert peak_bytes < 4 << 20  # of 64 MiB
+
+
+def test_a_sparse_gigabyte_of_nothing_is_refused_as_binary(tmp_path: Path) -> None:
+    path = tmp_path / "hole.txt"
+    with path.open("wb") as file:
+        file.truncate(1 << 30)
+    assert "NUL byte at offset 0" in _refusal(path)
+
+
+def test_malformed_json_is_refused_with_line_and_column(tmp_path: Path) -> None:
+    path = _file(tmp_path, "a.jsonl", '{"text": "a"}\n{"text": "b"\n')
+    message = _refusal(path)
+    assert "line 2 is not JSON" in message
+    assert "column" in message
+
+
+def test_json_nested_without_end_is_refused(tmp_path: Path) -> None:
+    path = _file(tmp_path, "a.jsonl", '{"text": ' + "[" * 200_000 + "\n")
+    assert "line 1" in _refusal(path)
+
+
+def test_a_json_array_over_many_lines_is_told_to_become_lines(tmp_path: Path) -> None:
+    assert "jq" in _refusal(_file(tmp_path, "a.json", '[\n{"text": "x"}\n]\n'))
+
+
+def test_a_line_that_is_no_object_is_refused(tmp_path: Path) -> None:
+    message = _refusal(_lines(tmp_path, {"text": "a"}, ["b"]))
+    assert "line 2 is a list" in message
+
+
+def test_a_missing_key_names_the_keys_that_are_there(tmp_path: Path) -> None:
+    message = _refusal(_lines(tmp_path, {"content": "x", "id": 1}))
+    assert "line 1 has no `text` or `messages`" in message
+    assert "content, id" in message
+    later = _refusal(_lines(tmp_path, {"text": "x"}, {"prompt": "y"}))
+    assert "line 2 has no `text`: its keys are prompt" in later
+    wrong = _refusal(_lines(tmp_path, {"text": "x"}), "jsonl-messages")
+    assert "line 1 has no `messages`" in wrong
+
+
+def test_a_text_that_is_no_string_is_refused(tmp_path: Path) -> None:
+    assert "`text` is a number" in _refusal(_lines(tmp_path, {"text": 3}))
+    assert "`text` is null" in _refusal(_lines(tmp_path, {"text": None}))
+
+
+@pytest.mark.parametrize(
+    ("messages", "complaint"),
+    [
+        ([], "`messages` is empty"),
+        ("hello", "`messages` is a string"),
+        (["hello"], "message 1 is a string"),
+        ([{"content": "hi"}], "message 1 has no `role`"),
+        ([{"from": "human", "value": "hi"}], "rename `from` to `role`"),
+        ([{"role": "robot", "content": "hi"}], "role 'robot' is not one of"),
+        ([{"role": "user", "content": "hi"}], "no message has the role assistant"),
+        ([CHAT[0], {"role": "assistant"}], "message 2: `content` is null or missing"),
+        ([CHAT[0], {"role": "assistant", "content": [1]}], "message 2: `content` is a list"),
+        ([CHAT[0], {"role": "assistant", "text": "4"}], "role, text"),
+    ],
+)
+def test_unusable_messages_are_refused_with_line_and_place(
+    tmp_path: Path, messages: Any, complaint: str
+) -> None:
+    message = _refusal(_lines(tmp_path, {"messages": CHAT}, {"messages": messages}))
+    assert "line 2" in message
+    assert complaint in message
+
+
+def test_a_call_of_a_tool_needs_no_content(tmp_path: Path) -> None:
+    call = {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}
+    (document,) = read(_lines(tmp_path, {"messages": [CHAT[0], call]}))
+    assert document.messages[1] == call
+
+
+def test_an_unknown_format_is_refused(tmp_path: Path) -> None:
+    assert "not one of" in _refusal(_file(tmp_path, "a.txt", "x"), "parquet")
+
+
+def test_a_glance_reads_only_the_start_of_a_file(tmp_path: Path) -> None:
+    good = json.dumps({"text": "word " * 50}) + "\n"
+    path = _file(tmp_path, "a.jsonl", good * 100 + "damaged far below\n")
+    facts = glance(path)
+    assert facts.format == "jsonl-text"
+    assert facts.documents_seen == 64
+    assert facts.preview.startswith("word word")
+    assert facts.estimated_tokens == pytest.approx(path.stat().st_size / 4, rel=0.01)
+    assert "jsonl-text" in facts.line()
+
+
+def test_a_glance_shows_who_speaks(tmp_path: Path) -> None:
+    assert glance(_lines(tmp_path, {"messages": CHAT})).preview == "user: 2+2?\nassistant: 4"
