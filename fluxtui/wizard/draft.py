@@ -1,0 +1,90 @@
+"""The answers so far, kept in the user's state folder so that a crash loses nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, get_args
+
+from fluxtui.wizard.answers import (
+    OFFLOADS,
+    STEPS,
+    Answers,
+    DataSource,
+    Method,
+    ModelSource,
+)
+
+_ALLOWED: dict[str, tuple[str, ...]] = {
+    "model_source": get_args(ModelSource),
+    "data_source": get_args(DataSource),
+    "method": get_args(Method),
+    "offload": OFFLOADS,
+    "step": STEPS,
+}
+
+
+def draft_path(environment: Mapping[str, str] = os.environ) -> Path:
+    """Where the draft lies: `$XDG_STATE_HOME/fluxtrain/draft.json`."""
+    home = Path(environment.get("HOME") or "~").expanduser()
+    state = environment.get("XDG_STATE_HOME") or str(home / ".local" / "state")
+    return Path(state) / "fluxtrain" / "draft.json"
+
+
+def save_draft(answers: Answers, path: Path) -> bool:
+    """Write the answers in one atomic replacement; False where the folder cannot be written.
+
+    A draft is a convenience: a full disk or a read-only home must not stop the wizard.
+    """
+    fields = {**dataclasses.asdict(answers), "base": dict(answers.base)}
+    temporary = path.with_suffix(f".{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(json.dumps(fields, indent=1), encoding="utf-8")
+        temporary.replace(path)
+    except (OSError, TypeError):
+        temporary.unlink(missing_ok=True)
+        return False
+    return True
+
+
+def load_draft(path: Path) -> Answers | None:
+    """The kept answers; None if there are none, they cannot be read, or they are the defaults."""
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    answers = _answers(fields) if isinstance(fields, dict) else None
+    if answers is None or dataclasses.replace(answers, step="model") == Answers():
+        return None
+    return answers
+
+
+def forget_draft(path: Path) -> None:
+    """Remove the draft; it is no error if there is none."""
+    path.unlink(missing_ok=True)
+
+
+def _answers(fields: dict[str, Any]) -> Answers | None:
+    known = {field.name for field in dataclasses.fields(Answers)}
+    values = {name: value for name, value in fields.items() if name in known}
+    for name, value in values.items():
+        if not _acceptable(name, value):
+            return None
+    values["overrides"] = tuple(values.get("overrides", ()))
+    return Answers(**values)
+
+
+def _acceptable(name: str, value: object) -> bool:
+    if name in _ALLOWED:
+        return value in _ALLOWED[name]
+    if name == "steps":
+        return value is None or (isinstance(value, int) and value > 0)
+    if name == "overrides":
+        return isinstance(value, list) and all(isinstance(item, str) for item in value)
+    if name == "base":
+        return isinstance(value, dict)
+    return isinstance(value, str)

@@ -1,0 +1,176 @@
+"""Lines of the wizard as Textual content, from plain values and a width. No state, no widgets.
+
+Colours are the theme's variables; every distinction is also a character or a word, so it
+survives 16 colours and none.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+
+from textual.content import Content
+
+from fluxtrain.units import bytes_text
+from fluxtui.wizard.answers import STEPS, StepName
+from fluxtui.wizard.data_facts import Sample
+
+MUTED = "dim"
+TITLES: dict[StepName, str] = {
+    "model": "Model",
+    "data": "Data",
+    "method": "Method",
+    "plan": "Plan",
+    "launch": "Launch",
+}
+
+
+def stepper(current: StepName, width: int) -> Content:
+    """Three lines: the product, a rule in five parts, and the names of the steps."""
+    position = STEPS.index(current)
+    counter = f"step {position + 1} of {len(STEPS)}"
+    gap = " " * max(1, width - len("FluxTrain  new run") - len(counter))
+    head = Content.assemble(
+        ("FluxTrain", "bold $accent"), ("  new run", MUTED), gap, (counter, "bold")
+    )
+    part = max(6, (width - len(STEPS) + 1) // len(STEPS))
+    rules, names = [], []
+    for index, step in enumerate(STEPS):
+        done, here = index < position, index == position
+        style = "bold $accent" if here else "$success" if done else MUTED
+        rules.append(Content.styled(("━" if done or here else "─") * part, style))
+        mark = "✓" if done else "●" if here else "○"
+        names.append(Content.styled(f"{mark} {TITLES[step]}".ljust(part), style))
+    space = Content(" ")
+    return Content("\n").join([head, space.join(rules), space.join(names)])
+
+
+def keys_line(keys: Sequence[tuple[str, str]]) -> Content:
+    """Key hints: the key bright, what it does muted."""
+    parts = [Content.assemble((key, "bold $accent"), (f" {text}", MUTED)) for key, text in keys]
+    return Content("   ").join(parts)
+
+
+def footer(keys: Sequence[tuple[str, str]], machine: str, width: int) -> Content:
+    """A rule, and below it key hints; on the right this machine, in the room that is left."""
+    left = keys_line(keys)
+    room = width - len(left.plain) - 3
+    right = shortened(machine, room) if room >= 12 else ""
+    gap = " " * max(0, width - len(left.plain) - len(right))
+    return Content.assemble(("─" * width + "\n", MUTED), left, gap, (right, MUTED))
+
+
+def paragraph(text: str, width: int, style: str = "") -> Content:
+    """Wrapped text; words longer than the line, such as paths, are broken."""
+    lines = textwrap.wrap(text, max(10, width), break_on_hyphens=False) or [""]
+    return Content.styled("\n".join(lines), style)
+
+
+def problem(text: str, width: int) -> Content:
+    """An error beside its answer: a mark, and the text indented under itself."""
+    return _marked("✗ ", text, width, "$error")
+
+
+def caution(text: str, width: int) -> Content:
+    """Something to know that does not stop the user."""
+    return _marked("! ", text, width, "$warning")
+
+
+def facts(rows: Sequence[tuple[str, str]], width: int) -> Content:
+    """Names and values under each other; the first line carries the mark of a usable answer."""
+    name_width = max((len(name) for name, _ in rows), default=0) + 2
+    lines = [
+        Content.assemble(
+            ("✓ " if index == 0 else "  ", "bold $success"),
+            (name.ljust(name_width), MUTED),
+            shortened(value, max(8, width - name_width - 2)),
+        )
+        for index, (name, value) in enumerate(rows)
+    ]
+    return Content("\n").join(lines)
+
+
+def table(rows: Sequence[tuple[str, str, str]], width: int) -> Content:
+    """Rows of name, value and explanation; the explanation wraps in the room that is left."""
+    if not rows:
+        return Content("")
+    name_width = max(len(name) for name, _, _ in rows) + 2
+    value_width = min(max(len(value) for _, value, _ in rows), 24) + 2
+    room = max(16, width - name_width - value_width)
+    lines: list[Content] = []
+    for name, value, text in rows:
+        wrapped = textwrap.wrap(text, room, break_on_hyphens=False) or [""]
+        first = Content.assemble(
+            (name.ljust(name_width), MUTED),
+            (shortened(value, value_width - 2).ljust(value_width), "bold"),
+            wrapped[0],
+        )
+        indent = " " * (name_width + value_width)
+        lines += [first, *(Content(indent + rest) for rest in wrapped[1:])]
+    return Content("\n").join(lines)
+
+
+def memory_bar(name: str, used: int | None, limit: int | None, width: int) -> Content:
+    """A bar of `used` bytes against `limit`: `host  ━━━────  2.1 GiB of 7.8 GiB`.
+
+    Over the limit it is red and says by how much; without a number there is no bar.
+    """
+    head = name.ljust(8)
+    if used is None:
+        return Content.assemble((head, MUTED), "-")
+    if not limit:
+        return Content.assemble((head, MUTED), (bytes_text(used), "bold"))
+    over = used > limit
+    tail = f"  {bytes_text(used)} of {bytes_text(limit)}"
+    tail += f", {bytes_text(used - limit)} too much" if over else ""
+    room = max(8, min(44, width - len(head) - len(tail)))
+    filled = min(room, max(1, round(room * used / limit)))
+    return Content.assemble(
+        (head, MUTED),
+        ("━" * filled, "$error" if over else "$accent"),
+        ("─" * (room - filled), MUTED),
+        (tail, "bold $error" if over else ""),
+    )
+
+
+def samples(pieces: Sequence[Sample], width: int, lines_each: int) -> Content:
+    """Samples of the data, trained stretches bright behind a bar, the others muted."""
+    drawn: list[Content] = []
+    for sample in pieces:
+        drawn += _sample_lines(sample, width, lines_each)
+        drawn.append(Content(""))
+    return Content("\n").join(drawn[:-1])
+
+
+def shortened(text: str, width: int) -> str:
+    """`text` in at most `width` characters; the middle of a long path gives way."""
+    if len(text) <= width:
+        return text
+    keep = max(1, width - 1)
+    head = keep // 3
+    return f"{text[:head]}…{text[len(text) - (keep - head) :]}"
+
+
+def _sample_lines(sample: Sample, width: int, limit: int) -> list[Content]:
+    lines: list[Content] = []
+    room, share = max(10, width - 2), max(1, limit // len(sample))
+    for piece in sample:
+        text = f"{piece.role}: {piece.text}" if piece.role else piece.text
+        wrapped = [part for line in text.splitlines() for part in textwrap.wrap(line, room)]
+        if len(wrapped) > share:
+            wrapped = [*wrapped[: share - 1], shortened_end(wrapped[share - 1], room)]
+        bar = ("▌ ", "$accent") if piece.trained else ("  ", "")
+        style = "" if piece.trained else MUTED
+        lines += [Content.assemble(bar, (line, style)) for line in wrapped]
+    return lines[:limit]
+
+
+def shortened_end(text: str, width: int) -> str:
+    """`text` marked as going on, in at most `width` characters."""
+    return f"{text[: width - 2].rstrip()} …"
+
+
+def _marked(mark: str, text: str, width: int, style: str) -> Content:
+    wrapped = textwrap.wrap(text, max(10, width - len(mark)), break_on_hyphens=False) or [""]
+    body = ("\n" + " " * len(mark)).join(wrapped)
+    return Content.assemble((mark, f"bold {style}"), (body, style))

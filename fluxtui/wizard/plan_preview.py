@@ -1,0 +1,88 @@
+"""The engine's plan as the wizard shows it, read from `fluxtrain plan --json`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from fluxtrain.units import count_text
+
+_DEFAULT_REASON = "the default"
+
+
+@dataclasses.dataclass(frozen=True)
+class ReasonedChoice:
+    """One choice of the plan and why it was made."""
+
+    name: str
+    value: str
+    because: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlanPreview:
+    """What the run will do and need. `None` means that the engine did not say."""
+
+    model: str
+    device: str
+    offload: str
+    steps: int | None
+    device_bytes: int | None
+    device_budget_bytes: int | None
+    host_bytes: int | None
+    host_limit_bytes: int | None
+    choices: tuple[ReasonedChoice, ...]
+
+    @property
+    def fits(self) -> bool:
+        """No predicted peak is over its limit, as far as both are known."""
+        return not (
+            _over(self.device_bytes, self.device_budget_bytes)
+            or _over(self.host_bytes, self.host_limit_bytes)
+        )
+
+
+def read_plan(answer: Mapping[str, Any]) -> PlanPreview:
+    """Read the engine's answer; what is missing becomes None, never an invented number."""
+    choices = tuple(
+        ReasonedChoice(
+            str(item.get("name", "")).replace("_", " "),
+            str(item.get("value", "")),
+            str(item.get("because", "")) or _DEFAULT_REASON,
+        )
+        for item in answer.get("choices") or ()
+    )
+    return PlanPreview(
+        model=_model_line(answer.get("model")),
+        device=str(answer.get("device") or ""),
+        offload=str(answer.get("offload") or ""),
+        steps=_number(answer, "steps"),
+        device_bytes=_number(answer, "device_bytes"),
+        device_budget_bytes=_number(answer, "device_budget_bytes"),
+        host_bytes=_number(answer, "host_bytes"),
+        host_limit_bytes=_number(answer, "host_limit_bytes"),
+        choices=choices,
+    )
+
+
+def _model_line(model: Any) -> str:
+    if not isinstance(model, Mapping):
+        return str(model or "")
+    parameters = model.get("parameters")
+    parts = [
+        str(model.get("name") or ""),
+        f"{count_text(parameters)} parameters" if parameters else "",
+        f"{model['blocks']} blocks" if model.get("blocks") else "",
+        str(model.get("dtype") or "").replace("torch.", ""),
+    ]
+    return " · ".join(part for part in parts if part)
+
+
+def _number(answer: Mapping[str, Any], name: str) -> int | None:
+    value = answer.get(name)
+    return int(value) if isinstance(value, int | float) else None
+
+
+def _over(used: int | None, limit: int | None) -> bool:
+    return used is not None and limit is not None and used > limit

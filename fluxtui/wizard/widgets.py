@@ -1,0 +1,113 @@
+"""The wizard's two small widgets: text that knows its width, and a list to choose from."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+from textual import events
+from textual.app import RenderResult
+from textual.binding import Binding
+from textual.content import Content
+from textual.geometry import Size
+from textual.message import Message
+from textual.reactive import reactive
+from textual.widget import Widget
+
+from fluxtui.wizard.drawing import MUTED
+
+Draw = Callable[[int], Content]
+
+
+class Drawn(Widget):
+    """Text drawn for the width it gets; as high as what is drawn."""
+
+    DEFAULT_CSS = "Drawn { height: auto; width: 1fr; }"
+
+    def __init__(self, draw: Draw | None = None, *, id: str | None = None) -> None:
+        super().__init__(id=id)
+        self._draw: Draw = draw or (lambda width: Content(""))
+
+    def show(self, draw: Draw) -> None:
+        """Draw this from now on."""
+        self._draw = draw
+        self.refresh(layout=True)
+
+    def get_content_height(self, container: Size, viewport: Size, width: int) -> int:
+        """Number of lines at this width."""
+        content = self._draw(width)
+        return content.plain.count("\n") + 1 if content.plain else 0
+
+    def render(self) -> RenderResult:
+        """The text at the present width."""
+        return self._draw(self.content_size.width)
+
+
+@dataclasses.dataclass(frozen=True)
+class Option:
+    """One line of a list: what is chosen, its name, and what it means."""
+
+    id: str
+    title: str
+    text: str
+
+
+class ChoiceList(Widget, can_focus=True):
+    """A short list with one choice; the arrow keys and the mouse change it."""
+
+    DEFAULT_CSS = "ChoiceList { height: auto; width: 1fr; }"
+    BINDINGS = [
+        Binding("up,k", "move(-1)", "choose", show=False),
+        Binding("down,j", "move(1)", "choose", show=False),
+    ]
+    chosen: reactive[int] = reactive(0)
+
+    class Chosen(Message):
+        """The user chose another line."""
+
+        def __init__(self, option: Option) -> None:
+            super().__init__()
+            self.option = option
+
+    def __init__(self, options: Sequence[Option], *, id: str | None = None) -> None:
+        super().__init__(id=id)
+        self.options = tuple(options)
+
+    def show(self, option_id: str) -> None:
+        """Choose the line with this id, without telling anybody."""
+        self.chosen = [option.id for option in self.options].index(option_id)
+
+    def get_content_height(self, container: Size, viewport: Size, width: int) -> int:
+        """One line an option."""
+        return len(self.options)
+
+    def render(self) -> RenderResult:
+        """The options; the chosen one has a mark, and a bright one while it has the focus."""
+        title_width = max(len(option.title) for option in self.options) + 3
+        lines = []
+        for index, option in enumerate(self.options):
+            here = index == self.chosen
+            mark = "▸ " if here else "  "
+            style = ("bold $accent" if self.has_focus else "bold") if here else ""
+            lines.append(
+                Content.assemble(
+                    (mark, "bold $accent"),
+                    (option.title.ljust(title_width), style),
+                    (option.text, "" if here else MUTED),
+                )
+            )
+        return Content("\n").join(lines)
+
+    def action_move(self, offset: int) -> None:
+        """Choose the line `offset` further; the ends hold."""
+        self._choose(self.chosen + offset)
+
+    def on_click(self, event: events.Click) -> None:
+        """Choose the line under the pointer."""
+        self._choose(event.y)
+
+    def _choose(self, index: int) -> None:
+        index = max(0, min(len(self.options) - 1, index))
+        if index != self.chosen:
+            self.chosen = index
+            self.post_message(self.Chosen(self.options[index]))
