@@ -1,0 +1,101 @@
+"""Everything a user can do, once: key map, footer, help and palette are made from this table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from textual.binding import Binding
+
+Group = Literal["Screens", "Run", "Chart", "View", "App"]
+GROUPS: tuple[Group, ...] = ("Screens", "Run", "Chart", "View", "App")
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """`keys` as Textual names them, the first one shown; `do` is the app's action string."""
+
+    id: str
+    keys: str
+    label: str  # for the footer: one word
+    about: str  # for help and palette: a sentence
+    group: Group
+    do: str
+    screens: tuple[str, ...] = ()  # where it works; empty is everywhere
+    rank: int = 0  # in the footer, higher stays longer when room is short; 0 is not in the footer
+    changes_run: bool = False  # asks the trainer for something: off when viewing read-only
+
+    @property
+    def key_text(self) -> str:
+        """The first key as a person reads it."""
+        key = self.keys.split(",")[0]
+        return KEY_TEXTS.get(key, key.replace("ctrl+", "^"))
+
+    def works_on(self, screen: str) -> bool:
+        """Whether it does something on this screen."""
+        return not self.screens or screen in self.screens
+
+
+KEY_TEXTS = {
+    "question_mark": "?", "slash": "/", "left_square_bracket": "[", "right_square_bracket": "]",
+    "colon": ":", "ctrl+p": "^p", "enter": "enter",
+}  # fmt: skip
+CHARTS = ("dashboard", "loss")
+
+ACTIONS: tuple[Action, ...] = (
+    Action("show_dashboard", "1", "Dash", "The whole run at a glance", "Screens",
+           "show('dashboard')", rank=90),
+    Action("show_loss", "4", "Loss", "The loss chart in full", "Screens", "show('loss')", rank=89),
+    Action("show_log", "5", "Log", "Everything that happened, with filter", "Screens",
+           "show('log')", rank=88),
+    Action("show_plan", "6", "Plan", "Every choice with its reason, and advice", "Screens",
+           "show('plan')", rank=87),
+    Action("show_runs", "7", "Runs", "All runs of this folder; attach to one", "Screens",
+           "show('runs')", rank=86),
+    Action("pause", "p", "pause", "Pause the run, or go on with it", "Run", "pause",
+           rank=70, changes_run=True),
+    Action("checkpoint", "c", "checkpoint", "Write a checkpoint after this step", "Run",
+           "command('checkpoint')", rank=60, changes_run=True),
+    Action("stop", "Q", "stop", "Stop the run after a checkpoint (asks first)", "Run",
+           "stop", rank=65, changes_run=True),
+    Action("new_run", "n", "new", "Set up a new run with the wizard", "Run", "new_run", rank=20),
+    Action("smooth", "e", "ema", "Show or hide the moving average", "Chart", "smooth", CHARTS,
+           rank=35),
+    Action("log_scale", "y", "log", "Logarithmic or linear loss axis", "Chart", "log_scale",
+           CHARTS, rank=34),
+    Action("zoom_in", "right_square_bracket", "zoom", "Show fewer, newer steps", "Chart",
+           "zoom(0.5)", CHARTS, rank=33),
+    Action("zoom_out", "left_square_bracket", "wider", "Show more steps", "Chart", "zoom(2.0)",
+           CHARTS),
+    Action("maximise", "f", "full", "Give the focused panel the whole screen, or back", "View",
+           "maximise", ("dashboard",), rank=40),
+    Action("filter", "slash", "filter", "Only lines that contain a text", "View", "filter",
+           ("log",), rank=45),
+    Action("follow", "s", "follow", "Stay at the newest line, or let go of it", "View", "follow",
+           ("log",), rank=44),
+    Action("theme", "t", "theme", "The next colour theme", "View", "next_theme", rank=30),
+    Action("export", "x", "export", "Save this screen as an SVG picture", "View", "export",
+           rank=15),
+    Action("palette", "ctrl+p,colon", "cmds", "Find and run any of these by name", "App",
+           "command_palette", rank=50),
+    Action("help", "question_mark", "help", "Keys and what they do", "App", "help", rank=80),
+    Action("detach", "d,q", "detach", "Leave; the training goes on", "App", "detach", rank=85),
+)  # fmt: skip
+
+
+def bindings() -> list[Binding]:
+    """The key map, one binding a key; ids let a user's own key map replace the keys."""
+    return [
+        Binding(action.keys, action.do, action.about, id=action.id, show=False)
+        for action in ACTIONS
+    ]
+
+
+def footer_actions(screen: str) -> list[Action]:
+    """What the footer offers on a screen, in the order of the table."""
+    return [action for action in ACTIONS if action.rank and action.works_on(screen)]
+
+
+def find(action_id: str) -> Action:
+    """The action with this id; KeyError when there is none."""
+    return next(action for action in ACTIONS if action.id == action_id)

@@ -1,0 +1,117 @@
+"""Transfers in both directions against their measured ceilings, and the time spent waiting."""
+
+from __future__ import annotations
+
+from fluxtrain.telemetry.events import StepFinished, TrafficSampled
+from fluxtrain.units import UNKNOWN, bytes_text, duration_text, rate_text
+from fluxtui.panels.panel import Panel, pair, share_text, stale_note
+from fluxtui.state.view import View
+from fluxtui.widgets.bars import spark
+from fluxtui.widgets.spans import BLANK, Line, dropped_to_fit, joined, spread
+
+RATE_CELLS = 24
+
+
+def heading(view: View, width: int) -> Line:
+    """Says when the rates are old."""
+    if view.fresh(view.state.traffic) is None:
+        return stale_note(view.age_s(view.state.traffic))
+    return dropped_to_fit([(("rate / measured ceiling", "dim"),)], width)
+
+
+def body(view: View, width: int, height: int) -> list[Line]:
+    """Directions a line each, then stalls and totals; two directions share a line when low."""
+    if height <= 2:
+        half = (width - 2) // 2
+        both = [_direction(view, name, half) for name in ("h2d", "d2h")]
+        return [(*both[0], ("  ", "text"), *both[1]), stall_line(view.state.step, view, width)][
+            :height
+        ]
+    lines = [_direction(view, name, width) for name in ("h2d", "d2h")]
+    if uses_disk(view.state.traffic):
+        lines += [_direction(view, name, width) for name in ("disk_read", "disk_written")]
+    lines.append(stall_line(view.state.step, view, width))
+    lines.append(totals_line(view.fresh(view.state.traffic), width))
+    if len(lines) < height:
+        lines.insert(-2, BLANK)
+    return lines[:height]
+
+
+def uses_disk(sample: TrafficSampled | None) -> bool:
+    """Whether the run moved anything to or from the disk so far."""
+    return sample is not None and bool(sample.disk_read_bytes or sample.disk_written_bytes)
+
+
+LABELS = {"h2d": "H2D", "d2h": "D2H", "disk_read": "N R", "disk_written": "N W"}
+ROLES = {"h2d": "device", "d2h": "host", "disk_read": "disk", "disk_written": "disk"}
+
+
+def rate_of(sample: TrafficSampled, name: str) -> float:
+    """Bytes per second of one direction."""
+    return float(getattr(sample, f"{name}_bytes_per_s"))
+
+
+def ceiling_of(sample: TrafficSampled | None, name: str) -> float | None:
+    """The measured ceiling of a direction, None where it was not measured."""
+    value = getattr(sample, f"{name}_ceiling_bytes_per_s", None)
+    return float(value) if value else None
+
+
+def _direction(view: View, name: str, width: int) -> Line:
+    sample = view.fresh(view.state.traffic)
+    rate = rate_of(sample, name) if sample else None
+    ceiling = ceiling_of(sample, name)
+    numbers: Line = (
+        (f" {rate_text(rate):>9}", "strong" if rate is not None else "dim"),
+        (f" / {rate_text(ceiling)}", "dim"),
+    )
+    if rate is not None and ceiling:
+        numbers = (*numbers, (f" {rate / ceiling * 100:3.0f}%", "text"))
+    label: Line = ((f"{LABELS[name]} ", ROLES[name]),)
+    room = max(0, width - 4 - max(RATE_CELLS if width > 44 else 0, _cells(numbers)))
+    rates = [rate_of(old, name) for old in view.state.traffics.last(room)]
+    top = ceiling or max(rates, default=0.0)
+    return spread((*label, *spark(rates, room, top, f"soft:{ROLES[name]}")), numbers, width)
+
+
+def _cells(spans: Line) -> int:
+    return sum(len(text) for text, _ in spans)
+
+
+def stall_line(step: StepFinished | None, view: View, width: int) -> Line:
+    """How much of the last step was waiting, and for what."""
+    current = view.fresh(step)
+    if current is None:
+        return dropped_to_fit([pair("stall", UNKNOWN)], width)
+    waited = sum(current.stalls_s.values())
+    share = waited / current.step_s if current.step_s > 0 else 0.0
+    head: Line = (
+        ("stall ", "dim"),
+        (share_text(share), "stall" if share > 0.05 else "strong"),
+        (" of step", "dim"),
+    )
+    causes = [
+        pair(cause, duration_text(seconds), "text")
+        for cause, seconds in sorted(current.stalls_s.items(), key=lambda item: -item[1])
+        if seconds > 0
+    ]
+    return dropped_to_fit([head, *causes], width)
+
+
+def totals_line(sample: TrafficSampled | None, width: int) -> Line:
+    """Bytes moved since the start of the process."""
+    moved = joined(
+        [
+            pair("moved", bytes_text(sample.h2d_bytes if sample else None), "text"),
+            (("to device", "dim"),),
+        ],
+        gap=" ",
+    )
+    back = joined(
+        [((bytes_text(sample.d2h_bytes if sample else None), "text"),), (("back", "dim"),)],
+        gap=" ",
+    )
+    return dropped_to_fit([moved, back], width)
+
+
+PANEL = Panel("bus", "Bus", body, heading, about="bytes a second in both directions, and stalls")

@@ -1,0 +1,50 @@
+"""The newest lines of the run's log; advice that was given stays on top."""
+
+from __future__ import annotations
+
+import time
+
+from fluxtui.panels.panel import Panel
+from fluxtui.state.run import LogLine
+from fluxtui.state.view import View
+from fluxtui.widgets.spans import Line, dropped_to_fit, fitted, wrapped
+
+LEVEL_ROLES = {"debug": "dim", "info": "text", "warning": "warn", "error": "bad"}
+LEVEL_MARKS = {"debug": " ", "info": " ", "warning": "!", "error": "✗"}
+KIND_ROLES = {"checkpoint": "good", "evaluation": "info", "advice": "accent", "done": "good"}
+
+
+def heading(view: View, width: int) -> Line:
+    """How much advice was given."""
+    count = len(view.state.advice)
+    words = "line" if count == 1 else "lines"
+    return dropped_to_fit([((f"{count} {words} of advice: 6", "dim"),)] if count else [], width)
+
+
+def body(view: View, width: int, height: int) -> list[Line]:
+    """The newest advice (two lines at most when there is room), then the newest log lines."""
+    lines: list[Line] = []
+    if view.state.advice and height >= 4:
+        text = view.state.advice[-1].text
+        for i, part in enumerate(wrapped(text, width - 2)[:2]):
+            lines.append((("▲ " if i == 0 else "  ", "accent"), (part, "text")))
+    room = height - len(lines)
+    recent = [entry for entry in view.state.log.last(room + 8) if entry.kind != "advice"]
+    lines.extend(row(entry, width) for entry in recent[-room:])
+    return lines or [((" nothing so far", "dim"),)]
+
+
+def row(entry: LogLine, width: int, dates: bool = False) -> Line:
+    """Time, mark and text of one entry, cut at the width."""
+    pattern = "%Y-%m-%d %H:%M:%S" if dates else "%H:%M:%S"
+    clock = time.strftime(pattern, time.localtime(entry.wall_s))
+    role = LEVEL_ROLES[entry.level]
+    if entry.level == "info":
+        role = KIND_ROLES.get(entry.kind, role)
+    text = " ".join(entry.text.split())
+    return fitted(
+        ((f"{clock} ", "dim"), (f"{LEVEL_MARKS[entry.level]} ", role), (text, role)), width
+    )
+
+
+PANEL = Panel("log", "Log", body, heading, about="what happened; the whole of it on screen 5")

@@ -1,0 +1,111 @@
+"""Device memory by category against the plan and the budget, and the host's share."""
+
+from __future__ import annotations
+
+from fluxtrain.telemetry.events import MemorySampled
+from fluxtrain.units import UNKNOWN, bytes_text
+from fluxtui.panels.panel import Panel, pair, share_text, stale_note
+from fluxtui.state.view import View
+from fluxtui.widgets.bars import Part, partition
+from fluxtui.widgets.spans import Line, dropped_to_fit
+
+CATEGORIES = ("weights", "gradients", "optimizer", "activations", "workspace", "cache")
+LETTERS = {
+    "weights": "W", "gradients": "G", "optimizer": "O", "activations": "A", "workspace": "S",
+    "cache": "C",
+}  # fmt: skip
+
+
+def device_name(view: View) -> str:
+    """On a CPU run the device is a buffer of its own in host memory, and is called that."""
+    hello = view.state.hello
+    if hello is None:
+        return "device"
+    return "device (cpu: a host buffer)" if hello.device == "cpu" else hello.device
+
+
+def heading(view: View, width: int) -> Line:
+    """Used of what there is, peak, plan with its agreement."""
+    sample = view.fresh(view.state.memory)
+    planned = view.state.planned.device_bytes if view.state.planned else None
+    if sample is None:
+        parts = [((device_name(view), "dim"),), ((UNKNOWN, "dim"),)]
+        return dropped_to_fit([*parts, stale_note(view.age_s(view.state.memory))], width)
+    limit = sample.device_budget_bytes or sample.device_total_bytes
+    used: Line = ((bytes_text(sample.device_used_bytes), "strong"),)
+    if limit:
+        used = (*used, (f" of {bytes_text(limit)}", "dim"))
+    parts = [used, pair("peak", bytes_text(sample.device_peak_bytes), "text")]
+    parts.append((*pair("plan", bytes_text(planned), "text"), *_agreement(sample, planned)))
+    return dropped_to_fit([*parts, ((device_name(view), "dim"),)], width)
+
+
+def _agreement(sample: MemorySampled, planned: int | None) -> Line:
+    peak = sample.device_peak_bytes
+    if not planned or not peak:
+        return ()
+    off = peak / planned - 1.0
+    if off > 0.02:
+        return ((f" peak over by {share_text(off)}", "warn"),)
+    return ((" ✓", "good"),)
+
+
+def body(view: View, width: int, height: int) -> list[Line]:
+    """The bar, then (where there is room) its legend and the host's line."""
+    sample = view.fresh(view.state.memory)
+    if sample is None:
+        return [(("╌" * width, "track"),)]
+    parts = parts_of(sample, view.state.planned.device_bytes if view.state.planned else None)
+    lines = [partition(parts, width)]
+    if height >= 2:
+        legend = [
+            (
+                (f" {part.letter} ", f"on:{part.role}"),
+                *pair(f" {part.label}", bytes_text(part.value), "text"),
+            )
+            for part in parts
+            if part.letter and part.value > 0
+        ]
+        lines.append(dropped_to_fit(legend, width, gap="  "))
+    if height >= 3:
+        lines.append(host_line(view, sample, width))
+    return lines[:height]
+
+
+def parts_of(sample: MemorySampled, planned: int | None) -> list[Part]:
+    """Categories in a fixed order, then what is free up to the budget (or plan, or peak)."""
+    known = {name: sample.device_by.get(name, 0) for name in CATEGORIES}
+    rest = sum(value for name, value in sample.device_by.items() if name not in known)
+    parts = [Part(name, LETTERS[name], float(known[name]), name) for name in CATEGORIES]
+    if rest:
+        parts.append(Part("other", "?", float(rest), "other"))
+    used = sum(part.value for part in parts)
+    whole = sample.device_budget_bytes or sample.device_total_bytes or planned
+    whole = whole or sample.device_peak_bytes or 0
+    if whole > used:
+        parts.append(Part("free", "", whole - used, "free"))
+    return parts
+
+
+def host_line(view: View, sample: MemorySampled, width: int) -> Line:
+    """The trainer's own memory: resident set, its peak, arenas, page-locked bytes."""
+    host: Line = pair("host", bytes_text(sample.host_rss_bytes))
+    if sample.host_limit_bytes:
+        host = (*host, (f" of {bytes_text(sample.host_limit_bytes)}", "dim"))
+    planned = view.state.planned.host_bytes if view.state.planned else None
+    return dropped_to_fit(
+        [
+            host,
+            pair("peak", bytes_text(sample.host_peak_bytes), "text"),
+            pair("plan", bytes_text(planned), "text"),
+            pair("arenas", bytes_text(sample.host_arena_bytes), "text"),
+            pair("page-locked", bytes_text(sample.host_pinned_bytes), "text"),
+        ],
+        width,
+        gap="  ",
+    )
+
+
+PANEL = Panel(
+    "memory", "Device memory", body, heading, about="device memory by category against the plan"
+)

@@ -1,0 +1,51 @@
+"""The latest transfers that the engine really made, newest first."""
+
+from __future__ import annotations
+
+from fluxtrain.telemetry.events import Move
+from fluxtrain.units import UNKNOWN, bytes_text, duration_text
+from fluxtui.panels.panel import Panel, stale_note
+from fluxtui.state.view import View
+from fluxtui.widgets.spans import Line, dropped_to_fit
+
+ARROWS = {"C>G": "C→G", "G>C": "G→C", "C>N": "C→N", "N>C": "N→C"}
+ROLES = {"C>G": "device", "G>C": "host", "C>N": "disk", "N>C": "host"}
+
+
+def heading(view: View, width: int) -> Line:
+    """How many there are a minute."""
+    if view.fresh(view.state.made) is None:
+        return stale_note(view.age_s(view.state.made))
+    rate = view.state.moves_per_minute
+    text = UNKNOWN if rate is None else f"{rate:.0f}"
+    return dropped_to_fit([((text, "strong"), (" a minute", "dim"))], width)
+
+
+def body(view: View, width: int, height: int) -> list[Line]:
+    """One transfer a line."""
+    moves = view.state.moves.last(height)
+    if not moves:
+        return [((" no transfer so far", "dim"),)]
+    return [row(move, width) for move in reversed(moves)]
+
+
+def row(move: Move, width: int) -> Line:
+    """Step, block, direction, bytes, time, what and why; the last columns only where they fit."""
+    role = ROLES.get(move.direction, "text")
+    name_cells = max(8, min(22, width - (48 if width >= 60 else 27)))
+    name = move.block if len(move.block) <= name_cells else "…" + move.block[-name_cells + 1 :]
+    return dropped_to_fit(
+        [
+            ((f"{move.step:>5}", "dim"), (f" {name:<{name_cells}}", "text")),
+            ((ARROWS.get(move.direction, move.direction), role),),
+            ((f"{bytes_text(move.bytes):>8}", "text"),),
+            ((f"{duration_text(move.duration_s):>7}", "dim"),),
+            ((f"{move.what:<11}", "dim"),),
+            ((move.cause, "dim"),),
+        ],
+        width,
+        gap=" ",
+    )
+
+
+PANEL = Panel("moves", "Moves", body, heading, about="transfers that the engine made, newest first")

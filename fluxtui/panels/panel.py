@@ -1,0 +1,67 @@
+"""What a panel is: a title and pure functions from a view and a size to lines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from fluxtrain.units import UNKNOWN, duration_text
+from fluxtui.state.view import View
+from fluxtui.widgets.spans import Line
+
+Body = Callable[[View, int, int], list[Line]]  # view, width, height -> at most `height` lines
+Heading = Callable[[View, int], Line]  # view, width -> what stands in the frame after the title
+
+
+def no_heading(view: View, width: int) -> Line:
+    """For panels whose title says enough."""
+    return ()
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """One panel of the dashboard. Adding one is a file with a `PANEL` and a line in the registry."""
+
+    id: str
+    title: str
+    body: Body
+    heading: Heading = no_heading
+    about: str = ""  # for the help screen
+
+
+def pair(label: str, value: str, role: str = "strong") -> Line:
+    """A quiet label and its value; an unknown value is quiet too."""
+    return ((f"{label} ", "dim"), (value, "dim" if value == UNKNOWN else role))
+
+
+def stale_note(age_s: float | None) -> Line:
+    """Why values are "-": how old the newest sample is; nothing when there never was one."""
+    return () if age_s is None else ((f"last sample {duration_text(age_s)} ago", "warn"),)
+
+
+def share_text(share: float | None) -> str:
+    """A share of one as a percentage."""
+    if share is None:
+        return UNKNOWN
+    return f"{share * 100:.1f}%" if share < 0.9995 else "100%"
+
+
+def number_text(value: float | None, digits: int = 4) -> str:
+    """A plain number with `digits` significant digits, "-" when unknown."""
+    if value is None:
+        return UNKNOWN
+    return (
+        f"{value:.{digits}g}" if abs(value) < 1e-3 or abs(value) >= 1e5 else _fixed(value, digits)
+    )
+
+
+def _fixed(value: float, digits: int) -> str:
+    whole = len(str(int(abs(value))))
+    return f"{value:.{max(0, digits - whole)}f}"
+
+
+def whole_text(seconds: float | None) -> str:
+    """A duration that is looked at while it changes: whole seconds."""
+    if seconds is None:
+        return UNKNOWN
+    return f"{round(seconds)} s" if seconds < 59.5 else duration_text(seconds)

@@ -1,0 +1,99 @@
+"""Progress, ETA with its spread, loss and rates: what one looks at first."""
+
+from __future__ import annotations
+
+import time
+
+from fluxtrain.telemetry.events import StepFinished
+from fluxtrain.units import UNKNOWN, count_text, duration_text
+from fluxtui.panels.panel import Panel, number_text, pair, whole_text
+from fluxtui.state.view import View
+from fluxtui.widgets.bars import gauge
+from fluxtui.widgets.spans import Line, dropped_to_fit, spread, width_of
+
+GAUGE_ROLES = {"failed": "bad", "dead": "bad", "finished": "good", "paused": "warn"}
+
+
+def body(view: View, width: int, height: int) -> list[Line]:
+    """Two lines: where the run is, and how it does."""
+    return [_where(view, width), _how(view, width)][:height]
+
+
+def _where(view: View, width: int) -> Line:
+    state = view.state
+    total = state.step.total_steps if state.step else state.hello.total_steps if state.hello else 0
+    done = state.step.step if state.step else state.hello.first_step if state.hello else 0
+    share = done / total if total > 0 else None
+    left: Line = (
+        ("step ", "dim"),
+        (f"{done}" if state.hello else UNKNOWN, "strong"),
+        (f"/{total}" if total else "/-", "dim"),
+        ("  ", "text"),
+    )
+    middle: Line = (
+        ("  ", "text"),
+        (f"{share * 100:5.1f}%" if share is not None else f"{UNKNOWN:>6}", "strong"),
+        ("   ", "text"),
+    )
+    right = eta(view)
+    room = max(8, width - width_of(left) - width_of(middle) - width_of(right))
+    role = GAUGE_ROLES.get(view.status.kind, "accent")
+    return spread((*left, *gauge(share, room, role), *middle), right, width)
+
+
+def eta(view: View) -> Line:
+    """The time left with its spread and the clock time of the end; how long it took when over."""
+    state, status = view.state, view.status
+    if state.done is not None:
+        return (("took ", "dim"), (duration_text(state.done.seconds), "strong"))
+    step = view.fresh(state.step)
+    if step is None or step.eta_s is None or status.kind != "running":
+        return (("ETA ", "dim"), (UNKNOWN, "dim"))
+    left_s = max(0.0, step.eta_s - (view.age_s(step) or 0.0))
+    spread_text = f" ± {whole_text(step.eta_spread_s)}" if step.eta_spread_s is not None else ""
+    clock = time.strftime("%H:%M", time.localtime(step.wall_s + step.eta_s))
+    return (
+        ("ETA ", "dim"),
+        (whole_text(left_s), "strong"),
+        (spread_text, "dim"),
+        (f"  at {clock}", "dim"),
+    )
+
+
+def _how(view: View, width: int) -> Line:
+    state = view.state
+    step = state.step
+    rates = view.fresh(step)
+    parts: list[Line] = [
+        pair("loss", number_text(step.loss) if step else UNKNOWN),
+        pair("ema", number_text(state.loss.smooth), "smooth"),
+        pair("", count_text(rates.tokens_per_s) if rates else UNKNOWN)[1:] + ((" tok/s", "dim"),),
+        pair("", duration_text(rates.step_s) if rates else UNKNOWN)[1:] + ((" a step", "dim"),),
+    ]
+    if state.evaluation is not None:
+        found = state.evaluation
+        parts.insert(2, (*pair("eval", number_text(found.loss), "evaluation"), _at(found.step)))
+    parts += [
+        pair("p95", duration_text(slow_step_s(list(state.steps)))),
+        pair("norm", number_text(step.grad_norm if step else None, 3)),
+        pair("lr", f"{step.learning_rate:.2e}" if step else UNKNOWN),
+        pair("epoch", f"{step.epoch:.2f}" if step else UNKNOWN),
+    ]
+    if state.loss.best is not None:
+        parts.append((*pair("best", number_text(state.loss.best[1])), _at(state.loss.best[0])))
+    return dropped_to_fit(parts, width, gap="   " if width > 100 else "  ")
+
+
+def _at(step: int) -> tuple[str, str]:
+    return (f" @{step}", "dim")
+
+
+def slow_step_s(steps: list[StepFinished]) -> float | None:
+    """The 95th percentile of recent step times; None before there are enough to say."""
+    if len(steps) < 20:
+        return None
+    times = sorted(step.step_s for step in steps)
+    return times[min(len(times) - 1, int(len(times) * 0.95))]
+
+
+PANEL = Panel("progress", "Progress", body, about="steps, ETA with its spread, loss and rates")

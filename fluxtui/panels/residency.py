@@ -1,0 +1,99 @@
+"""Where each block's weights, gradients and optimizer state are: a letter (and colour) a block."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from fluxtrain.units import UNKNOWN, bytes_text
+from fluxtui.panels.panel import Panel, stale_note
+from fluxtui.state.view import View
+from fluxtui.widgets.spans import Line, Span, dropped_to_fit, spread
+
+ROLES = {"G": "device", "C": "host", "N": "disk", ">": "flight", "<": "flight", ".": "absent"}
+CLASSES = ("weights", "gradients", "optimizer")
+LABEL_CELLS = 11
+TALLY_CELLS = 28
+WIDEST_TILE = 9
+
+
+def heading(view: View, width: int) -> Line:
+    """How many blocks, and what the letters mean."""
+    sample = view.fresh(view.state.residency)
+    if sample is None:
+        return stale_note(view.age_s(view.state.residency))
+    count = len(sample.weights)
+    legend: Line = tuple(
+        span
+        for letter, word in (("G", "device"), ("C", "host"), ("N", "disk"))
+        for span in ((letter, ROLES[letter]), (f" {word}  ", "dim"))
+    )
+    flight: Line = ((">", "flight"), (" in  ", "dim"), ("<", "flight"), (" out", "dim"))
+    return dropped_to_fit([((f"{count} blocks", "text"),), (*legend, *flight)], width)
+
+
+def body(view: View, width: int, height: int) -> list[Line]:
+    """A row a class: the map, then how many blocks are where and their bytes."""
+    sample = view.fresh(view.state.residency)
+    if sample is None:
+        return [((f" {name:<{LABEL_CELLS - 2}} ", "dim"), (UNKNOWN, "dim")) for name in CLASSES][
+            :height
+        ]
+    rows = (
+        ("weights", sample.weights, sample.weights_bytes),
+        ("gradients", sample.gradients, sample.gradients_bytes),
+        ("optimizer", sample.optimizer, sample.optimizer_bytes),
+    )
+    room = width - LABEL_CELLS - TALLY_CELLS
+    lines: list[Line] = []
+    for name, letters, size_bytes in rows:
+        left: Line = ((f" {name:<{LABEL_CELLS - 2}} ", "dim"), *tiles(letters, room))
+        lines.append(spread(left, _tally(letters, size_bytes), width))
+    return lines[:height]
+
+
+def tiles(letters: str, room: int) -> Line:
+    """The letters as coloured tiles; as wide as there is room for, grouped when there is none."""
+    if not letters or room <= 0:
+        return ((UNKNOWN, "dim"),)
+    if len(letters) > room:
+        size = -(-len(letters) // room)
+        letters = "".join(_majority(letters[i : i + size]) for i in range(0, len(letters), size))
+        return (*_plain(letters), (f" ×{size}", "dim"))
+    cells = min(WIDEST_TILE, room // len(letters))
+    if cells < 3:
+        return _plain(letters)
+    spans: list[Span] = []
+    for letter in letters:
+        role = ROLES.get(letter, "absent")
+        spans.append((letter.center(cells - 1), "absent" if letter == "." else f"tile:{role}"))
+        spans.append((" ", "text"))
+    return tuple(spans)
+
+
+def _plain(letters: str) -> Line:
+    spans: list[Span] = []
+    for letter in letters:
+        role = ROLES.get(letter, "absent")
+        if spans and spans[-1][1] == role:
+            spans[-1] = (spans[-1][0] + letter, role)
+        else:
+            spans.append((letter, role))
+    return tuple(spans)
+
+
+def _majority(letters: str) -> str:
+    return Counter(letters).most_common(1)[0][0]
+
+
+def _tally(letters: str, size_bytes: int) -> Line:
+    counts = Counter(letters)
+    spans: list[Span] = []
+    for letter in "GCN":
+        role = ROLES[letter] if counts[letter] else "absent"
+        spans.append((f"{letter}{counts[letter]:<3} ", role))
+    return (*spans, (f"{bytes_text(size_bytes):>10}", "text"))
+
+
+PANEL = Panel(
+    "residency", "Blocks", body, heading, about="where each block's tensors are: G device, C host"
+)

@@ -1,0 +1,67 @@
+"""Where the time of the last step went: a bar that partitions it."""
+
+from __future__ import annotations
+
+from fluxtrain.units import duration_text
+from fluxtui.panels.bus import stall_line
+from fluxtui.panels.panel import Panel, pair, stale_note
+from fluxtui.state.view import View
+from fluxtui.widgets.bars import Part, partition
+from fluxtui.widgets.spans import Line, dropped_to_fit
+
+ROLES = {"data": "data", "forward": "forward", "backward": "backward", "optimizer": "update"}
+LETTERS = {"data": "D", "forward": "F", "backward": "B", "optimizer": "O", "other": "…"}
+
+
+def heading(view: View, width: int) -> Line:
+    """Which step, and how long it took."""
+    step = view.fresh(view.state.step)
+    if step is None:
+        return stale_note(view.age_s(view.state.step))
+    return dropped_to_fit(
+        [
+            ((f"{step.step}", "text"),),
+            ((duration_text(step.step_s), "strong"),),
+            stall_line(step, view, 48),
+        ],
+        width,
+    )
+
+
+def body(view: View, width: int, height: int) -> list[Line]:
+    """The bar, then its legend."""
+    parts = phase_parts(view)
+    if not parts:
+        return [(("╌" * width, "track"),), (("no step so far", "dim"),)][:height]
+    lines = [partition(parts, width)]
+    if height >= 2:
+        whole = sum(part.value for part in parts)
+        legend = [
+            (
+                (f" {part.letter} ", f"on:{part.role}"),
+                *pair(f" {part.label.split()[0]}", duration_text(part.value)),
+                (f" {part.value / whole * 100:.0f}%", "dim"),
+            )
+            for part in parts
+        ]
+        lines.append(dropped_to_fit(legend, width, gap="  "))
+    return lines[:height]
+
+
+def phase_parts(view: View) -> list[Part]:
+    """The phases of the last step in the order of time; what is left of the step is "other"."""
+    step = view.fresh(view.state.step)
+    if step is None:
+        return []
+    parts = [
+        Part(name, LETTERS.get(name, name[:1].upper()), seconds, ROLES.get(name, "other"))
+        for name, seconds in step.phases_s.items()
+        if seconds > 0
+    ]
+    rest = step.step_s - sum(part.value for part in parts)
+    if rest > 0.005 * step.step_s:
+        parts.append(Part("other", LETTERS["other"], rest, "other"))
+    return parts
+
+
+PANEL = Panel("step", "Step", body, heading, about="where the time of the last step went")

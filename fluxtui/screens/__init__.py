@@ -1,0 +1,1 @@
+"""The screens: each draws a view, none changes the run."""

@@ -1,0 +1,113 @@
+"""Where the dashboard's panels go at each size. Pure: a size in, rectangles out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+Frame = Literal["box", "rule", "bare"]  # a border; a titled line above; nothing
+
+SMALLEST = (60, 20)  # below this one status line says it all
+BOXED = (100, 34)  # from here on there is room for borders
+THREE_COLUMNS = (170, 46)
+
+
+class Rect(NamedTuple):
+    """Cells: left, top, width, height."""
+
+    x: int
+    y: int
+    width: int
+    height: int
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    rect: Rect
+    frame: Frame
+
+
+Arrangement = Mapping[str, Place]
+
+
+def too_small(width: int, height: int) -> bool:
+    """Whether the terminal shows only the status line."""
+    return width < SMALLEST[0] or height < SMALLEST[1]
+
+
+def arrange(width: int, height: int, maximised: str | None = None) -> Arrangement:
+    """A place for each panel in an area of the screen's width, without header and footer."""
+    if maximised is not None:
+        return {maximised: Place(Rect(0, 0, width, height), "box")}
+    screen_height = height + 2
+    if width >= THREE_COLUMNS[0] and screen_height >= THREE_COLUMNS[1]:
+        return _three_columns(width, height)
+    if width >= BOXED[0] and screen_height >= BOXED[1]:
+        return _two_columns(width, height)
+    return _compact(width, height)
+
+
+def _compact(width: int, height: int) -> Arrangement:
+    """Ruled rows; the loss and the moves share what is left."""
+    left = width * 52 // 100
+    fixed = 2 + 2 + 4 + 3 + 2 + 1
+    middle = height - fixed
+    y = 0
+    places: dict[str, Place] = {}
+    for name, rows, frame in (("progress", 2, "bare"), ("memory", 2, "rule"),
+                              ("residency", 4, "rule"), ("bus", 3, "rule")):  # fmt: skip
+        places[name] = Place(Rect(0, y, width, rows), frame)  # type: ignore[arg-type]
+        y += rows
+    places["loss"] = Place(Rect(0, y, left, middle), "rule")
+    places["moves"] = Place(Rect(left + 1, y, width - left - 1, middle), "rule")
+    y += middle
+    places["step"] = Place(Rect(0, y, width, 2), "rule")
+    places["log"] = Place(Rect(0, y + 2, width, 1), "bare")
+    return places
+
+
+def _two_columns(width: int, height: int) -> Arrangement:
+    """Boxes: full-width facts on top, charts and lists in two columns, the step below."""
+    left = width * 61 // 100
+    right = width - left
+    rest = height - (4 + 5 + 5 + 4)
+    low = max(6, rest * 7 // 20)
+    high = rest - low
+    bus = min(high - 6, 8) if high >= 14 else high - 6
+    machine = high - bus
+    y = 14
+    return {
+        "progress": Place(Rect(0, 0, width, 4), "box"),
+        "memory": Place(Rect(0, 4, width, 5), "box"),
+        "residency": Place(Rect(0, 9, width, 5), "box"),
+        "loss": Place(Rect(0, y, left, high), "box"),
+        "bus": Place(Rect(left, y, right, bus), "box"),
+        "machine": Place(Rect(left, y + bus, right, machine), "box"),
+        "moves": Place(Rect(0, y + high, left, low), "box"),
+        "log": Place(Rect(left, y + high, right, low), "box"),
+        "step": Place(Rect(0, height - 4, width, 4), "box"),
+    }
+
+
+def _three_columns(width: int, height: int) -> Arrangement:
+    """As two columns, with advice beside the blocks and the log on its own."""
+    left = width * 60 // 100
+    right = width - left
+    rest = height - (4 + 5 + 7 + 4)
+    low = rest * 2 // 5
+    high = rest - low
+    y = 16
+    third = left * 55 // 100
+    return {
+        "progress": Place(Rect(0, 0, width, 4), "box"),
+        "memory": Place(Rect(0, 4, width, 5), "box"),
+        "residency": Place(Rect(0, 9, left, 7), "box"),
+        "machine": Place(Rect(left, 9, right, 7), "box"),
+        "loss": Place(Rect(0, y, left, high), "box"),
+        "bus": Place(Rect(left, y, right, high // 2), "box"),
+        "advice": Place(Rect(left, y + high // 2, right, high - high // 2), "box"),
+        "moves": Place(Rect(0, y + high, third, low), "box"),
+        "log": Place(Rect(third, y + high, width - third, low), "box"),
+        "step": Place(Rect(0, height - 4, width, 4), "box"),
+    }

@@ -1,0 +1,113 @@
+"""Screen 1: the panels, placed by size; any of them can be given the whole screen."""
+
+from __future__ import annotations
+
+from textual.app import ComposeResult
+from textual.events import Blur, Click, Focus
+from textual.geometry import Offset, Region, Size, Spacing
+from textual.layout import ArrangeResult, Layout, WidgetPlacement
+from textual.widget import Widget
+
+from fluxtui.panels import PANELS
+from fluxtui.panels.panel import Panel
+from fluxtui.screens.arrangement import Arrangement, arrange
+from fluxtui.screens.run_screen import RunScreen
+from fluxtui.state.view import View
+from fluxtui.themes import Palette
+from fluxtui.widgets.framed import framed
+from fluxtui.widgets.lines import Lines
+
+
+class PanelLines(Lines, can_focus=True):
+    """A panel on the screen."""
+
+    def __init__(self, panel: Panel) -> None:
+        super().__init__(id=panel.id)
+        self.panel = panel
+
+    def draw(self, view: View, palette: Palette, places: Arrangement) -> None:
+        """Draw the panel in its place; nothing when it has none at this size."""
+        place = places.get(self.panel.id)
+        width, height = self.size
+        if place is not None and width and height:
+            lines = framed(self.panel, view, width, height, place.frame, self.has_focus)
+            self.show(lines, palette)
+
+    def on_focus(self, event: Focus) -> None:
+        self._redraw()
+
+    def on_blur(self, event: Blur) -> None:
+        self._redraw()
+
+    def on_click(self, event: Click) -> None:
+        if event.chain == 2:
+            self.app.run_worker(self.app.run_action("maximise"), exclusive=False)
+
+    def _redraw(self) -> None:
+        if isinstance(self.screen, RunScreen):
+            self.screen.draw()
+
+
+class _Places(Layout):
+    """Puts each panel where the arrangement says."""
+
+    name = "places"
+
+    def arrange(
+        self, parent: Widget, children: list[Widget], size: Size, greedy: bool = True
+    ) -> ArrangeResult:
+        assert isinstance(parent, PanelGrid)
+        places = parent.places(size)
+        return [
+            WidgetPlacement(Region(*places[child.id].rect), Offset(), Spacing(), child)
+            for child in children
+            if child.id in places
+        ]
+
+
+class PanelGrid(Widget):
+    """The area between header and footer."""
+
+    def __init__(self) -> None:
+        super().__init__(id="body")
+        self.maximised: str | None = None
+        self._layout_of_places = _Places()
+
+    @property
+    def layout(self) -> Layout:
+        return self._layout_of_places
+
+    def places(self, size: Size) -> Arrangement:
+        """Where the panels are at this size."""
+        return arrange(size.width, size.height, self.maximised)
+
+    def compose(self) -> ComposeResult:
+        for panel in PANELS.values():
+            yield PanelLines(panel)
+
+
+class Dashboard(RunScreen):
+    """The whole run at a glance."""
+
+    NAME = "dashboard"
+    AUTO_FOCUS = ""
+
+    def compose_body(self) -> ComposeResult:
+        yield PanelGrid()
+
+    def draw_body(self, view: View, palette: Palette) -> None:
+        grid = self.query_one(PanelGrid)
+        places = grid.places(grid.size)
+        for panel in grid.query(PanelLines):
+            panel.draw(view, palette, places)
+
+    def toggle_maximised(self) -> None:
+        """The focused panel (or the loss) gets the whole screen, or gives it back."""
+        grid = self.query_one(PanelGrid)
+        if grid.maximised is not None:
+            grid.maximised = None
+        else:
+            focused = self.focused
+            grid.maximised = focused.panel.id if isinstance(focused, PanelLines) else "loss"
+        grid.refresh(layout=True)
+        self.call_after_refresh(self.draw)

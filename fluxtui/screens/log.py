@@ -1,0 +1,91 @@
+"""Screen 5: everything that happened, newest last, with a filter."""
+
+from __future__ import annotations
+
+from textual.app import ComposeResult
+from textual.widgets import Input
+
+from fluxtui.panels.log import row
+from fluxtui.screens.run_screen import RunScreen
+from fluxtui.state.view import View
+from fluxtui.themes import Palette
+from fluxtui.widgets.lines import Lines
+from fluxtui.widgets.scrolling import ScrollingLines
+from fluxtui.widgets.spans import Line, dropped_to_fit
+
+
+class LogScreen(RunScreen):
+    """The run's log. Words of the filter must all be in a line; level and kind count as words."""
+
+    NAME = "log"
+    AUTO_FOCUS = "#body"
+    DEFAULT_CSS = """
+    LogScreen > Input { display: none; height: 1; border: none; padding: 0 1; }
+    LogScreen > Input.-open { display: block; }
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wanted = ""
+        self.following = True
+
+    def compose_body(self) -> ComposeResult:
+        yield Lines(id="summary", classes="chrome")
+        yield ScrollingLines(id="body")
+        yield Input(placeholder="words, a level (warning) or a kind (checkpoint)", id="wanted")
+
+    def draw_body(self, view: View, palette: Palette) -> None:
+        body = self.query_one("#body", ScrollingLines)
+        width = body.size.width
+        words = self.wanted.lower().split()
+        entries = [
+            entry
+            for entry in view.state.log
+            if all(word in f"{entry.level} {entry.kind} {entry.text}".lower() for word in words)
+        ]
+        lines = [(("  ", "text"), *row(entry, width - 4, dates=width >= 100)) for entry in entries]
+        body.show_all(lines, palette, at_end=self.following)
+        self.query_one("#summary", Lines).show(
+            [_summary(self.wanted, len(entries), len(view.state.log), self.following, width)],
+            palette,
+        )
+
+    def open_filter(self) -> None:
+        """Let the user type a filter; Enter keeps it, Escape drops it."""
+        field = self.query_one("#wanted", Input)
+        field.add_class("-open")
+        field.focus()
+
+    def toggle_following(self) -> None:
+        """Stay at the newest line, or stay where one reads."""
+        self.following = not self.following
+        self.draw()
+
+    def on_input_changed(self, event: Input.Changed) -> None:
+        self.wanted = event.value
+        self.draw()
+
+    def on_input_submitted(self) -> None:
+        self._close_filter()
+
+    def key_escape(self) -> None:
+        """Drop the filter."""
+        self.query_one("#wanted", Input).value = ""
+        self._close_filter()
+
+    def on_scrolling_lines_scrolled(self, event: ScrollingLines.Scrolled) -> None:
+        self.following = event.at_end
+        self.draw()
+
+    def _close_filter(self) -> None:
+        self.query_one("#wanted", Input).remove_class("-open")
+        self.query_one("#body").focus()
+        self.call_after_refresh(self.draw)
+
+
+def _summary(wanted: str, shown: int, all_lines: int, following: bool, width: int) -> Line:
+    parts: list[Line] = [((f"  {all_lines} lines", "dim"),)]
+    if wanted:
+        parts = [((f"  {shown} of {all_lines} lines with ", "dim"), (wanted, "accent"))]
+    parts.append((("following the newest", "good"),) if following else (("held here", "warn"),))
+    return dropped_to_fit(parts, width)

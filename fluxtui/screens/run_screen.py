@@ -1,0 +1,71 @@
+"""What all screens that show a run share: a header, a footer, and `draw`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar, cast
+
+from textual.app import ComposeResult
+from textual.screen import Screen
+
+from fluxtui.screens.arrangement import too_small
+from fluxtui.state.view import View
+from fluxtui.themes import Palette
+from fluxtui.widgets.chrome import footer_line, header_line, status_line
+from fluxtui.widgets.lines import Lines
+
+if TYPE_CHECKING:
+    from fluxtui.app import FluxApp
+
+
+class RunScreen(Screen[None]):
+    """A screen that draws the app's view. `NAME` is its name in the registry of actions."""
+
+    NAME: ClassVar[str] = ""
+    DEFAULT_CSS = """
+    RunScreen { layout: vertical; overflow: hidden; }
+    RunScreen > .chrome { height: 1; width: 1fr; }
+    RunScreen > #body { height: 1fr; width: 1fr; }
+    RunScreen.-tiny > #body, RunScreen.-tiny > #keys { display: none; }
+    """
+
+    def compose(self) -> ComposeResult:
+        yield Lines(id="top", classes="chrome")
+        yield from self.compose_body()
+        yield Lines(id="keys", classes="chrome")
+
+    def compose_body(self) -> ComposeResult:
+        """The widgets between header and footer; one of them has the id `body`."""
+        yield Lines(id="body")
+
+    @property
+    def flux(self) -> FluxApp:
+        """The app, by its own type."""
+        return cast("FluxApp", self.app)
+
+    def draw(self) -> None:
+        """Draw the app's present view; cheap when little of it changed."""
+        if not self.is_mounted:
+            return
+        view, palette = self.flux.view, self.flux.palette
+        width, height = self.size
+        tiny = too_small(width, height)
+        self.set_class(tiny, "-tiny")
+        top = status_line(view, width) if tiny else header_line(view, width)
+        self.query_one("#top", Lines).show([top], palette)
+        if tiny:
+            return
+        paused = view.status.kind == "paused"
+        self.query_one("#keys", Lines).show([footer_line(self.NAME, width, paused)], palette)
+        self.draw_body(view, palette)
+
+    def draw_body(self, view: View, palette: Palette) -> None:
+        """Draw what is between header and footer."""
+
+    def on_mount(self) -> None:
+        self.call_after_refresh(self.draw)
+
+    def on_resize(self) -> None:
+        self.call_after_refresh(self.draw)
+
+    def on_screen_resume(self) -> None:
+        self.call_after_refresh(self.draw)

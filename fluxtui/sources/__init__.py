@@ -1,0 +1,1 @@
+"""Where events come from: a run directory, its live pipe, a recording; and the machine itself."""

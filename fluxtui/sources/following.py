@@ -1,0 +1,55 @@
+"""The loop of the background thread: poll, fold, and say at most a few times a second."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from fluxtui.sources.machine import MachineSampler
+from fluxtui.sources.source import RunSource
+from fluxtui.state.machine import MachineSample
+from fluxtui.state.run import RunState
+from fluxtui.state.link import Link
+
+MACHINE_PERIOD_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class News:
+    """All that is known now; a later one replaces an earlier one."""
+
+    source: RunSource
+    state: RunState
+    link: Link
+    machine: MachineSample | None
+
+
+def follow(
+    source: RunSource,
+    say: Callable[[News], None],
+    stop: threading.Event,
+    period_s: float,
+    sampler: MachineSampler | None,
+) -> None:
+    """Until `stop`: fold what `source` has and `say` the result every `period_s` at most.
+
+    Runs in a thread of its own; the fold is pure, so the state may be read while the next is made.
+    """
+    state = RunState()
+    machine: MachineSample | None = None
+    said_s = sampled_s = float("-inf")
+    while not stop.is_set():
+        batch = source.poll()
+        state = (RunState() if batch.restarted else state).after_all(batch.events)
+        now_s = time.monotonic()
+        if sampler is not None and now_s - sampled_s >= MACHINE_PERIOD_S:
+            sampled_s = now_s
+            machine = sampler.sample(state.hello.pid if state.hello else None)
+        if now_s - said_s >= period_s:
+            said_s = now_s
+            say(News(source, state, batch.link, machine))
+        if not batch.more:
+            stop.wait(period_s)
+    source.close()

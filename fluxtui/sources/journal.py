@@ -1,0 +1,106 @@
+"""A run directory followed as it grows, with the trainer's own pipe where we started it."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from fluxtrain.telemetry.events import AnyEvent, Done, Failed, Gauge, Hello
+from fluxtrain.telemetry.journal import tail_lines
+from fluxtrain.telemetry.reader import JournalFollower, PipeReader, SchemaTooNew
+from fluxtrain.telemetry.rundir import RunDir
+from fluxtrain.telemetry.storage import read_json
+from fluxtui.sources.source import Batch
+from fluxtui.state.link import Link, Process
+
+LIVENESS_PERIOD_S = 1.0
+MANY_EVENTS = 500  # after so many in one poll there is probably more
+
+
+class JournalSource:
+    """Facts from the journal, which has them all; samples from the pipe while it is open.
+
+    The pipe brings samples more often than the journal keeps them. Facts are read from the journal
+    alone, so none is counted twice and none is missed when the pipe drops frames.
+    """
+
+    def __init__(self, run_dir: Path | str, pipe: PipeReader | None = None) -> None:
+        self._run = RunDir(run_dir)
+        self._journal = JournalFollower(self._run.journal)
+        self._pipe = pipe
+        self._restarts = 0
+        self._process: Process = "unknown"
+        self._last_words = ""
+        self._looked_s = float("-inf")
+        self._ended = False  # the newest process said so itself
+
+    @property
+    def run_dir(self) -> Path | None:
+        return self._run.path
+
+    @property
+    def controllable(self) -> bool:
+        return True
+
+    def poll(self) -> Batch:
+        """New events; a journal that cannot be read is a `problem` of the link, not an exception."""
+        problem: str | None = None
+        events: list[AnyEvent] = []
+        try:
+            events = self._journal.poll()
+        except (SchemaTooNew, OSError) as error:
+            problem = str(error)
+        restarted, self._restarts = self._journal.restarts > self._restarts, self._journal.restarts
+        many = len(events) >= MANY_EVENTS
+        for event in events:
+            if isinstance(event, Hello):
+                self._ended = False
+            elif isinstance(event, Done | Failed):
+                self._ended = True
+        if self._pipe is not None and not self._pipe.closed:
+            events = [event for event in events if not isinstance(event, Gauge)]
+            events += [event for event in self._pipe.poll() if isinstance(event, Gauge)]
+        self._look_after_the_process()
+        return Batch(events, self._link(problem), restarted, many)
+
+    def close(self) -> None:
+        """Stop reading the pipe; the trainer does not mind."""
+        if self._pipe is not None:
+            self._pipe.close()
+
+    def _link(self, problem: str | None) -> Link:
+        return Link(
+            run_dir=self._run.path,
+            process=self._process,
+            live=self._pipe is not None and not self._pipe.closed,
+            corrupt_lines=self._journal.garbage_lines,
+            problem=problem,
+            last_words=self._last_words,
+        )
+
+    def _look_after_the_process(self) -> None:
+        now_s = time.monotonic()
+        if now_s - self._looked_s < LIVENESS_PERIOD_S:
+            return
+        self._looked_s = now_s
+        state = self._run.liveness()
+        if state == "running":
+            self._process = "alive"
+        elif state == "new":
+            self._process = "unknown"
+        else:
+            self._process = "dead"
+        ended_silently = self._process == "dead" and not self._ended
+        self._last_words = last_words(self._run) if ended_silently else ""
+
+
+def last_words(run: RunDir) -> str:
+    """Why a run ended that did not say so in its journal: error.json, or the log's last line."""
+    message = (read_json(run.error) or {}).get("message")
+    if message:
+        return str(message)
+    for raw in tail_lines(run.log):
+        text = raw.decode("utf-8", "replace").strip()
+        if text:
+            return text
+    return ""

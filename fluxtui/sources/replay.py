@@ -1,0 +1,77 @@
+"""A finished run played back from its journal, as fast as it ran or all at once."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from fluxtrain.telemetry.events import AnyEvent
+from fluxtrain.telemetry.reader import JournalFollower, SchemaTooNew
+from fluxtui.sources.source import Batch
+from fluxtui.state.link import Link
+
+POLL_EVENTS = 5000
+
+
+class ReplaySource:
+    """Events of `journal` at `speed` times the pace they were written; None is all at once."""
+
+    def __init__(
+        self,
+        journal: Path,
+        speed: float | None = 1.0,
+        until_s: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._path = journal
+        self._speed = speed
+        self._until_s = until_s  # seconds of the run to play
+        self._clock = clock
+        self._events: list[AnyEvent] = []
+        self._next = 0
+        self._started_s: float | None = None
+        self._problem: str | None = None
+
+    @property
+    def run_dir(self) -> Path | None:
+        return self._path.parent
+
+    @property
+    def controllable(self) -> bool:
+        return False
+
+    def poll(self) -> Batch:
+        """Events whose time has come."""
+        if self._started_s is None:
+            self._read()
+        start = self._next
+        limit = min(len(self._events), start + POLL_EVENTS)
+        due_s = self._due_s()
+        while self._next < limit and self._events[self._next].wall_s <= due_s:
+            self._next += 1
+        link = Link(run_dir=self._path.parent, replay=True, problem=self._problem)
+        return Batch(self._events[start : self._next], link, more=self._next == limit > start)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    @property
+    def over(self) -> bool:
+        """Whether all events were given."""
+        return self._started_s is not None and self._next >= len(self._events)
+
+    def _read(self) -> None:
+        self._started_s = self._clock()
+        try:
+            self._events = JournalFollower(self._path).read_all()
+        except (SchemaTooNew, OSError) as error:
+            self._problem = str(error)
+        if self._until_s is not None and self._events:
+            end_s = self._events[0].wall_s + self._until_s
+            self._events = [event for event in self._events if event.wall_s <= end_s]
+
+    def _due_s(self) -> float:
+        if self._speed is None or not self._events or self._started_s is None:
+            return float("inf")
+        return self._events[0].wall_s + (self._clock() - self._started_s) * self._speed

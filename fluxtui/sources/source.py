@@ -1,0 +1,39 @@
+"""What the app follows. A source never blocks and does a bounded amount of work a call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from fluxtrain.telemetry.events import AnyEvent
+from fluxtui.state.link import Link
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What came since the last call, in order."""
+
+    events: Sequence[AnyEvent]
+    link: Link
+    restarted: bool = False  # the journal is another one now: fold from the start
+    more: bool = False  # there is more to read at once
+
+
+class RunSource(Protocol):
+    """A run to follow."""
+
+    @property
+    def run_dir(self) -> Path | None:
+        """Where its files are, None for what has none."""
+
+    @property
+    def controllable(self) -> bool:
+        """Whether commands can be sent to it."""
+
+    def poll(self) -> Batch:
+        """The news since the last call."""
+
+    def close(self) -> None:
+        """Let go of the run; it goes on without us."""

@@ -1,0 +1,1 @@
+"""What the screen shows, as a pure fold over the run's events. No Textual in here."""

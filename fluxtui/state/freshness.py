@@ -1,0 +1,41 @@
+"""How long a value may be shown: after that the screen says "-" and the age."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from fluxtrain.telemetry.events import Event, Heartbeat, MemorySampled, MovesMade
+from fluxtrain.telemetry.events import ResidencySampled, StepFinished, TrafficSampled
+
+Kind = TypeVar("Kind", bound=Event)
+
+HEARTBEAT_LATE_S = 10.0  # the trainer beats once a second, also while a step runs
+LIMITS_S: dict[type[Event], float] = {
+    MemorySampled: 10.0,
+    TrafficSampled: 10.0,
+    ResidencySampled: 10.0,
+    MovesMade: 10.0,
+    Heartbeat: HEARTBEAT_LATE_S,
+}
+SLOWEST_STEP_FACTOR = 5.0  # a step's rates hold until a few more steps should have ended
+STEP_FLOOR_S = 30.0
+
+
+def age_s(event: Event | None, now_s: float) -> float | None:
+    """Seconds since the event, never negative (clocks of two machines differ a little)."""
+    return None if event is None else max(0.0, now_s - event.wall_s)
+
+
+def limit_s(event: Event) -> float | None:
+    """The age after which the event says nothing about now; None for facts that stay true."""
+    if isinstance(event, StepFinished):
+        return max(STEP_FLOOR_S, SLOWEST_STEP_FACTOR * event.step_s)
+    return LIMITS_S.get(type(event))
+
+
+def fresh(event: Kind | None, now_s: float) -> Kind | None:
+    """The event while it is young enough to be shown as the present, else None."""
+    if event is None:
+        return None
+    limit, age = limit_s(event), age_s(event, now_s)
+    return event if limit is None or age is None or age <= limit else None

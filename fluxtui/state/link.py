@@ -1,0 +1,22 @@
+"""How the events of a run reach the app, and what is known of its process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+Process = Literal["alive", "dead", "unknown"]
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """How the events reach us."""
+
+    run_dir: Path | None = None
+    process: Process = "unknown"
+    replay: bool = False  # the run is played back from its journal
+    live: bool = False  # over the trainer's own pipe, not only the journal
+    corrupt_lines: int = 0
+    problem: str | None = None  # why the journal cannot be read
+    last_words: str = ""  # of a process that ended without saying so in the journal

@@ -1,0 +1,247 @@
+"""`RunState`: everything known about a run, folded from its events one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import msgspec
+from msgspec import field
+from msgspec.structs import replace
+
+from fluxtrain.telemetry import events as ev
+from fluxtrain.units import bytes_text, duration_text
+from fluxtui.state.history import Curve, History
+
+Level = Literal["debug", "info", "warning", "error"]
+LOG_LIMIT = 2000
+MOVES_LIMIT = 512
+RATES_LIMIT = 600
+STEPS_LIMIT = 256
+ADVICE_LIMIT = 8
+
+
+@dataclass(frozen=True, slots=True)
+class LogLine:
+    wall_s: float
+    level: Level
+    kind: str  # log, phase, checkpoint, evaluation, advice, command, sample, failed, done
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A measured value at a wall clock time."""
+
+    wall_s: float
+    value: float
+
+
+def _curve() -> Curve:
+    return Curve()
+
+
+class RunState(msgspec.Struct, frozen=True, kw_only=True):
+    """The run as its events tell it. `after` gives the next state and changes nothing."""
+
+    hello: ev.Hello | None = None
+    planned: ev.Planned | None = None
+    phase: ev.PhaseChanged | None = None
+    step: ev.StepFinished | None = None
+    memory: ev.MemorySampled | None = None
+    traffic: ev.TrafficSampled | None = None
+    residency: ev.ResidencySampled | None = None
+    made: ev.MovesMade | None = None
+    heartbeat: ev.Heartbeat | None = None
+    evaluation: ev.EvaluationFinished | None = None
+    checkpoint: ev.CheckpointWritten | None = None
+    sample: ev.SampleGenerated | None = None
+    failed: ev.Failed | None = None
+    done: ev.Done | None = None
+    answer: ev.CommandAnswered | None = None
+    loss: Curve = field(default_factory=_curve)
+    grad_norm: Curve = field(default_factory=_curve)
+    learning_rate: Curve = field(default_factory=_curve)
+    evaluations: History[tuple[int, float]] = field(default_factory=lambda: History(1024))
+    steps: History[ev.StepFinished] = field(default_factory=lambda: History(STEPS_LIMIT))
+    memories: History[ev.MemorySampled] = field(default_factory=lambda: History(RATES_LIMIT))
+    traffics: History[ev.TrafficSampled] = field(default_factory=lambda: History(RATES_LIMIT))
+    move_counts: History[Point] = field(default_factory=lambda: History(RATES_LIMIT))
+    moves: History[ev.Move] = field(default_factory=lambda: History(MOVES_LIMIT))
+    log: History[LogLine] = field(default_factory=lambda: History(LOG_LIMIT))
+    advice: tuple[ev.AdviceGiven, ...] = ()
+    processes: int = 0  # how many trainers wrote to this journal: more than one after a resume
+    seen: int = 0
+    dropped: int = 0
+    last_wall_s: float | None = None
+    started_wall_s: float | None = None  # of the newest process
+
+    def after(self, event: ev.AnyEvent) -> RunState:
+        """The state once `event` has happened."""
+        fold = _FOLDS.get(type(event))
+        state = fold(self, event) if fold else self
+        return replace(
+            state, seen=self.seen + 1, dropped=max(self.dropped, event.dropped)
+            if not isinstance(event, ev.Hello) else event.dropped,
+            last_wall_s=max(self.last_wall_s or 0.0, event.wall_s),
+        )  # fmt: skip
+
+    def after_all(self, batch: Iterable[ev.AnyEvent]) -> RunState:
+        """The state after each event of `batch` in turn."""
+        state = self
+        for event in batch:
+            state = state.after(event)
+        return state
+
+    @property
+    def moves_per_minute(self) -> float | None:
+        """From the trainer's own totals over the last minute of samples."""
+        points = list(self.move_counts)
+        if len(points) < 2:
+            return None
+        last = points[-1]
+        first = next(p for p in points if last.wall_s - p.wall_s <= 60.0)
+        spent = last.wall_s - first.wall_s
+        return (last.value - first.value) / spent * 60.0 if spent > 0 else None
+
+
+def _logged(state: RunState, event: ev.Event, level: Level, kind: str, text: str) -> RunState:
+    return replace(state, log=state.log.appended(LogLine(event.wall_s, level, kind, text)))
+
+
+def _after_hello(state: RunState, event: ev.Hello) -> RunState:
+    """A new process: what it will do again is forgotten, what it samples anew too."""
+    again = event.first_step
+    kept = [pair for pair in state.evaluations if pair[0] <= again]
+    evaluations: History[tuple[int, float]] = History(1024)
+    for pair in kept:
+        evaluations = evaluations.appended(pair)
+    steps: History[ev.StepFinished] = History(STEPS_LIMIT)
+    for step in state.steps:
+        steps = steps.appended(step) if step.step <= again else steps
+    text = f"{event.model} on {event.device}, process {event.pid}"
+    text = f"resumed after step {again}: {text}" if again else f"started: {text}"
+    state = replace(
+        state, hello=event, processes=state.processes + 1, started_wall_s=event.wall_s,
+        planned=None, phase=None, memory=None, traffic=None, residency=None, made=None,
+        heartbeat=None, failed=None, done=None, step=steps.newest, steps=steps,
+        loss=state.loss.until(again), grad_norm=state.grad_norm.until(again),
+        learning_rate=state.learning_rate.until(again), evaluations=evaluations,
+        evaluation=state.evaluation if kept else None, move_counts=History(RATES_LIMIT),
+    )  # fmt: skip
+    return _logged(state, event, "info", "phase", text)
+
+
+def _after_planned(state: RunState, event: ev.Planned) -> RunState:
+    text = (
+        f"planned: offload {event.offload}, batch {event.batch_rows} rows "
+        f"in chunks of {event.chunk_rows}"
+    )
+    return _logged(replace(state, planned=event), event, "info", "phase", text)
+
+
+def _after_phase(state: RunState, event: ev.PhaseChanged) -> RunState:
+    text = f"{event.phase}: {event.detail}" if event.detail else event.phase
+    return _logged(replace(state, phase=event), event, "info", "phase", text)
+
+
+def _after_step(state: RunState, event: ev.StepFinished) -> RunState:
+    grad_norm = state.grad_norm
+    if event.grad_norm is not None:
+        grad_norm = grad_norm.with_value(event.step, event.grad_norm)
+    return replace(
+        state,
+        step=event,
+        steps=state.steps.appended(event),
+        loss=state.loss.with_value(event.step, event.loss),
+        learning_rate=state.learning_rate.with_value(event.step, event.learning_rate),
+        grad_norm=grad_norm,
+    )
+
+
+def _after_memory(state: RunState, event: ev.MemorySampled) -> RunState:
+    return replace(state, memory=event, memories=state.memories.appended(event))
+
+
+def _after_traffic(state: RunState, event: ev.TrafficSampled) -> RunState:
+    return replace(state, traffic=event, traffics=state.traffics.appended(event))
+
+
+def _after_moves(state: RunState, event: ev.MovesMade) -> RunState:
+    moves = state.moves
+    for move in event.moves:
+        moves = moves.appended(move)
+    counts = state.move_counts.appended(Point(event.wall_s, float(event.total)))
+    return replace(state, made=event, moves=moves, move_counts=counts)
+
+
+def _after_evaluation(state: RunState, event: ev.EvaluationFinished) -> RunState:
+    points = state.evaluations.appended((event.step, event.loss))
+    text = f"step {event.step}: held-out loss {event.loss:.4f} in {duration_text(event.seconds)}"
+    state = replace(state, evaluation=event, evaluations=points)
+    return _logged(state, event, "info", "evaluation", text)
+
+
+def _after_checkpoint(state: RunState, event: ev.CheckpointWritten) -> RunState:
+    text = (
+        f"step {event.step}: checkpoint of {bytes_text(event.bytes)} "
+        f"in {duration_text(event.seconds)}"
+    )
+    return _logged(replace(state, checkpoint=event), event, "info", "checkpoint", text)
+
+
+def _after_sample(state: RunState, event: ev.SampleGenerated) -> RunState:
+    text = f"step {event.step}: {event.prompt}{event.text}".replace("\n", " ")
+    return _logged(replace(state, sample=event), event, "info", "sample", text)
+
+
+def _after_advice(state: RunState, event: ev.AdviceGiven) -> RunState:
+    others = tuple(given for given in state.advice if given.text != event.text)
+    state = replace(state, advice=(*others, event)[-ADVICE_LIMIT:])
+    return _logged(state, event, "info", "advice", event.text)
+
+
+def _after_log(state: RunState, event: ev.LogWritten) -> RunState:
+    return _logged(state, event, event.level, "log", event.text)
+
+
+def _after_command(state: RunState, event: ev.CommandAnswered) -> RunState:
+    level: Level = "info" if event.ok else "warning"
+    text = f"{event.command}: {event.message}"
+    return _logged(replace(state, answer=event), event, level, "command", text)
+
+
+def _after_failed(state: RunState, event: ev.Failed) -> RunState:
+    text = f"{event.kind}: {event.message}"
+    return _logged(replace(state, failed=event), event, "error", "failed", text)
+
+
+def _after_done(state: RunState, event: ev.Done) -> RunState:
+    text = (
+        f"ended with code {event.exit_code} at step {event.step} "
+        f"after {duration_text(event.seconds)}"
+    )
+    level: Level = "info" if event.exit_code == 0 else "warning"
+    return _logged(replace(state, done=event), event, level, "done", text)
+
+
+_FOLDS: dict[type[Any], Callable[[RunState, Any], RunState]] = {
+    ev.Hello: _after_hello,
+    ev.Planned: _after_planned,
+    ev.PhaseChanged: _after_phase,
+    ev.StepFinished: _after_step,
+    ev.MemorySampled: _after_memory,
+    ev.TrafficSampled: _after_traffic,
+    ev.ResidencySampled: lambda state, event: replace(state, residency=event),
+    ev.MovesMade: _after_moves,
+    ev.Heartbeat: lambda state, event: replace(state, heartbeat=event),
+    ev.EvaluationFinished: _after_evaluation,
+    ev.CheckpointWritten: _after_checkpoint,
+    ev.SampleGenerated: _after_sample,
+    ev.AdviceGiven: _after_advice,
+    ev.LogWritten: _after_log,
+    ev.CommandAnswered: _after_command,
+    ev.Failed: _after_failed,
+    ev.Done: _after_done,
+}

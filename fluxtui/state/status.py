@@ -1,0 +1,66 @@
+"""One word for how the run is, decided from its events, its process and the clock."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from fluxtrain.errors import EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_TERMINATED
+from fluxtrain.units import duration_text
+from fluxtui.state.freshness import HEARTBEAT_LATE_S
+from fluxtui.state.link import Link
+from fluxtui.state.run import RunState
+
+Kind = Literal[
+    "waiting", "running", "paused", "stalled", "dead", "failed", "stopped", "finished", "unreadable"
+]
+ENDED: frozenset[Kind] = frozenset({"dead", "failed", "stopped", "finished"})
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    kind: Kind
+    word: str  # for the header: RUNNING, STALLED
+    detail: str = ""  # one sentence, "" when the word says it all
+
+    @property
+    def ended(self) -> bool:
+        return self.kind in ENDED
+
+
+def status_of(state: RunState, link: Link, now_s: float) -> Status:
+    """How the run is at `now_s` (Unix time)."""
+    if link.problem is not None:
+        return Status("unreadable", "UNREADABLE", link.problem)
+    if state.hello is None:
+        if link.process == "dead":
+            return Status("dead", "DEAD", link.last_words or "it ended before its first event")
+        return Status("waiting", "WAITING", "for the trainer's first event")
+    ended = _ended(state)
+    if ended is not None:
+        return ended
+    if link.process == "dead":
+        step = state.step.step if state.step else 0
+        gone = f"process {state.hello.pid} is gone after step {step}"
+        return Status("dead", "DEAD", f"{gone}: {link.last_words}" if link.last_words else gone)
+    quiet_s = now_s - (state.last_wall_s or now_s)
+    if quiet_s > HEARTBEAT_LATE_S:
+        return Status("stalled", "STALLED", f"no sign of life for {duration_text(quiet_s)}")
+    phase = state.phase.phase if state.phase else "starting"
+    detail = state.phase.detail if state.phase else ""
+    if phase == "paused":
+        return Status("paused", "PAUSED", detail or "p resumes")
+    return Status("running", "RUNNING" if phase == "training" else phase.upper(), detail)
+
+
+def _ended(state: RunState) -> Status | None:
+    """What the run's own last words say, if it has spoken them."""
+    if state.failed is not None:
+        return Status("failed", "FAILED", f"{state.failed.kind}: {state.failed.message}")
+    if state.done is None:
+        return None
+    if state.done.exit_code == EXIT_FINISHED:
+        return Status("finished", "FINISHED")
+    if state.done.exit_code in (EXIT_INTERRUPTED, EXIT_TERMINATED):
+        return Status("stopped", "STOPPED", state.done.resume_with or "its checkpoint is written")
+    return Status("failed", "FAILED", f"exit code {state.done.exit_code}")

@@ -1,0 +1,64 @@
+"""What a panel is given to draw from: the run, the machine, the clock and the chart settings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from fluxtrain.telemetry.events import Event
+from fluxtui.state.freshness import age_s, fresh
+from fluxtui.state.link import Link
+from fluxtui.state.machine import MachineSample
+from fluxtui.state.run import RunState
+from fluxtui.state.status import Status, status_of
+
+Kind = TypeVar("Kind", bound=Event)
+MACHINE_LIMIT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class ChartSettings:
+    smooth: bool = True
+    log_scale: bool = False
+    zoom: float = 1.0  # the share of the steps that is drawn, the newest
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    state: RunState = field(default_factory=RunState)
+    link: Link = field(default_factory=Link)
+    machine_sample: MachineSample | None = None
+    wall_s: float = 0.0  # the clock on the wall
+    chart: ChartSettings = field(default_factory=ChartSettings)
+    read_only: bool = False
+
+    @property
+    def now_s(self) -> float:
+        """The run's present: an ended or replayed run is shown as it was at its last event."""
+        last = self.state.last_wall_s
+        if last is not None and (self.link.replay or self.closed_in_order):
+            return last
+        return self.wall_s
+
+    @property
+    def closed_in_order(self) -> bool:
+        return self.state.done is not None or self.state.failed is not None
+
+    @property
+    def status(self) -> Status:
+        return status_of(self.state, self.link, self.now_s)
+
+    def fresh(self, event: Kind | None) -> Kind | None:
+        """The event if it still tells the present, else None: a panel then draws "-"."""
+        return fresh(event, self.now_s)
+
+    def age_s(self, event: Event | None) -> float | None:
+        return age_s(event, self.now_s)
+
+    @property
+    def machine(self) -> MachineSample | None:
+        """The newest sample of this machine while it is young."""
+        sample = self.machine_sample
+        if sample is None or self.wall_s - sample.wall_s > MACHINE_LIMIT_S:
+            return None
+        return sample

@@ -1,0 +1,177 @@
+"""Colour themes: data files, each a Textual theme plus a colour for every role of the panels.
+
+A theme file is TOML: `name`, `title`, `dark`, `ansi`, a table `[colors]` with Textual's colours
+and a table `[roles]`. A value is a colour (`#rrggbb` or one of the 16 names), with `bold`, `dim`,
+`italic` or `underline` before it where wanted.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.color import Color, ColorParseError
+from rich.errors import StyleSyntaxError
+from rich.style import Style
+from textual.color import Color as TextualColor
+from textual.color import ColorParseError as TextualColorParseError
+from textual.theme import Theme
+
+from fluxtrain.errors import BadInput
+
+DEFAULT_THEME = "flux-dark"
+TILE_SHARE = 0.26
+SOFT_SHARE = 0.62
+ROLES = (
+    "text", "strong", "dim", "faint", "track", "title", "accent", "key", "good", "warn", "bad",
+    "info", "device", "host", "disk", "flight", "absent", "weights", "gradients", "optimizer",
+    "activations", "workspace", "cache", "free", "data", "forward", "backward", "update", "other",
+    "stall", "train", "smooth", "evaluation", "axis", "selected",
+)  # fmt: skip
+COLORS = (
+    "primary", "secondary", "accent", "foreground", "background", "surface", "panel",
+    "success", "warning", "error",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Palette:
+    """A style for each role.
+
+    `on:role` is text on a field of the role's colour, `tile:role` the same but quiet, and
+    `soft:role` the role's colour drawn back towards the background.
+    """
+
+    roles: Mapping[str, Style]
+    ground: Color | None = None  # the background, None for the terminal's own
+    dark: bool = True
+    _cache: dict[str, Style] = field(default_factory=dict, compare=False)
+
+    def style(self, role: str) -> Style:
+        """The style of a role; unknown roles look like plain text."""
+        style = self._cache.get(role)
+        if style is None:
+            style = Style(bgcolor=self.ground) + self._made(role)
+            self._cache[role] = style
+        return style
+
+    def _made(self, role: str) -> Style:
+        kind, _, name = role.rpartition(":")
+        plain = self.roles.get(name, self.roles.get("text", Style.null()))
+        color = plain.color
+        if not kind:
+            return plain
+        if color is None or color.is_default:
+            return Style(reverse=kind != "soft")
+        if kind == "on" or (kind == "tile" and self.ground is None):
+            return Style(color=_readable_on(color), bgcolor=color)
+        if self.ground is None:
+            return plain
+        if kind == "tile":
+            return Style(color=color, bgcolor=_blended(color, self.ground, TILE_SHARE), bold=True)
+        return Style(color=_blended(color, self.ground, SOFT_SHARE))
+
+
+def _blended(color: Color, ground: Color, share: float) -> Color:
+    """`share` of the colour, the rest of the ground."""
+    pairs = zip(color.get_truecolor(), ground.get_truecolor(), strict=True)
+    red, green, blue = (round(share * a + (1 - share) * b) for a, b in pairs)
+    return Color.from_rgb(red, green, blue)
+
+
+def _readable_on(fill: Color) -> Color:
+    """Black or white, whichever stands out more on `fill` (WCAG 2.1 relative luminance)."""
+    if fill.number is not None and fill.triplet is None:
+        return Color.parse("bright_white" if fill.number in (0, 1, 4, 5, 8) else "black")
+    red, green, blue = (_linear(part / 255) for part in fill.get_truecolor())
+    luminance = 0.2126 * red + 0.7152 * green + 0.0722 * blue
+    return Color.parse("#0b0e14" if luminance > 0.179 else "#ffffff")
+
+
+def _linear(part: float) -> float:
+    return part / 12.92 if part <= 0.04045 else float(((part + 0.055) / 1.055) ** 2.4)
+
+
+PLAIN = Palette({})
+
+
+@dataclass(frozen=True)
+class ThemeFile:
+    """One theme as loaded."""
+
+    title: str
+    theme: Theme
+    palette: Palette
+    path: Path
+
+
+def theme_folders() -> list[Path]:
+    """Where themes are: the packaged copy first, then the checkout's, so edits are live there."""
+    here = Path(__file__).resolve().parent
+    return [folder for folder in (here / "themes", here.parent / "themes") if folder.is_dir()]
+
+
+def load_themes(
+    folders: Iterable[Path] | None = None,
+) -> tuple[dict[str, ThemeFile], list[str]]:
+    """All readable themes by name, and one line for each file that is not one."""
+    loaded: dict[str, ThemeFile] = {}
+    problems: list[str] = []
+    for folder in theme_folders() if folders is None else folders:
+        for path in sorted(folder.glob("*.toml")):
+            try:
+                theme = read_theme(path)
+            except BadInput as error:
+                problems.append(str(error))
+            else:
+                loaded.setdefault(theme.theme.name, theme)
+    return loaded, problems
+
+
+def read_theme(path: Path) -> ThemeFile:
+    """The theme in `path`; BadInput says what is wrong with it and where."""
+    try:
+        table = tomllib.loads(path.read_text("utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise BadInput(f"theme {path.name} cannot be read: {error}") from error
+    colors, roles = table.get("colors"), table.get("roles")
+    if not isinstance(colors, dict) or not isinstance(roles, dict):
+        raise BadInput(f"theme {path.name} needs the tables [colors] and [roles]")
+    for wanted, given, name in ((COLORS, colors, "colors"), (ROLES, roles, "roles")):
+        missing = [key for key in wanted if key not in given]
+        if missing:
+            raise BadInput(f"theme {path.name} lacks {', '.join(missing)} in [{name}]")
+    ansi = bool(table.get("ansi", False))
+    chosen = {key: _textual_color(path, key, colors[key], ansi) for key in COLORS}
+    ground = None if ansi else Color.parse(str(colors["background"]))
+    palette = Palette(_styles(path, roles), ground, bool(table.get("dark", True)))
+    theme = Theme(
+        name=str(table.get("name", path.stem)),
+        dark=palette.dark,
+        ansi=ansi,
+        variables={str(k): str(v) for k, v in table.get("variables", {}).items()},
+        **chosen,
+    )
+    return ThemeFile(str(table.get("title", theme.name)), theme, palette, path)
+
+
+def _styles(path: Path, roles: dict[str, Any]) -> dict[str, Style]:
+    styles = {}
+    for role, value in roles.items():
+        try:
+            styles[role] = Style.parse(str(value))
+        except (StyleSyntaxError, ColorParseError) as error:
+            raise BadInput(f"theme {path.name}, role {role}: {error}") from error
+    return styles
+
+
+def _textual_color(path: Path, key: str, value: object, ansi: bool) -> str:
+    text = f"ansi_{value}" if ansi and not str(value).startswith("#") else str(value)
+    try:
+        TextualColor.parse(text)
+    except TextualColorParseError as error:
+        raise BadInput(f"theme {path.name}, color {key}: {error}") from error
+    return text

@@ -1,0 +1,1 @@
+"""What panels draw with: lines of spans, bars, sparklines, charts, and the widget that diffs them."""

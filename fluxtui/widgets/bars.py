@@ -1,0 +1,89 @@
+"""Bars and sparklines as spans. Lengths are cells; parts of a bar always sum to its width."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fluxtui.widgets.spans import Line, Span
+
+LEVELS = "▁▂▃▄▅▆▇█"
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A share of a whole. The letter stands in for the label where that does not fit."""
+
+    label: str
+    letter: str
+    value: float
+    role: str
+
+
+def gauge(share: float | None, width: int, role: str, rest: str = "track") -> Line:
+    """How much of something is used: a thin line with half-cell resolution."""
+    if width <= 0:
+        return ()
+    if share is None:
+        return (("╌" * width, rest),)
+    halves = round(max(0.0, min(1.0, share)) * width * 2)
+    full, half = divmod(halves, 2)
+    spans: list[Span] = []
+    if full:
+        spans.append(("━" * full, role))
+    if half:
+        spans.append(("╸", role))
+    if width - full - half:
+        spans.append(("─" * (width - full - half), rest))
+    return tuple(spans)
+
+
+def cells_of(values: Sequence[float], width: int) -> list[int]:
+    """Whole cells in proportion to `values`, summing to `width` (largest remainder).
+
+    A value above zero gets a cell while there are enough of them, so nothing real is invisible.
+    """
+    total = sum(values)
+    if total <= 0 or width <= 0:
+        return [0] * len(values)
+    exact = [value / total * width for value in values]
+    cells = [int(share) for share in exact]
+    by_rest = sorted(range(len(values)), key=lambda i: exact[i] - cells[i], reverse=True)
+    for i in by_rest[: width - sum(cells)]:
+        cells[i] += 1
+    for i, value in enumerate(values):
+        widest = max(range(len(cells)), key=cells.__getitem__)
+        if value > 0 and cells[i] == 0 and cells[widest] > 1:
+            cells[i], cells[widest] = 1, cells[widest] - 1
+    return cells
+
+
+def partition(parts: Sequence[Part], width: int) -> Line:
+    """A filled bar cut in proportion, with each part's label (or letter) inside it."""
+    spans: list[Span] = []
+    for part, cells in zip(parts, cells_of([p.value for p in parts], width), strict=True):
+        if cells <= 0:
+            continue
+        label = f" {part.label}"
+        if len(label) > cells:
+            label = part.letter if cells == 1 else f" {part.letter}"
+        spans.append((label[:cells].ljust(cells), f"on:{part.role}"))
+    return tuple(spans) if spans else (("╌" * width, "track"),)
+
+
+def spark(values: Sequence[float | None], width: int, top: float, role: str) -> Line:
+    """The newest `width` values as a column each, against `top`; a gap where there is none."""
+    if width <= 0:
+        return ()
+    recent = list(values)[-width:]
+    columns = "".join(_column(value, top) for value in recent)
+    rest = width - len(recent)
+    return ((("·" * rest), "faint"), (columns, role)) if rest else ((columns, role),)
+
+
+def _column(value: float | None, top: float) -> str:
+    if value is None:
+        return " "
+    if value <= 0 or top <= 0:
+        return "▁"
+    return LEVELS[min(7, int(min(1.0, value / top) * 7.999))]

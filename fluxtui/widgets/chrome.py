@@ -1,0 +1,110 @@
+"""The header and the footer: one line each, whatever the width."""
+
+from __future__ import annotations
+
+from fluxtrain.units import count_text
+from fluxtui.actions import Action, footer_actions
+from fluxtui.panels.panel import number_text, whole_text
+from fluxtui.panels.progress import eta
+from fluxtui.state.status import Status
+from fluxtui.state.view import View
+from fluxtui.widgets.spans import Line, Span, dropped_to_fit, joined, spread, width_of
+
+STATUS_MARKS: dict[str, Span] = {
+    "waiting": ("◌", "dim"),
+    "running": ("●", "good"),
+    "paused": ("‖", "warn"),
+    "stalled": ("!", "warn"),
+    "dead": ("✗", "bad"),
+    "failed": ("✗", "bad"),
+    "stopped": ("■", "warn"),
+    "finished": ("✓", "good"),
+    "unreadable": ("?", "bad"),
+}
+
+
+def badge(status: Status) -> Line:
+    """Mark and word of the status."""
+    mark, role = STATUS_MARKS[status.kind]
+    return ((f"{mark} ", role), (status.word, role))
+
+
+def header_line(view: View, width: int) -> Line:
+    """Who runs what on what, and how it is."""
+    hello, status = view.state.hello, view.status
+    name: Line = ((" FluxTrain", "accent"),)
+    right: Line = (*badge(status), (" ", "text"))
+    if view.link.replay:
+        right = (("REPLAY  ", "warn"), *right)
+    if view.read_only:
+        right = (("READ-ONLY  ", "warn"), *right)
+    parts: list[Line] = [name]
+    if hello is not None:
+        parts += [
+            ((hello.run_id, "strong"),),
+            ((hello.model, "text"), (f" {count_text(hello.parameters)}", "dim")),
+            ((f"{hello.method} {hello.dtype}", "dim"),),
+            ((f"on {hello.device}", "dim"),),
+        ]
+    elif view.link.run_dir is not None:
+        parts.append(((view.link.run_dir.name, "strong"),))
+    else:
+        parts.append((("no run attached", "dim"),))
+    notes = link_notes(view)
+    room = width - width_of(right) - 2
+    left = dropped_to_fit(parts, room)
+    extra = dropped_to_fit(notes, room - width_of(left) - 3)
+    return spread(left, joined([extra, right]), width)
+
+
+def link_notes(view: View) -> list[Line]:
+    """What one should know about the way the events come."""
+    notes: list[Line] = []
+    if view.link.corrupt_lines:
+        notes.append(((f"{view.link.corrupt_lines} corrupt lines", "warn"),))
+    if view.state.dropped:
+        notes.append(((f"{view.state.dropped} dropped", "dim"),))
+    started = view.state.started_wall_s
+    if started is not None and not view.status.ended:
+        notes.append(((f"up {whole_text(view.now_s - started)}", "dim"),))
+    return notes
+
+
+def status_line(view: View, width: int) -> Line:
+    """The one line of a terminal that is too small for panels."""
+    step = view.state.step
+    parts: list[Line] = [badge(view.status)]
+    if step is not None:
+        parts.append(((f"{step.step}/{step.total_steps}", "strong"),))
+        parts.append((("loss ", "dim"), (number_text(step.loss), "strong")))
+        parts.append(eta(view))
+    return dropped_to_fit(parts, width)
+
+
+def detail_line(view: View, width: int) -> Line:
+    """What the status means when that needs a sentence; empty when all is well."""
+    status = view.status
+    if not status.detail or status.kind == "running":
+        return ()
+    _, role = STATUS_MARKS[status.kind]
+    return dropped_to_fit([((f" {status.detail}"[: width - 1], role),)], width)
+
+
+def footer_line(screen: str, width: int, paused: bool = False) -> Line:
+    """The keys of this screen; the least important are left out when room is short."""
+    actions = footer_actions(screen)
+    shown = list(actions)
+    while shown and width_of(_keys(shown, screen, paused)) > width:
+        shown.remove(min(shown, key=lambda action: action.rank))
+    return _keys(shown, screen, paused)
+
+
+def _keys(actions: list[Action], screen: str, paused: bool) -> Line:
+    spans: list[Span] = [(" ", "text")]
+    for action in actions:
+        here = action.id == f"show_{screen}"
+        label = "resume" if action.id == "pause" and paused else action.label
+        spans.append((action.key_text, "key"))
+        spans.append((f" {label}", "strong" if here else "dim"))
+        spans.append(("  ", "text"))
+    return tuple(spans[:-1])

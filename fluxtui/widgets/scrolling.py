@@ -1,0 +1,107 @@
+"""A long list of lines of which a part is on screen; keys, wheel, a cursor where wanted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from textual.binding import Binding
+from textual.events import MouseScrollDown, MouseScrollUp
+from textual.message import Message
+
+from fluxtui.themes import Palette
+from fluxtui.widgets.lines import Lines
+from fluxtui.widgets.spans import Line
+
+WHEEL_ROWS = 3
+
+
+class ScrollingLines(Lines, can_focus=True):
+    """Keeps an offset into the lines; with `cursor` a selected line that Enter chooses."""
+
+    BINDINGS = [
+        Binding("up,k", "move(-1)", "Up", show=False),
+        Binding("down,j", "move(1)", "Down", show=False),
+        Binding("pageup,ctrl+b", "page(-1)", "Page up", show=False),
+        Binding("pagedown,space,ctrl+f", "page(1)", "Page down", show=False),
+        Binding("home,g", "edge(0)", "First", show=False),
+        Binding("end,G", "edge(1)", "Last", show=False),
+        Binding("enter", "choose", "Choose", show=False),
+    ]
+
+    class Scrolled(Message):
+        """The user moved; `at_end` tells whether the last line is in view."""
+
+        def __init__(self, at_end: bool) -> None:
+            super().__init__()
+            self.at_end = at_end
+
+    class Chosen(Message):
+        """Enter on the line `index`."""
+
+        def __init__(self, index: int) -> None:
+            super().__init__()
+            self.index = index
+
+    def __init__(self, *, cursor: bool = False, **options: Any) -> None:
+        super().__init__(**options)
+        self.offset_rows = 0
+        self.cursor: int | None = 0 if cursor else None
+        self._all: Sequence[Line] = ()
+        self._drawn_with: Palette | None = None
+
+    def show_all(self, lines: Sequence[Line], palette: Palette, at_end: bool = False) -> None:
+        """Draw the part of `lines` that is in view; `at_end` keeps to the newest."""
+        self._all, self._drawn_with = lines, palette
+        if at_end:
+            self.offset_rows = len(lines)
+        self._redraw()
+
+    @property
+    def _last_offset(self) -> int:
+        return max(0, len(self._all) - self.size.height)
+
+    def _redraw(self) -> None:
+        if self._drawn_with is None:
+            return
+        if self.cursor is not None:
+            self.cursor = max(0, min(self.cursor, len(self._all) - 1))
+            top = self.cursor - self.size.height + 1
+            self.offset_rows = max(top, min(self.offset_rows, self.cursor))
+        self.offset_rows = max(0, min(self.offset_rows, self._last_offset))
+        part = list(self._all[self.offset_rows : self.offset_rows + self.size.height])
+        if self.cursor is not None and part:
+            at = self.cursor - self.offset_rows
+            part[at] = tuple((text, "selected") for text, _ in part[at])
+        self.show(part, self._drawn_with)
+
+    def _moved(self, rows: int) -> None:
+        if self.cursor is not None:
+            self.cursor += rows
+        else:
+            self.offset_rows += rows
+        self._redraw()
+        self.post_message(self.Scrolled(self.offset_rows >= self._last_offset))
+
+    def action_move(self, rows: int) -> None:
+        """One line up or down."""
+        self._moved(rows)
+
+    def action_page(self, pages: int) -> None:
+        """A screenful."""
+        self._moved(pages * max(1, self.size.height - 1))
+
+    def action_edge(self, last: int) -> None:
+        """To the first or the last line."""
+        self._moved(len(self._all) if last else -len(self._all))
+
+    def action_choose(self) -> None:
+        """Enter."""
+        if self.cursor is not None and self._all:
+            self.post_message(self.Chosen(self.cursor))
+
+    def on_mouse_scroll_down(self, event: MouseScrollDown) -> None:
+        self._moved(WHEEL_ROWS)
+
+    def on_mouse_scroll_up(self, event: MouseScrollUp) -> None:
+        self._moved(-WHEEL_ROWS)

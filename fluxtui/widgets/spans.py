@@ -1,0 +1,93 @@
+"""Lines of text as spans with a role; a role (not a colour) says what a piece of text means."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from rich.cells import cell_len, set_cell_size
+
+Span = tuple[str, str]  # text, role
+Line = tuple[Span, ...]
+
+BLANK: Line = ()
+
+
+def line(*spans: Span | str) -> Line:
+    """A line from spans; a bare string has the role "text"."""
+    return tuple(("text", span)[::-1] if isinstance(span, str) else span for span in spans)
+
+
+def width_of(spans: Line) -> int:
+    """Cells that the line takes; wide characters take two."""
+    return sum(cell_len(text) for text, _ in spans)
+
+
+def joined(lines: Iterable[Line], gap: str = "  ") -> Line:
+    """Several short lines as one, `gap` between those that are not empty."""
+    spans: list[Span] = []
+    for part in lines:
+        if part and spans:
+            spans.append((gap, "text"))
+        spans.extend(part)
+    return tuple(spans)
+
+
+def fitted(spans: Line, width: int) -> Line:
+    """The line in exactly `width` cells: padded, or cut with an ellipsis."""
+    if width <= 0:
+        return BLANK
+    used = width_of(spans)
+    if used == width:
+        return spans
+    if used < width:
+        return (*spans, (" " * (width - used), "text"))
+    kept: list[Span] = []
+    room = width - 1
+    for text, role in spans:
+        length = cell_len(text)
+        if length > room:
+            kept.append((set_cell_size(text, room) + "…", role))
+            return tuple(kept)
+        kept.append((text, role))
+        room -= length
+    return tuple(kept)
+
+
+def spread(left: Line, right: Line, width: int) -> Line:
+    """Left and right ends in one line; where both do not fit the left end is cut, then the right."""
+    right_width = width_of(right)
+    if right_width + 2 > width:
+        return fitted(left if left else right, width)
+    return (*fitted(left, width - right_width), *right)
+
+
+def dropped_to_fit(parts: Sequence[Line], width: int, gap: str = "  ") -> Line:
+    """As many whole parts, first ones first, as fit in `width`."""
+    kept: list[Line] = []
+    for part in parts:
+        if width_of(joined([*kept, part], gap)) > width:
+            continue
+        kept.append(part)
+    return joined(kept, gap)
+
+
+def wrapped(text: str, width: int) -> list[str]:
+    """Words of `text` in lines of at most `width` cells; longer words are cut."""
+    lines: list[str] = []
+    current = ""
+    for word in text.split():
+        while cell_len(word) > width:
+            if current:
+                lines.append(current)
+                current = ""
+            lines.append(word[:width])
+            word = word[width:]
+        candidate = f"{current} {word}" if current else word
+        if cell_len(candidate) > width:
+            lines.append(current)
+            current = word
+        else:
+            current = candidate
+    if current:
+        lines.append(current)
+    return lines
