@@ -42,10 +42,11 @@ def check_model(answers: Answers, environment: Mapping[str, str] = os.environ) -
     """Look at the chosen model without loading it."""
     if answers.model_source == "demo":
         return Check(facts=_DEMO_MODEL)
+    trusted = answers.base.get("model", {}).get("trust_remote_code") is True
     try:
         if answers.model_source == "hub":
-            return _check_hub(answers.model_path, environment)
-        facts = read_model_folder(answers.model_path)
+            return _check_hub(answers.model_path, trusted, environment)
+        facts = read_model_folder(answers.model_path, trusted)
     except BadInput as error:
         return Check(error=str(error), open=not answers.model_path)
     return Check(facts=facts.rows(), warnings=facts.warnings)
@@ -62,13 +63,13 @@ def check_data(answers: Answers) -> Check:
     return Check(facts=facts.rows(), samples=facts.samples)
 
 
-def _check_hub(hub_id: str, environment: Mapping[str, str]) -> Check:
+def _check_hub(hub_id: str, trusted: bool, environment: Mapping[str, str]) -> Check:
     problem = hub_id_problem(hub_id)
     if problem:
         return Check(error=problem, open=not hub_id)
     folder = cached_hub_folder(hub_id, environment)
     if folder is not None:
-        facts = read_model_folder(str(folder))
+        facts = read_model_folder(str(folder), trusted)
         return Check(
             facts=(*facts.rows(), ("place", "already on this machine")), warnings=facts.warnings
         )
