@@ -94,7 +94,11 @@ struct Avx2 {
     static FLUX_INLINE Int zero_where_no_bits(Int a, Int bits) {
         return _mm256_andnot_si256(_mm256_cmpeq_epi32(bits, _mm256_setzero_si256()), a);
     }
-    static FLUX_INLINE void keep(Int a) { asm volatile("" : : "x"(a)); }
+    template <class Value>
+    static FLUX_INLINE Value opaque(Value a) {
+        asm volatile("" : "+x"(a));
+        return a;
+    }
 };
 
 }  // namespace

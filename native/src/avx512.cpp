@@ -76,7 +76,11 @@ struct Avx512 {
     static FLUX_INLINE Int zero_where_no_bits(Int a, Int bits) {
         return _mm512_maskz_mov_epi32(_mm512_test_epi32_mask(bits, bits), a);
     }
-    static FLUX_INLINE void keep(Int a) { asm volatile("" : : "v"(a)); }
+    template <class Value>
+    static FLUX_INLINE Value opaque(Value a) {
+        asm volatile("" : "+v"(a));
+        return a;
+    }
 };
 
 }  // namespace

@@ -12,6 +12,10 @@
 
 namespace flux {
 
+// How many elements ahead the streams are fetched. The hardware prefetchers follow fewer streams
+// than AdamW has and stop at each page; 256 to 1024 all gain about a fifth on one core.
+constexpr size_t kAhead = 512;
+
 template <class Set>
 struct KernelsOver {
     using Float = typename Set::Float;
@@ -38,6 +42,12 @@ struct KernelsOver {
         size_t i = 0;
         for (; i + Set::width <= n; i += Set::width) body(typename Set::Whole{}, i);
         if (i < n) body(typename Set::Tail(n - i), i);
+    }
+
+    template <class... Values>
+    static FLUX_INLINE void prefetch(const Values*... at) {
+        // Past the end too: a prefetch never faults. One lane at a time it would only cost.
+        if constexpr (Set::width > 1) (__builtin_prefetch(at + kAhead, 1), ...);
     }
 
     static FLUX_INLINE Float from_bf16(Int bits16) { return Set::as_float(Set::shift_left_16(bits16)); }
@@ -76,6 +86,7 @@ struct KernelsOver {
                             const flux_adamw_step& step) {
         const Coefficients c(step);
         for_each(n, [&](auto lanes, size_t i) __attribute__((always_inline)) {
+            prefetch(hi + i, lo + i, m + i, v + i, grad + i);
             Float p = decode(lanes.load(hi + i), lanes.load(lo + i));
             Float m_i = lanes.load(m + i);
             Float v_i = lanes.load(v + i);
@@ -92,6 +103,7 @@ struct KernelsOver {
                           const float* __restrict grad, size_t n, const flux_adamw_step& step) {
         const Coefficients c(step);
         for_each(n, [&](auto lanes, size_t i) __attribute__((always_inline)) {
+            prefetch(p + i, m + i, v + i, grad + i);
             Float p_i = lanes.load(p + i);
             Float m_i = lanes.load(m + i);
             Float v_i = lanes.load(v + i);
@@ -105,6 +117,7 @@ struct KernelsOver {
     template <class Value>
     static void accumulate(float* __restrict sum, const Value* __restrict x, size_t n) {
         for_each(n, [&](auto lanes, size_t i) __attribute__((always_inline)) {
+            prefetch(sum + i, x + i);
             const Float total = Set::add(lanes.load(sum + i), load_grad(lanes, x + i));
             lanes.store(sum + i, Set::quiet(total));
         });
@@ -112,14 +125,14 @@ struct KernelsOver {
 
     static void stream_split(uint16_t* __restrict hi, uint16_t* __restrict lo, float* __restrict m,
                              float* __restrict v, const uint16_t* __restrict grad, size_t n) {
-        Int seen = Set::all_int(0);
+        // Opaque, or the compiler would see that nothing changes and drop the loads and stores.
         for_each(n, [&](auto lanes, size_t i) __attribute__((always_inline)) {
-            seen = Set::bit_or(seen, lanes.load(grad + i));
-            lanes.store_low_half(hi + i, lanes.load(hi + i));
-            lanes.store_low_half(lo + i, lanes.load(lo + i));
-            lanes.store(m + i, lanes.load(m + i));
-            lanes.store(v + i, lanes.load(v + i));
-            Set::keep(seen);  // or the compiler would drop the loads
+            prefetch(hi + i, lo + i, m + i, v + i, grad + i);
+            Set::opaque(lanes.load(grad + i));
+            lanes.store_low_half(hi + i, Set::opaque(lanes.load(hi + i)));
+            lanes.store_low_half(lo + i, Set::opaque(lanes.load(lo + i)));
+            lanes.store(m + i, Set::opaque(lanes.load(m + i)));
+            lanes.store(v + i, Set::opaque(lanes.load(v + i)));
         });
     }
 

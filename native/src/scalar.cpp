@@ -53,7 +53,11 @@ struct Scalar {
     static Int shift_right_15(Int a) { return a >> 15; }
     static Int shift_right_16(Int a) { return a >> 16; }
     static Int zero_where_no_bits(Int a, Int bits) { return bits ? a : 0; }
-    static void keep(Int a) { asm volatile("" : : "r"(a)); }
+    template <class Value>
+    static Value opaque(Value a) {
+        asm volatile("" : "+m"(a));
+        return a;
+    }
 };
 
 }  // namespace

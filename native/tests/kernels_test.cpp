@@ -1,0 +1,206 @@
+// Every instruction set against the scalar reference, bit for bit, through the C interface.
+//
+// kernels_test          samples of all bit patterns (seconds)
+// kernels_test --all    every one of the 2^32 masters through decode and encode (a minute)
+#include <stdio.h>
+#include <string.h>
+
+#include <cmath>
+#include <random>
+#include <vector>
+
+#include "flux_native.h"
+
+namespace {
+
+int failures = 0;
+
+#define CHECK(condition, ...)                                   \
+    do {                                                        \
+        if (!(condition)) {                                     \
+            printf("FAILED line %d (%s): ", __LINE__, #condition); \
+            printf(__VA_ARGS__);                                \
+            printf("\n");                                       \
+            if (++failures > 20) exit(1);                       \
+        }                                                       \
+    } while (0)
+
+uint32_t bits_of(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    return bits;
+}
+
+float float_of(uint32_t bits) {
+    float x;
+    memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
+template <class Value>
+bool same_bits(const std::vector<Value>& a, const std::vector<Value>& b) {
+    return a.size() == b.size() && memcmp(a.data(), b.data(), a.size() * sizeof(Value)) == 0;
+}
+
+// Ordinary magnitudes, every kind of special value, and plain random bits, mixed.
+float any_float(std::mt19937& random) {
+    static const uint32_t special[] = {0x00000000, 0x80000000, 0x00000001, 0x80000001, 0x007fffff,
+                                       0x00800000, 0x7f7fffff, 0xff7fffff, 0x7f800000, 0xff800000,
+                                       0x7f800001, 0x7fc00000, 0xffffffff, 0x3f808000, 0x00008000};
+    switch (random() % 4) {
+        case 0: return float_of(special[random() % (sizeof special / sizeof *special)]);
+        case 1: return float_of(random());
+        default: return std::normal_distribution<float>(0, 0.05f)(random);
+    }
+}
+
+struct State {
+    std::vector<uint16_t> hi, lo, grad_bf16;
+    std::vector<float> p, m, v, grad;
+
+    State(size_t n, std::mt19937& random) : hi(n), lo(n), grad_bf16(n), p(n), m(n), v(n), grad(n) {
+        for (size_t i = 0; i < n; ++i) {
+            hi[i] = static_cast<uint16_t>(bits_of(any_float(random)) >> 16);
+            lo[i] = static_cast<uint16_t>(random());
+            grad_bf16[i] = static_cast<uint16_t>(bits_of(any_float(random)) >> 16);
+            p[i] = any_float(random);
+            m[i] = any_float(random);
+            v[i] = random() % 8 ? std::fabs(any_float(random)) : any_float(random);
+            grad[i] = any_float(random);
+        }
+    }
+
+    bool operator==(const State& other) const {
+        return same_bits(hi, other.hi) && same_bits(lo, other.lo) && same_bits(p, other.p) &&
+               same_bits(m, other.m) && same_bits(v, other.v) && same_bits(grad, other.grad);
+    }
+};
+
+enum Kernel { kSplitBf16, kSplitF32, kF32, kAccumulateBf16, kAccumulateF32, kStream, kKernels };
+
+void run(Kernel kernel, State& s, size_t first, size_t n, const flux_adamw_step& step, int threads) {
+    uint16_t *hi = s.hi.data() + first, *lo = s.lo.data() + first;
+    float *p = s.p.data() + first, *m = s.m.data() + first, *v = s.v.data() + first;
+    const uint16_t* grad_bf16 = s.grad_bf16.data() + first;
+    const float* grad = s.grad.data() + first;
+    switch (kernel) {
+        case kSplitBf16: return flux_adamw_split_bf16(hi, lo, m, v, grad_bf16, n, &step, threads);
+        case kSplitF32: return flux_adamw_split_f32(hi, lo, m, v, grad, n, &step, threads);
+        case kF32: return flux_adamw_f32(p, m, v, grad, n, &step, threads);
+        case kAccumulateBf16: return flux_accumulate_bf16(p, grad_bf16, n, threads);
+        case kAccumulateF32: return flux_accumulate_f32(p, grad, n, threads);
+        default: return flux_stream_split(hi, lo, m, v, grad_bf16, n, threads);
+    }
+}
+
+flux_adamw_step any_step(std::mt19937& random) {
+    const float t = 1 + static_cast<float>(random() % 1000);
+    flux_adamw_step step{0.37f, 0.99999f, 0.9f, 0.1f, 0.999f, 0.001f, 0, 0, 1e-8f};
+    step.step_size = 1e-3f / (1 - std::pow(0.9f, t));
+    step.rsqrt_correction2 = 1 / std::sqrt(1 - std::pow(0.999f, t));
+    return step;
+}
+
+void test_every_set_gives_the_bits_of_the_reference(int level, std::mt19937& random) {
+    for (size_t n : {1, 2, 7, 8, 9, 15, 16, 17, 31, 33, 63, 64, 100, 1000, 4099}) {
+        for (int kernel = 0; kernel < kKernels; ++kernel) {
+            const flux_adamw_step step = any_step(random);
+            const State before(n + 3, random);
+            State expected = before, got = before;
+            for (int repeat = 0; repeat < 3; ++repeat) {
+                flux_set_isa(FLUX_SCALAR);
+                run(static_cast<Kernel>(kernel), expected, 1, n, step, 1);
+                flux_set_isa(level);
+                run(static_cast<Kernel>(kernel), got, 1, n, step, 1);  // from an odd address
+            }
+            CHECK(got == expected, "kernel %d, set %d, n %zu", kernel, level, n);
+            if (kernel == kStream) CHECK(got == before, "the stream changed something, n %zu", n);
+        }
+    }
+}
+
+void test_cuts_and_threads_do_not_matter(int level, std::mt19937& random) {
+    const size_t n = 200000;
+    flux_set_isa(level);
+    for (int kernel = 0; kernel < kKernels; ++kernel) {
+        const flux_adamw_step step = any_step(random);
+        const State before(n, random);
+        State whole = before, threaded = before, cut = before;
+        run(static_cast<Kernel>(kernel), whole, 0, n, step, 1);
+        run(static_cast<Kernel>(kernel), threaded, 0, n, step, 5);
+        for (size_t first = 0; first < n;) {
+            const size_t left = n - first, count = 1 + random() % 5000;
+            run(static_cast<Kernel>(kernel), cut, first, count < left ? count : left, step, 2);
+            first += count;
+        }
+        CHECK(threaded == whole, "kernel %d, set %d: threads", kernel, level);
+        CHECK(cut == whole, "kernel %d, set %d: cuts", kernel, level);
+    }
+}
+
+void test_sums_of_squares_are_the_same_everywhere(int level, std::mt19937& random) {
+    for (size_t n : {0, 1, 15, 16, 17, 16384, 16385, 100001}) {
+        std::vector<float> x(n);
+        std::vector<uint16_t> x_bf16(n);
+        double exact = 0;
+        for (size_t i = 0; i < n; ++i) {
+            x[i] = std::normal_distribution<float>(0, 3)(random);
+            x_bf16[i] = static_cast<uint16_t>(bits_of(x[i]) >> 16);
+            exact += static_cast<double>(x[i]) * x[i];
+        }
+        flux_set_isa(FLUX_SCALAR);
+        const double expected = flux_sum_squares_f32(x.data(), n, 1);
+        const double expected_bf16 = flux_sum_squares_bf16(x_bf16.data(), n, 1);
+        CHECK(std::fabs(expected - exact) <= 1e-12 * exact, "n %zu: %g, not %g", n, expected, exact);
+        flux_set_isa(level);
+        for (int threads : {1, 2, 3, 7}) {
+            CHECK(flux_sum_squares_f32(x.data(), n, threads) == expected, "set %d n %zu", level, n);
+            CHECK(flux_sum_squares_bf16(x_bf16.data(), n, threads) == expected_bf16, "set %d n %zu",
+                  level, n);
+        }
+    }
+}
+
+// An update that changes nothing shows decode followed by encode.
+void test_masters_survive_the_split(int level, uint64_t stride) {
+    const size_t batch = 1 << 20;
+    const flux_adamw_step nothing{0, 1, 0, 0, 0, 0, 0, 1, 1};
+    std::vector<uint16_t> hi(batch), lo(batch), grad(batch);
+    std::vector<float> m(batch), v(batch);
+    flux_set_isa(level);
+    for (uint64_t start = 0; start < (1ull << 32); start += batch * stride) {
+        for (size_t i = 0; i < batch; ++i) {
+            const uint32_t bits = static_cast<uint32_t>(start + i * stride);
+            hi[i] = static_cast<uint16_t>((bits + 0x8000) >> 16);
+            lo[i] = static_cast<uint16_t>(bits);
+        }
+        flux_adamw_split_bf16(hi.data(), lo.data(), m.data(), v.data(), grad.data(), batch,
+                              &nothing, 0);
+        for (size_t i = 0; i < batch; ++i) {
+            const uint32_t bits = static_cast<uint32_t>(start + i * stride);
+            const uint32_t magnitude = bits & 0x7fffffff;
+            if (magnitude > 0x7fff7fff) continue;  // a NaN whose payload rounds away: never stored
+            uint32_t want_hi = (bits + 0x8000) >> 16, want_lo = bits & 0xffff;
+            if (magnitude > 0x7f800000) want_hi = 0x7fc0, want_lo = 0;
+            if (magnitude < 0x8000) want_lo = 0;  // hi = +-0 decodes to +-0
+            CHECK(hi[i] == (want_hi & 0xffff) && lo[i] == want_lo, "set %d, %08x: %04x %04x", level,
+                  bits, hi[i], lo[i]);
+        }
+    }
+}
+
+}  // namespace
+
+int main(int count, char** arguments) {
+    const bool all = count > 1 && strcmp(arguments[1], "--all") == 0;
+    const int best = flux_set_isa(FLUX_AVX512);
+    std::mt19937 random(20240607);
+    for (int level = FLUX_SCALAR; level <= best; ++level) {
+        test_every_set_gives_the_bits_of_the_reference(level, random);
+        test_cuts_and_threads_do_not_matter(level, random);
+        test_sums_of_squares_are_the_same_everywhere(level, random);
+        test_masters_survive_the_split(level, all ? 1 : 509);
+        printf("instruction set %d: %s\n", level, failures ? "failed" : "as the reference");
+    }
+    return failures != 0;
+}
