@@ -136,6 +136,11 @@ class FluxApp(App[None]):
 
     # -- following a run
 
+    @property
+    def run_dir(self) -> Path | None:
+        """The directory of the run that is followed; None without one."""
+        return self._source.run_dir if self._source else None
+
     def attach(self, source: RunSource) -> None:
         """Follow another run from its beginning."""
         self._stop_following.set()
@@ -253,6 +258,8 @@ class FluxApp(App[None]):
 
     def _launched(self, launch: Any) -> None:
         if launch is None:
+            if self._source is None:
+                self.exit()  # there is nothing behind the wizard to go back to
             return
         from fluxtui.wizard.launching import begin
 

@@ -55,8 +55,9 @@ async def ask_engine(*arguments: str, program: tuple[str, ...] = ()) -> dict[str
 
 
 def last_words(errors: bytes, exit_code: int) -> str:
-    """The last line that a failed process wrote, without its program name."""
+    """The line that says why a process failed: its own error line, else the last one."""
     lines = [line.strip() for line in errors.decode(errors="replace").splitlines() if line.strip()]
     if not lines:
         return f"the engine ended with exit code {exit_code} and said nothing"
-    return lines[-1].removeprefix("fluxtrain:").removeprefix("error:").strip()
+    told = [line for line in lines if line.startswith(("error:", "this is a bug"))]
+    return (told or lines)[-1].removeprefix("error:").strip()

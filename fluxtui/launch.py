@@ -1,0 +1,248 @@
+"""The `fluxtrain-tui` command: it decides between the wizard, a run at once, a look at a run, and
+plain lines where there is no terminal. Starts fast: Textual only where it is shown, torch never.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import difflib
+import os
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+from fluxtrain.errors import EXIT_BUG, EXIT_FINISHED, BadInput, FluxTrainError
+from fluxtrain.telemetry.rundir import RunDir, list_runs, runs_root
+from fluxtui.wizard.answers import (
+    OFFLOADS,
+    Answers,
+    Offload,
+    answers_from_configuration,
+    with_data,
+    with_model,
+)
+
+if TYPE_CHECKING:
+    from fluxtrain.telemetry.launch import TrainerProcess
+    from fluxtui.app import FluxApp
+
+LAST = "last"
+_EPILOG = """\
+Leaving the app never stops a training; --attach shows it again. Exit codes are those of
+`fluxtrain train`: 0 finished, 2 bad input, 3 does not fit, 4 diverged, 5 no space left,
+130 and 143 stopped after a checkpoint, 1 a bug."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code; users' mistakes are one line on standard error."""
+    options = _parser().parse_args(arguments)
+    try:
+        if options.attach is not None:
+            return _attach(options)
+        return _new_run(options)
+    except FluxTrainError as error:
+        print(f"fluxtrain-tui: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="fluxtrain-tui",
+        description="Set up a training, start it, and watch it.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("config", nargs="?", metavar="CONFIG.yaml", help="open it in the wizard")
+    add = parser.add_argument
+    add("--attach", metavar="RUN", help="watch a run: its id, its folder, or `last`")
+    add("--demo", action="store_true", help="start the demo at once")
+    add("--yes", "-y", action="store_true", help="start at once with every default")
+    add("--headless", action="store_true", help="train here without the app, printing lines")
+    answers = parser.add_argument_group("answers of the wizard")
+    add = answers.add_argument
+    add("--model", metavar="M", help="demo, a folder, or a hub id")
+    add("--data", metavar="D", help="demo, or a .txt or .jsonl file")
+    add("--offload", choices=OFFLOADS, help="what lives in host memory")
+    add("--steps", type=_positive, metavar="N", help="optimizer steps")
+    add("--set", action="append", default=[], metavar="KEY=VALUE", help="any other setting")
+    look = parser.add_argument_group("the screen")
+    look.add_argument("--theme", metavar="NAME", help="a theme of themes/")
+    look.add_argument("--read-only", action="store_true", help="watch, change nothing")
+    look.add_argument("--low-bandwidth", action="store_true", help="draw once a second")
+    return parser
+
+
+# --- a new run ------------------------------------------------------------------------------------
+
+
+def _new_run(options: argparse.Namespace) -> int:
+    from fluxtui.wizard.launching import begin, prepare
+
+    answers = answers_of(options)
+    if options.headless or not has_terminal():
+        if not options.headless:
+            print(
+                "no terminal here: training without the app; run `fluxtrain-tui` in a terminal "
+                "to see it",
+                file=sys.stderr,
+            )
+        return _train_headless(answers or Answers())
+    if options.demo or options.yes:
+        trainer = begin(prepare(answers or Answers()))
+        return _show(_app(options, trainer.run_dir.path, trainer))
+    return _show(_app(options, answers=answers))
+
+
+def answers_of(options: argparse.Namespace) -> Answers | None:
+    """The answers that the command line and a configuration file give; None when neither does.
+
+    Raises:
+        BadInput: the file or a setting cannot be used.
+    """
+    if options.demo and options.config:
+        raise BadInput(f"--demo and {options.config} were both given: leave one out")
+    answers = _from_file(options.config, options.set) if options.config else Answers()
+    answers = dataclasses.replace(answers, overrides=tuple(options.set))
+    if options.model is not None:
+        answers = with_model(answers, options.model)
+    if options.data is not None:
+        answers = with_data(answers, options.data)
+    if options.offload is not None:
+        answers = dataclasses.replace(answers, offload=cast(Offload, options.offload))
+    if options.steps is not None:
+        answers = dataclasses.replace(answers, steps=options.steps)
+    return None if answers == Answers() else answers
+
+
+def _from_file(path: str, overrides: list[str]) -> Answers:
+    from fluxtrain.train.config import load_config
+    from fluxtrain.train.config_text import parse_yaml, read_text
+
+    load_config(path, overrides)  # all that is wrong with it is said now
+    return answers_from_configuration(parse_yaml(read_text(Path(path)), path))
+
+
+def _train_headless(answers: Answers) -> int:
+    from fluxtui.headless import train_in_foreground
+    from fluxtui.wizard.launching import prepare
+
+    launch = prepare(answers)
+    return train_in_foreground([*launch.arguments, "--run-dir", str(launch.run_dir)])
+
+
+# --- a run that is there --------------------------------------------------------------------------
+
+
+def _attach(options: argparse.Namespace) -> int:
+    run_dir = find_run(options.attach)
+    if not has_terminal():
+        from fluxtui.headless import follow_lines
+
+        return follow_lines(run_dir)
+    return _show(_app(options, run_dir))
+
+
+def find_run(wanted: str, root: Path | None = None) -> Path:
+    """The directory of a run named by its id, the beginning of it, its path, or `last`.
+
+    Raises:
+        BadInput: there is no such run; the nearest names are told.
+    """
+    root = root or runs_root()
+    runs = list_runs(root)
+    if wanted == LAST and runs:
+        return Path(runs[0].path)
+    names = [run.run_id for run in runs]
+    matching = [name for name in names if name == wanted] or [
+        name for name in names if wanted and name.startswith(wanted)
+    ]
+    if len(matching) == 1:
+        return root / matching[0]
+    if len(matching) > 1:
+        raise BadInput(f"several runs begin with '{wanted}': {', '.join(matching[:5])}")
+    if _is_run(Path(wanted)):
+        return Path(wanted).absolute()
+    if not names:
+        raise BadInput(f"no run '{wanted}': there are no runs in {root}")
+    near = difflib.get_close_matches(wanted, names, n=3, cutoff=0.3) or names[:3]
+    raise BadInput(f"no run '{wanted}' in {root}; did you mean {', '.join(near)}?")
+
+
+def _is_run(path: Path) -> bool:
+    run = RunDir(path)
+    return any(file.exists() for file in (run.journal, run.run, run.pid))
+
+
+# --- the app --------------------------------------------------------------------------------------
+
+
+def has_terminal(environment: Mapping[str, str] = os.environ) -> bool:
+    """Both ends are a terminal, and one that can draw."""
+    capable = environment.get("TERM", "") not in ("", "dumb")
+    return capable and sys.stdin.isatty() and sys.stdout.isatty()
+
+
+def _app(
+    options: argparse.Namespace,
+    run_dir: Path | None = None,
+    trainer: TrainerProcess | None = None,
+    answers: Answers | None = None,
+) -> FluxApp:
+    """The app on a run, with the trainer's own pipe if we started it; on the wizard without one."""
+    from fluxtui.app import FluxApp
+    from fluxtui.sources.journal import JournalSource
+    from fluxtui.themes import DEFAULT_THEME
+    from fluxtui.wizard.screen import WizardScreen
+
+    source = JournalSource(run_dir, trainer.reader if trainer else None) if run_dir else None
+    app = FluxApp(
+        source,
+        start_screen="dashboard" if source else "wizard",
+        read_only=options.read_only,
+        low_bandwidth=options.low_bandwidth,
+        theme_name=options.theme or DEFAULT_THEME,
+        make_wizard=lambda: WizardScreen(answers),
+    )
+    app.trainer = trainer
+    return app
+
+
+def _show(app: FluxApp) -> int:
+    """Run the app; afterwards say how the run can be seen again."""
+    try:
+        asyncio.run(_until_left(app))
+    finally:
+        if app.run_dir is not None:
+            print(farewell(app.run_dir))
+    return EXIT_BUG if app.return_code else EXIT_FINISHED
+
+
+async def _until_left(app: FluxApp) -> None:
+    """Run the app so that a signal to end restores the terminal too."""
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        loop.add_signal_handler(number, app.exit)
+    await app.run_async()
+
+
+def farewell(run_dir: Path) -> str:
+    """What to say about a run when the app is left."""
+    run = RunDir(run_dir).summary()
+    name = run.run_id if Path(run.path).parent == runs_root() else run.path
+    if run.state == "running":
+        return f"{run.run_id} goes on without the app. See it again: fluxtrain-tui --attach {name}"
+    step = f" after step {run.step}" if run.step else ""
+    reason = f": {run.message}" if run.message else ""
+    look = f"Look at it: fluxtrain-tui --attach {name}"
+    return f"{run.run_id}: {run.state}{step}{reason}. {look}"
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is not a whole number from 1 up")
+    return number
