@@ -43,31 +43,21 @@ def split(tokens: Tokens, share: float, row_tokens: int, seed: int) -> Split:
     if not 0.0 <= share < 1.0:
         raise BadInput(f"data.held_out is {share}: it is a share of the data, from 0 to below 1")
     starts, lengths = tokens.starts[:-1], np.diff(tokens.starts)
-    nothing = Spans(starts[:0], lengths[:0])
-    if share == 0.0:
-        return Split(Spans(starts, lengths), nothing)
-    wanted = max(round(share * tokens.count), min(row_tokens, tokens.count // 2))
-    order = np.argsort(_keys(tokens, seed), kind="stable")
-    reached = np.cumsum(lengths[order])
-    taken = 1 + int(np.searchsorted(reached, wanted))
-    over = int(reached[taken - 1]) - wanted if taken <= len(order) else 0
-    last = int(order[taken - 1])
-    held = np.zeros(tokens.documents, dtype=np.bool_)
-    held[order[:taken]] = True
-    cuts_last = over > row_tokens or held.all()
-    if not cuts_last:
-        return Split(Spans(starts[~held], lengths[~held]), Spans(starts[held], lengths[held]))
-    if over == 0:  # nothing to cut: a document that fits exactly stays with the training
-        held[last] = False
-        return Split(Spans(starts[~held], lengths[~held]), Spans(starts[held], lengths[held]))
-    kept = lengths.copy()
-    kept[last] = over
-    held_starts, held_lengths = starts.copy(), lengths.copy()
-    held_starts[last] += over
-    held_lengths[last] -= over
-    trains = ~held
-    trains[last] = True
-    return Split(Spans(starts[trains], kept[trains]), Spans(held_starts[held], held_lengths[held]))
+    held = np.zeros_like(lengths)  # how many tokens at the end of each document
+    if share > 0.0:
+        wanted = max(round(share * tokens.count), min(row_tokens, tokens.count // 2))
+        order = np.argsort(_keys(tokens, seed), kind="stable")
+        reached = np.cumsum(lengths[order])
+        place = int(np.searchsorted(reached, wanted))
+        over = int(reached[place]) - wanted
+        held[order[: place + 1]] = lengths[order[: place + 1]]
+        if over > row_tokens or place == tokens.documents - 1:
+            held[order[place]] -= over
+    kept = lengths - held
+    return Split(
+        trained=Spans(starts[kept > 0], kept[kept > 0]),
+        held_out=Spans((starts + kept)[held > 0], held[held > 0]),
+    )
 
 
 def _keys(tokens: Tokens, seed: int) -> npt.NDArray[np.uint64]:
