@@ -1,0 +1,1 @@
+"""Where the bytes are: host arenas, parameter groups, device slots and gradients."""

@@ -1,0 +1,1 @@
+"""Blocks that stream through the device: discovery, the autograd function, and `wrap`."""

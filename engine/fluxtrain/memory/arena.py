@@ -1,0 +1,83 @@
+"""Host memory in exact sizes, page-locked where a GPU copies from it.
+
+torch's pinned allocator rounds up to powers of two (up to 1.7x), so an arena is an anonymous
+mapping of its own that is registered with CUDA. Untouched pages cost nothing, so an arena may be
+made long before it is filled.
+"""
+
+from __future__ import annotations
+
+import mmap
+
+import torch
+from torch import Tensor
+
+_HUGE_PAGE_BYTES = 2 << 20
+ALIGNMENT_BYTES = 128
+
+
+def aligned(count_bytes: int) -> int:
+    """Round up to the alignment that vector instructions and copies want."""
+    return -(-count_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+class HostArena:
+    """One zero-filled mapping of `size_bytes`, handed out as tensors that own their storage.
+
+    Each tensor's storage spans just its own range: libraries that look for shared storages
+    (safetensors) see separate tensors.
+    """
+
+    def __init__(self, size_bytes: int, *, pin: bool) -> None:
+        self.size_bytes = size_bytes
+        self._map = mmap.mmap(-1, max(size_bytes, mmap.PAGESIZE))
+        if size_bytes >= 2 * _HUGE_PAGE_BYTES:
+            try:
+                self._map.madvise(mmap.MADV_HUGEPAGE)
+            except OSError:
+                pass  # the kernel was built without transparent huge pages: only speed is lost
+        self._address = torch.frombuffer(self._map, dtype=torch.uint8, count=1).data_ptr()
+        self.pinned_bytes = size_bytes if pin and size_bytes and self._register() else 0
+
+    def tensor(self, dtype: torch.dtype, count: int, offset_bytes: int) -> Tensor:
+        """A flat tensor (count,) over this arena's memory, alive as long as it is referenced."""
+        return torch.frombuffer(self._map, dtype=dtype, count=count, offset=offset_bytes)
+
+    def _register(self) -> bool:
+        """Page-lock the mapping; False when the system refuses (a limit, or no memory)."""
+        error = torch.cuda.cudart().cudaHostRegister(self._address, self.size_bytes, 0)
+        if int(error) == 0:
+            return True
+        try:  # a failed page-lock leaves a stale error that the next CUDA call would report
+            torch.cuda.synchronize()
+        except RuntimeError:
+            pass
+        return False
+
+    def __del__(self) -> None:
+        if getattr(self, "pinned_bytes", 0):
+            torch.cuda.cudart().cudaHostUnregister(self._address)
+
+
+def device_flat(device: torch.device, size_bytes: int) -> Tensor:
+    """Uninitialised device memory (size_bytes,) uint8."""
+    return torch.empty(max(size_bytes, 1), dtype=torch.uint8, device=device)
+
+
+class _CudaRange:
+    """Gives a range of device memory a storage of its own (CUDA array interface, version 3)."""
+
+    def __init__(self, owner: Tensor, offset_bytes: int, size_bytes: int) -> None:
+        self._owner = owner
+        self.__cuda_array_interface__ = {
+            "shape": (size_bytes,),
+            "typestr": "|u1",
+            "data": (owner.data_ptr() + offset_bytes, False),
+            "version": 3,
+        }
+
+
+def own_storage_view(flat: Tensor, dtype: torch.dtype, count: int, offset_bytes: int) -> Tensor:
+    """A tensor (count,) over CUDA memory `flat` (uint8) whose storage spans that range alone."""
+    size_bytes = count * dtype.itemsize
+    return torch.as_tensor(_CudaRange(flat, offset_bytes, size_bytes), device=flat.device).view(dtype)

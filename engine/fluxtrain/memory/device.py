@@ -1,0 +1,252 @@
+"""The two devices that blocks are computed on, and the copies to and from them.
+
+On CUDA the copies run on two streams of their own, one a direction. On CPU the "device" is a
+separate buffer and the copies run on two threads, so that streaming is exercised for real.
+A `Ticket` is one copy under way; all waiting goes through it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+class Ticket(Protocol):
+    """A copy under way."""
+
+    @property
+    def duration_s(self) -> float | None:
+        """How long the copy took; None while it is not known."""
+
+    def done(self) -> bool:
+        """True when the bytes have arrived."""
+
+    def wait_host(self) -> None:
+        """Block this thread until the bytes have arrived; raises what made the copy fail."""
+
+    def wait_compute(self, cause: str) -> None:
+        """Make the computation wait for the bytes; the wait is booked as a stall of `cause`."""
+
+
+class Stalls:
+    """Seconds that the computation waited, by cause; read and reset by `take`."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = {}
+        self._pairs: deque[tuple[str, Any, Any]] = deque()
+        self._lock = threading.Lock()
+
+    def add(self, cause: str, seconds: float) -> None:
+        with self._lock:
+            self._seconds[cause] = self._seconds.get(cause, 0.0) + seconds
+
+    def add_events(self, cause: str, before: Any, after: Any) -> None:
+        """Book the time between two CUDA events once both have passed."""
+        self._pairs.append((cause, before, after))
+
+    def take(self) -> dict[str, float]:
+        while self._pairs and self._pairs[0][2].query():
+            cause, before, after = self._pairs.popleft()
+            self.add(cause, before.elapsed_time(after) / 1e3)
+        with self._lock:
+            taken, self._seconds = self._seconds, {}
+        return taken
+
+
+class Device(Protocol):
+    """What the engine asks of a device."""
+
+    torch_device: torch.device
+    stalls: Stalls
+    pins: bool  # host memory should be page-locked
+
+    def upload(self, to: Tensor, source: Tensor, after: Future[None] | None, free: Any) -> Ticket:
+        """Copy host `source` to device `to` once `after` is done and `free` has passed."""
+
+    def download(self, to: Tensor, source: Tensor) -> Ticket:
+        """Copy device `source` to host `to` once the computation so far is done."""
+
+    def mark(self) -> Any:
+        """A point in the computation, for `upload(free=...)`."""
+
+    def close(self) -> None: ...
+
+
+class _CpuTicket:
+    def __init__(self, future: Future[float], stalls: Stalls) -> None:
+        self._future = future
+        self._stalls = stalls
+
+    @property
+    def duration_s(self) -> float | None:
+        return self._future.result() if self._future.done() else None
+
+    def done(self) -> bool:
+        return self._future.done()
+
+    def wait_host(self) -> None:
+        self._future.result()
+
+    def wait_compute(self, cause: str) -> None:
+        if self._future.done():
+            self._future.result()
+            return
+        started_s = time.perf_counter()
+        self._future.result()
+        self._stalls.add(cause, time.perf_counter() - started_s)
+
+
+class CpuDevice:
+    """The host's own memory as a device; copies run on one thread a direction."""
+
+    pins = False
+
+    def __init__(self) -> None:
+        self.torch_device = torch.device("cpu")
+        self.stalls = Stalls()
+        self._up = ThreadPoolExecutor(1, thread_name_prefix="flux-upload")
+        self._down = ThreadPoolExecutor(1, thread_name_prefix="flux-download")
+
+    def upload(self, to: Tensor, source: Tensor, after: Future[None] | None, free: Any) -> Ticket:
+        def job() -> float:
+            if after is not None:
+                after.result()
+            return _memory_copy(to, source)
+
+        return _CpuTicket(self._up.submit(job), self.stalls)
+
+    def download(self, to: Tensor, source: Tensor) -> Ticket:
+        return _CpuTicket(self._down.submit(_memory_copy, to, source), self.stalls)
+
+    def mark(self) -> None:
+        return None
+
+    def close(self) -> None:
+        self._up.shutdown(wait=True)
+        self._down.shutdown(wait=True)
+
+
+def _memory_copy(to: Tensor, source: Tensor) -> float:
+    """One-threaded copy of equal sizes that does not hold the GIL; returns its seconds."""
+    started_s = time.perf_counter()
+    assert to.nbytes == source.nbytes
+    ctypes.memmove(to.data_ptr(), source.data_ptr(), source.nbytes)
+    return time.perf_counter() - started_s
+
+
+class _CudaTicket:
+    def __init__(self, stalls: Stalls) -> None:
+        self._stalls = stalls
+        self._issued = threading.Event()
+        self._start = torch.cuda.Event(enable_timing=True)
+        self._end = torch.cuda.Event(enable_timing=True)
+        self._error: BaseException | None = None
+
+    def issue(self, stream: torch.cuda.Stream, copy: Callable[[], None]) -> None:
+        try:
+            with torch.cuda.stream(stream):
+                self._start.record(stream)
+                copy()
+                self._end.record(stream)
+        except BaseException as error:
+            self._error = error
+            raise
+        finally:
+            self._issued.set()
+
+    def fail(self, error: BaseException) -> None:
+        self._error = error
+        self._issued.set()
+
+    @property
+    def duration_s(self) -> float | None:
+        return self._start.elapsed_time(self._end) / 1e3 if self.done() else None
+
+    def done(self) -> bool:
+        return self._issued.is_set() and self._error is None and bool(self._end.query())
+
+    def wait_host(self) -> None:
+        self._wait_issued()
+        self._end.synchronize()
+
+    def wait_compute(self, cause: str) -> None:
+        if not self._issued.is_set():
+            started_s = time.perf_counter()
+            self._wait_issued()
+            self._stalls.add("update", time.perf_counter() - started_s)
+        self._wait_issued()
+        if self._end.query():
+            return
+        stream = torch.cuda.current_stream()
+        before = torch.cuda.Event(enable_timing=True)
+        after = torch.cuda.Event(enable_timing=True)
+        before.record(stream)
+        stream.wait_event(self._end)
+        after.record(stream)
+        self._stalls.add_events(cause, before, after)
+
+    def _wait_issued(self) -> None:
+        self._issued.wait()
+        if self._error is not None:
+            raise self._error
+
+
+class CudaDevice:
+    """One NVIDIA GPU; copies run on two streams beside the computation's."""
+
+    pins = True
+
+    def __init__(self, torch_device: torch.device) -> None:
+        index = torch_device.index if torch_device.index is not None else torch.cuda.current_device()
+        self.torch_device = torch.device("cuda", index)
+        self.stalls = Stalls()
+        self._up = torch.cuda.Stream(self.torch_device)
+        self._down = torch.cuda.Stream(self.torch_device)
+
+    def upload(self, to: Tensor, source: Tensor, after: Future[None] | None, free: Any) -> Ticket:
+        ticket = _CudaTicket(self.stalls)
+
+        def copy() -> None:
+            to.copy_(source, non_blocking=True)
+
+        def issue(done: Future[None] | None) -> None:
+            if done is not None and done.exception() is not None:
+                ticket.fail(done.exception() or RuntimeError())
+                return
+            if free is not None:
+                self._up.wait_event(free)
+            ticket.issue(self._up, copy)
+
+        if after is None or after.done():
+            issue(after)
+        else:
+            after.add_done_callback(issue)
+        return ticket
+
+    def download(self, to: Tensor, source: Tensor) -> Ticket:
+        ticket = _CudaTicket(self.stalls)
+        self._down.wait_event(self.mark())
+        ticket.issue(self._down, lambda: to.copy_(source, non_blocking=True) and None)
+        return ticket
+
+    def mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self.torch_device))
+        return event
+
+    def close(self) -> None:
+        self._up.synchronize()
+        self._down.synchronize()
+
+
+def open_device(torch_device: torch.device) -> Device:
+    """The device that computes on `torch_device`."""
+    return CudaDevice(torch_device) if torch_device.type == "cuda" else CpuDevice()

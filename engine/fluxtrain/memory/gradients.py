@@ -1,0 +1,253 @@
+"""Gradients: summed in one flat fp32 buffer on the device, brought home once a block.
+
+A block's chunks add to the flat buffer; when its backward is done the sum is rounded to the
+weights' dtype and copied home in one transfer. A second backward before the optimizer step is
+added at home in fp32 (bf16 sums are off by 0.35 % at 8 terms, 3 % at 512).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fluxtrain.memory.device import Device, Ticket
+from fluxtrain.memory.group import Group, Member, Segment
+
+Report = Callable[[Group, Ticket, int], None]  # group, the copy, bytes
+
+
+@dataclass(eq=False)
+class _Sum:
+    """The flat fp32 sum of one group, and who has added to it."""
+
+    flat: Tensor  # (trained_elements,) fp32
+    touched: set[int]  # member indices
+
+
+@dataclass(eq=False)
+class Arrival:
+    """A group's gradients at home, or on their way, and their norms on the device."""
+
+    tickets: list[Ticket]
+    norms: Tensor | None  # (trained members with a gradient,) fp32 on the device; None: ask at home
+    norm_of: dict[int, int]  # member index -> position in norms
+
+    def wait(self) -> None:
+        for ticket in self.tickets:
+            ticket.wait_host()
+
+
+class Gradients:
+    """Collects the gradients of all groups; used by the thread that runs the backward pass."""
+
+    def __init__(self, device: Device, report: Report) -> None:
+        self._device = device
+        self._report = report
+        self._scratch: Tensor | None = None  # shared by groups that finish within their backward
+        self._open: dict[Group, _Sum] = {}
+        self._staging: list[tuple[Tensor, Ticket | None]] = []
+        self._turn = 0
+        self.arrivals: dict[Group, Arrival] = {}
+
+    @property
+    def device_bytes(self) -> int:
+        held = {id(s.flat.untyped_storage()): s.flat.nbytes for s in self._open.values()}
+        if self._scratch is not None:
+            held[id(self._scratch.untyped_storage())] = self._scratch.nbytes
+        return sum(held.values()) + sum(t.nbytes for t, _ in self._staging)
+
+    def add(self, group: Group, member: Member, gradient: Tensor) -> None:
+        """Add one gradient (member.shape, any float dtype, on the device) to the group's sum."""
+        total = self._open.get(group)
+        if total is None:
+            total = self._open[group] = _Sum(self._buffer(group), set())
+        into = total.flat[self._start(group, member) :][: member.count].view(member.shape)
+        if member.index in total.touched:
+            into.add_(gradient)
+        else:
+            into.copy_(gradient)
+            total.touched.add(member.index)
+
+    def is_open(self, group: Group) -> bool:
+        """True while a sum of this group is on the device."""
+        return group in self._open
+
+    def discard(self) -> None:
+        """Drop unfinished sums (a backward pass raised)."""
+        self._open.clear()
+
+    def open_groups(self) -> list[Group]:
+        return list(self._open)
+
+    def finish(self, group: Group) -> None:
+        """The group's backward is done: round, take the norms, and send the sum home."""
+        total = self._open.pop(group, None)
+        if total is None:
+            return
+        members = [m for s in group.trained for m in s.members if m.index in total.touched]
+        self._clear_untouched(group, total)
+        group.ensure_gradient()
+        if group.home == "device":
+            self._keep(group, total, members)
+        elif group.has_gradient:
+            self._add_at_home(group, total, members)
+        else:
+            self._send(group, total, members)
+        for member in members:
+            member.has_gradient = True
+
+    def forget(self, group: Group) -> None:
+        """The group's gradients are no longer wanted."""
+        self.arrivals.pop(group, None)
+        for member in group.members:
+            member.has_gradient = False
+            member.gradient_scale = 1.0
+        for segment in group.trained:
+            segment.is_wide = False
+
+    def wait(self, group: Group) -> None:
+        """Block until the group's gradients are at home."""
+        arrival = self.arrivals.get(group)
+        if arrival is not None:
+            arrival.wait()
+
+    def _buffer(self, group: Group) -> Tensor:
+        """A flat fp32 buffer; groups with several users keep one of their own while open."""
+        n = group.trained_elements
+        device = self._device.torch_device
+        if group.users > 1 or any(s.flat is self._scratch for s in self._open.values()):
+            return torch.empty(n, dtype=torch.float32, device=device)
+        if self._scratch is None or self._scratch.numel() < n:
+            self._scratch = torch.empty(n, dtype=torch.float32, device=device)
+        return self._scratch
+
+    def _start(self, group: Group, member: Member) -> int:
+        start = 0
+        for segment in group.trained:
+            if segment is member.segment:
+                return start + member.offset
+            start += segment.elements
+        raise AssertionError(f"{member.name} is not trained")
+
+    def _clear_untouched(self, group: Group, total: _Sum) -> None:
+        """Padding and members without a gradient are zero, so that whole ranges can be updated."""
+        end = 0
+        for segment in group.trained:
+            base = self._start(group, segment.members[0]) - segment.members[0].offset
+            for member in segment.members:
+                if member.index in total.touched:
+                    total.flat[end : base + member.offset].zero_()
+                    end = base + member.offset + member.count
+        total.flat[end : group.trained_elements].zero_()
+
+    def _rounded(self, group: Group, total: _Sum) -> list[tuple[Segment, Tensor]]:
+        """Each segment's sum in the segment's dtype, in staging memory that is free to use."""
+        out: list[tuple[Segment, Tensor]] = []
+        start = 0
+        for segment in group.trained:
+            flat = total.flat[start : start + segment.elements]
+            start += segment.elements
+            staged = self._stage(segment.size_bytes).view(segment.dtype)
+            staged.copy_(flat)
+            out.append((segment, staged))
+        return out
+
+    def _stage(self, size_bytes: int) -> Tensor:
+        """The next of four staging buffers, once its last transfer is done."""
+        if len(self._staging) < 4:
+            fresh = torch.empty(size_bytes, dtype=torch.uint8, device=self._device.torch_device)
+            self._staging.append((fresh, None))
+            self._turn = len(self._staging) - 1
+        else:
+            self._turn = (self._turn + 1) % 4
+        buffer, ticket = self._staging[self._turn]
+        if ticket is not None:
+            ticket.wait_compute("gradients")
+        if buffer.nbytes < size_bytes:
+            buffer = torch.empty(size_bytes, dtype=torch.uint8, device=self._device.torch_device)
+            self._staging[self._turn] = (buffer, None)
+        return buffer[:size_bytes]
+
+    def _send(self, group: Group, total: _Sum, members: list[Member]) -> None:
+        tickets: list[Ticket] = []
+        norms: list[Tensor] = []
+        norm_of: dict[int, int] = {}
+        touched = {m.index for m in members}
+        for segment, staged in self._rounded(group, total):
+            mine = [m for m in segment.members if m.index in touched]
+            for member in mine:
+                norm_of[member.index] = len(norm_of)
+            norms += _norms([m.slice(staged) for m in mine])
+            ticket = self._device.download(segment.gradient, staged)
+            self._staging[self._turn] = (self._staging[self._turn][0], ticket)
+            tickets.append(ticket)
+            self._report(group, ticket, staged.nbytes)
+        self.arrivals[group] = Arrival(tickets, torch.stack(norms), norm_of)
+
+    def _add_at_home(self, group: Group, total: _Sum, members: list[Member]) -> None:
+        self.wait(group)
+        touched = {m.index for m in members}
+        start = 0
+        for segment in group.trained:
+            flat = total.flat[start : start + segment.elements]
+            start += segment.elements
+            mine = [m for m in segment.members if m.index in touched]
+            if not mine:
+                continue
+            apply_scales(mine)
+            group.widen_gradient(segment)
+            fresh = flat.to("cpu")
+            home = segment.gradient
+            for member in mine:
+                into = home[member.offset : member.offset + member.count]
+                extra = fresh[member.offset : member.offset + member.count]
+                if member.has_gradient:
+                    into.add_(extra)
+                else:
+                    into.copy_(extra)
+        self.arrivals[group] = Arrival([], None, {})
+
+    def _keep(self, group: Group, total: _Sum, members: list[Member]) -> None:
+        """Gradients of a group that lives on the device stay there."""
+        norms: list[Tensor] = []
+        norm_of: dict[int, int] = {}
+        start, again = 0, group.has_gradient
+        touched = {m.index for m in members}
+        for segment in group.trained:
+            flat = total.flat[start : start + segment.elements]
+            start += segment.elements
+            mine = [m for m in segment.members if m.index in touched]
+            if again:
+                apply_scales(mine)
+                group.widen_gradient(segment)
+            home = segment.gradient
+            for member in mine:
+                if again and member.has_gradient:
+                    member.slice(home).add_(member.slice(flat))
+                else:
+                    member.slice(home).copy_(member.slice(flat))
+            for member in mine:
+                norm_of[member.index] = len(norm_of)
+            norms += _norms([m.slice(home) for m in mine])
+        self.arrivals[group] = Arrival([], None if again else torch.stack(norms), norm_of)
+
+
+def _norms(views: list[Tensor]) -> list[Tensor]:
+    """2-norms in fp32 of rounded gradients, one scalar each."""
+    return [torch.linalg.vector_norm(view, dtype=torch.float32) for view in views]
+
+
+def stored(member: Member) -> Tensor:
+    """The member's gradient at home, as stored (its scale not applied), in its shape."""
+    return member.slice(member.segment.gradient)
+
+
+def apply_scales(members: list[Member]) -> None:
+    """Multiply recorded scales into the stored gradients."""
+    for member in members:
+        if member.has_gradient and member.gradient_scale != 1.0:
+            stored(member).mul_(member.gradient_scale)
+        member.gradient_scale = 1.0

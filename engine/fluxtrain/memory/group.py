@@ -1,0 +1,266 @@
+"""A group of parameters that moves as one: its layout, its arenas and its optimizer state.
+
+A group is one block (or one part outside the blocks, such as the embedding). On the wire to the
+device it is one contiguous range of bytes, split into segments:
+
+    [ trained bf16 | trained fp32 | frozen, any dtype ]
+
+A trained bf16 segment is the `hi` half of fp32 masters (design: `lo`, `m` and `v` complete it to
+12 bytes a parameter, a bf16 gradient to 14); a trained fp32 segment is its own master.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from fluxtrain.errors import UnsupportedModel
+from fluxtrain.memory.arena import HostArena, aligned, device_flat, own_storage_view
+
+Home = Literal["host", "device"]
+TRAINED_DTYPES = (torch.bfloat16, torch.float32)
+
+
+@dataclass(eq=False)
+class Member:
+    """One parameter of a group: where it lies, and what has happened to it."""
+
+    parameter: nn.Parameter
+    name: str
+    segment: Segment
+    offset: int  # elements from the segment's start
+    count: int
+    shape: torch.Size
+    index: int  # position in Group.members
+    step: int = 0  # optimizer steps taken
+    write_version: int = 0  # parameter._version when its bytes were last known
+    has_gradient: bool = False
+    gradient_scale: float = 1.0  # not yet applied to the stored gradient
+    fingerprint: int | None = None  # of the bytes, while somebody else may write to them
+
+    @property
+    def trained(self) -> bool:
+        return self.segment.trained
+
+    def slice(self, flat: Tensor) -> Tensor:
+        """This member's range of a flat tensor of its segment, in its own shape."""
+        return flat[self.offset : self.offset + self.count].view(self.shape)
+
+
+@dataclass(eq=False)
+class Segment:
+    """Members of one dtype that lie next to each other."""
+
+    dtype: torch.dtype
+    trained: bool
+    wire_offset_bytes: int = 0
+    elements: int = 0  # with padding between members
+    members: list[Member] = field(default_factory=list)
+    weights: Tensor | None = None  # (elements,) at home: `hi`, or the fp32 master
+    lo: Tensor | None = None  # (elements,) int16
+    m: Tensor | None = None  # (elements,) fp32
+    v: Tensor | None = None
+    narrow: Tensor | None = None  # (elements,) gradients at home in the segment's dtype
+    wide: Tensor | None = None  # the same in fp32, once a second backward pass has added to them
+    is_wide: bool = False  # which of the two holds this step's gradients
+
+    @property
+    def size_bytes(self) -> int:
+        return self.elements * self.dtype.itemsize
+
+    @property
+    def split(self) -> bool:
+        """True when the weights are the upper halves of fp32 masters."""
+        return self.dtype == torch.bfloat16
+
+    @property
+    def gradient(self) -> Tensor:
+        """This step's gradients at home (elements,)."""
+        flat = self.wide if self.is_wide else self.narrow
+        assert flat is not None, "no gradient has arrived yet"
+        return flat
+
+
+class Group:
+    """Parameters that are copied, computed with and updated together."""
+
+    def __init__(self, name: str, kind: Literal["block", "edge"]) -> None:
+        self.name = name
+        self.kind = kind
+        self.home: Home = "host"
+        self.members: list[Member] = []
+        self.segments: list[Segment] = []
+        self.wire: Tensor | None = None  # (wire_bytes,) uint8 at home
+        self.wire_bytes = 0
+        self.version = 0  # counts changes of the weights
+        self.users = 0  # units that compute with this group
+        self.pending: Future[None] | None = None  # an update under way
+        self.home_views: list[Tensor] = []  # by member index
+        self._arenas: list[HostArena] = []
+        self._pin = False
+        self._device = torch.device("cpu")
+
+    @property
+    def trained(self) -> list[Segment]:
+        return [s for s in self.segments if s.trained]
+
+    @property
+    def trained_count(self) -> int:
+        return sum(m.count for s in self.trained for m in s.members)
+
+    @property
+    def trained_elements(self) -> int:
+        return sum(s.elements for s in self.trained)
+
+    @property
+    def count(self) -> int:
+        return sum(m.count for m in self.members)
+
+    @property
+    def has_gradient(self) -> bool:
+        return any(m.has_gradient for m in self.members)
+
+    @property
+    def has_state(self) -> bool:
+        return any(s.m is not None for s in self.trained)
+
+    @property
+    def state_bytes(self) -> int:
+        return sum(t.nbytes for s in self.trained for t in (s.lo, s.m, s.v) if t is not None)
+
+    @property
+    def gradient_bytes(self) -> int:
+        return sum(t.nbytes for s in self.trained for t in (s.narrow, s.wide) if t is not None)
+
+    @property
+    def pinned_bytes(self) -> int:
+        return sum(arena.pinned_bytes for arena in self._arenas)
+
+    def wait(self) -> None:
+        """Block until no update of this group is under way; raises what made it fail."""
+        pending = self.pending
+        if pending is not None:
+            pending.result()
+            if self.pending is pending:
+                self.pending = None
+
+    def add(self, parameter: nn.Parameter, name: str) -> Member:
+        """Take a parameter in; the layout is fixed by `settle`."""
+        trained = parameter.requires_grad
+        if trained and parameter.dtype not in TRAINED_DTYPES:
+            raise UnsupportedModel(
+                f"{name} is {parameter.dtype} and trained; bfloat16 and float32 can be trained: "
+                f"convert first, model.to(torch.bfloat16)"
+            )
+        segment = self._segment(parameter.dtype, trained)
+        itemsize = parameter.dtype.itemsize
+        member = Member(
+            parameter, name, segment, segment.elements, parameter.numel(), parameter.shape, len(self.members)
+        )
+        segment.members.append(member)
+        segment.elements += aligned(parameter.numel() * itemsize) // itemsize
+        self.members.append(member)
+        return member
+
+    def settle(self, home: Home, device: torch.device, *, pin: bool) -> None:
+        """Fix the layout, allocate the weights' memory and move the weights into it."""
+        self.home, self._device, self._pin = home, device, pin
+        order = {torch.bfloat16: 0, torch.float32: 1}
+        self.segments.sort(key=lambda s: (not s.trained, order.get(s.dtype, 2), str(s.dtype)))
+        for segment in self.segments:
+            segment.wire_offset_bytes = self.wire_bytes
+            self.wire_bytes += aligned(segment.size_bytes)
+        spans = [(s.dtype, s.elements, s.wire_offset_bytes) for s in self.segments]
+        self.wire, weights = self._allocate(self.wire_bytes, spans, pin=pin)
+        for segment, flat in zip(self.segments, weights, strict=True):
+            segment.weights = flat
+        for member in self.members:
+            view = self.own_view(member)
+            with torch.no_grad():
+                view.copy_(member.parameter.detach())
+            member.parameter.data = view
+            self.home_views.append(view)
+            member.write_version = member.parameter._version
+
+    def own_view(self, member: Member) -> Tensor:
+        """The member's weights at home, in its shape, with a storage of its own."""
+        assert self.wire is not None
+        offset = member.segment.wire_offset_bytes + member.offset * member.segment.dtype.itemsize
+        dtype = member.segment.dtype
+        if self.wire.device.type == "cuda":
+            return own_storage_view(self.wire, dtype, member.count, offset).view(member.shape)
+        return self._arenas[0].tensor(dtype, member.count, offset).view(member.shape)
+
+    def device_views(self, wire: Tensor) -> list[Tensor]:
+        """Every member's weights in a device copy `wire` (wire_bytes,) of the group, by index."""
+        flats = {
+            id(s): wire[s.wire_offset_bytes : s.wire_offset_bytes + s.size_bytes].view(s.dtype)
+            for s in self.segments
+        }
+        return [m.slice(flats[id(m.segment)]) for m in self.members]
+
+    def ensure_state(self) -> None:
+        """Allocate the optimizer state, all zero, on first use."""
+        for segment in self.trained:
+            if segment.m is not None:
+                continue
+            n = segment.elements
+            size = aligned(4 * n)
+            spans = [(torch.float32, n, 0), (torch.float32, n, size)]
+            if segment.split:
+                spans.append((torch.int16, n, 2 * size))
+            total = 2 * size + (aligned(2 * n) if segment.split else 0)
+            _, flats = self._allocate(total, spans, pin=False)
+            segment.m, segment.v = flats[0], flats[1]
+            segment.lo = flats[2] if segment.split else None
+
+    def ensure_gradient(self) -> None:
+        """Allocate the gradients' memory at home in each segment's dtype."""
+        for segment in self.trained:
+            if segment.narrow is None:
+                span = [(segment.dtype, segment.elements, 0)]
+                _, flats = self._allocate(aligned(segment.size_bytes), span, pin=self._pin)
+                segment.narrow = flats[0]
+
+    def widen_gradient(self, segment: Segment) -> None:
+        """Keep this step's gradients of the segment in fp32 (several backward passes a step)."""
+        if segment.is_wide or segment.dtype == torch.float32:
+            return
+        if segment.wide is None:
+            span = [(torch.float32, segment.elements, 0)]
+            _, flats = self._allocate(aligned(4 * segment.elements), span, pin=False)
+            segment.wide = flats[0]
+        segment.wide.copy_(segment.gradient)
+        segment.is_wide = True
+
+    def narrow_gradients(self) -> None:
+        """Back to the weights' dtype: for optimizers that want gradients like their parameters."""
+        for segment in self.trained:
+            if segment.is_wide and segment.narrow is not None:
+                segment.narrow.copy_(segment.gradient)
+                segment.is_wide = False
+
+    def _segment(self, dtype: torch.dtype, trained: bool) -> Segment:
+        for segment in self.segments:
+            if segment.dtype == dtype and segment.trained == trained:
+                return segment
+        self.segments.append(Segment(dtype, trained))
+        return self.segments[-1]
+
+    def _allocate(
+        self, size_bytes: int, spans: list[tuple[torch.dtype, int, int]], *, pin: bool
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Zeroed memory at home, and flat tensors (dtype, count, offset) over it."""
+        if self.home == "device" and self._device.type == "cuda":
+            flat = device_flat(self._device, size_bytes)
+            flat.zero_()
+            views = [flat[o : o + n * t.itemsize].view(t) for t, n, o in spans]
+            return flat, views
+        arena = HostArena(size_bytes, pin=pin)
+        self._arenas.append(arena)
+        return arena.tensor(torch.uint8, max(size_bytes, 1), 0), [arena.tensor(t, n, o) for t, n, o in spans]
+

@@ -1,0 +1,150 @@
+"""Device slots that groups' weights are copied into, ahead of the computation.
+
+Some groups have a slot to themselves (resident); the others share the rest. A slot keeps its
+content until it is needed for another group, so the last blocks of the forward pass are still
+there when the backward pass starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from fluxtrain.errors import DoesNotFit
+from fluxtrain.memory.arena import device_flat
+from fluxtrain.memory.device import Device, Ticket
+from fluxtrain.memory.group import Group
+from fluxtrain.units import bytes_text
+
+Report = Callable[[Group, str, Ticket], None]  # group, cause, the copy
+
+
+@dataclass(eq=False)
+class Slot:
+    """Device memory for one group's weights at a time."""
+
+    wire: Tensor
+    owner: Group | None = None  # set for a resident slot: nobody else may use it
+    group: Group | None = None
+    version: int = -1  # of the group's weights that are in (or on their way into) this slot
+    ticket: Ticket | None = None
+    users: int = 0  # computations that are using it now
+    free: object = None  # the point after which it may be overwritten
+    used_at: int = 0
+    views: dict[int, list[Tensor]] = field(default_factory=dict)
+
+    def views_of(self, group: Group) -> list[Tensor]:
+        key = id(group)
+        if key not in self.views:
+            self.views[key] = group.device_views(self.wire)
+        return self.views[key]
+
+
+class Window:
+    """The slots, and which group is in which. Used by the thread that drives the computation."""
+
+    def __init__(self, device: Device, report: Report) -> None:
+        self.device = device
+        self.slots: list[Slot] = []
+        self._where: dict[Group, Slot] = {}
+        self._report = report
+        self._clock = 0
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(slot.wire.nbytes for slot in self.slots)
+
+    def add_slot(self, size_bytes: int, owner: Group | None = None) -> None:
+        """Allocate one more slot; `owner` makes it that group's own."""
+        try:
+            wire = device_flat(self.device.torch_device, size_bytes)
+        except torch.OutOfMemoryError as error:
+            raise DoesNotFit(
+                f"a device slot of {bytes_text(size_bytes)} does not fit beside the "
+                f"{bytes_text(self.size_bytes)} of slots already there: use offload='max', or "
+                "close other programs on this GPU"
+            ) from error
+        self.slots.append(Slot(wire, owner=owner))
+
+    def holds(self, group: Group) -> Slot | None:
+        """The slot that holds the group's current weights, arrived or on their way."""
+        slot = self._where.get(group)
+        return slot if slot is not None and slot.version == group.version else None
+
+    def prefetch(self, group: Group) -> bool:
+        """Start to copy the group's weights in, if they are not there and a slot is free."""
+        if group.home == "device" or self.holds(group) is not None:
+            return True
+        slot = self._free_slot(group)
+        if slot is None:
+            return False
+        self._fill(slot, group, "prefetch")
+        return True
+
+    def take(self, group: Group) -> list[Tensor]:
+        """The group's weights on the device, by member index; the computation waits for them.
+
+        Every `take` is followed by one `release`.
+        """
+        slot = self.holds(group)
+        if slot is None:
+            slot = self._free_slot(group, steal=True)
+            if slot is None:
+                raise RuntimeError(f"no device slot is free for {group.name}")
+            self._fill(slot, group, "demand")
+        assert slot.ticket is not None
+        slot.ticket.wait_compute("weights")
+        slot.users += 1
+        self._clock += 1
+        slot.used_at = self._clock
+        return slot.views_of(group)
+
+    def release(self, group: Group) -> None:
+        """Its computation is queued: once that has run, the slot may be overwritten."""
+        slot = self._where[group]
+        slot.users -= 1
+        if slot.users == 0:
+            slot.free = self.device.mark()
+
+    def forget(self, group: Group) -> None:
+        """The weights at home changed: what is on the device is stale (the version says so)."""
+        group.version += 1
+
+    def drain(self) -> None:
+        """Wait for all copies under way."""
+        for slot in self.slots:
+            if slot.ticket is not None:
+                slot.ticket.wait_host()
+
+    def _free_slot(self, group: Group, *, steal: bool = False) -> Slot | None:
+        own = next((s for s in self.slots if s.owner is group), None)
+        if own is not None:
+            return own if own.users == 0 else None
+        shared = [
+            s
+            for s in self.slots
+            if s.owner is None
+            and s.users == 0
+            and s.wire.nbytes >= group.wire_bytes
+            and (steal or not self._awaited(s))
+        ]
+        return min(shared, key=lambda s: (self._awaited(s), s.used_at), default=None)
+
+    def _awaited(self, slot: Slot) -> bool:
+        """A copy that was started and not used yet must not be overwritten by another prefetch."""
+        return slot.group is not None and slot.version == slot.group.version and slot.used_at < 0
+
+    def _fill(self, slot: Slot, group: Group, cause: str) -> None:
+        if slot.group is not None and self._where.get(slot.group) is slot:
+            del self._where[slot.group]
+        slot.group, slot.version = group, group.version
+        slot.used_at = -1
+        self._where[group] = slot
+        assert group.wire is not None
+        slot.ticket = self.device.upload(
+            slot.wire[: group.wire_bytes], group.wire[: group.wire_bytes], group.pending, slot.free
+        )
+        self._report(group, cause, slot.ticket)

@@ -1,0 +1,194 @@
+"""The engine's own accounting: bytes moved, bytes held, where each block is."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from fluxtrain.memory.device import Ticket
+from fluxtrain.memory.group import Group
+from fluxtrain.telemetry.events import Move
+
+if TYPE_CHECKING:
+    from fluxtrain.stream.engine import Engine
+
+_KEPT_MOVES = 256
+
+
+@dataclass(frozen=True)
+class BlockFacts:
+    """One group as a screen shows it."""
+
+    name: str
+    kind: str  # block, edge
+    weight_bytes: int
+    parameters: int
+    trained_parameters: int
+
+
+@dataclass(frozen=True)
+class Residency:
+    """One letter a block: G device, C host, > on its way in, < on its way home, . nothing there."""
+
+    weights: str
+    gradients: str
+    optimizer: str
+    weights_bytes: int
+    gradients_bytes: int
+    optimizer_bytes: int
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """Bytes now; `device_by` partitions `device_used_bytes`. On CPU the device is the slots,
+    buffers and boundary activations that a GPU would hold."""
+
+    device_total_bytes: int | None
+    device_used_bytes: int
+    device_peak_bytes: int
+    device_budget_bytes: int | None
+    device_by: dict[str, int]
+    host_arena_bytes: int
+    host_pinned_bytes: int
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes moved since the start, by direction."""
+
+    h2d_bytes: int
+    d2h_bytes: int
+
+
+class Accounts:
+    """Counters of one engine. Written by the computing thread, read by any."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.step = 0
+        self.boundary_bytes = 0
+        self.h2d_bytes = 0
+        self.d2h_bytes = 0
+        self._peak_bytes = 0
+        self._moves: deque[tuple[int, str, str, int, str, str, Ticket]] = deque(maxlen=_KEPT_MOVES)
+        self._move_count = 0
+        self._lock = threading.Lock()
+
+    def uploaded(self, group: Group, cause: str, ticket: Ticket) -> None:
+        with self._lock:
+            self.h2d_bytes += group.wire_bytes
+            self._note(group, "weights", group.wire_bytes, "C>G", cause, ticket)
+
+    def downloaded(self, group: Group, ticket: Ticket, size_bytes: int) -> None:
+        with self._lock:
+            self.d2h_bytes += size_bytes
+            self._note(group, "gradients", size_bytes, "G>C", "gradient", ticket)
+
+    def traffic(self) -> Traffic:
+        return Traffic(self.h2d_bytes, self.d2h_bytes)
+
+    def take_moves(self, limit: int) -> tuple[list[Move], int]:
+        """The latest finished-or-known moves (at most `limit`, oldest first), and the total."""
+        with self._lock:
+            taken = list(self._moves)[-limit:]
+            self._moves.clear()
+            total = self._move_count
+        return [
+            Move(
+                step=step, block=name, what=what, bytes=size, direction=way,
+                duration_s=ticket.duration_s, cause=cause,
+            )
+            for step, name, what, size, way, cause, ticket in taken
+        ], total  # fmt: skip
+
+    def blocks(self) -> list[BlockFacts]:
+        return [
+            BlockFacts(g.name, g.kind, g.wire_bytes, g.count, g.trained_count)
+            for g in self._engine.groups
+        ]
+
+    def residency(self) -> Residency:
+        """Blocks only, in the model's order."""
+        engine = self._engine
+        blocks = [g for g in engine.groups if g.kind == "block"]
+        return Residency(
+            "".join(self._weights_letter(g) for g in blocks),
+            "".join(self._gradient_letter(g) for g in blocks),
+            "".join(_state_letter(g) for g in blocks),
+            sum(g.wire_bytes for g in engine.groups),
+            sum(g.gradient_bytes for g in engine.groups),
+            sum(g.state_bytes for g in engine.groups),
+        )
+
+    def memory(self) -> MemoryUse:
+        engine = self._engine
+        at_device = [g for g in engine.groups if g.home == "device"]
+        by = {
+            "weights": engine.window.size_bytes + sum(g.wire_bytes for g in at_device),
+            "gradients": engine.gradients.device_bytes + sum(g.gradient_bytes for g in at_device),
+            "optimizer": sum(g.state_bytes for g in at_device),
+            "activations": max(0, self.boundary_bytes),
+            "workspace": 0,
+            "cache": 0,
+        }
+        device = engine.device.torch_device
+        total: int | None = None
+        if device.type == "cuda":
+            allocated = torch.cuda.memory_allocated(device)
+            by["workspace"] = max(0, allocated - sum(by.values()))
+            by["cache"] = max(0, torch.cuda.memory_reserved(device) - allocated)
+            total = torch.cuda.get_device_properties(device).total_memory
+            self._peak_bytes = torch.cuda.max_memory_reserved(device)
+        used = sum(by.values())
+        self._peak_bytes = max(self._peak_bytes, used)
+        at_host = [g for g in engine.groups if g.home == "host"]
+        return MemoryUse(
+            total,
+            used,
+            self._peak_bytes,
+            engine.plan.budget_bytes,
+            by,
+            sum(g.wire_bytes + g.state_bytes + g.gradient_bytes for g in at_host),
+            sum(g.pinned_bytes for g in at_host),
+        )
+
+    def sample(self) -> None:
+        """Keep the peak of what is held (on CUDA the allocator keeps it)."""
+        if self._engine.device.torch_device.type != "cuda":
+            held = self._engine.window.size_bytes + self._engine.gradients.device_bytes
+            self._peak_bytes = max(self._peak_bytes, held + self.boundary_bytes)
+
+    def _note(
+        self, group: Group, what: str, size: int, way: str, cause: str, ticket: Ticket
+    ) -> None:
+        self._moves.append((self.step, group.name, what, size, way, cause, ticket))
+        self._move_count += 1
+
+    def _weights_letter(self, group: Group) -> str:
+        if group.home == "device":
+            return "G"
+        slot = self._engine.window.holds(group)
+        if slot is None or slot.ticket is None:
+            return "C"
+        return "G" if slot.ticket.done() else ">"
+
+    def _gradient_letter(self, group: Group) -> str:
+        if self._engine.gradients.is_open(group):
+            return "G"
+        if not group.has_gradient:
+            return "."
+        arrival = self._engine.gradients.arrivals.get(group)
+        if group.home == "device":
+            return "G"
+        under_way = arrival is not None and not all(t.done() for t in arrival.tickets)
+        return "<" if under_way else "C"
+
+
+def _state_letter(group: Group) -> str:
+    if not group.has_state:
+        return "."
+    return "G" if group.home == "device" else "C"

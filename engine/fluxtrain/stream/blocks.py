@@ -1,0 +1,116 @@
+"""Which modules of a model are its repeated blocks, found by walking the module tree.
+
+No table of model names: a block list is the outermost `ModuleList` (or `Sequential`) of modules
+that hold parameters, and the lists that matter are those that hold most of the bytes. Everything
+outside them that has parameters is an edge (embedding, final norm, head).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from fluxtrain.errors import UnsupportedModel
+from fluxtrain.units import bytes_text
+
+_SMALLEST_SHARE = 0.02  # of the model's bytes: a shorter list is not worth streaming
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A model taken apart; names are dotted paths as in `named_modules`."""
+
+    blocks: tuple[tuple[str, nn.Module], ...]  # in the order of the module tree
+    edges: tuple[tuple[str, nn.Module], ...]
+    loose: tuple[tuple[str, nn.Parameter], ...]  # parameters directly on a parent of both
+
+
+def take_apart(model: nn.Module) -> Parts:
+    """Find blocks, edges and loose parameters. Raises UnsupportedModel without repeated blocks."""
+    total_bytes = _module_bytes(model)
+    lists = [
+        (name, module)
+        for name, module in _outermost_lists(model, "")
+        if _module_bytes(module) >= _SMALLEST_SHARE * total_bytes
+    ]
+    blocks = tuple(
+        (f"{name}.{key}", child)
+        for name, module in lists
+        for key, child in module.named_children()
+        if _module_bytes(child)
+    )
+    if not blocks:
+        raise UnsupportedModel(
+            f"{type(model).__name__} ({bytes_text(total_bytes)} of parameters) has no repeated "
+            "blocks to stream: no ModuleList or Sequential with two or more modules that hold "
+            "parameters. Train it without wrap, or put its layers into a ModuleList"
+        )
+    inside = {id(module) for _, block in blocks for module in block.modules()}
+    parents = _parents_of([module for _, module in lists], model)
+    edges: list[tuple[str, nn.Module]] = []
+    loose: list[tuple[str, nn.Parameter]] = []
+    _collect_edges(model, "", inside, parents, edges, loose)
+    return Parts(blocks, tuple(edges), tuple(loose))
+
+
+def _outermost_lists(module: nn.Module, prefix: str) -> list[tuple[str, nn.Module]]:
+    found: list[tuple[str, nn.Module]] = []
+    for name, child in module.named_children():
+        path = f"{prefix}.{name}" if prefix else name
+        if isinstance(child, nn.ModuleList | nn.Sequential) and _is_block_list(child):
+            found.append((path, child))
+        else:
+            found += _outermost_lists(child, path)
+    if not prefix and not found and isinstance(module, nn.Sequential) and _is_block_list(module):
+        return [("", module)]
+    return found
+
+
+def _is_block_list(module: nn.Module) -> bool:
+    """Two or more members with parameters; in a Sequential, leaves such as Linear do not count."""
+    members = [c for c in module.children() if any(True for _ in c.parameters())]
+    if isinstance(module, nn.Sequential) and not all(any(True for _ in c.children()) for c in members):
+        return False
+    return len(members) >= 2
+
+
+def _module_bytes(module: nn.Module) -> int:
+    return sum(p.numel() * p.element_size() for p in module.parameters())
+
+
+def _parents_of(lists: list[nn.Module], model: nn.Module) -> set[int]:
+    """Ids of all modules that contain a block list."""
+    wanted = {id(module) for module in lists}
+    parents: set[int] = set()
+
+    def visit(module: nn.Module) -> bool:
+        holds = id(module) in wanted
+        for child in module.children():
+            holds |= visit(child)
+        if holds:
+            parents.add(id(module))
+        return holds
+
+    visit(model)
+    return parents
+
+
+def _collect_edges(
+    module: nn.Module,
+    prefix: str,
+    inside: set[int],
+    parents: set[int],
+    edges: list[tuple[str, nn.Module]],
+    loose: list[tuple[str, nn.Parameter]],
+) -> None:
+    for name, parameter in module.named_parameters(recurse=False):
+        loose.append((f"{prefix}.{name}" if prefix else name, parameter))
+    for name, child in module.named_children():
+        path = f"{prefix}.{name}" if prefix else name
+        if id(child) in inside or any(child is e for _, e in edges):
+            continue
+        if id(child) in parents:
+            _collect_edges(child, path, inside, parents, edges, loose)
+        elif any(True for _ in child.parameters()):
+            edges.append((path, child))

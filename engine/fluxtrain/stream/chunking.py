@@ -1,0 +1,139 @@
+"""May a block run on some rows at a time? Tried on first use, never assumed.
+
+Sequence-first modules (58 % gradient error, silent), BatchNorm and masks without a batch dimension
+give other results on rows than on the whole; a loss over the whole batch cannot be cut at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from fluxtrain.stream.arguments import Tree, ambiguous, batch_rows, flatten, piece, splits
+from fluxtrain.stream.capture import Capture, active_collector
+from fluxtrain.stream.rng import randomness_kept
+
+if TYPE_CHECKING:
+    from fluxtrain.stream.block import Unit
+
+_TRIED_ROWS = 2
+_TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-8, torch.bfloat16: 3e-2, torch.float16: 5e-3}
+
+
+def chunks_agree(unit: Unit, tree: Tree, tensors: Sequence[Tensor]) -> bool:
+    """Compare two rows run together with the same rows run one by one (weights bound)."""
+    rows = batch_rows(tensors)
+    if rows is None or rows < _TRIED_ROWS or ambiguous(tensors, rows):
+        return False
+    split = splits(tensors, rows)
+    together = _run(unit, tree, piece(tensors, split, 0, _TRIED_ROWS))
+    if together is None:
+        return False
+    single = [_run(unit, tree, piece(tensors, split, i, i + 1)) for i in range(_TRIED_ROWS)]
+    if any(s is None or len(s) != len(together) for s in single):
+        return False
+    for position, whole in enumerate(together):
+        parts = [s[position] for s in single if s is not None]
+        if whole.dim() == 0 or sum(p.shape[0] for p in parts) != whole.shape[0]:
+            return False
+        if not _close(torch.cat(parts), whole):
+            return False
+    return True
+
+
+def saved_row_bytes(unit: Unit, tree: Tree, tensors: Sequence[Tensor]) -> int:
+    """Bytes that autograd keeps for one row of the block, measured (weights bound)."""
+    rows = batch_rows(tensors)
+    kept: dict[int, int] = {}
+    weights = {p.untyped_storage().data_ptr() for p in unit.module.parameters()}
+
+    def count(tensor: Tensor) -> Tensor:
+        address = tensor.untyped_storage().data_ptr()
+        if address not in weights:
+            kept[address] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    split = splits(tensors, rows or 1)
+    one = [t.detach() for t in piece(tensors, split, 0, 1)]
+    one = [t.requires_grad_(t.is_floating_point()) for t in one]
+    with (
+        torch.autograd.graph.saved_tensors_hooks(count, lambda t: t),
+        torch.enable_grad(),
+        _left_as_it_was(unit.module),
+        Capture.of(active_collector()).collecting(),
+    ):
+        args, kwargs = tree.fill(one)
+        held = unit.original(*args, **kwargs)
+    del held
+    return max(sum(kept.values()), 1)
+
+
+def _run(unit: Unit, tree: Tree, tensors: Sequence[Tensor]) -> list[Tensor] | None:
+    """Outputs and captured tensors without dropout; None when the block refuses such rows."""
+    args, kwargs = tree.fill(tensors)
+    capture = Capture.of(active_collector())
+    with torch.no_grad(), _left_as_it_was(unit.module), _NoDropout(), capture.collecting() as extra:
+        try:
+            out = unit.original(*args, **kwargs)
+        except (RuntimeError, ValueError, IndexError):
+            return None  # a shape without a batch dimension does not broadcast
+    return flatten((out, extra))[1]
+
+
+def _close(parts: Tensor, whole: Tensor) -> bool:
+    if parts.shape != whole.shape:
+        return False
+    if not whole.is_floating_point():
+        return bool(torch.equal(parts, whole))
+    limit = _TOLERANCE.get(whole.dtype, 1e-4)
+    scale = float(whole.double().abs().max()) if whole.numel() else 0.0
+    if not scale < float("inf"):
+        return bool(torch.equal(parts.isfinite(), whole.isfinite()))
+    worst = float((parts.double() - whole.double()).abs().max()) if whole.numel() else 0.0
+    return worst <= limit * max(scale, 1e-30)
+
+
+@contextmanager
+def _left_as_it_was(module: nn.Module) -> Iterator[None]:
+    """Random state and buffers (BatchNorm's statistics) are restored afterwards."""
+    device = next((p.device for p in module.parameters()), torch.device("cpu"))
+    buffers = [(b, b.clone()) for b in module.buffers()]
+    with randomness_kept(device):
+        yield
+    with torch.no_grad():
+        for buffer, before in buffers:
+            buffer.copy_(before)
+
+
+class _NoDropout(TorchFunctionMode):
+    """Runs every dropout with probability 0."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in _DROPOUTS:
+            return args[0] if args else kwargs["input"]
+        if func is nn.functional.scaled_dot_product_attention and kwargs.get("dropout_p"):
+            kwargs["dropout_p"] = 0.0
+        return func(*args, **kwargs)
+
+
+_DROPOUTS = {
+    nn.functional.dropout,
+    nn.functional.dropout1d,
+    nn.functional.dropout2d,
+    nn.functional.alpha_dropout,
+    nn.functional.feature_alpha_dropout,
+    torch.dropout,
+    torch.dropout_,
+}

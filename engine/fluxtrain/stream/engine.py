@@ -1,0 +1,342 @@
+"""The engine of one wrapped model: who is where, what moves next, what has to wait.
+
+One engine belongs to one model and is driven by the thread that runs it (and by autograd's thread
+in the backward pass). Copies, downloads and updates run beside it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fluxtrain.errors import MisusedModel
+from fluxtrain.memory.device import Device
+from fluxtrain.memory.gradients import Gradients, stored
+from fluxtrain.memory.group import Group, Member
+from fluxtrain.memory.window import Window
+from fluxtrain.stream.accounts import Accounts, BlockFacts, MemoryUse, Residency, Traffic
+from fluxtrain.stream.arguments import Tree
+from fluxtrain.stream.block import Call, Unit
+from fluxtrain.stream.chunking import saved_row_bytes
+from fluxtrain.stream.head import HeadCall
+from fluxtrain.stream.norm import GradNorm
+from fluxtrain.stream.parameter import HostGradient, HostParameter, Owner
+from fluxtrain.stream.placement import Placement
+from fluxtrain.stream.shards import load_state_shard, state_shards
+from fluxtrain.stream.updates import Updates
+from fluxtrain.stream.writes import check_writes, fingerprint
+from fluxtrain.telemetry.events import Move
+
+_LOG = logging.getLogger("fluxtrain")
+
+
+class Engine:
+    """Streams one model's blocks; see `fluxtrain.wrap`."""
+
+    def __init__(self, device: Device, placement: Placement, *, overlap: bool) -> None:
+        self.device = device
+        self.plan = placement
+        self.overlap = overlap
+        self.chunk_rows = placement.chunk_rows or 0  # 0: chosen at the first forward
+        self.head_tokens: int | None = None  # tokens a chunk of the head; None: by memory
+        self.lazy_without_gradients = False
+        self.units: list[Unit] = []
+        self.groups: list[Group] = []
+        self.loose: list[nn.Parameter] = []
+        self.accounts = Accounts(self)
+        self.window = Window(device, self.accounts.uploaded)
+        self.gradients = Gradients(device, self.accounts.downloaded)
+        self.updates = Updates(self.gradients)
+        self.anchor = torch.zeros(1, device=device.torch_device, requires_grad=True)
+        self.anchor_node = self.anchor.view_as(self.anchor).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+        self.owners: dict[Group, dict[int, Owner]] = {}
+        self.norm: GradNorm | None = None  # asked for since the last step
+        self.optimizer: Any = None  # weakref to the one that was adopted
+        self._following: dict[tuple[str, Unit | None], Unit] = {}
+        self._last: dict[str, Unit | None] = {"forward": None, "backward": None}
+        self._tasks: set[int] = set()
+        self._said: set[str] = set()
+        self._lock = threading.RLock()
+        self._boundaries = 0
+
+    # -- what a unit asks for ------------------------------------------------------------------
+
+    def before(self, unit: Unit) -> None:
+        """A unit's forward is about to run: check its weights, start the next copies."""
+        for group in unit.groups:
+            check_writes(self, group)
+        unit.check_identity()
+        self._heading("forward", unit)
+
+    @contextmanager
+    def bound(self, unit: Unit) -> Iterator[None]:
+        """The unit's parameters are on the device inside; at home again afterwards."""
+        taken: list[Group] = []
+        try:
+            for group in unit.groups:
+                views = self.window.take(group) if group.home == "host" else None
+                taken.append(group)
+                for member in unit.members_of(group):
+                    parameter = member.parameter
+                    parameter.__class__ = nn.Parameter
+                    if views is not None:
+                        parameter.data = views[member.index]
+            yield
+        finally:
+            for group in taken:
+                for member in unit.members_of(group):
+                    if group.home == "host":
+                        member.parameter.data = group.home_views[member.index]
+                    member.write_version = member.parameter._version
+                    member.parameter.__class__ = HostParameter
+                if group.home == "host":
+                    self.window.release(group)
+
+    def chunks(self, unit: Unit, rows: int, tree: Tree, tensors: Sequence[Tensor]) -> bool:
+        """Should this unit cut a batch of `rows`?"""
+        if unit.group.kind != "block" or rows < 2 or unit.chunkable is False:
+            return False
+        if not self.chunk_rows:
+            with self.bound(unit):
+                row_bytes = saved_row_bytes(unit, tree, tensors)
+            self.chunk_rows = self.plan.chunk_for(row_bytes, rows)
+        return rows > self.chunk_rows
+
+    def keep(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """What a unit saves for its backward pass."""
+        return tuple(tensors)
+
+    def hold_boundary(self, size_bytes: int) -> Boundary:
+        return Boundary(self.accounts, size_bytes)
+
+    def after_forward(self, unit: Unit) -> None:
+        self.accounts.sample()
+
+    def begin_backward(self, unit: Unit, call: Call | HeadCall, anchor_node: Any) -> None:
+        """Checks before a unit's backward; starts the copies of the units before it."""
+        if not torch._C._will_engine_execute_node(anchor_node):
+            raise MisusedModel(
+                "torch.autograd.grad and backward(inputs=...) do not reach the weights of wrapped "
+                "blocks and would leave wrong gradients behind: use loss.backward()"
+            )
+        if call.training != unit.module.training:
+            raise MisusedModel(
+                f"{unit.name} was switched between train and eval after its forward pass: switch "
+                "after backward()"
+            )
+        stale = [g.name for g, version in call.versions.items() if g.version != version]
+        if stale:
+            raise MisusedModel(
+                f"the weights of {stale[0]} changed between forward and backward (an optimizer "
+                "step, or a write to them): the gradients would be wrong. Step after backward()"
+            )
+        task = torch._C._current_graph_task_id()
+        if task not in self._tasks:
+            self._tasks.add(task)
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end_task(task))
+        self._heading("backward", unit)
+
+    def after_backward(self, unit: Unit) -> None:
+        for group in unit.groups:
+            if group.users == 1:
+                self._finish(group)
+        self.accounts.sample()
+
+    # -- gradients as the user sees them ---------------------------------------------------------
+
+    def gradient_of(self, group: Group, member: Member) -> Tensor:
+        self.gradients.wait(group)
+        return HostGradient.over(stored(member), self.owners[group][member.index])
+
+    def set_gradient(self, group: Group, member: Member, value: Tensor | None) -> None:
+        if value is None:
+            member.has_gradient = False
+            member.gradient_scale = 1.0
+            if not group.has_gradient:
+                self.gradients.forget(group)
+            return
+        group.ensure_gradient()
+        self.settle_gradient(group, member)
+        with torch.no_grad():
+            stored(member).copy_(value)
+        member.has_gradient = True
+
+    def settle_gradient(self, group: Group, member: Member) -> None:
+        """Somebody is about to look at (or write to) the stored gradient itself."""
+        self.gradients.wait(group)
+        if member.gradient_scale != 1.0 and member.has_gradient:
+            stored(member).mul_(member.gradient_scale)
+        member.gradient_scale = 1.0
+        arrival = self.gradients.arrivals.get(group)
+        if arrival is not None:
+            arrival.norm_of.pop(member.index, None)
+
+    def gradient_norm(self, group: Group, member: Member) -> Tensor:
+        """2-norm of one parameter's gradient, fp32 scalar."""
+        arrival = self.gradients.arrivals.get(group)
+        if arrival is not None and arrival.norms is not None and member.index in arrival.norm_of:
+            norm = arrival.norms[arrival.norm_of[member.index]]
+            scale = abs(member.gradient_scale)
+            return norm if scale == 1.0 else norm * scale
+        self.gradients.wait(group)
+        norm = torch.linalg.vector_norm(stored(member), dtype=torch.float32)
+        return norm * abs(member.gradient_scale)
+
+    def clip_grad_norm(self, max_norm: float | None) -> GradNorm:
+        """Measure the global norm; the next optimizer step scales by it. None only measures."""
+        parts = [
+            self.gradient_norm(group, member)
+            for group in self.groups
+            for member in group.members
+            if member.has_gradient
+        ]
+        for parameter in self.loose:
+            if parameter.grad is not None:
+                parts.append(torch.linalg.vector_norm(parameter.grad, dtype=torch.float32))
+        device = self.device.torch_device
+        self.norm = GradNorm(self.device, [p.to(device) for p in parts], max_norm)
+        return self.norm
+
+    def take_in(self, owner: Owner, parameter: nn.Parameter) -> None:
+        """A gradient that autograd computed outside the blocks (a weight used by itself)."""
+        with torch._C.DisableTorchFunctionSubclass():
+            gradient = parameter.grad
+            parameter.grad = None
+        if gradient is not None:
+            self.gradients.add(owner.group, owner.member, gradient.to(self.device.torch_device))
+            task = torch._C._current_graph_task_id()
+            if owner.group.users <= 1 or task < 0:
+                self._finish(owner.group)
+            elif task not in self._tasks:
+                self._tasks.add(task)
+                torch.autograd.Variable._execution_engine.queue_callback(
+                    lambda: self._end_task(task)
+                )
+
+    # -- weights as the user sees them -----------------------------------------------------------
+
+    def watch(self, member: Member) -> None:
+        """`.data` was read: somebody may write through it without a trace."""
+        if member.fingerprint is None:
+            with torch._C.DisableTorchFunctionSubclass():
+                member.fingerprint = fingerprint(member.parameter)
+
+    def flush(self) -> None:
+        """Wait for all updates under way; raises what made one fail."""
+        self.updates.wait()
+
+    def say(self, text: str) -> None:
+        """Tell the user once."""
+        if text not in self._said:
+            self._said.add(text)
+            _LOG.warning(text)
+
+    def close(self) -> None:
+        """Stop the threads; the model must not be used afterwards (`unwrap` calls this)."""
+        self.updates.wait()
+        self.updates.close()
+        self.window.drain()
+        self.device.close()
+
+    # -- what a trainer asks for -------------------------------------------------------------------
+
+    @property
+    def blocks(self) -> list[BlockFacts]:
+        return self.accounts.blocks()
+
+    def residency(self) -> Residency:
+        return self.accounts.residency()
+
+    def memory(self) -> MemoryUse:
+        return self.accounts.memory()
+
+    def traffic(self) -> Traffic:
+        return self.accounts.traffic()
+
+    def take_moves(self, limit: int) -> tuple[list[Move], int]:
+        return self.accounts.take_moves(limit)
+
+    def take_stalls(self) -> dict[str, float]:
+        """Seconds the computation waited since the last call: weights, update, gradients."""
+        return self.device.stalls.take()
+
+    def state_shards(self) -> Iterator[tuple[str, dict[str, Tensor]]]:
+        return state_shards(self)
+
+    def load_state_shard(self, name: str, tensors: dict[str, Tensor]) -> None:
+        load_state_shard(self, name, tensors)
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Updates are done, and the head's loss is fused in chunks without gradients too."""
+        self.flush()
+        self.lazy_without_gradients = True
+        try:
+            yield
+        finally:
+            self.lazy_without_gradients = False
+
+    # -- inside ------------------------------------------------------------------------------------
+
+    def _heading(self, direction: str, unit: Unit) -> None:
+        """Learn who follows whom, and copy the next ones in."""
+        with self._lock:
+            self._following[direction, self._last[direction]] = unit
+            self._last[direction] = unit
+            upcoming: Unit | None = unit
+            seen = {id(unit)}
+            for _ in range(max(1, self.plan.slots - 1)):
+                upcoming = self._following.get((direction, upcoming))
+                if upcoming is None or id(upcoming) in seen:
+                    break
+                seen.add(id(upcoming))
+                if not all([self.window.prefetch(group) for group in upcoming.groups]):
+                    break
+
+    def _finish(self, group: Group) -> None:
+        if not self.gradients.is_open(group):
+            return
+        self.gradients.finish(group)
+        for member in group.members:
+            hooks = getattr(member.parameter, "_post_accumulate_grad_hooks", None)
+            for key, hook in list((hooks or {}).items()):
+                if key != self.owners[group][member.index].hook_key and member.has_gradient:
+                    hook(member.parameter)
+
+    def _end_task(self, task: int) -> None:
+        """The backward pass is over: groups that several units add to are complete now."""
+        self._tasks.discard(task)
+        self._last = {"forward": None, "backward": None}
+        for group in self.gradients.open_groups():
+            self._finish(group)
+
+
+class Boundary:
+    """Bytes held between a unit's forward and backward, for the accounts."""
+
+    def __init__(self, accounts: Accounts, size_bytes: int) -> None:
+        self._accounts, self._bytes = accounts, size_bytes
+        accounts.boundary_bytes += size_bytes
+
+    def close(self) -> None:
+        self._accounts.boundary_bytes -= self._bytes
+        self._bytes = 0
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def engine_of(model: nn.Module) -> Engine:
+    """The engine of a wrapped model. Raises MisusedModel for any other."""
+    engine = model.__dict__.get("_fluxtrain_engine")
+    if not isinstance(engine, Engine):
+        raise MisusedModel(f"{type(model).__name__} is not wrapped: call fluxtrain.wrap(model) first")
+    return engine
+
+

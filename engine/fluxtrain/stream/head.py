@@ -1,0 +1,270 @@
+"""The last linear layer and the loss, computed in chunks of tokens.
+
+The head's output is a `LazyLogits`: slicing, reshaping and casting are applied to the hidden
+states instead, `cross_entropy` runs fused (logits of one chunk of tokens exist at a time; 152k
+words times 32k tokens in fp32 would be 20 GB), and everything else computes the logits for real.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from fluxtrain.errors import MisusedModel
+
+if TYPE_CHECKING:
+    from fluxtrain.stream.block import Unit
+
+_LOGITS_CHUNK_BYTES = 256 << 20  # fp32 logits of one chunk of tokens
+
+
+class LazyLogits(Tensor):
+    """Logits (..., V) that are not computed yet: `hidden` (..., H) times the head's weight."""
+
+    hidden: Tensor
+    unit: Unit
+    version: int
+    _real: Tensor | None
+
+    @staticmethod
+    def of(unit: Unit, hidden: Tensor, dtype: torch.dtype, version: int) -> LazyLogits:
+        size = (*hidden.shape[:-1], unit.module.out_features)
+        lazy: LazyLogits = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            LazyLogits, size, dtype=dtype, device=hidden.device, requires_grad=hidden.requires_grad
+        )
+        lazy.hidden, lazy.unit, lazy.version, lazy._real = hidden, unit, version, None
+        return lazy
+
+    def moved(self, hidden: Tensor, dtype: torch.dtype | None = None) -> LazyLogits:
+        return LazyLogits.of(self.unit, hidden, dtype or self.dtype, self.version)
+
+    def real(self) -> Tensor:
+        """The logits as an ordinary tensor, computed once."""
+        if self._real is None:
+            if self.unit.group_of_weight().version != self.version:
+                raise MisusedModel(
+                    "these logits were not computed before the optimizer step that changed the "
+                    "weights: read outputs.logits before optimizer.step()"
+                )
+            with torch.set_grad_enabled(self.hidden.requires_grad and torch.is_grad_enabled()):
+                self._real = self.unit.run((self.hidden,), {}, materialise=True).to(self.dtype)
+        return self._real
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _FACTS:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if args and isinstance(args[0], LazyLogits):
+            answer = _lazily(func, args[0], args[1:], kwargs)
+            if answer is not NotImplemented:
+                return answer
+        return func(*(_real(a) for a in args), **{k: _real(v) for k, v in kwargs.items()})
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return func(*(_real(a) for a in args), **{k: _real(v) for k, v in (kwargs or {}).items()})
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"LazyLogits(shape={tuple(self.shape)}, dtype={self.dtype}, not computed)"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.real().__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return self.real().detach().clone()
+
+    def tolist(self) -> Any:
+        return self.real().tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        return self.real().numpy(force=force)
+
+
+_FACTS = {
+    getattr(Tensor, name).__get__
+    for name in ("shape", "dtype", "device", "requires_grad", "ndim", "layout", "is_leaf")
+} | {Tensor.size, Tensor.dim, Tensor.numel, Tensor.element_size, Tensor.is_floating_point}
+_CASTS = {Tensor.float: torch.float32, Tensor.bfloat16: torch.bfloat16, Tensor.half: torch.float16}
+
+
+def _real(value: Any) -> Any:
+    if isinstance(value, LazyLogits):
+        return value.real()
+    if isinstance(value, list | tuple):
+        return type(value)(_real(v) for v in value)
+    return value
+
+
+def _lazily(
+    func: Callable[..., Any], lazy: LazyLogits, rest: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """The operations that keep the logits uncomputed; NotImplemented for all others."""
+    if func in _CASTS and not rest and not kwargs:
+        return lazy.moved(lazy.hidden, _CASTS[func])
+    if func is Tensor.contiguous and not rest:
+        return lazy
+    if func is Tensor.to:
+        return _cast(lazy, rest, kwargs)
+    if func in (Tensor.view, Tensor.reshape) and not kwargs:
+        return _reshaped(lazy, rest)
+    if func is Tensor.__getitem__ and not kwargs:
+        return _sliced(lazy, rest[0])
+    if func is nn.functional.cross_entropy:
+        return _cross_entropy(lazy, rest, kwargs)
+    return NotImplemented
+
+
+def _cast(lazy: LazyLogits, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    wanted = [*rest, *kwargs.values()]
+    if len(wanted) != 1:
+        return NotImplemented
+    if isinstance(wanted[0], torch.dtype):
+        return lazy.moved(lazy.hidden, wanted[0])
+    if isinstance(wanted[0], torch.device) and wanted[0] == lazy.device:
+        return lazy
+    return NotImplemented
+
+
+def _reshaped(lazy: LazyLogits, rest: tuple[Any, ...]) -> Any:
+    shape = tuple(rest[0]) if rest and isinstance(rest[0], list | tuple | torch.Size) else rest
+    if not all(isinstance(n, int) for n in shape) or shape[-1] != lazy.shape[-1]:
+        return NotImplemented
+    return lazy.moved(lazy.hidden.reshape(*shape[:-1], lazy.hidden.shape[-1]))
+
+
+def _sliced(lazy: LazyLogits, index: Any) -> Any:
+    parts = index if isinstance(index, tuple) else (index,)
+    if not all(isinstance(p, slice | int | type(Ellipsis)) for p in parts):
+        return NotImplemented
+    if Ellipsis in parts:
+        if parts.count(Ellipsis) > 1:
+            return NotImplemented
+        at = parts.index(Ellipsis)
+        fill = (slice(None),) * (lazy.dim() - len(parts) + 1)
+        parts = (*parts[:at], *fill, *parts[at + 1 :])
+    if len(parts) > lazy.dim():
+        return NotImplemented
+    if len(parts) == lazy.dim():
+        if parts[-1] != slice(None):
+            return NotImplemented
+        parts = parts[:-1]
+    return lazy.moved(lazy.hidden[parts])
+
+
+def _cross_entropy(lazy: LazyLogits, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    names = ("target", "weight", "size_average", "ignore_index", "reduce", "reduction")
+    options = {**dict(zip(names, rest, strict=False)), **kwargs}
+    target = options.pop("target", None)
+    ignore_index = options.pop("ignore_index", -100)
+    reduction = options.pop("reduction", "mean")
+    plain = all(v is None or v == 0.0 for v in options.values())
+    if not plain or len(rest) > len(names) or reduction not in ("mean", "sum"):
+        return NotImplemented
+    if lazy.dim() != 2 or not isinstance(target, Tensor) or target.is_floating_point():
+        return NotImplemented
+    if torch.is_autocast_enabled(lazy.device.type):
+        return NotImplemented
+    engine = lazy.unit.engine
+    call = HeadCall(lazy.unit, target.to(lazy.device), ignore_index, reduction, lazy.dtype)
+    return _ChunkedCrossEntropy.apply(call, engine.anchor, lazy.hidden)
+
+
+class HeadCall:
+    """One fused head and loss: what its backward needs besides the gradients already computed."""
+
+    def __init__(
+        self, unit: Unit, target: Tensor, ignore_index: int, reduction: str, dtype: torch.dtype
+    ) -> None:
+        self.unit = unit
+        self.target = target  # (N,)
+        self.ignore_index = ignore_index
+        self.mean = reduction == "mean"
+        self.dtype = dtype  # of the logits as the caller asked for them
+        self.versions = {g: g.version for g in unit.groups}
+        self.training = unit.module.training
+        self.differentiate = torch.is_grad_enabled()
+        self.weight_sum: Tensor | None = None  # (V, H) fp32
+        self.bias_sum: Tensor | None = None  # (V,) fp32
+        self.hidden_gradient: Tensor | None = None  # (N, H)
+
+
+class _ChunkedCrossEntropy(torch.autograd.Function):
+    """Cross entropy of `hidden @ weight.T + bias`; gradients are computed in the forward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, call: HeadCall, anchor: Tensor, hidden: Tensor) -> Tensor:
+        engine, unit = call.unit.engine, call.unit
+        ctx.call, ctx.anchor_node = call, engine.anchor_node
+        trained = call.differentiate and unit.module.weight.requires_grad
+        wanted = call.differentiate and hidden.requires_grad, trained
+        with engine.bound(unit):
+            loss = _forward_chunks(call, hidden, *wanted)
+        engine.after_forward(unit)
+        return loss
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, scale: Tensor) -> tuple[None, None, Tensor | None]:
+        call: HeadCall = ctx.call
+        engine, unit = call.unit.engine, call.unit
+        engine.begin_backward(unit, call, ctx.anchor_node)
+        for group, member in unit.members():
+            total = call.weight_sum if member.parameter is unit.module.weight else call.bias_sum
+            if total is not None and member.parameter.requires_grad:
+                engine.gradients.add(group, member, total.mul_(scale))
+        gradient = call.hidden_gradient
+        call.weight_sum = call.bias_sum = call.hidden_gradient = None
+        engine.after_backward(unit)
+        return None, None, None if gradient is None else gradient.mul_(scale.to(gradient.dtype))
+
+
+def _forward_chunks(call: HeadCall, hidden: Tensor, for_hidden: bool, for_weight: bool) -> Tensor:
+    """Loss (scalar, fp32), and the gradients of sum or mean where they are wanted."""
+    linear = call.unit.module
+    weight, bias = linear.weight.detach(), linear.bias.detach() if linear.bias is not None else None
+    tokens, width = hidden.shape[0], weight.shape[0]
+    step = call.unit.engine.head_tokens or max(1, _LOGITS_CHUNK_BYTES // (4 * width))
+    kept = call.target != call.ignore_index
+    scale = 1.0 / kept.sum() if call.mean else torch.ones((), device=hidden.device)
+    losses = torch.zeros((), dtype=torch.float32, device=hidden.device)
+    if for_hidden:
+        call.hidden_gradient = torch.empty_like(hidden)
+    if for_weight:
+        call.weight_sum = torch.zeros(weight.shape, dtype=torch.float32, device=hidden.device)
+        if bias is not None:
+            call.bias_sum = torch.zeros(bias.shape, dtype=torch.float32, device=hidden.device)
+    for start in range(0, tokens, step):
+        rows = slice(start, min(start + step, tokens))
+        inner = hidden[rows].detach()
+        logits = nn.functional.linear(inner, weight, bias).to(call.dtype).float()  # (n, V)
+        wanted = torch.where(kept[rows], call.target[rows], 0).unsqueeze(1)
+        norm = torch.logsumexp(logits, dim=1, keepdim=True)
+        each = norm - logits.gather(1, wanted)
+        losses += torch.where(kept[rows].unsqueeze(1), each, 0.0).sum()
+        if not (for_hidden or for_weight):
+            continue
+        slope = logits.sub_(norm).exp_()
+        slope.scatter_add_(1, wanted, torch.full_like(each, -1.0))
+        slope.mul_(kept[rows].unsqueeze(1) * scale)
+        small = slope.to(weight.dtype)
+        if call.hidden_gradient is not None:
+            torch.mm(small, weight, out=call.hidden_gradient[rows])
+        if call.weight_sum is not None:
+            call.weight_sum += small.t() @ inner
+            if call.bias_sum is not None:
+                call.bias_sum += slope.sum(0)
+    return losses * scale

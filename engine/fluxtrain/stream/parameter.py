@@ -1,0 +1,168 @@
+"""Parameters whose bytes are at home on the host, and gradients that are looked at lazily.
+
+A wrapped parameter keeps its identity; between computations its class is `HostParameter`, a
+subclass that sees every read. A read waits for an update under way; reading `.grad` waits for the
+gradient's transfer. While its block computes, the class is plain `nn.Parameter`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from fluxtrain.memory.group import Group, Member
+
+if TYPE_CHECKING:
+    from fluxtrain.stream.engine import Engine
+
+_GRAD_GET = Tensor.grad.__get__  # type: ignore[attr-defined]
+_GRAD_SET = Tensor.grad.__set__  # type: ignore[attr-defined]
+_GRAD_DELETE = Tensor.grad.__delete__  # type: ignore[attr-defined]
+_DATA_GET = Tensor.data.__get__  # type: ignore[attr-defined]
+_METADATA = {
+    getattr(Tensor, name).__get__
+    for name in ("shape", "dtype", "device", "requires_grad", "is_leaf", "grad_fn", "layout", "ndim")
+    if hasattr(getattr(Tensor, name, None), "__get__")
+} | {Tensor.size, Tensor.dim, Tensor.numel, Tensor.element_size, Tensor.stride, Tensor.is_contiguous}
+
+
+class Owner:
+    """Ties one parameter to its group and engine; lives on the parameter as `_fluxtrain`."""
+
+    __slots__ = ("_engine", "group", "hidden", "hook_key", "member")
+
+    def __init__(self, engine: Engine, group: Group, member: Member) -> None:
+        self._engine = weakref.ref(engine)
+        self.group = group
+        self.member = member
+        self.hidden = False  # from the optimizer whose step the engine has taken over
+        self.hook_key: int | None = None  # of the engine's own post-accumulate-grad hook
+
+    @property
+    def engine(self) -> Engine:
+        engine = self._engine()
+        assert engine is not None, "the wrapped model is gone"
+        return engine
+
+
+class HostParameter(nn.Parameter):
+    """A wrapped parameter at rest. Made by changing the class of an existing parameter."""
+
+    _fluxtrain: Owner
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func in _METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        if func in (_GRAD_GET, _GRAD_SET, _GRAD_DELETE):
+            return _gradient_access(func, args)
+        for argument in args:
+            for value in argument if isinstance(argument, list | tuple) else (argument,):
+                if isinstance(value, HostParameter):
+                    value._fluxtrain.group.wait()
+        if func == _DATA_GET:
+            args[0]._fluxtrain.engine.watch(args[0]._fluxtrain.member)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        copied = nn.Parameter(self.detach().clone(), requires_grad=self.requires_grad)
+        memo[id(self)] = copied
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return nn.Parameter(self.detach().clone(), self.requires_grad).__reduce_ex__(protocol)
+
+
+def _gradient_access(func: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    parameter: HostParameter = args[0]
+    owner = parameter._fluxtrain
+    if func == _GRAD_GET:
+        if owner.hidden or not owner.member.has_gradient:
+            return None
+        return owner.engine.gradient_of(owner.group, owner.member)
+    owner.engine.set_gradient(owner.group, owner.member, args[1] if func == _GRAD_SET else None)
+    return None
+
+
+class HostGradient(Tensor):
+    """A gradient at home. Norms are answered from what the device computed, a multiplication by a
+    number is recorded, and anything else first brings the stored values up to date."""
+
+    _owner: Owner
+
+    @staticmethod
+    def over(values: Tensor, owner: Owner) -> HostGradient:
+        gradient = values.as_subclass(HostGradient)
+        gradient._owner = owner
+        return gradient
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if func in _NORMS and isinstance(args[0], HostGradient) and _is_two_norm(args, kwargs):
+            owner = args[0]._owner
+            return owner.engine.gradient_norm(owner.group, owner.member)
+        if func in (Tensor.mul_, Tensor.__imul__) and isinstance(args[0], HostGradient):
+            factor = args[1] if len(args) > 1 else kwargs.get("other")
+            if isinstance(factor, int | float) or (isinstance(factor, Tensor) and factor.numel() == 1):
+                args[0]._owner.member.gradient_scale *= float(factor)
+                return args[0]
+        for argument in (*args, *kwargs.values()):
+            for value in argument if isinstance(argument, list | tuple) else (argument,):
+                if isinstance(value, HostGradient):
+                    value._owner.engine.settle_gradient(value._owner.group, value._owner.member)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return self.clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.clone().__reduce_ex__(protocol)
+
+
+_NORMS = {torch.linalg.vector_norm, torch.linalg.norm, torch.norm, Tensor.norm}
+
+
+def _is_two_norm(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    order = args[1] if len(args) > 1 else kwargs.get("ord", kwargs.get("p", 2))
+    plain = set(kwargs) <= {"ord", "p"} and len(args) <= 2
+    return plain and order in (2, 2.0, None, "fro")
+
+
+def adopt_parameter(parameter: nn.Parameter, owner: Owner) -> None:
+    """Make `parameter` a HostParameter, in place."""
+    parameter.__class__ = HostParameter
+    parameter._fluxtrain = owner  # type: ignore[attr-defined]
+
+
+def release_parameter(parameter: nn.Parameter) -> None:
+    """Back to a plain parameter (`unwrap`)."""
+    parameter.__class__ = nn.Parameter
+    parameter.__dict__.pop("_fluxtrain", None)
+
+
+def owner_of(parameter: Any) -> Owner | None:
+    """The owner of a wrapped parameter, None for any other object."""
+    return getattr(parameter, "__dict__", {}).get("_fluxtrain")

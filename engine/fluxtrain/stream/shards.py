@@ -1,0 +1,82 @@
+"""A model's whole training state as shards, one a group: what a checkpoint is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from fluxtrain.errors import BadInput
+from fluxtrain.memory.group import Group, Member
+
+if TYPE_CHECKING:
+    from fluxtrain.stream.engine import Engine
+
+_STEP = "step"
+
+
+def state_shards(engine: Engine) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    """(shard name, tensors): weights, `lo`, `m`, `v` of every parameter and its step count.
+
+    Waits for updates first. On the host the tensors are views of the arenas: write them out before
+    the next optimizer step. Loose parameters stand in a shard of their own.
+    """
+    engine.flush()
+    for group in engine.groups:
+        yield group.name, _group_tensors(group)
+    if engine.loose:
+        yield "loose", {str(i): p.detach().cpu() for i, p in enumerate(engine.loose)}
+
+
+def load_state_shard(engine: Engine, name: str, tensors: dict[str, Tensor]) -> None:
+    """Restore one shard exactly. Raises BadInput when it belongs to another model."""
+    engine.flush()
+    if name == "loose":
+        for i, parameter in enumerate(engine.loose):
+            _copy(parameter.data, tensors, str(i), name)
+        return
+    group = next((g for g in engine.groups if g.name == name), None)
+    if group is None:
+        raise BadInput(f"the checkpoint has a part {name!r} that this model does not have")
+    with torch.no_grad():
+        for member in group.members:
+            home = group.home_views[member.index]
+            _copy(home, tensors, f"{member.name}.weight_bits", name)
+            member.step = int(tensors.get(f"{member.name}.{_STEP}", torch.zeros(1))[0])
+            if member.step:
+                group.ensure_state()
+                for key, flat in _states(member).items():
+                    _copy(member.slice(flat), tensors, f"{member.name}.{key}", name)
+            member.write_version = member.parameter._version
+    group.version += 1
+
+
+def _group_tensors(group: Group) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = {}
+    for member in group.members:
+        tensors[f"{member.name}.weight_bits"] = group.home_views[member.index]
+        if member.trained and group.has_state:
+            tensors[f"{member.name}.{_STEP}"] = torch.tensor([member.step])
+            for key, flat in _states(member).items():
+                tensors[f"{member.name}.{key}"] = member.slice(flat)
+    return tensors
+
+
+def _states(member: Member) -> dict[str, Tensor]:
+    segment = member.segment
+    named = {"lo": segment.lo, "m": segment.m, "v": segment.v}
+    return {key: flat for key, flat in named.items() if flat is not None}
+
+
+def _copy(to: Tensor, tensors: dict[str, Tensor], key: str, shard: str) -> None:
+    source = tensors.get(key)
+    if source is None:
+        raise BadInput(f"the checkpoint's part {shard!r} lacks {key!r}: it is of another model")
+    if source.shape != to.shape or source.dtype != to.dtype:
+        raise BadInput(
+            f"the checkpoint's {shard}.{key} is {tuple(source.shape)} {source.dtype}, this model's "
+            f"{tuple(to.shape)} {to.dtype}: it is of another model"
+        )
+    to.copy_(source)

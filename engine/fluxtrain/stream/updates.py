@@ -1,0 +1,134 @@
+"""Optimizer updates: one job a group, in the order of the forward pass, on a thread of its own.
+
+Who waits: a job waits for its group's gradients and for the norm; a read or an upload of a group
+waits for that group's job; nobody else waits.
+"""
+
+from __future__ import annotations
+
+import math
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from fluxtrain.errors import Diverged
+from fluxtrain.memory.gradients import Gradients
+from fluxtrain.memory.group import Group, Member, Segment
+from fluxtrain.optim.split_adamw import Hyper, update_, update_f32_, update_on_device_
+from fluxtrain.stream.norm import GradNorm
+
+
+@dataclass(frozen=True)
+class Range:
+    """Neighbouring members of one segment that take the same step."""
+
+    segment: Segment
+    start: int  # elements
+    stop: int
+    hyper: Hyper
+    step: int
+    scale: float  # recorded by the caller (clip_grad_norm_, a manual mul_)
+
+
+def ranges(group: Group, hypers: dict[int, Hyper]) -> list[Range]:
+    """Cut the group's members (index -> hyperparameters) into the fewest ranges."""
+    found: list[Range] = []
+    for segment in group.trained:
+        before: tuple[Member, Range] | None = None
+        for member in segment.members:
+            if member.index not in hypers:
+                before = None
+                continue
+            stop = member.offset + member.count
+            fresh = Range(
+                segment, member.offset, stop, hypers[member.index], member.step, member.gradient_scale
+            )
+            if before is not None and _same(before[1], fresh):
+                found[-1] = fresh = Range(
+                    segment, found[-1].start, stop, fresh.hyper, fresh.step, fresh.scale
+                )
+            else:
+                found.append(fresh)
+            before = (member, fresh)
+    return found
+
+
+def _same(a: Range, b: Range) -> bool:
+    return (a.hyper, a.step, a.scale) == (b.hyper, b.step, b.scale)
+
+
+class Updates:
+    """Runs the updates; `submit` once a group and step."""
+
+    def __init__(self, gradients: Gradients) -> None:
+        self._gradients = gradients
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="flux-update")
+        self._pending: list[Group] = []
+        self.seconds = 0.0
+
+    def submit(self, group: Group, hypers: dict[int, Hyper], norm: GradNorm | None) -> None:
+        """Queue one step of the group's members; their weights count as changed from now on."""
+        group.ensure_state()
+        work = ranges(group, hypers)
+        group.version += 1
+        if group.home == "device":
+            _on_device(work, norm)
+            return
+        arrival = self._gradients.arrivals.get(group)
+        future: Future[None] = self._worker.submit(self._job, work, arrival, norm)
+        group.pending = future
+        self._pending.append(group)
+
+    def wait(self) -> None:
+        """Block until all updates are done; raises the first error."""
+        pending, self._pending = self._pending, []
+        for group in pending:
+            group.wait()
+
+    def close(self) -> None:
+        self._worker.shutdown(wait=True)
+
+    def _job(self, work: list[Range], arrival: object, norm: GradNorm | None) -> None:
+        from fluxtrain.memory.gradients import Arrival
+
+        if isinstance(arrival, Arrival):
+            arrival.wait()
+        clip = _clip(norm)
+        for part in work:
+            _on_host(part, clip)
+
+
+def _clip(norm: GradNorm | None) -> float:
+    scale = 1.0 if norm is None else norm.scale()
+    if math.isnan(scale):
+        raise Diverged(
+            f"the gradient norm is {norm.value() if norm else scale}: the weights were left as they "
+            "were before this step. Lower the learning rate, or look for bad values in the data"
+        )
+    return scale
+
+
+def _slices(part: Range) -> tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor]:
+    s, cut = part.segment, slice(part.start, part.stop)
+    assert s.weights is not None and s.m is not None and s.v is not None
+    lo = s.lo[cut] if s.lo is not None else None
+    return s.weights[cut], lo, s.m[cut], s.v[cut], s.gradient[cut]
+
+
+def _on_host(part: Range, clip: float) -> None:
+    weights, lo, m, v, gradient = _slices(part)
+    scale = part.scale * clip
+    if lo is None:
+        update_f32_(weights, m, v, gradient, hyper=part.hyper, step=part.step, grad_scale=scale)
+    else:
+        update_(weights, lo, m, v, gradient, hyper=part.hyper, step=part.step, grad_scale=scale)
+
+
+def _on_device(work: list[Range], norm: GradNorm | None) -> None:
+    clip = _clip(norm)
+    for part in work:
+        weights, lo, m, v, gradient = _slices(part)
+        update_on_device_(
+            weights, lo, m, v, gradient, hyper=part.hyper, step=part.step, grad_scale=part.scale * clip
+        )

@@ -1,0 +1,325 @@
+"""`wrap`: make a model's blocks stream, in place, without changing how it is used."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fluxtrain.errors import BadInput, MisusedModel, UnsupportedModel
+from fluxtrain.memory.arena import aligned
+from fluxtrain.memory.device import open_device
+from fluxtrain.memory.group import Group
+from fluxtrain.stream.adoption import install as install_adoption
+from fluxtrain.stream.arguments import to_device
+from fluxtrain.stream.block import Unit
+from fluxtrain.stream.blocks import Parts, take_apart
+from fluxtrain.stream.engine import Engine, engine_of
+from fluxtrain.stream.parameter import Owner, adopt_parameter, release_parameter
+from fluxtrain.stream.placement import Placement, Sizes, place
+from fluxtrain.stream.surface import guard_module, release_module, replace_forward
+
+_HEAD_COLUMNS = 8192  # an edge Linear this wide is taken for a language model's head
+
+
+def wrap(
+    model: nn.Module,
+    *,
+    device: str | torch.device | None = None,
+    offload: str = "auto",
+    chunk_rows: int | None = None,
+    overlap: bool = False,
+    budget_bytes: int | None = None,
+    resident_blocks: int | None = None,
+) -> nn.Module:
+    """Let the blocks of `model` stream through `device`; returns the same object.
+
+    The model is used as before: forward, backward, `torch.optim.AdamW`, `clip_grad_norm_`,
+    `state_dict`, `generate`. Weights, gradients and optimizer states live where `offload` says:
+
+    - `none`: all on the device; `optimizer`: weights there, gradients and states on the host;
+    - `weights`: blocks' weights stream in too (`resident_blocks` of them stay); `max`: with the
+      fewest slots, boundary activations on the host; `auto`: by free memory (`engine.plan` says why).
+
+    chunk_rows: rows of a batch that a block computes at a time (None: by memory, once).
+    overlap: `optimizer.step()` returns at once and each block of the next forward waits for its own
+    update; call `fluxtrain.sync(model)` before reading weights through tensors taken earlier.
+    budget_bytes: device memory to plan for (None: what is free).
+
+    Wrapping twice is wrapping once. Raises UnsupportedModel, BadInput or DoesNotFit.
+    """
+    if "_fluxtrain_engine" in model.__dict__:
+        return model
+    _refuse_unsupported(model)
+    parts = take_apart(model)
+    torch_device = _compute_device(device)
+    groups, borrowed = _group_parameters(parts)
+    placement = _placement(
+        groups, borrowed, torch_device, offload, chunk_rows, budget_bytes, resident_blocks
+    )
+    engine = Engine(open_device(torch_device), placement, overlap=overlap)
+    _settle(engine, groups)
+    _make_units(engine, model, parts, groups, borrowed)
+    _make_slots(engine)
+    for _, parameter in parts.loose:
+        parameter.data = parameter.data.to(torch_device)
+        engine.loose.append(parameter)
+    if torch_device.type != "cpu":
+        _move_buffers(model, torch_device)
+    model.__dict__["_fluxtrain_engine"] = engine
+    model.__dict__["_fluxtrain_hook"] = model.register_forward_pre_hook(_before_model, with_kwargs=True)
+    units = {id(u.module) for u in engine.units}
+    for module in _ancestors(model, units):
+        guard_module(module, engine)
+    install_adoption()
+    return model
+
+
+auto_wrap = wrap
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """Undo `wrap`: plain parameters on the host with their current weights. Optimizer moments stay
+    only in what the optimizer's `state_dict()` gave before. Returns the same object."""
+    engine = engine_of(model)
+    engine.close()
+    model.__dict__.pop("_fluxtrain_hook").remove()
+    for unit in engine.units:
+        release_module(unit.module)
+        for group, member in unit.members():
+            if member.parameter.__dict__.get("_fluxtrain") is not None:
+                key = engine.owners[group][member.index].hook_key
+                hooks = getattr(member.parameter, "_post_accumulate_grad_hooks", None) or {}
+                release_parameter(member.parameter)
+                hooks.pop(key, None)
+    for module in model.modules():
+        release_module(module)
+    del model.__dict__["_fluxtrain_engine"]
+    return model
+
+
+def sync(model: nn.Module, *, written: bool = False) -> None:
+    """Wait for all updates, so that any alias of a weight reads its current value.
+
+    written: weights were changed through aliases; their masters are set from them.
+    """
+    engine = engine_of(model)
+    engine.flush()
+    for group in engine.groups:
+        group.version += 1
+        if written:
+            for segment in group.trained:
+                if segment.lo is not None:
+                    segment.lo.zero_()
+
+
+def _refuse_unsupported(model: nn.Module) -> None:
+    if not isinstance(model, nn.Module):
+        raise BadInput(f"wrap takes a torch.nn.Module, not {type(model).__name__}")
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta:
+            raise UnsupportedModel(
+                f"{name} has no data (meta device: accelerate's offload, or an empty "
+                "initialisation): load the weights first, without device_map"
+            )
+        if parameter.requires_grad and parameter.dtype == torch.float16:
+            raise UnsupportedModel(
+                f"{name} is float16: training it needs a loss scaler and fp32 masters, which "
+                "FluxTrain does not have yet. Load with dtype=torch.bfloat16 (or float32)"
+            )
+        if type(parameter) is not nn.Parameter:
+            raise UnsupportedModel(
+                f"{name} is a {type(parameter).__name__}: tensor subclasses (quantised, "
+                "distributed) are not supported yet"
+                + ("; part of this model is wrapped already" if "_fluxtrain" in vars(parameter) else "")
+            )
+
+
+def _compute_device(device: str | torch.device | None) -> torch.device:
+    if device is not None:
+        chosen = torch.device(device)
+        if chosen.type not in ("cpu", "cuda"):
+            raise BadInput(f"device {chosen} is not supported: use 'cuda' or 'cpu'")
+        if chosen.type == "cuda" and not torch.cuda.is_available():
+            raise BadInput(
+                "device='cuda', but torch sees no GPU: install the CUDA build of torch and the "
+                "NVIDIA driver, or use device='cpu'"
+            )
+        return chosen
+    from fluxtrain.hardware.device import check_accelerator
+
+    check_accelerator(torch.cuda.is_available())
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+Borrowed = dict[str, dict[Group, list[int]]]
+
+
+def _group_parameters(parts: Parts) -> tuple[dict[str, Group], Borrowed]:
+    """One group a part; a parameter that several parts share belongs to the first."""
+    groups: dict[str, Group] = {}
+    borrowed: Borrowed = {}
+    home: dict[int, tuple[Group, int]] = {}
+    kinds = [(n, m, "edge") for n, m in parts.edges] + [(n, m, "block") for n, m in parts.blocks]
+    for name, module, kind in kinds:
+        group = groups[name] = Group(name, "edge" if kind == "edge" else "block")
+        group.users = 1
+        for own_name, parameter in module.named_parameters():
+            if id(parameter) not in home:
+                if parameter.numel():
+                    member = group.add(parameter, own_name)
+                    home[id(parameter)] = (group, member.index)
+                continue
+            other, index = home[id(parameter)]
+            if other is not group:
+                borrowed.setdefault(name, {}).setdefault(other, []).append(index)
+    for others in borrowed.values():
+        for group in others:
+            group.users += 1
+    return groups, borrowed
+
+
+def _placement(
+    groups: dict[str, Group],
+    borrowed: Borrowed,
+    device: torch.device,
+    offload: str,
+    chunk_rows: int | None,
+    budget_bytes: int | None,
+    resident_blocks: int | None,
+) -> Placement:
+    if chunk_rows is not None and chunk_rows < 1:
+        raise BadInput(f"chunk_rows is {chunk_rows}: it must be at least 1")
+
+    def wire(group: Group) -> int:
+        return sum(aligned(s.size_bytes) for s in group.segments)
+
+    every = list(groups.values())
+    shared = {g for others in borrowed.values() for g in others}
+    sizes = Sizes(
+        block_wire=tuple(wire(g) for g in every if g.kind == "block"),
+        edge_wire=tuple(wire(g) for g in every if g.kind == "edge"),
+        state=sum(s.elements * (10 if s.split else 8) for g in every for s in g.trained),
+        gradient=sum(s.size_bytes for g in every for s in g.trained),
+        largest_sum=max(4 * g.trained_elements for g in every),
+        shared_sum=sum(4 * g.trained_elements for g in shared),
+        cpu=device.type == "cpu",
+    )
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
+    return place(
+        sizes,
+        offload=offload,
+        free_bytes=free,
+        budget_bytes=budget_bytes,
+        chunk_rows=chunk_rows,
+        resident_blocks=resident_blocks,
+    )
+
+
+def _settle(engine: Engine, groups: dict[str, Group]) -> None:
+    """Move every group's weights home, one group at a time, so that no second copy of the model
+    ever exists."""
+    at_device = engine.plan.offload == "none"
+    for group in groups.values():
+        group.settle(
+            "device" if at_device else "host",
+            engine.device.torch_device,
+            pin=engine.device.pins and not at_device,
+        )
+        engine.owners[group] = {}
+        for member in group.members:
+            owner = Owner(engine, group, member)
+            engine.owners[group][member.index] = owner
+            if member.parameter.requires_grad:
+                _catch_stray_gradients(member.parameter, owner)
+            adopt_parameter(member.parameter, owner)
+    engine.groups = [g for g in groups.values() if g.members]
+    gc.collect()
+
+
+def _catch_stray_gradients(parameter: nn.Parameter, owner: Owner) -> None:
+    def arrived(_: Tensor) -> None:
+        owner.engine.take_in(owner, parameter)
+
+    owner.hook_key = parameter.register_post_accumulate_grad_hook(arrived).id
+
+
+def _make_units(
+    engine: Engine, model: nn.Module, parts: Parts, groups: dict[str, Group], borrowed: Borrowed
+) -> None:
+    order = {name: i for i, (name, _) in enumerate(model.named_modules())}
+    named = sorted([*parts.edges, *parts.blocks], key=lambda part: order.get(part[0], 0))
+    output = getattr(model, "get_output_embeddings", lambda: None)()
+    for position, (name, module) in enumerate(named):
+        unit = Unit(engine, name, module, position, groups[name])
+        for group, indices in borrowed.get(name, {}).items():
+            unit.borrowed[group] = [group.members[i] for i in indices]
+        members = {id(m.parameter): m for _, m in unit.members()}
+        unit.places = [
+            (inner, key, members[id(parameter)])
+            for inner in module.modules()
+            for key, parameter in inner._parameters.items()
+            if parameter is not None and id(parameter) in members
+        ]
+        unit.is_head = type(module) is nn.Linear and (
+            module is output or module.out_features >= _HEAD_COLUMNS
+        )
+        replace_forward(module, unit)
+        guard_module(module, engine)
+        engine.units.append(unit)
+    first_use = {g: u.position for u in reversed(engine.units) for g in u.groups}
+    engine.groups.sort(key=lambda g: first_use.get(g, 0))
+
+
+def _make_slots(engine: Engine) -> None:
+    """Edges and resident blocks get a slot of their own, the other blocks share."""
+    if engine.plan.offload == "none":
+        return
+    blocks = [g for g in engine.groups if g.kind == "block"]
+    resident = len(blocks) if engine.plan.offload == "optimizer" else engine.plan.resident_blocks
+    for group in engine.groups:
+        if group.kind == "edge" or group in blocks[:resident]:
+            engine.window.add_slot(group.wire_bytes, owner=group)
+    streamed = blocks[resident:]
+    if streamed:
+        largest = max(group.wire_bytes for group in streamed)
+        borrowing = max((len(u.groups) for u in engine.units), default=1)
+        for _ in range(min(max(engine.plan.slots, borrowing + 1), max(len(streamed), 2))):
+            engine.window.add_slot(largest)
+
+
+def _move_buffers(model: nn.Module, device: torch.device) -> None:
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.to(device)
+
+
+def _ancestors(module: nn.Module, units: set[int]) -> Iterator[nn.Module]:
+    """Modules above the units: their `.to()` would reach wrapped parameters."""
+    yield module
+    for child in module.children():
+        if id(child) not in units:
+            yield from _ancestors(child, units)
+
+
+def _before_model(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Inputs move to the device; the user's own gradient checkpointing has nothing left to do."""
+    engine = model.__dict__.get("_fluxtrain_engine")
+    if engine is None:
+        raise MisusedModel("this model was copied while wrapped: wrap the copy")
+    for unit in engine.units:
+        if getattr(unit.module, "gradient_checkpointing", False):
+            unit.module.gradient_checkpointing = False  # type: ignore[assignment]
+            engine.say("gradient checkpointing is off: wrapped blocks recompute by themselves")
+    if engine.device.torch_device.type == "cpu":
+        return None
+    moved: tuple[tuple[Any, ...], dict[str, Any]] = to_device(
+        (args, kwargs), engine.device.torch_device
+    )
+    return moved

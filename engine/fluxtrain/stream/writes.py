@@ -1,0 +1,66 @@
+"""Notices writes to weights from outside: loading, merging, pruning, a foreign optimizer.
+
+A write to a bf16 weight makes the lower half of its fp32 master stale (123 of 256 externally
+zeroed weights stayed frozen in an experiment), and a copy on the device out of date.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from fluxtrain.errors import MisusedModel
+from fluxtrain.memory.group import Group, Member
+
+if TYPE_CHECKING:
+    from fluxtrain.stream.engine import Engine
+
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def fingerprint(tensor: Tensor) -> int:
+    """A number that changes when a weight does: a position-weighted sum of the raw words."""
+    words = tensor.detach().reshape(-1).view(_WORDS[tensor.element_size()]).to(torch.int64)
+    places = torch.arange(1, words.numel() + 1, device=words.device) * 2654435761 % 4294967291
+    return int((words * places).sum())
+
+
+def check_writes(engine: Engine, group: Group) -> None:
+    """Take over what was written to the group's weights since the last look."""
+    changed: list[Member] = []
+    with torch._C.DisableTorchFunctionSubclass():
+        for member in group.members:
+            parameter, home = member.parameter, group.home_views[member.index]
+            if parameter.data_ptr() != home.data_ptr():
+                _take_over(group, member, home)
+                changed.append(member)
+            elif parameter._version != member.write_version:
+                changed.append(member)
+            elif member.fingerprint is not None and fingerprint(home) != member.fingerprint:
+                changed.append(member)
+            member.write_version = parameter._version
+            member.fingerprint = None
+    if changed:
+        group.wait()
+        group.version += 1
+        for member in changed:
+            if member.segment.lo is not None:
+                member.slice(member.segment.lo).zero_()
+
+
+def _take_over(group: Group, member: Member, home: Tensor) -> None:
+    """`parameter.data = tensor`: copy the values home and point the parameter there again."""
+    parameter = member.parameter
+    same = parameter.shape == home.shape and parameter.dtype == home.dtype
+    if not same or parameter.device.type != home.device.type:
+        raise MisusedModel(
+            f"{member.name} in {group.name} was {tuple(home.shape)} {home.dtype} on {home.device} "
+            f"and is now {tuple(parameter.shape)} {parameter.dtype} on {parameter.device}: resize "
+            "or convert before fluxtrain.wrap(model), or fluxtrain.unwrap(model) first"
+        )
+    group.wait()
+    with torch.no_grad():
+        home.copy_(parameter.detach())
+    parameter.data = home
