@@ -120,6 +120,26 @@ def test_a_gauge_that_is_only_live_carries_the_number_of_the_newest_journal_fram
     emitter.close()
 
 
+def test_the_journal_of_a_finished_run_ends_with_the_last_sample_of_every_gauge(
+    journal: Path, make_memory: Make
+) -> None:
+    clock = Clock()
+    emitter = Emitter(journal, clock=clock)
+    for tenth in range(5):
+        clock.now_s = 1000 + tenth / 10
+        emitter.emit(make_memory(host_arena_bytes=tenth))
+        emitter.emit(Heartbeat(phase="training", step=tenth))
+    ending = Done(exit_code=0, step=4, seconds=0.4, loss=1.0, evaluation_loss=None, model_path=None)
+    emitter.emit(ending)
+    emitter.close()
+    first_memory, first_beat, memory, beat, done = read_events(journal)
+    assert (first_memory.host_arena_bytes, first_beat.step) == (0, 0)
+    assert (memory.host_arena_bytes, beat.step) == (4, 4)
+    assert memory.t_s == clock.now_s
+    assert isinstance(done, Done)
+    assert_no_gap(journal, count=5)
+
+
 def test_a_reader_stopped_by_a_signal_costs_microseconds_and_no_journal_frame(
     journal: Path, make_step: Make, make_memory: Make
 ) -> None:

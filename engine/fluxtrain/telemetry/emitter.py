@@ -1,8 +1,8 @@
 """The trainer's mouth: events go to the journal first, then to the live pipe, and nobody waits.
 
 `seq` counts journal frames. A lifecycle event always takes the next number. A gauge takes one only
-when it is journaled, at most once a second per kind; a gauge that is only live carries the number
-of the newest journal frame. So the journal has no gap, and a reader that goes from the journal to
+when it is journaled, at most once a second per kind and before the run's end; a gauge that is only
+live carries the number of the newest journal frame. So the journal has no gap, and a reader that goes from the journal to
 the pipe drops lifecycle frames whose `seq` it has seen.
 """
 
@@ -17,7 +17,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from fluxtrain.errors import FluxTrainError
-from fluxtrain.telemetry.events import Event, Gauge
+from fluxtrain.telemetry.events import Done, Event, Failed, Gauge
 from fluxtrain.telemetry.frames import encode_frame
 from fluxtrain.telemetry.journal import JournalWriter
 from fluxtrain.telemetry.live import LivePipe
@@ -45,6 +45,7 @@ class Emitter:
         self._clock = clock
         self._seq = self._journal.last_seq if self._journal else 0
         self._gauge_due_s: dict[type[Event], float] = {}
+        self._held: dict[type[Event], tuple[Event, float]] = {}  # newer than the journal has
         self._owner = threading.get_ident()
         self._owner_knows = False
         self._lock = threading.RLock()
@@ -87,22 +88,41 @@ class Emitter:
                 self._journal.close()
 
     def _put(self, event: Event) -> None:
-        now_s, gauge = self._clock(), isinstance(event, Gauge)
-        kept = not gauge or now_s >= self._gauge_due_s.get(type(event), now_s)
+        now_s, kind = self._clock(), type(event)
+        if isinstance(event, Gauge):
+            kept = now_s >= self._gauge_due_s.get(kind, now_s)
+            failure = self._write(event, now_s, kept, gauge=kind)
+            if kept and failure is None:
+                self._gauge_due_s[kind] = now_s + JOURNAL_GAUGE_PERIOD_S
+            self._held.pop(kind, None)
+            if not kept:
+                self._held[kind] = (event, now_s)
+            return
+        if isinstance(event, Done | Failed):
+            self._journal_held()
+        failure = self._write(event, now_s, kept=True)
+        if failure is not None:
+            self._report(failure)
+
+    def _write(
+        self, event: Event, now_s: float, kept: bool, gauge: type | None = None
+    ) -> FluxTrainError | None:
         frame = self._stamp(event, now_s, self._seq + kept)
         failure = self._append(frame) if kept else None
         if failure is not None:
-            frame = self._stamp(
-                event, now_s, self._seq
-            )  # that number goes to the next that is kept
+            frame = self._stamp(event, now_s, self._seq)  # the next that is kept gets the number
         elif kept:
             self._seq += 1
-            if gauge:
-                self._gauge_due_s[type(event)] = now_s + JOURNAL_GAUGE_PERIOD_S
         if self._live:
-            self._live.send(frame, type(event) if gauge else None)
-        if failure is not None and not gauge:
-            self._report(failure)
+            self._live.send(frame, gauge)
+        return failure
+
+    def _journal_held(self) -> None:
+        """A finished run's journal ends with the last sample of every gauge."""
+        for event, sampled_s in self._held.values():
+            if self._append(self._stamp(event, sampled_s, self._seq + 1)) is None:
+                self._seq += 1
+        self._held.clear()
 
     def _stamp(self, event: Event, now_s: float, seq: int) -> bytes:
         return encode_frame(
