@@ -10,12 +10,11 @@ _EPS = c_float(1e-6).value
 def clip_scale(norm: float, max_norm: float | None) -> float:
     """What gradients of global `norm` are multiplied by: max_norm / (norm + 1e-6), at most 1.
 
-    In fp32, as torch computes it from an fp32 norm. NaN stays NaN; max_norm None never clips.
+    In fp32 with torch's roundings (it multiplies max_norm by a reciprocal), so that a norm clips to
+    the same bits here and there. NaN stays NaN; max_norm None never clips.
     """
     if max_norm is None:
         return 1.0
-    shifted = c_float(c_float(norm).value + _EPS).value
-    if shifted == 0.0:
-        return 1.0
-    scale = c_float(c_float(max_norm).value / shifted).value
+    reciprocal = c_float(1.0 / c_float(c_float(norm).value + _EPS).value).value
+    scale = c_float(reciprocal * c_float(max_norm).value).value
     return 1.0 if scale > 1.0 else scale

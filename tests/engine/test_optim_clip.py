@@ -1,0 +1,59 @@
+"""clip_scale gives the bits of torch's own coefficient."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fluxtrain.optim.clip import clip_scale
+
+NORMS = st.floats(min_value=0, width=32)
+LIMITS = st.floats(min_value=0, max_value=1e6, allow_subnormal=False)
+
+
+def torch_coefficient(norm: float, max_norm: float) -> float:
+    """What torch.nn.utils.clip_grads_with_norm_ multiplies a gradient of 1 by."""
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    parameter.grad = torch.ones(1)
+    torch.nn.utils.clip_grads_with_norm_([parameter], max_norm, torch.tensor(norm))
+    return float(parameter.grad)
+
+
+@given(NORMS, LIMITS)
+def test_the_scale_has_the_bits_of_torchs_coefficient(norm: float, max_norm: float) -> None:
+    assert clip_scale(norm, max_norm) == torch_coefficient(norm, max_norm)
+
+
+@given(NORMS, LIMITS)
+def test_a_gradient_is_never_made_longer(norm: float, max_norm: float) -> None:
+    scale = clip_scale(norm, max_norm)
+    assert 0.0 <= scale <= 1.0
+    if math.isfinite(norm):
+        assert norm * scale <= max_norm * (1 + 1e-6) or scale == 1.0
+
+
+def test_a_norm_within_the_limit_changes_nothing() -> None:
+    assert clip_scale(0.5, 1.0) == 1.0
+    assert clip_scale(0.0, 1.0) == 1.0
+
+
+def test_no_limit_never_clips() -> None:
+    assert clip_scale(1e30, None) == 1.0
+
+
+def test_a_norm_that_is_not_finite_is_seen_in_the_scale() -> None:
+    assert math.isnan(clip_scale(math.nan, 1.0))
+    assert clip_scale(math.inf, 1.0) == 0.0
+
+
+@pytest.mark.parametrize("max_norm", [0.1, 1.0, 37.5])
+def test_a_long_gradient_ends_at_the_limit(max_norm: float) -> None:
+    gradient = torch.randn(1000, generator=torch.Generator().manual_seed(1)) * 50
+    norm = float(gradient.norm())
+    assert float((gradient * clip_scale(norm, max_norm)).norm()) == pytest.approx(
+        max_norm, rel=1e-5
+    )
