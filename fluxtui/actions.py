@@ -31,6 +31,13 @@ class Action:
         key = self.keys.split(",")[0]
         return KEY_TEXTS.get(key, key.replace("ctrl+", "^"))
 
+    @property
+    def all_keys_text(self) -> str:
+        """All its keys."""
+        return " ".join(
+            KEY_TEXTS.get(key, key.replace("ctrl+", "^")) for key in self.keys.split(",")
+        )
+
     def works_on(self, screen: str) -> bool:
         """Whether it does something on this screen."""
         return not self.screens or screen in self.screens

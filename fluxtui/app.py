@@ -59,8 +59,12 @@ class FluxApp(App[None]):
     ENABLE_COMMAND_PALETTE = True
     BINDINGS: ClassVar[list[BindingType]] = [*bindings()]
     CSS = """
-    Screen { background: $background; color: $foreground; }
+    RunScreen { background: $background; color: $foreground; }
     Toast { max-width: 70; }
+    * {
+        scrollbar-size-vertical: 1; scrollbar-background: $surface; scrollbar-color: $panel;
+        scrollbar-color-hover: $primary; scrollbar-background-hover: $surface;
+    }
     """
 
     class Updated(Message):
@@ -195,7 +199,7 @@ class FluxApp(App[None]):
 
     def action_show(self, name: str) -> None:
         """Bring a screen to the front."""
-        if isinstance(self.screen, RunScreen) and self.screen.NAME != name:
+        if isinstance(self.screen, RunScreen) and name != self.screen.NAME:
             self.switch_screen(name)
 
     def action_detach(self) -> None:
@@ -217,7 +221,7 @@ class FluxApp(App[None]):
 
     def action_command(self, command: str) -> None:
         """Send a command to the trainer without blocking; its answer is shown."""
-        run_dir = self._source.run_dir if self._source else None
+        run_dir = self.run_dir
         if run_dir is None or not self._may_command(command):
             return
         socket = RunDir(run_dir).socket
@@ -327,8 +331,9 @@ class FluxApp(App[None]):
         name = screen.NAME if isinstance(screen, RunScreen) else ""
         for action in ACTIONS:
             if action.works_on(name) and action.id != "palette":
-                title = f"{action.label.capitalize()} ({action.key_text})"
-                yield SystemCommand(title, action.about, _runner(self, action.do))
+                yield SystemCommand(
+                    action.about, f"{action.group}, key {action.key_text}", _runner(self, action.do)
+                )
         for theme in self._themes.values():
             chosen = theme.theme.name
             yield SystemCommand(
@@ -340,7 +345,10 @@ _OWN_ACTIONS = frozenset(action.do.split("(")[0] for action in ACTIONS)
 
 
 def _runner(app: FluxApp, do: str) -> Callable[[], None]:
-    return lambda: app.call_later(app.run_action, do)
+    def run() -> None:
+        app.call_later(app.run_action, do)
+
+    return run
 
 
 def _theme_setter(app: FluxApp, name: str) -> Callable[[], None]:

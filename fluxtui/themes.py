@@ -48,6 +48,7 @@ class Palette:
     roles: Mapping[str, Style]
     ground: Color | None = None  # the background, None for the terminal's own
     dark: bool = True
+    grounds: Mapping[str, Color] = field(default_factory=dict)  # background, surface, panel
     _cache: dict[str, Style] = field(default_factory=dict, compare=False)
 
     def style(self, role: str) -> Style:
@@ -57,6 +58,11 @@ class Palette:
             style = Style(bgcolor=self.ground) + self._made(role)
             self._cache[role] = style
         return style
+
+    def over(self, name: str) -> Palette:
+        """The same roles on another of the theme's grounds."""
+        ground = self.grounds.get(name)
+        return self if ground is None else Palette(self.roles, ground, self.dark, self.grounds)
 
     def _made(self, role: str) -> Style:
         kind, _, name = role.rpartition(":")
@@ -146,8 +152,11 @@ def read_theme(path: Path) -> ThemeFile:
             raise BadInput(f"theme {path.name} lacks {', '.join(missing)} in [{name}]")
     ansi = bool(table.get("ansi", False))
     chosen = {key: _textual_color(path, key, colors[key], ansi) for key in COLORS}
-    ground = None if ansi else Color.parse(str(colors["background"]))
-    palette = Palette(_styles(path, roles), ground, bool(table.get("dark", True)))
+    names = () if ansi else ("background", "surface", "panel")
+    grounds = {name: Color.parse(chosen[name]) for name in names}
+    palette = Palette(
+        _styles(path, roles), grounds.get("background"), bool(table.get("dark", True)), grounds
+    )
     theme = Theme(
         name=str(table.get("name", path.stem)),
         dark=palette.dark,

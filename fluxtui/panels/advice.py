@@ -21,7 +21,7 @@ def rows(given: AdviceGiven, width: int) -> list[Line]:
     lines: list[Line] = []
     for i, part in enumerate(wrapped(given.text, width - 2)):
         lines.append((("▲ " if i == 0 else "  ", "accent"), (part, "text")))
-    note = "   ".join(part for part in (given.gain, given.how) if part)
+    note = " · ".join(part for part in (given.gain, given.how) if part)
     lines.extend((("  ", "text"), (part, "good")) for part in wrapped(note, width - 2))
     return lines
 

@@ -6,10 +6,11 @@ from fluxtrain.telemetry.events import StepFinished, TrafficSampled
 from fluxtrain.units import UNKNOWN, bytes_text, duration_text, rate_text
 from fluxtui.panels.panel import Panel, pair, share_text, stale_note
 from fluxtui.state.view import View
-from fluxtui.widgets.bars import spark
-from fluxtui.widgets.spans import BLANK, Line, dropped_to_fit, joined, spread
+from fluxtui.widgets.bars import sparks
+from fluxtui.widgets.spans import BLANK, Line, dropped_to_fit, fitted, joined, spread, width_of
 
-RATE_CELLS = 24
+NUMBER_CELLS = 14  # a rate and an unknown ceiling
+TALLEST = 4
 
 
 def heading(view: View, width: int) -> Line:
@@ -20,21 +21,20 @@ def heading(view: View, width: int) -> Line:
 
 
 def body(view: View, width: int, height: int) -> list[Line]:
-    """Directions a line each, then stalls and totals; two directions share a line when low."""
+    """Directions one below the other, then stalls and totals; side by side when it is low."""
+    stall = stall_line(view.state.step, view, width)
     if height <= 2:
         half = (width - 2) // 2
-        both = [_direction(view, name, half) for name in ("h2d", "d2h")]
-        return [(*both[0], ("  ", "text"), *both[1]), stall_line(view.state.step, view, width)][
-            :height
-        ]
-    lines = [_direction(view, name, width) for name in ("h2d", "d2h")]
+        down, up = (_direction(view, name, half, 1)[0] for name in ("h2d", "d2h"))
+        return [(*down, ("  ", "text"), *up), stall][:height]
+    names = ["h2d", "d2h"]
     if uses_disk(view.state.traffic):
-        lines += [_direction(view, name, width) for name in ("disk_read", "disk_written")]
-    lines.append(stall_line(view.state.step, view, width))
-    lines.append(totals_line(view.fresh(view.state.traffic), width))
-    if len(lines) < height:
-        lines.insert(-2, BLANK)
-    return lines[:height]
+        names += ["disk_read", "disk_written"]
+    rows = max(1, min(TALLEST, (height - 2) // len(names)))
+    lines = [row for name in names for row in _direction(view, name, width, rows)]
+    if len(lines) + 2 < height:
+        lines.append(BLANK)
+    return [*lines, stall, totals_line(view.fresh(view.state.traffic), width)][:height]
 
 
 def uses_disk(sample: TrafficSampled | None) -> bool:
@@ -57,7 +57,8 @@ def ceiling_of(sample: TrafficSampled | None, name: str) -> float | None:
     return float(value) if value else None
 
 
-def _direction(view: View, name: str, width: int) -> Line:
+def _direction(view: View, name: str, width: int, rows: int) -> list[Line]:
+    """The history of a direction's rate with its newest value at the foot."""
     sample = view.fresh(view.state.traffic)
     rate = rate_of(sample, name) if sample else None
     ceiling = ceiling_of(sample, name)
@@ -67,15 +68,13 @@ def _direction(view: View, name: str, width: int) -> Line:
     )
     if rate is not None and ceiling:
         numbers = (*numbers, (f" {rate / ceiling * 100:3.0f}%", "text"))
-    label: Line = ((f"{LABELS[name]} ", ROLES[name]),)
-    room = max(0, width - 4 - max(RATE_CELLS if width > 44 else 0, _cells(numbers)))
+    role = ROLES[name]
+    room = max(0, width - 4 - max(NUMBER_CELLS, width_of(numbers)))
     rates = [rate_of(old, name) for old in view.state.traffics.last(room)]
     top = ceiling or max(rates, default=0.0)
-    return spread((*label, *spark(rates, room, top, f"soft:{ROLES[name]}")), numbers, width)
-
-
-def _cells(spans: Line) -> int:
-    return sum(len(text) for text, _ in spans)
+    columns = sparks(rates, room, rows, top, f"soft:{role}")
+    lines = [fitted((("    ", "text"), *spans), width) for spans in columns[:-1]]
+    return [*lines, spread(((f"{LABELS[name]} ", role), *columns[-1]), numbers, width)]
 
 
 def stall_line(step: StepFinished | None, view: View, width: int) -> Line:

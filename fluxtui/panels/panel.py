@@ -20,7 +20,7 @@ def no_heading(view: View, width: int) -> Line:
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One panel of the dashboard. Adding one is a file with a `PANEL` and a line in the registry."""
+    """One panel. Adding one is a file with a `PANEL` and a line in the registry."""
 
     id: str
     title: str
@@ -65,3 +65,11 @@ def whole_text(seconds: float | None) -> str:
     if seconds is None:
         return UNKNOWN
     return f"{round(seconds)} s" if seconds < 59.5 else duration_text(seconds)
+
+
+def power_text(value: float | None) -> str:
+    """A small number as people write learning rates: 3.0e-4."""
+    if value is None:
+        return UNKNOWN
+    mantissa, _, power = f"{value:.2e}".partition("e")
+    return f"{mantissa}e{int(power)}" if value else "0"

@@ -6,7 +6,7 @@ import time
 
 from fluxtrain.telemetry.events import StepFinished
 from fluxtrain.units import UNKNOWN, count_text, duration_text
-from fluxtui.panels.panel import Panel, number_text, pair, whole_text
+from fluxtui.panels.panel import Panel, number_text, pair, power_text, whole_text
 from fluxtui.state.view import View
 from fluxtui.widgets.bars import gauge
 from fluxtui.widgets.spans import Line, dropped_to_fit, spread, width_of
@@ -67,8 +67,8 @@ def _how(view: View, width: int) -> Line:
     parts: list[Line] = [
         pair("loss", number_text(step.loss) if step else UNKNOWN),
         pair("ema", number_text(state.loss.smooth), "smooth"),
-        pair("", count_text(rates.tokens_per_s) if rates else UNKNOWN)[1:] + ((" tok/s", "dim"),),
-        pair("", duration_text(rates.step_s) if rates else UNKNOWN)[1:] + ((" a step", "dim"),),
+        _measured(count_text(rates.tokens_per_s if rates else None), "tok/s"),
+        _measured(duration_text(rates.step_s if rates else None), "a step"),
     ]
     if state.evaluation is not None:
         found = state.evaluation
@@ -76,12 +76,16 @@ def _how(view: View, width: int) -> Line:
     parts += [
         pair("p95", duration_text(slow_step_s(list(state.steps)))),
         pair("norm", number_text(step.grad_norm if step else None, 3)),
-        pair("lr", f"{step.learning_rate:.2e}" if step else UNKNOWN),
+        pair("lr", power_text(step.learning_rate if step else None)),
         pair("epoch", f"{step.epoch:.2f}" if step else UNKNOWN),
     ]
     if state.loss.best is not None:
         parts.append((*pair("best", number_text(state.loss.best[1])), _at(state.loss.best[0])))
     return dropped_to_fit(parts, width, gap="   " if width > 100 else "  ")
+
+
+def _measured(value: str, unit: str) -> Line:
+    return ((value, "dim" if value == UNKNOWN else "strong"), (f" {unit}", "dim"))
 
 
 def _at(step: int) -> tuple[str, str]:

@@ -12,7 +12,7 @@ from fluxtui.widgets.spans import Line, Span, dropped_to_fit, spread
 ROLES = {"G": "device", "C": "host", "N": "disk", ">": "flight", "<": "flight", ".": "absent"}
 CLASSES = ("weights", "gradients", "optimizer")
 LABEL_CELLS = 11
-TALLY_CELLS = 28
+TALLY_CELLS = 33
 WIDEST_TILE = 9
 
 
@@ -91,6 +91,8 @@ def _tally(letters: str, size_bytes: int) -> Line:
     for letter in "GCN":
         role = ROLES[letter] if counts[letter] else "absent"
         spans.append((f"{letter}{counts[letter]:<3} ", role))
+    moving = counts[">"] + counts["<"]
+    spans.append((f"⇅{moving:<3} ", "flight" if moving else "absent"))
     return (*spans, (f"{bytes_text(size_bytes):>10}", "text"))
 
 

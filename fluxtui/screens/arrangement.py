@@ -24,6 +24,8 @@ class Rect(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Place:
+    """Where a panel is, and what is drawn around it."""
+
     rect: Rect
     frame: Frame
 
@@ -94,16 +96,16 @@ def _three_columns(width: int, height: int) -> Arrangement:
     """As two columns, with advice beside the blocks and the log on its own."""
     left = width * 60 // 100
     right = width - left
-    rest = height - (4 + 5 + 7 + 4)
+    rest = height - (4 + 5 + 5 + 4)
     low = rest * 2 // 5
     high = rest - low
-    y = 16
+    y = 14
     third = left * 55 // 100
     return {
         "progress": Place(Rect(0, 0, width, 4), "box"),
         "memory": Place(Rect(0, 4, width, 5), "box"),
-        "residency": Place(Rect(0, 9, left, 7), "box"),
-        "machine": Place(Rect(left, 9, right, 7), "box"),
+        "residency": Place(Rect(0, 9, left, 5), "box"),
+        "machine": Place(Rect(left, 9, right, 5), "box"),
         "loss": Place(Rect(0, y, left, high), "box"),
         "bus": Place(Rect(left, y, right, high // 2), "box"),
         "advice": Place(Rect(left, y + high // 2, right, high - high // 2), "box"),

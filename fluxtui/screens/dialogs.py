@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, cast
+
 from textual.app import ComposeResult
 from textual.binding import Binding
-from textual.containers import Vertical, VerticalScroll
+from textual.containers import Vertical
 from textual.screen import ModalScreen
 from textual.widgets import Static
 
 from fluxtui.actions import ACTIONS, GROUPS
 from fluxtui.panels import PANELS
+from fluxtui.widgets.scrolling import ScrollingLines
+from fluxtui.widgets.spans import BLANK, Line
+
+if TYPE_CHECKING:
+    from fluxtui.app import FluxApp
 
 DIALOG_CSS = """
 {name} {{ align: center middle; }}
@@ -33,8 +40,8 @@ class StopDialog(ModalScreen[bool]):
         with Vertical(classes="dialog"):
             yield Static("[b]Stop this run?[/b]\n")
             yield Static(
-                "It writes a checkpoint and ends after this step; `--resume auto` goes on from "
-                "there. To leave it running, press [b]d[/b] instead.\n"
+                "It writes a checkpoint and ends after this step; --resume auto goes on from "
+                "there. To leave it running and close this window, press d instead.\n"
             )
             yield Static("[b]y[/b] stop      [b]n[/b] go on training")
 
@@ -46,36 +53,41 @@ class StopDialog(ModalScreen[bool]):
 class HelpScreen(ModalScreen[None]):
     """Keys from the registry, and what the panels show."""
 
-    DEFAULT_CSS = DIALOG_CSS.format(name="HelpScreen", width=74)
+    DEFAULT_CSS = DIALOG_CSS.format(name="HelpScreen", width=78)
     BINDINGS = [Binding("escape,question_mark,q,enter", "dismiss", "Close", show=False)]
+    AUTO_FOCUS = "#help"
 
     def compose(self) -> ComposeResult:
-        with VerticalScroll(classes="dialog"):
-            yield Static(help_text())
+        with Vertical(classes="dialog"):
+            yield ScrollingLines(id="help")
+
+    def on_mount(self) -> None:
+        self.query_one("#help").styles.height = len(help_lines())
+        self.call_after_refresh(self.draw)
+
+    def on_resize(self) -> None:
+        self.call_after_refresh(self.draw)
+
+    def draw(self) -> None:
+        """Draw what fits; the rest scrolls."""
+        palette = cast("FluxApp", self.app).palette.over("surface")
+        self.query_one("#help", ScrollingLines).show_all(help_lines(), palette)
 
 
-def help_text() -> str:
-    """All keys by group, then the panels."""
-    parts = []
+def help_lines() -> list[Line]:
+    """All keys by group, then the panels and the letters."""
+    lines: list[Line] = []
     for group in GROUPS:
-        rows = [
-            f"  [b]{_escaped(_keys_text(action.keys)):<12}[/b] {action.about}"
+        lines.append(((group, "accent"),))
+        lines += [
+            ((f"  {action.all_keys_text:<8}", "key"), (action.about, "text"))
             for action in ACTIONS
             if action.group == group
         ]
-        parts.append(f"[b $accent]{group}[/]\n" + "\n".join(rows))
-    panels = [f"  [b]{panel.title:<16}[/b] {panel.about}" for panel in PANELS.values()]
-    parts.append("[b $accent]Panels[/]  (tab to go from one to the next)\n" + "\n".join(panels))
-    letters = "  G device   C host   N disk   > to the device   < to the host   - not known now"
-    parts.append("[b $accent]Letters[/]\n" + letters)
-    return "\n\n".join(parts)
-
-
-def _keys_text(keys: str) -> str:
-    from fluxtui.actions import KEY_TEXTS
-
-    return " ".join(KEY_TEXTS.get(key, key.replace("ctrl+", "^")) for key in keys.split(","))
-
-
-def _escaped(text: str) -> str:
-    return text.replace("[", r"\[")
+        lines.append(BLANK)
+    lines.append((("Panels", "accent"), ("   tab goes from one to the next", "dim")))
+    lines += [
+        ((f"  {panel.title:<15}", "strong"), (panel.about, "text")) for panel in PANELS.values()
+    ]
+    letters = "  G device  C host  N disk  > to the device  < to the host  - not known now"
+    return [*lines, BLANK, (("Letters", "accent"),), ((letters, "text"),)]

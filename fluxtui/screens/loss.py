@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 from fluxtui.panels import PANELS
 from fluxtui.panels.loss import chart
-from fluxtui.panels.panel import Panel, number_text, pair
+from fluxtui.panels.panel import Panel, number_text, pair, power_text
 from fluxtui.screens.run_screen import RunScreen
 from fluxtui.state.history import Curve
 from fluxtui.state.view import ChartSettings, View
@@ -16,14 +19,16 @@ from fluxtui.widgets.spans import Line
 SMALL_CHARTS_FROM_ROWS = 28
 
 
-def _curve_panel(panel_id: str, title: str, curve_name: str) -> Panel:
+def _curve_panel(
+    panel_id: str, title: str, curve_name: str, write: Callable[[float | None], str]
+) -> Panel:
     def curve_of(view: View) -> Curve:
         curve: Curve = getattr(view.state, curve_name)
         return curve
 
     def heading(view: View, width: int) -> Line:
         buckets = curve_of(view).buckets
-        return pair("now", number_text(buckets[-1].mean if buckets else None, 3))
+        return pair("now", write(buckets[-1].mean if buckets else None))
 
     def body(view: View, width: int, height: int) -> list[Line]:
         settings = ChartSettings(smooth=False, zoom=view.chart.zoom)
@@ -32,8 +37,8 @@ def _curve_panel(panel_id: str, title: str, curve_name: str) -> Panel:
     return Panel(panel_id, title, body, heading)
 
 
-GRAD_NORM = _curve_panel("grad_norm", "Gradient norm", "grad_norm")
-LEARNING_RATE = _curve_panel("learning_rate", "Learning rate", "learning_rate")
+GRAD_NORM = _curve_panel("grad_norm", "Gradient norm", "grad_norm", partial(number_text, digits=3))
+LEARNING_RATE = _curve_panel("learning_rate", "Learning rate", "learning_rate", power_text)
 
 
 class LossScreen(RunScreen):

@@ -10,7 +10,7 @@ from textual.screen import Screen
 from fluxtui.screens.arrangement import too_small
 from fluxtui.state.view import View
 from fluxtui.themes import Palette
-from fluxtui.widgets.chrome import footer_line, header_line, status_line
+from fluxtui.widgets.chrome import footer_line, header_line, notice_lines, status_line
 from fluxtui.widgets.lines import Lines
 
 if TYPE_CHECKING:
@@ -24,12 +24,14 @@ class RunScreen(Screen[None]):
     DEFAULT_CSS = """
     RunScreen { layout: vertical; overflow: hidden; }
     RunScreen > .chrome { height: 1; width: 1fr; }
+    RunScreen > #notice { height: 0; width: 1fr; }
     RunScreen > #body { height: 1fr; width: 1fr; }
     RunScreen.-tiny > #body, RunScreen.-tiny > #keys { display: none; }
     """
 
     def compose(self) -> ComposeResult:
         yield Lines(id="top", classes="chrome")
+        yield Lines(id="notice")
         yield from self.compose_body()
         yield Lines(id="keys", classes="chrome")
 
@@ -52,6 +54,12 @@ class RunScreen(Screen[None]):
         self.set_class(tiny, "-tiny")
         top = status_line(view, width) if tiny else header_line(view, width)
         self.query_one("#top", Lines).show([top], palette)
+        notice = self.query_one("#notice", Lines)
+        sentences = [] if tiny else notice_lines(view, width)
+        if notice.styles.height is None or notice.styles.height.value != len(sentences):
+            notice.styles.height = len(sentences)
+            self.call_after_refresh(self.draw)  # the body has another size now
+        notice.show(sentences, palette)
         if tiny:
             return
         paused = view.status.kind == "paused"

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 from fluxtui.sources.machine import MachineSampler
 from fluxtui.sources.source import RunSource
+from fluxtui.state.link import Link
 from fluxtui.state.machine import MachineSample
 from fluxtui.state.run import RunState
-from fluxtui.state.link import Link
 
 MACHINE_PERIOD_S = 1.0
 

@@ -43,7 +43,7 @@ class JournalSource:
         return True
 
     def poll(self) -> Batch:
-        """New events; a journal that cannot be read is a `problem` of the link, not an exception."""
+        """New events; why a journal cannot be read is in the link, it is no exception."""
         problem: str | None = None
         events: list[AnyEvent] = []
         try:

@@ -4,8 +4,15 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-from fluxtrain.telemetry.events import Event, Heartbeat, MemorySampled, MovesMade
-from fluxtrain.telemetry.events import ResidencySampled, StepFinished, TrafficSampled
+from fluxtrain.telemetry.events import (
+    Event,
+    Heartbeat,
+    MemorySampled,
+    MovesMade,
+    ResidencySampled,
+    StepFinished,
+    TrafficSampled,
+)
 
 Kind = TypeVar("Kind", bound=Event)
 

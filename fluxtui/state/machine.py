@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class GpuSample:
+    """One GPU at one moment."""
+
     name: str
     utilisation: float | None  # 0 to 1
     memory_used_bytes: int | None

@@ -24,6 +24,8 @@ ADVICE_LIMIT = 8
 
 @dataclass(frozen=True, slots=True)
 class LogLine:
+    """One thing that happened, in words."""
+
     wall_s: float
     level: Level
     kind: str  # log, phase, checkpoint, evaluation, advice, command, sample, failed, done
@@ -111,7 +113,13 @@ def _logged(state: RunState, event: ev.Event, level: Level, kind: str, text: str
 
 
 def _after_hello(state: RunState, event: ev.Hello) -> RunState:
-    """A new process: what it will do again is forgotten, what it samples anew too."""
+    """A new process: what it will do again is forgotten, what it samples anew too.
+
+    The same process says hello again when it knows its model: that only adds facts.
+    """
+    known = state.hello
+    if known is not None and (known.pid, known.pid_start_s) == (event.pid, event.pid_start_s):
+        return replace(state, hello=event)
     again = event.first_step
     kept = [pair for pair in state.evaluations if pair[0] <= again]
     evaluations: History[tuple[int, float]] = History(1024)

@@ -19,6 +19,8 @@ ENDED: frozenset[Kind] = frozenset({"dead", "failed", "stopped", "finished"})
 
 @dataclass(frozen=True, slots=True)
 class Status:
+    """How the run is."""
+
     kind: Kind
     word: str  # for the header: RUNNING, STALLED
     detail: str = ""  # one sentence, "" when the word says it all

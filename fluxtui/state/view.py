@@ -18,6 +18,8 @@ MACHINE_LIMIT_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class ChartSettings:
+    """How the user wants to see the curves."""
+
     smooth: bool = True
     log_scale: bool = False
     zoom: float = 1.0  # the share of the steps that is drawn, the newest
@@ -25,6 +27,8 @@ class ChartSettings:
 
 @dataclass(frozen=True, slots=True)
 class View:
+    """One moment of one run, as the screens draw it."""
+
     state: RunState = field(default_factory=RunState)
     link: Link = field(default_factory=Link)
     machine_sample: MachineSample | None = None
@@ -49,8 +53,11 @@ class View:
         return status_of(self.state, self.link, self.now_s)
 
     def fresh(self, event: Kind | None) -> Kind | None:
-        """The event if it still tells the present, else None: a panel then draws "-"."""
-        return fresh(event, self.now_s)
+        """The event if it still tells the present, else None: a panel then draws "-".
+
+        Of a run that ended in order the last samples are shown; the header says that it ended.
+        """
+        return event if self.closed_in_order else fresh(event, self.now_s)
 
     def age_s(self, event: Event | None) -> float | None:
         return age_s(event, self.now_s)

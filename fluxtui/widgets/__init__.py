@@ -1,1 +1,1 @@
-"""What panels draw with: lines of spans, bars, sparklines, charts, and the widget that diffs them."""
+"""What panels draw with: spans, bars, sparklines, charts, and the widget that diffs lines."""

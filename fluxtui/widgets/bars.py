@@ -71,19 +71,25 @@ def partition(parts: Sequence[Part], width: int) -> Line:
     return tuple(spans) if spans else (("╌" * width, "track"),)
 
 
-def spark(values: Sequence[float | None], width: int, top: float, role: str) -> Line:
-    """The newest `width` values as a column each, against `top`; a gap where there is none."""
-    if width <= 0:
-        return ()
-    recent = list(values)[-width:]
-    columns = "".join(_column(value, top) for value in recent)
-    rest = width - len(recent)
-    return ((("·" * rest), "faint"), (columns, role)) if rest else ((columns, role),)
+def sparks(
+    values: Sequence[float | None], width: int, rows: int, top: float, role: str
+) -> list[Line]:
+    """The newest `width` values as a column each against `top`, `rows` high; gaps where unknown."""
+    recent = list(values)[-width:] if width > 0 else []
+    lines: list[Line] = []
+    for row in reversed(range(rows)):
+        columns = "".join(_cell(value, top, row, rows) for value in recent)
+        rest = ("·" if row == 0 else " ") * (max(0, width) - len(recent))
+        lines.append(((rest, "faint"), (columns, role)))
+    return lines
 
 
-def _column(value: float | None, top: float) -> str:
+def _cell(value: float | None, top: float, row: int, rows: int) -> str:
+    """The part of a value's column in one row, the lowest being 0; zero keeps a thin foot."""
     if value is None:
         return " "
-    if value <= 0 or top <= 0:
-        return "▁"
-    return LEVELS[min(7, int(min(1.0, value / top) * 7.999))]
+    eighths = min(1.0, value / top) * rows * 8 if top > 0 else 0.0
+    inside = round(eighths) - row * 8
+    if row == 0:
+        inside = max(1, inside)
+    return " " if inside <= 0 else LEVELS[min(8, inside) - 1]

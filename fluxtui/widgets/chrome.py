@@ -8,8 +8,9 @@ from fluxtui.panels.panel import number_text, whole_text
 from fluxtui.panels.progress import eta
 from fluxtui.state.status import Status
 from fluxtui.state.view import View
-from fluxtui.widgets.spans import Line, Span, dropped_to_fit, joined, spread, width_of
+from fluxtui.widgets.spans import Line, Span, dropped_to_fit, joined, spread, width_of, wrapped
 
+NOTICE_ROWS = 3
 STATUS_MARKS: dict[str, Span] = {
     "waiting": ("◌", "dim"),
     "running": ("●", "good"),
@@ -42,7 +43,7 @@ def header_line(view: View, width: int) -> Line:
     if hello is not None:
         parts += [
             ((hello.run_id, "strong"),),
-            ((hello.model, "text"), (f" {count_text(hello.parameters)}", "dim")),
+            ((hello.model, "text"), *_size(hello.parameters)),
             ((f"{hello.method} {hello.dtype}", "dim"),),
             ((f"on {hello.device}", "dim"),),
         ]
@@ -55,6 +56,11 @@ def header_line(view: View, width: int) -> Line:
     left = dropped_to_fit(parts, room)
     extra = dropped_to_fit(notes, room - width_of(left) - 3)
     return spread(left, joined([extra, right]), width)
+
+
+def _size(parameters: int) -> Line:
+    """How many parameters, once the trainer knows."""
+    return ((f" {count_text(parameters)}", "dim"),) if parameters else ()
 
 
 def link_notes(view: View) -> list[Line]:
@@ -81,13 +87,14 @@ def status_line(view: View, width: int) -> Line:
     return dropped_to_fit(parts, width)
 
 
-def detail_line(view: View, width: int) -> Line:
-    """What the status means when that needs a sentence; empty when all is well."""
+def notice_lines(view: View, width: int) -> list[Line]:
+    """What the status means when that needs a sentence; nothing when all is well."""
     status = view.status
-    if not status.detail or status.kind == "running":
-        return ()
-    _, role = STATUS_MARKS[status.kind]
-    return dropped_to_fit([((f" {status.detail}"[: width - 1], role),)], width)
+    if not status.detail or status.kind in ("running", "waiting"):
+        return []
+    mark, role = STATUS_MARKS[status.kind]
+    parts = wrapped(status.detail, width - 4)[:NOTICE_ROWS]
+    return [((f" {mark if i == 0 else ' '} ", role), (part, role)) for i, part in enumerate(parts)]
 
 
 def footer_line(screen: str, width: int, paused: bool = False) -> Line:

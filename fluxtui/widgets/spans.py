@@ -54,7 +54,7 @@ def fitted(spans: Line, width: int) -> Line:
 
 
 def spread(left: Line, right: Line, width: int) -> Line:
-    """Left and right ends in one line; where both do not fit the left end is cut, then the right."""
+    """Left and right ends in one line; where both do not fit, the left end is cut first."""
     right_width = width_of(right)
     if right_width + 2 > width:
         return fitted(left if left else right, width)
@@ -75,15 +75,10 @@ def wrapped(text: str, width: int) -> list[str]:
     """Words of `text` in lines of at most `width` cells; longer words are cut."""
     lines: list[str] = []
     current = ""
-    for word in text.split():
-        while cell_len(word) > width:
-            if current:
-                lines.append(current)
-                current = ""
-            lines.append(word[:width])
-            word = word[width:]
+    pieces = (word[i : i + width] for word in text.split() for i in range(0, len(word), width))
+    for word in pieces:
         candidate = f"{current} {word}" if current else word
-        if cell_len(candidate) > width:
+        if current and cell_len(candidate) > width:
             lines.append(current)
             current = word
         else:
