@@ -56,7 +56,7 @@ class DataSettings(Section):
     path: str = Field(
         default="demo",
         min_length=1,
-        description="a .txt or .jsonl file, or `demo`: the docstrings of the Python standard library",
+        description="a .txt or .jsonl file, or `demo`: the docstrings of Python's own library",
     )
     format: Literal["auto", "text", "jsonl-text", "jsonl-messages"] = Field(
         default="auto",

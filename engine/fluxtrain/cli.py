@@ -1,0 +1,193 @@
+"""The `fluxtrain` command. Heavy modules are imported by the command that needs them."""
+
+from __future__ import annotations
+
+import json as json_module
+import os
+import sys
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+
+from fluxtrain.errors import (
+    EXIT_BAD_INPUT,
+    EXIT_BUG,
+    EXIT_FINISHED,
+    EXIT_INTERRUPTED,
+    BadInput,
+    Interrupted,
+)
+
+if TYPE_CHECKING:
+    from fluxtrain.train.config import RunConfig
+
+EXIT_CODES = (
+    "Exit codes: 0 finished; 1 a bug of FluxTrain; 2 bad configuration or input; 3 does not fit in "
+    "memory; 4 diverged; 5 no space left on disk; 130 interrupted and 143 terminated, both after "
+    "the checkpoint was written."
+)
+
+app = typer.Typer(
+    name="fluxtrain",
+    help="Train models larger than the GPU, on one card, with no configuration.",
+    epilog=EXIT_CODES,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+Config = Annotated[Path | None, typer.Argument(metavar="[CONFIG.yaml]", help="a YAML file")]
+Demo = Annotated[bool, typer.Option("--demo", help="a small model on text that every Python has")]
+Sets = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="as in train.steps=100")
+]
+Steps = Annotated[int | None, typer.Option("--steps", help="short for --set train.steps=N")]
+Device = Annotated[str | None, typer.Option("--device", help="cpu or cuda")]
+Json = Annotated[bool, typer.Option("--json", help="print JSON for programs")]
+Debug = Annotated[bool, typer.Option("--debug", help="show tracebacks")]
+
+
+@app.command(epilog=EXIT_CODES)
+def train(  # noqa: PLR0917 - typer reads the options from the signature
+    config: Config = None,
+    demo: Demo = False,
+    sets: Sets = None,
+    run_dir: Annotated[Path | None, typer.Option("--run-dir", help="where the run lives")] = None,
+    resume: Annotated[
+        str | None,
+        typer.Option("--resume", metavar="auto|PATH", help="a run directory or a checkpoint"),
+    ] = None,
+    steps: Steps = None,
+    device: Device = None,
+    json: Json = False,
+    debug: Debug = False,
+    live_fd: Annotated[int | None, typer.Option("--live-fd", hidden=True)] = None,
+) -> None:
+    """Train a model. Its run directory holds the journal, the checkpoints and the result."""
+    from fluxtrain.train.recovery import locate, stored_config
+
+    overrides = _overrides(sets, steps, device)
+    chosen = _chosen_config(config, demo, overrides)
+    if chosen is None and resume in (None, "auto") and run_dir is None:
+        raise BadInput("nothing to train: name a CONFIG.yaml, or use --demo")
+    target = locate(resume, run_dir, chosen)
+    if chosen is None:
+        if not target.resumes:
+            raise BadInput(f"{target.run_dir.path} holds no run: name a CONFIG.yaml, or use --demo")
+        chosen = stored_config(target.run_dir, overrides)
+    if not json and live_fd is None:
+        _say(f"run: {target.run_dir.path}")
+        _say(f"watch it with: fluxtrain-tui --attach {target.run_dir.path}")
+    from fluxtrain.train.run import train as train_run
+
+    train_run(chosen, target, live_fd=live_fd, json=json)
+
+
+@app.command()
+def schema() -> None:
+    """Print the JSON schema of the configuration file."""
+    from fluxtrain.train.config import json_schema
+
+    _print_json(json_schema())
+
+
+@app.command()
+def runs(json: Json = False, debug: Debug = False) -> None:
+    """List the runs below $FLUXTRAIN_RUNS or ./runs, newest first."""
+    import msgspec
+
+    from fluxtrain.telemetry.rundir import list_runs, runs_root
+
+    found = list_runs()
+    if json:
+        _print_json([msgspec.to_builtins(run) for run in found])
+        return
+    if not found:
+        _say(f"no runs below {runs_root()}")
+    for run in found:
+        loss = "-" if run.loss is None else f"{run.loss:.4f}"
+        progress = f"{run.step or 0}/{run.total_steps or '?'}"
+        _say(f"{run.run_id:40} {run.state:12} step {progress:14} loss {loss:8} {run.model or '-'}")
+
+
+def main() -> NoReturn:
+    """Run the command; the one place where exceptions become exit codes."""
+    try:
+        app(standalone_mode=False)
+        code = EXIT_FINISHED
+    except BaseException as error:  # noqa: BLE001 - every ending becomes a documented exit code
+        code = _tell(error, debug="--debug" in sys.argv)
+    sys.stdout.flush()
+    sys.exit(code)
+
+
+def _tell(error: BaseException, *, debug: bool) -> int:
+    """Say in one line what happened; the traceback only for --debug. Returns the exit code."""
+    if isinstance(error, typer.Exit):
+        return int(error.exit_code)
+    if isinstance(error, KeyboardInterrupt | typer.Abort):
+        _complain("interrupted before anything was started")
+        return EXIT_INTERRUPTED
+    if (usage := _usage_message(error)) is not None:
+        _complain(usage)
+        return EXIT_BAD_INPUT
+    from fluxtrain.train.failures import as_told
+
+    if debug:
+        traceback.print_exception(error)
+    told = as_told(error)
+    if told is not None:
+        _complain(f"{'stopped' if isinstance(told, Interrupted) else 'error'}: {told}")
+        return told.exit_code
+    _complain(f"this is a bug of FluxTrain: {type(error).__name__}: {error}")
+    for note in getattr(error, "__notes__", ["run it again with --debug for the traceback"]):
+        _complain(note)
+    return EXIT_BUG
+
+
+def _usage_message(error: BaseException) -> str | None:
+    """What typer's own parser objects to; its exception classes are private, their methods not."""
+    write = getattr(error, "format_message", None)
+    if write is None:
+        return None
+    message = str(write())
+    return f"error: {message} (see `fluxtrain --help`)" if message else ""
+
+
+def _chosen_config(path: Path | None, demo: bool, overrides: list[str]) -> RunConfig | None:
+    from fluxtrain.train.config import demo_config, load_config
+
+    if demo and path is not None:
+        raise BadInput(f"--demo and {path} were both given: leave one out")
+    if demo:
+        return demo_config(overrides)
+    return load_config(path, overrides) if path is not None else None
+
+
+def _overrides(sets: list[str] | None, steps: int | None, device: str | None) -> list[str]:
+    overrides = list(sets or [])
+    if steps is not None:
+        overrides.append(f"train.steps={steps}")
+    if device is not None:
+        overrides.append(f"placement.device={device}")
+    return overrides
+
+
+def _print_json(value: Any) -> None:
+    _say(json_module.dumps(value, indent=2))
+
+
+def _say(text: str) -> None:
+    """To standard output; a reader that left (a pager) is no error of ours."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - until the exit
+
+
+def _complain(text: str) -> None:
+    if text:
+        print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,62 @@
+"""One place through which a run speaks: to its journal and live reader, and to the console."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from fluxtrain.telemetry.emitter import Emitter
+from fluxtrain.telemetry.events import (
+    AdviceGiven,
+    Event,
+    Heartbeat,
+    LogWritten,
+    PhaseChanged,
+    RunPhase,
+    StepFinished,
+)
+
+
+class Announcer:
+    """Emits events, shows them on the console, and knows the phase and step for heartbeats."""
+
+    def __init__(self, emitter: Emitter, show: Callable[[Event], None]) -> None:
+        self._emitter = emitter
+        self._show = show
+        self._phase: RunPhase = "starting"
+        self._step = 0
+
+    def emit(self, event: Event) -> None:
+        """Write a lifecycle event. Raises NoSpace once when the journal's disk is full."""
+        if isinstance(event, StepFinished):
+            self._step = event.step
+        self._show(event)
+        self._emitter.emit(event)
+
+    def gauge(self, event: Event) -> None:
+        """Write a sample; never shown on the console, never raises for a full disk."""
+        self._emitter.emit(event)
+
+    def phase(self, phase: RunPhase, detail: str = "") -> None:
+        """The run does something else from now on."""
+        self._phase = phase
+        self.emit(PhaseChanged(phase=phase, detail=detail))
+
+    def warn(self, text: str) -> None:
+        """Something the user should know that does not stop the run."""
+        self.emit(LogWritten(level="warning", text=text))
+
+    def inform(self, text: str) -> None:
+        """Something worth a line in the log."""
+        self.emit(LogWritten(level="info", text=text))
+
+    def advise(self, text: str, gain: str = "", how: str = "") -> None:
+        """A measured cause and the setting that would change it."""
+        self.emit(AdviceGiven(text=text, gain=gain, how=how))
+
+    def at_step(self, step: int) -> None:
+        """The step a resumed run starts from."""
+        self._step = step
+
+    def heartbeat(self) -> Heartbeat:
+        """The sign of life for this moment."""
+        return Heartbeat(phase=self._phase, step=self._step)

@@ -1,0 +1,188 @@
+"""What a run prints: plain lines for people, or the events themselves for programs."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from fluxtrain.telemetry.events import (
+    AdviceGiven,
+    CheckpointWritten,
+    Done,
+    EvaluationFinished,
+    Event,
+    Hello,
+    LogWritten,
+    PhaseChanged,
+    Planned,
+    SampleGenerated,
+    StepFinished,
+)
+from fluxtrain.telemetry.frames import encode_frame
+from fluxtrain.units import bytes_text, count_text, duration_text
+
+STEP_LINES_PERIOD_S = 2.0
+
+
+class Console(Protocol):
+    """Shows events; must never raise for a reader that is gone."""
+
+    def __call__(self, event: Event) -> None:
+        """Show one lifecycle event."""
+
+
+class PlainConsole:
+    """A line an event; of fast steps, one line every two seconds."""
+
+    def __init__(
+        self,
+        write: Callable[[str], None],
+        period_s: float = STEP_LINES_PERIOD_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._write = write
+        self._period_s = period_s
+        self._clock = clock
+        self._due_s = clock()
+
+    def __call__(self, event: Event) -> None:
+        """Show `event` if it is worth a line."""
+        if isinstance(event, StepFinished) and not self._step_is_due(event):
+            return
+        text = line(event)
+        if text:
+            self._write(text)
+
+    def _step_is_due(self, event: StepFinished) -> bool:
+        now = self._clock()
+        if now < self._due_s and 1 < event.step < event.total_steps:
+            return False
+        self._due_s = now + self._period_s
+        return True
+
+
+class JsonConsole:
+    """Every lifecycle event as one line of NDJSON."""
+
+    def __init__(self, write: Callable[[str], None]) -> None:
+        self._write = write
+
+    def __call__(self, event: Event) -> None:
+        """Write `event`."""
+        self._write(encode_frame(event).decode("utf-8").rstrip("\n"))
+
+
+def line(event: Event) -> str | None:
+    """`event` as one line of text (a sample has several), None when it is not for the console."""
+    write = _LINES.get(type(event))
+    return write(event) if write else None
+
+
+def to_standard_output(text: str) -> None:
+    """Print and flush. A reader that went away, or a full disk behind it, does not end a run."""
+    try:
+        print(text, flush=True)
+    except (OSError, ValueError) as error:
+        logging.getLogger(__name__).debug("standard output is gone: %s", error)
+        sys.stdout = sys.__stderr__ or sys.stdout
+
+
+def _hello(event: Event) -> str | None:
+    assert isinstance(event, Hello)
+    if not event.parameters:
+        return f"fluxtrain {event.version}: {event.model}, method {event.method}, {event.machine}"
+    again = f", going on after step {event.first_step}" if event.first_step else ""
+    return (
+        f"{event.model}: {count_text(event.parameters)} parameters in {event.blocks} blocks, "
+        f"{event.dtype} on {event.device}, {event.total_steps} steps{again}"
+    )
+
+
+def _planned(event: Event) -> str:
+    assert isinstance(event, Planned)
+    lines = [
+        f"plan: offload {event.offload}, {event.batch_rows} x {event.accumulation} rows of "
+        f"{event.sequence_length} tokens a step, chunks of {event.chunk_rows}; device memory "
+        f"{bytes_text(event.device_bytes)}, host memory {bytes_text(event.host_bytes)}"
+    ]
+    lines += [f"  {c.name} = {c.value}: {c.because}" for c in event.choices]
+    return "\n".join(lines)
+
+
+def _step(event: Event) -> str:
+    assert isinstance(event, StepFinished)
+    left = f", {duration_text(event.eta_s)} left" if event.eta_s else ""
+    norm = "-" if event.grad_norm is None else f"{event.grad_norm:.3g}"
+    return (
+        f"step {event.step}/{event.total_steps}  loss {event.loss:.4f}  lr "
+        f"{event.learning_rate:.2e}  norm {norm}  {count_text(event.tokens_per_s)} tokens/s  "
+        f"{duration_text(event.step_s)} a step{left}"
+    )
+
+
+def _evaluation(event: Event) -> str:
+    assert isinstance(event, EvaluationFinished)
+    return (
+        f"evaluation at step {event.step}: loss {event.loss:.4f} over "
+        f"{count_text(event.tokens)} tokens in {duration_text(event.seconds)}"
+    )
+
+
+def _checkpoint(event: Event) -> str:
+    assert isinstance(event, CheckpointWritten)
+    size, spent = bytes_text(event.bytes), duration_text(event.seconds)
+    return f"checkpoint of step {event.step}: {event.path} ({size} in {spent})"
+
+
+def _sample(event: Event) -> str:
+    assert isinstance(event, SampleGenerated)
+    return f"sample: {event.prompt}|{event.text}"
+
+
+def _advice(event: Event) -> str:
+    assert isinstance(event, AdviceGiven)
+    gain = f" ({event.gain})" if event.gain else ""
+    return f"advice: {event.text}: {event.how}{gain}"
+
+
+def _log(event: Event) -> str:
+    assert isinstance(event, LogWritten)
+    return f"{event.level}: {event.text}"
+
+
+def _phase(event: Event) -> str | None:
+    assert isinstance(event, PhaseChanged)
+    quiet = event.phase in ("training", "evaluating", "saving", "failed", "finished")
+    return None if quiet else f"{event.phase}{f': {event.detail}' if event.detail else ''}"
+
+
+def _done(event: Event) -> str:
+    assert isinstance(event, Done)
+    loss = "-" if event.loss is None else f"{event.loss:.4f}"
+    held_out = "-" if event.evaluation_loss is None else f"{event.evaluation_loss:.4f}"
+    text = (
+        f"done after step {event.step} in {duration_text(event.seconds)}: loss {loss}, "
+        f"evaluation loss {held_out}"
+    )
+    if event.model_path:
+        text += f"\nmodel: {event.model_path}"
+    if event.resume_with:
+        text += f"\nto go on: {event.resume_with}"
+    return text
+
+
+_LINES: dict[type[Event], Callable[[Event], str | None]] = {
+    Hello: _hello,
+    Planned: _planned,
+    PhaseChanged: _phase,
+    StepFinished: _step,
+    EvaluationFinished: _evaluation,
+    CheckpointWritten: _checkpoint,
+    SampleGenerated: _sample,
+    AdviceGiven: _advice,
+    LogWritten: _log,
+    Done: _done,
+}

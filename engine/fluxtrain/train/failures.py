@@ -1,0 +1,40 @@
+"""What an exception means to the user: one of the documented exits, or a bug of FluxTrain."""
+
+from __future__ import annotations
+
+import errno
+
+from fluxtrain.errors import DoesNotFit, FluxTrainError, NoSpace
+
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+_NO_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")
+
+
+def as_told(error: BaseException) -> FluxTrainError | None:
+    """`error` as one of ours; None when it is a bug.
+
+    Memory and disks run out inside libraries, which say so in their own words; torch's own out of
+    memory error is a RuntimeError, so torch need not be imported to recognise it.
+    """
+    if isinstance(error, FluxTrainError):
+        return error
+    if isinstance(error, OSError) and error.errno in _FULL:
+        return NoSpace(
+            f"no space left ({error.strerror}: {error.filename or 'unnamed file'}): free some, or "
+            "choose another disk with --run-dir"
+        )
+    words = str(error).lower()
+    ran_out = isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError) and any(text in words for text in _NO_MEMORY)
+    )
+    if ran_out:
+        return DoesNotFit(
+            f"memory ran out ({_first_line(error)}): lower train.batch_rows or "
+            "data.sequence_length, choose a smaller model, or close other programs"
+        )
+    return None
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__

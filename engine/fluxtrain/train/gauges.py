@@ -1,0 +1,146 @@
+"""Samples of memory, traffic, residency and moves, taken beside the training by a thread."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import psutil
+
+from fluxtrain.telemetry.events import (
+    MemorySampled,
+    MovesMade,
+    ResidencySampled,
+    TrafficSampled,
+)
+from fluxtrain.train.announce import Announcer
+
+if TYPE_CHECKING:
+    from fluxtrain.stream.engine import Engine
+
+LIVE_PERIOD_S = 0.1  # 10 Hz while somebody watches
+JOURNAL_PERIOD_S = 1.0  # what the journal keeps
+_MOVES_A_FRAME = 24
+
+
+class GaugeThread:
+    """Samples until `close`; the trainer's own threads never wait for it."""
+
+    def __init__(self, announcer: Announcer, *, live: bool, host_limit_bytes: int | None) -> None:
+        self._announcer = announcer
+        self._period_s = LIVE_PERIOD_S if live else JOURNAL_PERIOD_S
+        self._host_limit_bytes = host_limit_bytes
+        self._process = psutil.Process()
+        self._engine: Engine | None = None
+        self._traffic: TrafficWindow | None = None
+        self._stopped = threading.Event()
+        self._sampling = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name="gauges", daemon=True)
+        self.host_peak_bytes = 0
+        self.disk_read_bytes = 0
+        self.disk_written_bytes = 0
+
+    def start(self) -> None:
+        """Begin with heartbeats and host memory; the engine's gauges follow `watch`."""
+        self._thread.start()
+
+    def watch(self, engine: Engine) -> None:
+        """The engine is built: sample it from now on."""
+        with self._sampling:
+            self._engine = engine
+            self._traffic = TrafficWindow(time.monotonic(), 0, 0, 0, 0)
+
+    def close(self) -> None:
+        """Take a last sample, so that a finished run's journal ends with true totals."""
+        if self._stopped.is_set():
+            return
+        self._stopped.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        self.sample()
+
+    def sample(self) -> None:
+        """One round of gauges."""
+        with self._sampling:
+            self._announcer.gauge(self._announcer.heartbeat())
+            self._announcer.gauge(self.memory())
+            if self._engine is None:
+                return
+            traffic, window = self._engine.traffic(), self._traffic
+            if window is not None:
+                event, self._traffic = window.after(
+                    time.monotonic(),
+                    traffic.h2d_bytes,
+                    traffic.d2h_bytes,
+                    self.disk_read_bytes,
+                    self.disk_written_bytes,
+                )
+                self._announcer.gauge(event)
+            self._sample_placement(self._engine)
+
+    def memory(self) -> MemorySampled:
+        """Where the bytes are now. Also usable before there is an engine."""
+        rss = int(self._process.memory_info().rss)
+        self.host_peak_bytes = max(self.host_peak_bytes, rss)
+        use = self._engine.memory() if self._engine is not None else None
+        return MemorySampled(
+            device_total_bytes=use.device_total_bytes if use else None,
+            device_used_bytes=use.device_used_bytes if use else None,
+            device_peak_bytes=use.device_peak_bytes if use else None,
+            device_budget_bytes=use.device_budget_bytes if use else None,
+            device_by=dict(use.device_by) if use else {},
+            host_rss_bytes=rss,
+            host_peak_bytes=self.host_peak_bytes,
+            host_arena_bytes=use.host_arena_bytes if use else 0,
+            host_pinned_bytes=use.host_pinned_bytes if use else 0,
+            host_limit_bytes=self._host_limit_bytes,
+        )
+
+    def _sample_placement(self, engine: Engine) -> None:
+        place = engine.residency()
+        self._announcer.gauge(
+            ResidencySampled(
+                weights=place.weights,
+                gradients=place.gradients,
+                optimizer=place.optimizer,
+                weights_bytes=place.weights_bytes,
+                gradients_bytes=place.gradients_bytes,
+                optimizer_bytes=place.optimizer_bytes,
+            )
+        )
+        moves, total = engine.take_moves(_MOVES_A_FRAME)
+        if moves:
+            self._announcer.gauge(MovesMade(moves=tuple(moves), total=total))
+
+    def _run(self) -> None:
+        while not self._stopped.wait(self._period_s):
+            self.sample()
+
+
+class TrafficWindow:
+    """Byte counters at one time, to give the rates since then."""
+
+    def __init__(self, at_s: float, h2d: int, d2h: int, disk_read: int, disk_written: int) -> None:
+        self._at_s = at_s
+        self._bytes = (h2d, d2h, disk_read, disk_written)
+
+    def after(
+        self, now_s: float, h2d: int, d2h: int, disk_read: int, disk_written: int
+    ) -> tuple[TrafficSampled, TrafficWindow]:
+        """The event for the time between, and the window that starts now."""
+        window_s = max(now_s - self._at_s, 1e-9)
+        now = (h2d, d2h, disk_read, disk_written)
+        rates = [(new - old) / window_s for new, old in zip(now, self._bytes, strict=True)]
+        event = TrafficSampled(
+            h2d_bytes=h2d,
+            d2h_bytes=d2h,
+            disk_read_bytes=disk_read,
+            disk_written_bytes=disk_written,
+            window_s=window_s,
+            h2d_bytes_per_s=rates[0],
+            d2h_bytes_per_s=rates[1],
+            disk_read_bytes_per_s=rates[2],
+            disk_written_bytes_per_s=rates[3],
+        )
+        return event, TrafficWindow(now_s, *now)

@@ -1,0 +1,70 @@
+"""What a run starts from: the model with its tokenizer, and the packed rows of its data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+from fluxtrain.data.demo import PROMPT
+from fluxtrain.data.formats import documents
+from fluxtrain.data.prepare import DataSource, ModelLimits, PreparedData, prepare
+from fluxtrain.methods.models import LoadedModel, ModelSource, load_model
+from fluxtrain.train.config import RunConfig
+
+DEMO = "demo"
+PROMPT_CHARACTERS = 60
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ingredients:
+    """Everything that is read from files before training starts."""
+
+    loaded: LoadedModel
+    data: PreparedData
+    prompt: str  # what the sample at the end continues
+
+
+def load_ingredients(config: RunConfig) -> Ingredients:
+    """Read model and data.
+
+    Raises:
+        BadInput: whatever in the files a user can repair, each with its cure.
+    """
+    loaded = load_model(
+        ModelSource(
+            path=config.model.path,
+            revision=config.model.revision,
+            trust_remote_code=config.model.trust_remote_code,
+            dtype=config.model.dtype,
+            seed=config.train.seed,
+        )
+    )
+    data = prepare(
+        DataSource(
+            path=config.data.path,
+            format=config.data.format,
+            sequence_length=config.data.sequence_length,
+            held_out=config.data.held_out,
+            seed=config.data.seed,
+        ),
+        loaded.tokenizer,
+        ModelLimits(
+            embedding_rows=loaded.embedding_rows,
+            max_positions=loaded.max_positions,
+            pad_id=loaded.pad_id,
+            packs=loaded.packs,
+        ),
+    )
+    return Ingredients(loaded=loaded, data=data, prompt=_prompt(config.data.path, data))
+
+
+def _prompt(path: str, data: PreparedData) -> str:
+    """The first words of the data, which the model should know how to go on from."""
+    if path == DEMO:
+        return PROMPT
+    first = next(islice(documents(Path(path).expanduser(), data.format), 1))
+    if first.messages:
+        return str(next((m["content"] for m in first.messages if m["role"] == "user"), ""))
+    words = first.text.strip()[:PROMPT_CHARACTERS]
+    return words.rpartition(" ")[0] or words

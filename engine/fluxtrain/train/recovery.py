@@ -1,0 +1,113 @@
+"""Which run directory a command means, and where in it a run goes on."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fluxtrain.errors import BadInput
+from fluxtrain.telemetry.rundir import RunDir, runs_root
+from fluxtrain.train.config import RunConfig, validate
+
+AUTO = "auto"
+_MANIFEST = "manifest.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """The directory of a run, whether it is gone on with, and from which checkpoint."""
+
+    run_dir: RunDir
+    resumes: bool
+    checkpoint: Path | None = None  # None: the newest valid one
+
+
+def locate(resume: str | None, run_dir: Path | None, config: RunConfig | None) -> Target:
+    """Find the run that `--resume` and `--run-dir` mean; a new directory is made only when needed.
+
+    Raises:
+        BadInput: there is no such run, or the directory is used by another one.
+    """
+    if resume is None:
+        return _fresh(run_dir, config)
+    if resume != AUTO:
+        return _named(Path(resume).expanduser(), run_dir)
+    if run_dir is not None:
+        return Target(run_dir=RunDir(run_dir), resumes=has_run(RunDir(run_dir)))
+    if config is None:
+        raise BadInput("--resume auto needs a configuration, --demo or --run-dir to know which run")
+    found = _newest_of(config)
+    if found is not None:
+        return Target(run_dir=found, resumes=True)
+    return _fresh(None, config)
+
+
+def stored_config(run_dir: RunDir, overrides: list[str] | None = None) -> RunConfig:
+    """The configuration that `run_dir` was started with.
+
+    Raises:
+        BadInput: it has none that can be read.
+    """
+    from fluxtrain.train.config_text import apply_overrides
+
+    try:
+        content = json.loads(run_dir.run.read_text("utf-8"))["config"]
+    except (OSError, ValueError, KeyError, TypeError):
+        raise BadInput(
+            f"{run_dir.path} has no readable run.json: name its configuration file as well"
+        ) from None
+    return validate(apply_overrides(content, overrides or []), str(run_dir.run))
+
+
+def has_run(run_dir: RunDir) -> bool:
+    """Whether a run was started here before."""
+    return run_dir.journal.exists() or run_dir.checkpoints.exists()
+
+
+def _fresh(run_dir: Path | None, config: RunConfig | None) -> Target:
+    if run_dir is None:
+        name = Path(config.model.path).name if config else "run"
+        return Target(run_dir=RunDir.create(name=name), resumes=False)
+    chosen = RunDir(run_dir)
+    if run_dir.exists() and not run_dir.is_dir():
+        raise BadInput(f"--run-dir {run_dir} is a file: name a folder")
+    if has_run(chosen):
+        raise BadInput(
+            f"{run_dir} holds a run already: add --resume auto to go on with it, or choose "
+            "another --run-dir"
+        )
+    return Target(run_dir=chosen, resumes=False)
+
+
+def _named(path: Path, run_dir: Path | None) -> Target:
+    path = path.absolute()
+    if not path.is_dir():
+        raise BadInput(f"--resume {path}: no such run directory or checkpoint")
+    is_checkpoint = (path / _MANIFEST).exists() or path.parent.name == "checkpoints"
+    owner = path.parent.parent if is_checkpoint else path
+    if run_dir is not None and run_dir.absolute() != owner:
+        raise BadInput(
+            f"--resume {path} goes on in {owner}, and --run-dir names {run_dir}: leave one out"
+        )
+    found = RunDir(owner)
+    if not has_run(found):
+        raise BadInput(f"--resume {path}: there is no run in it (no journal, no checkpoints)")
+    return Target(run_dir=found, resumes=True, checkpoint=path if is_checkpoint else None)
+
+
+def _newest_of(config: RunConfig) -> RunDir | None:
+    """The newest unfinished run below the runs folder that has this configuration."""
+    wanted: dict[str, Any] = config.model_dump(mode="json")
+    root = runs_root()
+    folders = sorted(root.iterdir(), reverse=True) if root.is_dir() else []
+    for folder in folders:
+        run = RunDir(folder)
+        try:
+            same = json.loads(run.run.read_text("utf-8"))["config"] == wanted
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+        if same and run.liveness() != "finished":
+            return run
+    return None

@@ -1,0 +1,126 @@
+"""What the outside asks of a running trainer: control commands and signals, answered between steps.
+
+The control socket's thread and the signal handlers only note a wish here; the loop looks at it
+between two steps, so a step is never cut in two.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from types import FrameType
+from typing import Any
+
+from fluxtrain.errors import EXIT_INTERRUPTED, EXIT_TERMINATED, Interrupted
+
+COMMANDS = ("pause", "resume", "checkpoint", "stop")
+_EXIT_CODES = {signal.SIGINT: EXIT_INTERRUPTED, signal.SIGTERM: EXIT_TERMINATED}
+
+
+class Requests:
+    """The wishes that wait for the next gap between two steps."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._paused = False
+        self._checkpoint = False
+        self._stop_code: int | None = None
+
+    def handle(self, command: str, arguments: Mapping[str, Any]) -> tuple[bool, str]:
+        """Answer one control command (called from the control socket's thread)."""
+        with self._changed:
+            if self._stop_code is not None:
+                return False, "the run is stopping already"
+            answer = self._note(command)
+            self._changed.notify_all()
+        return answer
+
+    def _note(self, command: str) -> tuple[bool, str]:
+        if command == "pause":
+            was, self._paused = self._paused, True
+            return True, "paused already" if was else "pauses after this step"
+        if command == "resume":
+            was, self._paused = self._paused, False
+            return True, "goes on" if was else "was not paused"
+        if command == "checkpoint":
+            self._checkpoint = True
+            return True, "writes a checkpoint after this step"
+        if command == "stop":
+            self._stop_code = EXIT_TERMINATED
+            return True, "stops after this step, once its checkpoint is written"
+        return False, f"unknown command {command!r}: use {', '.join(COMMANDS)}"
+
+    def stop(self, exit_code: int) -> None:
+        """Ask for a stop. Safe in a signal handler: it takes no lock that the loop could hold."""
+        self._stop_code = exit_code
+
+    @property
+    def stop_code(self) -> int | None:
+        """The exit code of a stop that was asked for, None while the run goes on."""
+        return self._stop_code
+
+    @property
+    def paused(self) -> bool:
+        return self._paused and self._stop_code is None
+
+    def take_checkpoint(self) -> bool:
+        """Whether a checkpoint was asked for since the last look."""
+        with self._changed:
+            wanted, self._checkpoint = self._checkpoint, False
+        return wanted
+
+    def wait_for_change(self, timeout_s: float = 0.2) -> None:
+        """Sleep until a command comes, or `timeout_s` for a signal, which cannot notify."""
+        with self._changed:
+            self._changed.wait(timeout_s)
+
+
+class Signals:
+    """SIGINT and SIGTERM while a run lives; previous handlers are put back on exit.
+
+    Outside `deferred` sections nothing can be lost, so the first signal raises `Interrupted` at
+    once. Inside, it is noted in `requests` and the loop ends the run with a checkpoint. A Ctrl-C
+    after any first signal ends the process on the spot.
+    """
+
+    def __init__(self, requests: Requests, exit_now: Callable[[int], Any] = os._exit) -> None:
+        self._requests = requests
+        self._exit_now = exit_now
+        self._previous: dict[int, Any] = {}
+        self._first: int | None = None
+        self.deferred = False
+
+    def __enter__(self) -> Signals:
+        if threading.current_thread() is threading.main_thread():
+            for number in _EXIT_CODES:
+                self._previous[number] = signal.signal(number, self._received)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _received(self, number: int, _frame: FrameType | None) -> None:
+        code = _EXIT_CODES[signal.Signals(number)]
+        if self._first is not None:
+            if number == signal.SIGINT:
+                _say("second interrupt: ending now; the last checkpoint stands")
+                self._exit_now(code)
+            return
+        self._first = number
+        if self.deferred:
+            _say("stopping after this step, with a checkpoint; Ctrl-C again ends at once")
+            self._requests.stop(code)
+            return
+        raise Interrupted("stopped outside the training steps; nothing was lost", code)
+
+
+def _say(text: str) -> None:
+    """Straight to the descriptor: a handler may run inside a buffered write of the same stream."""
+    try:
+        os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, f"\n{text}\n".encode())
+    except (OSError, ValueError):
+        return

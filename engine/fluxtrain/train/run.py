@@ -1,0 +1,277 @@
+"""One run from its configuration to its model: load, plan, train, evaluate, export."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+import fluxtrain
+from fluxtrain.data.batches import Batch, BatchSource, in_order
+from fluxtrain.methods.export import save_model
+from fluxtrain.methods.sampling import sample_text
+from fluxtrain.optim import schedule
+from fluxtrain.telemetry.events import ChoiceMade, Hello, Planned, SampleGenerated
+from fluxtrain.train.checkpoint import Checkpoint, read_checkpoint, remove_unfinished
+from fluxtrain.train.choices import choose_course
+from fluxtrain.train.config import RunConfig
+from fluxtrain.train.ingredients import DEMO, Ingredients, load_ingredients
+from fluxtrain.train.keeping import CheckpointKeeper, CheckpointRule, newest_valid
+from fluxtrain.train.loop import LoopSettings, TrainingLoop
+from fluxtrain.train.parameter_groups import parameter_groups
+from fluxtrain.train.randomness import seed_everything
+from fluxtrain.train.recovery import Target
+from fluxtrain.train.run_files import (
+    first_hello,
+    full_hello,
+    machine_line,
+    write_plan_file,
+    write_run_file,
+)
+from fluxtrain.train.run_log import quiet_libraries
+from fluxtrain.train.session import Session
+from fluxtrain.units import GIB, count_text
+
+if TYPE_CHECKING:
+    from fluxtrain.stream.engine import Engine
+
+
+def train(
+    config: RunConfig, target: Target, *, live_fd: int | None = None, json: bool = False
+) -> None:
+    """Train as `config` says in the directory of `target`; returns when the model is exported.
+
+    Raises:
+        FluxTrainError: with the exit code; the run directory holds the record of it.
+    """
+    machine = machine_line()
+    with Session(target.run_dir, live_fd=live_fd, json=json) as session:
+        hello = first_hello(config, target.run_dir, machine)
+        session.announcer.emit(hello)
+        session.listen()
+        session.announcer.phase("loading")
+        write_run_file(target.run_dir, config, machine)
+        checkpoint = _checkpoint_of(target, session)
+        quiet_libraries()
+        seed_everything(config.train.seed)
+        ingredients = load_ingredients(config)
+        run = Run(config, ingredients, session, checkpoint)
+        run.announce(hello)
+        session.signals.deferred = True
+        run.loop.run()
+        session.signals.deferred = False
+        run.finish()
+
+
+class Run:
+    """A run that is loaded, wrapped and, after a resume, restored."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        ingredients: Ingredients,
+        session: Session,
+        checkpoint: Checkpoint | None,
+    ) -> None:
+        self._config = config
+        self._ingredients = ingredients
+        self._session = session
+        stored = checkpoint.trainer_state()["fingerprint"] if checkpoint else {}
+        self.batch_rows, self._choices = _batch_rows(config, ingredients, stored)
+        self.data = BatchSource(
+            ingredients.data.trained,
+            self.batch_rows,
+            config.train.accumulation,
+            config.data.seed,
+        )
+        self.course = choose_course(
+            config.train,
+            steps_per_epoch=self.data.steps_per_epoch,
+            fresh_weights=config.model.path == DEMO,
+        )
+        self.model, self.engine = _wrapped(config, ingredients.loaded.model)
+        session.gauges.watch(self.engine)
+        self._fingerprint = _fingerprint(config, self.model, self.batch_rows)
+        self.keeper = CheckpointKeeper(
+            session.run_dir.checkpoints,
+            CheckpointRule(
+                every=config.train.checkpoint_every, total_steps=self.course.total_steps
+            ),
+            config.train.keep_checkpoints,
+            session.announcer,
+            self._fingerprint,
+        )
+        optimizer = _optimizer(config, self.model, self.course.learning_rate)
+        if checkpoint is not None:
+            session.state = self.keeper.restore(checkpoint, self.engine, self.data)
+            session.announcer.at_step(session.state.step)
+        self.loop = TrainingLoop(
+            model=self.model,
+            engine=self.engine,
+            optimizer=optimizer,
+            data=self.data,
+            held_out=self._held_out,
+            settings=self._loop_settings(),
+            keeper=self.keeper,
+            announcer=session.announcer,
+            requests=session.requests,
+            state=session.state,
+        )
+
+    def announce(self, hello: Hello) -> None:
+        """Tell what the model turned out to be, and the plan with its reasons."""
+        session, loaded = self._session, self._ingredients.loaded
+        session.announcer.emit(
+            full_hello(
+                hello,
+                self.engine,
+                model=loaded.name,
+                dtype=str(loaded.dtype).removeprefix("torch."),
+                total_steps=self.course.total_steps,
+                first_step=session.state.step,
+            )
+        )
+        plan = self.engine.plan
+        planned = Planned(
+            offload=plan.offload,
+            batch_rows=self.batch_rows,
+            chunk_rows=self.engine.chunk_rows,
+            accumulation=self._config.train.accumulation,
+            sequence_length=self._config.data.sequence_length,
+            resident_blocks=plan.resident_blocks,
+            slots=plan.slots,
+            device_bytes=plan.device_bytes,
+            device_budget_bytes=plan.budget_bytes,
+            host_bytes=plan.host_bytes,
+            choices=(*self._choices, *plan.choices, *self.course.choices),
+        )
+        write_plan_file(session.run_dir, planned)
+        session.announcer.emit(planned)
+        self._planned = planned
+
+    def finish(self) -> None:
+        """Show what the model says now, and leave it where any program can load it."""
+        session, loaded = self._session, self._ingredients.loaded
+        session.announcer.phase("saving", "the trained model")
+        save_model(loaded.model, loaded.tokenizer, session.run_dir.model)
+        session.model_path = str(session.run_dir.model)
+        if self._ingredients.prompt:
+            text = sample_text(loaded.model, loaded.tokenizer, self._ingredients.prompt)
+            session.announcer.emit(
+                SampleGenerated(
+                    step=session.state.step,
+                    prompt=self._ingredients.prompt,
+                    text=text.removeprefix(self._ingredients.prompt),
+                )
+            )
+        memory = session.gauges.memory()
+        session.measured = {
+            "predicted_device_peak_bytes": self._planned.device_bytes,
+            "measured_device_peak_bytes": memory.device_peak_bytes,
+            "predicted_host_peak_bytes": self._planned.host_bytes,
+            "measured_host_peak_bytes": memory.host_peak_bytes,
+        }
+
+    def _held_out(self) -> Iterable[Batch]:
+        return in_order(self._ingredients.data.held_out, self.batch_rows)
+
+    def _loop_settings(self) -> LoopSettings:
+        course, name = self.course, self._config.train.schedule
+
+        def rate(step: int) -> float:
+            factor = schedule.factor(
+                name, step, warmup_steps=course.warmup_steps, total_steps=course.total_steps
+            )
+            return course.learning_rate * factor
+
+        return LoopSettings(
+            total_steps=course.total_steps,
+            evaluate_every=course.evaluate_every,
+            max_grad_norm=self._config.train.max_grad_norm,
+            learning_rate_at=rate,
+        )
+
+
+def _checkpoint_of(target: Target, session: Session) -> Checkpoint | None:
+    """The checkpoint to go on from; None starts at the first step."""
+    if not target.resumes:
+        return None
+    remove_unfinished(target.run_dir.checkpoints)
+    if target.checkpoint is not None:
+        return read_checkpoint(target.checkpoint)
+    found = newest_valid(target.run_dir.checkpoints, session.announcer.warn)
+    if found is None:
+        session.announcer.warn("no checkpoint was written yet: the run starts at its first step")
+    return found
+
+
+def _batch_rows(
+    config: RunConfig, ingredients: Ingredients, stored: dict[str, Any]
+) -> tuple[int, tuple[ChoiceMade, ...]]:
+    """Rows of one backward pass; a resumed run keeps what was chosen when it started."""
+    wanted = config.train.batch_rows
+    if wanted != "auto":
+        return wanted, ()
+    if "batch_rows" in stored:
+        rows = int(stored["batch_rows"])
+        because = "as the checkpoint was made"
+    else:
+        rows = min(8, len(ingredients.data.trained) // config.train.accumulation)
+        because = "8 rows"
+    return rows, (ChoiceMade(name="train.batch_rows", value=str(rows), because=because),)
+
+
+def _wrapped(config: RunConfig, model: nn.Module) -> tuple[nn.Module, Engine]:
+    from fluxtrain.stream.engine import engine_of
+
+    place = config.placement
+    wrapped = fluxtrain.wrap(
+        model,
+        device=None if place.device == "auto" else place.device,
+        offload=place.offload,
+        chunk_rows=None if place.chunk_rows == "auto" else place.chunk_rows,
+        overlap=True,
+        budget_bytes=None if place.budget_gib is None else int(place.budget_gib * GIB),
+    )
+    return wrapped, engine_of(wrapped)
+
+
+def _optimizer(config: RunConfig, model: nn.Module, rate: float) -> torch.optim.Optimizer:
+    settings = config.train
+    groups = parameter_groups(
+        model,
+        learning_rate=rate,
+        weight_decay=settings.weight_decay,
+        no_decay=settings.no_decay,
+    )
+    return torch.optim.AdamW(groups, lr=rate, betas=settings.betas, eps=settings.eps)
+
+
+def _fingerprint(config: RunConfig, model: nn.Module, batch_rows: int) -> dict[str, Any]:
+    """What must be the same for a run to go on exactly; compared key by key on resume."""
+    settings = config.train.model_dump(mode="json")
+    keys = (
+        "accumulation", "learning_rate", "schedule", "warmup_steps", "weight_decay", "no_decay",
+        "betas", "eps", "max_grad_norm", "seed",
+    )  # fmt: skip
+    return {
+        "model": _model_digest(model),
+        "method": config.method.name,
+        "sequence_length": config.data.sequence_length,
+        "batch_rows": batch_rows,
+        **{f"train.{key}": settings[key] for key in keys},
+    }
+
+
+def _model_digest(model: nn.Module) -> str:
+    digest = hashlib.sha256()
+    count = 0
+    for name, parameter in model.named_parameters():
+        facts = (name, tuple(parameter.shape), str(parameter.dtype), parameter.requires_grad)
+        digest.update(repr(facts).encode())
+        count += parameter.numel()
+    kind = type(model).__name__
+    return f"{kind}, {count_text(count)} parameters ({digest.hexdigest()[:8]})"

@@ -1,0 +1,95 @@
+"""What a run writes about itself beside its journal: run.json, plan.json, and its greeting."""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib import metadata
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import psutil
+
+import fluxtrain
+from fluxtrain.telemetry.events import Hello, Planned
+from fluxtrain.telemetry.process import ProcessMark
+from fluxtrain.telemetry.rundir import RunDir
+from fluxtrain.train.config import RunConfig
+from fluxtrain.train.step_clock import PHASES
+from fluxtrain.units import bytes_text
+
+if TYPE_CHECKING:
+    from fluxtrain.stream.engine import Engine
+
+_REPORTED = ("torch", "transformers", "safetensors", "tokenizers", "numpy", "pydantic", "msgspec")
+
+
+def machine_line() -> str:
+    """Cores, memory and system in one line."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    memory = bytes_text(psutil.virtual_memory().total)
+    return f"{cores} cores, {memory} memory, {platform.system()} {platform.machine()}"
+
+
+def write_run_file(run_dir: RunDir, config: RunConfig, machine: str) -> None:
+    """run.json: what was asked for, with which versions, on which machine."""
+    versions = {"python": platform.python_version(), "fluxtrain": fluxtrain.__version__}
+    versions |= {name: metadata.version(name) for name in _REPORTED}
+    content = {"config": config.model_dump(mode="json"), "versions": versions, "machine": machine}
+    run_dir.write_json(run_dir.run, content)
+
+
+def write_plan_file(run_dir: RunDir, planned: Planned) -> None:
+    """plan.json: the whole plan, also where the event had to be shortened."""
+    content: dict[str, Any] = msgspec.to_builtins(planned)
+    for stamp in ("seq", "t_s", "wall_s", "dropped", "event"):
+        content.pop(stamp, None)
+    run_dir.write_json(run_dir.plan, content)
+
+
+def first_hello(config: RunConfig, run_dir: RunDir, machine: str) -> Hello:
+    """The greeting before anything is loaded; a second one tells what the model is."""
+    mark = ProcessMark.mine()
+    return Hello(
+        run_id=run_dir.run_id,
+        run_dir=str(run_dir.path),
+        pid=mark.pid,
+        pid_start_s=mark.start_s,
+        version=fluxtrain.__version__,
+        model=config.model.path,
+        method=config.method.name,
+        dtype=config.model.dtype,
+        device=config.placement.device,
+        machine=machine,
+        blocks=0,
+        parameters=0,
+        trained_parameters=0,
+        total_steps=config.train.steps or 0,
+        phase_names=PHASES,
+    )
+
+
+def full_hello(
+    hello: Hello, engine: Engine, *, model: str, dtype: str, total_steps: int, first_step: int
+) -> Hello:
+    """The greeting once the model is placed."""
+    return msgspec.structs.replace(
+        hello,
+        model=model,
+        dtype=dtype,
+        device=device_name(engine),
+        blocks=len(engine.blocks),
+        parameters=sum(block.parameters for block in engine.blocks),
+        trained_parameters=sum(block.trained_parameters for block in engine.blocks),
+        total_steps=total_steps,
+        first_step=first_step,
+    )
+
+
+def device_name(engine: Engine) -> str:
+    """What computes: the GPU's own name, or cpu."""
+    import torch
+
+    if engine.device.type == "cuda":
+        return str(torch.cuda.get_device_name(engine.device))
+    return str(engine.device.type)

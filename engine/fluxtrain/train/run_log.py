@@ -1,0 +1,94 @@
+"""engine.log: everything the run prints, its warnings and its tracebacks, in one file."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from fluxtrain.telemetry.storage import storage_error
+
+_OWN = "fluxtrain.run"  # lines of the run itself; not told to `tell`
+_OTHERS = ("fluxtrain", "py.warnings", "transformers", "torch")
+
+
+class RunLog:
+    """Appends to engine.log, and is where Python's warnings and log records of this process go.
+
+    When the app started the trainer, standard output is engine.log already; then printed lines
+    are not written to it a second time.
+    """
+
+    def __init__(self, path: Path) -> None:
+        try:
+            self._handler = logging.FileHandler(path, encoding="utf-8", errors="backslashreplace")
+        except OSError as error:
+            raise storage_error(path, error) from error
+        self.path = path
+        self.is_standard_output = _same_file(path, 1)
+        self._handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        self._handler.handleError = self._lost  # type: ignore[method-assign, assignment]
+        self._teller: logging.Handler | None = None
+        self._logger = logging.getLogger(_OWN)
+        self._logger.setLevel(logging.INFO)
+        self._logger.propagate = False
+        for name in (_OWN, *_OTHERS):
+            logging.getLogger(name).addHandler(self._handler)
+        logging.captureWarnings(True)
+
+    def tell(self, warn: Callable[[str], None]) -> None:
+        """Pass the engine's own warnings on to `warn` as well."""
+        self._teller = _Teller(warn)
+        logging.getLogger("fluxtrain").addHandler(self._teller)
+        logging.getLogger("fluxtrain").propagate = False
+
+    def printed(self, text: str) -> None:
+        """Keep a line that was printed."""
+        if not self.is_standard_output:
+            self._logger.info("%s", text)
+
+    def traceback(self, error: BaseException) -> None:
+        """Keep the whole story of an exception."""
+        self._logger.error("%s", error, exc_info=error)
+
+    def close(self) -> None:
+        """Stop collecting."""
+        logging.captureWarnings(False)
+        for name in (_OWN, *_OTHERS):
+            logging.getLogger(name).removeHandler(self._handler)
+        if self._teller is not None:
+            logging.getLogger("fluxtrain").removeHandler(self._teller)
+        self._handler.close()
+
+    @staticmethod
+    def _lost(_record: logging.LogRecord) -> None:
+        """A full disk must not end a run over a log line; the journal reports the disk."""
+
+
+class _Teller(logging.Handler):
+    """Hands warnings to a function."""
+
+    def __init__(self, warn: Callable[[str], None]) -> None:
+        super().__init__(logging.WARNING)
+        self._warn = warn
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._warn(record.getMessage())
+
+
+def _same_file(path: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(path.stat(), os.fstat(descriptor))
+    except OSError:
+        return False
+
+
+def quiet_libraries() -> None:
+    """No progress bars of libraries between our lines; their warnings go to the log."""
+    if "transformers" not in sys.modules:
+        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]

@@ -1,0 +1,47 @@
+"""What a run has done so far: the part of a checkpoint that is neither tensors nor cursors."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+LOSS_TAIL = 200
+
+
+@dataclass
+class RunState:
+    """Counters and losses; `step` is the number of optimizer steps that were applied."""
+
+    step: int = 0
+    total_tokens: int = 0
+    first_loss: float | None = None
+    losses: list[float] = field(default_factory=list)  # the last LOSS_TAIL steps
+    evaluation_loss: float | None = None
+    evaluated_step: int | None = None
+    trained_s: float = 0.0  # over all processes of the run
+
+    def step_done(self, loss: float, tokens: int, seconds: float) -> None:
+        """One more optimizer step was applied."""
+        self.step += 1
+        self.total_tokens += tokens
+        self.trained_s += seconds
+        self.losses = [*self.losses[-LOSS_TAIL + 1 :], loss]
+        if self.first_loss is None:
+            self.first_loss = loss
+
+    def evaluated(self, loss: float) -> None:
+        """The held-out loss at this step."""
+        self.evaluation_loss, self.evaluated_step = loss, self.step
+
+    @property
+    def last_loss(self) -> float | None:
+        return self.losses[-1] if self.losses else None
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values; floats survive JSON exactly."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, content: dict[str, Any]) -> RunState:
+        """What `to_json` gave."""
+        return cls(**content)

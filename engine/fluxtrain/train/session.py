@@ -1,0 +1,168 @@
+"""A process's hold on a run directory: lock, journal, log, control, gauges and the last word."""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+from fluxtrain.errors import EXIT_BUG, EXIT_FINISHED, FluxTrainError, Interrupted
+from fluxtrain.telemetry.control import ControlServer
+from fluxtrain.telemetry.emitter import Emitter
+from fluxtrain.telemetry.events import CommandAnswered, Done, Event, Failed
+from fluxtrain.telemetry.rundir import RunDir
+from fluxtrain.train.announce import Announcer
+from fluxtrain.train.console import JsonConsole, PlainConsole, to_standard_output
+from fluxtrain.train.failures import as_told
+from fluxtrain.train.gauges import GaugeThread
+from fluxtrain.train.requests import Requests, Signals
+from fluxtrain.train.run_log import RunLog
+from fluxtrain.train.run_state import RunState
+
+
+class Session:
+    """Opened before anything is loaded, closed with the record of how the process ended."""
+
+    def __init__(
+        self,
+        run_dir: RunDir,
+        *,
+        live_fd: int | None = None,
+        json: bool = False,
+        host_limit_bytes: int | None = None,
+    ) -> None:
+        self.run_dir = run_dir
+        self._started_s = time.monotonic()
+        self._lock = run_dir.lock()
+        try:
+            for stale in (run_dir.result, run_dir.error):
+                stale.unlink(missing_ok=True)
+            self._log = RunLog(run_dir.log)
+            self._emitter = Emitter(run_dir.journal, live_fd)
+        except BaseException:
+            self._lock.release()
+            raise
+        show = JsonConsole(to_standard_output) if json else PlainConsole(self._print())
+        self.announcer = Announcer(self._emitter, show)
+        self._log.tell(self.announcer.warn)
+        self.requests = Requests()
+        self.signals = Signals(self.requests)
+        self._control = ControlServer(run_dir.socket, self._answer)
+        self.gauges = GaugeThread(
+            self.announcer, live=live_fd is not None, host_limit_bytes=host_limit_bytes
+        )
+        self.state = RunState()
+        self.model_path: str | None = None
+        self.measured: dict[str, Any] = {}
+
+    def __enter__(self) -> Session:
+        self.signals.__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.signals.deferred = True  # the last words are not cut short
+        try:
+            self.gauges.close()
+            self._record_end(error)
+        finally:
+            self._control.close()
+            self._emitter.close()
+            self.signals.__exit__()
+            self._log.close()
+            self._lock.release()
+
+    def listen(self) -> None:
+        """Answer commands and show signs of life; after the first event was written."""
+        self._control.start()
+        self.gauges.start()
+
+    @property
+    def seconds(self) -> float:
+        """Since this process took the run."""
+        return time.monotonic() - self._started_s
+
+    @property
+    def resume_command(self) -> str:
+        """What continues this run."""
+        return f"fluxtrain train --resume {self.run_dir.path}"
+
+    def _print(self) -> Callable[[str], None]:
+        def write(text: str) -> None:
+            self._log.printed(text)
+            to_standard_output(text)
+
+        return write
+
+    def _answer(self, command: str, arguments: dict[str, Any]) -> tuple[bool, str]:
+        ok, message = self.requests.handle(command, arguments)
+        self.announcer.emit(CommandAnswered(command=command, ok=ok, message=message))
+        return ok, message
+
+    def _record_end(self, error: BaseException | None) -> None:
+        told = as_told(error) if error is not None else None
+        if error is None or isinstance(told, Interrupted):
+            self._record_orderly_end(told)
+        else:
+            self._record_failure(error, told)
+
+    def _record_orderly_end(self, interrupted: FluxTrainError | None) -> None:
+        code = interrupted.exit_code if interrupted else EXIT_FINISHED
+        result = {
+            "exit_code": code,
+            "message": str(interrupted) if interrupted else "finished",
+            "step": self.state.step,
+            "seconds": self.seconds,
+            "trained_s": self.state.trained_s,
+            "total_tokens": self.state.total_tokens,
+            "first_loss": self.state.first_loss,
+            "loss": self.state.last_loss,
+            "evaluation_loss": self.state.evaluation_loss,
+            "model": self.model_path,
+            **self.measured,
+        }
+        if not interrupted:
+            self._say(self.announcer.phase, "finished")
+        self._say(self.run_dir.write_json, self.run_dir.result, result)
+        self._say(self.announcer.emit, self._done(code))
+
+    def _record_failure(self, error: BaseException, told: FluxTrainError | None) -> None:
+        code = told.exit_code if told else EXIT_BUG
+        kind = type(told or error).__name__
+        message = str(told) if told else f"{kind}: {error}"
+        self._log.traceback(error)
+        error.add_note(f"the whole story is in {self.run_dir.log}")
+        self._say(self.announcer.phase, "failed")
+        content = {
+            "exit_code": code,
+            "kind": kind,
+            "message": message,
+            "step": self.state.step,
+            "traceback": "".join(traceback.format_exception(error)),
+        }
+        self._say(self.run_dir.write_json, self.run_dir.error, content)
+        self._say(self.announcer.emit, Failed(exit_code=code, kind=kind, message=message))
+
+    def _done(self, code: int) -> Event:
+        return Done(
+            exit_code=code,
+            step=self.state.step,
+            seconds=self.seconds,
+            loss=self.state.last_loss,
+            evaluation_loss=self.state.evaluation_loss,
+            model_path=self.model_path,
+            resume_with=self.resume_command if code else None,
+        )
+
+    def _say(self, write: Callable[..., object], *arguments: object) -> None:
+        """One of several last words: a full disk must not keep the others from being said."""
+        try:
+            write(*arguments)
+        except FluxTrainError as error:
+            self._log.traceback(error)

@@ -1,0 +1,136 @@
+"""Safetensors files written tensor by tensor: no second copy of a shard, and a hash for free.
+
+The library's own `save_file` copies every tensor of a file into Python bytes first, and a hash
+would read the file again. Format: https://github.com/huggingface/safetensors#format
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+_PIECE_BYTES = 4 << 20
+
+
+@dataclass(frozen=True)
+class WrittenFile:
+    """A file that is on disk: its size and the sha256 of its bytes."""
+
+    bytes: int
+    sha256: str
+
+
+class HashingFile:
+    """A new file that hashes what it writes and reaches the disk before it is named as written."""
+
+    def __init__(self, path: Path) -> None:
+        self._file: BinaryIO = path.open("xb")
+        self._hash = hashlib.sha256()
+        self._written_bytes = 0
+
+    def write(self, data: bytes | memoryview) -> None:
+        self._file.write(data)
+        self._hash.update(data)
+        self._written_bytes += len(data)
+
+    def finish(self) -> WrittenFile:
+        """Flush to the disk itself. Raises OSError when there is no room."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        return WrittenFile(self._written_bytes, self._hash.hexdigest())
+
+    def abandon(self) -> None:
+        """Close without a promise; a full disk may refuse even the last buffered bytes."""
+        try:
+            self._file.close()
+        except OSError:
+            return
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> WrittenFile:
+    """Write `tensors` (contiguous or not, any device) as one safetensors file.
+
+    Raises:
+        OSError: the disk refused; the partial file is left for the caller to remove.
+    """
+    header: dict[str, Any] = {}
+    offset = 0
+    # the format wants aligned data: wide dtypes first
+    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    for name in names:
+        tensor = tensors[name]
+        size = tensor.numel() * tensor.element_size()
+        header[name] = {
+            "dtype": _NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, offset + size],
+        }
+        offset += size
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    out = HashingFile(path)
+    try:
+        out.write(len(text).to_bytes(8, "little") + text)
+        for name in names:
+            _write_tensor(out, tensors[name])
+        return out.finish()
+    except BaseException:
+        out.abandon()
+        raise
+
+
+def write_json(path: Path, value: Any) -> WrittenFile:
+    """Write `value` as one JSON file, on disk when this returns."""
+    out = HashingFile(path)
+    try:
+        out.write(json.dumps(value, indent=1, allow_nan=False).encode() + b"\n")
+        return out.finish()
+    except BaseException:
+        out.abandon()
+        raise
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """The tensors of a file, mapped from it."""
+    return load_file(path)
+
+
+def hash_file(path: Path) -> WrittenFile:
+    """Size and sha256 of what is on disk now."""
+    digest = hashlib.sha256()
+    size = 0
+    with path.open("rb") as file:
+        while piece := file.read(_PIECE_BYTES):
+            digest.update(piece)
+            size += len(piece)
+    return WrittenFile(size, digest.hexdigest())
+
+
+def _write_tensor(out: HashingFile, tensor: Tensor) -> None:
+    raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)  # bytes as they are
+    step = _PIECE_BYTES
+    for start in range(0, raw.numel(), step):
+        out.write(raw[start : start + step].cpu().numpy().data)
