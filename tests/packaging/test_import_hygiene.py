@@ -1,0 +1,88 @@
+"""What an import brings with it, read from sys.modules of a fresh process.
+
+A linter reads import statements; only a process shows what importing a package really runs.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import pkgutil
+import subprocess
+import sys
+
+import pytest
+
+TORCH = {"torch", "transformers", "peft", "accelerate", "numpy", "safetensors", "tokenizers"}
+APP = {"textual", "fluxtui"}
+
+
+def modules_of(package: str) -> list[str]:
+    """The package and every module in it, found without running any of them."""
+    spec = importlib.util.find_spec(package)
+    assert spec is not None
+    folders = list(spec.submodule_search_locations or ())
+    found = [package]
+    for module in pkgutil.iter_modules(folders):
+        name = f"{package}.{module.name}"
+        found += modules_of(name) if module.ispkg else [name]
+    return found
+
+
+def brought_in_by(*modules: str) -> set[str]:
+    """Top-level names in sys.modules after importing `modules` in a fresh process."""
+    code = "; ".join(f"import {name}" for name in modules)
+    code += "; import sys; print(*sorted({name.partition('.')[0] for name in sys.modules}))"
+    finished = subprocess.run(
+        [sys.executable, "-c", code], check=False, capture_output=True, text=True
+    )
+    assert finished.returncode == 0, finished.stderr
+    return set(finished.stdout.split())
+
+
+def test_the_front_door_is_light() -> None:
+    assert not brought_in_by("fluxtrain") & (TORCH | APP | {"pydantic", "msgspec", "ctypes"})
+
+
+def test_units_and_errors_are_of_the_standard_library_alone() -> None:
+    brought = brought_in_by("fluxtrain.units", "fluxtrain.errors")
+    third_party = brought - set(sys.stdlib_module_names) - brought_in_by("sys") - {"fluxtrain"}
+    assert third_party == set()
+
+
+def test_telemetry_needs_no_torch_and_no_configuration_library() -> None:
+    brought = brought_in_by(*modules_of("fluxtrain.telemetry"))
+    assert "msgspec" in brought
+    assert not brought & (TORCH | APP | {"pydantic"})
+
+
+def test_the_configuration_and_the_hardware_facts_need_no_torch() -> None:
+    brought = brought_in_by("fluxtrain.train.config", *modules_of("fluxtrain.hardware"))
+    assert not brought & (TORCH | APP)
+
+
+def test_the_command_line_starts_without_torch() -> None:
+    assert not brought_in_by("fluxtrain.cli") & (TORCH | APP)
+
+
+def test_the_app_never_brings_torch() -> None:
+    modules = [name for name in modules_of("fluxtui") if not name.endswith("__main__")]
+    brought = brought_in_by(*modules)
+    assert "textual" in brought
+    assert not brought & TORCH
+
+
+@pytest.mark.parametrize(
+    "package",
+    ["stream", "memory", "optim", "data", "methods", "plan", "train"],
+)
+def test_the_engine_never_brings_the_app(package: str) -> None:
+    assert not brought_in_by(*modules_of(f"fluxtrain.{package}")) & APP
+
+
+def test_the_front_door_brings_wrap_only_when_it_is_used() -> None:
+    code = (
+        "import fluxtrain, sys; assert 'torch' not in sys.modules; "
+        "fluxtrain.wrap; assert 'torch' in sys.modules; "
+        "assert fluxtrain.auto_wrap is fluxtrain.wrap"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
