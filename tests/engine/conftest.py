@@ -1,4 +1,4 @@
-"""Tiny models in real Hugging Face folders: random weights, a trained tokenizer, a chat template."""
+"""Tiny models in real Hugging Face folders: random weights, a tokenizer, a chat template."""
 
 from __future__ import annotations
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fluxtrain.errors import BadInput, NoSpace
+from fluxtrain.methods.progress_bars import hidden_progress_bars
 from fluxtrain.units import bytes_text
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
@@ -56,7 +57,8 @@ def _written(
     made: Path,
     folder: Path,
 ) -> int:
-    model.save_pretrained(made, max_shard_size=SHARD_SIZE)
+    with hidden_progress_bars():
+        model.save_pretrained(made, max_shard_size=SHARD_SIZE)
     if tokenizer is not None:
         tokenizer.save_pretrained(made)
     made.chmod(0o777 & ~_umask())  # mkdtemp's 0700 would keep other users from the model

@@ -25,6 +25,7 @@ from transformers import (
 
 from fluxtrain.errors import BadInput
 from fluxtrain.methods.model_files import ModelFiles, check_model_folder
+from fluxtrain.methods.progress_bars import hidden_progress_bars
 
 DEMO = "demo"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
@@ -207,15 +208,16 @@ def _tokenizer(folder: Path, trusted: bool) -> PreTrainedTokenizerBase:
 
 def _weights(files: ModelFiles, dtype: torch.dtype, trusted: bool) -> PreTrainedModel:
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            files.folder,
-            dtype=dtype,
-            trust_remote_code=trusted,
-            local_files_only=True,
-            use_safetensors=not files.pickled,
-            weights_only=True,
-            output_loading_info=True,
-        )
+        with hidden_progress_bars():
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                files.folder,
+                dtype=dtype,
+                trust_remote_code=trusted,
+                local_files_only=True,
+                use_safetensors=not files.pickled,
+                weights_only=True,
+                output_loading_info=True,
+            )
     except UnpicklingError as error:
         raise BadInput(
             f"{files.weights[0]} is a pickle with more than tensors in it, which could run any "

@@ -1,0 +1,180 @@
+"""Tokens of texts and conversations, and the demo's tokenizer and corpus."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from fluxtrain.data import demo
+from fluxtrain.data.demo import CHAT_TEMPLATE, demo_files, docstrings
+from fluxtrain.data.formats import Document, Message, documents
+from fluxtrain.data.sources import glance
+from fluxtrain.data.tokens import Tokens, tokenize
+from fluxtrain.errors import BadInput
+
+TALK: tuple[Message, ...] = (
+    {"role": "system", "content": "be brief"},
+    {"role": "user", "content": "what is two and two?"},
+    {"role": "assistant", "content": "it is four"},
+    {"role": "user", "content": "and three and three?"},
+    {"role": "assistant", "content": "six"},
+)
+PLAIN_TEMPLATE = CHAT_TEMPLATE.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+THINKING_TEMPLATE = PLAIN_TEMPLATE.replace(
+    "{{ message['content'] + '<|im_end|>' }}{{ '\n' }}",
+    "{% if loop.last %}<think></think>{% endif %}{{ message['content'] + '<|im_end|>' }}{{ '\n' }}",
+)
+
+
+@pytest.fixture
+def tokenizer(tokenizer_folder: Path) -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(tokenizer_folder)
+
+
+def _learnt(tokens: Tokens, tokenizer: PreTrainedTokenizerBase) -> str:
+    assert tokens.trained is not None
+    return tokenizer.decode(tokens.ids[tokens.trained])
+
+
+def _talk(*messages: Message) -> list[Document]:
+    return [Document(line=3, messages=messages)]
+
+
+def test_texts_end_with_the_end_token_unless_they_go_on(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    texts = [("the fox", False), (" jumps", True), ("the dog" + "<|endoftext|>", True)]
+    tokens = tokenize([Document(line=1, text=t, complete=c) for t, c in texts], tokenizer)
+    assert tokens.ids.dtype == np.uint32
+    assert tokens.trained is None
+    parts = [tokens.ids[a:b] for a, b in zip(tokens.starts, tokens.starts[1:], strict=False)]
+    assert [tokenizer.decode(part) for part in parts] == [
+        "the fox", " jumps<|endoftext|>", "the dog<|endoftext|>",
+    ]  # fmt: skip
+
+
+def test_texts_are_encoded_in_batches_with_the_same_result(
+    tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = [Document(line=i, text=f"the fox {i} jumps over {i * i} dogs") for i in range(50)]
+    whole = tokenize(texts, tokenizer)
+    monkeypatch.setattr("fluxtrain.data.tokens.BATCH_CHARACTERS", 100)
+    batched = tokenize(texts, tokenizer)
+    assert (whole.ids == batched.ids).all()
+    assert (whole.starts == batched.starts).all()
+
+
+@pytest.mark.parametrize("template", [CHAT_TEMPLATE, PLAIN_TEMPLATE])
+def test_only_the_assistants_words_and_its_end_of_turn_are_learnt(
+    tokenizer: PreTrainedTokenizerBase, template: str
+) -> None:
+    tokenizer.chat_template = template
+    tokens = tokenize(_talk(*TALK), tokenizer)
+    learnt = _learnt(tokens, tokenizer).replace("\n", "")
+    assert learnt == "it is four<|im_end|>six<|im_end|>"
+    everything = tokenizer.decode(tokens.ids)
+    assert everything == tokenizer.apply_chat_template(list(TALK), tokenize=False)
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused_and_one_turn_is_learnt(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    tokenizer.chat_template = THINKING_TEMPLATE
+    with pytest.raises(BadInput, match=r"line 3: .* message 3 otherwise when more follows"):
+        tokenize(_talk(*TALK), tokenizer)
+    tokens = tokenize(_talk(*TALK[:3]), tokenizer)
+    assert _learnt(tokens, tokenizer) == "<think></think>it is four<|im_end|>\n"
+
+
+def test_a_tokenizer_without_a_template_is_refused_with_the_cure(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    tokenizer.chat_template = None
+    with pytest.raises(BadInput, match=r"no chat template: use an instruction-tuned model"):
+        tokenize(_talk(*TALK), tokenizer)
+
+
+@pytest.mark.parametrize("tag", ["", "{% generation %}{% endgeneration %}"])
+def test_what_the_template_refuses_is_said_with_the_line(
+    tokenizer: PreTrainedTokenizerBase, tag: str
+) -> None:
+    tokenizer.chat_template = "{{ raise_exception('no system role here') }}" + tag
+    with pytest.raises(BadInput, match="line 3: .*refuses this: no system role here"):
+        tokenize(_talk(*TALK), tokenizer)
+
+
+def test_a_conversation_whose_template_renders_no_assistant_is_refused(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m['role'] }}{% endfor %}{% generation %}{% endgeneration %}"
+    )
+    with pytest.raises(BadInput, match="renders no assistant tokens"):
+        tokenize(_talk(*TALK), tokenizer)
+
+
+def test_a_slow_tokenizer_needs_the_generation_tag(
+    tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(type(tokenizer), "is_fast", False)
+    assert tokenize(_talk(*TALK), tokenizer).trained is not None
+    tokenizer.chat_template = PLAIN_TEMPLATE
+    with pytest.raises(BadInput, match=r"tokenizer\.json"):
+        tokenize(_talk(*TALK), tokenizer)
+
+
+def test_no_documents_and_no_tokens_are_refused(tokenizer: PreTrainedTokenizerBase) -> None:
+    with pytest.raises(BadInput, match="no documents"):
+        tokenize([], tokenizer)
+    with pytest.raises(BadInput, match="no tokens"):
+        tokenize([Document(line=1, text="", complete=False)], tokenizer)
+
+
+def test_docstrings_come_from_parsed_files_in_path_order_and_once(tmp_path: Path) -> None:
+    long = "a docstring that is long enough to be kept as a document"
+    (tmp_path / "b.py").write_text(f'"""{long} b."""\ndef f():\n    """{long} f."""\n')
+    (tmp_path / "a.py").write_text(f'raise SystemExit("{long}")\nclass C:\n    """{long} b."""\n')
+    (tmp_path / "broken.py").write_text("def (:\n")
+    (tmp_path / "short.py").write_text('"""Too short."""\n')
+    (tmp_path / "test").mkdir()
+    (tmp_path / "test" / "t.py").write_text(f'"""{long} t."""\n')
+    assert list(docstrings(tmp_path)) == [f"{long} b.", f"{long} f."]
+
+
+@pytest.fixture(scope="module")
+def small_demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache whose demo was made of the first docstrings only, to be quick."""
+    cache = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(demo, "CORPUS_LIMIT_BYTES", 300_000)
+        demo_files(cache)
+    return cache
+
+
+def test_the_demo_is_made_once_as_ordinary_files(
+    small_demo: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(demo, "_corpus")  # a second making would need it
+    files = demo_files(small_demo)
+    assert glance(files.corpus).format == "jsonl-text"
+    assert sum(1 for _ in documents(files.corpus, "jsonl-text")) == files.documents >= 1000
+    assert [path.name for path in small_demo.iterdir()] == [files.tokenizer.name]
+
+
+def test_the_demos_tokenizer_gives_back_what_it_encodes(small_demo: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(demo_files(small_demo).tokenizer)
+    assert len(tokenizer) == demo.VOCABULARY
+    text = "Return the naïve value of x\n\n    >>> 1 + 1\n\t日本"
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+
+
+def test_a_python_without_its_library_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(demo, "docstrings", lambda: iter(["only one"]))
+    with pytest.raises(BadInput, match="without the source of its library"):
+        demo_files(tmp_path)
+    assert list(tmp_path.iterdir()) == []
