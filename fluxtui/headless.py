@@ -48,7 +48,7 @@ def train_in_foreground(arguments: Sequence[str], command: Sequence[str] = TRAIN
 
 
 def follow_lines(run_dir: Path) -> int:
-    """Print the run's progress until it ends; returns its exit code, 130 when we are interrupted."""
+    """Print the run's progress until it ends; returns its exit code, or 130 after a Ctrl-C."""
     run, journal = RunDir(run_dir), JournalFollower(RunDir(run_dir).journal)
     try:
         while True:

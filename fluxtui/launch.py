@@ -181,9 +181,9 @@ def _is_run(path: Path) -> bool:
 
 
 def has_terminal(environment: Mapping[str, str] = os.environ) -> bool:
-    """Both ends are a terminal, and one that can draw."""
+    """All three ends are a terminal that can draw; the app reads one and draws on the other two."""
     capable = environment.get("TERM", "") not in ("", "dumb")
-    return capable and sys.stdin.isatty() and sys.stdout.isatty()
+    return capable and all(end.isatty() for end in (sys.stdin, sys.stdout, sys.stderr))
 
 
 def _app(

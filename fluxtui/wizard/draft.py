@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -46,7 +47,8 @@ def save_draft(answers: Answers, path: Path) -> bool:
         temporary.write_text(json.dumps(fields, indent=1), encoding="utf-8")
         temporary.replace(path)
     except (OSError, TypeError):
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink()
         return False
     return True
 

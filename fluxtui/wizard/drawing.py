@@ -55,7 +55,7 @@ def footer(keys: Sequence[tuple[str, str]], machine: str, width: int) -> Content
     """A rule, and below it key hints; on the right this machine, in the room that is left."""
     left = keys_line(keys)
     room = width - len(left.plain) - 3
-    right = shortened(machine, room) if room >= 12 else ""
+    right = shortened_end(machine, room) if room >= 12 else ""
     gap = " " * max(0, width - len(left.plain) - len(right))
     return Content.assemble(("─" * width + "\n", MUTED), left, gap, (right, MUTED))
 
@@ -158,7 +158,7 @@ def _sample_lines(sample: Sample, width: int, limit: int) -> list[Content]:
         text = f"{piece.role}: {piece.text}" if piece.role else piece.text
         wrapped = [part for line in text.splitlines() for part in textwrap.wrap(line, room)]
         if len(wrapped) > share:
-            wrapped = [*wrapped[: share - 1], shortened_end(wrapped[share - 1], room)]
+            wrapped = [*wrapped[: share - 1], f"{wrapped[share - 1][: room - 2]} …"]
         bar = ("▌ ", "$accent") if piece.trained else ("  ", "")
         style = "" if piece.trained else MUTED
         lines += [Content.assemble(bar, (line, style)) for line in wrapped]
@@ -166,8 +166,8 @@ def _sample_lines(sample: Sample, width: int, limit: int) -> list[Content]:
 
 
 def shortened_end(text: str, width: int) -> str:
-    """`text` marked as going on, in at most `width` characters."""
-    return f"{text[: width - 2].rstrip()} …"
+    """`text` in at most `width` characters; a longer one ends with a mark."""
+    return text if len(text) <= width else f"{text[: width - 2].rstrip()} …"
 
 
 def _marked(mark: str, text: str, width: int, style: str) -> Content:

@@ -43,6 +43,9 @@ def plan_page(plan: PlanPreview, width: int) -> Content:
     )
     if head:
         lines += [drawing.paragraph(head, width), Content("")]
+    if not plan.fits:
+        cure = "this does not fit: press → for more offload, or esc for a smaller model"
+        lines += [drawing.problem(cure, width), Content("")]
     lines += [
         drawing.memory_bar("device", plan.device_bytes, plan.device_budget_bytes, width),
         drawing.memory_bar("host", plan.host_bytes, plan.host_limit_bytes, width),

@@ -102,6 +102,8 @@ class WizardScreen(Screen[Launch | None]):
         self._plan_asked_s = 0.0
         self._go_on_when_planned = False
         self._launch_error: str | None = None
+        self._launching = False
+        self._stale = True  # the answer on screen was changed after its last check
         self.machine: list[str] = ["measuring ..."]
 
     def compose(self) -> ComposeResult:
@@ -132,7 +134,7 @@ class WizardScreen(Screen[Launch | None]):
     def _offered(self, draft: Answers, go_on: bool | None) -> None:
         if go_on:
             self.answers = draft
-            self._go_to(draft.step)
+            self._go_to("plan" if draft.step == "launch" else draft.step)  # plan it again first
         else:
             forget_draft(self._draft)
 
@@ -151,11 +153,17 @@ class WizardScreen(Screen[Launch | None]):
             if box is not None and not box.value.strip() and not box.has_focus:
                 box.focus()
                 return
-            self._check(step, go_on=True)
+            checked = self.checks[step.name_of_step]
+            if checked is not None and checked.error is None and not self._stale:
+                self._move(1)
+            else:
+                self._check(step, go_on=True)
         elif isinstance(step, PlanStep):
             self._next_from_plan()
         elif isinstance(step, LaunchStep):
-            self._launch()
+            if not self._launching:
+                self._launching = True
+                self._launch()
         else:
             self._move(1)
 
@@ -178,7 +186,7 @@ class WizardScreen(Screen[Launch | None]):
     def _go_to(self, step: StepName) -> None:
         self._keep(dataclasses.replace(self.answers, step=step))
         self.query_one(ContentSwitcher).current = step
-        self._launch_error = None
+        self._launch_error, self._stale = None, True
         self._redraw()
         page = self.current
         page.take_focus()
@@ -200,6 +208,7 @@ class WizardScreen(Screen[Launch | None]):
     @on(Answered)
     def _answered(self, event: Answered) -> None:
         self._keep(dataclasses.replace(self.answers, **event.changes))
+        self._stale = True
         self._go_on_when_planned = False
         self._redraw()
         step = self.current
@@ -226,6 +235,7 @@ class WizardScreen(Screen[Launch | None]):
         await asyncio.sleep(pause_s)
         check = await asyncio.to_thread(_CHECKS[name], answers)
         self.checks[name] = check
+        self._stale = False
         step.show_check(check)
         self.query_one("#aside").refresh()
         if go_on and check.error is None:
@@ -243,7 +253,7 @@ class WizardScreen(Screen[Launch | None]):
         try:
             self.machine = machine_lines(await ask_engine("probe", "--json", program=self._engine))
         except EngineRefused as error:
-            self.machine = [f"not measured: {error}"]
+            self.machine = [f"machine not measured: {error}"]
         self.query_one("#footer").refresh()
         self.query_one("#aside", Drawn).refresh(layout=True)
 
@@ -279,7 +289,7 @@ class WizardScreen(Screen[Launch | None]):
         try:
             launch = await asyncio.to_thread(prepare, self.answers, self.root)
         except FluxTrainError as error:
-            self._launch_error = str(error)
+            self._launch_error, self._launching = str(error), False
             self._redraw()
             return
         forget_draft(self._draft)

@@ -68,7 +68,7 @@ class Step(VerticalScroll, can_focus=False):
 
     DEFAULT_CSS = """
     Step { height: 1fr; scrollbar-size-vertical: 1; scrollbar-background: $background; }
-    Step > Drawn { margin-bottom: 1; }
+    Step > Drawn, Step > ChoiceList { margin-bottom: 1; }
     """
     name_of_step: StepName
     question = ""
@@ -81,7 +81,6 @@ class SourceStep(Step):
     """A choice of where something comes from, with a text field for some of the choices."""
 
     DEFAULT_CSS = """
-    SourceStep > ChoiceList { margin-bottom: 1; }
     SourceStep Input {
         height: 3; border: round $secondary; background: transparent; padding: 0 1;
         margin-bottom: 1;

@@ -1,0 +1,373 @@
+"""The wizard driven by its keys: forward, back, errors in place, the plan, the draft, the launch."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from textual.app import App
+from textual.pilot import Pilot
+from textual.widgets import Input
+
+from fluxtui.wizard.answers import STEPS, Answers
+from fluxtui.wizard.draft import load_draft, save_draft
+from fluxtui.wizard.launching import Launch
+from fluxtui.wizard.offer import DraftOffer
+from fluxtui.wizard.screen import WizardScreen
+from fluxtui.wizard.steps import PlanStep, complete_path
+
+# Stands in for the engine's two questions; what it was asked is kept beside it. The real engine is
+# asked in test_end_to_end.py.
+ENGINE = """
+import json, pathlib, sys, time
+here = pathlib.Path(__file__).parent
+with open(here / "asked", "a") as asked:
+    asked.write(json.dumps(sys.argv[1:]) + "\\n")
+if sys.argv[1] == "plan":
+    while (here / "hold").exists():
+        time.sleep(0.02)
+answer = here / (sys.argv[1] + ".json")
+if not answer.exists():
+    sys.exit("error: the model needs 80 GiB and 24 GiB is free")
+print(answer.read_text())
+"""
+PLAN = {
+    "offload": "none", "steps": 200, "device": "cpu", "device_bytes": 2**20,
+    "device_budget_bytes": 2**30, "host_bytes": 2**21, "host_limit_bytes": 2**31,
+    "model": {"name": "demo", "parameters": 5_800_000, "blocks": 6},
+    "choices": [{"name": "batch_rows", "value": "8", "because": "1,024 tokens make a step"}],
+}  # fmt: skip
+
+
+class Host(App[None]):
+    """Shows the wizard and keeps what it ends with."""
+
+    def __init__(self, wizard: WizardScreen) -> None:
+        super().__init__()
+        self.wizard = wizard
+        self.ended_with: list[Launch | None] = []
+
+    def on_mount(self) -> None:
+        self.push_screen(self.wizard, self.ended_with.append)
+
+
+class Wizard:
+    """A wizard under test with its pilot."""
+
+    def __init__(self, app: Host, pilot: Pilot[None], folder: Path) -> None:
+        self.app, self.pilot, self.folder = app, pilot, folder
+
+    @property
+    def screen(self) -> WizardScreen:
+        return self.app.wizard
+
+    @property
+    def step(self) -> str:
+        return self.screen.answers.step
+
+    async def press(self, *keys: str) -> None:
+        await self.pilot.press(*keys)
+
+    async def until(self, true: Callable[[], Any]) -> None:
+        for _ in range(500):
+            if true():
+                await self.pilot.pause()
+                return
+            await asyncio.sleep(0.02)
+        raise AssertionError(f"did not come about; the screen says\n{self.text()}")
+
+    async def go_to(self, step: str) -> None:
+        while self.step != step:
+            before = self.step
+            await self.until(lambda: before != "plan" or self.screen.plan)
+            await self.press("enter")
+            await self.until(lambda before=before: self.step != before)
+
+    def text(self) -> str:
+        strips = self.app.screen._compositor.render_strips()
+        return "\n".join("".join(segment.text for segment in strip) for strip in strips)
+
+    def asked(self) -> list[list[str]]:
+        lines = (self.folder / "asked").read_text().splitlines()
+        return [json.loads(line) for line in lines]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "engine.py").write_text(ENGINE)
+    (tmp_path / "plan.json").write_text(json.dumps(PLAN))
+    (tmp_path / "probe.json").write_text("{}")
+    return tmp_path
+
+
+@asynccontextmanager
+async def opened(
+    folder: Path, answers: Answers | None = None, size: tuple[int, int] = (80, 24)
+) -> AsyncIterator[Wizard]:
+    """The wizard on screen, with its runs, draft and engine in `folder`."""
+    screen = WizardScreen(
+        answers,
+        folder / "runs",
+        draft=folder / "draft.json",
+        engine=(sys.executable, str(folder / "engine.py")),
+    )
+    app = Host(screen)
+    async with app.run_test(size=size) as pilot:
+        await pilot.pause()
+        yield Wizard(app, pilot, folder)
+
+
+async def test_enter_alone_starts_the_demo(folder: Path) -> None:
+    async with opened(folder) as wizard:
+        for number, step in enumerate(STEPS, start=1):
+            await wizard.until(lambda step=step: wizard.step == step)
+            assert f"step {number} of 5" in wizard.text()
+            await wizard.press("enter")
+        await wizard.until(lambda: wizard.app.ended_with)
+        [launch] = wizard.app.ended_with
+        assert launch is not None
+        assert launch.arguments == ("--demo",)
+        assert launch.run_dir.is_dir()
+        assert load_draft(folder / "draft.json") is None, "a launched run leaves no draft"
+
+
+async def test_the_machine_is_measured_from_the_first_moment(folder: Path) -> None:
+    async with opened(folder) as wizard:
+        await wizard.until(lambda: ["probe", "--json"] in wizard.asked())
+
+
+async def test_escape_goes_back_and_loses_nothing(folder: Path) -> None:
+    data = folder / "tales.txt"
+    data.write_text("Once upon a time.\n")
+    async with opened(folder) as wizard:
+        await wizard.go_to("data")
+        await wizard.press("down", *str(data))
+        await wizard.until(lambda: "Once upon a time." in wizard.text())
+        await wizard.go_to("method")
+        await wizard.press("escape", "escape")
+        assert wizard.step == "model"
+        await wizard.go_to("data")
+        assert str(data)[-20:] in wizard.text()
+        await wizard.press("up")
+        assert wizard.screen.answers.data_file == "demo"
+        await wizard.press("down")
+        assert wizard.screen.answers.data_file == str(data), "another choice keeps what was typed"
+
+
+async def test_escape_at_the_first_step_leaves_without_a_run(folder: Path) -> None:
+    async with opened(folder) as wizard:
+        await wizard.press("escape")
+        await wizard.until(lambda: wizard.app.ended_with)
+        assert wizard.app.ended_with == [None]
+        assert not (folder / "runs").exists()
+
+
+async def test_an_answer_that_cannot_be_used_is_refused_in_place(folder: Path) -> None:
+    async with opened(folder) as wizard:
+        await wizard.press("down")
+        await wizard.until(lambda: "type the path of a folder" in wizard.text())
+        await wizard.press(*"/no/such", "enter")
+        await wizard.until(lambda: "✗" in wizard.text())
+        assert "/no/such does not exist" in wizard.text()
+        assert wizard.step == "model"
+        await wizard.press("shift+tab", "up")
+        assert wizard.screen.answers.model_source == "demo"
+        await wizard.go_to("data")
+
+
+async def test_enter_on_an_empty_field_goes_into_it(folder: Path) -> None:
+    async with opened(folder) as wizard:
+        await wizard.press("down", "down", "enter")
+        focused = wizard.app.focused
+        assert isinstance(focused, Input)
+        assert focused.id == "model_hub-input"
+        await wizard.press(*"not an id", "enter")
+        await wizard.until(lambda: "✗" in wizard.text())
+        assert "owner/name" in wizard.text()
+
+
+async def test_a_corrected_answer_is_accepted(folder: Path) -> None:
+    good = folder / "good.txt"
+    good.write_text("Good.\n")
+    answers = Answers(data_source="path", data_path=str(folder / "bad.txt"), step="data")
+    async with opened(folder, answers) as wizard:
+        await wizard.until(lambda: "✗" in wizard.text())
+        await wizard.press("tab")
+        assert isinstance(wizard.app.focused, Input)
+        wizard.app.focused.value = str(good)
+        await wizard.until(lambda: "✓ format" in wizard.text())
+        await wizard.press("enter")
+        await wizard.until(lambda: wizard.step == "method")
+
+
+async def test_the_plan_shows_every_choice_with_its_reason(folder: Path) -> None:
+    async with opened(folder) as wizard:
+        await wizard.go_to("plan")
+        await wizard.until(lambda: "Chosen for you" in wizard.text())
+        for shown in (
+            "batch rows",
+            "1,024 tokens make a step",
+            "1.00 MiB of 1.00 GiB",
+            "200 steps",
+        ):
+            assert shown in wizard.text()
+
+
+async def test_the_wizard_stays_alive_while_the_engine_plans(folder: Path) -> None:
+    (folder / "hold").touch()
+    async with opened(folder) as wizard:
+        for step in ("data", "method", "plan"):
+            await wizard.press("enter")
+            await wizard.until(lambda step=step: wizard.step == step)
+        await wizard.until(lambda: "The engine reads the model" in wizard.text())
+        await wizard.press("escape")
+        assert wizard.step == "method", "keys work while the plan is made"
+        await wizard.press("enter", "enter")
+        await wizard.until(lambda: "goes on by itself" in wizard.text())
+        (folder / "hold").unlink()
+        await wizard.until(lambda: wizard.step == "launch")
+        plans = [asked for asked in wizard.asked() if asked[0] == "plan"]
+        assert len(plans) == 1, "the same answers are planned once"
+
+
+async def test_a_plan_that_is_refused_says_why_and_holds_the_wizard(folder: Path) -> None:
+    (folder / "plan.json").unlink()
+    async with opened(folder) as wizard:
+        await wizard.press("enter")
+        await wizard.until(lambda: wizard.step == "data")
+        await wizard.press("enter")
+        await wizard.until(lambda: wizard.step == "method")
+        await wizard.press("enter", "enter")
+        await wizard.until(lambda: "80 GiB" in wizard.text())
+        await wizard.press("enter")
+        assert wizard.step == "plan"
+        (folder / "plan.json").write_text(json.dumps(PLAN))
+        await wizard.press("right")
+        await wizard.until(lambda: "Chosen for you" in wizard.text())
+
+
+async def test_a_plan_over_the_limit_holds_the_wizard(folder: Path) -> None:
+    (folder / "plan.json").write_text(json.dumps({**PLAN, "host_bytes": 2**40}))
+    async with opened(folder, Answers(step="plan")) as wizard:
+        await wizard.until(lambda: "does not fit" in wizard.text())
+        await wizard.press("enter")
+        await wizard.pilot.pause()
+        assert wizard.step == "plan"
+
+
+async def test_offload_and_steps_can_be_changed_and_are_planned_again(folder: Path) -> None:
+    async with opened(folder) as wizard:
+        await wizard.go_to("plan")
+        await wizard.until(lambda: wizard.screen.plan)
+        await wizard.press("right")
+        assert wizard.screen.answers.offload == "none"
+        await wizard.press("s", *"12", "enter")
+        assert wizard.screen.answers.steps == 12
+        assert wizard.step == "plan", "Enter in the field closes the field only"
+        await wizard.until(lambda: wizard.screen.plan)
+        await wizard.until(lambda: len(wizard.asked()) >= 3)
+        last = wizard.asked()[-1]
+        assert last[:2] == ["plan", "--demo"]
+        assert {"placement.offload=none", "train.steps=12"} <= set(last)
+        await wizard.go_to("launch")
+        assert "--set train.steps=12" in " ".join(wizard.text().split())
+
+
+async def test_a_number_of_steps_that_is_none_is_refused_and_escape_keeps_the_old_one(
+    folder: Path,
+) -> None:
+    async with opened(folder, Answers(steps=9, step="plan")) as wizard:
+        await wizard.press("s", "backspace", "0", "enter")
+        assert wizard.screen.query_one(PlanStep).asks_for_steps
+        await wizard.press("escape")
+        assert wizard.step == "plan"
+        assert wizard.screen.answers.steps == 9
+
+
+async def test_a_crash_loses_nothing_and_the_answers_are_offered(folder: Path) -> None:
+    data = folder / "tales.txt"
+    data.write_text("Once upon a time.\n")
+    async with opened(folder) as wizard:
+        await wizard.go_to("data")
+        await wizard.press("down", *str(data))
+        await wizard.pilot.pause()
+    async with opened(folder) as wizard:  # the first one ended without a word
+        assert isinstance(wizard.app.screen, DraftOffer)
+        assert data.name in wizard.text()
+        await wizard.press("enter")
+        await wizard.until(lambda: wizard.step == "data")
+        assert wizard.screen.answers.data_file == str(data)
+
+
+async def test_an_offered_draft_can_be_left_and_does_not_come_back(folder: Path) -> None:
+    save_draft(Answers(offload="max"), folder / "draft.json")
+    async with opened(folder) as wizard:
+        await wizard.press("n")
+        await wizard.pilot.pause()
+        assert wizard.screen.answers.offload == "auto"
+        assert load_draft(folder / "draft.json") is None
+
+
+async def test_answers_from_flags_are_not_asked_about_a_draft(folder: Path) -> None:
+    save_draft(Answers(offload="max"), folder / "draft.json")
+    async with opened(folder, Answers(steps=4)) as wizard:
+        assert not isinstance(wizard.app.screen, DraftOffer)
+        assert wizard.screen.answers.steps == 4
+
+
+async def test_a_run_folder_that_cannot_be_written_is_told_at_the_launch(folder: Path) -> None:
+    (folder / "runs").write_text("a file in the way")
+    async with opened(folder) as wizard:
+        await wizard.go_to("launch")
+        await wizard.press("enter")
+        await wizard.until(lambda: "✗" in wizard.text())
+        assert not wizard.app.ended_with
+        (folder / "runs").unlink()
+        await wizard.press("enter")
+        await wizard.until(lambda: wizard.app.ended_with)
+
+
+async def test_the_launch_shows_command_and_yaml(folder: Path) -> None:
+    data = folder / "tales.txt"
+    data.write_text("Once upon a time.\n")
+    answers = Answers(data_source="path", data_path=str(data), step="plan")
+    async with opened(folder, answers, size=(120, 40)) as wizard:
+        await wizard.go_to("launch")
+        assert "fluxtrain train config.yaml" in wizard.text()
+        assert "path: demo" in wizard.text()
+
+
+@pytest.mark.parametrize("size", [(80, 24), (120, 40), (60, 20), (200, 60)])
+async def test_every_step_draws_in_every_size(folder: Path, size: tuple[int, int]) -> None:
+    async with opened(folder, size=size) as wizard:
+        for step in STEPS:
+            await wizard.go_to(step)
+            lines = wizard.text().splitlines()
+            assert len(lines) == size[1]
+            assert f"step {STEPS.index(step) + 1} of 5" in lines[1]
+            assert "enter" in lines[-1]
+
+
+async def test_a_click_chooses(folder: Path) -> None:
+    async with opened(folder) as wizard:
+        await wizard.pilot.click("#model ChoiceList", offset=(4, 2))
+        assert wizard.screen.answers.model_source == "hub"
+
+
+def test_a_path_is_completed_to_the_first_match(tmp_path: Path) -> None:
+    (tmp_path / "models").mkdir()
+    (tmp_path / "modem.txt").write_text("")
+    (tmp_path / ".hidden").mkdir()
+    assert complete_path(f"{tmp_path}/mod", folders_only=False) == f"{tmp_path}/models/"
+    assert complete_path(f"{tmp_path}/mode", folders_only=True) == f"{tmp_path}/models/"
+    assert complete_path(f"{tmp_path}/modem", folders_only=True) is None
+    assert complete_path(f"{tmp_path}/", folders_only=True) == f"{tmp_path}/models/"
+    assert complete_path(f"{tmp_path}/.h", folders_only=True) == f"{tmp_path}/.hidden/"
+    assert complete_path("", folders_only=False) is None
+    assert complete_path(f"{tmp_path}/no/x", folders_only=False) is None
