@@ -2,8 +2,8 @@
 
 `seq` counts journal frames. A lifecycle event always takes the next number. A gauge takes one only
 when it is journaled, at most once a second per kind and before the run's end; a gauge that is only
-live carries the number of the newest journal frame. So the journal has no gap, and a reader that goes from the journal to
-the pipe drops lifecycle frames whose `seq` it has seen.
+live carries the number of the newest journal frame. So the journal has no gap, and a reader that
+goes from the journal to the pipe drops lifecycle frames whose `seq` it has seen.
 """
 
 from __future__ import annotations

@@ -1,0 +1,77 @@
+"""The disk below a folder: how much is free, and what kind of file system it is."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+MEMORY_FILE_SYSTEMS = frozenset({"tmpfs", "ramfs", "devtmpfs"})
+NETWORK_FILE_SYSTEMS = frozenset(
+    {"nfs", "nfs4", "cifs", "smb3", "9p", "ceph", "lustre", "gpfs", "beegfs", "afs", "virtiofs"}
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Disk:
+    """Facts about the file system that holds `path`; `unknown` has the reason of every None."""
+
+    path: str
+    total_bytes: int | None
+    free_bytes: int | None  # for this user
+    file_system: str | None
+    in_memory: bool | None  # what is written there takes host memory
+    on_network: bool | None
+    unknown: dict[str, str] = field(default_factory=dict)
+
+
+def read_disk(path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> Disk:
+    """Facts about the disk of `path`, or of its nearest parent that exists."""
+    unknown: dict[str, str] = {}
+    place = next(one for one in (path.absolute(), *path.absolute().parents) if one.exists())
+    total = free = None
+    try:
+        facts = os.statvfs(place)
+        total, free = facts.f_blocks * facts.f_frsize, facts.f_bavail * facts.f_frsize
+    except OSError as error:
+        unknown |= dict.fromkeys(("total_bytes", "free_bytes"), f"statvfs: {error.strerror}")
+    kind = _file_system(place.resolve(), mounts)
+    if kind is None:
+        reason = f"{mounts} does not name its mount"
+        unknown |= dict.fromkeys(("file_system", "in_memory", "on_network"), reason)
+    return Disk(
+        path=str(path),
+        total_bytes=total,
+        free_bytes=free,
+        file_system=kind,
+        in_memory=None if kind is None else kind in MEMORY_FILE_SYSTEMS,
+        on_network=None if kind is None else kind.removeprefix("fuse.") in NETWORK_FILE_SYSTEMS,
+        unknown=unknown,
+    )
+
+
+def _file_system(place: Path, mounts: Path) -> str | None:
+    """Type of the longest mount point that holds `place`; of two on one point the later is on top.
+
+    Source: proc_pid_mountinfo(5): field 5 is the mount point with octal escapes, the first field
+    after the lone "-" is the type.
+    """
+    best: tuple[int, str] | None = None
+    try:
+        lines = mounts.read_bytes().splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        fields = line.split()
+        if b"-" not in fields[6:]:
+            continue
+        point = Path(os.fsdecode(_unescaped(fields[4])))
+        if place.is_relative_to(point) and (best is None or len(point.parts) >= best[0]):
+            best = (len(point.parts), fields[fields.index(b"-", 6) + 1].decode())
+    return None if best is None else best[1]
+
+
+def _unescaped(name: bytes) -> bytes:
+    for code in (b" ", b"\t", b"\n"):
+        name = name.replace(b"\\%03o" % code[0], code)
+    return name.replace(b"\\134", b"\\")

@@ -1,0 +1,151 @@
+"""NVIDIA GPUs through the driver's own library (NVML): no torch, and no memory of theirs taken."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuProcess:
+    """A program that holds memory of a GPU; bytes are None where the driver hides them."""
+
+    pid: int
+    used_bytes: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """Facts about one card; `unknown` has the reason of every None."""
+
+    index: int  # in the driver's order (PCI bus), which may not be torch's
+    name: str | None
+    uuid: str | None
+    memory_total_bytes: int | None
+    memory_free_bytes: int | None
+    other_processes: tuple[GpuProcess, ...] | None  # not this process
+    compute_capability: str | None  # "9.0"; bf16 arithmetic needs 8.0
+    pcie_generation: int | None  # at full speed; an idle link is slower
+    pcie_width: int | None
+    unknown: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpus:
+    """The cards of this machine, or the reason why none is known."""
+
+    gpus: tuple[Gpu, ...]
+    driver: str | None
+    reason: str | None  # why `gpus` is empty
+
+    def visible(self, environment: Mapping[str, str] | None = None) -> tuple[Gpu, ...]:
+        """The cards that CUDA_VISIBLE_DEVICES leaves to programs.
+
+        As CUDA reads it: indices or beginnings of UUIDs; the first unknown name ends the list.
+        """
+        wanted = (os.environ if environment is None else environment).get("CUDA_VISIBLE_DEVICES")
+        if wanted is None:
+            return self.gpus
+        found: list[Gpu] = []
+        for name in (part.strip() for part in wanted.split(",")):
+            match = next((gpu for gpu in self.gpus if _is_named(gpu, name)), None)
+            if match is None:
+                break
+            found.append(match)
+        return tuple(found)
+
+
+def read_gpus(nvml: Any = None, driver_folder: Path = Path("/proc/driver/nvidia/gpus")) -> Gpus:
+    """Ask NVML; `nvml` is another module with its functions in tests."""
+    if nvml is None:
+        try:
+            nvml = import_module("pynvml")
+        except ImportError:
+            return _none("the package nvidia-ml-py is missing", driver_folder)
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError as error:
+        return _none(f"NVML says: {error}", driver_folder)
+    try:
+        driver = _text(nvml.nvmlSystemGetDriverVersion())
+        gpus = tuple(_read_gpu(nvml, index) for index in range(nvml.nvmlDeviceGetCount()))
+        return Gpus(gpus=gpus, driver=driver, reason=None if gpus else "the driver lists no GPU")
+    except nvml.NVMLError as error:
+        return _none(f"NVML says: {error}", driver_folder)
+    finally:
+        nvml.nvmlShutdown()
+
+
+def _none(reason: str, driver_folder: Path) -> Gpus:
+    """Without NVML the driver's folder still tells that there are cards."""
+    try:
+        count = len(list(driver_folder.iterdir()))
+    except OSError:
+        count = 0
+    nameless = dict.fromkeys(
+        (
+            *("name", "uuid", "memory_total_bytes", "memory_free_bytes", "other_processes"),
+            *("compute_capability", "pcie_generation", "pcie_width"),
+        ),
+        reason,
+    )
+    gpus = tuple(
+        Gpu(index=index, **dict.fromkeys(nameless), unknown=nameless) for index in range(count)
+    )
+    return Gpus(gpus=gpus, driver=None, reason=reason)
+
+
+def _read_gpu(nvml: Any, index: int) -> Gpu:
+    handle = nvml.nvmlDeviceGetHandleByIndex(index)
+    unknown: dict[str, str] = {}
+
+    def ask(names: str | Sequence[str], question: Callable[[], Any]) -> Any:
+        try:
+            return question()
+        except nvml.NVMLError as error:  # each fact is optional: cards and virtual machines differ
+            unknown.update(dict.fromkeys([names] if isinstance(names, str) else names, str(error)))
+            return None
+
+    memory_fields = ("memory_total_bytes", "memory_free_bytes")
+    memory = ask(memory_fields, lambda: nvml.nvmlDeviceGetMemoryInfo(handle))
+    capability = ask("compute_capability", lambda: nvml.nvmlDeviceGetCudaComputeCapability(handle))
+    return Gpu(
+        index=index,
+        name=ask("name", lambda: _text(nvml.nvmlDeviceGetName(handle))),
+        uuid=ask("uuid", lambda: _text(nvml.nvmlDeviceGetUUID(handle))),
+        memory_total_bytes=None if memory is None else int(memory.total),
+        memory_free_bytes=None if memory is None else int(memory.free),
+        other_processes=ask("other_processes", lambda: _other_processes(nvml, handle)),
+        compute_capability=None if capability is None else "{}.{}".format(*capability),
+        pcie_generation=ask(
+            "pcie_generation", lambda: int(nvml.nvmlDeviceGetMaxPcieLinkGeneration(handle))
+        ),
+        pcie_width=ask("pcie_width", lambda: int(nvml.nvmlDeviceGetCurrPcieLinkWidth(handle))),
+        unknown=unknown,
+    )
+
+
+def _other_processes(nvml: Any, handle: Any) -> tuple[GpuProcess, ...]:
+    running = [
+        *nvml.nvmlDeviceGetComputeRunningProcesses(handle),
+        *nvml.nvmlDeviceGetGraphicsRunningProcesses(handle),
+    ]
+    used = {one.pid: one.usedGpuMemory for one in running if one.pid != os.getpid()}
+    return tuple(
+        GpuProcess(pid=pid, used_bytes=None if size is None else int(size))
+        for pid, size in sorted(used.items())
+    )
+
+
+def _is_named(gpu: Gpu, name: str) -> bool:
+    if name.isdigit():
+        return gpu.index == int(name)
+    return bool(name) and gpu.uuid is not None and gpu.uuid.startswith(name)
+
+
+def _text(value: Any) -> str:
+    return value.decode() if isinstance(value, bytes) else str(value)

@@ -1,0 +1,113 @@
+"""What this machine is: cores, instruction set, host memory and GPUs, as this process may use them.
+
+Every fact is measured, or None with the reason in `unknown`. No torch.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from fluxtrain.hardware.cgroup import cgroup_limits
+from fluxtrain.hardware.gpu import Gpu, Gpus, read_gpus
+from fluxtrain.units import bytes_text
+
+InstructionSet = Literal["avx512", "avx2", "scalar"]
+
+# What the native update needs of each; source: the compiler flags of its variants.
+_AVX512 = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl"})
+_AVX2 = frozenset({"avx2", "fma"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """Facts; `unknown` has the reason of every None."""
+
+    cores: int  # that this process may use: affinity and CPU quota
+    cpu_quota: float | None  # cores; None without a quota
+    cpu_name: str | None
+    instruction_set: InstructionSet
+    memory_total_bytes: int | None  # the smaller of the machine's and the container's
+    memory_available_bytes: int | None
+    memory_limit_bytes: int | None  # the container's; None without one
+    gpus: tuple[Gpu, ...]
+    driver: str | None
+    unknown: dict[str, str] = field(default_factory=dict)
+
+    def line(self) -> str:
+        """One line for people: 16 cores (avx512), 128 GiB, NVIDIA GeForce RTX 4090 24.0 GiB."""
+        parts = [
+            f"{self.cores} core{'s' * (self.cores != 1)} ({self.instruction_set})",
+            bytes_text(self.memory_total_bytes),
+        ]
+        parts += [
+            f"{gpu.name or 'NVIDIA GPU'} {bytes_text(gpu.memory_total_bytes)}" for gpu in self.gpus
+        ]
+        return ", ".join(parts if self.gpus else [*parts, "no GPU"])
+
+
+def read_machine(root: Path = Path("/"), gpus: Gpus | None = None) -> Machine:
+    """Measure; `root` is another file tree and `gpus` another answer of the driver in tests."""
+    unknown: dict[str, str] = {}
+    gpus = read_gpus() if gpus is None else gpus
+    if gpus.reason is not None:
+        unknown["gpus"] = gpus.reason
+    if gpus.driver is None:
+        unknown["driver"] = gpus.reason or "the driver does not say"
+    limits = cgroup_limits(root)
+    total, available = _memory(root, unknown)
+    name, flags = _cpu(root)
+    if name is None:
+        unknown["cpu_name"] = "/proc/cpuinfo has no model name"
+    affinity = len(os.sched_getaffinity(0))
+    quota = limits.cpu_quota
+    return Machine(
+        cores=affinity if quota is None else max(1, min(affinity, math.floor(quota))),
+        cpu_quota=quota,
+        cpu_name=name,
+        instruction_set=_instruction_set(flags),
+        memory_total_bytes=_smaller(total, limits.memory_bytes),
+        memory_available_bytes=_smaller(available, limits.memory_left_bytes),
+        memory_limit_bytes=limits.memory_bytes,
+        gpus=gpus.visible(),
+        driver=gpus.driver,
+        unknown=unknown,
+    )
+
+
+def _memory(root: Path, unknown: dict[str, str]) -> tuple[int | None, int | None]:
+    """MemTotal and MemAvailable of /proc/meminfo, in bytes."""
+    facts: dict[str, int] = {}
+    try:
+        for line in (root / "proc/meminfo").read_text().splitlines():
+            key, _, value = line.partition(":")
+            if key in ("MemTotal", "MemAvailable"):
+                facts[key] = int(value.split()[0]) * 1024
+    except (OSError, ValueError, IndexError) as error:
+        unknown |= dict.fromkeys(("memory_total_bytes", "memory_available_bytes"), str(error))
+    return facts.get("MemTotal"), facts.get("MemAvailable")
+
+
+def _cpu(root: Path) -> tuple[str | None, frozenset[str]]:
+    """Model name and feature flags of the first CPU."""
+    facts: dict[str, str] = {}
+    try:
+        for line in (root / "proc/cpuinfo").read_text().splitlines():
+            key, _, value = line.partition(":")
+            facts.setdefault(key.strip(), value.strip())
+    except OSError:
+        return None, frozenset()
+    return facts.get("model name"), frozenset(facts.get("flags", "").split())
+
+
+def _instruction_set(flags: frozenset[str]) -> InstructionSet:
+    if flags >= _AVX512:
+        return "avx512"
+    return "avx2" if flags >= _AVX2 else "scalar"
+
+
+def _smaller(one: int | None, other: int | None) -> int | None:
+    return min((size for size in (one, other) if size is not None), default=None)
