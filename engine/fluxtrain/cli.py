@@ -113,13 +113,14 @@ def runs(json: Json = False, debug: Debug = False) -> None:
         _say(f"{run.run_id:40} {run.state:12} step {progress:14} loss {loss:8} {run.model or '-'}")
 
 
-def main() -> NoReturn:
+def main(arguments: list[str] | None = None) -> NoReturn:
     """Run the command; the one place where exceptions become exit codes."""
+    given = sys.argv[1:] if arguments is None else arguments
     try:
-        app(standalone_mode=False)
+        app(given, standalone_mode=False)
         code = EXIT_FINISHED
     except BaseException as error:  # noqa: BLE001 - every ending becomes a documented exit code
-        code = _tell(error, debug="--debug" in sys.argv)
+        code = _tell(error, debug="--debug" in given)
     sys.stdout.flush()
     sys.exit(code)
 

@@ -137,9 +137,13 @@ def list_checkpoints(root: Path) -> list[Path]:
     return sorted((p for p in root.glob("step-*") if p.is_dir()), reverse=True)
 
 
-def prune(root: Path, keep: int) -> None:
-    """Remove all but the `keep` newest checkpoints."""
-    for path in list_checkpoints(root)[keep:]:
+def prune(root: Path, keep: int, step: int) -> None:
+    """Remove all but the `keep` newest checkpoints up to `step`.
+
+    Later ones stay: after going on from an earlier checkpoint they are what would else be lost.
+    """
+    past = [path for path in list_checkpoints(root) if path.name <= step_folder(root, step).name]
+    for path in past[keep:]:
         # renamed first: a kill in the middle must not leave half a checkpoint under its name
         doomed = path.with_name(f"{_TEMPORARY}old-{path.name}")
         path.rename(doomed)

@@ -12,43 +12,36 @@ FRESH_RATE = 3e-3
 PRETRAINED_RATE = 2e-5
 WARMUP_SHARE = 0.03
 WARMUP_LIMIT_STEPS = 100
-EVALUATIONS = 10
 
 
 @dataclass(frozen=True, kw_only=True)
 class Course:
-    """The resolved course of a run: how long, how fast, and how often it is looked at."""
+    """The resolved course of a run: how long and how fast."""
 
     total_steps: int
     warmup_steps: int
     learning_rate: float
-    evaluate_every: int  # 0: only after the last step
     choices: tuple[ChoiceMade, ...]
 
 
 def choose_course(settings: TrainSettings, *, steps_per_epoch: int, fresh_weights: bool) -> Course:
-    """Resolve steps, warm-up, learning rate and evaluation interval."""
+    """Resolve steps, warm-up and learning rate."""
     total, total_because = _steps(settings, steps_per_epoch)
     choices = [ChoiceMade(name="train.steps", value=str(total), because=total_because)]
-    rate, warmup = settings.learning_rate, settings.warmup_steps
+    rate = settings.learning_rate
     if rate == "auto":
         rate = FRESH_RATE if fresh_weights else PRETRAINED_RATE
         why = "the weights start random" if fresh_weights else "the weights are trained already"
         choices.append(ChoiceMade(name="train.learning_rate", value=f"{rate:g}", because=why))
+    warmup = settings.warmup_steps
     if warmup == "auto":
         warmup = min(WARMUP_LIMIT_STEPS, math.ceil(WARMUP_SHARE * total))
         why = f"{WARMUP_SHARE:.0%} of {total} steps, {WARMUP_LIMIT_STEPS} at most"
         choices.append(ChoiceMade(name="train.warmup_steps", value=str(warmup), because=why))
-    every = settings.evaluate_every
-    if every == "auto":
-        every = max(1, math.ceil(total / EVALUATIONS))
-        why = f"a tenth of {total} steps"
-        choices.append(ChoiceMade(name="train.evaluate_every", value=str(every), because=why))
     return Course(
         total_steps=total,
         warmup_steps=warmup,
         learning_rate=rate,
-        evaluate_every=0 if every == "end" else every,
         choices=tuple(choices),
     )
 

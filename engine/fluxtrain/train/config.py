@@ -126,7 +126,8 @@ class TrainSettings(Section):
     seed: int = Field(default=0, ge=0, description="seed of dropout and of random initial weights")
     evaluate_every: Positive | Literal["auto", "end"] = Field(
         default="auto",
-        description="steps between evaluations; auto is a tenth of the run, end only the last",
+        description="steps between evaluations; auto is a tenth of the run and at most "
+        "10 % of the time, end only the last",
     )
     checkpoint_every: Positive | Literal["auto", "end"] = Field(
         default="auto",

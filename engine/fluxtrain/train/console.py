@@ -139,7 +139,7 @@ def _checkpoint(event: Event) -> str:
 
 def _sample(event: Event) -> str:
     assert isinstance(event, SampleGenerated)
-    return f"sample: {event.prompt}|{event.text}"
+    return f"sample: {' '.join(f'{event.prompt}|{event.text}'.split())}"
 
 
 def _advice(event: Event) -> str:

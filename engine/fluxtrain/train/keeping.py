@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from fluxtrain.errors import BadInput
 from fluxtrain.telemetry.events import CheckpointWritten
 from fluxtrain.train.announce import Announcer
+from fluxtrain.train.cadence import Cadence
 from fluxtrain.train.checkpoint import (
     Checkpoint,
     Damaged,
@@ -27,28 +27,8 @@ if TYPE_CHECKING:
     from fluxtrain.data.batches import BatchSource
     from fluxtrain.stream.engine import Engine
 
-AUTO_PERIOD_S = 600.0
-AUTO_SHARE = 0.05  # of the time, at most, goes into checkpoints that nobody asked for
-
-
-@dataclass(frozen=True, kw_only=True)
-class CheckpointRule:
-    """When checkpoints are written without being asked for."""
-
-    every: int | Literal["auto", "end"]
-    total_steps: int
-
-    def is_due(self, step: int, last_step: int, since_s: float, last_cost_s: float) -> bool:
-        """Whether to save `step`, `since_s` after the last save, which took `last_cost_s`."""
-        if step >= self.total_steps:
-            return True
-        if self.every == "end":
-            return False
-        if self.every != "auto":
-            return step % self.every == 0
-        affordable = since_s >= last_cost_s / AUTO_SHARE
-        tenth = max(1, -(-self.total_steps // 10))
-        return affordable and (step - last_step >= tenth or since_s >= AUTO_PERIOD_S)
+PERIOD_S = 600.0
+SHARE = 0.05  # of the time, at most, goes into checkpoints that nobody asked for
 
 
 class CheckpointKeeper:
@@ -57,28 +37,22 @@ class CheckpointKeeper:
     def __init__(
         self,
         root: Path,
-        rule: CheckpointRule,
+        cadence: Cadence,
         keep: int,
         announcer: Announcer,
         fingerprint: dict[str, Any],
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._root = root
-        self._rule = rule
+        self._cadence = cadence
         self._keep = keep
         self._announcer = announcer
         self._fingerprint = fingerprint
-        self._clock = clock
-        self._last_s = clock()
-        self._cost_s = 0.0
         self.last: Checkpoint | None = None
         self.written_bytes = 0
 
     def is_due(self, step: int) -> bool:
-        """Whether the rule asks for a checkpoint now."""
-        last_step = self.last.step if self.last else 0
-        since_s = self._clock() - self._last_s
-        return self._rule.is_due(step, last_step, since_s, self._cost_s)
+        """Whether the cadence asks for a checkpoint now."""
+        return self._cadence.is_due(step)
 
     def write(self, state: RunState, engine: Engine, data: BatchSource) -> Checkpoint:
         """Save the run as it is between two steps; at a step that is saved already, do nothing.
@@ -87,7 +61,7 @@ class CheckpointKeeper:
         """
         if self.last is not None and self.last.step == state.step:
             return self.last
-        started_s = self._clock()
+        started_s = time.monotonic()
         content = {
             "run": state.to_json(),
             "random": random_state(),
@@ -96,16 +70,16 @@ class CheckpointKeeper:
             "fingerprint": self._fingerprint,
         }
         self.last = write_checkpoint(self._root, state.step, engine.state_shards(), content)
-        self._last_s = self._clock()
-        self._cost_s = self._last_s - started_s
+        seconds = time.monotonic() - started_s
+        self._cadence.done(state.step, seconds)
         self.written_bytes += self.last.bytes
-        prune(self._root, self._keep)
+        prune(self._root, self._keep, state.step)
         self._announcer.emit(
             CheckpointWritten(
                 step=state.step,
                 path=str(self.last.path),
                 bytes=self.last.bytes,
-                seconds=self._cost_s,
+                seconds=seconds,
             )
         )
         return self.last
@@ -124,6 +98,7 @@ class CheckpointKeeper:
         engine.chunk_rows = content["chunk_rows"]
         restore_random_state(content["random"])
         self.last = checkpoint
+        self._cadence.done(checkpoint.step, 0.0)
         return RunState.from_json(content["run"])
 
     def last_text(self) -> str:

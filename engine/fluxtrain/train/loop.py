@@ -16,6 +16,7 @@ from fluxtrain.errors import Diverged, DoesNotFit, Interrupted
 from fluxtrain.telemetry.events import EvaluationFinished, StepFinished
 from fluxtrain.train.advice import StallWatch
 from fluxtrain.train.announce import Announcer
+from fluxtrain.train.cadence import Cadence
 from fluxtrain.train.evaluate import evaluate
 from fluxtrain.train.keeping import CheckpointKeeper
 from fluxtrain.train.progress import Progress
@@ -33,8 +34,8 @@ class LoopSettings:
     """The numbers of the loop, all of them resolved."""
 
     total_steps: int
-    evaluate_every: int  # 0: only after the last step
     max_grad_norm: float | None
+    evaluations: Cadence
     learning_rate_at: Callable[[int], float]  # of step 0, 1, ...
 
 
@@ -66,11 +67,12 @@ class TrainingLoop:
     ) -> None:
         self._model = model
         self._engine = engine
-        self._device = engine.device
+        self._device = engine.device.torch_device
         self._optimizer = optimizer
         self._data = data
         self._held_out = held_out
         self._settings = settings
+        self._evaluations = settings.evaluations
         self._keeper = keeper
         self._announcer = announcer
         self._requests = requests
@@ -102,6 +104,7 @@ class TrainingLoop:
         """Evaluate the model as it is, unless this step was evaluated before."""
         if self.state.evaluated_step == self.state.step:
             return
+        started_s = time.perf_counter()
         self._announcer.phase("evaluating")
         self._engine.flush()
         result = evaluate(self._model, self._held_out(), self._stopping)
@@ -115,6 +118,7 @@ class TrainingLoop:
                     seconds=result.seconds,
                 )
             )
+        self._evaluations.done(self.state.step, time.perf_counter() - started_s)
         self._announcer.phase("training")
 
     def _step(self) -> None:
@@ -185,10 +189,7 @@ class TrainingLoop:
         self._stalls.step_took(step_s, stalls)
 
     def _between_steps(self) -> None:
-        every = self._settings.evaluate_every
-        if self.state.step == self._settings.total_steps or (
-            every and self.state.step % every == 0
-        ):
+        if self._evaluations.is_due(self.state.step):
             self.evaluate()
         if self._keeper.is_due(self.state.step):
             self._checkpoint()

@@ -17,7 +17,11 @@ from typing import Any
 from fluxtrain.errors import EXIT_INTERRUPTED, EXIT_TERMINATED, Interrupted
 
 COMMANDS = ("pause", "resume", "checkpoint", "stop")
-_EXIT_CODES = {signal.SIGINT: EXIT_INTERRUPTED, signal.SIGTERM: EXIT_TERMINATED}
+_EXIT_CODES = {
+    signal.SIGINT: EXIT_INTERRUPTED,
+    signal.SIGTERM: EXIT_TERMINATED,
+    signal.SIGHUP: EXIT_TERMINATED,  # the terminal is gone
+}
 
 
 class Requests:
@@ -79,7 +83,7 @@ class Requests:
 
 
 class Signals:
-    """SIGINT and SIGTERM while a run lives; previous handlers are put back on exit.
+    """SIGINT, SIGTERM and SIGHUP while a run lives; previous handlers are put back on exit.
 
     Outside `deferred` sections nothing can be lost, so the first signal raises `Interrupted` at
     once. Inside, it is noted in `requests` and the loop ends the run with a checkpoint. A Ctrl-C

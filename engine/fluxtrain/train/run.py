@@ -15,11 +15,13 @@ from fluxtrain.methods.export import save_model
 from fluxtrain.methods.sampling import sample_text
 from fluxtrain.optim import schedule
 from fluxtrain.telemetry.events import ChoiceMade, Hello, Planned, SampleGenerated
+from fluxtrain.train import keeping
+from fluxtrain.train.cadence import Cadence
 from fluxtrain.train.checkpoint import Checkpoint, read_checkpoint, remove_unfinished
 from fluxtrain.train.choices import choose_course
 from fluxtrain.train.config import RunConfig
 from fluxtrain.train.ingredients import DEMO, Ingredients, load_ingredients
-from fluxtrain.train.keeping import CheckpointKeeper, CheckpointRule, newest_valid
+from fluxtrain.train.keeping import CheckpointKeeper, newest_valid
 from fluxtrain.train.loop import LoopSettings, TrainingLoop
 from fluxtrain.train.parameter_groups import parameter_groups
 from fluxtrain.train.randomness import seed_everything
@@ -37,6 +39,8 @@ from fluxtrain.units import GIB, count_text
 
 if TYPE_CHECKING:
     from fluxtrain.stream.engine import Engine
+
+EVALUATION_SHARE = 0.1  # of the time, at most, goes into evaluations that nobody set
 
 
 def train(
@@ -97,8 +101,11 @@ class Run:
         self._fingerprint = _fingerprint(config, self.model, self.batch_rows)
         self.keeper = CheckpointKeeper(
             session.run_dir.checkpoints,
-            CheckpointRule(
-                every=config.train.checkpoint_every, total_steps=self.course.total_steps
+            Cadence(
+                every=config.train.checkpoint_every,
+                total_steps=self.course.total_steps,
+                share=keeping.SHARE,
+                period_s=keeping.PERIOD_S,
             ),
             config.train.keep_checkpoints,
             session.announcer,
@@ -189,8 +196,13 @@ class Run:
 
         return LoopSettings(
             total_steps=course.total_steps,
-            evaluate_every=course.evaluate_every,
             max_grad_norm=self._config.train.max_grad_norm,
+            evaluations=Cadence(
+                every=self._config.train.evaluate_every,
+                total_steps=course.total_steps,
+                share=EVALUATION_SHARE,
+                last_step=self._session.state.step,
+            ),
             learning_rate_at=rate,
         )
 

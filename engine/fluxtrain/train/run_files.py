@@ -90,6 +90,6 @@ def device_name(engine: Engine) -> str:
     """What computes: the GPU's own name, or cpu."""
     import torch
 
-    if engine.device.type == "cuda":
-        return str(torch.cuda.get_device_name(engine.device))
-    return str(engine.device.type)
+    if engine.device.torch_device.type == "cuda":
+        return str(torch.cuda.get_device_name(engine.device.torch_device))
+    return str(engine.device.torch_device.type)

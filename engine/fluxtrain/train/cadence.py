@@ -1,0 +1,54 @@
+"""How often what interrupts the steps is done: every so many, or as often as it is worth."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+AUTO_PARTS = 10  # `auto` is this many times in a run
+
+
+@dataclass(kw_only=True)
+class Cadence:
+    """When the next evaluation or checkpoint is due.
+
+    `auto` is a tenth of the run, sooner after `period_s`, and later when it would take more than
+    `share` of the time. `end` and every other rule include the last step.
+    """
+
+    every: int | Literal["auto", "end"]
+    total_steps: int
+    share: float
+    period_s: float | None = None
+    clock: Callable[[], float] = time.monotonic
+    last_step: int = 0
+    _last_s: float = field(init=False)
+    _cost_s: float = field(init=False, default=0.0)
+
+    def __post_init__(self) -> None:
+        self._last_s = self.clock()
+
+    @property
+    def auto_steps(self) -> int:
+        """The interval that `auto` means when the cost does not matter."""
+        return max(1, -(-self.total_steps // AUTO_PARTS))
+
+    def is_due(self, step: int) -> bool:
+        """Whether it should be done after `step`."""
+        if step >= self.total_steps:
+            return True
+        if self.every == "end":
+            return False
+        if self.every != "auto":
+            return step % self.every == 0
+        since_s = self.clock() - self._last_s
+        if since_s < self._cost_s / self.share:
+            return False
+        overdue = self.period_s is not None and since_s >= self.period_s
+        return overdue or step - self.last_step >= self.auto_steps
+
+    def done(self, step: int, cost_s: float) -> None:
+        """It was done after `step` and took `cost_s`."""
+        self.last_step, self._cost_s, self._last_s = step, cost_s, self.clock()
