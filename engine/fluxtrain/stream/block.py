@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from fluxtrain.errors import MisusedModel
+from fluxtrain.memory.boundary import Parked
 from fluxtrain.memory.group import Group, Member
 from fluxtrain.stream.arguments import (
     Tree,
@@ -178,6 +179,7 @@ class Call:
         self.out_rows: list[list[int]] = []  # per chunk and output: rows of the output
         self.checksums: list[Tensor] = []
         self.boundary_bytes = 0
+        self.parked: dict[int, Parked] = {}  # inputs that wait on the host
 
     def cut(self, tensors: Sequence[Tensor]) -> None:
         """Decide on the chunks of this call."""
@@ -194,6 +196,14 @@ class Call:
         if self.unit.chunkable:
             self.spans = spans(rows, engine.chunk_rows)
             self.split = splits(tensors, rows)
+
+    def brought_back(self, saved: Sequence[Tensor]) -> list[Tensor]:
+        """The inputs of this call: those that stayed, and those that waited on the host."""
+        stayed = iter(saved)
+        park, parked = self.unit.engine.park, self.parked
+        return [
+            park.fetch(parked[i]) if i in parked else next(stayed) for i in range(len(self.needs))
+        ]
 
     def inputs(self, tensors: Sequence[Tensor], span: tuple[int, int]) -> list[Tensor]:
         """Detached inputs of one chunk that ask for gradients where the caller's do."""
@@ -231,7 +241,8 @@ class _Streamed(torch.autograd.Function):
         unit, engine = call.unit, call.unit.engine
         ctx.call, ctx.anchor_node = call, engine.anchor_node
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*engine.keep(tensors))
+        call.parked = engine.park.park(tensors, call.needs) if engine.plan.offload == "max" else {}
+        ctx.save_for_backward(*(t for i, t in enumerate(tensors) if i not in call.parked))
         verify = unit.checked < _CHECKED_RECOMPUTES
         parts: list[list[Tensor]] = []
         with engine.bound(unit):
@@ -243,7 +254,9 @@ class _Streamed(torch.autograd.Function):
                     call.checksums.append(checksum(outputs))
                 parts.append(outputs)
         engine.after_forward(unit)
-        call.boundary_bytes = sum(t.nbytes for t in tensors if t.requires_grad)
+        call.boundary_bytes = sum(
+            t.nbytes for i, t in enumerate(tensors) if call.needs[i] and i not in call.parked
+        )
         ctx.boundary = engine.hold_boundary(call.boundary_bytes)
         call.out_rows = [[o.shape[0] if o.dim() else 1 for o in part] for part in parts]
         differentiable = [o.requires_grad for o in parts[0]]
@@ -263,7 +276,7 @@ class _Streamed(torch.autograd.Function):
         call: Call = ctx.call
         unit, engine = call.unit, call.unit.engine
         engine.begin_backward(unit, call, ctx.anchor_node)
-        tensors: tuple[Tensor, ...] = ctx.saved_tensors
+        tensors = call.brought_back(ctx.saved_tensors)
         wanted = [i for i, needed in enumerate(ctx.needs_input_grad[2:]) if needed]
         sums: list[Tensor | None] = [None] * len(tensors)
         pieces: dict[int, list[Tensor]] = {i: [] for i in wanted}

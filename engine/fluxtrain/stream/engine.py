@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fluxtrain.errors import MisusedModel
+from fluxtrain.memory.boundary import BoundaryPark
 from fluxtrain.memory.device import Device
 from fluxtrain.memory.gradients import Gradients, stored
 from fluxtrain.memory.group import Group, Member
@@ -53,6 +54,7 @@ class Engine:
         self.window = Window(device, self.accounts.uploaded)
         self.gradients = Gradients(device, self.accounts.downloaded)
         self.updates = Updates(self.gradients)
+        self.park = BoundaryPark(device)
         self.anchor = torch.zeros(1, device=device.torch_device, requires_grad=True)
         self.anchor_node = self.anchor.view_as(self.anchor).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
         self.owners: dict[Group, dict[int, Owner]] = {}
@@ -107,10 +109,6 @@ class Engine:
                 row_bytes = saved_row_bytes(unit, tree, tensors)
             self.chunk_rows = self.plan.chunk_for(row_bytes, rows)
         return rows > self.chunk_rows
-
-    def keep(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """What a unit saves for its backward pass."""
-        return tuple(tensors)
 
     def hold_boundary(self, size_bytes: int) -> Boundary:
         return Boundary(self.accounts, size_bytes)
@@ -190,12 +188,16 @@ class Engine:
 
     def clip_grad_norm(self, max_norm: float | None) -> GradNorm:
         """Measure the global norm; the next optimizer step scales by it. None only measures."""
-        parts = [
-            self.gradient_norm(group, member)
-            for group in self.groups
-            for member in group.members
-            if member.has_gradient
-        ]
+        parts: list[Tensor] = []
+        for group in self.groups:
+            members = [m for m in group.members if m.has_gradient]
+            arrival = self.gradients.arrivals.get(group)
+            whole = arrival is not None and len(arrival.norm_of) == len(members)
+            if whole and all(m.gradient_scale == 1.0 for m in members):
+                assert arrival is not None
+                parts += [arrival.norms] if arrival.norms is not None else []
+            else:
+                parts += [self.gradient_norm(group, m) for m in members]
         for parameter in self.loose:
             if parameter.grad is not None:
                 parts.append(torch.linalg.vector_norm(parameter.grad, dtype=torch.float32))
