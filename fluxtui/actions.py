@@ -48,10 +48,15 @@ KEY_TEXTS = {
     "colon": ":", "ctrl+p": "^p", "enter": "enter",
 }  # fmt: skip
 CHARTS = ("dashboard", "loss")
+PANEL_SCREENS = ("dashboard", "memory", "transfer", "loss")
 
 ACTIONS: tuple[Action, ...] = (
     Action("show_dashboard", "1", "Dash", "The whole run at a glance", "Screens",
            "show('dashboard')", rank=90),
+    Action("show_memory", "2", "Mem", "Memory over time, by category and by block", "Screens",
+           "show('memory')", rank=84),
+    Action("show_transfer", "3", "Bus", "Transfers over time, stalls, the last steps", "Screens",
+           "show('transfer')", rank=83),
     Action("show_loss", "4", "Loss", "The loss chart in full", "Screens", "show('loss')", rank=89),
     Action("show_log", "5", "Log", "Everything that happened, with filter", "Screens",
            "show('log')", rank=88),
@@ -75,7 +80,7 @@ ACTIONS: tuple[Action, ...] = (
     Action("zoom_out", "left_square_bracket", "wider", "Show more steps", "Chart", "zoom(2.0)",
            CHARTS),
     Action("maximise", "f", "full", "Give the focused panel the whole screen, or back", "View",
-           "maximise", ("dashboard",), rank=40),
+           "maximise", PANEL_SCREENS, rank=40),
     Action("filter", "slash", "filter", "Only lines that contain a text", "View", "filter",
            ("log",), rank=45),
     Action("follow", "s", "follow", "Stay at the newest line, or let go of it", "View", "follow",

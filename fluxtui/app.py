@@ -19,10 +19,10 @@ from fluxtrain.telemetry.control import send_command
 from fluxtrain.telemetry.launch import TrainerProcess
 from fluxtrain.telemetry.rundir import RunDir, runs_root
 from fluxtui.actions import ACTIONS, bindings
-from fluxtui.screens.dashboard import Dashboard
+from fluxtui.screens.charts import Dashboard, LossScreen, MemoryScreen, TransferScreen
 from fluxtui.screens.dialogs import HelpScreen, StopDialog
 from fluxtui.screens.log import LogScreen
-from fluxtui.screens.loss import LossScreen
+from fluxtui.screens.panel_screen import PanelScreen
 from fluxtui.screens.plan import PlanScreen
 from fluxtui.screens.run_screen import RunScreen
 from fluxtui.screens.runs import RunsScreen
@@ -33,9 +33,18 @@ from fluxtui.sources.source import RunSource
 from fluxtui.state.view import View
 from fluxtui.themes import DEFAULT_THEME, PLAIN, Palette, ThemeFile, load_themes
 
-StartScreen = Literal["dashboard", "loss", "log", "plan", "runs", "wizard"]
+StartScreen = Literal["dashboard", "memory", "transfer", "loss", "log", "plan", "runs", "wizard"]
 SCREENS: dict[str, type[RunScreen]] = {
-    screen.NAME: screen for screen in (Dashboard, LossScreen, LogScreen, PlanScreen, RunsScreen)
+    screen.NAME: screen
+    for screen in (
+        Dashboard,
+        MemoryScreen,
+        TransferScreen,
+        LossScreen,
+        LogScreen,
+        PlanScreen,
+        RunsScreen,
+    )
 }
 REFRESH_HZ = 4.0
 LOW_BANDWIDTH_HZ = 1.0
@@ -292,7 +301,7 @@ class FluxApp(App[None]):
 
     def action_maximise(self) -> None:
         """The focused panel in full, or back."""
-        if isinstance(self.screen, Dashboard):
+        if isinstance(self.screen, PanelScreen):
             self.screen.toggle_maximised()
 
     def action_filter(self) -> None:

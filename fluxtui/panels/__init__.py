@@ -1,24 +1,32 @@
-"""The panels. To add one: a file with a `PANEL`, and its name in this tuple."""
+"""The panels. To add one: a file with a `PANEL`, and its name in this table."""
 
 from __future__ import annotations
 
 from fluxtui.panels import (
     advice,
     bus,
+    categories,
     log,
     loss,
     machine,
     memory,
+    memory_history,
     moves,
     progress,
+    rates,
+    recent_steps,
     residency,
+    stalls,
     step,
 )
+from fluxtui.panels.curves import GRAD_NORM, LEARNING_RATE
 from fluxtui.panels.panel import Panel
 
 PANELS: dict[str, Panel] = {
-    module.PANEL.id: module.PANEL
-    for module in (
-        progress, memory, residency, loss, bus, machine, moves, step, log, advice,
+    panel.id: panel
+    for panel in (
+        progress.PANEL, memory.PANEL, residency.PANEL, loss.PANEL, bus.PANEL, machine.PANEL,
+        moves.PANEL, step.PANEL, log.PANEL, advice.PANEL, memory_history.PANEL, categories.PANEL,
+        rates.PANEL, stalls.PANEL, recent_steps.PANEL, GRAD_NORM, LEARNING_RATE,
     )
 }  # fmt: skip

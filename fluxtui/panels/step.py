@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fluxtrain.telemetry.events import StepFinished
 from fluxtrain.units import duration_text
 from fluxtui.panels.bus import stall_line
 from fluxtui.panels.panel import Panel, pair, stale_note
@@ -49,10 +50,13 @@ def body(view: View, width: int, height: int) -> list[Line]:
 
 
 def phase_parts(view: View) -> list[Part]:
-    """The phases of the last step in the order of time; what is left of the step is "other"."""
+    """The phases of the last step; none when that is too old."""
     step = view.fresh(view.state.step)
-    if step is None:
-        return []
+    return parts_of(step) if step is not None else []
+
+
+def parts_of(step: StepFinished) -> list[Part]:
+    """The phases in the order of time; what they leave of the step is "other"."""
     parts = [
         Part(name, LETTERS.get(name, name[:1].upper()), seconds, ROLES.get(name, "other"))
         for name, seconds in step.phases_s.items()

@@ -1,4 +1,4 @@
-"""Where the dashboard's panels go at each size. Pure: a size in, rectangles out."""
+"""Where the panels of each screen go. Pure: a size in, rectangles out, that cover the area."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ Frame = Literal["box", "rule", "bare"]  # a border; a titled line above; nothing
 SMALLEST = (60, 20)  # below this one status line says it all
 BOXED = (100, 34)  # from here on there is room for borders
 THREE_COLUMNS = (170, 46)
+SMALL_CHARTS_FROM_ROWS = 24
 
 
 class Rect(NamedTuple):
@@ -38,10 +39,8 @@ def too_small(width: int, height: int) -> bool:
     return width < SMALLEST[0] or height < SMALLEST[1]
 
 
-def arrange(width: int, height: int, maximised: str | None = None) -> Arrangement:
-    """A place for each panel in an area of the screen's width, without header and footer."""
-    if maximised is not None:
-        return {maximised: Place(Rect(0, 0, width, height), "box")}
+def dashboard(width: int, height: int) -> Arrangement:
+    """The dashboard in an area of the screen's width, without header and footer."""
     screen_height = height + 2
     if width >= THREE_COLUMNS[0] and screen_height >= THREE_COLUMNS[1]:
         return _three_columns(width, height)
@@ -113,3 +112,38 @@ def _three_columns(width: int, height: int) -> Arrangement:
         "log": Place(Rect(third, y + high, width - third, low), "box"),
         "step": Place(Rect(0, height - 4, width, 4), "box"),
     }
+
+
+def memory(width: int, height: int) -> Arrangement:
+    """The bar on top, history beside the categories, the blocks below."""
+    left = width * 62 // 100
+    middle = height - 5 - 5
+    return {
+        "memory": Place(Rect(0, 0, width, 5), "box"),
+        "memory_history": Place(Rect(0, 5, left, middle), "box"),
+        "categories": Place(Rect(left, 5, width - left, middle), "box"),
+        "residency": Place(Rect(0, 5 + middle, width, 5), "box"),
+    }
+
+
+def transfer(width: int, height: int) -> Arrangement:
+    """Rates beside stalls, the last steps beside the moves."""
+    left = width * 62 // 100
+    high = max(8, height * 9 // 20)
+    return {
+        "rates": Place(Rect(0, 0, left, high), "box"),
+        "stalls": Place(Rect(left, 0, width - left, high), "box"),
+        "recent_steps": Place(Rect(0, high, left, height - high), "box"),
+        "moves": Place(Rect(left, high, width - left, height - high), "box"),
+    }
+
+
+def loss(width: int, height: int) -> Arrangement:
+    """The loss alone when low, else with two small charts below."""
+    low = 9 if height >= SMALL_CHARTS_FROM_ROWS else 0
+    places = {"loss": Place(Rect(0, 0, width, height - low), "box")}
+    if low:
+        half = width // 2
+        places["grad_norm"] = Place(Rect(0, height - low, half, low), "box")
+        places["learning_rate"] = Place(Rect(half, height - low, width - half, low), "box")
+    return places

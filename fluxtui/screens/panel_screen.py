@@ -1,6 +1,9 @@
-"""Screen 1: the panels, placed by size; any of them can be given the whole screen."""
+"""Screens made of panels: placed by size, and any of them can be given the whole screen."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import ClassVar
 
 from textual.app import ComposeResult
 from textual.events import Blur, Click, Focus
@@ -10,7 +13,7 @@ from textual.widget import Widget
 
 from fluxtui.panels import PANELS
 from fluxtui.panels.panel import Panel
-from fluxtui.screens.arrangement import Arrangement, arrange
+from fluxtui.screens.arrangement import Arrangement, Place, Rect
 from fluxtui.screens.run_screen import RunScreen
 from fluxtui.state.view import View
 from fluxtui.themes import Palette
@@ -66,11 +69,13 @@ class _Places(Layout):
 
 
 class PanelGrid(Widget):
-    """The area between header and footer."""
+    """The area between header and footer, with the panels that `arrange` has a place for."""
 
-    def __init__(self) -> None:
+    def __init__(self, arrange: Callable[[int, int], Arrangement], panels: Sequence[str]) -> None:
         super().__init__(id="body")
         self.maximised: str | None = None
+        self._arrange = arrange
+        self._panels = panels
         self._layout_of_places = _Places()
 
     @property
@@ -79,21 +84,28 @@ class PanelGrid(Widget):
 
     def places(self, size: Size) -> Arrangement:
         """Where the panels are at this size."""
-        return arrange(size.width, size.height, self.maximised)
+        if self.maximised is not None:
+            return {self.maximised: Place(Rect(0, 0, size.width, size.height), "box")}
+        return self._arrange(size.width, size.height)
 
     def compose(self) -> ComposeResult:
-        for panel in PANELS.values():
-            yield PanelLines(panel)
+        for name in self._panels:
+            yield PanelLines(PANELS[name])
 
 
-class Dashboard(RunScreen):
-    """The whole run at a glance."""
+class PanelScreen(RunScreen):
+    """A screen of panels; subclasses say which and where."""
 
-    NAME = "dashboard"
+    MAIN: ClassVar[str] = ""  # what is maximised when nothing has the focus
+    SHOWN: ClassVar[tuple[str, ...]] = ()
     AUTO_FOCUS = ""
 
+    def places(self, width: int, height: int) -> Arrangement:
+        """Where the panels go; pure."""
+        raise NotImplementedError
+
     def compose_body(self) -> ComposeResult:
-        yield PanelGrid()
+        yield PanelGrid(self.places, self.SHOWN)
 
     def draw_body(self, view: View, palette: Palette) -> None:
         grid = self.query_one(PanelGrid)
@@ -102,12 +114,12 @@ class Dashboard(RunScreen):
             panel.draw(view, palette, places)
 
     def toggle_maximised(self) -> None:
-        """The focused panel (or the loss) gets the whole screen, or gives it back."""
+        """The focused panel gets the whole screen, or gives it back."""
         grid = self.query_one(PanelGrid)
         if grid.maximised is not None:
             grid.maximised = None
         else:
             focused = self.focused
-            grid.maximised = focused.panel.id if isinstance(focused, PanelLines) else "loss"
+            grid.maximised = focused.panel.id if isinstance(focused, PanelLines) else self.MAIN
         grid.refresh(layout=True)
         self.call_after_refresh(self.draw)

@@ -1,0 +1,45 @@
+"""The rates of both directions over time, under their measured ceilings."""
+
+from __future__ import annotations
+
+from fluxtrain.units import rate_text
+from fluxtui.panels.bus import LABELS, ROLES, ceiling_of, rate_of, uses_disk
+from fluxtui.panels.memory_history import NOTHING
+from fluxtui.panels.panel import Panel, pair
+from fluxtui.state.view import View
+from fluxtui.widgets.spans import Line, dropped_to_fit
+from fluxtui.widgets.timeline import Track, timeline
+
+
+def directions(view: View) -> list[str]:
+    """What there is to draw."""
+    disk = ["disk_read", "disk_written"] if uses_disk(view.state.traffic) else []
+    return ["h2d", "d2h", *disk]
+
+
+def heading(view: View, width: int) -> Line:
+    """Now, and the ceiling where one was measured."""
+    sample = view.fresh(view.state.traffic)
+    parts: list[Line] = []
+    for name in directions(view):
+        now = rate_text(rate_of(sample, name) if sample else None)
+        ceiling = ceiling_of(sample, name)
+        of: Line = ((f" of {rate_text(ceiling)}", "dim"),) if ceiling else ()
+        parts.append((("⠒ ", ROLES[name]), *pair(LABELS[name], now), *of))
+    return dropped_to_fit(parts, width)
+
+
+def body(view: View, width: int, height: int) -> list[Line]:
+    """One chart, a line a direction, from zero up."""
+    samples = list(view.state.traffics)
+    if len(samples) < 2:
+        return NOTHING
+    times = [sample.wall_s for sample in samples]
+    tracks = [
+        Track([rate_of(sample, name) for sample in samples], ROLES[name])
+        for name in directions(view)
+    ]
+    return timeline(times, tracks, width, height, rate_text)
+
+
+PANEL = Panel("rates", "Rates", body, heading, about="bytes a second over time, each direction")

@@ -1,0 +1,50 @@
+"""The last steps one by one, newest first: each a bar as long as it took, cut by phase."""
+
+from __future__ import annotations
+
+from fluxtrain.telemetry.events import StepFinished
+from fluxtrain.units import duration_text
+from fluxtui.panels.panel import Panel, number_text
+from fluxtui.panels.step import LETTERS, parts_of
+from fluxtui.panels.step import ROLES as PHASE_ROLES
+from fluxtui.state.view import View
+from fluxtui.widgets.bars import Part, partition
+from fluxtui.widgets.spans import Line, dropped_to_fit, fitted
+
+TEXT_CELLS = 25
+
+
+def heading(view: View, width: int) -> Line:
+    """Which colour is which phase."""
+    legend: Line = tuple(
+        span
+        for name, role in PHASE_ROLES.items()
+        for span in ((f" {LETTERS[name]} ", f"on:{role}"), (f" {name}  ", "dim"))
+    )
+    return dropped_to_fit([legend[:-1], legend[-1:]], width, gap="")
+
+
+def body(view: View, width: int, height: int) -> list[Line]:
+    """Bars share one scale: the slowest step on screen fills the width."""
+    steps = view.state.steps.last(height)
+    if not steps:
+        return [((" no step so far", "dim"),)]
+    slowest_s = max(step.step_s for step in steps)
+    return [_row(step, slowest_s, width) for step in reversed(steps)]
+
+
+def _row(step: StepFinished, slowest_s: float, width: int) -> Line:
+    room = max(0, width - TEXT_CELLS)
+    cells = max(1, round(room * step.step_s / slowest_s)) if slowest_s > 0 else 0
+    parts = [Part(part.letter, part.letter, part.value, part.role) for part in parts_of(step)]
+    text: Line = (
+        (f"{step.step:>6}", "dim"),
+        (f"{duration_text(step.step_s):>9}", "strong"),
+        (f"{number_text(step.loss):>8}  ", "text"),
+    )
+    return fitted((*text, *partition(parts, min(cells, room))), width)
+
+
+PANEL = Panel(
+    "recent_steps", "Last steps", body, heading, about="the last steps, each cut by phase"
+)

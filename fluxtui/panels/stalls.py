@@ -1,0 +1,50 @@
+"""What the steps waited for: the last one, and the mean of the recent ones."""
+
+from __future__ import annotations
+
+from fluxtrain.units import UNKNOWN, duration_text
+from fluxtui.panels.bus import totals_line
+from fluxtui.panels.panel import Panel, pair, share_text
+from fluxtui.state.view import View
+from fluxtui.widgets.bars import gauge
+from fluxtui.widgets.spans import BLANK, Line, dropped_to_fit, fitted
+
+BAR_FROM_CELLS = 44
+
+
+def heading(view: View, width: int) -> Line:
+    """Over how many steps the mean goes."""
+    count = len(view.state.steps)
+    return dropped_to_fit([((f"last step, mean of {count}", "dim"),)] if count else [], width)
+
+
+def body(view: View, width: int, height: int) -> list[Line]:
+    """A line a cause with its share of the time; then what was moved."""
+    steps = list(view.state.steps)
+    step = view.fresh(view.state.step)
+    whole_s = sum(old.step_s for old in steps)
+    causes = sorted({cause for old in steps for cause in old.stalls_s})
+    lines: list[Line] = []
+    for cause in causes or ["weights", "update", "gradients"]:
+        waited_s = sum(old.stalls_s.get(cause, 0.0) for old in steps)
+        share = waited_s / whole_s if whole_s > 0 else None
+        last = waited_text(step.stalls_s.get(cause, 0.0)) if step else UNKNOWN
+        mean = waited_text(waited_s / len(steps)) if steps else UNKNOWN
+        room = width - 40 if width >= BAR_FROM_CELLS else 0
+        text: Line = (
+            (f"{cause:<11}", "text"), (f"{last:>8}", "strong"), (f"{mean:>9}", "text"),
+            (f"{share_text(share):>7}  ", "dim"),
+        )  # fmt: skip
+        lines.append(fitted((*text, *gauge(share, room, "stall")), width))
+    lines += [BLANK, totals_line(view.fresh(view.state.traffic), width)]
+    if step is not None:
+        lines.append(dropped_to_fit([pair("of a step of", duration_text(step.step_s))], width))
+    return lines[:height]
+
+
+def waited_text(seconds: float) -> str:
+    """A waiting time; none at all is "0 s"."""
+    return duration_text(seconds) if seconds > 0 else "0 s"
+
+
+PANEL = Panel("stalls", "Stalls", body, heading, about="what the steps waited for, by cause")

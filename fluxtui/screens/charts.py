@@ -1,0 +1,54 @@
+"""The screens that are made of panels alone: dashboard, memory, transfer, loss."""
+
+from __future__ import annotations
+
+from fluxtui.screens import arrangement
+from fluxtui.screens.arrangement import Arrangement
+from fluxtui.screens.panel_screen import PanelScreen
+
+
+class Dashboard(PanelScreen):
+    """Screen 1: the whole run at a glance."""
+
+    NAME = "dashboard"
+    MAIN = "loss"
+    SHOWN = (
+        "progress", "memory", "residency", "loss", "bus", "machine", "moves", "log", "advice",
+        "step",
+    )  # fmt: skip
+
+    def places(self, width: int, height: int) -> Arrangement:
+        return arrangement.dashboard(width, height)
+
+
+class MemoryScreen(PanelScreen):
+    """Screen 2: the device's memory and the host's over time, by category, and the blocks."""
+
+    NAME = "memory"
+    MAIN = "memory_history"
+    SHOWN = ("memory", "memory_history", "categories", "residency")
+
+    def places(self, width: int, height: int) -> Arrangement:
+        return arrangement.memory(width, height)
+
+
+class TransferScreen(PanelScreen):
+    """Screen 3: both directions over time, stalls by cause, the last steps one by one."""
+
+    NAME = "transfer"
+    MAIN = "rates"
+    SHOWN = ("rates", "stalls", "recent_steps", "moves")
+
+    def places(self, width: int, height: int) -> Arrangement:
+        return arrangement.transfer(width, height)
+
+
+class LossScreen(PanelScreen):
+    """Screen 4: the loss with zoom, scale and smoothing; gradient norm and learning rate."""
+
+    NAME = "loss"
+    MAIN = "loss"
+    SHOWN = ("loss", "grad_norm", "learning_rate")
+
+    def places(self, width: int, height: int) -> Arrangement:
+        return arrangement.loss(width, height)
