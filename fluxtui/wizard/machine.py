@@ -7,5 +7,5 @@ from typing import Any
 
 
 def machine_lines(probe: Mapping[str, Any]) -> list[str]:
-    """One fact a line; what was not measured is left out."""
-    return [str(probe)]
+    """One fact a line, the most telling first; what was not measured is left out."""
+    return [str(line) for line in probe.get("lines", ())]

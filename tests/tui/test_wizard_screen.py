@@ -1,4 +1,4 @@
-"""The wizard driven by its keys: forward, back, errors in place, the plan, the draft, the launch."""
+"""The wizard driven by its keys: forward, back, errors in place, plan, draft, launch."""
 
 from __future__ import annotations
 
@@ -85,7 +85,8 @@ class Wizard:
     async def go_to(self, step: str) -> None:
         while self.step != step:
             before = self.step
-            await self.until(lambda: before != "plan" or self.screen.plan)
+            if before == "plan":
+                await self.until(lambda: self.screen.plan)
             await self.press("enter")
             await self.until(lambda before=before: self.step != before)
 

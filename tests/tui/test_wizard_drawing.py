@@ -1,0 +1,164 @@
+"""The wizard's lines: within their width, and true to what they are given."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fluxtui.wizard import drawing
+from fluxtui.wizard.answers import STEPS, Answers, StepName
+from fluxtui.wizard.data_facts import Piece
+from fluxtui.wizard.engine import EngineRefused, ask_engine, last_words
+from fluxtui.wizard.machine import machine_lines
+from fluxtui.wizard.pages import aside, plan_page, plan_refused
+from fluxtui.wizard.plan_preview import PlanPreview, read_plan
+
+WIDTHS = st.integers(48, 200)
+TEXTS = st.text(st.characters(codec="ascii", categories=("L", "N", "P")), max_size=200)
+BYTES = st.none() | st.integers(0, 1 << 44)
+
+
+def widest(text: str) -> int:
+    return max(len(line) for line in text.split("\n"))
+
+
+def plan(**changes: object) -> PlanPreview:
+    answer = {
+        "offload": "weights", "steps": 10, "device": "cpu", "device_bytes": 10,
+        "device_budget_bytes": 100, "host_bytes": 20, "host_limit_bytes": 100,
+    }  # fmt: skip
+    return read_plan({**answer, **changes})
+
+
+@pytest.mark.parametrize("step", STEPS)
+@given(width=WIDTHS)
+def test_the_stepper_names_the_step_and_keeps_its_width(step: StepName, width: int) -> None:
+    text = drawing.stepper(step, width).plain
+    assert f"step {STEPS.index(step) + 1} of 5" in text
+    assert f"● {drawing.TITLES[step]}" in text
+    assert text.count("✓") == STEPS.index(step)
+    assert widest(text) <= width
+
+
+@given(text=TEXTS, width=WIDTHS)
+def test_messages_keep_their_width_whatever_they_say(text: str, width: int) -> None:
+    for drawn in (drawing.problem(text, width), drawing.caution(text, width)):
+        assert widest(drawn.plain) <= width
+        assert "".join(drawn.plain[2:].split()) == "".join(text.split())
+
+
+@given(rows=st.lists(st.tuples(st.just("name"), TEXTS, TEXTS), max_size=5), width=WIDTHS)
+def test_a_table_keeps_its_width_and_every_reason(
+    rows: list[tuple[str, str, str]], width: int
+) -> None:
+    drawn = drawing.table(rows, max(width, 60)).plain
+    assert widest(drawn) <= max(width, 60)
+    for _, _, reason in rows:
+        assert "".join(reason.split()) in "".join(drawn.split())
+
+
+@given(used=BYTES, limit=BYTES, width=WIDTHS)
+def test_a_bar_is_filled_in_proportion_and_red_only_over_the_limit(
+    used: int | None, limit: int | None, width: int
+) -> None:
+    drawn = drawing.memory_bar("host", used, limit, width)
+    filled, rest = drawn.plain.count("━"), drawn.plain.count("─")
+    if used is None or not limit:
+        assert filled == rest == 0
+        return
+    assert filled + rest > 0
+    assert abs(filled - (filled + rest) * min(1.0, used / limit)) <= 1
+    assert ("too much" in drawn.plain) == (used > limit)
+
+
+def test_an_unknown_number_is_a_dash_and_no_bar() -> None:
+    assert drawing.memory_bar("device", None, None, 60).plain.split() == ["device", "-"]
+
+
+@given(text=TEXTS, width=st.integers(2, 60))
+def test_a_shortened_text_fits_and_keeps_its_ends(text: str, width: int) -> None:
+    short = drawing.shortened(text, width)
+    assert len(short) <= width
+    assert short == text or (short[-1] == text[-1] and "…" in short)
+
+
+def test_samples_mark_what_is_learnt_and_only_that() -> None:
+    sample = (Piece("Why?", trained=False, role="user"), Piece("So.", role="assistant"))
+    asked, answered = drawing.samples([sample], 60, 4).plain.split("\n")
+    assert asked == "  user: Why?"
+    assert answered == "▌ assistant: So."
+
+
+@given(text=TEXTS, lines=st.integers(1, 6))
+def test_a_sample_keeps_to_its_lines(text: str, lines: int) -> None:
+    drawn = drawing.samples([(Piece(text),)], 40, lines).plain
+    assert drawn.count("\n") < lines
+    assert widest(drawn) <= 40
+
+
+def test_a_footer_gives_up_the_machine_before_the_keys() -> None:
+    keys = [("enter", "next"), ("esc", "back")]
+    wide, narrow = drawing.footer(keys, "2 cores, 8 GiB", 80), drawing.footer(keys, "2 cores", 24)
+    assert wide.plain.endswith("2 cores, 8 GiB")
+    assert "esc back" in narrow.plain
+    assert "cores" not in narrow.plain
+
+
+def test_a_plan_shows_what_the_engine_said_and_dashes_for_what_it_did_not() -> None:
+    text = plan_page(plan(device_bytes=None), 80).plain
+    assert "10 steps" in text
+    assert "device  -" in text
+    assert "20 B of 100 B" in text
+
+
+def test_a_choice_without_a_reason_is_the_default() -> None:
+    made = plan(choices=[{"name": "batch_rows", "value": 8}])
+    assert [(c.name, c.value, c.because) for c in made.choices] == [
+        ("batch rows", "8", "the default")
+    ]
+
+
+@pytest.mark.parametrize("key", ["device_bytes", "host_bytes"])
+def test_a_plan_over_a_limit_does_not_fit(key: str) -> None:
+    assert plan().fits
+    assert not plan(**{key: 101}).fits
+    assert plan(**{key: None}).fits, "what is not known is not held against it"
+
+
+def test_a_refused_plan_says_what_can_be_done() -> None:
+    text = plan_refused("needs 80 GiB", 60).plain
+    assert "needs 80 GiB" in text
+    assert "esc" in text
+
+
+def test_the_column_beside_a_launch_is_the_configuration() -> None:
+    assert "Your run" in aside(Answers(), {}, None, ["2 cores"], 34).plain
+    assert "path: demo" in aside(Answers(step="launch"), {}, None, ["2 cores"], 34).plain
+
+
+def test_a_machine_that_said_nothing_has_no_lines_made_up() -> None:
+    assert machine_lines({}) == []
+
+
+@pytest.mark.parametrize(
+    ("errors", "said"),
+    [
+        (b"", "exit code 3"),
+        (b"warning: x\nerror: too big\n", "too big"),
+        (b"this is a bug of FluxTrain: X\nrun it again with --debug\n", "a bug of FluxTrain: X"),
+        (b"\xff last words \n\n", "last words"),
+    ],
+)
+def test_the_last_words_of_the_engine_are_its_reason(errors: bytes, said: str) -> None:
+    assert said in last_words(errors, 3)
+
+
+async def test_the_engine_answers_with_an_object_or_is_refused() -> None:
+    assert await ask_engine('{"a": 1}', program=("echo",)) == {"a": 1}
+    for output in ("no json", "[1]"):
+        with pytest.raises(EngineRefused):
+            await ask_engine(output, program=("echo",))
+    with pytest.raises(EngineRefused) as refused:
+        await ask_engine("-c", "echo 'error: full' >&2; exit 5", program=("sh",))
+    assert (str(refused.value), refused.value.exit_code) == ("full", 5)
