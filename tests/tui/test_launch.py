@@ -1,0 +1,256 @@
+"""The `fluxtrain-tui` command: what it makes of its arguments, and life without a terminal."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fluxtrain.errors import BadInput
+from fluxtrain.telemetry.emitter import Emitter
+from fluxtrain.telemetry.events import Done, EvaluationFinished, Failed, Hello, StepFinished
+from fluxtrain.telemetry.rundir import RunDir
+from fluxtui import launch
+from fluxtui.headless import event_line, follow_lines
+from fluxtui.wizard.answers import Answers
+
+HELLO = Hello(
+    run_id="r", run_dir="r", pid=1, pid_start_s=0.0, version="0", model="demo", method="full",
+    dtype="float32", device="cpu", machine="", blocks=1, parameters=1, trained_parameters=1,
+    total_steps=4,
+)  # fmt: skip
+STEP = StepFinished(
+    step=3, total_steps=4, epoch=0.5, loss=2.5, learning_rate=1e-3, grad_norm=None, tokens=10,
+    total_tokens=30, step_s=0.1, tokens_per_s=100.0, phases_s={}, stalls_s={}, eta_s=90.0,
+)  # fmt: skip
+DONE = Done(
+    exit_code=0, step=4, seconds=61.0, loss=2.4, evaluation_loss=None, model_path="m"
+)  # fmt: skip
+
+
+def make_run(root: Path, name: str, *events: Any) -> RunDir:
+    run = RunDir(root / name)
+    run.path.mkdir(parents=True)
+    emitter = Emitter(run.journal)
+    for event in (HELLO, *events):
+        emitter.emit(event)
+    emitter.close()
+    return run
+
+
+def options(*arguments: str) -> Any:
+    return launch._parser().parse_args(arguments)
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("FLUXTRAIN_RUNS", str(tmp_path / "runs"))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    return tmp_path / "runs"
+
+
+def test_without_arguments_the_wizard_decides() -> None:
+    assert launch.answers_of(options()) is None
+
+
+def test_every_answer_is_a_flag(tmp_path: Path) -> None:
+    given = ("--model", "o/n", "--data", "/d.txt", "--offload", "max", "--steps", "5")
+    answers = launch.answers_of(options(*given, "--set", "train.seed=1"))
+    assert answers == Answers(
+        model_source="hub",
+        model_hub="o/n",
+        data_source="path",
+        data_path="/d.txt",
+        offload="max",
+        steps=5,
+        overrides=("train.seed=1",),
+    )
+
+
+def test_flags_win_over_the_configuration_file(tmp_path: Path) -> None:
+    config = tmp_path / "c.yaml"
+    config.write_text("model: {path: o/n}\ntrain: {steps: 3, seed: 9}\n")
+    answers = launch.answers_of(options(str(config), "--steps", "5"))
+    assert answers is not None
+    assert (answers.model_hub, answers.steps, answers.step) == ("o/n", 5, "plan")
+    assert answers.base["train"]["seed"] == 9
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [("modle: {}\n", "model"), ("train: {steps: 0}\n", "train.steps"), ("a: [\n", "YAML")],
+)
+def test_a_bad_configuration_is_one_line_and_code_2(
+    text: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], root: Path
+) -> None:
+    (tmp_path / "c.yaml").write_text(text)
+    assert launch.main([str(tmp_path / "c.yaml")]) == 2
+    errors = capsys.readouterr().err
+    assert said in errors
+    assert errors.count("\n") == 1
+    assert not root.exists(), "nothing was started"
+
+
+def test_a_missing_configuration_is_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert launch.main(["/no/such.yaml"]) == 2
+    assert "/no/such.yaml" in capsys.readouterr().err
+
+
+def test_the_demo_and_a_file_exclude_each_other(capsys: pytest.CaptureFixture[str]) -> None:
+    assert launch.main(["--demo", "c.yaml"]) == 2
+    assert "leave one out" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["--steps", "0"], ["--offload", "half"], ["--no-such"]])
+def test_wrong_flags_are_code_2(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        launch.main(arguments)
+    assert ended.value.code == 2
+
+
+def test_a_run_is_found_by_id_beginning_path_and_as_the_last(root: Path) -> None:
+    first = make_run(root, "20260101-000000-tales")
+    time.sleep(0.01)
+    second = make_run(root, "20260102-000000-demo")
+    assert launch.find_run("20260101-000000-tales") == first.path
+    assert launch.find_run("20260101") == first.path
+    assert launch.find_run(str(first.path)) == first.path
+    assert launch.find_run("last") == second.path
+    with pytest.raises(BadInput, match="several runs"):
+        launch.find_run("2026010")
+
+
+def test_an_unknown_run_is_code_2_with_the_nearest_names(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_run(root, "20260101-000000-tales")
+    assert launch.main(["--attach", "20260101-000000-tails"]) == 2
+    assert "20260101-000000-tales" in capsys.readouterr().err
+    assert launch.main(["--attach", str(root)]) == 2, "a folder that is no run"
+
+
+def test_without_any_run_the_last_one_is_unknown(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert launch.main(["--attach", "last"]) == 2
+    assert "there are no runs" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("term", ["dumb", ""])
+def test_a_terminal_that_cannot_draw_is_none(term: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("stdin", "stdout", "stderr"):
+        monkeypatch.setattr(f"sys.{name}.isatty", lambda: True, raising=False)
+    assert launch.has_terminal({"TERM": "xterm"})
+    assert not launch.has_terminal({"TERM": term})
+    assert not launch.has_terminal({})
+
+
+def test_leaving_says_how_to_come_back(root: Path) -> None:
+    run = make_run(root, "tales", STEP)
+    with run.lock():
+        said = launch.farewell(run.path)
+    assert "goes on" in said
+    assert said.endswith("fluxtrain-tui --attach tales")
+
+
+def test_leaving_a_finished_run_says_how_it_ended(root: Path, tmp_path: Path) -> None:
+    run = make_run(root, "tales", STEP, DONE)
+    assert "tales: finished after step 3" in launch.farewell(run.path)
+    failed = Failed(exit_code=3, kind="DoesNotFit", message="needs 80 GiB")
+    elsewhere = make_run(tmp_path / "other", "big", STEP, failed)
+    said = launch.farewell(elsewhere.path)
+    assert "needs 80 GiB" in said
+    assert str(elsewhere.path) in said, "a run outside the runs folder is named by its path"
+
+
+@pytest.mark.parametrize(
+    ("event", "said"),
+    [
+        (STEP, "step 3/4  loss 2.5000  100 tokens/s  left 1m 30s"),
+        (EvaluationFinished(step=3, loss=2.25, tokens=9, seconds=1.0), "loss 2.2500"),
+        (Failed(exit_code=4, kind="Diverged", message="loss is nan"), "failed: loss is nan"),
+        (DONE, "finished after step 4 in 1m 01s"),
+        (HELLO, ""),
+    ],
+)
+def test_events_are_told_in_one_line(event: Any, said: str) -> None:
+    line = event_line(event)
+    assert said in line
+    assert (line == "") == (said == "")
+    assert "\n" not in line
+
+
+def test_a_run_is_followed_in_lines_to_its_exit_code(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run(root, "tales", STEP, Failed(exit_code=4, kind="Diverged", message="nan"), DONE)
+    assert follow_lines(run.path) == 4
+    assert "step 3/4" in capsys.readouterr().out
+
+
+def test_a_run_whose_trainer_vanished_is_told_so(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run(root, "tales", STEP)
+    assert follow_lines(run.path) == 1
+    assert "gone without a word" in capsys.readouterr().err
+
+
+# --- the trainer in the foreground ----------------------------------------------------------------
+
+FOREGROUND = """
+import sys
+from fluxtui.headless import train_in_foreground
+sys.exit(train_in_foreground([], [sys.executable, "-c", sys.argv[1]]))
+"""
+
+
+def foreground(trainer: str) -> subprocess.Popen[str]:
+    """A stand-in trainer run by the real foreground code, in a process of its own."""
+    return subprocess.Popen(
+        [sys.executable, "-c", FOREGROUND, textwrap.dedent(trainer)],
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+@pytest.mark.parametrize("code", [0, 2, 3, 5, 143])
+def test_headless_ends_with_the_trainers_exit_code(code: int) -> None:
+    assert foreground(f"raise SystemExit({code})").wait(20) == code
+
+
+def test_headless_ends_with_128_and_the_signal_of_a_killed_trainer() -> None:
+    process = foreground("import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
+    assert process.wait(20) == 128 + signal.SIGKILL
+
+
+@pytest.mark.parametrize(
+    ("sent", "received"), [("SIGINT", "SIGINT"), ("SIGTERM", "SIGTERM"), ("SIGHUP", "SIGTERM")]
+)
+def test_a_signal_reaches_the_trainer_once_and_it_may_take_its_time(
+    sent: str, received: str
+) -> None:
+    process = foreground("""
+        import signal, sys, time
+        seen = []
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, lambda n, f: seen.append(signal.Signals(n).name))
+        print("ready", flush=True)
+        while not seen:
+            time.sleep(0.01)
+        time.sleep(0.3)  # writes its checkpoint
+        print(*seen, flush=True)
+        sys.exit(130)
+    """)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.Signals[sent])
+    assert process.stdout.readline() == f"{received}\n"
+    assert process.wait(20) == 130
