@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
 import tempfile
 from pathlib import Path
 
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fluxtrain.errors import BadInput, NoSpace
-from fluxtrain.methods.progress_bars import hidden_progress_bars
+from fluxtrain.methods.quiet import quiet_transformers
 from fluxtrain.units import bytes_text
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
@@ -45,6 +47,8 @@ def save_model(
         raise _explained(error, folder) from error
     try:
         return _written(model, tokenizer, made, folder)
+    except SafetensorError as error:
+        raise _explained(_as_os_error(error), folder) from error
     except OSError as error:
         raise _explained(error, folder) from error
     finally:
@@ -57,7 +61,7 @@ def _written(
     made: Path,
     folder: Path,
 ) -> int:
-    with hidden_progress_bars():
+    with quiet_transformers():
         model.save_pretrained(made, max_shard_size=SHARD_SIZE)
     if tokenizer is not None:
         tokenizer.save_pretrained(made)
@@ -98,6 +102,14 @@ def _umask() -> int:
     mask = os.umask(0o022)
     os.umask(mask)
     return mask
+
+
+def _as_os_error(error: SafetensorError) -> OSError:
+    """safetensors tells of a full disk in its text alone; an error without a number goes on."""
+    number = re.search(r"\(os error (\d+)\)", str(error))
+    if number is None:
+        raise error
+    return OSError(int(number[1]), os.strerror(int(number[1])))
 
 
 def _explained(error: OSError, folder: Path) -> NoSpace | BadInput:

@@ -14,6 +14,7 @@ from pickle import UnpicklingError
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -25,7 +26,7 @@ from transformers import (
 
 from fluxtrain.errors import BadInput
 from fluxtrain.methods.model_files import ModelFiles, check_model_folder
-from fluxtrain.methods.progress_bars import hidden_progress_bars
+from fluxtrain.methods.quiet import quiet_transformers
 
 DEMO = "demo"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
@@ -208,7 +209,7 @@ def _tokenizer(folder: Path, trusted: bool) -> PreTrainedTokenizerBase:
 
 def _weights(files: ModelFiles, dtype: torch.dtype, trusted: bool) -> PreTrainedModel:
     try:
-        with hidden_progress_bars():
+        with quiet_transformers():
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 files.folder,
                 dtype=dtype,
@@ -217,13 +218,14 @@ def _weights(files: ModelFiles, dtype: torch.dtype, trusted: bool) -> PreTrained
                 use_safetensors=not files.pickled,
                 weights_only=True,
                 output_loading_info=True,
+                ignore_mismatched_sizes=True,  # refused below, with the names
             )
     except UnpicklingError as error:
         raise BadInput(
             f"{files.weights[0]} is a pickle with more than tensors in it, which could run any "
             "code: convert it to safetensors where you trust it"
         ) from error
-    except (OSError, ValueError, RuntimeError, KeyError) as error:
+    except (SafetensorError, OSError, ValueError, RuntimeError, KeyError) as error:
         raise BadInput(
             f"{files.folder} cannot be loaded as a causal language model: {_first_line(error)}"
         ) from error
@@ -238,7 +240,8 @@ def _check_complete(files: ModelFiles, told: dict[str, Any]) -> None:
         ("missing_keys", "does not hold the weights"),
         ("mismatched_keys", "holds in another shape than config.json says"),
     ):
-        names = sorted(str(name) for name in told.get(key, ()))
+        found = told.get(key, ())
+        names = sorted(name if isinstance(name, str) else name[0] for name in found)
         if names:
             raise BadInput(
                 f"{files.folder} {problem} {', '.join(names[:3])}"

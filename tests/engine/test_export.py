@@ -1,0 +1,194 @@
+"""A saved model loads anywhere and is the same; a failed save leaves what was there."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import shutil
+import stat
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from safetensors import SafetensorError
+
+from fluxtrain.errors import EXIT_NO_SPACE, BadInput, NoSpace
+from fluxtrain.methods import export
+from fluxtrain.methods.export import save_model
+from fluxtrain.methods.models import LoadedModel, ModelSource, load_model
+
+Folder = Callable[..., Path]
+FAMILIES = ("llama", "qwen2", "gpt2")
+IDS = torch.arange(1, 33)[None]
+
+WITHOUT_FLUXTRAIN = """
+import sys, torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+folder = sys.argv[1]
+model = AutoModelForCausalLM.from_pretrained(folder)
+tokenizer = AutoTokenizer.from_pretrained(folder)
+ids = torch.arange(1, 33)[None]
+with torch.no_grad():
+    print(model(input_ids=ids, labels=ids).loss.item(), model.dtype)
+print(tokenizer("the fox")["input_ids"])
+assert not any(name.startswith("fluxtrain") for name in sys.modules)
+"""
+
+
+def _loaded(folder: Path) -> LoadedModel:
+    return load_model(ModelSource(path=str(folder)))
+
+
+def _contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_saved_model_comes_back_with_every_bit(
+    model_folder: Folder, tmp_path: Path, family: str, dtype: torch.dtype
+) -> None:
+    loaded = _loaded(model_folder(family, dtype))
+    with torch.no_grad():
+        for parameter in loaded.model.parameters():
+            parameter.add_(0.01)  # trained a little
+    written_bytes = save_model(loaded.model, loaded.tokenizer, tmp_path / "run" / "model")
+    assert written_bytes == sum(p.stat().st_size for p in (tmp_path / "run/model").iterdir())
+    again = _loaded(tmp_path / "run" / "model")
+    assert again.dtype == dtype
+    before, after = loaded.model.state_dict(), again.model.state_dict()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert again.model.generation_config.eos_token_id == 0
+    assert again.tokenizer.chat_template == loaded.tokenizer.chat_template
+
+
+def test_a_process_without_fluxtrain_gets_the_same_loss(
+    model_folder: Folder, tmp_path: Path
+) -> None:
+    loaded = _loaded(model_folder("llama", torch.bfloat16))
+    loaded.model.eval()
+    save_model(loaded.model, loaded.tokenizer, tmp_path / "model")
+    with torch.no_grad():
+        loss = loaded.model(input_ids=IDS, labels=IDS).loss.item()
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", WITHOUT_FLUXTRAIN, str(tmp_path / "model")],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[0] == f"{loss} torch.bfloat16"
+    assert str(loaded.tokenizer("the fox")["input_ids"]) in done.stdout
+
+
+def test_parameters_that_are_views_of_an_arena_are_saved_as_themselves(
+    model_folder: Folder, tmp_path: Path
+) -> None:
+    loaded = _loaded(model_folder("llama"))
+    expected = {name: tensor.clone() for name, tensor in loaded.model.state_dict().items()}
+    memory = [bytearray(p.nbytes) for p in loaded.model.parameters()]
+    for parameter, place in zip(loaded.model.parameters(), memory, strict=True):
+        view = torch.frombuffer(place, dtype=parameter.dtype).view(parameter.shape)
+        parameter.data = view.copy_(parameter.data)
+    save_model(loaded.model, loaded.tokenizer, tmp_path / "model")
+    saved = _loaded(tmp_path / "model").model.state_dict()
+    assert all(torch.equal(saved[name], tensor) for name, tensor in expected.items())
+
+
+def test_a_second_save_replaces_the_first_and_leaves_nothing_beside_it(
+    model_folder: Folder, tmp_path: Path
+) -> None:
+    loaded = _loaded(model_folder())
+    folder = tmp_path / "run" / "model"
+    save_model(loaded.model, loaded.tokenizer, folder)
+    (folder / "old-shard.safetensors").write_text("stale")
+    with torch.no_grad():
+        next(loaded.model.parameters()).zero_()
+    save_model(loaded.model, loaded.tokenizer, folder)
+    assert [path.name for path in folder.parent.iterdir()] == ["model"]
+    assert not (folder / "old-shard.safetensors").exists()
+    assert not next(_loaded(folder).model.parameters()).any()
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o777 & ~export._umask()
+
+
+class _Usage(NamedTuple):
+    total: int
+    used: int
+    free: int
+
+
+def test_a_disk_that_is_too_small_is_told_before_writing(
+    model_folder: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = _loaded(model_folder())
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: _Usage(10**6, 10**6, 4096))
+    with pytest.raises(NoSpace, match="and 4.00 KiB is free") as caught:
+        save_model(loaded.model, loaded.tokenizer, tmp_path / "model")
+    assert caught.value.exit_code == EXIT_NO_SPACE
+    assert not (tmp_path / "model").exists()
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+def test_a_disk_that_fills_up_while_saving_leaves_the_earlier_model(
+    model_folder: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    loaded = _loaded(model_folder())
+    folder = tmp_path / "run" / "model"
+    save_model(loaded.model, loaded.tokenizer, folder)
+    before = _contents(folder)
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(loaded.tokenizer, "save_pretrained", full)
+    with pytest.raises(NoSpace, match="no space left while saving"):
+        save_model(loaded.model, loaded.tokenizer, folder)
+    assert [path.name for path in folder.parent.iterdir()] == ["model"]
+    assert _contents(folder) == before
+
+
+@pytest.mark.parametrize(("number", "kind"), [(errno.ENOSPC, NoSpace), (errno.EIO, BadInput)])
+def test_what_the_writer_of_weights_tells_of_the_disk_is_understood(
+    model_folder: Folder,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    number: int,
+    kind: type[Exception],
+) -> None:
+    loaded = _loaded(model_folder())
+    said = f"Error while serializing: I/O error: {os.strerror(number)} (os error {number})"
+
+    def full(*_: Any, **__: Any) -> None:
+        raise SafetensorError(said)
+
+    monkeypatch.setattr(loaded.model, "save_pretrained", full)
+    with pytest.raises(kind):
+        save_model(loaded.model, loaded.tokenizer, tmp_path / "model")
+    assert list(tmp_path.glob("*model*")) == []
+
+
+def test_a_file_size_limit_stops_the_save_and_leaves_nothing(
+    model_folder: Folder, tmp_path: Path
+) -> None:
+    loaded = _loaded(model_folder())
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        with pytest.raises(BadInput, match="File too large"):
+            save_model(loaded.model, loaded.tokenizer, tmp_path / "run" / "model")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert list((tmp_path / "run").iterdir()) == []
+
+
+def test_a_place_that_cannot_be_written_is_told(model_folder: Folder, tmp_path: Path) -> None:
+    loaded = _loaded(model_folder())
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(BadInput, match="cannot be written"):
+        save_model(loaded.model, loaded.tokenizer, tmp_path / "file" / "model")
