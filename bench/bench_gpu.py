@@ -40,20 +40,20 @@ class MemoryWatch(threading.Thread):
         super().__init__(daemon=True)
         self.device_bytes = self.host_bytes = 0
         self.empty_host_bytes = psutil.Process().memory_info().rss
-        self._stop = threading.Event()
+        self._ended = threading.Event()
         pynvml.nvmlInit()
         self._handle = pynvml.nvmlDeviceGetHandleByIndex(0)
 
     def run(self) -> None:
         process = psutil.Process()
-        while not self._stop.wait(0.05):
+        while not self._ended.wait(0.05):
             for entry in pynvml.nvmlDeviceGetComputeRunningProcesses(self._handle):
                 if entry.pid == os.getpid() or entry.usedGpuMemory is not None:
                     self.device_bytes = max(self.device_bytes, entry.usedGpuMemory or 0)
             self.host_bytes = max(self.host_bytes, process.memory_info().rss)
 
     def stop(self) -> None:
-        self._stop.set()
+        self._ended.set()
         self.join()
 
 

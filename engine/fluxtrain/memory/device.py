@@ -214,16 +214,13 @@ class CudaDevice:
     def upload(self, to: Tensor, source: Tensor, after: Future[None] | None, free: Any) -> Ticket:
         ticket = _CudaTicket(self.stalls)
 
-        def copy() -> None:
-            to.copy_(source, non_blocking=True)
-
         def issue(done: Future[None] | None) -> None:
             if done is not None and done.exception() is not None:
                 ticket.fail(done.exception() or RuntimeError())
                 return
             if free is not None:
                 self._up.wait_event(free)
-            ticket.issue(self._up, copy)
+            ticket.issue(self._up, lambda: _queue_copy(to, source))
 
         if after is None or after.done():
             issue(after)
@@ -234,7 +231,7 @@ class CudaDevice:
     def download(self, to: Tensor, source: Tensor) -> Ticket:
         ticket = _CudaTicket(self.stalls)
         self._down.wait_event(self.mark())
-        ticket.issue(self._down, lambda: to.copy_(source, non_blocking=True) and None)
+        ticket.issue(self._down, lambda: _queue_copy(to, source))
         return ticket
 
     def mark(self) -> torch.cuda.Event:
@@ -245,6 +242,10 @@ class CudaDevice:
     def close(self) -> None:
         self._up.synchronize()
         self._down.synchronize()
+
+
+def _queue_copy(to: Tensor, source: Tensor) -> None:
+    to.copy_(source, non_blocking=True)
 
 
 def open_device(torch_device: torch.device) -> Device:
