@@ -72,6 +72,15 @@ def test_a_weight_zeroed_from_outside_is_zero_whatever_lo_holds(zero: float, sta
     assert math.copysign(1.0, float(back)) == math.copysign(1.0, zero)
 
 
+@pytest.mark.parametrize("low", [0, 1, 0x7FFF, 0x8000, 0x8001, 0xABCD, 0xFFFF])
+def test_decoding_is_the_documented_formula_for_every_hi(low: int) -> None:
+    high = np.arange(1 << 16, dtype=np.int64)
+    bits = np.where(high & 0x7FFF == 0, high << 16, ((high - (low >> 15)) << 16) | low)
+    hi = torch.from_numpy(high.astype(np.uint16).view(np.int16)).view(torch.bfloat16)
+    lo = torch.from_numpy(np.full(1 << 16, low, dtype=np.uint16).view(np.int16))
+    assert patterns_of(decode(hi, lo)) == bits.tolist()
+
+
 def test_bf16_weights_have_no_low_half() -> None:
     weights = torch.randn(1000).bfloat16()
     hi, lo = encode(weights.float())

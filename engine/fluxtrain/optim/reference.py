@@ -7,18 +7,17 @@ operations is that of native/include/flux_native.h.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from fluxtrain.optim.hyper import Coefficients
 
-_QUIET_NAN_BITS = 0x7FC00000
-
 
 def quiet(x: Tensor) -> Tensor:
-    """`x` with every NaN replaced by the one NaN all implementations store."""
-    nan = torch.tensor(_QUIET_NAN_BITS, dtype=torch.int32, device=x.device).view(torch.float32)
-    return torch.where(torch.isnan(x), nan, x)
+    """`x` with every NaN replaced by 0x7fc00000, the one NaN that all implementations store."""
+    return torch.nan_to_num(x, nan=math.nan, posinf=math.inf, neginf=-math.inf)
 
 
 def encode(master: Tensor) -> tuple[Tensor, Tensor]:
@@ -36,10 +35,10 @@ def decode(hi: Tensor, lo: Tensor) -> Tensor:
 
     hi = +-0 gives +-0 whatever lo holds, so masters below 2**-134 become 0.
     """
-    top = hi.view(torch.int16).to(torch.int32)
-    low = lo.to(torch.int32) & 0xFFFF
-    low = torch.where((top & 0x7FFF) == 0, 0, low)
-    return (((top - (low >> 15)) << 16) | low).view(torch.float32)
+    top = hi.view(torch.int16)
+    low = torch.where((top & 0x7FFF) == 0, 0, lo)
+    # Adding lo as a signed number is ((hi - (lo >> 15)) << 16) | lo of the unsigned one.
+    return ((top.to(torch.int32) << 16) + low).view(torch.float32)
 
 
 def rounded_sqrt(x: Tensor) -> Tensor:

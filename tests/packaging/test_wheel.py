@@ -1,0 +1,61 @@
+"""The wheel holds all of the project and works away from the checkout."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation"]
+    command += ["-C", f"build-dir={folder / 'build'}", "-w", str(folder), str(ROOT)]
+    subprocess.run(command, check=True)
+    (built,) = folder.glob("fluxtrain-*.whl")
+    return built
+
+
+def test_one_wheel_serves_every_python_of_a_platform(wheel: Path) -> None:
+    _, _, python, abi, platform = wheel.stem.split("-")
+    assert (python, abi) == ("py3", "none")
+    assert platform != "any", "it carries a compiled library"
+
+
+def test_the_wheel_has_every_module_theme_and_the_library(wheel: Path) -> None:
+    packed = set(zipfile.ZipFile(wheel).namelist())
+    engine, app = ROOT / "engine", ROOT
+    modules = {str(path.relative_to(engine)) for path in engine.rglob("*.py")}
+    modules |= {str(path.relative_to(app)) for path in (app / "fluxtui").rglob("*.py")}
+    themes = {f"fluxtui/themes/{path.name}" for path in (ROOT / "themes").glob("*.toml")}
+    library = {"fluxtrain/_native/libflux_native.so", "fluxtrain/py.typed"}
+    assert themes
+    assert (modules | themes | library) - packed == set()
+
+
+def test_the_wheel_works_without_the_checkout(wheel: Path, tmp_path: Path) -> None:
+    zipfile.ZipFile(wheel).extractall(tmp_path)
+    # -S and a path of our own: the editable install must not step in.
+    code = (
+        f"import sys; sys.path[:0] = [{str(tmp_path)!r}]; "
+        "import fluxtrain._native as native; "
+        "print(native.library_path()); print(native.isa())"
+    )
+    finished = subprocess.run(
+        [sys.executable, "-S", "-P", "-c", code],
+        env={"PATH": os.environ["PATH"]},
+        cwd=tmp_path,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    library, isa = finished.stdout.split()
+    assert Path(library).is_relative_to(tmp_path)
+    assert isa in ("scalar", "avx2", "avx512")
