@@ -66,7 +66,7 @@ def bus_rates(device: str = "cuda", limit_s: float = LIMIT_S) -> dict[str, Rate]
     on_device = torch.ones(COPY_BYTES, dtype=torch.uint8, device=device)
     landing = torch.empty_like(on_device)
     pageable = torch.ones(COPY_BYTES, dtype=torch.uint8)
-    rates = {}
+    rates: dict[str, Rate] = {}
     try:
         pinned = torch.ones(COPY_BYTES, dtype=torch.uint8, pin_memory=True)
         home = torch.empty(COPY_BYTES, dtype=torch.uint8, pin_memory=True)
@@ -104,9 +104,9 @@ def _rates_both_ways(
     """Both directions at once; each is timed by the events of its own stream."""
     import torch
 
-    streams = torch.cuda.Stream(), torch.cuda.Stream()
+    streams = [torch.cuda.Stream() for _ in range(2)]  # type: ignore[no-untyped-call]
     ends = [
-        (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
+        [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call]
         for _ in streams
     ]
     fastest_s = [float("inf")] * 2

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import errno
+import fcntl
 import mmap
 import os
 import tempfile
@@ -54,15 +54,11 @@ def disk_rates(
 
 def _set_direct(descriptor: int, piece: mmap.mmap) -> bool:
     """Bypass the cache, if one piece can be written so; some file systems only refuse then."""
-    import fcntl
-
     flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
     try:
         fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_DIRECT)
         os.pwrite(descriptor, piece, 0)
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            return False
+    except OSError:
         fcntl.fcntl(descriptor, fcntl.F_SETFL, flags)
         return False
     return True

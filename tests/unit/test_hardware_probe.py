@@ -1,0 +1,202 @@
+"""A probe measures once, says what it does, and never keeps anybody waiting for long."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from fluxtrain.hardware import disk_rate
+from fluxtrain.hardware import probe as probing
+from fluxtrain.hardware.disk_rate import disk_rates
+from fluxtrain.hardware.gpu import Gpus
+from fluxtrain.hardware.probe import Probe, probe
+from fluxtrain.hardware.rate import Rate, best_rate
+from fluxtrain.units import MIB
+
+
+@pytest.fixture
+def counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Measurements that only count their calls; a cache of the test's own."""
+    calls: list[str] = []
+
+    def measure(name: str, rate: float) -> Rate:
+        calls.append(name)
+        return Rate(rate, f"{name} timed")
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(
+        "fluxtrain.hardware.machine.read_gpus",
+        lambda: Gpus(gpus=(), driver=None, reason="none here"),
+    )
+    monkeypatch.setattr(probing, "host_copy_rate", lambda: measure("copy", 71e9))
+    monkeypatch.setattr(probing, "matmul_rate", lambda device: measure(device, 1.5e12))
+    monkeypatch.setattr(
+        probing, "disk_rates", lambda folder: (measure("write", 2e9), Rate(None, "too small"))
+    )
+    return calls
+
+
+def test_rates_are_measured_once_and_then_come_from_the_cache(
+    counted: list[str], tmp_path: Path
+) -> None:
+    said: list[str] = []
+    first = probe(tmp_path / "runs" / "x", report=said.append)
+    assert counted == ["copy", "cpu", "write"]
+    assert said == [
+        "reading the machine",
+        *(f"measuring {what}" for what in ("host memory", "CPU arithmetic", "disk")),
+    ]
+    second = probe(tmp_path)
+    assert len(counted) == 3
+    assert second.from_cache and not first.from_cache
+    assert second.rates == first.rates
+    assert second.rate("host_copy") == 71e9
+    assert second.rate("disk_read") is second.rate("nonsense") is None
+    probe(tmp_path, fresh=True)
+    assert len(counted) == 6
+
+
+@pytest.mark.parametrize("damage", [b"", b"{}", b"\xff", b'{"format":99}'])
+def test_a_damaged_cache_is_measured_anew(
+    counted: list[str], tmp_path: Path, damage: bytes
+) -> None:
+    probe(tmp_path)
+    (kept,) = (tmp_path / "cache" / "fluxtrain").iterdir()
+    kept.write_bytes(damage)
+    assert not probe(tmp_path).from_cache
+    assert probe(tmp_path).from_cache
+    assert len(counted) == 6
+
+
+@pytest.mark.parametrize(("age_days", "is_used"), [(6, True), (8, False), (-1, False)])
+def test_old_rates_and_rates_of_a_wrong_clock_are_not_used(
+    counted: list[str], tmp_path: Path, age_days: int, is_used: bool
+) -> None:
+    probe(tmp_path)
+    (kept,) = (tmp_path / "cache" / "fluxtrain").iterdir()
+    content = json.loads(kept.read_bytes())
+    content["probe"]["measured_at_s"] = time.time() - age_days * 86_400
+    kept.write_text(json.dumps(content))
+    assert probe(tmp_path).from_cache is is_used
+    assert len(counted) == (3 if is_used else 6)
+
+
+def test_free_sizes_are_never_cached(counted: list[str], tmp_path: Path) -> None:
+    before = probe(tmp_path)
+    (kept,) = (tmp_path / "cache" / "fluxtrain").iterdir()
+    content = json.loads(kept.read_bytes())
+    content["probe"]["disk"]["free_bytes"] = 1
+    kept.write_text(json.dumps(content))
+    after = probe(tmp_path)
+    assert after.from_cache
+    assert after.disk.free_bytes not in (1, None)
+    assert before.disk.total_bytes == after.disk.total_bytes
+
+
+def test_a_cache_that_cannot_be_written_is_said_and_costs_nothing_else(
+    counted: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "cache").write_text("a file in the way")
+    said: list[str] = []
+    assert probe(tmp_path, report=said.append).rate("host_copy") == 71e9
+    assert any("not kept" in line for line in said)
+    assert len(counted) == 3
+
+
+def test_a_measurement_that_fails_leaves_its_reason_and_the_others_run(
+    counted: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken() -> Rate:
+        raise RuntimeError("out of memory\nand a long story")
+
+    monkeypatch.setattr(probing, "host_copy_rate", broken)
+    found = probe(tmp_path)
+    assert found.rates["host_copy"] == Rate(None, "not measured: out of memory")
+    assert counted == ["cpu", "write"]
+
+
+def test_after_the_time_is_up_the_rest_is_left_out_and_said(
+    counted: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probing, "LAST_START_S", -1.0)
+    found = probe(tmp_path)
+    assert counted == []
+    assert all("20 s were used up" in rate.how for rate in found.rates.values())
+    assert set(found.rates) == {"host_copy", "cpu_matmul", "disk_write", "disk_read"}
+
+
+def test_the_two_forms_say_the_same(counted: list[str], tmp_path: Path) -> None:
+    found = probe(tmp_path)
+    told = json.loads(found.to_json())
+    assert told["rates"]["host_copy"] == {"per_s": 71e9, "how": "copy timed"}
+    assert told["machine"]["cores"] == found.machine.cores
+    text = found.text()
+    assert "71.0 GB/s  copy timed" in text
+    assert "1.5 TFLOP/s" in text
+    assert "too small" in text
+    assert "none here" in text
+    assert "measured now" in text
+    assert "ago" in probe(tmp_path).text()
+    assert isinstance(found, Probe) and counted
+
+
+def test_a_disk_is_measured_with_a_file_that_is_gone_afterwards(tmp_path: Path) -> None:
+    write, read = disk_rates(tmp_path, sample_bytes=32 * MIB)
+    for rate in (write, read):
+        assert rate.per_s is not None and rate.per_s > 1e6
+        assert "32.0 MiB" in rate.how
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_direct_transfers_the_rates_say_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk_rate, "_set_direct", lambda descriptor, piece: False)
+    write, read = disk_rates(tmp_path, sample_bytes=32 * MIB)
+    assert "fsync" in write.how
+    assert "cached" in read.how
+    assert write.per_s and read.per_s
+
+
+def test_a_nearly_full_or_forbidden_disk_is_not_measured_and_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk_rate, "free_bytes", lambda folder: 100 * MIB)
+    write, read = disk_rates(tmp_path)
+    assert write == read
+    assert write.per_s is None and "100 MiB is free" in write.how
+    monkeypatch.undo()
+    gone, _ = disk_rates(tmp_path / "gone")
+    assert gone.per_s is None and "No such file" in gone.how
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_that_fills_up_while_it_is_measured_says_so_and_is_cleaned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real_write, calls = os.pwrite, []
+
+    def fills_up(descriptor: int, data: bytes, offset: int) -> int:
+        calls.append(offset)
+        if offset > 0:
+            raise OSError(28, "No space left on device")
+        return real_write(descriptor, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", fills_up)
+    write, _ = disk_rates(tmp_path, sample_bytes=32 * MIB)
+    assert write.per_s is None and "No space left on device after 8.00 MiB" in write.how
+    assert len(calls) >= 2
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_best_of_several_calls_counts_and_the_first_only_warms_up() -> None:
+    durations = iter([0.2, 0.02, 0.05, 0.02])
+    rate = best_rate(1.0, lambda: time.sleep(next(durations)), repeats=3, limit_s=10)
+    assert 5 < rate < 50  # neither the warm-up nor faster than the fastest
+    calls: list[int] = []
+    best_rate(1.0, lambda: calls.append(1) or time.sleep(0.01), repeats=100, limit_s=0.0)
+    assert len(calls) == 2
