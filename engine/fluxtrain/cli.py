@@ -86,9 +86,50 @@ def train(  # noqa: PLR0917 - typer reads the options from the signature
     train_run(chosen, target, live_fd=live_fd, json=json)
 
 
+@app.command(epilog=EXIT_CODES)
+def plan(
+    config: Config = None,
+    demo: Demo = False,
+    sets: Sets = None,
+    steps: Steps = None,
+    device: Device = None,
+    json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Show what a run would do and need, and why."""
+    chosen = _chosen_config(config, demo, _overrides(sets, steps, device))
+    if chosen is None:
+        raise BadInput("nothing to plan: name a CONFIG.yaml, or use --demo")
+    from fluxtrain.train.preview import preview, table
+
+    found = preview(chosen)
+    if json:
+        _print_json(found)
+    else:
+        _say(table(found))
+
+
+@app.command()
+def probe(
+    fresh: Annotated[bool, typer.Option("--fresh", help="measure again")] = False,
+    json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Measure this machine and the disk of the runs."""
+    from fluxtrain.hardware.probe import probe as measure
+    from fluxtrain.telemetry.rundir import runs_root
+
+    found = measure(runs_root(), fresh=fresh, report=None if json else _complain)
+    if json:
+        lines = [" ".join(part for part in row if part) for row in found.table()]
+        _print_json({"lines": lines, **json_module.loads(found.to_json())})
+    else:
+        _say(found.text())
+
+
 @app.command()
 def schema() -> None:
-    """Print the JSON schema of the configuration file."""
+    """Print the JSON schema of the configuration."""
     from fluxtrain.train.config import json_schema
 
     _print_json(json_schema())
@@ -96,7 +137,7 @@ def schema() -> None:
 
 @app.command()
 def runs(json: Json = False, debug: Debug = False) -> None:
-    """List the runs below $FLUXTRAIN_RUNS or ./runs, newest first."""
+    """List the runs, newest first ($FLUXTRAIN_RUNS, or ./runs)."""
     import msgspec
 
     from fluxtrain.telemetry.rundir import list_runs, runs_root

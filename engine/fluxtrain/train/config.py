@@ -96,11 +96,11 @@ class TrainSettings(Section):
     )
     batch_rows: Positive | Auto = Field(
         default="auto",
-        description="rows of one optimizer step; auto chooses from free memory and the data",
+        description="rows of one backward pass; auto chooses from free memory and the data",
     )
     accumulation: Positive = Field(
         default=1,
-        description="backward passes a step; the engine already splits a batch into chunks",
+        description="backward passes of one optimizer step, whose rows are batch_rows times this",
     )
     learning_rate: Rate | Auto = Field(
         default="auto",

@@ -11,9 +11,12 @@ from torch import nn
 
 import fluxtrain
 from fluxtrain.data.batches import Batch, BatchSource, in_order
+from fluxtrain.hardware.machine import Machine, read_machine
 from fluxtrain.methods.export import save_model
+from fluxtrain.methods.progress_bars import hidden_progress_bars
 from fluxtrain.methods.sampling import sample_text
 from fluxtrain.optim import schedule
+from fluxtrain.plan.placement import Placement
 from fluxtrain.telemetry.events import ChoiceMade, Hello, Planned, SampleGenerated
 from fluxtrain.train import keeping
 from fluxtrain.train.cadence import Cadence
@@ -24,18 +27,17 @@ from fluxtrain.train.ingredients import DEMO, Ingredients, load_ingredients
 from fluxtrain.train.keeping import CheckpointKeeper, newest_valid
 from fluxtrain.train.loop import LoopSettings, TrainingLoop
 from fluxtrain.train.parameter_groups import parameter_groups
+from fluxtrain.train.placing import choices_of, choose_device, decide, model_facts
 from fluxtrain.train.randomness import seed_everything
 from fluxtrain.train.recovery import Target
 from fluxtrain.train.run_files import (
     first_hello,
     full_hello,
-    machine_line,
     write_plan_file,
     write_run_file,
 )
-from fluxtrain.train.run_log import quiet_libraries
 from fluxtrain.train.session import Session
-from fluxtrain.units import GIB, count_text
+from fluxtrain.units import count_text
 
 if TYPE_CHECKING:
     from fluxtrain.stream.engine import Engine
@@ -51,18 +53,20 @@ def train(
     Raises:
         FluxTrainError: with the exit code; the run directory holds the record of it.
     """
-    machine = machine_line()
-    with Session(target.run_dir, live_fd=live_fd, json=json) as session:
-        hello = first_hello(config, target.run_dir, machine)
+    machine = read_machine()
+    limit = machine.memory_total_bytes
+    with Session(target.run_dir, live_fd=live_fd, json=json, host_limit_bytes=limit) as session:
+        hello = first_hello(config, target.run_dir, machine.line())
         session.announcer.emit(hello)
         session.listen()
         session.announcer.phase("loading")
         write_run_file(target.run_dir, config, machine)
         checkpoint = _checkpoint_of(target, session)
-        quiet_libraries()
+        device = choose_device(config)
         seed_everything(config.train.seed)
-        ingredients = load_ingredients(config)
-        run = Run(config, ingredients, session, checkpoint)
+        with hidden_progress_bars():
+            ingredients = load_ingredients(config)
+        run = Run(config, ingredients, session, checkpoint, machine, device)
         run.announce(hello)
         session.signals.deferred = True
         run.loop.run()
@@ -79,24 +83,32 @@ class Run:
         ingredients: Ingredients,
         session: Session,
         checkpoint: Checkpoint | None,
+        machine: Machine,
+        device: ChoiceMade,
     ) -> None:
         self._config = config
         self._ingredients = ingredients
         self._session = session
-        stored = checkpoint.trainer_state()["fingerprint"] if checkpoint else {}
-        self.batch_rows, self._choices = _batch_rows(config, ingredients, stored)
-        self.data = BatchSource(
-            ingredients.data.trained,
-            self.batch_rows,
-            config.train.accumulation,
-            config.data.seed,
+        rows = _known_rows(config, checkpoint)
+        data = None if rows is None else self._batches(rows)  # refuses a batch beyond the data
+        model = ingredients.loaded.model
+        self.placement = decide(
+            config,
+            model_facts(model, ingredients.loaded.config, config.data.sequence_length),
+            machine,
+            device.value,
+            batch_rows=rows,
+            data_rows=max(1, len(ingredients.data.trained) // config.train.accumulation),
         )
+        self.batch_rows = self.placement.batch_rows
+        self.data = data or self._batches(self.batch_rows)
+        self._choices = (device, *choices_of(self.placement))
         self.course = choose_course(
             config.train,
             steps_per_epoch=self.data.steps_per_epoch,
             fresh_weights=config.model.path == DEMO,
         )
-        self.model, self.engine = _wrapped(config, ingredients.loaded.model)
+        self.model, self.engine = _wrapped(model, device.value, self.placement)
         session.gauges.watch(self.engine)
         self._fingerprint = _fingerprint(config, self.model, self.batch_rows)
         self.keeper = CheckpointKeeper(
@@ -141,10 +153,10 @@ class Run:
                 first_step=session.state.step,
             )
         )
-        plan = self.engine.plan
+        plan = self.placement
         planned = Planned(
             offload=plan.offload,
-            batch_rows=self.batch_rows,
+            batch_rows=plan.batch_rows,
             chunk_rows=self.engine.chunk_rows,
             accumulation=self._config.train.accumulation,
             sequence_length=self._config.data.sequence_length,
@@ -153,7 +165,7 @@ class Run:
             device_bytes=plan.device_bytes,
             device_budget_bytes=plan.budget_bytes,
             host_bytes=plan.host_bytes,
-            choices=(*self._choices, *plan.choices, *self.course.choices),
+            choices=(*self._choices, *self.course.choices),
         )
         write_plan_file(session.run_dir, planned)
         session.announcer.emit(planned)
@@ -181,6 +193,12 @@ class Run:
             "predicted_host_peak_bytes": self._planned.host_bytes,
             "measured_host_peak_bytes": memory.host_peak_bytes,
         }
+
+    def _batches(self, rows: int) -> BatchSource:
+        config = self._config
+        return BatchSource(
+            self._ingredients.data.trained, rows, config.train.accumulation, config.data.seed
+        )
 
     def _held_out(self) -> Iterable[Batch]:
         return in_order(self._ingredients.data.held_out, self.batch_rows)
@@ -220,33 +238,26 @@ def _checkpoint_of(target: Target, session: Session) -> Checkpoint | None:
     return found
 
 
-def _batch_rows(
-    config: RunConfig, ingredients: Ingredients, stored: dict[str, Any]
-) -> tuple[int, tuple[ChoiceMade, ...]]:
-    """Rows of one backward pass; a resumed run keeps what was chosen when it started."""
-    wanted = config.train.batch_rows
-    if wanted != "auto":
-        return wanted, ()
-    if "batch_rows" in stored:
-        rows = int(stored["batch_rows"])
-        because = "as the checkpoint was made"
-    else:
-        rows = min(8, len(ingredients.data.trained) // config.train.accumulation)
-        because = "8 rows"
-    return rows, (ChoiceMade(name="train.batch_rows", value=str(rows), because=because),)
+def _known_rows(config: RunConfig, checkpoint: Checkpoint | None) -> int | None:
+    """Rows of a backward pass: as set, or as at the run's start; None is to be chosen."""
+    if config.train.batch_rows != "auto":
+        return config.train.batch_rows
+    if checkpoint is None:
+        return None
+    return int(checkpoint.trainer_state()["fingerprint"]["batch_rows"])
 
 
-def _wrapped(config: RunConfig, model: nn.Module) -> tuple[nn.Module, Engine]:
+def _wrapped(model: nn.Module, device: str, placement: Placement) -> tuple[nn.Module, Engine]:
     from fluxtrain.stream.engine import engine_of
 
-    place = config.placement
     wrapped = fluxtrain.wrap(
         model,
-        device=None if place.device == "auto" else place.device,
-        offload=place.offload,
-        chunk_rows=None if place.chunk_rows == "auto" else place.chunk_rows,
+        device=device,
+        offload=placement.offload,
+        chunk_rows=placement.chunk_rows,
         overlap=True,
-        budget_bytes=None if place.budget_gib is None else int(place.budget_gib * GIB),
+        budget_bytes=placement.budget_bytes,
+        resident_blocks=placement.resident_blocks,
     )
     return wrapped, engine_of(wrapped)
 

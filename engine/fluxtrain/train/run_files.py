@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import platform
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-import psutil
 
 import fluxtrain
+from fluxtrain.hardware.machine import Machine
 from fluxtrain.telemetry.events import Hello, Planned
 from fluxtrain.telemetry.process import ProcessMark
 from fluxtrain.telemetry.rundir import RunDir
 from fluxtrain.train.config import RunConfig
 from fluxtrain.train.step_clock import PHASES
-from fluxtrain.units import bytes_text
 
 if TYPE_CHECKING:
     from fluxtrain.stream.engine import Engine
@@ -24,18 +22,15 @@ if TYPE_CHECKING:
 _REPORTED = ("torch", "transformers", "safetensors", "tokenizers", "numpy", "pydantic", "msgspec")
 
 
-def machine_line() -> str:
-    """Cores, memory and system in one line."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    memory = bytes_text(psutil.virtual_memory().total)
-    return f"{cores} cores, {memory} memory, {platform.system()} {platform.machine()}"
-
-
-def write_run_file(run_dir: RunDir, config: RunConfig, machine: str) -> None:
+def write_run_file(run_dir: RunDir, config: RunConfig, machine: Machine) -> None:
     """run.json: what was asked for, with which versions, on which machine."""
     versions = {"python": platform.python_version(), "fluxtrain": fluxtrain.__version__}
     versions |= {name: metadata.version(name) for name in _REPORTED}
-    content = {"config": config.model_dump(mode="json"), "versions": versions, "machine": machine}
+    content = {
+        "config": config.model_dump(mode="json"),
+        "versions": versions,
+        "machine": {"line": machine.line(), **msgspec.to_builtins(machine)},
+    }
     run_dir.write_json(run_dir.run, content)
 
 
