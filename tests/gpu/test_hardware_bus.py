@@ -13,7 +13,10 @@ from fluxtrain.hardware.machine import read_machine
 from fluxtrain.hardware.probe import PROBE_LIMIT_S, probe
 from fluxtrain.units import MIB
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch has no GPU to use"),
+]
 
 
 def test_the_driver_and_torch_see_the_same_cards() -> None:

@@ -325,3 +325,8 @@ def test_what_does_not_fit_says_the_need_the_room_and_the_cure(
 def test_wishes_that_make_no_sense_are_refused(wish: Wishes, named: str) -> None:
     with pytest.raises(BadInput, match=named):
         place(qwen(), gpu(80), wish)
+
+
+def test_a_dtype_that_cannot_be_trained_is_refused() -> None:
+    with pytest.raises(BadInput, match="weights of 8 bytes"):
+        place(replace(qwen(), dtype_bytes=8), gpu(80), Wishes())

@@ -24,7 +24,15 @@ from typing import Literal
 
 from fluxtrain.errors import BadInput, DoesNotFit
 from fluxtrain.plan.choice import Choice
-from fluxtrain.plan.footprint import OFFLOADS, Footprint, Layout, ModelFacts, Offload, footprint
+from fluxtrain.plan.footprint import (
+    OFFLOADS,
+    STATE_BYTES,
+    Footprint,
+    Layout,
+    ModelFacts,
+    Offload,
+    footprint,
+)
 from fluxtrain.units import bytes_text
 
 __all__ = ["ModelFacts", "Placement", "Room", "Wishes", "place"]
@@ -106,6 +114,8 @@ def place(facts: ModelFacts, room: Room, wishes: Wishes) -> Placement:
 def _check(facts: ModelFacts, wishes: Wishes) -> None:
     if wishes.offload not in ("auto", *OFFLOADS):
         raise BadInput(f"offload is {wishes.offload!r}: use one of auto, {', '.join(OFFLOADS)}")
+    if facts.dtype_bytes not in STATE_BYTES:
+        raise BadInput(f"weights of {facts.dtype_bytes} bytes: train in bf16 or fp32 (model.dtype)")
     counts = {"batch_rows": 1, "chunk_rows": 1, "budget_bytes": 1, "resident_blocks": 0}
     for name, least in counts.items():
         value = getattr(wishes, name)
