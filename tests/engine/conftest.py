@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
@@ -103,3 +105,163 @@ def model_folder(
         return folder
 
     return fresh
+
+
+# -- small models of seven families, for the streaming engine's tests -----------------------------
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _imports_out_of_the_collectors_way() -> None:
+    """`wrap` collects garbage; without what torch and transformers hold, that takes no time."""
+    gc.collect()
+    gc.freeze()
+
+
+FAMILIES = ("llama", "qwen2", "gpt2", "t5", "vit", "mixtral", "mamba")
+_SIZES: dict[str, int] = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 3}
+_ATTENTION: dict[str, int] = {
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+_BUILDERS: dict[str, tuple[str, str, dict[str, object]]] = {
+    "llama": ("LlamaConfig", "LlamaForCausalLM", {**_SIZES, **_ATTENTION}),
+    "qwen2": (
+        "Qwen2Config", "Qwen2ForCausalLM", {**_SIZES, **_ATTENTION, "tie_word_embeddings": True},
+    ),
+    "gpt2": (
+        "GPT2Config", "GPT2LMHeadModel",
+        {"vocab_size": 96, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64},
+    ),
+    "t5": (
+        "T5Config", "T5ForConditionalGeneration",
+        {"vocab_size": 96, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4,
+         "decoder_start_token_id": 0, "pad_token_id": 0},
+    ),
+    "vit": (
+        "ViTConfig", "ViTForImageClassification",
+        {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "num_labels": 5,
+         "intermediate_size": 48, "image_size": 16, "patch_size": 4},
+    ),
+    "mixtral": (
+        "MixtralConfig", "MixtralForCausalLM",
+        {**_SIZES, **_ATTENTION, "num_local_experts": 4, "output_router_logits": True,
+         "router_aux_loss_coef": 0.1},
+    ),
+    "mamba": (
+        "MambaConfig", "MambaForCausalLM", {**_SIZES, "state_size": 4, "time_step_rank": 4},
+    ),
+}  # fmt: skip
+_NO_DROPOUT = {
+    "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+    "t5": {"dropout_rate": 0.0},
+}
+
+
+@pytest.fixture(params=FAMILIES)
+def family(request: pytest.FixtureRequest) -> str:
+    """Each of the seven families of models that streaming is held to."""
+    return str(request.param)
+
+
+@pytest.fixture
+def tiny() -> Callable[..., PreTrainedModel]:
+    """`tiny(family, dtype, **config)`: a small model in training mode with fixed random weights."""
+
+    def make(
+        family: str = "llama", dtype: torch.dtype = torch.float32, **changes: object
+    ) -> PreTrainedModel:
+        config_name, model_name, sizes = _BUILDERS[family]
+        config_class, model_class = (
+            getattr(transformers, config_name),
+            getattr(transformers, model_name),
+        )
+        torch.manual_seed(11)
+        options = {**sizes, **_NO_DROPOUT.get(family, {}), **changes}
+        model: PreTrainedModel = model_class(config_class(**options)).to(dtype)
+        return model.train()
+
+    return make
+
+
+@pytest.fixture
+def batch() -> Callable[..., dict[str, torch.Tensor]]:
+    """`batch(family, rows, length, seed)`: what the family's forward takes, with labels."""
+
+    def make(
+        family: str = "llama",
+        rows: int = 4,
+        length: int = 10,
+        seed: int = 0,
+        dtype: torch.dtype = torch.float32,
+    ) -> dict[str, torch.Tensor]:
+        draw = torch.Generator().manual_seed(seed)
+        if family == "vit":
+            pixels = torch.randn(rows, 3, 16, 16, generator=draw).to(dtype)
+            return {"pixel_values": pixels, "labels": torch.randint(5, (rows,), generator=draw)}
+        ids = torch.randint(1, 96, (rows, length), generator=draw)
+        labels = ids.clone()
+        labels[0, :3] = -100
+        made = {"input_ids": ids, "labels": labels}
+        if family not in ("mamba", "t5"):
+            made["attention_mask"] = torch.ones_like(ids)
+            made["attention_mask"][1, -3:] = 0
+        return made
+
+    return make
+
+
+@pytest.fixture
+def grads() -> Callable[[torch.nn.Module], dict[str, torch.Tensor]]:
+    """`grads(model)`: plain copies of all gradients, by parameter name."""
+
+    def read(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+        named = ((n, p.grad) for n, p in model.named_parameters())
+        return {n: g.detach().clone() for n, g in named if g is not None}
+
+    return read
+
+
+@pytest.fixture
+def weights() -> Callable[[torch.nn.Module], dict[str, torch.Tensor]]:
+    """`weights(model)`: plain copies of all parameters, by name."""
+
+    def read(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+        return {n: p.detach().clone() for n, p in model.named_parameters()}
+
+    return read
+
+
+@pytest.fixture
+def same() -> Callable[[dict[str, torch.Tensor], dict[str, torch.Tensor]], None]:
+    """`same(a, b)`: equal names, and equal bits in every tensor."""
+
+    def check(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
+        assert a.keys() == b.keys()
+        differ = [name for name in a if not torch.equal(a[name], b[name])]
+        assert not differ, f"{len(differ)} of {len(a)} differ: {differ[:4]}"
+
+    return check
+
+
+@pytest.fixture
+def close() -> Callable[..., None]:
+    """`close(a, b, limit)`: every tensor within `limit` of its own norm, or of the mean norm
+    (the true gradient of a key's bias is zero: only rounding is left of it)."""
+
+    def check(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], limit: float) -> None:
+        assert a.keys() == b.keys()
+        mean = sum(float(t.double().norm()) for t in a.values()) / len(a)
+        off = {n: float((a[n].double() - b[n].double()).norm()) for n in a}
+        size = {n: max(float(a[n].double().norm()), 0.05 * mean) for n in a}
+        worst = max(off, key=lambda n: off[n] / size[n])
+        assert off[worst] <= limit * size[worst], f"{worst}: {off[worst] / size[worst]:.2e}"
+
+    return check
+
+
+@pytest.fixture
+def new_model() -> Callable[..., PreTrainedModel]:
+    """`new_model(family, dtype)`: a tiny model, each time with the same random weights."""
+    return tiny_model

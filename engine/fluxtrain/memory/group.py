@@ -218,6 +218,13 @@ class Group:
             segment.m, segment.v = flats[0], flats[1]
             segment.lo = flats[2] if segment.split else None
 
+    def forget_moments(self, member: Member) -> None:
+        """Its optimizer state starts anew; the master stays (updates must be done)."""
+        member.step = 0
+        for flat in (member.segment.m, member.segment.v):
+            if flat is not None:
+                member.slice(flat).zero_()
+
     def ensure_gradient(self) -> None:
         """Allocate the gradients' memory at home in each segment's dtype."""
         for segment in self.trained:

@@ -8,6 +8,7 @@ nothing to do. Any other optimizer runs on the host tensors as it is, and that i
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -22,8 +23,14 @@ from torch.optim.optimizer import (
 from fluxtrain.errors import MisusedModel
 from fluxtrain.memory.group import Group
 from fluxtrain.optim.split_adamw import Hyper
-from fluxtrain.stream.optimizer_state import attach_state, import_state
-from fluxtrain.stream.parameter import Owner, owner_of
+from fluxtrain.stream.optimizer_state import (
+    KEY,
+    Entries,
+    attach_state,
+    import_state,
+    wrapped_parameters,
+)
+from fluxtrain.stream.parameter import Owner
 from fluxtrain.stream.writes import check_writes
 
 if TYPE_CHECKING:
@@ -41,54 +48,40 @@ def install() -> None:
         register_optimizer_step_post_hook(_after_step)
 
 
-def _owners(optimizer: Optimizer) -> list[tuple[Owner, dict[str, Any], int]]:
-    """Owner, parameter group and index of every wrapped parameter, in the optimizer's order."""
-    found: list[tuple[Owner, dict[str, Any], int]] = []
-    index = 0
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            owner = owner_of(parameter)
-            if owner is not None:
-                found.append((owner, group, index))
-            index += 1
-    return found
-
-
 def _before_step(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    owners = _owners(optimizer)
-    if not owners:
+    entries = wrapped_parameters(optimizer)
+    if not entries:
         return None
-    for owner, _, _ in owners:
+    for owner, _, _ in entries:
         owner.hidden = False
-    args, kwargs, changed = _closure_done(args, kwargs)
-    for engine in {id(o.engine): o.engine for o, _, _ in owners}.values():
-        mine = [entry for entry in owners if entry[0].engine is engine]
-        if _adoptable(optimizer):
-            _adopted_step(engine, optimizer, mine)
-        else:
-            _foreign_step(engine, optimizer, mine)
-    return (args, kwargs) if changed else None
+    closure: Callable[[], Any] | None = args[1] if len(args) > 1 else kwargs.get("closure")
+    step = _adopted_step if _adoptable(optimizer) else _foreign_step
+    if closure is None:
+        step(optimizer, entries)
+        return None
+    instead: Callable[[], Any]
+    if step is _adopted_step:  # the closure runs now; the original step gets its result
+        with torch.enable_grad():
+            loss = closure()
+        step(optimizer, entries)
+        instead = lambda: loss  # noqa: E731
+    else:  # it may be called any number of times (L-BFGS), each time with new gradients
+
+        def instead() -> Any:
+            loss = closure()
+            step(optimizer, entries)
+            return loss
+
+    if len(args) > 1:
+        return (args[0], instead, *args[2:]), kwargs
+    return args, {**kwargs, "closure": instead}
 
 
 def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    for owner, _, _ in _owners(optimizer):
+    for owner, _, _ in wrapped_parameters(optimizer):
         owner.hidden = False
-
-
-def _closure_done(
-    args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any], bool]:
-    """Run a closure now, before the update; the original step gets its result."""
-    closure: Callable[[], Any] | None = args[1] if len(args) > 1 else kwargs.get("closure")
-    if closure is None:
-        return args, kwargs, False
-    with torch.enable_grad():
-        loss = closure()
-    if len(args) > 1:
-        return (args[0], lambda: loss, *args[2:]), kwargs, True
-    return args, {**kwargs, "closure": lambda: loss}, True
 
 
 def _adoptable(optimizer: Optimizer) -> bool:
@@ -101,57 +94,78 @@ def _adoptable(optimizer: Optimizer) -> bool:
     return True
 
 
-def _claim(engine: Engine, optimizer: Optimizer) -> None:
-    """One optimizer steps a parameter."""
-    holder = engine.optimizer() if engine.optimizer is not None else None
-    if holder is None:
-        engine.optimizer = weakref.ref(optimizer)
-        return
-    if holder is not optimizer:
-        theirs = {id(p) for g in holder.param_groups for p in g["params"]}
-        shared = [p for g in optimizer.param_groups for p in g["params"] if id(p) in theirs]
-        stepped = [o for o in map(owner_of, shared) if o is not None and o.member.step > 0]
-        if stepped:
+def _claim(optimizer: Optimizer, entries: Entries) -> None:
+    """One optimizer steps a parameter. Another one after it, or one whose state was emptied,
+    starts from moments of zero, as torch's own would."""
+    held = optimizer.state.get(KEY) or {}
+    anew = [
+        owner
+        for owner, _, index in entries
+        if owner.stepper is not None
+        and owner.member.step
+        and (owner.stepper() is not optimizer or index not in held)
+    ]
+    if any(_still_stepped(owner, optimizer) for owner in anew):
+        gc.collect()  # a scheduler leaves a dropped optimizer in a reference cycle
+    for owner in anew:
+        if _still_stepped(owner, optimizer):
             raise MisusedModel(
-                f"a second optimizer steps {stepped[0].member.name}, which another one has stepped "
-                f"{stepped[0].member.step} times: keep one optimizer per parameter (the moments "
+                f"a second optimizer steps {owner.member.name}, which another one has stepped "
+                f"{owner.member.step} times: keep one optimizer per parameter (the moments "
                 "live with the parameter), or delete the first"
             )
+    for owner in anew:
+        owner.engine.flush()
+        owner.group.forget_moments(owner.member)
+    for owner, _, _ in entries:
+        if owner.stepper is None or owner.stepper() is not optimizer:
+            owner.stepper = weakref.ref(optimizer)
 
 
-def _adopted_step(
-    engine: Engine, optimizer: Optimizer, owners: list[tuple[Owner, dict[str, Any], int]]
-) -> None:
-    _claim(engine, optimizer)
-    for group in {id(o.group): o.group for o, _, _ in owners}.values():
-        check_writes(engine, group)
-    import_state(engine, optimizer, owners)
-    if _overflowed(optimizer):
-        _hide(owners)
-        return
+def _still_stepped(owner: Owner, optimizer: Optimizer) -> bool:
+    """Does another optimizer that stepped this parameter still hold it?"""
+    holder = owner.stepper() if owner.stepper is not None else None
+    if holder is None or holder is optimizer:
+        return False
+    parameter = owner.member.parameter
+    return any(p is parameter for group in holder.param_groups for p in group["params"])
+
+
+def _engines(entries: Entries) -> list[Engine]:
+    return list({id(o.engine): o.engine for o, _, _ in entries}.values())
+
+
+def _adopted_step(optimizer: Optimizer, entries: Entries) -> None:
+    _claim(optimizer, entries)
+    for owner, _, _ in {id(e[0].group): e for e in entries}.values():
+        check_writes(owner.engine, owner.group)
+    import_state(optimizer, entries)
+    if not _overflowed(optimizer):
+        _submit(optimizer, entries)
+    attach_state(optimizer, entries)
+    for owner, _, _ in entries:
+        owner.hidden = True
+
+
+def _submit(optimizer: Optimizer, entries: Entries) -> None:
+    """Queue the update of every parameter that has a gradient."""
     factor = _unscale_factor(optimizer)
     work: dict[Group, dict[int, Hyper]] = {}
-    for owner, options, _ in owners:
+    for owner, options, _ in entries:
         member = owner.member
         if not member.has_gradient:
             continue
         member.step += 1
         member.gradient_scale *= factor
         work.setdefault(owner.group, {})[member.index] = _hyper(options)
-    for group in engine.groups:
-        if group in work:
-            engine.updates.submit(group, work[group], engine.norm)
-    engine.norm = None
-    engine.accounts.step += 1
-    attach_state(engine, optimizer, owners)
-    _hide(owners)
-    if not engine.overlap:
-        engine.flush()
-
-
-def _hide(owners: list[tuple[Owner, dict[str, Any], int]]) -> None:
-    for owner, _, _ in owners:
-        owner.hidden = True
+    for engine in _engines(entries):
+        for group in engine.groups:
+            if group in work:
+                engine.updates.submit(group, work[group], engine.norm)
+        engine.norm = None
+        engine.accounts.step += 1
+        if not engine.overlap:
+            engine.flush()
 
 
 def _hyper(options: dict[str, Any]) -> Hyper:
@@ -176,19 +190,19 @@ def _unscale_factor(optimizer: Optimizer) -> float:
     return 1.0 if scale is None else 1.0 / float(scale)
 
 
-def _foreign_step(
-    engine: Engine, optimizer: Optimizer, owners: list[tuple[Owner, dict[str, Any], int]]
-) -> None:
+def _foreign_step(optimizer: Optimizer, entries: Entries) -> None:
     """Let another optimizer work on the host tensors; writes are noticed at the next forward."""
-    engine.flush()
-    norm, engine.norm = engine.norm, None
-    factor = 1.0 if norm is None else norm.scale()
-    for owner, _, _ in owners:
-        owner.group.narrow_gradients()
-        if owner.member.has_gradient:
-            owner.member.gradient_scale *= factor
-            engine.settle_gradient(owner.group, owner.member)
-    engine.say(
-        f"{type(optimizer).__name__} runs on the host, on the weights as they are (no fp32 masters): "
-        "torch.optim.AdamW is updated by FluxTrain's own kernels"
-    )
+    for engine in _engines(entries):
+        engine.flush()
+        norm, engine.norm = engine.norm, None
+        factor = 1.0 if norm is None else norm.scale()
+        for owner, _, _ in entries:
+            if owner.engine is engine:
+                owner.group.narrow_gradients()
+                if owner.member.has_gradient:
+                    owner.member.gradient_scale *= factor
+                    engine.settle_gradient(owner.group, owner.member)
+        engine.say(
+            f"{type(optimizer).__name__} runs on the host, on the weights as they are (no fp32 "
+            "masters): torch.optim.AdamW is updated by FluxTrain's own kernels"
+        )

@@ -59,7 +59,6 @@ class Engine:
         self.anchor_node = self.anchor.view_as(self.anchor).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
         self.owners: dict[Group, dict[int, Owner]] = {}
         self.norm: GradNorm | None = None  # asked for since the last step
-        self.optimizer: Any = None  # weakref to the one that was adopted
         self._following: dict[tuple[str, Unit | None], Unit] = {}
         self._last: dict[str, Unit | None] = {"forward": None, "backward": None}
         self._tasks: set[int] = set()

@@ -7,7 +7,7 @@ stands under another key is restored as it is. Plain `exp_avg` states are still 
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,42 +15,53 @@ from torch.optim import Optimizer
 
 from fluxtrain.errors import MisusedModel
 from fluxtrain.memory.group import Member
-from fluxtrain.stream.parameter import Owner
-from fluxtrain.stream.writes import fingerprint
-
-if TYPE_CHECKING:
-    from fluxtrain.stream.engine import Engine
+from fluxtrain.stream.parameter import Owner, owner_of
+from fluxtrain.stream.writes import check_writes, fingerprint
 
 KEY = "fluxtrain"
 Entries = list[tuple[Owner, dict[str, Any], int]]
+_exporting: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
-def attach_state(engine: Engine, optimizer: Optimizer, owners: Entries) -> None:
+def wrapped_parameters(optimizer: Optimizer) -> Entries:
+    """Owner, parameter group and index of every wrapped parameter, in the optimizer's order."""
+    found: Entries = []
+    index = 0
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            owner = owner_of(parameter)
+            if owner is not None:
+                found.append((owner, group, index))
+            index += 1
+    return found
+
+
+def attach_state(optimizer: Optimizer, entries: Entries) -> None:
     """Put views of the arenas into `optimizer.state`, once state exists."""
-    if optimizer.state.get(KEY) is not None:
-        for owner, _, index in owners:
-            entry = optimizer.state[KEY].get(index)
-            if entry is not None:
-                entry["step"] = owner.member.step
-            elif owner.group.has_state and owner.member.step:
-                optimizer.state[KEY][index] = _entry(owner.member)
-        return
-    held = {i: _entry(o.member) for o, _, i in owners if o.group.has_state and o.member.step}
-    if not held:
-        return
-    optimizer.state[KEY] = held
-    reference, weak_owners = weakref.ref(engine), owners
+    held: dict[int, dict[str, Any]] = optimizer.state.get(KEY) or {}
+    for owner, _, index in entries:
+        if index in held:
+            held[index]["step"] = owner.member.step
+        elif owner.member.step:
+            held[index] = _entry(owner.member)
+    if held:
+        optimizer.state[KEY] = held
+    if optimizer not in _exporting:
+        _exporting.add(optimizer)
+        optimizer.register_state_dict_pre_hook(_before_export)
 
-    def before_export(_: Optimizer) -> None:
-        engine = reference()
-        if engine is not None:
-            engine.flush()
-            for owner, _, index in weak_owners:
-                entry = optimizer.state.get(KEY, {}).get(index)
-                if entry is not None and "lo" in entry:
-                    entry["weights"] = fingerprint(owner.group.home_views[owner.member.index])
 
-    optimizer.register_state_dict_pre_hook(before_export)
+def _before_export(optimizer: Optimizer) -> None:
+    """Updates are done, and each lower half says beside which weights it belongs."""
+    held = optimizer.state.get(KEY) or {}
+    entries = wrapped_parameters(optimizer)
+    for owner, _, _ in {id(e[0].group): e for e in entries}.values():
+        owner.engine.flush()
+        check_writes(owner.engine, owner.group)
+    for owner, _, index in entries:
+        entry = held.get(index)
+        if entry and "lo" in entry and entry["exp_avg"].data_ptr() == _moments_at(owner.member):
+            entry["weights"] = fingerprint(owner.group.home_views[owner.member.index])
 
 
 def _entry(member: Member) -> dict[str, Any]:
@@ -66,37 +77,37 @@ def _entry(member: Member) -> dict[str, Any]:
     return entry
 
 
-def import_state(engine: Engine, optimizer: Optimizer, owners: Entries) -> None:
+def import_state(optimizer: Optimizer, entries: Entries) -> None:
     """Take in what `load_state_dict` put into `optimizer.state` since the last step."""
-    held = optimizer.state.get(KEY)
-    by_index = {i: o for o, _, i in owners}
-    foreign = held is not None and any(
-        index not in by_index or not _is_ours(by_index[index].member, entry)
-        for index, entry in held.items()
-    )
-    if held is not None and foreign:
-        engine.flush()
-        for index, entry in held.items():
-            if index not in by_index:
-                raise MisusedModel(
-                    f"the loaded optimizer state names parameter {index}, and this optimizer has "
-                    f"{len(by_index)} wrapped parameters: it belongs to another model"
-                )
+    by_index = {i: o for o, _, i in entries}
+    ours = {_moments_at(o.member): i for i, o in by_index.items() if o.member.step}
+    loaded = False
+    for index, entry in (optimizer.state.get(KEY) or {}).items():
+        if index not in by_index:
+            raise MisusedModel(
+                f"the loaded optimizer state names parameter {index}, and this optimizer has "
+                f"{len(by_index)} wrapped parameters: it belongs to another model"
+            )
+        place = ours.get(entry["exp_avg"].data_ptr())
+        if place is None:
+            loaded = True
             _take(by_index[index], entry)
-        del optimizer.state[KEY]
-    for owner, options, _ in owners:
-        for parameter in options["params"]:
-            if parameter is owner.member.parameter and parameter in optimizer.state:
-                plain = optimizer.state[parameter]
-                if "exp_avg" in plain:
-                    engine.flush()
-                    _take(owner, plain)
-                del optimizer.state[parameter]
+        elif place != index:
+            raise MisusedModel(
+                f"parameter {index} of this optimizer is number {place} now: keep the order of its "
+                "parameters (add new ones with add_param_group), or make a new optimizer"
+            )
+    if loaded:
+        del optimizer.state[KEY]  # the arenas hold it now
+    for owner, _, _ in entries:
+        plain = optimizer.state.pop(owner.member.parameter, None)
+        if plain is not None and "exp_avg" in plain:
+            _take(owner, plain)
 
 
-def _is_ours(member: Member, entry: dict[str, Any]) -> bool:
+def _moments_at(member: Member) -> int:
     m = member.segment.m
-    return m is not None and entry["exp_avg"].data_ptr() == member.slice(m).data_ptr()
+    return 0 if m is None else member.slice(m).data_ptr()
 
 
 def _take(owner: Owner, entry: dict[str, Any]) -> None:
@@ -107,6 +118,7 @@ def _take(owner: Owner, entry: dict[str, Any]) -> None:
             f"{tuple(entry['exp_avg'].shape)}, the parameter {tuple(member.shape)}: it belongs to "
             "another model"
         )
+    owner.engine.flush()
     owner.group.ensure_state()
     assert segment.m is not None and segment.v is not None
     with torch.no_grad():

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from fluxtrain.memory.group import Group, Member
 
@@ -33,13 +34,14 @@ _METADATA = {
 class Owner:
     """Ties one parameter to its group and engine; lives on the parameter as `_fluxtrain`."""
 
-    __slots__ = ("_engine", "group", "hidden", "hook_key", "member")
+    __slots__ = ("_engine", "group", "hidden", "hook_key", "member", "stepper")
 
     def __init__(self, engine: Engine, group: Group, member: Member) -> None:
         self._engine = weakref.ref(engine)
         self.group = group
         self.member = member
         self.hidden = False  # from the optimizer whose step the engine has taken over
+        self.stepper: weakref.ref[Optimizer] | None = None  # the optimizer that was adopted
         self.hook_key: int | None = None  # of the engine's own post-accumulate-grad hook
 
     @property

@@ -18,13 +18,18 @@ if TYPE_CHECKING:
     from fluxtrain.stream.engine import Engine
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_SLICE_WORDS = 1 << 22
 
 
 def fingerprint(tensor: Tensor) -> int:
     """A number that changes when a weight does: a position-weighted sum of the raw words."""
-    words = tensor.detach().reshape(-1).view(_WORDS[tensor.element_size()]).to(torch.int64)
-    places = torch.arange(1, words.numel() + 1, device=words.device) * 2654435761 % 4294967291
-    return int((words * places).sum())
+    words = tensor.detach().reshape(-1).view(_WORDS[tensor.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=words.device)
+    for start in range(0, words.numel(), _SLICE_WORDS):  # int64 copies of a slice at a time
+        part = words[start : start + _SLICE_WORDS].to(torch.int64)
+        places = torch.arange(start + 1, start + 1 + part.numel(), device=words.device)
+        total += (part * (places * 2654435761 % 4294967291)).sum()
+    return int(total)
 
 
 def check_writes(engine: Engine, group: Group) -> None:
