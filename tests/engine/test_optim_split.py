@@ -21,6 +21,7 @@ from fluxtrain.optim.split_adamw import (
     encode,
     sum_squares,
     update_,
+    update_by_torch_,
     update_f32_,
     update_on_device_,
 )
@@ -116,13 +117,13 @@ def test_large_arenas_on_several_threads_have_the_oracles_bits(
 
 @GRADS
 @pytest.mark.parametrize("slice_elements", [7, 1000, 1 << 22])
-def test_the_device_update_has_the_oracles_bits(
+def test_the_update_by_torch_has_the_oracles_bits(
     grad_dtype: torch.dtype, slice_elements: int
 ) -> None:
     training = Training(5000, seed=9, wild=True)
     for _ in range(3):
         grad = training.next_gradient(grad_dtype, 0.3)
-        update_on_device_(
+        update_by_torch_(
             *training.state,
             grad,
             hyper=HYPER,
@@ -138,9 +139,25 @@ def test_a_scale_that_never_leaves_the_device_gives_the_same_bits() -> None:
     scale = torch.tensor(0.3)
     grad = by_number.next_gradient(torch.bfloat16, 0.3)
     hyper = Hyper(lr=1e-2, maximize=True)
-    update_on_device_(*by_number.state, grad, hyper=hyper, step=1, grad_scale=float(scale))
-    update_on_device_(*by_tensor.state, grad, hyper=hyper, step=1, grad_scale=scale)
+    update_by_torch_(*by_number.state, grad, hyper=hyper, step=1, grad_scale=float(scale))
+    update_by_torch_(*by_tensor.state, grad, hyper=hyper, step=1, grad_scale=scale)
     for one, other in zip(by_number.state, by_tensor.state, strict=True):
+        assert_same_bits(one, other)
+
+
+@pytest.mark.parametrize("scale", [0.3, torch.tensor(0.3)])
+def test_a_device_that_is_the_host_gives_the_same_bits(scale: float | Tensor) -> None:
+    resident = Training(1000, seed=6)
+    grad = resident.next_gradient(torch.bfloat16, 0.3)
+    update_on_device_(*resident.state, grad, hyper=HYPER, step=1, grad_scale=scale)
+    resident.assert_as_expected()
+    p, m, v = (any_floats(1000, seed, wild=True) for seed in (1, 2, 3))
+    copies = [x.clone() for x in (p, m, v)]
+    update_on_device_(p, None, m, v, grad.float(), hyper=HYPER, step=1, grad_scale=scale)
+    update_by_torch_(
+        copies[0], None, *copies[1:], grad.float(), hyper=HYPER, step=1, grad_scale=scale
+    )
+    for one, other in zip((p, m, v), copies, strict=True):
         assert_same_bits(one, other)
 
 
@@ -155,7 +172,7 @@ def test_fp32_weights_have_the_oracles_bits(isa: str) -> None:
         expected = reference.adamw(*expected, grad, coefficients(HYPER, step, 0.5))
         update_f32_(*native, grad, hyper=HYPER, step=step, grad_scale=0.5)
         p, m, v = on_device
-        update_on_device_(p, None, m, v, grad, hyper=HYPER, step=step, grad_scale=0.5)
+        update_by_torch_(p, None, m, v, grad, hyper=HYPER, step=step, grad_scale=0.5)
         for got, device, want in zip(native, on_device, expected, strict=True):
             assert_same_bits(got, want)
             assert_same_bits(device, want)

@@ -19,6 +19,7 @@ __all__ = [
     "encode",
     "sum_squares",
     "update_",
+    "update_by_torch_",
     "update_f32_",
     "update_on_device_",
 ]
@@ -81,12 +82,35 @@ def update_on_device_(
     hyper: Hyper,
     step: int,
     grad_scale: float | Tensor = 1.0,
+) -> None:
+    """The step of `update_` where the flat tensors are: the same bits on any device.
+
+    lo None: hi is itself an fp32 weight. grad_scale may be a 0-d fp32 tensor on the device; a GPU
+    never waits for it. A "device" that is the host runs the native kernels.
+    """
+    if hi.device.type != "cpu":
+        update_by_torch_(hi, lo, m, v, grad, hyper=hyper, step=step, grad_scale=grad_scale)
+    elif lo is None:
+        update_f32_(hi, m, v, grad, hyper=hyper, step=step, grad_scale=float(grad_scale))
+    else:
+        update_(hi, lo, m, v, grad, hyper=hyper, step=step, grad_scale=float(grad_scale))
+
+
+def update_by_torch_(
+    hi: Tensor,
+    lo: Tensor | None,
+    m: Tensor,
+    v: Tensor,
+    grad: Tensor,
+    *,
+    hyper: Hyper,
+    step: int,
+    grad_scale: float | Tensor = 1.0,
     slice_elements: int = _SLICE_ELEMENTS,
 ) -> None:
-    """`update_` by torch operations on whatever device the flat tensors are; the same bits.
+    """The step of `update_` by the oracle's torch operations, in place, with its arguments.
 
-    Temporaries are bounded by `slice_elements` (about ten fp32 values each). lo None: hi is itself
-    an fp32 weight. grad_scale may be a 0-d fp32 tensor on the device, which is never read back.
+    Temporaries are bounded: about ten fp32 values for each of `slice_elements`.
     """
     device_scale = grad_scale if isinstance(grad_scale, Tensor) else None
     c = coefficients(hyper, step, 1.0 if isinstance(grad_scale, Tensor) else grad_scale)
