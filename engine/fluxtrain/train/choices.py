@@ -34,8 +34,8 @@ def choose_course(settings: TrainSettings, *, steps_per_epoch: int, fresh_weight
         why = "the weights start random" if fresh_weights else "the weights are trained already"
         choices.append(ChoiceMade(name="train.learning_rate", value=f"{rate:g}", because=why))
     warmup = settings.warmup_steps
-    if not isinstance(warmup, int):
-        warmup = min(WARMUP_LIMIT_STEPS, math.ceil(WARMUP_SHARE * total))
+    if warmup == "auto":
+        warmup = math.ceil(min(WARMUP_LIMIT_STEPS, WARMUP_SHARE * total))
         why = f"{WARMUP_SHARE:.0%} of {total} steps, {WARMUP_LIMIT_STEPS} at most"
         choices.append(ChoiceMade(name="train.warmup_steps", value=str(warmup), because=why))
     return Course(

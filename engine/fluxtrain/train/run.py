@@ -13,7 +13,6 @@ import fluxtrain
 from fluxtrain.data.batches import Batch, BatchSource, in_order
 from fluxtrain.hardware.machine import Machine, read_machine
 from fluxtrain.methods.export import save_model
-from fluxtrain.methods.progress_bars import hidden_progress_bars
 from fluxtrain.methods.sampling import sample_text
 from fluxtrain.optim import schedule
 from fluxtrain.plan.placement import Placement
@@ -64,8 +63,7 @@ def train(
         checkpoint = _checkpoint_of(target, session)
         device = choose_device(config)
         seed_everything(config.train.seed)
-        with hidden_progress_bars():
-            ingredients = load_ingredients(config)
+        ingredients = load_ingredients(config)
         run = Run(config, ingredients, session, checkpoint, machine, device)
         run.announce(hello)
         session.signals.deferred = True
