@@ -1,0 +1,239 @@
+"""The fold: what the screen knows after each event."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import fields
+from types import ModuleType
+from typing import get_args
+
+import msgspec
+import pytest
+from fluxtrain.telemetry import events as ev
+from fluxtui.state.freshness import LIMITS_S, fresh, limit_s
+from fluxtui.state.link import Link
+from fluxtui.state.run import _FOLDS, LOG_LIMIT, RunState
+from fluxtui.state.status import ENDED, status_of
+from fluxtui.state.view import View
+from msgspec.structs import replace
+
+
+def test_every_kind_of_event_has_a_fold() -> None:
+    assert set(_FOLDS) == set(get_args(ev.AnyEvent))
+
+
+def test_folding_in_batches_equals_folding_one_by_one(made: ModuleType) -> None:
+    events = made.training(60)
+    one_by_one = RunState()
+    for event in events:
+        one_by_one = one_by_one.after(event)
+    batched = RunState().after_all(events[:100]).after_all(events[100:])
+    for name in one_by_one.__struct_fields__:
+        left, right = getattr(one_by_one, name), getattr(batched, name)
+        same = list(left) == list(right) if hasattr(left, "appended") else left == right
+        assert same, name
+
+
+def test_a_fold_leaves_the_earlier_state_as_it_was(made: ModuleType) -> None:
+    events = made.training(20)
+    earlier = RunState().after_all(events[:60])
+    seen, lines, steps = earlier.seen, list(earlier.log), list(earlier.steps)
+    earlier.after_all(events[60:])
+    assert (earlier.seen, list(earlier.log), list(earlier.steps)) == (seen, lines, steps)
+
+
+def test_the_state_holds_the_newest_of_each_kind(made: ModuleType) -> None:
+    state = RunState().after_all(made.training(80))
+    assert state.step is not None and state.step.step == 80
+    assert state.evaluation is not None and state.evaluation.step == 80
+    assert state.checkpoint is not None and state.checkpoint.step == 80
+    assert [step for step, _ in state.evaluations] == [40, 80]
+    assert len(state.steps) == 80 and len(state.advice) == 1
+    assert state.planned is not None and state.residency is not None
+
+
+def test_what_happened_is_in_the_log_in_order(made: ModuleType) -> None:
+    state = RunState().after_all(made.failed())
+    kinds = [entry.kind for entry in state.log]
+    assert kinds[:3] == ["phase", "phase", "phase"] and kinds[-2:] == ["failed", "done"]
+    levels = {entry.level for entry in state.log}
+    assert {"info", "warning", "error"} <= levels
+
+
+def test_the_same_advice_twice_is_shown_once() -> None:
+    advice = ev.AdviceGiven(text="a larger batch hides the update")
+    state = RunState().after(advice).after(advice)
+    assert [given.text for given in state.advice] == [advice.text]
+
+
+def test_a_resumed_run_forgets_the_steps_it_does_again(made: ModuleType) -> None:
+    first = made.training(90)
+    again = made.stamped([made.hello(first_step=80, pid=4243)], made.START_S + 900)
+    state = RunState().after_all([*first, *again])
+    assert state.processes == 2
+    assert state.loss.buckets[-1].last == 80
+    assert state.step is not None and state.step.step == 80
+    assert [step.step for step in state.steps][-1] == 80
+    assert [step for step, _ in state.evaluations] == [40, 80]
+    assert state.memory is None and state.traffic is None  # samples of the old process
+
+
+def test_a_second_hello_of_the_same_process_only_adds_facts(made: ModuleType) -> None:
+    vague = made.hello(model="demo", parameters=0, blocks=0)
+    state = RunState().after_all(made.stamped([vague, made.planned(), made.hello()]))
+    assert state.processes == 1
+    assert state.planned is not None
+    assert state.hello is not None and state.hello.parameters == 4_210_000
+
+
+def test_a_run_after_its_resume_is_not_failed_any_more(made: ModuleType) -> None:
+    again = made.stamped([made.hello(first_step=80, pid=4243)], made.START_S + 900)
+    state = RunState().after_all([*made.failed(), *again])
+    assert state.failed is None and state.done is None
+
+
+def test_dropped_frames_are_counted_anew_by_each_process(made: ModuleType) -> None:
+    state = RunState().after(replace(made.hello(), dropped=0))
+    state = state.after(replace(made.step(1), dropped=7)).after(made.step(2))
+    assert state.dropped == 7
+    assert state.after(made.hello(pid=1)).dropped == 0
+
+
+def test_moves_a_minute_come_from_the_trainers_totals(made: ModuleType) -> None:
+    events = [
+        replace(ev.MovesMade(moves=(), total=60 * i), wall_s=1000.0 + 30 * i) for i in range(4)
+    ]
+    state = RunState().after(events[0])
+    assert state.moves_per_minute is None
+    assert state.after_all(events[1:]).moves_per_minute == pytest.approx(120.0)
+
+
+def test_memory_stays_bounded_over_a_flood(made: ModuleType) -> None:
+    state = RunState()
+    line = ev.LogWritten(level="info", text="x")
+    for i in range(20_000):
+        state = state.after(line if i % 2 else made.moves(i))
+    assert len(state.log) == LOG_LIMIT
+    assert len(msgspec.json.encode([str(move) for move in state.moves])) < 1 << 20
+
+
+def test_ten_thousand_events_fold_in_well_under_their_second(made: ModuleType) -> None:
+    events = made.training(1700)[:10_000]
+    started_s = time.perf_counter()
+    RunState().after_all(events)
+    assert time.perf_counter() - started_s < 1.0
+
+
+# --- freshness ------------------------------------------------------------------------------------
+
+
+def test_every_gauge_has_a_limit() -> None:
+    gauges = {kind for kind in get_args(ev.AnyEvent) if issubclass(kind, ev.Gauge)}
+    assert gauges == set(LIMITS_S)
+
+
+def test_a_gauge_is_shown_until_its_limit_and_not_after(made: ModuleType) -> None:
+    sample = replace(made.memory(), wall_s=100.0)
+    limit = LIMITS_S[ev.MemorySampled]
+    assert fresh(sample, 100.0 + limit) is sample
+    assert fresh(sample, 100.1 + limit) is None
+
+
+def test_a_slow_step_stays_true_for_longer(made: ModuleType) -> None:
+    fast, slow = made.step(1, step_s=0.5), made.step(1, step_s=120.0)
+    assert (limit_s(fast) or 0) < (limit_s(slow) or 0)
+    assert fresh(replace(slow, wall_s=0.0), 500.0) is not None
+
+
+def test_facts_do_not_age(made: ModuleType) -> None:
+    assert fresh(replace(made.hello(), wall_s=0.0), 1e9) is not None
+
+
+# --- status ---------------------------------------------------------------------------------------
+
+ALIVE = Link(process="alive")
+DEAD = Link(process="dead")
+
+
+def last_s(state: RunState) -> float:
+    assert state.last_wall_s is not None
+    return state.last_wall_s
+
+
+def test_a_run_without_events_is_waited_for_unless_its_process_died() -> None:
+    assert status_of(RunState(), ALIVE, 0.0).kind == "waiting"
+    dead = status_of(RunState(), Link(process="dead", last_words="no such model"), 0.0)
+    assert dead.kind == "dead" and "no such model" in dead.detail
+
+
+def test_a_living_run_is_running_then_stalled_when_silent(made: ModuleType) -> None:
+    state = RunState().after_all(made.training(10))
+    now_s = last_s(state)
+    assert status_of(state, ALIVE, now_s + 2).kind == "running"
+    stalled = status_of(state, ALIVE, now_s + 60)
+    assert stalled.kind == "stalled" and "1m 00s" in stalled.detail
+
+
+def test_a_killed_run_is_dead_at_its_last_step(made: ModuleType) -> None:
+    state = RunState().after_all(made.training(10))
+    status = status_of(state, DEAD, last_s(state) + 2)
+    assert status.kind == "dead" and "4242" in status.detail and "step 10" in status.detail
+
+
+def test_the_last_words_of_a_run_outweigh_its_missing_process(made: ModuleType) -> None:
+    assert status_of(RunState().after_all(made.finished()), DEAD, 1e12).kind == "finished"
+    failed = status_of(RunState().after_all(made.failed()), DEAD, 1e12)
+    assert failed.kind == "failed" and "learning_rate" in failed.detail
+
+
+@pytest.mark.parametrize("code", [130, 143])
+def test_a_stopped_run_says_how_to_go_on(made: ModuleType, code: int) -> None:
+    done = ev.Done(
+        exit_code=code, step=9, seconds=9.0, loss=1.0, evaluation_loss=None, model_path=None,
+        resume_with="fluxtrain train --resume auto",
+    )  # fmt: skip
+    status = status_of(RunState().after_all([made.hello(), done]), DEAD, 0.0)
+    assert status.kind == "stopped" and "--resume auto" in status.detail
+
+
+def test_a_paused_run_says_so_and_other_phases_are_named(made: ModuleType) -> None:
+    state = RunState().after_all(made.training(3))
+    paused = state.after(replace(ev.PhaseChanged(phase="paused"), wall_s=last_s(state)))
+    assert status_of(paused, ALIVE, last_s(state)).kind == "paused"
+    saving = state.after(replace(ev.PhaseChanged(phase="saving"), wall_s=last_s(state)))
+    assert status_of(saving, ALIVE, last_s(state)).word == "SAVING"
+
+
+def test_an_unreadable_journal_is_told_before_all_else(made: ModuleType) -> None:
+    status = status_of(RunState().after_all(made.finished()), Link(problem="schema 2.0"), 0.0)
+    assert status.kind == "unreadable" and status.detail == "schema 2.0"
+
+
+def test_only_ended_runs_count_as_ended() -> None:
+    assert "running" not in ENDED and "stalled" not in ENDED and "finished" in ENDED
+
+
+# --- the view -------------------------------------------------------------------------------------
+
+
+def test_an_ended_run_is_seen_as_it_was_at_its_end(made: ModuleType) -> None:
+    state = RunState().after_all(made.finished())
+    view = View(state=state, wall_s=last_s(state) + 1e6)
+    assert view.now_s == last_s(state)
+    assert view.fresh(state.memory) is state.memory
+
+
+def test_a_killed_runs_samples_turn_stale(made: ModuleType) -> None:
+    state = RunState().after_all(made.training(10))
+    view = View(state=state, link=DEAD, wall_s=last_s(state) + 60)
+    assert view.fresh(state.memory) is None and view.fresh(state.traffic) is None
+    assert view.age_s(state.memory) == pytest.approx(60, abs=1)
+
+
+def test_a_machine_sample_is_shown_for_seconds_only(made: ModuleType) -> None:
+    from fluxtui.state.machine import MachineSample
+
+    sample = MachineSample(100.0, 0.5, 2, 1, 2, None, None)
+    assert View(machine_sample=sample, wall_s=104.0).machine is sample
+    assert View(machine_sample=sample, wall_s=106.0).machine is None
+    assert {field.name for field in fields(MachineSample)} >= {"cpu", "gpu", "trainer_rss_bytes"}
