@@ -87,7 +87,7 @@ def assert_same_bits(got: Tensor, expected: Tensor) -> None:
 
 @ISAS
 @GRADS
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(n=st.integers(1, 300), seed=st.integers(0, 2**20), wild=st.booleans(), scale=st.floats(0, 2))
 def test_the_native_update_has_the_oracles_bits(
     isa: str, grad_dtype: torch.dtype, n: int, seed: int, wild: bool, scale: float
