@@ -88,6 +88,7 @@ def main() -> None:
     parser.add_argument("--engine", default="flux", choices=("flux", "resident"))
     parser.add_argument("--offload", default="auto")
     parser.add_argument("--resident-blocks", type=int)
+    parser.add_argument("--device-groups", type=int)
     parser.add_argument("--chunk-rows", type=int)
     parser.add_argument("--budget-gib", type=float, default=23.0)
     parser.add_argument("--learning-rate", type=float, default=2e-4)
@@ -123,6 +124,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             device="cuda",
             offload=options.offload,
             resident_blocks=options.resident_blocks,
+            device_groups=options.device_groups,
             chunk_rows=options.chunk_rows,
             budget_bytes=int((options.budget_gib - 0.7) * GIB),
             overlap=True,
@@ -168,6 +170,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "tflops": round(6 * parameters * trained / median_s / 1e12, 1),
         "offload": engine.plan.offload if engine else "-",
         "resident": engine.plan.resident_blocks if engine else "-",
+        "device_groups": engine.plan.device_groups if engine else "-",
         "chunk_rows": engine.chunk_rows if engine else "-",
         "setup_s": round(setup_s, 1),
         "loss_first": round(losses[0], 3),

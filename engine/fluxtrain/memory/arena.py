@@ -80,4 +80,6 @@ class _CudaRange:
 def own_storage_view(flat: Tensor, dtype: torch.dtype, count: int, offset_bytes: int) -> Tensor:
     """A tensor (count,) over CUDA memory `flat` (uint8) whose storage spans that range alone."""
     size_bytes = count * dtype.itemsize
-    return torch.as_tensor(_CudaRange(flat, offset_bytes, size_bytes), device=flat.device).view(dtype)
+    return torch.as_tensor(_CudaRange(flat, offset_bytes, size_bytes), device=flat.device).view(
+        dtype
+    )

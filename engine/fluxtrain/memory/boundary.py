@@ -44,9 +44,7 @@ class BoundaryPark:
         gone: dict[int, Parked] = {}
         for i, (tensor, needed) in enumerate(zip(tensors, needs, strict=True)):
             if needed and tensor.is_contiguous():
-                host = torch.empty(
-                    tensor.shape, dtype=tensor.dtype, pin_memory=self._device.pins
-                )
+                host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self._device.pins)
                 source = tensor.detach()
                 gone[i] = Parked(host, self._device.download(host, source), source)
                 self._leaving.append(gone[i])

@@ -205,7 +205,9 @@ class CudaDevice:
     pins = True
 
     def __init__(self, torch_device: torch.device) -> None:
-        index = torch_device.index if torch_device.index is not None else torch.cuda.current_device()
+        index = (
+            torch_device.index if torch_device.index is not None else torch.cuda.current_device()
+        )
         self.torch_device = torch.device("cuda", index)
         self.stalls = Stalls()
         self._up = torch.cuda.Stream(self.torch_device)

@@ -159,7 +159,13 @@ class Group:
         segment = self._segment(parameter.dtype, trained)
         itemsize = parameter.dtype.itemsize
         member = Member(
-            parameter, name, segment, segment.elements, parameter.numel(), parameter.shape, len(self.members)
+            parameter,
+            name,
+            segment,
+            segment.elements,
+            parameter.numel(),
+            parameter.shape,
+            len(self.members),
         )
         segment.members.append(member)
         segment.elements += aligned(parameter.numel() * itemsize) // itemsize
@@ -269,5 +275,6 @@ class Group:
             return flat, views
         arena = HostArena(size_bytes, pin=pin)
         self._arenas.append(arena)
-        return arena.tensor(torch.uint8, max(size_bytes, 1), 0), [arena.tensor(t, n, o) for t, n, o in spans]
-
+        return arena.tensor(torch.uint8, max(size_bytes, 1), 0), [
+            arena.tensor(t, n, o) for t, n, o in spans
+        ]

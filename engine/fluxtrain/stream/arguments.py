@@ -116,9 +116,7 @@ def ambiguous(tensors: Sequence[Tensor], rows: int) -> bool:
     return any(t.dim() == 2 and t.shape[0] == t.shape[1] == rows for t in tensors)
 
 
-def piece(
-    tensors: Sequence[Tensor], split: Sequence[bool], start: int, stop: int
-) -> list[Tensor]:
+def piece(tensors: Sequence[Tensor], split: Sequence[bool], start: int, stop: int) -> list[Tensor]:
     """Rows [start, stop) of the tensors that carry the batch, the others whole."""
     return [t[start:stop] if s else t for t, s in zip(tensors, split, strict=True)]
 

@@ -95,13 +95,16 @@ class Unit:
                     "fluxtrain.unwrap(model), change it and wrap again"
                 )
 
-    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, materialise: bool = False) -> Any:
+    def run(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], *, materialise: bool = False
+    ) -> Any:
         """What replaces the module's forward."""
         engine = self.engine
         engine.before(self)
         args, kwargs = to_device((args, kwargs), engine.device.torch_device)
         if self.is_head and not materialise and not kwargs and len(args) == 1:
-            if torch.is_grad_enabled() or engine.lazy_without_gradients:
+            autocast = torch.is_autocast_enabled(engine.device.torch_device.type)
+            if (torch.is_grad_enabled() or engine.lazy_without_gradients) and not autocast:
                 linear = self.module
                 dtype = torch.promote_types(args[0].dtype, linear.weight.dtype)  # type: ignore[arg-type]
                 return LazyLogits.of(self, args[0], dtype, self.group_of_weight().version)
@@ -157,8 +160,6 @@ class Unit:
                     "runs on the whole batch"
                 )
         return self.chunkable
-
-
 
 
 class Call:

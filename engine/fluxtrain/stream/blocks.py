@@ -70,7 +70,9 @@ def _outermost_lists(module: nn.Module, prefix: str) -> list[tuple[str, nn.Modul
 def _is_block_list(module: nn.Module) -> bool:
     """Two or more members with parameters; in a Sequential, leaves such as Linear do not count."""
     members = [c for c in module.children() if any(True for _ in c.parameters())]
-    if isinstance(module, nn.Sequential) and not all(any(True for _ in c.children()) for c in members):
+    if isinstance(module, nn.Sequential) and not all(
+        any(True for _ in c.children()) for c in members
+    ):
         return False
     return len(members) >= 2
 

@@ -337,7 +337,7 @@ def engine_of(model: nn.Module) -> Engine:
     """The engine of a wrapped model. Raises MisusedModel for any other."""
     engine = model.__dict__.get("_fluxtrain_engine")
     if not isinstance(engine, Engine):
-        raise MisusedModel(f"{type(model).__name__} is not wrapped: call fluxtrain.wrap(model) first")
+        raise MisusedModel(
+            f"{type(model).__name__} is not wrapped: call fluxtrain.wrap(model) first"
+        )
     return engine
-
-

@@ -28,30 +28,61 @@ class LazyLogits(Tensor):
     hidden: Tensor
     unit: Unit
     version: int
+    differentiable: bool
     _real: Tensor | None
+    _computed: list[tuple[Tensor, int]]  # by this one and its views: real logits, their version
 
     @staticmethod
     def of(unit: Unit, hidden: Tensor, dtype: torch.dtype, version: int) -> LazyLogits:
+        trained = hidden.requires_grad or any(m.parameter.requires_grad for _, m in unit.members())
+        return LazyLogits._made(unit, hidden, dtype, version, trained)
+
+    @staticmethod
+    def _made(
+        unit: Unit, hidden: Tensor, dtype: torch.dtype, version: int, trained: bool
+    ) -> LazyLogits:
         size = (*hidden.shape[:-1], unit.module.out_features)
+        differentiable = trained and torch.is_grad_enabled()
         lazy: LazyLogits = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            LazyLogits, size, dtype=dtype, device=hidden.device, requires_grad=hidden.requires_grad
+            LazyLogits, size, dtype=dtype, device=hidden.device, requires_grad=differentiable
         )
         lazy.hidden, lazy.unit, lazy.version, lazy._real = hidden, unit, version, None
+        lazy.differentiable, lazy._computed = differentiable, []
         return lazy
 
-    def moved(self, hidden: Tensor, dtype: torch.dtype | None = None) -> LazyLogits:
-        return LazyLogits.of(self.unit, hidden, dtype or self.dtype, self.version)
+    def viewed(self, hidden: Tensor) -> LazyLogits:
+        """A view: what is written into it shows in these logits, and the other way round."""
+        view = LazyLogits._made(self.unit, hidden, self.dtype, self.version, self.differentiable)
+        view._computed = self._computed
+        return view
+
+    def cast(self, dtype: torch.dtype) -> LazyLogits:
+        if dtype == self.dtype:
+            return self
+        return LazyLogits._made(self.unit, self.hidden, dtype, self.version, self.differentiable)
+
+    def written(self) -> bool:
+        """Were the real logits changed in place? Raises when that happened through a view."""
+        changed = [real for real, version in self._computed if real._version != version]
+        if any(real is not self._real for real in changed):
+            raise MisusedModel(
+                "outputs.logits were written in place through one view and are read through "
+                "another, which does not see it: work on a copy, logits = outputs.logits.clone()"
+            )
+        return bool(changed)
 
     def real(self) -> Tensor:
         """The logits as an ordinary tensor, computed once."""
+        self.written()
         if self._real is None:
             if self.unit.group_of_weight().version != self.version:
                 raise MisusedModel(
                     "these logits were not computed before the optimizer step that changed the "
                     "weights: read outputs.logits before optimizer.step()"
                 )
-            with torch.set_grad_enabled(self.hidden.requires_grad and torch.is_grad_enabled()):
+            with torch.inference_mode(False), torch.set_grad_enabled(self.differentiable):
                 self._real = self.unit.run((self.hidden,), {}, materialise=True).to(self.dtype)
+            self._computed.append((self._real, self._real._version))
         return self._real
 
     @classmethod
@@ -97,7 +128,7 @@ class LazyLogits(Tensor):
 _FACTS = {
     getattr(Tensor, name).__get__
     for name in ("shape", "dtype", "device", "requires_grad", "ndim", "layout", "is_leaf")
-} | {Tensor.size, Tensor.dim, Tensor.numel, Tensor.element_size, Tensor.is_floating_point}
+} | {Tensor.size, Tensor.dim, Tensor.numel, Tensor.__len__, Tensor.is_floating_point}
 _CASTS = {Tensor.float: torch.float32, Tensor.bfloat16: torch.bfloat16, Tensor.half: torch.float16}
 
 
@@ -113,8 +144,10 @@ def _lazily(
     func: Callable[..., Any], lazy: LazyLogits, rest: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """The operations that keep the logits uncomputed; NotImplemented for all others."""
+    if lazy.written():
+        return NotImplemented
     if func in _CASTS and not rest and not kwargs:
-        return lazy.moved(lazy.hidden, _CASTS[func])
+        return lazy.cast(_CASTS[func])
     if func is Tensor.contiguous and not rest:
         return lazy
     if func is Tensor.to:
@@ -132,8 +165,8 @@ def _cast(lazy: LazyLogits, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     wanted = [*rest, *kwargs.values()]
     if len(wanted) != 1:
         return NotImplemented
-    if isinstance(wanted[0], torch.dtype):
-        return lazy.moved(lazy.hidden, wanted[0])
+    if wanted[0] in _CASTS.values():
+        return lazy.cast(wanted[0])
     if isinstance(wanted[0], torch.device) and wanted[0] == lazy.device:
         return lazy
     return NotImplemented
@@ -143,7 +176,7 @@ def _reshaped(lazy: LazyLogits, rest: tuple[Any, ...]) -> Any:
     shape = tuple(rest[0]) if rest and isinstance(rest[0], list | tuple | torch.Size) else rest
     if not all(isinstance(n, int) for n in shape) or shape[-1] != lazy.shape[-1]:
         return NotImplemented
-    return lazy.moved(lazy.hidden.reshape(*shape[:-1], lazy.hidden.shape[-1]))
+    return lazy.viewed(lazy.hidden.reshape(*shape[:-1], lazy.hidden.shape[-1]))
 
 
 def _sliced(lazy: LazyLogits, index: Any) -> Any:
@@ -162,7 +195,7 @@ def _sliced(lazy: LazyLogits, index: Any) -> Any:
         if parts[-1] != slice(None):
             return NotImplemented
         parts = parts[:-1]
-    return lazy.moved(lazy.hidden[parts])
+    return lazy.viewed(lazy.hidden[parts])
 
 
 def _cross_entropy(lazy: LazyLogits, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -171,12 +204,12 @@ def _cross_entropy(lazy: LazyLogits, rest: tuple[Any, ...], kwargs: dict[str, An
     target = options.pop("target", None)
     ignore_index = options.pop("ignore_index", -100)
     reduction = options.pop("reduction", "mean")
-    plain = all(v is None or v == 0.0 for v in options.values())
+    plain = all(v is None or (type(v) in (int, float) and v == 0) for v in options.values())
     if not plain or len(rest) > len(names) or reduction not in ("mean", "sum"):
         return NotImplemented
     if lazy.dim() != 2 or not isinstance(target, Tensor) or target.is_floating_point():
         return NotImplemented
-    if torch.is_autocast_enabled(lazy.device.type):
+    if any(m.parameter._backward_hooks for _, m in lazy.unit.members()):
         return NotImplemented
     engine = lazy.unit.engine
     call = HeadCall(lazy.unit, target.to(lazy.device), ignore_index, reduction, lazy.dtype)
@@ -200,6 +233,7 @@ class HeadCall:
         self.weight_sum: Tensor | None = None  # (V, H) fp32
         self.bias_sum: Tensor | None = None  # (V,) fp32
         self.hidden_gradient: Tensor | None = None  # (N, H)
+        self.spent = False  # the gradients were handed out
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
@@ -209,8 +243,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, call: HeadCall, anchor: Tensor, hidden: Tensor) -> Tensor:
         engine, unit = call.unit.engine, call.unit
         ctx.call, ctx.anchor_node = call, engine.anchor_node
-        trained = call.differentiate and unit.module.weight.requires_grad
-        wanted = call.differentiate and hidden.requires_grad, trained
+        wanted = call.differentiate and hidden.requires_grad, *_trained(call)
         with engine.bound(unit):
             loss = _forward_chunks(call, hidden, *wanted)
         engine.after_forward(unit)
@@ -222,6 +255,13 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         call: HeadCall = ctx.call
         engine, unit = call.unit.engine, call.unit
         engine.begin_backward(unit, call, ctx.anchor_node)
+        if call.spent:
+            raise MisusedModel(
+                "a second backward pass over the same loss: its gradients at the head were computed "
+                "in the forward pass and are spent, retain_graph=True does not keep them. Compute "
+                "the loss again, or add the losses up before one backward()"
+            )
+        call.spent = True
         for group, member in unit.members():
             total = call.weight_sum if member.parameter is unit.module.weight else call.bias_sum
             if total is not None and member.parameter.requires_grad:
@@ -232,21 +272,33 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return None, None, None if gradient is None else gradient.mul_(scale.to(gradient.dtype))
 
 
-def _forward_chunks(call: HeadCall, hidden: Tensor, for_hidden: bool, for_weight: bool) -> Tensor:
+def _trained(call: HeadCall) -> tuple[bool, bool]:
+    """Do the head's weight and its bias want gradients?"""
+    linear, on = call.unit.module, call.differentiate
+    return on and linear.weight.requires_grad, on and bool(
+        linear.bias is not None and linear.bias.requires_grad
+    )
+
+
+def _forward_chunks(
+    call: HeadCall, hidden: Tensor, for_hidden: bool, for_weight: bool, for_bias: bool
+) -> Tensor:
     """Loss (scalar, fp32), and the gradients of sum or mean where they are wanted."""
     linear = call.unit.module
     weight, bias = linear.weight.detach(), linear.bias.detach() if linear.bias is not None else None
     tokens, width = hidden.shape[0], weight.shape[0]
     step = call.unit.engine.head_tokens or max(1, _LOGITS_CHUNK_BYTES // (4 * width))
     kept = call.target != call.ignore_index
-    scale = 1.0 / kept.sum() if call.mean else torch.ones((), device=hidden.device)
+    count = kept.sum() if call.mean else torch.ones((), device=hidden.device)
+    scale = 1.0 / count.clamp(min=1)  # without any token: no gradient, as in torch
     losses = torch.zeros((), dtype=torch.float32, device=hidden.device)
     if for_hidden:
         call.hidden_gradient = torch.empty_like(hidden)
     if for_weight:
         call.weight_sum = torch.zeros(weight.shape, dtype=torch.float32, device=hidden.device)
-        if bias is not None:
-            call.bias_sum = torch.zeros(bias.shape, dtype=torch.float32, device=hidden.device)
+    if for_bias:
+        assert bias is not None
+        call.bias_sum = torch.zeros(bias.shape, dtype=torch.float32, device=hidden.device)
     for start in range(0, tokens, step):
         rows = slice(start, min(start + step, tokens))
         inner = hidden[rows].detach()
@@ -255,7 +307,7 @@ def _forward_chunks(call: HeadCall, hidden: Tensor, for_hidden: bool, for_weight
         norm = torch.logsumexp(logits, dim=1, keepdim=True)
         each = norm - logits.gather(1, wanted)
         losses += torch.where(kept[rows].unsqueeze(1), each, 0.0).sum()
-        if not (for_hidden or for_weight):
+        if not (for_hidden or for_weight or for_bias):
             continue
         slope = logits.sub_(norm).exp_()
         slope.scatter_add_(1, wanted, torch.full_like(each, -1.0))
@@ -265,6 +317,6 @@ def _forward_chunks(call: HeadCall, hidden: Tensor, for_hidden: bool, for_weight
             torch.mm(small, weight, out=call.hidden_gradient[rows])
         if call.weight_sum is not None:
             call.weight_sum += small.t() @ inner
-            if call.bias_sum is not None:
-                call.bias_sum += slope.sum(0)
-    return losses * scale
+        if call.bias_sum is not None:
+            call.bias_sum += slope.sum(0)
+    return losses / count

@@ -22,6 +22,7 @@ class GradNorm:
             else torch.zeros((), device=device.torch_device)
         )
         self.on_device = total  # scalar, fp32
+        self._on_device_scale: Tensor | None = None
         self._host = torch.empty(1, pin_memory=device.pins)
         self._ticket: Ticket = device.download(self._host, total.reshape(1))
 
@@ -36,3 +37,15 @@ class GradNorm:
         if self.max_norm is not None and not math.isfinite(norm):
             return math.nan
         return clip_scale(norm, self.max_norm)
+
+    def device_scale(self) -> Tensor:
+        """`scale()` as an fp32 scalar on the device, computed there with the same roundings."""
+        if self._on_device_scale is None:
+            norm = self.on_device
+            if self.max_norm is None:
+                self._on_device_scale = torch.ones_like(norm)
+            else:
+                limit = torch.full_like(norm, self.max_norm)
+                ratio = torch.clamp(limit / (norm + 1e-6), max=1.0)
+                self._on_device_scale = torch.where(torch.isfinite(norm), ratio, torch.nan)
+        return self._on_device_scale

@@ -26,9 +26,25 @@ _GRAD_DELETE = Tensor.grad.__delete__  # type: ignore[attr-defined]
 _DATA_GET = Tensor.data.__get__  # type: ignore[attr-defined]
 _METADATA = {
     getattr(Tensor, name).__get__
-    for name in ("shape", "dtype", "device", "requires_grad", "is_leaf", "grad_fn", "layout", "ndim")
+    for name in (
+        "shape",
+        "dtype",
+        "device",
+        "requires_grad",
+        "is_leaf",
+        "grad_fn",
+        "layout",
+        "ndim",
+    )
     if hasattr(getattr(Tensor, name, None), "__get__")
-} | {Tensor.size, Tensor.dim, Tensor.numel, Tensor.element_size, Tensor.stride, Tensor.is_contiguous}
+} | {
+    Tensor.size,
+    Tensor.dim,
+    Tensor.numel,
+    Tensor.element_size,
+    Tensor.stride,
+    Tensor.is_contiguous,
+}
 
 
 class Owner:
@@ -127,7 +143,9 @@ class HostGradient(Tensor):
             return owner.engine.gradient_norm(owner.group, owner.member)
         if func in (Tensor.mul_, Tensor.__imul__) and isinstance(args[0], HostGradient):
             factor = args[1] if len(args) > 1 else kwargs.get("other")
-            if isinstance(factor, int | float) or (isinstance(factor, Tensor) and factor.numel() == 1):
+            if isinstance(factor, int | float) or (
+                isinstance(factor, Tensor) and factor.numel() == 1
+            ):
                 args[0]._owner.member.gradient_scale *= float(factor)
                 return args[0]
         for argument in (*args, *kwargs.values()):

@@ -1,7 +1,8 @@
 """Where a wrapped model's bytes go, decided from sizes and free memory. Pure; no torch.
 
-The rule of `auto`: on a GPU the first of `none`, `optimizer`, `weights` (with as many resident
-blocks as fit) whose fixed parts leave half of the budget to activations; without a GPU `weights`.
+The rule of `auto`: on a GPU `none` when its fixed parts leave half of the budget to activations,
+else `weights` with as many of the first parts wholly on the device as that half holds (host memory
+bandwidth binds before PCIe does, and such parts use neither); without a GPU `weights`.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ class Sizes:
     edge_wire: tuple[int, ...]
     state: int  # optimizer states of all groups
     gradient: int  # rounded gradients of all groups
+    whole: tuple[int, ...]  # weights, states and gradient of each group, in forward order
     largest_sum: int  # fp32 gradient sum of the largest group
     shared_sum: int  # fp32 sums of groups that several units share
     cpu: bool
@@ -36,7 +38,8 @@ class Placement:
     """The decision and its reasons."""
 
     offload: str
-    resident_blocks: int
+    resident_blocks: int  # whose weights stay on the device
+    device_groups: int  # first groups, in forward order, whose states and gradients are there too
     slots: int  # shared by the blocks that are not resident
     budget_bytes: int | None
     device_bytes: int  # of weights, states and gradients; activations come on top
@@ -58,6 +61,7 @@ def place(
     budget_bytes: int | None,
     chunk_rows: int | None,
     resident_blocks: int | None,
+    device_groups: int | None = None,
 ) -> Placement:
     """Decide. `free_bytes` is the device's free memory (None without a GPU).
 
@@ -71,6 +75,14 @@ def place(
     chosen, resident, because = _choose(sizes, offload, budget, resident_blocks)
     slots = 2 if chosen == "max" else STREAMING_SLOTS
     need = _device_bytes(sizes, chosen, resident, slots)
+    whole = len(sizes.whole) if chosen == "none" else device_groups or 0
+    if offload == "auto" and chosen == "weights" and device_groups is None and budget is not None:
+        limit = int(budget * _FIXED_SHARE)
+        while whole < len(sizes.whole) and need + sum(sizes.whole[: whole + 1]) <= limit:
+            whole += 1
+        because += f"; the first {whole} of {len(sizes.whole)} parts keep their states there too"
+    if chosen != "none":
+        need += sum(sizes.whole[:whole])
     if budget is not None and need > budget:
         smallest = _device_bytes(sizes, "max", 0, 2)
         raise DoesNotFit(
@@ -82,6 +94,7 @@ def place(
     return Placement(
         chosen,
         resident,
+        whole,
         slots if chosen in ("weights", "max") else 0,
         budget,
         need,
@@ -101,29 +114,36 @@ def _choose(
         count = fixed if resident is None or offload in ("none", "optimizer") else resident
         return offload, min(count, blocks), "as set"
     if sizes.cpu or budget is None:
-        return "weights", min(resident or 0, blocks), (
-            "without a GPU the device is a buffer in host memory: blocks stream through "
-            f"{STREAMING_SLOTS} slots"
+        return (
+            "weights",
+            min(resident or 0, blocks),
+            (
+                "without a GPU the device is a buffer in host memory: blocks stream through "
+                f"{STREAMING_SLOTS} slots"
+            ),
         )
     limit = int(budget * _FIXED_SHARE)
-    for mode in ("none", "optimizer"):
-        need = _device_bytes(sizes, mode, blocks, 0)
-        if need <= limit:
-            return mode, blocks, (
-                f"needs {bytes_text(need)} of the {bytes_text(budget)} budget, which leaves at "
-                "least half to activations"
-            )
+    need = _device_bytes(sizes, "none", blocks, 0)
+    if need <= limit:
+        return (
+            "none",
+            blocks,
+            (
+                f"needs {bytes_text(need)} of the {bytes_text(budget)} budget, which leaves at least "
+                "half to activations"
+            ),
+        )
     base = _device_bytes(sizes, "weights", 0, STREAMING_SLOTS)
-    count = 0
-    while count < blocks and base + sum(sizes.block_wire[: count + 1]) <= limit:
-        count += 1
-    if resident is not None:
-        count = min(resident, blocks)
+    count = 0 if resident is None else min(resident, blocks)
     if base > budget:
         return "max", 0, f"even streaming needs {bytes_text(base)} of {bytes_text(budget)}"
-    return "weights", count, (
-        f"all weights with states need {bytes_text(_device_bytes(sizes, 'none', blocks, 0))}, the "
-        f"budget is {bytes_text(budget)}: {count} of {blocks} blocks stay, the others stream"
+    return (
+        "weights",
+        count,
+        (
+            f"all weights with states need {bytes_text(_device_bytes(sizes, 'none', blocks, 0))}, the "
+            f"budget is {bytes_text(budget)}: blocks stream"
+        ),
     )
 
 

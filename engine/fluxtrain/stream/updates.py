@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import math
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from fluxtrain.errors import Diverged
 from fluxtrain.memory.gradients import Gradients
 from fluxtrain.memory.group import Group, Member, Segment
-from fluxtrain.optim.split_adamw import Hyper, update_, update_f32_, update_on_device_
+from fluxtrain.optim.fused_device import update_resident_
+from fluxtrain.optim.split_adamw import Hyper, update_, update_f32_
 from fluxtrain.stream.norm import GradNorm
 
 
@@ -24,6 +26,7 @@ class Range:
     """Neighbouring members of one segment that take the same step."""
 
     segment: Segment
+    gradient: Tensor  # the segment's; taken now: zero_grad may come before the update runs
     start: int  # elements
     stop: int
     hyper: Hyper
@@ -42,12 +45,16 @@ def ranges(group: Group, hypers: dict[int, Hyper]) -> list[Range]:
                 continue
             stop = member.offset + member.count
             fresh = Range(
-                segment, member.offset, stop, hypers[member.index], member.step, member.gradient_scale
+                segment,
+                segment.gradient,
+                member.offset,
+                stop,
+                hypers[member.index],
+                member.step,
+                member.gradient_scale,
             )
             if before is not None and _same(before[1], fresh):
-                found[-1] = fresh = Range(
-                    segment, found[-1].start, stop, fresh.hyper, fresh.step, fresh.scale
-                )
+                found[-1] = fresh = replace(fresh, start=found[-1].start)
             else:
                 found.append(fresh)
             before = (member, fresh)
@@ -113,7 +120,7 @@ def _slices(part: Range) -> tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor]
     s, cut = part.segment, slice(part.start, part.stop)
     assert s.weights is not None and s.m is not None and s.v is not None
     lo = s.lo[cut] if s.lo is not None else None
-    return s.weights[cut], lo, s.m[cut], s.v[cut], s.gradient[cut]
+    return s.weights[cut], lo, s.m[cut], s.v[cut], part.gradient[cut]
 
 
 def _on_host(part: Range, clip: float) -> None:
@@ -126,9 +133,14 @@ def _on_host(part: Range, clip: float) -> None:
 
 
 def _on_device(work: list[Range], norm: GradNorm | None) -> None:
-    clip = _clip(norm)
+    """Queued on the computation's stream; nothing is read back."""
+    if not work:
+        return
+    device = _slices(work[0])[0].device
+    clip = norm.device_scale() if norm is not None else torch.ones((), device=device)
     for part in work:
         weights, lo, m, v, gradient = _slices(part)
-        update_on_device_(
-            weights, lo, m, v, gradient, hyper=part.hyper, step=part.step, grad_scale=part.scale * clip
-        )
+        update_resident_(
+            weights, lo, m, v, gradient,
+            hyper=part.hyper, step=part.step, scale=part.scale, clip=clip,
+        )  # fmt: skip

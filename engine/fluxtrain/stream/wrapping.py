@@ -19,7 +19,7 @@ from fluxtrain.stream.block import Unit
 from fluxtrain.stream.blocks import Parts, take_apart
 from fluxtrain.stream.engine import Engine, engine_of
 from fluxtrain.stream.parameter import Owner, adopt_parameter, release_parameter
-from fluxtrain.stream.placement import Placement, Sizes, place
+from fluxtrain.stream.placement import Sizes, place
 from fluxtrain.stream.surface import guard_module, release_module, replace_forward
 
 _HEAD_COLUMNS = 8192  # an edge Linear this wide is taken for a language model's head
@@ -34,6 +34,7 @@ def wrap(
     overlap: bool = False,
     budget_bytes: int | None = None,
     resident_blocks: int | None = None,
+    device_groups: int | None = None,
 ) -> nn.Module:
     """Let the blocks of `model` stream through `device`; returns the same object.
 
@@ -48,6 +49,8 @@ def wrap(
     overlap: `optimizer.step()` returns at once and each block of the next forward waits for its own
     update; call `fluxtrain.sync(model)` before reading weights through tensors taken earlier.
     budget_bytes: device memory to plan for (None: what is free).
+    device_groups: with `weights`, so many first parts of the model (embedding, then blocks) have
+    gradients and optimizer states on the device as well (None: by memory).
 
     Wrapping twice is wrapping once. Raises UnsupportedModel, BadInput or DoesNotFit.
     """
@@ -57,8 +60,20 @@ def wrap(
     parts = take_apart(model)
     torch_device = _compute_device(device)
     groups, borrowed = _group_parameters(parts)
-    placement = _placement(
-        groups, borrowed, torch_device, offload, chunk_rows, budget_bytes, resident_blocks
+    groups = _in_forward_order(model, groups)
+    sizes = _sizes(groups, borrowed, torch_device)
+    if chunk_rows is not None and chunk_rows < 1:
+        raise BadInput(f"chunk_rows is {chunk_rows}: it must be at least 1")
+    placement = place(
+        sizes,
+        offload=offload,
+        free_bytes=torch.cuda.mem_get_info(torch_device)[0]
+        if torch_device.type == "cuda"
+        else None,
+        budget_bytes=budget_bytes,
+        chunk_rows=chunk_rows,
+        resident_blocks=resident_blocks,
+        device_groups=device_groups,
     )
     engine = Engine(open_device(torch_device), placement, overlap=overlap)
     _settle(engine, groups)
@@ -70,7 +85,9 @@ def wrap(
     if torch_device.type != "cpu":
         _move_buffers(model, torch_device)
     model.__dict__["_fluxtrain_engine"] = engine
-    model.__dict__["_fluxtrain_hook"] = model.register_forward_pre_hook(_before_model, with_kwargs=True)
+    model.__dict__["_fluxtrain_hook"] = model.register_forward_pre_hook(
+        _before_model, with_kwargs=True
+    )
     units = {id(u.module) for u in engine.units}
     for module in _ancestors(model, units):
         guard_module(module, engine)
@@ -134,7 +151,11 @@ def _refuse_unsupported(model: nn.Module) -> None:
             raise UnsupportedModel(
                 f"{name} is a {type(parameter).__name__}: tensor subclasses (quantised, "
                 "distributed) are not supported yet"
-                + ("; part of this model is wrapped already" if "_fluxtrain" in vars(parameter) else "")
+                + (
+                    "; part of this model is wrapped already"
+                    if "_fluxtrain" in vars(parameter)
+                    else ""
+                )
             )
 
 
@@ -182,48 +203,36 @@ def _group_parameters(parts: Parts) -> tuple[dict[str, Group], Borrowed]:
     return groups, borrowed
 
 
-def _placement(
-    groups: dict[str, Group],
-    borrowed: Borrowed,
-    device: torch.device,
-    offload: str,
-    chunk_rows: int | None,
-    budget_bytes: int | None,
-    resident_blocks: int | None,
-) -> Placement:
-    if chunk_rows is not None and chunk_rows < 1:
-        raise BadInput(f"chunk_rows is {chunk_rows}: it must be at least 1")
+def _in_forward_order(model: nn.Module, groups: dict[str, Group]) -> dict[str, Group]:
+    """Sorted by where the parts stand in the module tree, which is how they run."""
+    order = {name: i for i, (name, _) in enumerate(model.named_modules())}
+    return dict(sorted(groups.items(), key=lambda item: order.get(item[0], 0)))
 
-    def wire(group: Group) -> int:
-        return sum(aligned(s.size_bytes) for s in group.segments)
 
-    every = list(groups.values())
+def _sizes(groups: dict[str, Group], borrowed: Borrowed, device: torch.device) -> Sizes:
+    every = [g for g in groups.values() if g.members]
+    wire = {g: sum(aligned(s.size_bytes) for s in g.segments) for g in every}
+    state = {g: sum(s.elements * (10 if s.split else 8) for s in g.trained) for g in every}
+    gradient = {g: sum(s.size_bytes for s in g.trained) for g in every}
     shared = {g for others in borrowed.values() for g in others}
-    sizes = Sizes(
-        block_wire=tuple(wire(g) for g in every if g.kind == "block"),
-        edge_wire=tuple(wire(g) for g in every if g.kind == "edge"),
-        state=sum(s.elements * (10 if s.split else 8) for g in every for s in g.trained),
-        gradient=sum(s.size_bytes for g in every for s in g.trained),
+    return Sizes(
+        block_wire=tuple(wire[g] for g in every if g.kind == "block"),
+        edge_wire=tuple(wire[g] for g in every if g.kind == "edge"),
+        state=sum(state.values()),
+        gradient=sum(gradient.values()),
+        whole=tuple(wire[g] + state[g] + gradient[g] for g in every),
         largest_sum=max(4 * g.trained_elements for g in every),
         shared_sum=sum(4 * g.trained_elements for g in shared),
         cpu=device.type == "cpu",
-    )
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
-    return place(
-        sizes,
-        offload=offload,
-        free_bytes=free,
-        budget_bytes=budget_bytes,
-        chunk_rows=chunk_rows,
-        resident_blocks=resident_blocks,
     )
 
 
 def _settle(engine: Engine, groups: dict[str, Group]) -> None:
     """Move every group's weights home, one group at a time, so that no second copy of the model
     ever exists."""
-    at_device = engine.plan.offload == "none"
-    for group in groups.values():
+    engine.groups = [g for g in groups.values() if g.members]
+    for position, group in enumerate(engine.groups):
+        at_device = position < engine.plan.device_groups
         group.settle(
             "device" if at_device else "host",
             engine.device.torch_device,
@@ -236,7 +245,6 @@ def _settle(engine: Engine, groups: dict[str, Group]) -> None:
             if member.parameter.requires_grad:
                 _catch_stray_gradients(member.parameter, owner)
             adopt_parameter(member.parameter, owner)
-    engine.groups = [g for g in groups.values() if g.members]
     gc.collect()
 
 
@@ -270,17 +278,14 @@ def _make_units(
         replace_forward(module, unit)
         guard_module(module, engine)
         engine.units.append(unit)
-    first_use = {g: u.position for u in reversed(engine.units) for g in u.groups}
-    engine.groups.sort(key=lambda g: first_use.get(g, 0))
 
 
 def _make_slots(engine: Engine) -> None:
     """Edges and resident blocks get a slot of their own, the other blocks share."""
-    if engine.plan.offload == "none":
-        return
-    blocks = [g for g in engine.groups if g.kind == "block"]
+    at_home = [g for g in engine.groups if g.home == "host"]
+    blocks = [g for g in at_home if g.kind == "block"]
     resident = len(blocks) if engine.plan.offload == "optimizer" else engine.plan.resident_blocks
-    for group in engine.groups:
+    for group in at_home:
         if group.kind == "edge" or group in blocks[:resident]:
             engine.window.add_slot(group.wire_bytes, owner=group)
     streamed = blocks[resident:]

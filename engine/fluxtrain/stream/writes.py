@@ -41,9 +41,9 @@ def check_writes(engine: Engine, group: Group) -> None:
             if parameter.data_ptr() != home.data_ptr():
                 _take_over(group, member, home)
                 changed.append(member)
-            elif parameter._version != member.write_version:
-                changed.append(member)
-            elif member.fingerprint is not None and fingerprint(home) != member.fingerprint:
+            elif parameter._version != member.write_version or (
+                member.fingerprint is not None and fingerprint(home) != member.fingerprint
+            ):
                 changed.append(member)
             member.write_version = parameter._version
             member.fingerprint = None
