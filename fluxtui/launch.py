@@ -233,7 +233,7 @@ def farewell(run_dir: Path) -> str:
     """What to say about a run when the app is left."""
     run = RunDir(run_dir).summary()
     name = run.run_id if Path(run.path).parent == runs_root() else run.path
-    if run.state == "running":
+    if run.state in ("running", "new"):
         return f"{run.run_id} goes on without the app. See it again: fluxtrain-tui --attach {name}"
     step = f" after step {run.step}" if run.step else ""
     reason = f": {run.message}" if run.message else ""

@@ -86,8 +86,9 @@ class JournalSource:
         state = self._run.liveness()
         if state == "running":
             self._process = "alive"
-        elif state == "new":
-            self._process = "unknown"
+        elif state == "new":  # no process has claimed it; ours closed its pipe when it ended
+            ours_ended = self._pipe is not None and self._pipe.closed
+            self._process = "dead" if ours_ended else "unknown"
         else:
             self._process = "dead"
         ended_silently = self._process == "dead" and not self._ended

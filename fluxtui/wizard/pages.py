@@ -99,9 +99,14 @@ def launch_page(
         drawing.paragraph(command_text(answers), width, "$accent"),
         Content(""),
     ]
-    if with_yaml and not answers.is_demo:
-        lines += [Content.styled("config.yaml", "bold"), _indented(yaml_text(answers))]
+    if with_yaml:
+        lines += [Content.styled("config.yaml", "bold"), _indented(config_text(answers, plan))]
     return Content("\n").join(lines)
+
+
+def config_text(answers: Answers, plan: PlanPreview | None) -> str:
+    """The YAML of the run. The demo needs none, so its own settings come from the plan."""
+    return plan.config_text if answers.is_demo and plan is not None else yaml_text(answers)
 
 
 def summary_rows(answers: Answers, plan: PlanPreview | None) -> list[tuple[str, str, str]]:
@@ -130,7 +135,11 @@ def aside(
 ) -> Content:
     """The column beside the question on a wide screen: the run so far, and this machine."""
     if answers.step == "launch":
-        lines = [Content.styled("config.yaml", "bold"), Content(""), _indented(yaml_text(answers))]
+        lines = [
+            Content.styled("config.yaml", "bold"),
+            Content(""),
+            _indented(config_text(answers, plan)),
+        ]
         return Content("\n").join(lines)
     lines = [Content.styled("Your run", "bold"), Content("")]
     for name, value, _ in summary_rows(answers, plan):

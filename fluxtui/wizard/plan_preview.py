@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fluxtrain.units import count_text
@@ -22,7 +22,10 @@ class ReasonedChoice:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlanPreview:
-    """What the run will do and need. `None` means that the engine did not say."""
+    """What the run will do and need. `None` means that the engine did not say.
+
+    `changed` holds the settings that differ from the defaults, by their dotted keys.
+    """
 
     model: str
     device: str
@@ -33,6 +36,18 @@ class PlanPreview:
     host_bytes: int | None
     host_limit_bytes: int | None
     choices: tuple[ReasonedChoice, ...]
+    changed: Mapping[str, Any]
+
+    @property
+    def config_text(self) -> str:
+        """The settings that are not the defaults, as the YAML of a configuration file."""
+        import yaml
+
+        sections: dict[str, dict[str, Any]] = {}
+        for key, value in self.changed.items():
+            section, _, name = key.partition(".")
+            sections.setdefault(section, {})[name] = value
+        return yaml.safe_dump(sections, sort_keys=False, allow_unicode=True)
 
     @property
     def fits(self) -> bool:
@@ -47,7 +62,7 @@ def read_plan(answer: Mapping[str, Any]) -> PlanPreview:
     """Read the engine's answer; what is missing becomes None, never an invented number."""
     choices = tuple(
         ReasonedChoice(
-            str(item.get("name", "")).replace("_", " "),
+            str(item.get("name", "")).rpartition(".")[2].replace("_", " "),
             str(item.get("value", "")),
             str(item.get("because", "")) or _DEFAULT_REASON,
         )
@@ -63,6 +78,7 @@ def read_plan(answer: Mapping[str, Any]) -> PlanPreview:
         host_bytes=_number(answer, "host_bytes"),
         host_limit_bytes=_number(answer, "host_limit_bytes"),
         choices=choices,
+        changed=_changed(answer.get("settings") or ()),
     )
 
 
@@ -77,6 +93,14 @@ def _model_line(model: Any) -> str:
         str(model.get("dtype") or "").replace("torch.", ""),
     ]
     return " · ".join(part for part in parts if part)
+
+
+def _changed(settings: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What differs from the defaults; model and data are always told."""
+    always = ("model.path", "data.path")
+    return {
+        item["key"]: item["value"] for item in settings if item["changed"] or item["key"] in always
+    }
 
 
 def _number(answer: Mapping[str, Any], name: str) -> int | None:

@@ -1,0 +1,303 @@
+"""The whole path in a real pseudo-terminal: the app as a user runs it, with the real trainer.
+
+Each test starts `fluxtrain-tui` on a terminal that a screen parser reads, presses keys, and looks
+at what a user would see. The runs are tiny demo runs, so that each test stays below a minute.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import pty
+import select
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pyte
+import pytest
+
+from fluxtrain.telemetry.rundir import RunDir
+
+TINY = (
+    *("--set", "data.sequence_length=32", "--set", "train.batch_rows=2"),
+    *("--set", "data.held_out=0.002", "--set", "train.evaluate_every=end"),
+    *("--set", "train.checkpoint_every=end"),
+)
+PATIENCE_S = 60.0
+RESTORED = b"\x1b[?1049l"  # back from the alternate screen
+
+
+class Terminal:
+    """The app on a pseudo-terminal of its own, and the screen as its user sees it."""
+
+    def __init__(
+        self, command: list[str], environment: dict[str, str], size: tuple[int, int]
+    ) -> None:
+        columns, lines = size
+        self.screen = pyte.Screen(columns, lines)
+        self._stream = pyte.ByteStream(self.screen)
+        self.output = b""
+        self._master, slave = pty.openpty()
+        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
+        self.process = subprocess.Popen(
+            command,
+            stdin=slave,
+            stdout=slave,
+            stderr=slave,
+            env=environment,
+            preexec_fn=_own_terminal,  # noqa: PLW1509 - no threads here; a session needs it
+        )
+        os.close(slave)
+
+    def press(self, keys: str) -> None:
+        os.write(self._master, keys.encode())
+
+    def read(self, limit_s: float) -> bool:
+        """Take what the app draws within `limit_s`; False when it has closed the terminal."""
+        ready, _, _ = select.select([self._master], [], [], limit_s)
+        if not ready:
+            return True
+        try:
+            data = os.read(self._master, 1 << 16)
+        except OSError:  # EIO: the last process on the terminal has ended
+            return False
+        self.output += data
+        self._stream.feed(data)
+        return bool(data)
+
+    @property
+    def text(self) -> str:
+        return "\n".join(self.screen.display)
+
+    def until(self, *texts: str, patience_s: float = PATIENCE_S) -> None:
+        """Wait until the screen shows all of `texts`."""
+        deadline = time.monotonic() + patience_s
+        while not all(text in self.text for text in texts):
+            alive = self.read(0.1)
+            if not alive or time.monotonic() > deadline:
+                raise AssertionError(f"{texts} never came on screen:\n{self.text}")
+
+    def ends(self, patience_s: float = PATIENCE_S) -> int:
+        """Read to the end; the exit code."""
+        deadline = time.monotonic() + patience_s
+        while self.read(0.1) and self.process.poll() is None:
+            assert time.monotonic() < deadline, f"the app did not end:\n{self.text}"
+        code = self.process.wait(5)
+        while self.read(0.1) and select.select([self._master], [], [], 0)[0]:
+            pass
+        return code
+
+    def close(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self.process.kill()
+        self.process.wait()
+        os.close(self._master)
+
+
+def _own_terminal() -> None:
+    os.setsid()
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+
+class Desk:
+    """A user's place: a folder for runs, and terminals that are closed at the end."""
+
+    def __init__(self, folder: Path) -> None:
+        self.runs = folder / "runs"
+        self.environment = {
+            **os.environ,
+            "TERM": "xterm-256color",
+            "FLUXTRAIN_RUNS": str(self.runs),
+            "XDG_STATE_HOME": str(folder / "state"),
+            "OMP_NUM_THREADS": "1",
+            "PYTHONUNBUFFERED": "1",
+        }
+        self._terminals: list[Terminal] = []
+
+    def open(self, *arguments: str, size: tuple[int, int] = (120, 40)) -> Terminal:
+        return self.run([sys.executable, "-P", "-m", "fluxtui", *arguments], size)
+
+    def run(self, command: list[str], size: tuple[int, int] = (120, 40)) -> Terminal:
+        terminal = Terminal(command, self.environment, size)
+        self._terminals.append(terminal)
+        return terminal
+
+    def run_dir(self) -> RunDir:
+        """The one run that there is."""
+        [path] = self.runs.iterdir()
+        return RunDir(path)
+
+    def trainer_pid(self) -> int:
+        user = self.run_dir().user()
+        assert user is not None
+        return user.pid
+
+    def until_state(self, state: str, patience_s: float = PATIENCE_S) -> None:
+        deadline = time.monotonic() + patience_s
+        while (found := self.run_dir().liveness()) != state:
+            assert time.monotonic() < deadline, f"the run is {found}, not {state}"
+            time.sleep(0.1)
+
+    def close(self) -> None:
+        for terminal in self._terminals:
+            terminal.close()
+        for process in psutil.process_iter(["cmdline"]):
+            if any(str(self.runs) in part for part in process.info["cmdline"] or ()):
+                process.kill()
+
+
+@pytest.fixture
+def desk(tmp_path: Path) -> Iterator[Desk]:
+    place = Desk(tmp_path)
+    yield place
+    place.close()
+
+
+def test_enter_alone_leads_from_the_wizard_to_a_finished_training(desk: Desk) -> None:
+    terminal = desk.open("--steps", "4", *TINY, size=(80, 24))
+    terminal.until("step 1 of 5", "Which model shall learn?", "✓ architecture")
+    terminal.press("\r")
+    terminal.until("step 2 of 5", "✓ format")
+    terminal.press("\r")
+    terminal.until("step 3 of 5")
+    terminal.press("\r")
+    terminal.until("step 4 of 5", "Chosen for you")
+    terminal.press("\r")
+    terminal.until("step 5 of 5", "Enter starts the training", "train.steps=4")
+    terminal.press("\r")
+    terminal.until("FINISHED", "4/4")
+    terminal.press("q")
+    assert terminal.ends() == 0
+    assert RESTORED in terminal.output
+    assert "finished" in terminal.text
+    run = desk.run_dir()
+    assert json.loads(run.result.read_text())["exit_code"] == 0
+    assert (run.model / "config.json").exists()
+
+
+def test_a_detached_training_goes_on_and_can_be_watched_and_stopped(desk: Desk) -> None:
+    first = desk.open("--demo", "--steps", "100000", *TINY)
+    first.until("RUNNING")
+    first.press("d")
+    assert first.ends() == 0
+    name = desk.run_dir().run_id
+    assert f"fluxtrain-tui --attach {name}" in first.text
+    assert desk.run_dir().liveness() == "running", "detaching leaves the training alone"
+
+    second = desk.open("--attach", name, size=(80, 24))
+    second.until("RUNNING")
+    second.process.send_signal(signal.SIGTERM)
+    assert second.ends() == 0
+    assert RESTORED in second.output, "a terminated app restores the terminal"
+    assert desk.run_dir().liveness() == "running"
+
+    third = desk.open("--attach", "last")
+    third.until("RUNNING")
+    third.press("Q")
+    third.until("Stop this run?")
+    third.press("y")
+    third.until("STOPPED")
+    third.press("q")
+    assert third.ends() == 0
+    assert desk.run_dir().liveness() == "interrupted"
+    assert list(desk.run_dir().checkpoints.glob("step-*")), "a stopped run has its checkpoint"
+
+
+def test_a_killed_trainer_is_seen_by_the_app(desk: Desk) -> None:
+    terminal = desk.open("--demo", "--steps", "100000", *TINY)
+    terminal.until("RUNNING")
+    os.kill(desk.trainer_pid(), signal.SIGKILL)
+    terminal.until("DEAD", patience_s=15)
+    terminal.press("q")
+    assert terminal.ends() == 0
+    assert "dead" in terminal.text
+
+
+def test_a_killed_app_leaves_the_trainer_running_to_its_end(desk: Desk) -> None:
+    terminal = desk.open("--demo", "--steps", "60", *TINY)
+    terminal.until("RUNNING")
+    terminal.process.kill()
+    terminal.process.wait()
+    desk.until_state("finished")
+    assert desk.run_dir().summary().step == 60
+
+
+CRASH = """
+import sys
+from fluxtui import app, launch
+def crash(self):
+    raise RuntimeError("a bug in a panel")
+app.FluxApp.redraw = crash
+sys.exit(launch.main(sys.argv[1:]))
+"""
+
+
+def test_a_crash_of_the_app_restores_the_terminal_and_leaves_training_alone(desk: Desk) -> None:
+    crashing = desk.run([sys.executable, "-P", "-c", CRASH, "--demo", "--steps", "100000", *TINY])
+    assert crashing.ends() == 1
+    assert RESTORED in crashing.output
+    assert "a bug in a panel" in crashing.text
+    assert "--attach" in crashing.text, "it says how to see the run again"
+    desk.until_state("running")
+    watching = desk.open("--attach", "last")
+    watching.until("RUNNING")
+
+
+def test_a_trainer_that_ends_before_its_first_word_is_seen_by_the_app(desk: Desk) -> None:
+    terminal = desk.open("--demo", "--set", "train.no_such=1")
+    terminal.until("DEAD", "no_such", patience_s=30)
+
+
+def test_the_first_paint_comes_at_once(desk: Desk) -> None:
+    def first_paint_s() -> float:
+        start_s = time.monotonic()
+        terminal = desk.open()
+        terminal.until("Which model shall learn?")
+        seconds = time.monotonic() - start_s
+        terminal.press("\x1b")
+        assert terminal.ends() == 0
+        return seconds
+
+    best_s = min(first_paint_s() for _ in range(3))
+    assert best_s < 1.5, "0.6 s alone on a machine; other tests share this one"
+
+
+def test_without_a_terminal_the_demo_trains_in_lines_and_names_the_app(desk: Desk) -> None:
+    environment = {**desk.environment, "TERM": "dumb"}
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "fluxtui", "--steps", "2", *TINY],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "`fluxtrain-tui` in a terminal" in done.stderr
+    assert "step 2/2" in done.stdout
+    assert "\x1b" not in done.stdout
+
+
+def test_a_headless_run_of_a_bad_configuration_ends_with_code_2(desk: Desk, tmp_path: Path) -> None:
+    config = tmp_path / "c.yaml"
+    config.write_text("data: {path: /no/such.txt}\n")
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "fluxtui", "--headless", str(config)],
+        env=desk.environment,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "/no/such.txt" in done.stderr
+    assert "Traceback" not in done.stderr
