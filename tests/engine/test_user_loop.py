@@ -73,7 +73,7 @@ def train(model: nn.Module, steps: int, step: Callable[[nn.Module, Any, int], An
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda at: 1.0 / (1 + at))
     losses = []
     for at in range(steps):
-        losses.append(float(step(model, optimizer, at)))
+        losses.append(step(model, optimizer, at).item())
         schedule.step()
         optimizer.zero_grad()
     return losses

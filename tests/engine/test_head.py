@@ -1,0 +1,313 @@
+"""The head's logits stay uncomputed until they are read, and the loss is fused in token chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import fluxtrain
+from fluxtrain.errors import MisusedModel
+from fluxtrain.stream.engine import engine_of
+from fluxtrain.stream.head import LazyLogits
+
+ROWS, LENGTH, WIDTH, WORDS = 3, 7, 16, 50
+BOTH = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+
+
+class Tower(nn.Module):
+    """Two blocks and a language model's head, tied or with a bias."""
+
+    def __init__(self, *, bias: bool = False, tied: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.embedding = nn.Embedding(WORDS, WIDTH)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(2)
+        )
+        self.head = nn.Linear(WIDTH, WORDS, bias=bias)
+        nn.init.normal_(self.head.weight)
+        if tied:
+            self.head.weight = self.embedding.weight
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.head
+
+    def forward(self, ids: Tensor) -> Tensor:  # (B, T) -> (B, T, V)
+        hidden = self.embedding(ids)
+        for block in self.blocks:
+            hidden = hidden + block(hidden)
+        logits: Tensor = self.head(hidden)
+        return logits
+
+
+Pair = Callable[..., tuple[Any, Any]]
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    """`pair(dtype, **shape)`: the plain model and the same one wrapped."""
+    wrapped: list[nn.Module] = []
+
+    def make(dtype: torch.dtype = torch.float32, **shape: bool) -> tuple[Any, Any]:
+        wrapped.append(fluxtrain.wrap(Tower(**shape).to(dtype), device="cpu"))
+        return Tower(**shape).to(dtype), wrapped[-1]
+
+    yield make
+    for model in wrapped:
+        fluxtrain.unwrap(model)
+
+
+def batch(ignored: int = 0) -> tuple[Tensor, Tensor]:
+    """Token ids (B, T) and flat targets (B T,), the first `ignored` of which do not count."""
+    ids = torch.randint(0, WORDS, (ROWS, LENGTH), generator=torch.Generator().manual_seed(1))
+    targets = ids.roll(-1, dims=1).reshape(-1).clone()
+    targets[:ignored] = -100
+    return ids, targets
+
+
+def loss_and_gradients(
+    model: Any, loss_of: Callable[[Any, Tensor], Tensor], ignored: int = 0
+) -> tuple[Tensor, dict[str, Tensor]]:
+    ids, targets = batch(ignored)
+    loss = loss_of(model(ids), targets)
+    loss.backward()
+    return loss.detach(), {
+        n: p.grad.detach().clone() for n, p in model.named_parameters() if p.grad is not None
+    }
+
+
+def agree(
+    plain: Any, wrapped: Any, loss_of: Callable[[Any, Tensor], Tensor], *, ignored: int = 0,
+    rtol: float = 1e-5,
+) -> None:  # fmt: skip
+    """The same loss, and gradients within `rtol` of their largest entry."""
+    loss, gradients = loss_and_gradients(plain, loss_of, ignored)
+    got, others = loss_and_gradients(wrapped, loss_of, ignored)
+    torch.testing.assert_close(got.float(), loss.float(), rtol=rtol, atol=1e-6, equal_nan=True)
+    assert gradients.keys() == others.keys()
+    for name, gradient in gradients.items():
+        limit = rtol * float(gradient.abs().max()) + 1e-7
+        torch.testing.assert_close(
+            others[name].float(), gradient.float(), rtol=0.0, atol=limit, equal_nan=True,
+            msg=lambda text, name=name: f"{name}: {text}",
+        )  # fmt: skip
+
+
+def cross_entropy(**options: Any) -> Callable[[Any, Tensor], Tensor]:
+    def loss(logits: Any, targets: Tensor) -> Tensor:
+        return functional.cross_entropy(logits.view(-1, WORDS).float(), targets, **options)
+
+    return loss
+
+
+def beside(logits: Any, targets: Tensor) -> Tensor:
+    """The fused loss plus terms that need the logits themselves."""
+    flat = logits.view(-1, WORDS)
+    loss = functional.cross_entropy(flat.float(), targets)
+    return loss + 0.1 * logits.float().mean() + 1e-3 * flat.float().logsumexp(-1).square().mean()
+
+
+SHAPES = {"untied": {}, "tied": {"tied": True}, "bias": {"bias": True}}
+FUSED = {
+    "mean": cross_entropy(),
+    "sum": cross_entropy(reduction="sum"),
+    "ignore_index": lambda x, y: cross_entropy(ignore_index=5)(x, y.clamp(min=5)),
+}
+REAL = {
+    "smoothed": cross_entropy(label_smoothing=0.1),
+    "weighted": cross_entropy(weight=torch.linspace(0.5, 1.5, WORDS)),
+    "each": lambda logits, y: cross_entropy(reduction="none")(logits, y).square().mean(),
+    "beside": beside,
+    "own": lambda logits, y: -logits.float().log_softmax(-1).view(-1, WORDS)[
+        torch.arange(len(y)), y.clamp(min=0)
+    ].mean(),
+}
+
+
+@pytest.mark.parametrize("loss", [*FUSED, *REAL])
+@pytest.mark.parametrize("shape", SHAPES)
+@BOTH
+def test_a_loss_over_lazy_logits_equals_torchs(
+    pair: Pair, shape: str, loss: str, dtype: torch.dtype
+) -> None:
+    plain, wrapped = pair(dtype, **SHAPES[shape])
+    rtol = 1e-5 if dtype == torch.float32 else 2e-2
+    agree(plain, wrapped, (FUSED | REAL)[loss], ignored=4, rtol=rtol)
+
+
+@pytest.mark.parametrize("loss", FUSED)
+def test_the_fused_losses_never_compute_all_logits(
+    pair: Pair, loss: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, wrapped = pair()
+    monkeypatch.setattr(LazyLogits, "real", lambda self: pytest.fail("the logits were computed"))
+    loss_and_gradients(wrapped, FUSED[loss], ignored=4)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_with_all_tokens_ignored_the_loss_is_torchs(pair: Pair, reduction: str) -> None:
+    plain, wrapped = pair()
+    agree(plain, wrapped, cross_entropy(reduction=reduction), ignored=ROWS * LENGTH)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@BOTH
+def test_chunks_of_tokens_give_what_one_chunk_gives(
+    pair: Pair, shape: str, dtype: torch.dtype
+) -> None:
+    _, wrapped = pair(dtype, **SHAPES[shape])
+    results = []
+    for head_tokens in (None, 4, 1):
+        engine_of(wrapped).head_tokens = head_tokens
+        results.append(loss_and_gradients(wrapped, cross_entropy(), ignored=4))
+        wrapped.zero_grad()
+    rtol = 1e-5 if dtype == torch.float32 else 8e-3  # one rounding to bf16
+    for loss, gradients in results[1:]:
+        torch.testing.assert_close(loss, results[0][0], rtol=1e-6, atol=0.0)
+        for name, gradient in gradients.items():
+            expected = results[0][1][name]
+            limit = rtol * float(expected.abs().max())
+            torch.testing.assert_close(gradient, expected, rtol=rtol, atol=limit)
+
+
+@BOTH
+def test_logits_can_be_read_in_every_usual_way(pair: Pair, dtype: torch.dtype) -> None:
+    plain, wrapped = pair(dtype)
+    ids, _ = batch()
+    expected, got = plain(ids), wrapped(ids)
+    assert isinstance(got, LazyLogits) and "not computed" in repr(got)
+    assert got.shape == expected.shape and got.dtype == dtype and got.requires_grad
+    assert got.size(-1) == WORDS and got.ndim == 3 and len(got) == ROWS
+    assert isinstance(got[:, -1], LazyLogits) and got[:, -1].shape == (ROWS, WORDS)
+    reads: list[Callable[[Any], Tensor]] = [
+        lambda x: x.softmax(-1),
+        lambda x: torch.argmax(x, dim=-1),
+        lambda x: x[:, -1].topk(3).values,
+        lambda x: x[..., :-1, :].float().logsumexp(-1),
+        lambda x: x[0, 2, 5:9],
+        lambda x: x[ids == 7],
+        lambda x: x.view(-1, WORDS).to(torch.float32) * 2 - 1,
+        lambda x: x.transpose(1, 2).contiguous(),
+        lambda x: torch.cat([x, x], dim=1),
+        lambda x: x.detach().cpu().clone(),
+        lambda x: torch.from_numpy(x.detach().float().numpy()),
+        lambda x: torch.tensor(x.detach().tolist()),
+        lambda x: x > 0,
+        lambda x: torch.stack([row.sum() for row in x]),
+        lambda x: x.reshape(ROWS, -1),
+    ]
+    for read in reads:
+        torch.testing.assert_close(read(got), read(expected), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_gradients_flow_through_logits_that_were_read_without_gradients_first(
+    pair: Pair, shape: str
+) -> None:
+    def loss_of(logits: Any, targets: Tensor) -> Tensor:
+        with torch.no_grad():
+            assert logits.argmax(-1).shape == (ROWS, LENGTH)
+        return logits.float().square().mean()
+
+    agree(*pair(**SHAPES[shape]), loss_of)
+
+
+@pytest.mark.parametrize("loss", [cross_entropy(), REAL["smoothed"]], ids=["fused", "real"])
+def test_a_head_over_a_frozen_body_is_trained(pair: Pair, loss: Any) -> None:
+    plain, _ = pair(bias=True)
+    again, _ = pair(bias=True)
+    for model in (plain, again):
+        model.embedding.requires_grad_(False)
+        model.blocks.requires_grad_(False)
+    agree(plain, fluxtrain.wrap(again, device="cpu"), loss)
+
+
+@pytest.mark.parametrize("frozen", ["weight", "bias"])
+def test_half_of_a_head_can_be_frozen(pair: Pair, frozen: str) -> None:
+    plain, _ = pair(bias=True)
+    again, _ = pair(bias=True)
+    for model in (plain, again):
+        getattr(model.head, frozen).requires_grad_(False)
+    agree(plain, fluxtrain.wrap(again, device="cpu"), cross_entropy())
+
+
+def test_logits_written_in_place_count_in_the_loss(pair: Pair) -> None:
+    def masked(logits: Any, targets: Tensor) -> Tensor:
+        logits[..., 5:] = -30.0
+        logits[..., 0].add_(1.0)
+        return functional.cross_entropy(logits.view(-1, WORDS), targets)
+
+    agree(*pair(), masked)
+
+
+def test_a_view_taken_before_logits_were_written_in_place_is_refused(pair: Pair) -> None:
+    _, wrapped = pair()
+    ids, targets = batch()
+    logits = wrapped(ids)
+    flat = logits.view(-1, WORDS)
+    logits.mul_(2.0)
+    with pytest.raises(MisusedModel, match="in place"):
+        functional.cross_entropy(flat, targets)
+
+
+def test_the_loss_under_autocast_equals_torchs(pair: Pair) -> None:
+    ids, targets = batch()
+    losses = []
+    for model in pair():
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            logits = model(ids)
+        losses.append(functional.cross_entropy(logits.view(-1, WORDS).float(), targets))
+        losses[-1].backward()
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=0.0)
+
+
+def test_logits_read_after_the_optimizer_step_raise(pair: Pair) -> None:
+    _, wrapped = pair()
+    ids, targets = batch()
+    optimizer = torch.optim.AdamW(wrapped.parameters())
+    logits = wrapped(ids)
+    read = wrapped(ids)
+    read.softmax(-1)
+    functional.cross_entropy(logits.view(-1, WORDS), targets).backward()
+    optimizer.step()
+    with pytest.raises(MisusedModel, match="before optimizer.step"):
+        logits.argmax(-1)
+    assert read.argmax(-1).shape == (ROWS, LENGTH)  # computed before the step
+
+
+def test_a_second_backward_pass_over_the_same_loss_is_refused(pair: Pair) -> None:
+    plain, wrapped = pair()
+    ids, targets = batch()
+    cross_entropy()(plain(ids), targets).backward()
+    loss = cross_entropy()(wrapped(ids), targets)
+    loss.backward(retain_graph=True)
+    with pytest.raises(MisusedModel, match="retain_graph"):
+        loss.backward()
+
+
+def test_evaluation_gives_plain_logits_and_the_same_loss_fused_or_not(pair: Pair) -> None:
+    plain, wrapped = pair()
+    ids, targets = batch(ignored=4)
+    with torch.no_grad():
+        logits = wrapped(ids)
+        assert type(logits) is Tensor and torch.equal(logits, plain(ids))
+        loss = cross_entropy()(logits, targets)
+        with engine_of(wrapped).evaluating():
+            lazy = wrapped(ids)
+            assert isinstance(lazy, LazyLogits)
+            fused = cross_entropy()(lazy, targets)
+    assert not fused.requires_grad
+    torch.testing.assert_close(fused, loss, rtol=1e-6, atol=0.0)
+
+
+def test_a_target_outside_the_vocabulary_is_refused_as_torch_refuses_it(pair: Pair) -> None:
+    for model in pair():
+        ids, targets = batch()
+        targets[3] = WORDS
+        with pytest.raises((IndexError, RuntimeError)):
+            cross_entropy()(model(ids), targets)
