@@ -7,7 +7,7 @@ import os
 import pytest
 from hypothesis import settings
 
-# Before torch is imported. Several test processes that each use every core only wait for each other.
+# Before torch is imported. Test processes that each use every core only wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # A shared or slow machine is no failure; a failing example is printed so that it can be run again.
