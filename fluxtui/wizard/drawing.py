@@ -51,11 +51,13 @@ def keys_line(keys: Sequence[tuple[str, str]]) -> Content:
     return Content("   ").join(parts)
 
 
-def footer(keys: Sequence[tuple[str, str]], machine: str, width: int) -> Content:
-    """A rule, and below it key hints; on the right this machine, in the room that is left."""
+def footer(keys: Sequence[tuple[str, str]], machine: Sequence[str], width: int) -> Content:
+    """A rule, and below it key hints; on the right as many facts of this machine as have room."""
     left = keys_line(keys)
     room = width - len(left.plain) - 3
-    right = shortened_end(machine, room) if room >= 12 else ""
+    facts = list(machine)
+    while len(right := " · ".join(facts)) > room and facts:
+        facts.pop()
     gap = " " * max(0, width - len(left.plain) - len(right))
     return Content.assemble(("─" * width + "\n", MUTED), left, gap, (right, MUTED))
 
@@ -163,11 +165,6 @@ def _sample_lines(sample: Sample, width: int, limit: int) -> list[Content]:
         style = "" if piece.trained else MUTED
         lines += [Content.assemble(bar, (line, style)) for line in wrapped]
     return lines[:limit]
-
-
-def shortened_end(text: str, width: int) -> str:
-    """`text` in at most `width` characters; a longer one ends with a mark."""
-    return text if len(text) <= width else f"{text[: width - 2].rstrip()} …"
 
 
 def _marked(mark: str, text: str, width: int, style: str) -> Content:

@@ -114,7 +114,7 @@ def summary_rows(answers: Answers, plan: PlanPreview | None) -> list[tuple[str, 
     steps = answers.steps if plan is None or plan.steps is None else plan.steps
     offload = answers.offload
     if plan is not None and plan.offload and plan.offload != offload:
-        offload_text = f"{plan.offload} (chosen: {offload})"
+        offload_text = f"{plan.offload} ({offload})"
     else:
         offload_text = offload
     return [

@@ -66,7 +66,7 @@ class WizardScreen(Screen[Launch | None]):
     WizardScreen ContentSwitcher { width: 1fr; height: 1fr; max-width: 92; margin: 0 2; }
     WizardScreen #aside-box { display: none; }
     WizardScreen.-wide #aside-box {
-        display: block; width: 38; padding: 0 2; margin-right: 1;
+        display: block; width: 42; padding: 0 2; margin-right: 1;
     }
     WizardScreen #footer { height: 2; margin: 0 2; }
     """
@@ -238,6 +238,8 @@ class WizardScreen(Screen[Launch | None]):
         self._stale = False
         step.show_check(check)
         self.query_one("#aside").refresh()
+        if name == "data" and check.error is None:
+            self._ask_for_plan()  # while the samples are read
         if go_on and check.error is None:
             self._move(1)
         elif go_on:
@@ -253,7 +255,7 @@ class WizardScreen(Screen[Launch | None]):
         try:
             self.machine = machine_lines(await ask_engine("probe", "--json", program=self._engine))
         except EngineRefused as error:
-            self.machine = [f"machine not measured: {error}"]
+            self.machine = ["not measured", str(error)]
         self.query_one("#footer").refresh()
         self.query_one("#aside", Drawn).refresh(layout=True)
 
@@ -336,5 +338,4 @@ class WizardScreen(Screen[Launch | None]):
 
     def _draw_footer(self, width: int) -> Content:
         wide = self.has_class("-wide")  # there the machine has a place of its own
-        machine = "" if wide else " · ".join(self.machine)
-        return drawing.footer(_KEYS[self.answers.step], machine, width)
+        return drawing.footer(_KEYS[self.answers.step], [] if wide else self.machine, width)

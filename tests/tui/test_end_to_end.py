@@ -257,18 +257,17 @@ def test_a_trainer_that_ends_before_its_first_word_is_seen_by_the_app(desk: Desk
     terminal.until("DEAD", "no_such", patience_s=30)
 
 
-def test_the_first_paint_comes_at_once(desk: Desk) -> None:
-    def first_paint_s() -> float:
-        start_s = time.monotonic()
+def test_the_first_paint_costs_little(desk: Desk) -> None:
+    def first_paint_cpu_s() -> float:
+        """Processor time, as other tests share this machine's clock."""
         terminal = desk.open()
         terminal.until("Which model shall learn?")
-        seconds = time.monotonic() - start_s
+        times = psutil.Process(terminal.process.pid).cpu_times()
         terminal.press("\x1b")
         assert terminal.ends() == 0
-        return seconds
+        return float(times.user + times.system)
 
-    best_s = min(first_paint_s() for _ in range(3))
-    assert best_s < 1.5, "0.6 s alone on a machine; other tests share this one"
+    assert min(first_paint_cpu_s() for _ in range(3)) < 0.6
 
 
 def test_without_a_terminal_the_demo_trains_in_lines_and_names_the_app(desk: Desk) -> None:

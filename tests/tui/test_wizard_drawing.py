@@ -99,10 +99,12 @@ def test_a_sample_keeps_to_its_lines(text: str, lines: int) -> None:
 
 def test_a_footer_gives_up_the_machine_before_the_keys() -> None:
     keys = [("enter", "next"), ("esc", "back")]
-    wide, narrow = drawing.footer(keys, "2 cores, 8 GiB", 80), drawing.footer(keys, "2 cores", 24)
-    assert wide.plain.endswith("2 cores, 8 GiB")
-    assert "esc back" in narrow.plain
-    assert "cores" not in narrow.plain
+    facts = ["2 cores", "8 GiB memory"]
+    wide, middle, narrow = (drawing.footer(keys, facts, width).plain for width in (80, 40, 24))
+    assert wide.endswith("2 cores · 8 GiB memory")
+    assert middle.endswith("2 cores")
+    assert "esc back" in narrow
+    assert "cores" not in narrow
 
 
 def test_a_plan_shows_what_the_engine_said_and_dashes_for_what_it_did_not() -> None:
