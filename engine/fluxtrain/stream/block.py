@@ -30,6 +30,7 @@ from fluxtrain.stream.arguments import (
     to_device,
     without_caches,
 )
+from fluxtrain.stream.buffers import Copies, WrittenBuffers, as_before
 from fluxtrain.stream.capture import Capture, active_collector
 from fluxtrain.stream.head import LazyLogits
 from fluxtrain.stream.rng import Autocast, RandomState
@@ -55,7 +56,8 @@ class Unit:
         self.places: list[tuple[nn.Module, str, Member]] = []  # where its parameters are registered
         self.original: Callable[..., Any] = module.forward
         self.is_head = False  # its output may stay uncomputed (LazyLogits)
-        self.chunkable: bool | None = None  # None: not tried yet
+        self.chunkable: dict[tuple[Any, ...], bool] = {}  # by mode and by what carries the batch
+        self.written = WrittenBuffers()
         self.checked = 0
 
     @property
@@ -93,6 +95,11 @@ class Unit:
                     f"{self.name}: the parameter {member.name} was replaced after fluxtrain.wrap "
                     "(load_state_dict(assign=True), adapters or resizing): do that before wrap, or "
                     "fluxtrain.unwrap(model), change it and wrap again"
+                )
+            if not member.trained and member.parameter.requires_grad and torch.is_grad_enabled():
+                raise MisusedModel(
+                    f"{self.name}: {member.name} was frozen when the model was wrapped and asks "
+                    "for gradients now: fluxtrain.unwrap(model), thaw it and wrap again"
                 )
 
     def run(
@@ -133,11 +140,11 @@ class Unit:
         whole = (
             has_cache(args, kwargs)
             or rows is None
-            or not engine.chunks(self, rows, tree, tensors)
             or active_collector() is not None
+            or not engine.chunks(self, rows, tree, tensors)
         )
         with engine.bound(self):
-            if whole or not self.try_chunks(tree, tensors):
+            if whole:
                 return self.original(*args, **kwargs)
             assert rows is not None
             split = splits(tensors, rows)
@@ -148,18 +155,20 @@ class Unit:
         merged = [torch.cat(parts) for parts in zip(*(t for _, t in outs), strict=True)]
         return outs[0][0].fill(merged)
 
-    def try_chunks(self, tree: Tree, tensors: Sequence[Tensor]) -> bool:
-        """On first use: do chunks give what the whole gives? The weights must be bound."""
-        if self.chunkable is None:
+    def try_chunks(self, tree: Tree, tensors: Sequence[Tensor], rows: int) -> bool:
+        """Do chunks give what the whole gives? Tried once for each mode and each way to cut."""
+        key = (self.module.training, splits(tensors, rows))
+        if key not in self.chunkable:
             from fluxtrain.stream.chunking import chunks_agree
 
-            self.chunkable = chunks_agree(self, tree, tensors)
-            if not self.chunkable:
+            with self.engine.bound(self):
+                self.chunkable[key] = chunks_agree(self, tree, tensors)
+            if not self.chunkable[key]:
                 self.engine.say(
                     f"{self.name} gives other results for chunks than for the whole batch: it "
                     "runs on the whole batch"
                 )
-        return self.chunkable
+        return self.chunkable[key]
 
 
 class Call:
@@ -181,6 +190,7 @@ class Call:
         self.checksums: list[Tensor] = []
         self.boundary_bytes = 0
         self.parked: dict[int, Parked] = {}  # inputs that wait on the host
+        self.buffers: Copies = {}  # before the forward, of those that it wrote to
 
     def cut(self, tensors: Sequence[Tensor]) -> None:
         """Decide on the chunks of this call."""
@@ -191,12 +201,8 @@ class Call:
         self.needs = tuple(t.requires_grad for t in tensors)
         if rows is None or not engine.chunks(self.unit, rows, self.tree, tensors):
             return
-        if self.unit.chunkable is None:
-            with engine.bound(self.unit):
-                self.unit.try_chunks(self.tree, tensors)
-        if self.unit.chunkable:
-            self.spans = spans(rows, engine.chunk_rows)
-            self.split = splits(tensors, rows)
+        self.spans = spans(rows, engine.chunk_rows)
+        self.split = splits(tensors, rows)
 
     def brought_back(self, saved: Sequence[Tensor]) -> list[Tensor]:
         """The inputs of this call: those that stayed, and those that waited on the host."""
@@ -247,6 +253,7 @@ class _Streamed(torch.autograd.Function):
         verify = unit.checked < _CHECKED_RECOMPUTES
         parts: list[list[Tensor]] = []
         with engine.bound(unit):
+            buffers = unit.written.before(unit.module)
             for span in call.spans:
                 call.random.append(RandomState.now(engine.device.torch_device))
                 with torch.enable_grad(), _nothing_saved(), call.autocast.again():
@@ -254,6 +261,7 @@ class _Streamed(torch.autograd.Function):
                 if verify:
                     call.checksums.append(checksum(outputs))
                 parts.append(outputs)
+            call.buffers = unit.written.after(unit.module, buffers)
         engine.after_forward(unit)
         call.boundary_bytes = sum(
             t.nbytes for i, t in enumerate(tensors) if call.needs[i] and i not in call.parked
@@ -281,7 +289,7 @@ class _Streamed(torch.autograd.Function):
         wanted = [i for i, needed in enumerate(ctx.needs_input_grad[2:]) if needed]
         sums: list[Tensor | None] = [None] * len(tensors)
         pieces: dict[int, list[Tensor]] = {i: [] for i in wanted}
-        with engine.bound(unit):
+        with engine.bound(unit), as_before(unit.module, call.buffers):
             for index, span in enumerate(call.spans):
                 found = _chunk_backward(call, index, span, tensors, wanted, gradients)
                 for i, gradient in zip(wanted, found, strict=True):

@@ -77,11 +77,14 @@ def _run(unit: Unit, tree: Tree, tensors: Sequence[Tensor]) -> list[Tensor] | No
     """Outputs and captured tensors without dropout; None when the block refuses such rows."""
     args, kwargs = tree.fill(tensors)
     capture = Capture.of(active_collector())
+    buffers = unit.written.before(unit.module)
     with torch.no_grad(), _left_as_it_was(unit.module), _NoDropout(), capture.collecting() as extra:
         try:
             out = unit.original(*args, **kwargs)
         except (RuntimeError, ValueError, IndexError):
             return None  # a shape without a batch dimension does not broadcast
+        if unit.written.after(unit.module, buffers):
+            return None  # each chunk would write to them
     return flatten((out, extra))[1]
 
 

@@ -101,7 +101,9 @@ class Engine:
 
     def chunks(self, unit: Unit, rows: int, tree: Tree, tensors: Sequence[Tensor]) -> bool:
         """Should this unit cut a batch of `rows`?"""
-        if unit.group.kind != "block" or rows < 2 or unit.chunkable is False:
+        if unit.group.kind != "block" or rows < 2 or 0 < rows <= self.chunk_rows:
+            return False
+        if not unit.try_chunks(tree, tensors, rows):
             return False
         if not self.chunk_rows:
             with self.bound(unit):
