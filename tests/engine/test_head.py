@@ -123,9 +123,9 @@ REAL = {
     "weighted": cross_entropy(weight=torch.linspace(0.5, 1.5, WORDS)),
     "each": lambda logits, y: cross_entropy(reduction="none")(logits, y).square().mean(),
     "beside": beside,
-    "own": lambda logits, y: -logits.float().log_softmax(-1).view(-1, WORDS)[
-        torch.arange(len(y)), y.clamp(min=0)
-    ].mean(),
+    "own": lambda logits, y: (
+        -logits.float().log_softmax(-1).view(-1, WORDS)[torch.arange(len(y)), y.clamp(min=0)].mean()
+    ),
 }
 
 

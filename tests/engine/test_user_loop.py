@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,7 +22,9 @@ Make = Callable[..., Any]
 
 
 def tokens(seed: int = 0) -> Tensor:
-    return torch.randint(0, VOCABULARY, (ROWS, LENGTH), generator=torch.Generator().manual_seed(seed))
+    return torch.randint(
+        0, VOCABULARY, (ROWS, LENGTH), generator=torch.Generator().manual_seed(seed)
+    )
 
 
 @pytest.fixture
@@ -159,7 +162,7 @@ def test_gradients_over_several_backward_passes_are_summed_in_fp32(
     for part in range(16):
         loss_of(plain, part).backward()
         for total, parameter in zip(exact, plain.parameters(), strict=True):
-            total += parameter.grad.double()
+            total.add_(parameter.grad.double())
         plain.zero_grad()
         loss_of(wrapped, part).backward()
     limit = 1e-5 if dtype == torch.float32 else 8e-3
@@ -271,14 +274,11 @@ def test_torch_checkpoints_around_blocks_change_nothing(pair: Make, reentrant: b
         hidden = wrapped.model.embed_tokens(tokens())
         angles = wrapped.model.rotary_emb(hidden, torch.arange(LENGTH)[None])
         for block in wrapped.model.layers:
+            run = functools.partial(block, position_embeddings=angles)
             if with_checkpoint:
-                hidden = checkpoint(
-                    block, hidden, use_reentrant=reentrant, position_embeddings=angles
-                ) if not reentrant else checkpoint(
-                    lambda h, b=block: b(h, position_embeddings=angles), hidden, use_reentrant=True
-                )  # fmt: skip
+                hidden = checkpoint(run, hidden, use_reentrant=reentrant)
             else:
-                hidden = block(hidden, position_embeddings=angles)
+                hidden = run(hidden)
         hidden.square().sum().backward()
         gradients.append([p.grad.clone() for p in wrapped.model.layers.parameters()])
         wrapped.zero_grad()

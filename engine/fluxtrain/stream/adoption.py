@@ -24,9 +24,9 @@ from fluxtrain.errors import MisusedModel
 from fluxtrain.memory.group import Group
 from fluxtrain.optim.split_adamw import Hyper
 from fluxtrain.stream.optimizer_state import (
-    KEY,
     Entries,
     attach_state,
+    held_state,
     import_state,
     wrapped_parameters,
 )
@@ -97,7 +97,7 @@ def _adoptable(optimizer: Optimizer) -> bool:
 def _claim(optimizer: Optimizer, entries: Entries) -> None:
     """One optimizer steps a parameter. Another one after it, or one whose state was emptied,
     starts from moments of zero, as torch's own would."""
-    held = optimizer.state.get(KEY) or {}
+    held = held_state(optimizer)
     anew = [
         owner
         for owner, _, index in entries

@@ -274,9 +274,10 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
 def _trained(call: HeadCall) -> tuple[bool, bool]:
     """Do the head's weight and its bias want gradients?"""
-    linear, on = call.unit.module, call.differentiate
-    return on and linear.weight.requires_grad, on and bool(
-        linear.bias is not None and linear.bias.requires_grad
+    trained = {id(m.parameter) for _, m in call.unit.members() if m.parameter.requires_grad}
+    linear = call.unit.module
+    return call.differentiate and id(linear.weight) in trained, (
+        call.differentiate and id(linear.bias) in trained
     )
 
 

@@ -36,16 +36,24 @@ def wrapped_parameters(optimizer: Optimizer) -> Entries:
     return found
 
 
+def held_state(optimizer: Optimizer) -> dict[int, dict[str, Any]]:
+    """What stands under our key: by parameter index, empty before the first step."""
+    state: dict[Any, Any] = optimizer.state
+    held: dict[int, dict[str, Any]] = state.get(KEY) or {}
+    return held
+
+
 def attach_state(optimizer: Optimizer, entries: Entries) -> None:
     """Put views of the arenas into `optimizer.state`, once state exists."""
-    held: dict[int, dict[str, Any]] = optimizer.state.get(KEY) or {}
+    held = held_state(optimizer)
+    state: dict[Any, Any] = optimizer.state
     for owner, _, index in entries:
         if index in held:
             held[index]["step"] = owner.member.step
         elif owner.member.step:
             held[index] = _entry(owner.member)
     if held:
-        optimizer.state[KEY] = held
+        state[KEY] = held
     if optimizer not in _exporting:
         _exporting.add(optimizer)
         optimizer.register_state_dict_pre_hook(_before_export)
@@ -53,7 +61,7 @@ def attach_state(optimizer: Optimizer, entries: Entries) -> None:
 
 def _before_export(optimizer: Optimizer) -> None:
     """Updates are done, and each lower half says beside which weights it belongs."""
-    held = optimizer.state.get(KEY) or {}
+    held = held_state(optimizer)
     entries = wrapped_parameters(optimizer)
     for owner, _, _ in {id(e[0].group): e for e in entries}.values():
         owner.engine.flush()
@@ -80,9 +88,10 @@ def _entry(member: Member) -> dict[str, Any]:
 def import_state(optimizer: Optimizer, entries: Entries) -> None:
     """Take in what `load_state_dict` put into `optimizer.state` since the last step."""
     by_index = {i: o for o, _, i in entries}
-    ours = {_moments_at(o.member): i for i, o in by_index.items() if o.member.step}
+    ours = {_moments_at(o.member): i for i, o in by_index.items()}
+    state: dict[Any, Any] = optimizer.state
     loaded = False
-    for index, entry in (optimizer.state.get(KEY) or {}).items():
+    for index, entry in held_state(optimizer).items():
         if index not in by_index:
             raise MisusedModel(
                 f"the loaded optimizer state names parameter {index}, and this optimizer has "
@@ -98,9 +107,9 @@ def import_state(optimizer: Optimizer, entries: Entries) -> None:
                 "parameters (add new ones with add_param_group), or make a new optimizer"
             )
     if loaded:
-        del optimizer.state[KEY]  # the arenas hold it now
+        del state[KEY]  # the arenas hold it now
     for owner, _, _ in entries:
-        plain = optimizer.state.pop(owner.member.parameter, None)
+        plain = state.pop(owner.member.parameter, None)
         if plain is not None and "exp_avg" in plain:
             _take(owner, plain)
 

@@ -40,17 +40,37 @@ def load_state_shard(engine: Engine, name: str, tensors: dict[str, Tensor]) -> N
     group = next((g for g in engine.groups if g.name == name), None)
     if group is None:
         raise BadInput(f"the checkpoint has a part {name!r} that this model does not have")
+    expected = {key for member in group.members for key in _keys(member)}
+    extra = sorted(set(tensors) - expected)
+    if extra:
+        raise BadInput(
+            f"the checkpoint's part {name!r} holds {extra[0]!r}, which this model does not have: "
+            "it is of another model"
+        )
     with torch.no_grad():
         for member in group.members:
-            home = group.home_views[member.index]
-            _copy(home, tensors, f"{member.name}.weight_bits", name)
-            member.step = int(tensors.get(f"{member.name}.{_STEP}", torch.zeros(1))[0])
-            if member.step:
-                group.ensure_state()
-                for key, flat in _states(member).items():
-                    _copy(member.slice(flat), tensors, f"{member.name}.{key}", name)
+            _copy(group.home_views[member.index], tensors, f"{member.name}.weight_bits", name)
             member.write_version = member.parameter._version
+            if member.trained:
+                _load_state(engine, group, member, tensors)
     group.version += 1
+
+
+def _load_state(engine: Engine, group: Group, member: Member, tensors: dict[str, Tensor]) -> None:
+    """Lower half, moments and step; all zero when the shard is from before the first step."""
+    member.step = int(tensors.get(f"{member.name}.{_STEP}", torch.zeros(1))[0])
+    engine.owners[group][member.index].stepper = None  # whichever optimizer comes next goes on
+    if member.step:
+        group.ensure_state()
+    for key, flat in _states(member).items():
+        if member.step:
+            _copy(member.slice(flat), tensors, f"{member.name}.{key}", group.name)
+        else:
+            member.slice(flat).zero_()
+
+
+def _keys(member: Member) -> list[str]:
+    return [f"{member.name}.{key}" for key in ("weight_bits", _STEP, "lo", "m", "v")]
 
 
 def _group_tensors(group: Group) -> dict[str, Tensor]:
