@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import gc
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -265,3 +268,57 @@ def close() -> Callable[..., None]:
 def new_model() -> Callable[..., PreTrainedModel]:
     """`new_model(family, dtype)`: a tiny model, each time with the same random weights."""
     return tiny_model
+
+
+@pytest.fixture(scope="session")
+def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small .txt file of many short documents."""
+    path = tmp_path_factory.mktemp("data") / "sentences.txt"
+    documents = [f"{sentence}, said number {i}" for i, sentence in enumerate(SENTENCES)]
+    path.write_text("\n<|endoftext|>\n".join(documents), encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def run_config(
+    model_folder: Callable[..., Path], text_file: Path, tmp_path: Path
+) -> Callable[..., Path]:
+    """`run_config(**settings)`: a configuration file of a tiny run; keys are `section__name`."""
+
+    def written(name: str = "run.yaml", **settings: object) -> Path:
+        import yaml
+
+        raw: dict[str, dict[str, object]] = {
+            "model": {"path": str(tmp_path / "llama-float32")},
+            "data": {"path": str(text_file), "sequence_length": 32, "held_out": 0.1},
+            "train": {"steps": 4, "batch_rows": 4, "learning_rate": 1e-3, "evaluate_every": 2},
+            "placement": {"device": "cpu"},
+        }
+        for key, value in settings.items():
+            section, _, setting = key.partition("__")
+            raw.setdefault(section, {})[setting] = value
+        if "model__path" not in settings and not (tmp_path / "llama-float32").exists():
+            model_folder("llama")
+        path = tmp_path / name
+        path.write_text(yaml.safe_dump(raw), encoding="utf-8")
+        return path
+
+    return written
+
+
+@pytest.fixture
+def fluxtrain(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """`fluxtrain("train", ...)`: the command in a process of its own, runs below `tmp_path`."""
+
+    def call(*arguments: object, timeout_s: float = 90.0) -> subprocess.CompletedProcess[str]:
+        environment = {
+            **os.environ,
+            "FLUXTRAIN_RUNS": str(tmp_path / "runs"),
+            "OMP_NUM_THREADS": "1",
+        }
+        return subprocess.run(
+            [sys.executable, "-m", "fluxtrain", *map(str, arguments)],
+            env=environment, capture_output=True, text=True, timeout=timeout_s, check=False,
+        )  # fmt: skip
+
+    return call

@@ -33,11 +33,12 @@ def choose_course(settings: TrainSettings, *, steps_per_epoch: int, fresh_weight
         rate = FRESH_RATE if fresh_weights else PRETRAINED_RATE
         why = "the weights start random" if fresh_weights else "the weights are trained already"
         choices.append(ChoiceMade(name="train.learning_rate", value=f"{rate:g}", because=why))
-    warmup = settings.warmup_steps
-    if warmup == "auto":
+    if settings.warmup_steps == "auto":
         warmup = math.ceil(min(WARMUP_LIMIT_STEPS, WARMUP_SHARE * total))
         why = f"{WARMUP_SHARE:.0%} of {total} steps, {WARMUP_LIMIT_STEPS} at most"
         choices.append(ChoiceMade(name="train.warmup_steps", value=str(warmup), because=why))
+    else:
+        warmup = settings.warmup_steps
     return Course(
         total_steps=total,
         warmup_steps=warmup,

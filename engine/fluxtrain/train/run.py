@@ -281,7 +281,9 @@ def _fingerprint(config: RunConfig, model: nn.Module, batch_rows: int) -> dict[s
     return {
         "model": _model_digest(model),
         "method": config.method.name,
-        "sequence_length": config.data.sequence_length,
+        "data.sequence_length": config.data.sequence_length,
+        "data.held_out": config.data.held_out,
+        "data.seed": config.data.seed,
         "batch_rows": batch_rows,
         **{f"train.{key}": settings[key] for key in keys},
     }

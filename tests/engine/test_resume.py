@@ -1,0 +1,251 @@
+"""A run that was killed, stopped or damaged goes on with the same losses, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from fluxtrain.cli import main
+from fluxtrain.telemetry.events import CheckpointWritten, Done, Hello, LogWritten, StepFinished
+from fluxtrain.telemetry.journal import read_events
+
+_PROCESSES = multiprocessing.get_context("forkserver")
+_PROCESSES.set_forkserver_preload(["fluxtrain.train.run", "transformers.models.llama"])
+
+
+def start(*arguments: object) -> ForkServerProcess:
+    """`fluxtrain ARGUMENTS` in a process forked, before any thread, from one with torch loaded."""
+    process = _PROCESSES.Process(target=main, args=([str(a) for a in arguments],))
+    process.start()
+    return process
+
+
+def finished(*arguments: object, timeout_s: float = 60.0) -> int:
+    process = start(*arguments)
+    process.join(timeout_s)
+    assert process.exitcode is not None, "the run did not end in time"
+    return process.exitcode
+
+
+@contextmanager
+def running(*arguments: object) -> Iterator[ForkServerProcess]:
+    process = start(*arguments)
+    try:
+        yield process
+    finally:
+        if process.is_alive():
+            process.kill()
+        process.join()
+
+
+def wait_for(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.005)
+
+
+def events(run_dir: Path, kind: type[Any]) -> list[Any]:
+    return [event for event in read_events(run_dir / "events.ndjson") if isinstance(event, kind)]
+
+
+def steps_done(run_dir: Path) -> int:
+    if not (run_dir / "events.ndjson").exists():
+        return 0
+    return len(events(run_dir, StepFinished))
+
+
+def curve(run_dir: Path) -> dict[int, set[tuple[float, float, float | None]]]:
+    """What every process of the run said about each step: loss, learning rate, norm."""
+    said: dict[int, set[tuple[float, float, float | None]]] = {}
+    for step in events(run_dir, StepFinished):
+        said.setdefault(step.step, set()).add((step.loss, step.learning_rate, step.grad_norm))
+    return said
+
+
+def weights(run_dir: Path) -> dict[str, torch.Tensor]:
+    return load_file(run_dir / "model" / "model.safetensors")
+
+
+def assert_same_run(one: Path, other: Path) -> None:
+    """The same losses, rates, norms and final weights, and no step told in two ways."""
+    assert curve(one) == curve(other)
+    assert all(len(said) == 1 for said in curve(one).values())
+    left, right = weights(one), weights(other)
+    assert left.keys() == right.keys()
+    assert all(torch.equal(left[name], right[name]) for name in left)
+
+
+def kill_and_resume(config: Path, run_dir: Path, *, kills: int, seed: int, typical_s: float) -> int:
+    """Kill a run at `kills` random moments and let it end; returns how many processes trained."""
+    dice = random.Random(seed)
+    for _ in range(kills):
+        with running("train", config, "--run-dir", run_dir, "--resume", "auto") as process:
+            time.sleep(dice.uniform(0.3, 1.1) * typical_s)
+            process.kill()
+    assert finished("train", config, "--run-dir", run_dir, "--resume", "auto") == 0
+    return len({hello.pid for hello in events(run_dir, Hello)})
+
+
+RunConfig = Callable[..., Path]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _warm_processes() -> None:
+    """The first process waits for the imports; times after that are those of runs."""
+    assert finished("--help") == 0
+
+
+def reference(config: Path, run_dir: Path) -> float:
+    """An undisturbed run; returns its seconds."""
+    started_s = time.monotonic()
+    assert finished("train", config, "--run-dir", run_dir) == 0
+    return time.monotonic() - started_s
+
+
+def test_ten_kills_at_random_moments_change_no_loss(run_config: RunConfig, tmp_path: Path) -> None:
+    config = run_config(train__steps=24, train__checkpoint_every=3, train__accumulation=2)
+    typical_s = reference(config, tmp_path / "whole")
+    processes = kill_and_resume(config, tmp_path / "killed", kills=10, seed=2, typical_s=typical_s)
+    assert processes >= 6  # the others were killed before they greeted
+    assert sorted(curve(tmp_path / "killed")) == list(range(1, 25))
+    assert_same_run(tmp_path / "whole", tmp_path / "killed")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_many_kills_change_no_loss(
+    run_config: RunConfig, tmp_path: Path, seed: int, dtype: str
+) -> None:
+    config = run_config(train__steps=60, train__checkpoint_every=2 + seed % 5, model__dtype=dtype,
+                        model__path=str(tmp_path / "llama-float32"))  # fmt: skip
+    typical_s = reference(config, tmp_path / "whole")
+    kill_and_resume(config, tmp_path / "killed", kills=20, seed=seed, typical_s=typical_s)
+    assert_same_run(tmp_path / "whole", tmp_path / "killed")
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_writes_a_checkpoint_and_the_run_goes_on_exactly(
+    run_config: RunConfig, tmp_path: Path, number: signal.Signals, code: int
+) -> None:
+    config = run_config(train__steps=60, train__checkpoint_every="end", train__evaluate_every="end")
+    reference(config, tmp_path / "whole")
+    stopped = tmp_path / "stopped"
+    with running("train", config, "--run-dir", stopped) as process:
+        wait_for(lambda: steps_done(stopped) >= 3)
+        os.kill(process.pid or 0, number)
+        process.join(30)
+        assert process.exitcode == code
+    done = events(stopped, Done)[-1]
+    assert done.exit_code == code
+    assert done.resume_with == f"fluxtrain train --resume {stopped}"
+    assert events(stopped, CheckpointWritten)[-1].step == done.step == steps_done(stopped) < 60
+    assert json.loads((stopped / "result.json").read_text())["exit_code"] == code
+    assert finished("train", "--resume", stopped) == 0
+    assert_same_run(tmp_path / "whole", stopped)
+
+
+def test_a_second_interrupt_ends_at_once(run_config: RunConfig, tmp_path: Path) -> None:
+    config = run_config(train__steps=100_000, train__checkpoint_every="end")
+    run_dir = tmp_path / "run"
+    with running("train", config, "--run-dir", run_dir) as process:
+        wait_for(lambda: steps_done(run_dir) >= 2)
+        os.kill(process.pid or 0, signal.SIGSTOP)  # so that both are pending before it can act
+        os.kill(process.pid or 0, signal.SIGTERM)
+        os.kill(process.pid or 0, signal.SIGINT)
+        os.kill(process.pid or 0, signal.SIGCONT)
+        process.join(30)
+        assert process.exitcode in (130, 143)
+    if not events(run_dir, Done):  # the interrupt came as the second: nothing more was written
+        assert not (run_dir / "result.json").exists()
+
+
+def test_a_truncated_checkpoint_is_skipped_with_a_warning(
+    run_config: RunConfig, tmp_path: Path
+) -> None:
+    config = run_config(train__steps=6, train__checkpoint_every=2, train__keep_checkpoints=3)
+    reference(config, tmp_path / "whole")
+    run_dir = tmp_path / "cut"
+    assert finished("train", config, "--run-dir", run_dir) == 0
+    newest = sorted((run_dir / "checkpoints").iterdir())[-1]
+    shard = next(newest.glob("shard-*"))
+    shard.write_bytes(shard.read_bytes()[:-7])
+    assert finished("train", config, "--run-dir", run_dir, "--resume", "auto") == 0
+    warnings = [log.text for log in events(run_dir, LogWritten) if log.level == "warning"]
+    assert any("step-00000006" in text and "damaged" in text for text in warnings)
+    assert events(run_dir, Hello)[-1].first_step == 4
+    assert_same_run(tmp_path / "whole", run_dir)
+
+
+def test_a_run_goes_on_from_a_named_checkpoint(run_config: RunConfig, tmp_path: Path) -> None:
+    config = run_config(train__steps=6, train__checkpoint_every=2, train__keep_checkpoints=3)
+    run_dir = tmp_path / "run"
+    reference(config, run_dir)
+    before = weights(run_dir)
+    assert finished("train", "--resume", run_dir / "checkpoints" / "step-00000002") == 0
+    assert events(run_dir, Hello)[-1].first_step == 2
+    assert all(len(said) == 1 for said in curve(run_dir).values())
+    assert all(torch.equal(before[name], value) for name, value in weights(run_dir).items())
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"train__learning_rate": 2e-3}, "train.learning_rate was 0.001 and is 0.002"),
+        ({"train__batch_rows": 2}, "batch_rows was 4 and is 2"),
+        ({"data__sequence_length": 16}, "data.sequence_length was 32 and is 16"),
+        ({"data__seed": 1}, "data.seed was 0 and is 1"),
+    ],
+)
+def test_a_resume_with_other_settings_says_what_differs(
+    run_config: RunConfig,
+    tmp_path: Path,
+    change: dict[str, object],
+    named: str,
+) -> None:
+    config = run_config(train__checkpoint_every=2)
+    run_dir = tmp_path / "run"
+    reference(config, run_dir)
+    kept = {path: path.read_bytes() for path in (run_dir / "checkpoints").rglob("*.*")}
+    other = run_config("other.yaml", train__checkpoint_every=2, **change)
+    assert finished("train", other, "--run-dir", run_dir, "--resume", "auto") == 2
+    assert named in json.loads((run_dir / "error.json").read_text())["message"]
+    assert {path: path.read_bytes() for path in kept} == kept
+
+
+def test_a_resume_with_another_model_says_so(
+    run_config: RunConfig, model_folder: Callable[..., Path], tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    reference(run_config(), run_dir)
+    other = run_config("other.yaml", model__path=str(model_folder("qwen2")))
+    assert finished("train", other, "--run-dir", run_dir, "--resume", "auto") == 2
+    message = json.loads((run_dir / "error.json").read_text())["message"]
+    assert "model was 'LlamaForCausalLM" in message
+    assert "is 'Qwen2ForCausalLM" in message
+
+
+def test_an_estimate_of_the_time_left_uses_the_steps_of_this_process_only(
+    run_config: RunConfig, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    reference(run_config(train__steps=8, train__checkpoint_every=4), run_dir)
+    assert finished("train", "--resume", run_dir / "checkpoints" / "step-00000004") == 0
+    again = events(run_dir, StepFinished)[8:]
+    assert [step.step for step in again] == [5, 6, 7, 8]
+    assert [step.eta_s is None for step in again] == [True, True, True, False]
+    assert again[-1].eta_s == 0.0
