@@ -90,8 +90,8 @@ ACTIONS: tuple[Action, ...] = (
            rank=15),
     Action("palette", "ctrl+p,colon", "cmds", "Find and run any of these by name", "App",
            "command_palette", rank=50),
-    Action("help", "question_mark", "help", "Keys and what they do", "App", "help", rank=80),
-    Action("detach", "d,q", "detach", "Leave; the training goes on", "App", "detach", rank=85),
+    Action("help", "question_mark", "help", "Keys and what they do", "App", "help", rank=95),
+    Action("detach", "d,q", "detach", "Leave; the training goes on", "App", "detach", rank=100),
 )  # fmt: skip
 
 

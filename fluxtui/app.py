@@ -230,10 +230,9 @@ class FluxApp(App[None]):
 
     def action_command(self, command: str) -> None:
         """Send a command to the trainer without blocking; its answer is shown."""
-        run_dir = self.run_dir
-        if run_dir is None or not self._may_command(command):
+        if not self._may_command(command) or self.run_dir is None:
             return
-        socket = RunDir(run_dir).socket
+        socket = RunDir(self.run_dir).socket
         self.run_worker(
             lambda: self._ask(socket, command), thread=True, exclusive=False, group="commands"
         )

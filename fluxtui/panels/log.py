@@ -10,6 +10,7 @@ from fluxtui.state.view import View
 from fluxtui.widgets.spans import Line, dropped_to_fit, fitted, wrapped
 
 LEVEL_ROLES = {"debug": "dim", "info": "text", "warning": "warn", "error": "bad"}
+RECURRING = ("training", "evaluating", "saving")
 LEVEL_MARKS = {"debug": " ", "info": " ", "warning": "!", "error": "✗"}
 KIND_ROLES = {"checkpoint": "good", "evaluation": "info", "advice": "accent", "done": "good"}
 
@@ -29,9 +30,14 @@ def body(view: View, width: int, height: int) -> list[Line]:
         for i, part in enumerate(wrapped(text, width - 2)[:2]):
             lines.append((("▲ " if i == 0 else "  ", "accent"), (part, "text")))
     room = height - len(lines)
-    recent = [entry for entry in view.state.log.last(room + 8) if entry.kind != "advice"]
+    recent = [entry for entry in view.state.log.last(room * 4 + 8) if _is_news(entry)]
     lines.extend(row(entry, width) for entry in recent[-room:])
     return lines or [((" nothing so far", "dim"),)]
+
+
+def _is_news(entry: LogLine) -> bool:
+    """Advice has its own place, and phases that come back after each evaluation are no news."""
+    return entry.kind != "advice" and entry.text not in RECURRING
 
 
 def row(entry: LogLine, width: int, dates: bool = False) -> Line:

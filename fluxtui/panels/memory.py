@@ -80,10 +80,11 @@ def parts_of(sample: MemorySampled, planned: int | None) -> list[Part]:
     if rest:
         parts.append(Part("other", "?", float(rest), "other"))
     used = sum(part.value for part in parts)
-    whole = sample.device_budget_bytes or sample.device_total_bytes or planned
-    whole = whole or sample.device_peak_bytes or 0
+    limit = sample.device_budget_bytes or sample.device_total_bytes
+    whole = limit or planned or sample.device_peak_bytes or 0
     if whole > used:
-        parts.append(Part("free", "", whole - used, "free"))
+        label = "free" if limit else "left of the plan" if planned else "below the peak"
+        parts.append(Part(label, "", whole - used, "free"))
     return parts
 
 

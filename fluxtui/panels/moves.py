@@ -33,7 +33,7 @@ def row(move: Move, width: int) -> Line:
     """Step, block, direction, bytes, time, what and why; the last columns only where they fit."""
     role = ROLES.get(move.direction, "text")
     name_cells = max(8, min(22, width - (48 if width >= 60 else 27)))
-    name = move.block if len(move.block) <= name_cells else "…" + move.block[-name_cells + 1 :]
+    name = short_name(move.block, name_cells)
     return dropped_to_fit(
         [
             ((f"{move.step:>5}", "dim"), (f" {name:<{name_cells}}", "text")),
@@ -46,6 +46,13 @@ def row(move: Move, width: int) -> Line:
         width,
         gap=" ",
     )
+
+
+def short_name(name: str, cells: int) -> str:
+    """The end of a dotted name: whole parts where they fit, else cut in front."""
+    while len(name) > cells and "." in name:
+        name = name.split(".", 1)[1]
+    return name if len(name) <= cells else "…" + name[1 - cells :]
 
 
 PANEL = Panel("moves", "Moves", body, heading, about="transfers that the engine made, newest first")

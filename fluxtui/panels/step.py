@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fluxtrain.telemetry.events import StepFinished
-from fluxtrain.units import duration_text
+from fluxtrain.units import UNKNOWN, duration_text
 from fluxtui.panels.bus import stall_line
 from fluxtui.panels.panel import Panel, pair, stale_note
 from fluxtui.state.view import View
@@ -33,7 +33,10 @@ def body(view: View, width: int, height: int) -> list[Line]:
     """The bar, then its legend."""
     parts = phase_parts(view)
     if not parts:
-        return [(("╌" * width, "track"),), (("no step so far", "dim"),)][:height]
+        return [
+            (("╌" * width, "track"),),
+            ((UNKNOWN if view.state.step else "no step so far", "dim"),),
+        ][:height]
     lines = [partition(parts, width)]
     if height >= 2:
         whole = sum(part.value for part in parts)

@@ -111,6 +111,7 @@ class PanelScreen(RunScreen):
         grid = self.query_one(PanelGrid)
         places = grid.places(grid.size)
         for panel in grid.query(PanelLines):
+            panel.display = panel.id in places  # what has no place takes no focus either
             panel.draw(view, palette, places)
 
     def toggle_maximised(self) -> None:
@@ -121,5 +122,5 @@ class PanelScreen(RunScreen):
         else:
             focused = self.focused
             grid.maximised = focused.panel.id if isinstance(focused, PanelLines) else self.MAIN
-        grid.refresh(layout=True)
+        grid.children[0].refresh(layout=True)  # a child's: it makes the grid arrange anew
         self.call_after_refresh(self.draw)

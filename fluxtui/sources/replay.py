@@ -22,11 +22,13 @@ class ReplaySource:
         journal: Path,
         speed: float | None = 1.0,
         until_s: float | None = None,
+        from_s: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._path = journal
         self._speed = speed
         self._until_s = until_s  # seconds of the run to play
+        self._from_s = from_s  # what came before is given at once
         self._clock = clock
         self._events: list[AnyEvent] = []
         self._next = 0
@@ -74,4 +76,5 @@ class ReplaySource:
     def _due_s(self) -> float:
         if self._speed is None or not self._events or self._started_s is None:
             return float("inf")
-        return self._events[0].wall_s + (self._clock() - self._started_s) * self._speed
+        played_s = (self._clock() - self._started_s) * self._speed
+        return self._events[0].wall_s + self._from_s + played_s

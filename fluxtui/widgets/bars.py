@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from fluxtui.widgets.spans import Line, Span
 
 LEVELS = "▁▂▃▄▅▆▇█"
+TRACE = 0.002
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,7 @@ def gauge(share: float | None, width: int, role: str, rest: str = "track") -> Li
 def cells_of(values: Sequence[float], width: int) -> list[int]:
     """Whole cells in proportion to `values`, summing to `width` (largest remainder).
 
-    A value above zero gets a cell while there are enough of them, so nothing real is invisible.
+    A small share still gets a cell, so that it can be seen; a trace (under 0.2 %) does not.
     """
     total = sum(values)
     if total <= 0 or width <= 0:
@@ -53,7 +54,7 @@ def cells_of(values: Sequence[float], width: int) -> list[int]:
         cells[i] += 1
     for i, value in enumerate(values):
         widest = max(range(len(cells)), key=cells.__getitem__)
-        if value > 0 and cells[i] == 0 and cells[widest] > 1:
+        if value > total * TRACE and cells[i] == 0 and cells[widest] > 1:
             cells[i], cells[widest] = 1, cells[widest] - 1
     return cells
 

@@ -7,8 +7,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
-from fluxtrain.telemetry import events as ev
 from msgspec.structs import replace
+
+from fluxtrain.telemetry import events as ev
 
 GIB = 1 << 30
 START_S = 1_700_000_000.0

@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
 from fluxtui.screens import arrangement
 from fluxtui.screens.arrangement import Arrangement, too_small
 from fluxtui.widgets.bars import LEVELS, Part, cells_of, gauge, partition, sparks
@@ -20,8 +23,6 @@ from fluxtui.widgets.spans import (
     wrapped,
 )
 from fluxtui.widgets.timeline import Track, timeline
-from hypothesis import given
-from hypothesis import strategies as st
 
 texts = st.text("ab ⇅é漢", max_size=12)
 lines = st.lists(st.tuples(texts, st.sampled_from(["dim", "text"])), max_size=6).map(tuple)
@@ -80,7 +81,8 @@ def test_cells_sum_to_the_width_and_nothing_is_two_cells_off(
 
 
 def test_a_small_share_still_gets_a_cell() -> None:
-    assert cells_of([1e9, 1.0], 10) == [9, 1]
+    assert cells_of([1e9, 1e7], 10) == [9, 1]
+    assert cells_of([1e9, 1e6], 10) == [10, 0]  # a trace
     assert cells_of([1e9, 0.0], 10) == [10, 0]
 
 

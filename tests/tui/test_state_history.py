@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 
 import pytest
-from fluxtui.state.history import Curve, History
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from fluxtui.state.history import Curve, History
 
 
 @given(st.lists(st.integers(), max_size=300), st.integers(1, 40))

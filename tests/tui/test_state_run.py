@@ -9,13 +9,14 @@ from typing import get_args
 
 import msgspec
 import pytest
+from msgspec.structs import replace
+
 from fluxtrain.telemetry import events as ev
 from fluxtui.state.freshness import LIMITS_S, fresh, limit_s
 from fluxtui.state.link import Link
 from fluxtui.state.run import _FOLDS, LOG_LIMIT, RunState
 from fluxtui.state.status import ENDED, status_of
 from fluxtui.state.view import View
-from msgspec.structs import replace
 
 
 def test_every_kind_of_event_has_a_fold() -> None:

@@ -1,0 +1,344 @@
+"""Panels: they keep their box in every state and size, and show nothing that was not measured."""
+
+from __future__ import annotations
+
+from dataclasses import replace as changed
+from types import ModuleType
+
+import pytest
+from msgspec.structs import replace
+
+from fluxtrain.telemetry import events as ev
+from fluxtui.actions import ACTIONS, bindings, find, footer_actions
+from fluxtui.panels import PANELS
+from fluxtui.panels.loss import chart, zoomed
+from fluxtui.panels.memory import parts_of
+from fluxtui.panels.panel import number_text, power_text, share_text, whole_text
+from fluxtui.panels.progress import eta, slow_step_s
+from fluxtui.panels.residency import tiles
+from fluxtui.screens.dialogs import help_lines
+from fluxtui.screens.plan import plan_lines
+from fluxtui.state.link import Link
+from fluxtui.state.machine import GpuSample, MachineSample
+from fluxtui.state.run import RunState
+from fluxtui.state.view import ChartSettings, View
+from fluxtui.widgets.chrome import footer_line, header_line, notice_lines, status_line
+from fluxtui.widgets.framed import framed
+from fluxtui.widgets.spans import Line, width_of
+
+STATES = ("waiting", "running", "stale", "failed", "finished")
+SIZES = [(1, 1), (12, 2), (38, 7), (76, 3), (118, 12), (198, 30)]
+FRAMES = ("box", "rule", "bare")
+
+
+def view_of(made: ModuleType, kind: str) -> View:
+    state = RunState()
+    if kind != "waiting":
+        maker = {"failed": made.failed, "finished": made.finished}.get(kind, made.training)
+        state = RunState().after_all(maker())
+    now_s = (state.last_wall_s or 1000.0) + (3600.0 if kind == "stale" else 0.5)
+    return View(state=state, link=Link(process="alive"), wall_s=now_s)
+
+
+def text_of(spans: Line) -> str:
+    return "".join(text for text, _ in spans)
+
+
+def whole(lines: list[Line]) -> str:
+    return "\n".join(text_of(spans) for spans in lines)
+
+
+def drawn(view: View, panel_id: str, width: int = 118, height: int = 10) -> str:
+    return whole(framed(PANELS[panel_id], view, width, height, "box"))
+
+
+@pytest.mark.parametrize("kind", STATES)
+@pytest.mark.parametrize("panel_id", PANELS)
+def test_a_panel_keeps_its_box_at_every_size(made: ModuleType, panel_id: str, kind: str) -> None:
+    view = view_of(made, kind)
+    panel = PANELS[panel_id]
+    for width, height in SIZES:
+        body = panel.body(view, width, height)
+        assert len(body) <= height, (width, height)
+    for width, height in SIZES[2:]:
+        for frame in FRAMES:
+            lines = framed(panel, view, width, height, frame)  # type: ignore[arg-type]
+            assert len(lines) == height
+            assert {width_of(spans) for spans in lines} == {width}, (width, height, frame)
+
+
+@pytest.mark.parametrize("panel_id", ["memory", "residency", "bus", "step", "categories"])
+def test_a_stale_panel_says_so_and_shows_no_number_of_then(made: ModuleType, panel_id: str) -> None:
+    stale = drawn(view_of(made, "stale"), panel_id)
+    fresh = drawn(view_of(made, "running"), panel_id)
+    assert "-" in stale
+    assert stale != fresh
+    if panel_id != "categories":
+        assert "last sample 1h 00m ago" in stale
+    for number in ("492 MiB", "1.50 GB/s", "616 MB/s", "900 ms"):
+        assert number not in stale
+
+
+def test_before_the_first_event_nothing_is_a_number(made: ModuleType) -> None:
+    view = view_of(made, "waiting")
+    for name in ("progress", "memory", "residency", "machine", "moves", "step"):
+        digits = [c for c in drawn(view, name).replace("p95", "") if c.isdigit()]
+        assert digits == [], name
+
+
+def test_progress_shows_step_loss_and_eta_with_its_spread(made: ModuleType) -> None:
+    text = drawn(view_of(made, "running"), "progress")
+    for part in ("step 80/200", "40.0%", "3.689", "ETA", "± 4 s", "4.55 k tok/s", "900 ms a step"):
+        assert part in text, part
+
+
+def test_the_eta_counts_down_between_steps(made: ModuleType) -> None:
+    view = view_of(made, "running")
+    later = changed(view, wall_s=view.wall_s + 9)
+    assert text_of(eta(view)).split(" ±")[0] == "ETA 1m 47s"
+    assert text_of(eta(later)).split(" ±")[0] == "ETA 1m 38s"
+
+
+def test_there_is_no_eta_while_paused_and_a_finished_run_says_how_long_it_took(
+    made: ModuleType,
+) -> None:
+    view = view_of(made, "running")
+    last = view.state.last_wall_s
+    paused = view.state.after(replace(ev.PhaseChanged(phase="paused"), wall_s=last))
+    assert text_of(eta(changed(view, state=paused))) == "ETA -"
+    assert text_of(eta(view_of(made, "finished"))) == "took 3m 03s"
+
+
+def test_the_slow_steps_are_told_once_there_are_enough(made: ModuleType) -> None:
+    steps = [made.step(i, step_s=1.0) for i in range(1, 20)]
+    assert slow_step_s(steps) is None
+    slow = made.step(20, step_s=9.0)
+    assert slow_step_s([*steps, slow, slow]) == 9.0
+
+
+def test_the_memory_bar_partitions_the_budget(made: ModuleType) -> None:
+    sample = made.memory()
+    parts = parts_of(sample, None)
+    assert sum(part.value for part in parts) == sample.device_budget_bytes
+    assert [part.label for part in parts][-1] == "free"
+
+
+def test_a_category_that_is_not_known_is_still_counted(made: ModuleType) -> None:
+    sample = replace(made.memory(), device_by={"weights": 10, "new kind": 5})
+    parts = {part.label: part.value for part in parts_of(sample, None)}
+    assert parts["other"] == 5.0
+
+
+def test_a_cpu_run_does_not_call_its_buffer_a_gpu(made: ModuleType) -> None:
+    assert "cpu: a host buffer" in drawn(view_of(made, "running"), "memory")
+    state = RunState().after_all(made.stamped([made.hello(device="NVIDIA H200"), made.memory()]))
+    text = drawn(View(state=state, wall_s=made.START_S + 1), "memory")
+    assert "NVIDIA H200" in text and "host buffer" not in text
+
+
+def test_a_peak_over_the_plan_is_told(made: ModuleType) -> None:
+    over = replace(made.memory(), device_peak_bytes=made.GIB)
+    state = RunState().after_all(made.stamped([made.hello(), made.planned(), over]))
+    assert "peak over by" in drawn(View(state=state, wall_s=made.START_S + 1), "memory")
+
+
+def test_an_unknown_ceiling_is_a_dash_and_a_known_one_gives_the_share(made: ModuleType) -> None:
+    view = view_of(made, "running")
+    assert "/ -" in drawn(view, "bus") and "%" not in drawn(view, "bus").split("stall")[0]
+    measured = replace(view.state.traffic, h2d_ceiling_bytes_per_s=3e9)
+    text = drawn(changed(view, state=view.state.after(measured)), "bus")
+    assert "3.00 GB/s" in text and "50%" in text
+
+
+def test_the_disk_has_lines_only_when_it_was_used(made: ModuleType) -> None:
+    view = view_of(made, "running")
+    assert "N R" not in drawn(view, "bus", 60, 12)
+    used = replace(view.state.traffic, disk_read_bytes=1 << 30)
+    assert "N R" in drawn(changed(view, state=view.state.after(used)), "bus", 60, 12)
+
+
+@pytest.mark.parametrize("count", [1, 3, 8, 26, 48, 96, 400])
+def test_the_map_has_every_letter_or_says_how_many_a_letter_stands_for(count: int) -> None:
+    spans = tiles("G" * count, 60)
+    text = text_of(spans)
+    assert width_of(spans) <= 64
+    letters = text.count("G")
+    if "×" in text:
+        assert letters * int(text.split("×")[1]) >= count
+    else:
+        assert letters == count
+
+
+def test_blocks_of_every_tier_are_tallied(made: ModuleType) -> None:
+    sample = replace(made.residency(), weights="GGCN><C.")
+    state = RunState().after_all(made.stamped([made.hello(), sample]))
+    text = drawn(View(state=state, wall_s=made.START_S + 1), "residency")
+    row = next(row for row in text.splitlines() if "weights" in row)
+    for tally in ("G2", "C2", "N1", "⇅2"):
+        assert tally in row
+
+
+def test_the_step_bar_partitions_the_step(made: ModuleType) -> None:
+    text = drawn(view_of(made, "running"), "step", 118, 4)
+    for phase in ("data", "forward", "backward", "optimizer", "other"):
+        assert phase in text
+    shares = [
+        int(part.rstrip("%")) for part in text.split() if part.endswith("%") and "." not in part
+    ]
+    assert 97 <= sum(shares) <= 103
+
+
+def test_time_that_no_phase_claims_is_called_other(made: ModuleType) -> None:
+    from fluxtui.panels.step import parts_of as phases_of
+
+    step = replace(made.step(5), phases_s={"forward": 0.3}, step_s=0.9)
+    parts = {part.label: part.value for part in phases_of(step)}
+    assert parts == {"forward": 0.3, "other": pytest.approx(0.6)}
+
+
+def test_moves_show_the_newest_first(made: ModuleType) -> None:
+    rows = drawn(view_of(made, "running"), "moves", 74, 8).splitlines()
+    assert "layers.7" in rows[1] and "layers.6" in rows[2]
+
+
+def test_a_long_block_name_keeps_its_end(made: ModuleType) -> None:
+    from fluxtui.panels.moves import row
+
+    move = replace(made.moves(3).moves[0], block="model.language_model.layers.17.mlp")
+    assert " layers.17.mlp " in text_of(row(move, 50)) and width_of(row(move, 50)) <= 50
+    assert "…" in text_of(row(replace(move, block="x" * 60), 50))
+
+
+def test_the_machine_shows_a_gpu_only_when_there_is_one(made: ModuleType) -> None:
+    view = view_of(made, "running")
+    sample = MachineSample(view.wall_s, 0.5, 16, 4 << 30, 8 << 30, 1 << 30, 1.5)
+    gpu = GpuSample("NVIDIA H200", 0.91, 1, 2, 398.0, 700.0, 71.0)
+    without = drawn(changed(view, machine_sample=sample), "machine", 46, 8)
+    with_gpu = drawn(changed(view, machine_sample=changed(sample, gpu=gpu)), "machine", 46, 8)
+    assert "GPU" not in without and "1.5 cores" in without and "50%" in without
+    assert "398 W" in with_gpu and "71 °C" in with_gpu and "91%" in with_gpu
+
+
+def test_advice_stays_on_top_of_the_log(made: ModuleType) -> None:
+    rows = drawn(view_of(made, "running"), "log", 60, 9).splitlines()
+    assert "▲ the update waits" in rows[1]
+
+
+# --- the loss chart -------------------------------------------------------------------------------
+
+
+def test_the_chart_starts_at_the_second_step(made: ModuleType) -> None:
+    state = RunState().after_all(made.stamped([made.hello(), made.step(1)]))
+    assert "second step" in drawn(View(state=state), "loss")
+
+
+def test_zooming_shows_the_newest_steps(made: ModuleType) -> None:
+    buckets = view_of(made, "running").state.loss.buckets
+    assert zoomed(buckets, 0.25) == buckets[-20:]
+    assert len(zoomed(buckets, 1 / 1000)) == 2
+
+
+def test_the_axis_names_the_first_and_the_last_step(made: ModuleType) -> None:
+    view = view_of(made, "running")
+    last = whole(chart(view.state.loss, [], ChartSettings(), 80, 12)).splitlines()[-1]
+    assert "1" in last and "80" in last
+    zoom = whole(chart(view.state.loss, [], ChartSettings(zoom=0.5), 80, 12)).splitlines()[-1]
+    assert "41" in zoom
+
+
+def test_log_scale_and_smoothing_change_the_picture(made: ModuleType) -> None:
+    curve = view_of(made, "running").state.loss
+    pictures = {
+        whole(chart(curve, [], settings, 80, 12))
+        for settings in (
+            ChartSettings(), ChartSettings(smooth=False), ChartSettings(log_scale=True),
+        )
+    }  # fmt: skip
+    assert len(pictures) == 3
+
+
+def test_evaluations_are_marked(made: ModuleType) -> None:
+    assert drawn(view_of(made, "running"), "loss", 80, 14).count("×") == 1 + 2  # legend, points
+
+
+# --- chrome ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", STATES)
+@pytest.mark.parametrize("width", [60, 80, 120, 200])
+def test_header_and_footer_take_one_line(made: ModuleType, kind: str, width: int) -> None:
+    view = view_of(made, kind)
+    assert width_of(header_line(view, width)) == width
+    assert width_of(footer_line("dashboard", width)) <= width
+    assert all(width_of(spans) <= width for spans in notice_lines(view, width))
+
+
+def test_the_status_is_in_the_header_at_any_width(made: ModuleType) -> None:
+    for width in (60, 80, 120):
+        assert "RUNNING" in text_of(header_line(view_of(made, "running"), width))
+        assert "FAILED" in text_of(header_line(view_of(made, "failed"), width))
+
+
+def test_a_failure_is_told_in_full_with_its_cure(made: ModuleType) -> None:
+    text = " ".join(text_of(spans).strip() for spans in notice_lines(view_of(made, "failed"), 60))
+    assert "lower train.learning_rate (now 3e-4)" in text
+
+
+def test_replay_read_only_and_corruption_are_told(made: ModuleType) -> None:
+    view = view_of(made, "running")
+    link = changed(view.link, replay=True, corrupt_lines=3)
+    text = text_of(header_line(changed(view, link=link, read_only=True), 160))
+    assert "REPLAY" in text and "READ-ONLY" in text and "3 corrupt lines" in text
+
+
+def test_the_status_line_says_the_essentials(made: ModuleType) -> None:
+    text = text_of(status_line(view_of(made, "running"), 58))
+    for part in ("RUNNING", "80/200", "loss 3.689", "ETA"):
+        assert part in text
+
+
+# --- the registry of actions ----------------------------------------------------------------------
+
+
+def test_ids_and_keys_are_unique_on_every_screen() -> None:
+    assert len({action.id for action in ACTIONS}) == len(ACTIONS)
+    for screen in ("dashboard", "memory", "transfer", "loss", "log", "plan", "runs"):
+        keys = [k for a in ACTIONS if a.works_on(screen) for k in a.keys.split(",")]
+        assert len(keys) == len(set(keys)), screen
+
+
+def test_keymap_footer_and_help_come_from_the_registry() -> None:
+    assert [binding.id for binding in bindings()] == [action.id for action in ACTIONS]
+    text = whole(help_lines())
+    assert all(action.about in text for action in ACTIONS)
+    assert all(panel.about in text for panel in PANELS.values())
+    assert find("stop").changes_run
+
+
+def test_the_footer_keeps_the_important_keys_when_short() -> None:
+    short, wide = text_of(footer_line("dashboard", 40)), text_of(footer_line("dashboard", 200))
+    assert "d detach" in short and "export" not in short and "export" in wide
+    assert "resume" in text_of(footer_line("dashboard", 200, paused=True))
+    assert [action.label for action in footer_actions("log")].count("filter") == 1
+
+
+def test_the_plan_gives_every_choice_with_its_reason(made: ModuleType) -> None:
+    text = whole(plan_lines(view_of(made, "running").state, 90))
+    assert "smallest batch" in text and "device budget is 1 GiB" in text
+    assert "-1.6%" in text and "+9% tokens a second" in text
+    assert "not planned yet" in whole(plan_lines(RunState(), 90))
+
+
+# --- numbers --------------------------------------------------------------------------------------
+
+
+def test_numbers_are_written_with_their_unknowns() -> None:
+    assert number_text(None) == share_text(None) == whole_text(None) == power_text(None) == "-"
+    assert (number_text(3.68912), number_text(12.5), number_text(1e-5)) == (
+        "3.689",
+        "12.50",
+        "1e-05",
+    )
+    assert (share_text(0.031), share_text(1.0)) == ("3.1%", "100%")
+    assert (whole_text(49.7), whole_text(107)) == ("50 s", "1m 47s")
+    assert (power_text(3e-4), power_text(0.0)) == ("3.00e-4", "0")
