@@ -1,0 +1,90 @@
+"""The documents speak of what is there."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from fluxtrain import errors
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
+ROOTS = ("engine/", "fluxtui/", "native/", "tests/", "docs/", "bench/", "themes/", "screenshots/")
+PATH = re.compile(r"`((?:\.ci|[\w.-]+)/[\w./-]+|[\w-]+\.(?:md|toml|txt)|Makefile|themes)`")
+LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)")
+
+
+def named_paths(page: Path) -> set[str]:
+    return set(PATH.findall(page.read_text(encoding="utf-8")))
+
+
+def tracked(path: str) -> bool:
+    return (ROOT / path).exists()
+
+
+def test_every_path_that_the_architecture_names_exists() -> None:
+    paths = {path for path in named_paths(ROOT / "ARCHITECTURE.md") if path.startswith(ROOTS)}
+    assert len(paths) > 30, "the expression still finds the paths"
+    assert {path for path in paths if not tracked(path)} == set()
+
+
+def test_the_architecture_is_two_hundred_lines_at_most() -> None:
+    assert len((ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8").splitlines()) <= 200
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_link_and_picture_inside_the_project_exists(page: Path) -> None:
+    targets = LINK.findall(page.read_text(encoding="utf-8"))
+    assert [target for target in targets if not (page.parent / target).exists()] == []
+
+
+def test_the_names_in_the_architecture_are_names_of_the_code() -> None:
+    text = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    sources = "\n".join(path.read_text() for path in (ROOT / "engine").rglob("*.py"))
+    for owner, name in re.findall(r"`([A-Z]\w+)\.(_?\w+)`", text):
+        assert f"class {owner}" in sources, owner
+        assert f"def {name}(" in sources, f"{owner}.{name}"
+
+
+def test_every_exit_code_is_documented() -> None:
+    text = (ROOT / "docs" / "exit-codes.md").read_text(encoding="utf-8")
+    documented = {int(code) for code in re.findall(r"^\| (\d+) \|", text, re.M)}
+    defined = {value for name, value in vars(errors).items() if name.startswith("EXIT_")}
+    assert documented == defined
+
+
+def writer() -> ModuleType:
+    path = ROOT / "docs" / "write_configuration.py"
+    spec = importlib.util.spec_from_file_location("write_configuration", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_page_of_the_configuration_is_current() -> None:
+    written = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
+    assert written == writer().page(), "run: python docs/write_configuration.py"
+
+
+def test_every_make_target_that_a_document_names_exists() -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
+    for page in PAGES:
+        named = set(re.findall(r"(?:^|`)make ([a-z-]+)", page.read_text(encoding="utf-8"), re.M))
+        assert named <= targets, page.name
+
+
+def test_every_flag_of_the_app_that_a_document_names_exists() -> None:
+    shown = subprocess.run(
+        [sys.executable, "-m", "fluxtui", "--help"], capture_output=True, text=True, check=True
+    ).stdout
+    for page in PAGES:
+        for line in re.findall(r"fluxtrain-tui ([^`\n]*)", page.read_text(encoding="utf-8")):
+            for flag in re.findall(r"--[a-z-]+", line):
+                assert flag in shown, f"{page.name}: {flag}"
