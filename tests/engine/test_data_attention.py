@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,12 +12,15 @@ import torch
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
+    FalconConfig,
     FalconMambaConfig,
     FalconMambaForCausalLM,
     Lfm2Config,
     Lfm2ForCausalLM,
     MambaConfig,
     MambaForCausalLM,
+    MixtralConfig,
+    OPTConfig,
     PreTrainedModel,
 )
 
@@ -24,7 +28,7 @@ from fluxtrain.data.batches import Batch, in_order
 from fluxtrain.data.packing import PackedRows
 from fluxtrain.data.splitting import Spans
 from fluxtrain.data.tokens import Tokens
-from fluxtrain.methods.models import keeps_documents_apart
+from fluxtrain.methods.isolation import keeps_documents_apart
 
 LENGTHS = (9, 4, 3)  # best fit packs two of each into two full rows of 16
 FAMILIES = ("llama", "qwen2", "qwen3", "gpt2")
@@ -134,7 +138,7 @@ def test_the_loss_of_a_packed_row_is_the_mean_over_its_documents_alone(
 
 def _recurrent(family: str) -> PreTrainedModel:
     torch.manual_seed(3)
-    small = {"vocab_size": 320, "hidden_size": 32, "num_hidden_layers": 2}
+    small: dict[str, Any] = {"vocab_size": 320, "hidden_size": 32, "num_hidden_layers": 2}
     if family == "mamba":
         return MambaForCausalLM(MambaConfig(**small, state_size=8)).eval()
     if family == "falcon_mamba":
@@ -166,8 +170,29 @@ def test_models_that_carry_state_across_documents_are_told_and_get_one_document_
     assert torch.equal(padded[real], again[real])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_attention_models_are_told_to_keep_documents_apart(
-    model_folder: Callable[..., Path], family: str
+def test_models_that_keep_documents_apart_are_told(
+    model_folder: Callable[..., Path], family: str, dtype: torch.dtype
 ) -> None:
-    assert keeps_documents_apart(_load(model_folder(family)))
+    model = _load(model_folder(family)).to(dtype).train()
+    assert keeps_documents_apart(model)
+    assert model.training
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["opt", "falcon", "mixtral"])
+def test_taking_position_ids_is_not_taken_for_keeping_documents_apart(
+    family: str, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(3)
+    small: dict[str, Any] = {"vocab_size": 320, "hidden_size": 32, "num_hidden_layers": 2}
+    small |= {"num_attention_heads": 4}
+    if family == "opt":
+        config: Any = OPTConfig(**small, ffn_dim=64, word_embed_proj_dim=32)
+    elif family == "falcon":
+        config = FalconConfig(**small, alibi=False)
+    else:
+        config = MixtralConfig(**small, num_key_value_heads=2, intermediate_size=32)
+    model = AutoModelForCausalLM.from_config(config).to(dtype)
+    assert keeps_documents_apart(model) == (family == "mixtral")

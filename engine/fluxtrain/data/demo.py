@@ -25,12 +25,12 @@ import numpy as np
 from fluxtrain.data.packing import PackedRows
 from fluxtrain.errors import BadInput, NoSpace
 
-VOCABULARY = 4096
+VOCABULARY = 2048
 CORPUS_LIMIT_BYTES = 4 << 20
 SHORTEST_DOCSTRING = 40  # characters: below that it is mostly a repeated name
 PROMPT = "Return the "
 END_OF_TEXT = "<|endoftext|>"
-RECIPE = 1  # raise it when corpus or tokenizer would come out otherwise
+RECIPE = 2  # raise it when corpus or tokenizer would come out otherwise
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}"

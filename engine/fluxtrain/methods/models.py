@@ -6,7 +6,6 @@ second copy of the model.
 
 from __future__ import annotations
 
-import inspect
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +24,7 @@ from transformers import (
 )
 
 from fluxtrain.errors import BadInput
+from fluxtrain.methods.isolation import keeps_documents_apart
 from fluxtrain.methods.model_files import ModelFiles, check_model_folder
 from fluxtrain.methods.quiet import quiet_transformers
 
@@ -96,19 +96,6 @@ def check_finite(model: nn.Module, name: str) -> None:
                 f"of {tensor.numel():,}: the checkpoint is damaged or its training diverged; "
                 "use an earlier one"
             )
-
-
-def keeps_documents_apart(model: PreTrainedModel) -> bool:
-    """Whether packed documents cannot see each other, told from the model's class.
-
-    It must take position ids, from which transformers builds the mask, and carry no state
-    from token to token (state-space and recurrent layers, and short convolutions, do).
-    """
-    takes_positions = "position_ids" in inspect.signature(model.forward).parameters
-    carries_state = bool(getattr(model, "_is_stateful", False)) or any(
-        isinstance(module, nn.Conv1d) for module in model.modules()
-    )
-    return takes_positions and not carries_state
 
 
 def _wished_dtype(name: str) -> torch.dtype | None:
