@@ -52,17 +52,16 @@ def saved_row_bytes(unit: Unit, tree: Tree, tensors: Sequence[Tensor]) -> int:
     kept: dict[int, int] = {}
     weights = {p.untyped_storage().data_ptr() for p in unit.module.parameters()}
 
-    def count(tensor: Tensor) -> Tensor:
+    def count(tensor: Tensor) -> None:  # keeping an output would tie it to its own graph for ever
         address = tensor.untyped_storage().data_ptr()
         if address not in weights:
             kept[address] = tensor.untyped_storage().nbytes()
-        return tensor
 
     split = splits(tensors, rows or 1)
     one = [t.detach() for t in piece(tensors, split, 0, 1)]
     one = [t.requires_grad_(t.is_floating_point()) for t in one]
     with (
-        torch.autograd.graph.saved_tensors_hooks(count, lambda t: t),
+        torch.autograd.graph.saved_tensors_hooks(count, lambda _: torch.empty(0)),
         torch.enable_grad(),
         _left_as_it_was(unit.module),
         Capture.of(active_collector()).collecting(),

@@ -85,10 +85,7 @@ class HostParameter(nn.Parameter):
                 return func(*args, **(kwargs or {}))
         if func in (_GRAD_GET, _GRAD_SET, _GRAD_DELETE):
             return _gradient_access(func, args)
-        for argument in args:
-            for value in argument if isinstance(argument, list | tuple) else (argument,):
-                if isinstance(value, HostParameter):
-                    value._fluxtrain.group.wait()
+        _bring_up_to_date(*args, *(kwargs or {}).values())
         if func == _DATA_GET:
             args[0]._fluxtrain.engine.watch(args[0]._fluxtrain.member)
         with torch._C.DisableTorchFunctionSubclass():
@@ -148,10 +145,7 @@ class HostGradient(Tensor):
             ):
                 args[0]._owner.member.gradient_scale *= float(factor)
                 return args[0]
-        for argument in (*args, *kwargs.values()):
-            for value in argument if isinstance(argument, list | tuple) else (argument,):
-                if isinstance(value, HostGradient):
-                    value._owner.engine.settle_gradient(value._owner.group, value._owner.member)
+        _bring_up_to_date(*args, *kwargs.values())
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
@@ -160,6 +154,16 @@ class HostGradient(Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.clone().__reduce_ex__(protocol)
+
+
+def _bring_up_to_date(*arguments: Any) -> None:
+    """Wait for the updates of weights, and apply what was recorded for gradients."""
+    for argument in arguments:
+        for value in argument if isinstance(argument, list | tuple) else (argument,):
+            if isinstance(value, HostParameter):
+                value._fluxtrain.group.wait()
+            elif isinstance(value, HostGradient):
+                value._owner.engine.settle_gradient(value._owner.group, value._owner.member)
 
 
 _NORMS = {torch.linalg.vector_norm, torch.linalg.norm, torch.norm, Tensor.norm}

@@ -18,7 +18,7 @@ from fluxtrain.stream.arguments import to_device
 from fluxtrain.stream.block import Unit
 from fluxtrain.stream.blocks import Parts, take_apart
 from fluxtrain.stream.engine import Engine, engine_of
-from fluxtrain.stream.parameter import Owner, adopt_parameter, release_parameter
+from fluxtrain.stream.parameter import Owner, adopt_parameter, owner_of, release_parameter
 from fluxtrain.stream.placement import Sizes, place
 from fluxtrain.stream.surface import guard_module, release_module, replace_forward
 
@@ -249,10 +249,15 @@ def _settle(engine: Engine, groups: dict[str, Group]) -> None:
 
 
 def _catch_stray_gradients(parameter: nn.Parameter, owner: Owner) -> None:
-    def arrived(_: Tensor) -> None:
-        owner.engine.take_in(owner, parameter)
+    owner.hook_key = parameter.register_post_accumulate_grad_hook(_stray_gradient).id
 
-    owner.hook_key = parameter.register_post_accumulate_grad_hook(arrived).id
+
+def _stray_gradient(parameter: Tensor) -> None:
+    """A hook without a closure: the collector does not look into a tensor's hooks, so that one
+    which held the parameter would keep it alive for ever."""
+    owner = owner_of(parameter)
+    if owner is not None:
+        owner.engine.take_in(owner, owner.member.parameter)
 
 
 def _make_units(
