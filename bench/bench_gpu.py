@@ -20,17 +20,12 @@ from typing import Any
 import psutil
 import pynvml
 import torch
+import yaml
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 GIB = 1 << 30
-SHAPES: dict[str, dict[str, Any]] = {
-    "tiny": {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4,
-             "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 2048},
-    "1.5b": {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28,
-             "num_attention_heads": 12, "num_key_value_heads": 2, "vocab_size": 151936},
-    "3b": {"hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36,
-           "num_attention_heads": 16, "num_key_value_heads": 2, "vocab_size": 151936},
-}  # fmt: skip
+CONTEXT_GIB = 0.7  # CUDA's own share of the process's memory
+SHAPES: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("shapes.yaml").read_text())
 
 
 class MemoryWatch(threading.Thread):
@@ -44,101 +39,38 @@ class MemoryWatch(threading.Thread):
         pynvml.nvmlInit()
         self._handle = pynvml.nvmlDeviceGetHandleByIndex(0)
 
-    def run(self) -> None:
-        process = psutil.Process()
-        while not self._ended.wait(0.05):
-            for entry in pynvml.nvmlDeviceGetComputeRunningProcesses(self._handle):
-                if entry.pid == os.getpid() or entry.usedGpuMemory is not None:
-                    self.device_bytes = max(self.device_bytes, entry.usedGpuMemory or 0)
-            self.host_bytes = max(self.host_bytes, process.memory_info().rss)
+    def wrapped(model: Qwen2ForCausalLM, options: argparse.Namespace) -> Any:
+    """Wrap the model as the options say and return its engine."""
+    import fluxtrain
+    from fluxtrain.stream.engine import engine_of
 
-    def stop(self) -> None:
-        self._ended.set()
-        self.join()
-
-
-def corpus(vocabulary: int) -> torch.Tensor:
-    """Token ids of real text: the standard library's own source, as byte pairs."""
-    text = b"".join(p.read_bytes() for p in sorted(Path(os.__file__).parent.glob("*.py")))
-    data = torch.frombuffer(bytearray(text[: len(text) // 2 * 2]), dtype=torch.uint8).long()
-    pairs = data[0::2] * 256 + data[1::2]
-    return pairs % vocabulary
-
-
-def build(shape: str) -> Qwen2ForCausalLM:
-    tied = shape in ("1.5b", "3b", "tiny")
-    config = Qwen2Config(**SHAPES[shape], tie_word_embeddings=tied, max_position_embeddings=2048)
-    config._attn_implementation = "sdpa"
-    torch.manual_seed(0)
-    with torch.device("cuda"):
-        previous = torch.get_default_dtype()
-        torch.set_default_dtype(torch.bfloat16)
-        try:
-            return Qwen2ForCausalLM(config).train()
-        finally:
-            torch.set_default_dtype(previous)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--shape", default="1.5b", choices=SHAPES)
-    parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--sequence", type=int, default=1024)
-    parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--engine", default="flux", choices=("flux", "resident"))
-    parser.add_argument("--offload", default="auto")
-    parser.add_argument("--resident-blocks", type=int)
-    parser.add_argument("--device-groups", type=int)
-    parser.add_argument("--chunk-rows", type=int)
-    parser.add_argument("--budget-gib", type=float, default=23.0)
-    parser.add_argument("--learning-rate", type=float, default=2e-4)
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
-    watch = MemoryWatch()
-    if options.engine == "flux":
-        total = torch.cuda.get_device_properties(0).total_memory
-        torch.cuda.set_per_process_memory_fraction(
-            min(1.0, (options.budget_gib - 0.7) * GIB / total)  # 0.7: the CUDA context
-        )
-    watch.start()
-    row = run(options)
-    watch.stop()
-    row["nvml_gib"] = round(watch.device_bytes / GIB, 2)
-    row["host_gib"] = round((watch.host_bytes - watch.empty_host_bytes) / GIB, 2)
-    print(json.dumps(row))
-    if options.json:
-        options.json.write_text(json.dumps(row, indent=1))
+    fluxtrain.wrap(
+        model,
+        device="cuda",
+        offload=options.offload,
+        resident_blocks=options.resident_blocks,
+        device_groups=options.device_groups,
+        chunk_rows=options.chunk_rows,
+        budget_bytes=int((options.budget_gib - CONTEXT_GIB) * GIB),
+        overlap=True,
+    )
+    torch.cuda.empty_cache()
+    return engine_of(model)
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
+    """Train some steps and return the row."""
     started_s = time.perf_counter()
     model = build(options.shape)
-    parameters = sum(p.numel() for p in model.parameters())
-    engine = None
-    if options.engine == "flux":
-        import fluxtrain
-        from fluxtrain.stream.engine import engine_of
-
-        fluxtrain.wrap(
-            model,
-            device="cuda",
-            offload=options.offload,
-            resident_blocks=options.resident_blocks,
-            device_groups=options.device_groups,
-            chunk_rows=options.chunk_rows,
-            budget_bytes=int((options.budget_gib - 0.7) * GIB),
-            overlap=True,
-        )
-        engine = engine_of(model)
-        torch.cuda.empty_cache()
-    else:
+    engine = wrapped(model, options) if options.engine == "flux" else None
+    if engine is None:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=options.learning_rate, fused=None if engine else True
     )
     setup_s = time.perf_counter() - started_s
     tokens = corpus(model.config.vocab_size)
-    times, losses, stalls = [], [], {}
+    times, losses = [], []
     for step in range(options.steps):
         ids = batch(tokens, step, options.batch, options.sequence).cuda()
         torch.cuda.synchronize()
@@ -155,12 +87,25 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         times.append(time.perf_counter() - began_s)
         if engine and step == options.steps - 2:
             engine.take_stalls()
-    if engine:
-        stalls = {k: round(v, 3) for k, v in engine.take_stalls().items()}
-        engine.flush()
+    stalls = {} if engine is None else engine.take_stalls()
+    return report(options, model, engine, times, losses) | {
+        "setup_s": round(setup_s, 1),
+        "last_step_stalls_s": {k: round(v, 3) for k, v in stalls.items()},
+    }
+
+
+def report(
+    options: argparse.Namespace,
+    model: Qwen2ForCausalLM,
+    engine: Any,
+    times: list[float],
+    losses: list[float],
+) -> dict[str, Any]:
+    """The row without what is measured from outside."""
     median_s = statistics.median(times[3:])
+    parameters = sum(p.numel() for p in model.parameters())
     trained = options.batch * options.sequence
-    return {
+    row: dict[str, Any] = {
         "engine": options.engine,
         "shape": options.shape,
         "parameters_b": round(parameters / 1e9, 3),
@@ -168,16 +113,20 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "step_s": round(median_s, 3),
         "tokens_per_s": round(trained / median_s),
         "tflops": round(6 * parameters * trained / median_s / 1e12, 1),
-        "offload": engine.plan.offload if engine else "-",
-        "resident": engine.plan.resident_blocks if engine else "-",
-        "device_groups": engine.plan.device_groups if engine else "-",
-        "chunk_rows": engine.chunk_rows if engine else "-",
-        "setup_s": round(setup_s, 1),
         "loss_first": round(losses[0], 3),
         "loss_last": round(losses[-1], 3),
-        "last_step_stalls_s": stalls,
         "times_s": [round(t, 2) for t in times],
     }
+    if engine is not None:
+        engine.flush()
+        plan = engine.plan
+        row |= {
+            "offload": plan.offload,
+            "resident_blocks": plan.resident_blocks,
+            "device_groups": plan.device_groups,
+            "chunk_rows": engine.chunk_rows,
+        }
+    return row
 
 
 def batch(tokens: torch.Tensor, step: int, rows: int, length: int) -> torch.Tensor:

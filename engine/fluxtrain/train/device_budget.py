@@ -1,0 +1,42 @@
+"""Holds a run to the device memory that its configuration grants, CUDA's own share included."""
+
+from __future__ import annotations
+
+import torch
+
+from fluxtrain.errors import DoesNotFit
+from fluxtrain.units import GIB, bytes_text
+
+_SMALLEST_BYTES = 64 << 20
+
+
+def hold_to_budget(budget_gib: float | None) -> int | None:
+    """Cap torch's allocator; returns the bytes left to it (None: no budget was set).
+
+    What CUDA itself takes for this process (context, kernels: some hundred MiB) counts against the
+    budget, because that is what `nvidia-smi` shows and what a card of that size would lose.
+    Raises DoesNotFit when nothing is left.
+    """
+    if budget_gib is None:
+        return None
+    torch.zeros(1, device="cuda")
+    free_bytes, total_bytes = torch.cuda.mem_get_info()
+    context_bytes = _context_bytes(total_bytes - free_bytes)
+    budget_bytes = min(int(budget_gib * GIB), total_bytes)
+    left_bytes = budget_bytes - context_bytes
+    if left_bytes < _SMALLEST_BYTES:
+        raise DoesNotFit(
+            f"placement.budget_gib={budget_gib:g} leaves nothing beside the "
+            f"{bytes_text(context_bytes)} that CUDA itself takes: set at least "
+            f"{(context_bytes + GIB) / GIB:.1f}"
+        )
+    torch.cuda.set_per_process_memory_fraction(left_bytes / total_bytes)
+    return left_bytes
+
+
+def _context_bytes(used_bytes: int) -> int:
+    """This process's memory outside torch: by NVML, or all that is used when NVML is silent."""
+    from fluxtrain.hardware.gpu import own_process_bytes
+
+    own_bytes = own_process_bytes()
+    return (used_bytes if own_bytes is None else own_bytes) - torch.cuda.memory_reserved()
