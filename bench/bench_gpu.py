@@ -25,7 +25,9 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 GIB = 1 << 30
 CONTEXT_GIB = 0.7  # CUDA's own share of the process's memory
-SHAPES: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("shapes.yaml").read_text())
+SHAPES: dict[str, dict[str, Any]] = yaml.safe_load(
+    Path(__file__).with_name("shapes.yaml").read_text()
+)
 
 
 class MemoryWatch(threading.Thread):
@@ -39,7 +41,74 @@ class MemoryWatch(threading.Thread):
         pynvml.nvmlInit()
         self._handle = pynvml.nvmlDeviceGetHandleByIndex(0)
 
-    def wrapped(model: Qwen2ForCausalLM, options: argparse.Namespace) -> Any:
+    def run(self) -> None:
+        process = psutil.Process()
+        while not self._ended.wait(0.05):
+            for entry in pynvml.nvmlDeviceGetComputeRunningProcesses(self._handle):
+                if entry.pid == os.getpid() or entry.usedGpuMemory is not None:
+                    self.device_bytes = max(self.device_bytes, entry.usedGpuMemory or 0)
+            self.host_bytes = max(self.host_bytes, process.memory_info().rss)
+
+    def stop(self) -> None:
+        self._ended.set()
+        self.join()
+
+
+def corpus(vocabulary: int) -> torch.Tensor:
+    """Token ids of real text: the standard library's own source, as byte pairs."""
+    text = b"".join(p.read_bytes() for p in sorted(Path(os.__file__).parent.glob("*.py")))
+    data = torch.frombuffer(bytearray(text[: len(text) // 2 * 2]), dtype=torch.uint8).long()
+    pairs = data[0::2] * 256 + data[1::2]
+    return pairs % vocabulary
+
+
+def build(shape: str) -> Qwen2ForCausalLM:
+    """The model in bf16 with random weights, made on the GPU."""
+    config = Qwen2Config(**SHAPES[shape])
+    config._attn_implementation = "sdpa"
+    torch.manual_seed(0)
+    previous = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("cuda"):
+            return Qwen2ForCausalLM(config).train()
+    finally:
+        torch.set_default_dtype(previous)
+
+
+def main() -> None:
+    """One measurement; see the module."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shape", default="1.5b", choices=SHAPES)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--sequence", type=int, default=1024)
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--engine", default="flux", choices=("flux", "resident"))
+    parser.add_argument("--offload", default="auto")
+    parser.add_argument("--resident-blocks", type=int)
+    parser.add_argument("--device-groups", type=int)
+    parser.add_argument("--chunk-rows", type=int)
+    parser.add_argument("--budget-gib", type=float, default=23.0)
+    parser.add_argument("--learning-rate", type=float, default=2e-4)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    watch = MemoryWatch()
+    if options.engine == "flux":
+        total = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(
+            min(1.0, (options.budget_gib - CONTEXT_GIB) * GIB / total)
+        )
+    watch.start()
+    row = run(options)
+    watch.stop()
+    row["nvml_gib"] = round(watch.device_bytes / GIB, 2)
+    row["host_gib"] = round((watch.host_bytes - watch.empty_host_bytes) / GIB, 2)
+    print(json.dumps(row))
+    if options.json:
+        options.json.write_text(json.dumps(row, indent=1))
+
+
+def wrapped(model: Qwen2ForCausalLM, options: argparse.Namespace) -> Any:
     """Wrap the model as the options say and return its engine."""
     import fluxtrain
     from fluxtrain.stream.engine import engine_of
