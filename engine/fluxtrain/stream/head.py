@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from fluxtrain.stream.block import Unit
 
 _LOGITS_CHUNK_BYTES = 256 << 20  # fp32 logits of one chunk of tokens
+_SCALED_ROWS = 4096
 
 
 class LazyLogits(Tensor):
@@ -257,9 +258,9 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         engine.begin_backward(unit, call, ctx.anchor_node)
         if call.spent:
             raise MisusedModel(
-                "a second backward pass over the same loss: its gradients at the head were computed "
-                "in the forward pass and are spent, retain_graph=True does not keep them. Compute "
-                "the loss again, or add the losses up before one backward()"
+                "a second backward pass over the same loss: its gradients at the head were "
+                "computed in the forward pass and are spent, retain_graph=True does not keep them. "
+                "Compute the loss again, or add the losses up before one backward()"
             )
         call.spent = True
         for group, member in unit.members():
@@ -269,7 +270,16 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         gradient = call.hidden_gradient
         call.weight_sum = call.bias_sum = call.hidden_gradient = None
         engine.after_backward(unit)
-        return None, None, None if gradient is None else gradient.mul_(scale.to(gradient.dtype))
+        return None, None, None if gradient is None else _scale(gradient, scale)
+
+
+def _scale(gradient: Tensor, scale: Tensor) -> Tensor:
+    """In place, in fp32 a slice at a time: 1/n rounded to bf16 first is off by up to 0.4 %."""
+    if gradient.dtype == torch.float32:
+        return gradient.mul_(scale)
+    for part in gradient.split(_SCALED_ROWS):
+        part.copy_(part.float().mul_(scale))
+    return gradient
 
 
 def _trained(call: HeadCall) -> tuple[bool, bool]:
