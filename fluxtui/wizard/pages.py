@@ -59,7 +59,7 @@ def plan_page(plan: PlanPreview, width: int) -> Content:
 
 def plan_refused(message: str, width: int) -> Content:
     """Why there is no plan, and what can be done here."""
-    cure = "Press esc to change an answer, or ← → for another offload setting."
+    cure = "Press esc to change an answer, ← → for another offload setting, or r to ask again."
     return Content("\n").join(
         [
             drawing.problem(message, width),

@@ -49,7 +49,7 @@ _KEYS: dict[StepName, list[tuple[str, str]]] = {
         ("enter", "next"),
         ("← →", "offload"),
         ("s", "steps"),
-        ("↑↓", "scroll"),
+        ("r", "again"),
         ("esc", "back"),
     ],
     "launch": [("enter", "start the training"), ("↑↓", "scroll"), ("esc", "back")],
@@ -216,6 +216,11 @@ class WizardScreen(Screen[Launch | None]):
             self._check(step, pause_s=_TYPING_PAUSE_S)
         else:
             self._ask_for_plan()
+
+    @on(PlanStep.AskedAgain)
+    def _plan_again(self) -> None:
+        self._planned_for = None
+        self._ask_for_plan()
 
     @on(Input.Submitted)
     def _submitted(self) -> None:

@@ -249,9 +249,13 @@ class PlanStep(Step, can_focus=True):
         Binding("left", "offload(-1)", "offload", show=False),
         Binding("right", "offload(1)", "offload", show=False),
         Binding("s", "steps", "steps", show=False),
+        Binding("r", "again", "plan again", show=False),
         Binding("up,k", "scroll_up", "scroll", show=False),
         Binding("down,j", "scroll_down", "scroll", show=False),
     ]
+
+    class AskedAgain(Message):
+        """The user wants the same answers planned once more: the machine may have changed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -300,6 +304,10 @@ class PlanStep(Step, can_focus=True):
         box.value = "" if self._answers.steps is None else str(self._answers.steps)
         box.display = True
         box.focus()
+
+    def action_again(self) -> None:
+        """Plan the same answers once more."""
+        self.post_message(self.AskedAgain())
 
     @property
     def asks_for_steps(self) -> bool:

@@ -250,7 +250,7 @@ async def test_a_plan_that_is_refused_says_why_and_holds_the_wizard(folder: Path
         await wizard.press("enter")
         assert wizard.step == "plan"
         (folder / "plan.json").write_text(json.dumps(PLAN))
-        await wizard.press("right")
+        await wizard.press("r")
         await wizard.until(lambda: "Chosen for you" in wizard.text())
 
 
