@@ -94,7 +94,7 @@ def kill_and_resume(config: Path, run_dir: Path, *, kills: int, seed: int, typic
     dice = random.Random(seed)
     for _ in range(kills):
         with running("train", config, "--run-dir", run_dir, "--resume", "auto") as process:
-            time.sleep(dice.uniform(0.3, 1.1) * typical_s)
+            time.sleep(dice.uniform(0.2, 1.0) * typical_s)
             process.kill()
     assert finished("train", config, "--run-dir", run_dir, "--resume", "auto") == 0
     return len({hello.pid for hello in events(run_dir, Hello)})

@@ -13,7 +13,7 @@ from torch import nn
 
 from fluxtrain.data.batches import Batch, BatchSource
 from fluxtrain.errors import Diverged, DoesNotFit, Interrupted
-from fluxtrain.telemetry.events import EvaluationFinished, StepFinished
+from fluxtrain.telemetry.events import EvaluationFinished, RunPhase, StepFinished
 from fluxtrain.train.advice import StallWatch
 from fluxtrain.train.announce import Announcer
 from fluxtrain.train.cadence import Cadence
@@ -194,11 +194,11 @@ class TrainingLoop:
         if self._keeper.is_due(self.state.step):
             self._checkpoint()
 
-    def _checkpoint(self) -> None:
+    def _checkpoint(self, then: RunPhase = "training") -> None:
         self._announcer.phase("saving")
         self._engine.flush()
         self._keeper.write(self.state, self._engine, self._data)
-        self._announcer.phase("training")
+        self._announcer.phase(then)
 
     def _attend_requests(self) -> None:
         if self._requests.paused:
@@ -212,8 +212,7 @@ class TrainingLoop:
         self._announcer.phase("paused", f"after step {self.state.step}")
         while self._requests.paused:
             if self._requests.take_checkpoint():
-                self._checkpoint()
-                self._announcer.phase("paused", f"after step {self.state.step}")
+                self._checkpoint(then="paused")
             self._requests.wait_for_change()
         self._announcer.phase("training")
 

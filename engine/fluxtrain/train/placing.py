@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,9 +11,10 @@ from torch import nn
 
 from fluxtrain.hardware.device import check_accelerator
 from fluxtrain.hardware.machine import Machine
-from fluxtrain.plan.footprint import ModelFacts, activation_row_estimate
-from fluxtrain.plan.placement import Placement, Room, Wishes, place
-from fluxtrain.stream.blocks import take_apart
+from fluxtrain.plan.facts import ModelFacts, Room, RowFacts, Wishes
+from fluxtrain.plan.footprint import activation_estimate
+from fluxtrain.plan.placement import RunPlacement, place
+from fluxtrain.stream.grouping import facts_of
 from fluxtrain.telemetry.events import ChoiceMade
 from fluxtrain.train.config import RunConfig
 from fluxtrain.units import GIB
@@ -31,27 +34,22 @@ def choose_device(config: RunConfig) -> ChoiceMade:
 
 
 def model_facts(model: nn.Module, config: Any, sequence_length: int) -> ModelFacts:
-    """Sizes of a causal language model, also of one on the meta device.
+    """Sizes of a causal language model and of one row, also of a model on the meta device.
 
     `config` is its Hugging Face configuration.
     """
-    parts = take_apart(model)
-    counted: set[int] = set()
-    blocks = tuple(_new_bytes(block, counted) for _, block in parts.blocks)
-    edges = _new_bytes(model, counted)
     text = config.get_text_config()
     hidden = int(text.hidden_size)
-    dtype_bytes = max(p.element_size() for p in model.parameters() if p.is_floating_point())
-    return ModelFacts(
-        block_bytes=blocks,
-        edge_bytes=edges,
-        trained_parameters=sum(p.numel() for p in model.parameters() if p.requires_grad),
-        dtype_bytes=dtype_bytes,
-        activation_row_bytes=activation_row_estimate(hidden, sequence_length, dtype_bytes),
+    intermediate = int(getattr(text, "intermediate_size", None) or 4 * hidden)
+    dtype_bytes = _usual_dtype_bytes(model)
+    row = RowFacts(
         hidden=hidden,
         vocabulary=int(text.vocab_size),
         sequence_length=sequence_length,
+        dtype_bytes=dtype_bytes,
+        activation_bytes=activation_estimate(hidden, intermediate, sequence_length, dtype_bytes),
     )
+    return replace(facts_of(model), row=row)
 
 
 def decide(
@@ -62,7 +60,7 @@ def decide(
     *,
     batch_rows: int | None,
     data_rows: int | None,
-) -> Placement:
+) -> RunPlacement:
     """Where the bytes go and how many rows a step takes.
 
     `batch_rows` None leaves it to the rule; `data_rows` are those of one epoch.
@@ -81,23 +79,15 @@ def decide(
             chunk_rows=None if wished.chunk_rows == "auto" else wished.chunk_rows,
             budget_bytes=None if wished.budget_gib is None else int(wished.budget_gib * GIB),
             data_rows=data_rows,
+            accumulates=config.train.accumulation > 1,
         ),
     )
 
 
-def choices_of(placement: Placement) -> tuple[ChoiceMade, ...]:
-    """The placement's choices as an event tells them."""
-    return tuple(
-        ChoiceMade(name=name, value=choice.value, because=choice.because)
-        for name, choice in placement.choices.items()
-    )
-
-
-def _new_bytes(module: nn.Module, counted: set[int]) -> int:
-    """Bytes of the parameters that were not counted before; they are counted now."""
-    total = 0
-    for parameter in module.parameters():
-        if id(parameter) not in counted:
-            counted.add(id(parameter))
-            total += parameter.numel() * parameter.element_size()
-    return total
+def _usual_dtype_bytes(model: nn.Module) -> int:
+    """Of the dtype that most weights have: adapters in fp32 leave activations in bf16."""
+    elements: Counter[int] = Counter()
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            elements[parameter.element_size()] += parameter.numel()
+    return elements.most_common(1)[0][0]

@@ -19,7 +19,7 @@ from fluxtrain.telemetry.events import ChoiceMade
 from fluxtrain.train.choices import choose_course
 from fluxtrain.train.config import RunConfig, settings
 from fluxtrain.train.ingredients import DEMO
-from fluxtrain.train.placing import choices_of, choose_device, decide, model_facts
+from fluxtrain.train.placing import choose_device, decide, model_facts
 from fluxtrain.units import bytes_text, count_text
 
 DEMO_TOKENS = 430_000  # about what the standard library's docstrings come to
@@ -57,7 +57,7 @@ def preview(config: RunConfig) -> dict[str, Any]:
         steps_per_epoch=max(1, -(-rows // step_rows)),
         fresh_weights=config.model.path == DEMO,
     )
-    choices: tuple[ChoiceMade, ...] = (device, *choices_of(placement), *course.choices)
+    choices: tuple[ChoiceMade, ...] = (device, *placement.choices, *course.choices)
     return {
         "model": {
             "name": Path(config.model.path).name,
@@ -67,6 +67,7 @@ def preview(config: RunConfig) -> dict[str, Any]:
         },
         "device": device.value,
         "offload": placement.offload,
+        "device_groups": placement.device_groups,
         "resident_blocks": placement.resident_blocks,
         "batch_rows": placement.batch_rows,
         "chunk_rows": placement.chunk_rows,

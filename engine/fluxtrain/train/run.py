@@ -26,7 +26,7 @@ from fluxtrain.train.ingredients import DEMO, Ingredients, load_ingredients
 from fluxtrain.train.keeping import CheckpointKeeper, newest_valid
 from fluxtrain.train.loop import LoopSettings, TrainingLoop
 from fluxtrain.train.parameter_groups import parameter_groups
-from fluxtrain.train.placing import choices_of, choose_device, decide, model_facts
+from fluxtrain.train.placing import choose_device, decide, model_facts
 from fluxtrain.train.randomness import seed_everything
 from fluxtrain.train.recovery import Target
 from fluxtrain.train.run_files import (
@@ -100,7 +100,7 @@ class Run:
         )
         self.batch_rows = self.placement.batch_rows
         self.data = data or self._batches(self.batch_rows)
-        self._choices = (device, *choices_of(self.placement))
+        self._choices = (device, *self.placement.choices)
         self.course = choose_course(
             config.train,
             steps_per_epoch=self.data.steps_per_epoch,
@@ -158,6 +158,7 @@ class Run:
             chunk_rows=self.engine.chunk_rows,
             accumulation=self._config.train.accumulation,
             sequence_length=self._config.data.sequence_length,
+            device_groups=plan.device_groups,
             resident_blocks=plan.resident_blocks,
             slots=plan.slots,
             device_bytes=plan.device_bytes,
@@ -255,6 +256,7 @@ def _wrapped(model: nn.Module, device: str, placement: Placement) -> tuple[nn.Mo
         chunk_rows=placement.chunk_rows,
         overlap=True,
         budget_bytes=placement.budget_bytes,
+        device_groups=placement.device_groups,
         resident_blocks=placement.resident_blocks,
     )
     return wrapped, engine_of(wrapped)

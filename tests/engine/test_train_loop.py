@@ -1,0 +1,334 @@
+"""The loop: equal to the plain one, truthful about time, stopped before harm is done."""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import fluxtrain
+from fluxtrain.data.batches import BatchSource, in_order
+from fluxtrain.errors import Diverged, DoesNotFit, Interrupted
+from fluxtrain.optim import schedule
+from fluxtrain.stream.engine import Engine, engine_of
+from fluxtrain.telemetry import events as ev
+from fluxtrain.telemetry.control import send_command
+from fluxtrain.telemetry.journal import read_events
+from fluxtrain.train.config import RunConfig, load_config
+from fluxtrain.train.evaluate import evaluate
+from fluxtrain.train.ingredients import load_ingredients
+from fluxtrain.train.parameter_groups import parameter_groups
+from fluxtrain.train.recovery import locate
+from fluxtrain.train.run import train
+
+
+def run(config: Path, run_dir: Path, *overrides: str, resume: str | None = None) -> list[Any]:
+    """Train in this process; the journal's events."""
+    settings = load_config(config, list(overrides))
+    train(settings, locate(resume, run_dir, settings))
+    return list(read_events(run_dir / "events.ndjson"))
+
+
+def of(kind: type[Any], events: list[Any]) -> list[Any]:
+    return [event for event in events if isinstance(event, kind)]
+
+
+MakeConfig = Callable[..., Path]
+
+
+def serial_losses(config: RunConfig, steps: int) -> tuple[list[float], list[float]]:
+    """The textbook loop over a wrapped model whose every step waits for its update."""
+    ingredients = load_ingredients(config)
+    model = fluxtrain.wrap(ingredients.loaded.model, device="cpu", offload="weights", chunk_rows=4)
+    assert not engine_of(model).overlap
+    settings = config.train
+    optimizer = torch.optim.AdamW(
+        parameter_groups(model, learning_rate=1e-3, weight_decay=settings.weight_decay,
+                         no_decay=settings.no_decay),
+        betas=settings.betas, eps=settings.eps,
+    )  # fmt: skip
+    data = BatchSource(ingredients.data.trained, 4, settings.accumulation, 0)
+    losses, norms = [], []
+    for step in range(steps):
+        factor = schedule.factor("cosine", step, warmup_steps=1, total_steps=steps)
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-3 * factor
+        parts = []
+        for batch in data.next_step():
+            loss = model(**batch.inputs()).loss
+            loss.backward()
+            parts.append(float(loss.detach()))
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), settings.max_grad_norm or 0.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(math.fsum(parts))
+        norms.append(float(norm))
+    return losses, norms
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_the_deferred_update_with_clipping_equals_the_serial_loop_bit_for_bit(
+    run_config: MakeConfig, tmp_path: Path, dtype: str, accumulation: int
+) -> None:
+    config = run_config(train__steps=6, train__max_grad_norm=0.5, model__dtype=dtype,
+                        train__accumulation=accumulation)  # fmt: skip
+    steps = of(ev.StepFinished, run(config, tmp_path / "run"))
+    losses, norms = serial_losses(load_config(config), 6)
+    assert [step.loss for step in steps] == losses
+    assert all(norm > 0.5 for norm in norms[:3])  # clipping was at work
+    assert [step.grad_norm for step in steps] == pytest.approx(norms, rel=1e-6)
+
+
+def test_accumulation_weights_its_parts_by_their_tokens(
+    run_config: MakeConfig, tmp_path: Path
+) -> None:
+    whole = run_config(train__batch_rows=8)
+    parts = run_config("parts.yaml", train__batch_rows=4, train__accumulation=2)
+    one = of(ev.StepFinished, run(whole, tmp_path / "whole"))
+    two = of(ev.StepFinished, run(parts, tmp_path / "parts"))
+    assert [step.tokens for step in one] == [step.tokens for step in two]
+    assert [s.loss for s in two] == pytest.approx([s.loss for s in one], rel=1e-4)
+    assert one[-1].loss < one[0].loss
+
+
+def test_the_phases_partition_the_step_and_the_journal_tells_the_whole_story(
+    run_config: MakeConfig, tmp_path: Path
+) -> None:
+    events = run(run_config(train__steps=4, train__checkpoint_every=2), tmp_path / "run")
+    assert isinstance(events[0], ev.Hello)
+    assert isinstance(events[-1], ev.Done)
+    assert [event.seq for event in events] == list(range(1, len(events) + 1))
+    steps = of(ev.StepFinished, events)
+    assert [step.step for step in steps] == [1, 2, 3, 4]
+    for step in steps:
+        assert sum(step.phases_s.values()) == pytest.approx(step.step_s, rel=1e-6)
+        assert all(seconds >= 0 for seconds in step.phases_s.values())
+        assert step.phases_s["forward"] > 0 < step.phases_s["backward"]
+        assert step.tokens_per_s == pytest.approx(step.tokens / step.step_s)
+    assert steps[-1].total_tokens == sum(step.tokens for step in steps)
+    assert [e.step for e in of(ev.EvaluationFinished, events)] == [2, 4]
+    assert [e.step for e in of(ev.CheckpointWritten, events)] == [2, 4]
+    hello = of(ev.Hello, events)[-1]
+    assert hello.blocks == len(of(ev.ResidencySampled, events)[-1].weights)
+    assert hello.trained_parameters == hello.parameters > 10_000
+    assert of(ev.TrafficSampled, events)[-1].h2d_bytes > 0
+    assert of(ev.Heartbeat, events)
+    assert of(ev.SampleGenerated, events)[0].prompt
+
+
+def test_a_finished_run_leaves_a_model_that_evaluates_the_same_without_fluxtrain(
+    run_config: MakeConfig, tmp_path: Path
+) -> None:
+    config = run_config(model__dtype="bfloat16")
+    done = run(config, tmp_path / "run")[-1]
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert result["exit_code"] == 0
+    assert result["step"] == 4
+    assert result["evaluation_loss"] == done.evaluation_loss
+    assert result["measured_host_peak_bytes"] > 0
+    plan = json.loads((tmp_path / "run" / "plan.json").read_text())
+    assert {choice["name"] for choice in plan["choices"]} >= {
+        "offload",
+        "batch_rows",
+        "train.steps",
+    }
+    assert "config" in json.loads((tmp_path / "run" / "run.json").read_text())
+    model = AutoModelForCausalLM.from_pretrained(done.model_path)
+    ingredients = load_ingredients(load_config(config))
+    plain = evaluate(model, in_order(ingredients.data.held_out, 4))
+    assert plain is not None
+    assert plain.loss == pytest.approx(done.evaluation_loss, rel=2e-3)
+
+
+def test_no_training_row_is_evaluated_and_evaluating_changes_nothing(
+    run_config: MakeConfig, tmp_path: Path
+) -> None:
+    often = run(run_config(train__evaluate_every=1), tmp_path / "often")
+    never = run(run_config("never.yaml", data__held_out=0.1, train__evaluate_every="end"),
+                tmp_path / "never")  # fmt: skip
+    assert len(of(ev.EvaluationFinished, often)) == 4
+    assert len(of(ev.EvaluationFinished, never)) == 1
+    assert [s.loss for s in of(ev.StepFinished, often)] == [
+        s.loss for s in of(ev.StepFinished, never)
+    ]
+    without = run(run_config("none.yaml", data__held_out=0.0), tmp_path / "none")
+    assert not of(ev.EvaluationFinished, without)
+    assert without[-1].evaluation_loss is None
+
+
+@pytest.mark.parametrize("what", ["loss", "norm"])
+def test_a_divergence_stops_before_the_update_and_names_the_last_checkpoint(
+    run_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    steps, real = 0, Engine.clip_grad_norm
+
+    class Broken:
+        def value(self) -> float:
+            return math.inf
+
+    def clip(self: Engine, max_norm: float | None) -> Any:
+        nonlocal steps
+        steps += 1
+        norm = real(self, max_norm)
+        return Broken() if what == "norm" and steps == 4 else norm
+
+    monkeypatch.setattr(Engine, "clip_grad_norm", clip)
+    rates = ["train.learning_rate=1e30", "train.warmup_steps=0"] if what == "loss" else []
+    with pytest.raises(Diverged) as caught:
+        run(run_config(train__steps=8, train__checkpoint_every=1), tmp_path / "run", *rates)
+    assert caught.value.exit_code == 4
+    events = list(read_events(tmp_path / "run" / "events.ndjson"))
+    last = of(ev.CheckpointWritten, events)[-1]
+    assert last.path in str(caught.value)
+    assert "was not applied" in str(caught.value)
+    assert last.step == of(ev.StepFinished, events)[-1].step
+    assert isinstance(events[-1], ev.Failed)
+    assert events[-1].exit_code == 4
+    assert json.loads((tmp_path / "run" / "error.json").read_text())["kind"] == "Diverged"
+
+
+def test_a_step_that_runs_out_of_memory_is_done_again_in_smaller_chunks(
+    run_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = run_config(train__steps=5)
+    undisturbed = of(ev.StepFinished, run(config, tmp_path / "undisturbed"))
+    real, calls = Engine.clip_grad_norm, 0
+
+    def clip(self: Engine, max_norm: float | None) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return real(self, max_norm)
+
+    monkeypatch.setattr(Engine, "clip_grad_norm", clip)
+    events = run(config, tmp_path / "run")
+    again = of(ev.StepFinished, events)
+    assert [step.step for step in again] == [1, 2, 3, 4, 5]
+    assert [s.tokens for s in again] == [s.tokens for s in undisturbed]
+    assert [s.loss for s in again] == pytest.approx([s.loss for s in undisturbed], rel=1e-5)
+    warnings = [log.text for log in of(ev.LogWritten, events) if log.level == "warning"]
+    assert any("chunks of 2 rows instead of 4" in text for text in warnings)
+    assert of(ev.AdviceGiven, events)[0].how == "placement.chunk_rows=2"
+
+
+def test_out_of_memory_with_one_row_at_a_time_does_not_fit(
+    run_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def clip(self: Engine, max_norm: float | None) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    monkeypatch.setattr(Engine, "clip_grad_norm", clip)
+    with pytest.raises(DoesNotFit, match=r"one row at a time.*2\.00 GiB"):
+        run(run_config(), tmp_path / "run")
+
+
+Condition = Callable[[list[Any]], bool]
+
+
+def after_step(step: int) -> Condition:
+    return lambda events: any(s.step >= step for s in of(ev.StepFinished, events))
+
+
+def after(kind: type[Any], **wanted: object) -> Condition:
+    def seen(events: list[Any]) -> bool:
+        return any(
+            all(getattr(event, name) == value for name, value in wanted.items())
+            for event in of(kind, events)
+        )
+
+    return seen
+
+
+class Controller:
+    """Sends commands to a run in this process from another thread, each when its time has come."""
+
+    def __init__(self, run_dir: Path, script: list[tuple[Condition, str]]) -> None:
+        self.run_dir, self.script = run_dir, script
+        self.answers: list[tuple[bool, str]] = []
+        self.thread = threading.Thread(target=self._work)
+        self.thread.start()
+
+    def _work(self) -> None:
+        for condition, command in self.script:
+            self._wait(condition)
+            answer = send_command(self.run_dir / "ctl.sock", command)
+            self.answers.append((answer.ok, answer.message))
+
+    def _wait(self, condition: Condition) -> None:
+        deadline = time.monotonic() + 60
+        journal = self.run_dir / "events.ndjson"
+        while time.monotonic() < deadline:
+            if journal.exists() and condition(list(read_events(journal))):
+                return
+            time.sleep(0.01)
+
+
+def test_a_run_pauses_goes_on_saves_and_stops_when_told(
+    run_config: MakeConfig, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    config = run_config(train__steps=100_000, train__checkpoint_every="end",
+                        train__evaluate_every="end")  # fmt: skip
+    script = [
+        (after_step(1), "dance"),
+        (after_step(2), "pause"),
+        (after(ev.PhaseChanged, phase="paused"), "checkpoint"),
+        (after(ev.CheckpointWritten), "resume"),
+        (after_step(20), "stop"),
+    ]
+    control = Controller(run_dir, script)
+    with pytest.raises(Interrupted) as caught:
+        run(config, run_dir)
+    control.thread.join()
+    assert caught.value.exit_code == 143
+    assert [ok for ok, _ in control.answers] == [False, True, True, True, True]
+    assert "pause, resume, checkpoint, stop" in control.answers[0][1]
+    events = list(read_events(run_dir / "events.ndjson"))
+    assert [a.command for a in of(ev.CommandAnswered, events)] == [c for _, c in script]
+    phases = [phase.phase for phase in of(ev.PhaseChanged, events)]
+    assert phases[-1] == "stopping"
+    paused = phases.index("paused")
+    assert phases[paused : paused + 4] == ["paused", "saving", "paused", "training"]
+    while_paused = events[events.index(of(ev.PhaseChanged, events)[paused]) :]
+    end = next(i for i, e in enumerate(while_paused) if e in of(ev.CommandAnswered, events)[3:])
+    assert not of(ev.StepFinished, while_paused[:end])
+    done = events[-1]
+    assert (done.exit_code, done.step) == (143, of(ev.CheckpointWritten, events)[-1].step)
+    assert not (run_dir / "ctl.sock").exists()
+
+
+def test_the_learning_rate_follows_its_schedule(run_config: MakeConfig, tmp_path: Path) -> None:
+    config = run_config(train__steps=6, train__warmup_steps=2, train__schedule="linear")
+    steps = of(ev.StepFinished, run(config, tmp_path / "run"))
+    assert [s.learning_rate for s in steps] == pytest.approx(
+        [0.5e-3, 1e-3, 1e-3, 0.75e-3, 0.5e-3, 0.25e-3]
+    )
+
+
+def test_each_parameter_is_decayed_as_its_kind_says(model_folder: Callable[..., Path]) -> None:
+    model = AutoModelForCausalLM.from_pretrained(model_folder("gpt2"))
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    groups = parameter_groups(
+        model, learning_rate=1.0, weight_decay=0.1, no_decay=("norms", "biases", "embeddings")
+    )
+    decayed, spared = ({names[id(p)] for p in group["params"]} for group in groups)
+    assert [group["weight_decay"] for group in groups] == [0.1, 0.0]
+    assert decayed | spared == set(names.values())
+    assert not decayed & spared
+    assert {n for n in spared if "weight" in n and "ln_" not in n} == {
+        "transformer.wte.weight",
+        "transformer.wpe.weight",
+    }
+    assert all(name.endswith("weight") for name in decayed)
+    only_biases = parameter_groups(model, learning_rate=1.0, weight_decay=0.1, no_decay=["biases"])
+    assert "transformer.ln_f.weight" in {names[id(p)] for p in only_biases[0]["params"]}

@@ -1,0 +1,94 @@
+"""The command itself, without torch: light, documented, and usable by programs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from fluxtrain.telemetry.rundir import RunDir
+from fluxtrain.train.config import json_schema
+
+EXIT_CODES = ("0 finished", "1 a bug", "2 bad", "3 does not fit", "4 diverged", "5 no space")
+
+
+def command(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "fluxtrain", *arguments],
+        capture_output=True, text=True, check=False, timeout=60, cwd=folder,
+        env={**os.environ, "FLUXTRAIN_RUNS": str(folder / "runs")},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["plan", "--help"]])
+def test_the_help_documents_every_exit_code(tmp_path: Path, arguments: list[str]) -> None:
+    said = command(*arguments, folder=tmp_path)
+    assert said.returncode == 0
+    words = " ".join(said.stdout.split())
+    for text in (*EXIT_CODES, "130 interrupted", "143 terminated"):
+        assert text in words
+
+
+def test_the_help_comes_at_once(tmp_path: Path) -> None:
+    def seconds(*arguments: str) -> float:
+        started_s = time.perf_counter()
+        subprocess.run([sys.executable, *arguments], capture_output=True, check=True, cwd=tmp_path)
+        return time.perf_counter() - started_s
+
+    command("--help", folder=tmp_path)  # byte code is compiled once
+    bare_s = min(seconds("-c", "pass") for _ in range(3))
+    help_s = min(seconds("-m", "fluxtrain", "--help") for _ in range(3))
+    assert help_s - bare_s < 0.3
+
+
+def test_neither_the_schema_nor_the_list_of_runs_loads_torch(tmp_path: Path) -> None:
+    code = (
+        "import sys; from fluxtrain.cli import main\n"
+        "try: main(sys.argv[1:])\n"
+        "except SystemExit as end: print(end.code, 'torch' in sys.modules, file=sys.stderr)"
+    )
+    for name in ("schema", "runs"):
+        answer = subprocess.run(
+            [sys.executable, "-c", code, name],
+            capture_output=True, text=True, check=False, cwd=tmp_path, timeout=60,
+        )  # fmt: skip
+        assert answer.stderr.split() == ["0", "False"]
+
+
+def test_the_schema_is_the_configurations_own(tmp_path: Path) -> None:
+    assert json.loads(command("schema", folder=tmp_path).stdout) == json_schema()
+
+
+def test_runs_are_listed_for_people_and_for_programs(tmp_path: Path) -> None:
+    assert "no runs below" in command("runs", folder=tmp_path).stdout
+    assert json.loads(command("runs", "--json", folder=tmp_path).stdout) == []
+    run = RunDir.create(tmp_path / "runs", "demo")
+    run.write_json(run.result, {"exit_code": 0, "message": "finished"})
+    run.write_json(run.run, {"config": {}})
+    listed = json.loads(command("runs", "--json", folder=tmp_path).stdout)
+    assert [(one["run_id"], one["state"]) for one in listed] == [(run.run_id, "finished")]
+    assert run.run_id in command("runs", folder=tmp_path).stdout
+
+
+def test_a_reader_that_leaves_is_no_error(tmp_path: Path) -> None:
+    line = f"{sys.executable} -m fluxtrain schema | head -c 10; exit ${{PIPESTATUS[0]}}"
+    answer = subprocess.run(
+        ["bash", "-c", line], capture_output=True, text=True, check=False, cwd=tmp_path, timeout=60
+    )
+    assert answer.returncode == 0
+    assert answer.stderr == ""
+
+
+def test_a_wrong_command_line_is_one_line_and_code_two(tmp_path: Path) -> None:
+    for arguments in (["fly"], ["train", "--steps", "x", "--demo"], ["train"], ["plan", "no.yaml"]):
+        said = command(*arguments, folder=tmp_path)
+        assert said.returncode == 2
+        assert said.stdout == ""
+        assert said.stderr.startswith("error: ")
+        assert said.stderr.count("\n") == 1
+    assert not (tmp_path / "runs").exists()

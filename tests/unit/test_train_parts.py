@@ -1,0 +1,266 @@
+"""The parts of the trainer that decide, without torch: cadence, estimates, requests, lines."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fluxtrain.errors import DoesNotFit, Interrupted, NoSpace
+from fluxtrain.telemetry import events as ev
+from fluxtrain.train.advice import StallWatch
+from fluxtrain.train.cadence import Cadence
+from fluxtrain.train.choices import choose_course
+from fluxtrain.train.config import TrainSettings
+from fluxtrain.train.console import PlainConsole, line
+from fluxtrain.train.failures import as_told
+from fluxtrain.train.progress import Progress
+from fluxtrain.train.requests import Requests, Signals
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+# --- cadence --------------------------------------------------------------------------------------
+
+
+@given(every=st.integers(1, 50), total=st.integers(1, 200))
+def test_a_fixed_cadence_is_due_at_its_multiples_and_at_the_end(every: int, total: int) -> None:
+    cadence = Cadence(every=every, total_steps=total, share=0.1)
+    due = [step for step in range(1, total + 1) if cadence.is_due(step)]
+    assert due == sorted({*range(every, total + 1, every), total})
+
+
+def test_the_end_is_the_only_time_when_that_was_asked() -> None:
+    cadence = Cadence(every="end", total_steps=9, share=0.1)
+    assert [step for step in range(1, 10) if cadence.is_due(step)] == [9]
+
+
+@pytest.mark.parametrize("cost_s", [0.0, 0.5, 5.0, 60.0])
+def test_an_automatic_cadence_never_takes_more_than_its_share(cost_s: float) -> None:
+    clock, spent_s, times = Clock(), 0.0, 0
+    cadence = Cadence(every="auto", total_steps=1000, share=0.05, clock=clock)
+    for step in range(1, 1000):
+        clock.now_s += 1.0
+        if cadence.is_due(step):
+            clock.now_s += cost_s
+            cadence.done(step, cost_s)
+            spent_s, times = spent_s + cost_s, times + 1
+    # the first time nothing is known of its cost
+    assert spent_s - cost_s <= 0.05 * (clock.now_s - 100.0)
+    if cost_s <= 5.0:
+        assert times == 9
+
+
+def test_long_steps_are_saved_by_the_clock() -> None:
+    clock = Clock()
+    cadence = Cadence(every="auto", total_steps=1000, share=0.05, period_s=600, clock=clock)
+    clock.now_s += 601
+    assert cadence.is_due(1)
+    cadence.done(1, 20.0)
+    clock.now_s += 599
+    assert not cadence.is_due(2)
+
+
+# --- the time that is left ------------------------------------------------------------------------
+
+
+def test_equal_steps_have_no_spread_and_the_first_step_does_not_count() -> None:
+    progress = Progress()
+    progress.step_took(99.0)
+    assert progress.eta(10) == (None, None)
+    progress.step_took(2.0)
+    assert progress.eta(10) == (None, None)
+    progress.step_took(2.0)
+    assert progress.eta(10) == (20.0, 0.0)
+    assert progress.eta(0) == (0.0, 0.0)
+
+
+@given(st.lists(st.floats(0.01, 100), min_size=2, max_size=80), st.integers(1, 10_000))
+def test_the_estimate_is_the_mean_of_recent_steps(times_s: list[float], remaining: int) -> None:
+    progress = Progress(recent_steps=50)
+    for seconds in [1.0, *times_s]:
+        progress.step_took(seconds)
+    eta_s, spread_s = progress.eta(remaining)
+    recent = times_s[-50:]
+    assert eta_s == pytest.approx(remaining * sum(recent) / len(recent))
+    assert spread_s is not None
+    assert 0 <= spread_s <= remaining * (max(recent) - min(recent)) + 1e-6
+
+
+# --- choices --------------------------------------------------------------------------------------
+
+
+def test_each_automatic_number_of_the_course_has_its_reason() -> None:
+    course = choose_course(TrainSettings(epochs=2.5), steps_per_epoch=100, fresh_weights=False)
+    assert course.total_steps == 250
+    assert course.warmup_steps == 8
+    assert course.learning_rate == 2e-5
+    reasons = {choice.name: choice.because for choice in course.choices}
+    assert "2.5 epochs of 100 steps" in reasons["train.steps"]
+    assert "trained already" in reasons["train.learning_rate"]
+    assert "3% of 250" in reasons["train.warmup_steps"]
+
+
+def test_what_was_set_is_kept() -> None:
+    settings = TrainSettings(steps=7, learning_rate=0.5, warmup_steps=0)
+    course = choose_course(settings, steps_per_epoch=100, fresh_weights=True)
+    assert (course.total_steps, course.learning_rate, course.warmup_steps) == (7, 0.5, 0)
+    assert [choice.name for choice in course.choices] == ["train.steps"]
+
+
+@given(st.integers(1, 10**7))
+def test_the_warm_up_is_short_and_never_longer_than_the_run(steps: int) -> None:
+    settings = TrainSettings(steps=steps)
+    course = choose_course(settings, steps_per_epoch=10, fresh_weights=True)
+    assert 1 <= course.warmup_steps <= min(100, steps)
+
+
+# --- requests and signals -------------------------------------------------------------------------
+
+
+def test_commands_are_answered_and_noted() -> None:
+    requests = Requests()
+    assert requests.handle("pause", {}) == (True, "pauses after this step")
+    assert requests.paused
+    assert requests.handle("pause", {}) == (True, "paused already")
+    assert requests.handle("checkpoint", {})[0]
+    assert requests.take_checkpoint()
+    assert not requests.take_checkpoint()
+    assert requests.handle("resume", {}) == (True, "goes on")
+    assert not requests.paused
+    ok, message = requests.handle("explode", {})
+    assert not ok
+    assert "pause, resume, checkpoint, stop" in message
+
+
+def test_a_stop_wins_over_a_pause_and_refuses_what_comes_after() -> None:
+    requests = Requests()
+    requests.handle("pause", {})
+    assert requests.handle("stop", {})[0]
+    assert requests.stop_code == 143
+    assert not requests.paused
+    assert requests.handle("resume", {}) == (False, "the run is stopping already")
+
+
+def test_a_waiting_loop_wakes_up_for_a_command() -> None:
+    requests = Requests()
+    requests.handle("pause", {})
+    threading.Timer(0.05, requests.handle, ("resume", {})).start()
+    requests.wait_for_change(timeout_s=10.0)
+    assert not requests.paused
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 143)]
+)
+def test_a_signal_between_steps_is_noted_and_outside_raises(
+    number: signal.Signals, code: int
+) -> None:
+    before = signal.getsignal(number)
+    requests, ended = Requests(), list[int]()
+    with Signals(requests, exit_now=ended.append) as signals:
+        signals.deferred = True
+        signal.raise_signal(number)
+        assert requests.stop_code == code
+        signal.raise_signal(signal.SIGTERM)
+        assert ended == []
+        signal.raise_signal(signal.SIGINT)
+        assert ended == [130]
+    assert signal.getsignal(number) is before
+    with Signals(Requests()), pytest.raises(Interrupted) as caught:
+        signal.raise_signal(number)
+    assert caught.value.exit_code == code
+
+
+# --- what is printed ------------------------------------------------------------------------------
+
+
+def step(number: int, total: int = 100) -> ev.StepFinished:
+    return ev.StepFinished(
+        step=number, total_steps=total, epoch=0.5, loss=1.25, learning_rate=1e-3, grad_norm=None,
+        tokens=64, total_tokens=64, step_s=0.5, tokens_per_s=128.0, phases_s={}, stalls_s={},
+        eta_s=61.0,
+    )  # fmt: skip
+
+
+def test_fast_steps_share_a_line_and_the_first_and_last_always_have_one() -> None:
+    clock, lines = Clock(), list[str]()
+    console = PlainConsole(lines.append, period_s=2.0, clock=clock)
+    for number in range(1, 101):
+        clock.now_s += 0.5
+        console(step(number))
+    shown = [int(text.split()[1].partition("/")[0]) for text in lines]
+    assert shown[0] == 1
+    assert shown[-1] == 100
+    assert all(b - a >= 4 for a, b in pairwise(shown[:-1]))
+
+
+def test_a_step_line_has_its_numbers_and_a_dash_for_the_unknown() -> None:
+    text = line(step(3)) or ""
+    for part in ("step 3/100", "1.2500", "1.00e-03", "norm -", "128 tokens/s", "1m 01s left"):
+        assert part in text
+
+
+def test_a_sample_is_one_line() -> None:
+    said = line(ev.SampleGenerated(step=1, prompt="Return the ", text="\n\n  value\n\n"))
+    assert said == "sample: Return the | value"
+
+
+def test_gauges_are_not_for_the_console() -> None:
+    assert line(ev.Heartbeat(phase="training", step=1)) is None
+
+
+# --- failures and advice --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (OSError(28, "No space left on device"), NoSpace),
+        (OSError(122, "Disk quota exceeded"), NoSpace),
+        (MemoryError("Unable to allocate 3 GiB"), DoesNotFit),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), DoesNotFit),
+        (RuntimeError("CUDA out of memory. Tried to allocate 2 GiB"), DoesNotFit),
+        (RuntimeError("shape mismatch"), type(None)),
+        (OSError(2, "No such file"), type(None)),
+        (KeyError("x"), type(None)),
+    ],
+)
+def test_what_libraries_say_becomes_a_documented_exit_or_a_bug(
+    error: Exception, kind: type
+) -> None:
+    assert type(as_told(error)) is kind
+
+
+class Heard:
+    def __init__(self) -> None:
+        self.advice: list[tuple[str, str, str]] = []
+
+    def advise(self, text: str, gain: str = "", how: str = "") -> None:
+        self.advice.append((text, gain, how))
+
+
+def test_advice_follows_a_measured_stall_once_and_nothing_else() -> None:
+    heard: Any = Heard()
+    watch = StallWatch(heard)
+    for _ in range(40):
+        watch.step_took(1.0, {"weights": 0.1, "update": 0.2})
+    assert heard.advice == []
+    for _ in range(60):
+        watch.step_took(1.0, {"weights": 0.1, "update": 0.4})
+    assert len(heard.advice) == 1
+    text, gain, how = heard.advice[0]
+    assert "optimizer in host memory" in text
+    assert "%" in gain
+    assert "train.batch_rows" in how
