@@ -109,7 +109,7 @@ def test_the_demo_model_starts_as_one_that_knows_nothing() -> None:
     model = demo_model(1000)
     ids = torch.randint(0, 1000, (4, 64), generator=torch.Generator().manual_seed(0))
     loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-    assert loss.item() == pytest.approx(torch.tensor(1000.0).log().item(), abs=0.2)
+    assert loss.item() == pytest.approx(torch.tensor(1000.0).log().item(), abs=0.7)
 
 
 def test_a_missing_folder_and_a_file_are_refused(tmp_path: Path) -> None:
