@@ -26,8 +26,8 @@ def cgroup_limits(root: Path = Path("/")) -> CgroupLimits:
     """Read the limits of this process; `root` is another file tree in tests."""
     limits, left, quotas = [], [], []
     for folder in _folders(root, "memory"):
-        limit = _number(folder / "memory.max") or _number(folder / "memory.limit_in_bytes")
-        if limit is not None and limit < UNLIMITED_BYTES:
+        limit = _memory_limit(folder)
+        if limit is not None:
             limits.append(limit)
             left.append(max(0, limit - _working_set_bytes(folder)))
     for folder in _folders(root, "cpu"):
@@ -62,6 +62,14 @@ def _folders(root: Path, controller: str) -> Iterator[Path]:
         for part in (inside, *inside.parents):
             if ".." not in part.parts and (base / part).is_dir():
                 yield base / part
+
+
+def _memory_limit(folder: Path) -> int | None:
+    """The smallest of a group's own limits; above `memory.high` it is slowed down to a halt."""
+    names = ("memory.max", "memory.high", "memory.limit_in_bytes")
+    limits = [limit for name in names if (limit := _number(folder / name)) is not None]
+    limit = min(limits, default=UNLIMITED_BYTES)
+    return limit if limit < UNLIMITED_BYTES else None
 
 
 def _working_set_bytes(folder: Path) -> int:

@@ -28,9 +28,15 @@ class Gpu:
     memory_total_bytes: int | None
     memory_free_bytes: int | None
     other_processes: tuple[GpuProcess, ...] | None  # not this process
-    compute_capability: str | None  # "9.0"; bf16 arithmetic needs 8.0
-    pcie_generation: int | None  # at full speed; an idle link is slower
-    pcie_width: int | None
+    compute_capability: str | None  # "9.0"
+    pcie_generation: int | None  # that card and slot reach together; an idle link is slower
+    pcie_width: int | None  # lanes in use
+    bf16: bool | None = None  # arithmetic in bf16: compute capability 8.0 and above
+    pcie_card_generation: int | None = None  # what the card could do in another slot
+    pcie_card_width: int | None = None
+    power_limit_w: float | None = None
+    power_default_w: float | None = None  # as the card was sold
+    numa_node: int | None = None  # whose memory is near
     unknown: dict[str, str] = field(default_factory=dict)
 
 
@@ -59,8 +65,12 @@ class Gpus:
         return tuple(found)
 
 
-def read_gpus(nvml: Any = None, driver_folder: Path = Path("/proc/driver/nvidia/gpus")) -> Gpus:
-    """Ask NVML; `nvml` is another module with its functions in tests."""
+def read_gpus(
+    nvml: Any = None,
+    driver_folder: Path = Path("/proc/driver/nvidia/gpus"),
+    devices: Path = Path("/sys/bus/pci/devices"),
+) -> Gpus:
+    """Ask NVML; `nvml` is another module with its functions in tests, the folders other trees."""
     if nvml is None:
         try:
             nvml = import_module("pynvml")
@@ -72,12 +82,55 @@ def read_gpus(nvml: Any = None, driver_folder: Path = Path("/proc/driver/nvidia/
         return _none(f"NVML says: {error}", driver_folder)
     try:
         driver = _text(nvml.nvmlSystemGetDriverVersion())
-        gpus = tuple(_read_gpu(nvml, index) for index in range(nvml.nvmlDeviceGetCount()))
+        gpus = tuple(_read_gpu(nvml, index, devices) for index in range(nvml.nvmlDeviceGetCount()))
         return Gpus(gpus=gpus, driver=driver, reason=None if gpus else "the driver lists no GPU")
     except nvml.NVMLError as error:
         return _none(f"NVML says: {error}", driver_folder)
     finally:
         nvml.nvmlShutdown()
+
+
+def own_process_bytes(nvml: Any = None, pid: int | None = None) -> int | None:
+    """Memory that this process holds on all visible cards, CUDA's own share included.
+
+    None when NVML is missing or hides it. In a container the driver may count processes by numbers
+    of another namespace: then the only process on the cards is this one if its number means nobody
+    here; of several, none can be told to be this one.
+    """
+    mine = os.getpid() if pid is None else pid
+    if nvml is None:
+        try:
+            nvml = import_module("pynvml")
+        except ImportError:
+            return None
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError:
+        return None
+    try:
+        held = _held_bytes(nvml)
+    except nvml.NVMLError:
+        return None
+    finally:
+        nvml.nvmlShutdown()
+    pids = {one for one, _ in held}
+    if mine not in pids:
+        if len(pids) != 1 or Path(f"/proc/{min(pids)}").exists():
+            return None
+        mine = min(pids)
+    sizes = [size for (one, _), size in held.items() if one == mine]
+    known = [size for size in sizes if size is not None]
+    return sum(known) if len(known) == len(sizes) else None
+
+
+def _held_bytes(nvml: Any) -> dict[tuple[int, int], int | None]:
+    """(process, card) -> bytes; a process that computes and draws is listed twice with one size."""
+    held: dict[tuple[int, int], int | None] = {}
+    for gpu in read_gpus(nvml).visible():
+        handle = nvml.nvmlDeviceGetHandleByIndex(gpu.index)
+        for one in _running(nvml, handle):
+            held[one.pid, gpu.index] = None if one.usedGpuMemory is None else int(one.usedGpuMemory)
+    return held
 
 
 def _none(reason: str, driver_folder: Path) -> Gpus:
@@ -89,7 +142,9 @@ def _none(reason: str, driver_folder: Path) -> Gpus:
     nameless = dict.fromkeys(
         (
             *("name", "uuid", "memory_total_bytes", "memory_free_bytes", "other_processes"),
-            *("compute_capability", "pcie_generation", "pcie_width"),
+            *("compute_capability", "pcie_generation", "pcie_width", "bf16"),
+            *("pcie_card_generation", "pcie_card_width", "power_limit_w", "power_default_w"),
+            "numa_node",
         ),
         reason,
     )
@@ -99,7 +154,7 @@ def _none(reason: str, driver_folder: Path) -> Gpus:
     return Gpus(gpus=gpus, driver=None, reason=reason)
 
 
-def _read_gpu(nvml: Any, index: int) -> Gpu:
+def _read_gpu(nvml: Any, index: int, devices: Path) -> Gpu:
     handle = nvml.nvmlDeviceGetHandleByIndex(index)
     unknown: dict[str, str] = {}
 
@@ -112,7 +167,13 @@ def _read_gpu(nvml: Any, index: int) -> Gpu:
 
     memory_fields = ("memory_total_bytes", "memory_free_bytes")
     memory = ask(memory_fields, lambda: nvml.nvmlDeviceGetMemoryInfo(handle))
-    capability = ask("compute_capability", lambda: nvml.nvmlDeviceGetCudaComputeCapability(handle))
+    capability = ask(
+        ("compute_capability", "bf16"), lambda: nvml.nvmlDeviceGetCudaComputeCapability(handle)
+    )
+    bus = ask("numa_node", lambda: _text(nvml.nvmlDeviceGetPciInfo(handle).busId))
+    node = None if bus is None else _numa_node(bus, devices)
+    if bus is not None and node is None:
+        unknown["numa_node"] = "the kernel names no node for its slot"
     return Gpu(
         index=index,
         name=ask("name", lambda: _text(nvml.nvmlDeviceGetName(handle))),
@@ -125,20 +186,49 @@ def _read_gpu(nvml: Any, index: int) -> Gpu:
             "pcie_generation", lambda: int(nvml.nvmlDeviceGetMaxPcieLinkGeneration(handle))
         ),
         pcie_width=ask("pcie_width", lambda: int(nvml.nvmlDeviceGetCurrPcieLinkWidth(handle))),
+        bf16=None if capability is None else tuple(capability) >= (8, 0),
+        pcie_card_generation=ask(
+            "pcie_card_generation", lambda: int(nvml.nvmlDeviceGetGpuMaxPcieLinkGeneration(handle))
+        ),
+        pcie_card_width=ask(
+            "pcie_card_width", lambda: int(nvml.nvmlDeviceGetMaxPcieLinkWidth(handle))
+        ),
+        power_limit_w=ask(
+            "power_limit_w", lambda: nvml.nvmlDeviceGetPowerManagementLimit(handle) / 1e3
+        ),
+        power_default_w=ask(
+            "power_default_w", lambda: nvml.nvmlDeviceGetPowerManagementDefaultLimit(handle) / 1e3
+        ),
+        numa_node=node,
         unknown=unknown,
     )
 
 
 def _other_processes(nvml: Any, handle: Any) -> tuple[GpuProcess, ...]:
-    running = [
-        *nvml.nvmlDeviceGetComputeRunningProcesses(handle),
-        *nvml.nvmlDeviceGetGraphicsRunningProcesses(handle),
-    ]
+    running = _running(nvml, handle)
     used = {one.pid: one.usedGpuMemory for one in running if one.pid != os.getpid()}
     return tuple(
         GpuProcess(pid=pid, used_bytes=None if size is None else int(size))
         for pid, size in sorted(used.items())
     )
+
+
+def _running(nvml: Any, handle: Any) -> list[Any]:
+    """What computes on a card and what draws with it."""
+    return [
+        *nvml.nvmlDeviceGetGraphicsRunningProcesses(handle),
+        *nvml.nvmlDeviceGetComputeRunningProcesses(handle),
+    ]
+
+
+def _numa_node(bus: str, devices: Path) -> int | None:
+    """The node that the kernel names for a slot (NVML writes the domain with eight digits)."""
+    domain, _, slot = bus.lower().partition(":")
+    try:
+        node = int((devices / f"{domain[-4:]}:{slot}" / "numa_node").read_text())
+    except (OSError, ValueError):
+        return None
+    return node if node >= 0 else None  # -1: a machine with one node
 
 
 def _is_named(gpu: Gpu, name: str) -> bool:

@@ -13,13 +13,17 @@ from typing import Literal
 
 from fluxtrain.hardware.cgroup import cgroup_limits
 from fluxtrain.hardware.gpu import Gpu, Gpus, read_gpus
+from fluxtrain.hardware.system import read_system, wished_threads
 from fluxtrain.units import bytes_text
 
 InstructionSet = Literal["avx512", "avx2", "scalar"]
 
 # What the native update needs of each; source: the compiler flags of its variants.
-_AVX512 = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl"})
-_AVX2 = frozenset({"avx2", "fma"})
+_LEVELS: tuple[tuple[InstructionSet, frozenset[str]], ...] = (
+    ("avx512", frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl"})),
+    ("avx2", frozenset({"avx2", "fma"})),
+    ("scalar", frozenset()),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,12 +33,21 @@ class Machine:
     cores: int  # that this process may use: affinity and CPU quota
     cpu_quota: float | None  # cores; None without a quota
     cpu_name: str | None
-    instruction_set: InstructionSet
+    instruction_set: InstructionSet  # that FLUXTRAIN_ISA and the processor allow
     memory_total_bytes: int | None  # the smaller of the machine's and the container's
     memory_available_bytes: int | None
     memory_limit_bytes: int | None  # the container's; None without one
     gpus: tuple[Gpu, ...]
     driver: str | None
+    cores_installed: int | None = None  # of the whole machine
+    threads_wished: int | None = None  # OMP_NUM_THREADS; None when it is not set
+    memory_installed_bytes: int | None = None
+    memlock_limit_bytes: int | None = None  # of page locks for this user; None without one
+    huge_pages: str | None = None  # always, madvise or never
+    numa_nodes: int | None = None
+    wsl: bool | None = None
+    power_mode: str | None = None
+    power_saving: tuple[str, ...] = ()  # what slows the machine down to save power
     unknown: dict[str, str] = field(default_factory=dict)
 
     def line(self) -> str:
@@ -62,7 +75,11 @@ def read_machine(root: Path = Path("/"), gpus: Gpus | None = None) -> Machine:
     name, flags = _cpu(root)
     if name is None:
         unknown["cpu_name"] = "/proc/cpuinfo has no model name"
-    affinity = len(os.sched_getaffinity(0))
+    affinity, installed = len(os.sched_getaffinity(0)), os.cpu_count()
+    if installed is None:
+        unknown["cores_installed"] = "the kernel does not say"
+    system = read_system(root)
+    unknown |= system.unknown
     quota = limits.cpu_quota
     return Machine(
         cores=affinity if quota is None else max(1, min(affinity, math.floor(quota))),
@@ -74,6 +91,15 @@ def read_machine(root: Path = Path("/"), gpus: Gpus | None = None) -> Machine:
         memory_limit_bytes=limits.memory_bytes,
         gpus=gpus.visible(),
         driver=gpus.driver,
+        cores_installed=installed,
+        threads_wished=wished_threads(),
+        memory_installed_bytes=total,
+        memlock_limit_bytes=system.memlock_limit_bytes,
+        huge_pages=system.huge_pages,
+        numa_nodes=system.numa_nodes,
+        wsl=system.wsl,
+        power_mode=system.power_mode,
+        power_saving=system.power_saving,
         unknown=unknown,
     )
 
@@ -87,7 +113,8 @@ def _memory(root: Path, unknown: dict[str, str]) -> tuple[int | None, int | None
             if key in ("MemTotal", "MemAvailable"):
                 facts[key] = int(value.split()[0]) * 1024
     except (OSError, ValueError, IndexError) as error:
-        unknown |= dict.fromkeys(("memory_total_bytes", "memory_available_bytes"), str(error))
+        names = ("memory_total_bytes", "memory_available_bytes", "memory_installed_bytes")
+        unknown |= dict.fromkeys(names, str(error))
     return facts.get("MemTotal"), facts.get("MemAvailable")
 
 
@@ -104,9 +131,10 @@ def _cpu(root: Path) -> tuple[str | None, frozenset[str]]:
 
 
 def _instruction_set(flags: frozenset[str]) -> InstructionSet:
-    if flags >= _AVX512:
-        return "avx512"
-    return "avx2" if flags >= _AVX2 else "scalar"
+    """The best whole set of the processor, which FLUXTRAIN_ISA may lower."""
+    has = [name for name, needed in _LEVELS if flags >= needed]
+    wish = os.environ.get("FLUXTRAIN_ISA")
+    return next((name for name in has if name == wish), has[0])
 
 
 def _smaller(one: int | None, other: int | None) -> int | None:
