@@ -144,9 +144,11 @@ class Group:
         """Block until no update of this group is under way; raises what made it fail."""
         pending = self.pending
         if pending is not None:
-            pending.result()
-            if self.pending is pending:
-                self.pending = None
+            try:
+                pending.result()
+            finally:
+                if self.pending is pending:
+                    self.pending = None
 
     def add(self, parameter: nn.Parameter, name: str) -> Member:
         """Take a parameter in; the layout is fixed by `settle`."""

@@ -162,10 +162,19 @@ def _submit(optimizer: Optimizer, entries: Entries) -> None:
         for group in engine.groups:
             if group in work:
                 engine.updates.submit(group, work[group], engine.norm)
+        _clip_loose(engine)
         engine.norm = None
         engine.accounts.step += 1
         if not engine.overlap:
             engine.flush()
+
+
+def _clip_loose(engine: Engine) -> None:
+    """Parameters outside all groups, which the original step updates, share the global norm."""
+    if engine.norm is not None and engine.norm.max_norm is not None:
+        for parameter in engine.loose:
+            if parameter.grad is not None:
+                parameter.grad.mul_(engine.norm.device_scale())
 
 
 def _hyper(options: dict[str, Any]) -> Hyper:
@@ -194,6 +203,7 @@ def _foreign_step(optimizer: Optimizer, entries: Entries) -> None:
     """Let another optimizer work on the host tensors; writes are noticed at the next forward."""
     for engine in _engines(entries):
         engine.flush()
+        _clip_loose(engine)
         norm, engine.norm = engine.norm, None
         factor = 1.0 if norm is None else norm.scale()
         for owner, _, _ in entries:

@@ -70,6 +70,8 @@ class Engine:
 
     def before(self, unit: Unit) -> None:
         """A unit's forward is about to run: check its weights, start the next copies."""
+        if self._tasks and torch._C._current_graph_task_id() < 0:
+            self._abandon_backward()
         for group in unit.groups:
             check_writes(self, group)
         unit.check_identity()
@@ -311,6 +313,12 @@ class Engine:
             for key, hook in list((hooks or {}).items()):
                 if key != self.owners[group][member.index].hook_key and member.has_gradient:
                     hook(member.parameter)
+
+    def _abandon_backward(self) -> None:
+        """The last backward pass raised: its end was never called and its sums are incomplete."""
+        self._tasks.clear()
+        self._last = {"forward": None, "backward": None}
+        self.gradients.discard()
 
     def _end_task(self, task: int) -> None:
         """The backward pass is over: groups that several units add to are complete now."""

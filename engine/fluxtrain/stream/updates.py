@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fluxtrain.errors import Diverged
-from fluxtrain.memory.gradients import Gradients
+from fluxtrain.memory.gradients import Arrival, Gradients
 from fluxtrain.memory.group import Group, Member, Segment
 from fluxtrain.optim.fused_device import update_resident_
 from fluxtrain.optim.split_adamw import Hyper, update_, update_f32_
@@ -83,25 +83,41 @@ class Updates:
             _on_device(work, norm)
             return
         arrival = self._gradients.arrivals.get(group)
-        future: Future[None] = self._worker.submit(self._job, work, arrival, norm)
+        stepped = [group.members[index] for index in hypers]
+        future: Future[None] = self._worker.submit(self._job, work, stepped, arrival, norm)
         group.pending = future
         self._pending.append(group)
 
     def wait(self) -> None:
-        """Block until all updates are done; raises the first error."""
+        """Block until all updates are done; raises the first error, once."""
         pending, self._pending = self._pending, []
+        errors: list[Exception] = []
         for group in pending:
-            group.wait()
+            try:
+                group.wait()
+            except Exception as error:  # noqa: BLE001  # raised below, when all have ended
+                errors.append(error)
+        if errors:
+            raise errors[0]
 
     def close(self) -> None:
         self._worker.shutdown(wait=True)
 
-    def _job(self, work: list[Range], arrival: object, norm: GradNorm | None) -> None:
-        from fluxtrain.memory.gradients import Arrival
-
-        if isinstance(arrival, Arrival):
-            arrival.wait()
-        clip = _clip(norm)
+    def _job(
+        self,
+        work: list[Range],
+        stepped: list[Member],
+        arrival: Arrival | None,
+        norm: GradNorm | None,
+    ) -> None:
+        try:
+            if arrival is not None:
+                arrival.wait()
+            clip = _clip(norm)
+        except BaseException:
+            for member in stepped:  # nothing was written: this step did not happen
+                member.step -= 1
+            raise
         for part in work:
             _on_host(part, clip)
 

@@ -1,0 +1,194 @@
+"""Device slots: never overwritten in use, filled ahead, and correct when the guess was wrong."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from fluxtrain.memory.device import CpuDevice, Stalls
+from fluxtrain.memory.group import Group
+from fluxtrain.memory.window import Window
+
+CPU = torch.device("cpu")
+SIZE = 64
+
+
+class Copy:
+    """A copy that a test finishes by hand, or that its first waiter does."""
+
+    duration_s: float | None = None
+
+    def __init__(self, to: Tensor, source: Tensor, after: Future[None] | None) -> None:
+        self._to, self._source, self._after = to, source, after
+        self.arrived = False
+
+    def done(self) -> bool:
+        return self.arrived
+
+    def wait_host(self) -> None:
+        if not self.arrived:
+            if self._after is not None:
+                self._after.result(5)
+            self._to.copy_(self._source)
+            self.arrived = True
+
+    def wait_compute(self, cause: str) -> None:
+        self.wait_host()
+
+
+class LazyDevice:
+    """Copies arrive as late as possible: only when somebody waits for them."""
+
+    torch_device = CPU
+    pins = False
+
+    def __init__(self) -> None:
+        self.stalls = Stalls()
+        self.copies: list[Copy] = []
+
+    def upload(self, to: Tensor, source: Tensor, after: Any, free: Any) -> Copy:
+        for earlier in self.copies:  # one stream: copies run in order
+            earlier.wait_host()
+        self.copies = [Copy(to, source, after)]
+        return self.copies[0]
+
+    def mark(self) -> None:
+        return None
+
+    def close(self) -> None: ...
+
+
+def group(value: int, elements: int = SIZE) -> Group:
+    made = Group(f"block {value}", "block")
+    made.add(nn.Parameter(torch.full((elements,), float(value))), "weight")
+    made.settle("host", CPU, pin=False)
+    return made
+
+
+def window(slots: int, device: Any = None) -> tuple[Window, list[tuple[str, str]]]:
+    moves: list[tuple[str, str]] = []
+    made = Window(device or LazyDevice(), lambda g, cause, ticket: moves.append((g.name, cause)))
+    for _ in range(slots):
+        made.add_slot(4 * SIZE)
+    return made, moves
+
+
+ACTIONS = st.lists(
+    st.tuples(st.sampled_from(["take", "release", "prefetch", "write"]), st.integers(0, 4)),
+    max_size=60,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(ACTIONS, st.integers(1, 4))
+def test_what_is_taken_holds_its_current_weights_until_it_is_released(
+    actions: list[tuple[str, int]], slots: int
+) -> None:
+    groups = [group(i) for i in range(5)]
+    made, _ = window(slots)
+    held: dict[int, tuple[Tensor, float]] = {}
+    for action, i in actions:
+        g = groups[i]
+        if action == "take" and i not in held and len(held) < slots:
+            views = made.take(g)
+            held[i] = views[0], float(g.home_views[0][0])
+        elif action == "release" and i in held:
+            made.release(g)
+            del held[i]
+        elif action == "prefetch":
+            made.prefetch(g)
+        elif action == "write" and i not in held:
+            made.drain()  # the engine's updates run between copies
+            g.home_views[0].add_(10.0)
+            made.forget(g)
+        for view, value in held.values():
+            assert bool((view == value).all())
+
+
+def test_a_pass_with_prefetch_copies_every_block_once_and_stalls_on_none() -> None:
+    groups = [group(i) for i in range(6)]
+    made, moves = window(3)
+    for i, g in enumerate(groups):
+        for ahead in groups[i + 1 : i + 3]:
+            made.prefetch(ahead)
+        assert made.take(g)[0][0] == i
+        made.release(g)
+    assert [name for name, _ in moves] == [g.name for g in groups] or len(moves) == 6
+    assert sum(cause == "demand" for _, cause in moves) == 1  # only the first
+
+
+def test_a_wrong_guess_costs_a_copy_and_nothing_else() -> None:
+    a, b, c = (group(i) for i in range(3))
+    made, moves = window(2)
+    assert made.prefetch(a) and made.prefetch(b)
+    assert not made.prefetch(c)  # both slots wait for their use
+    assert made.take(c)[0][0] == 2  # and are overwritten when something else is asked for
+    made.release(c)
+    assert moves[-1] == (c.name, "demand")
+    assert made.take(a)[0][0] == 0 and made.take(b)[0][0] == 1
+
+
+def test_running_out_of_slots_is_an_error_and_not_a_wrong_weight() -> None:
+    a, b, c = (group(i) for i in range(3))
+    made, _ = window(2)
+    made.take(a), made.take(b)
+    assert not made.prefetch(c)
+    with pytest.raises(RuntimeError, match="no device slot is free"):
+        made.take(c)
+    made.release(a)
+    assert made.take(c)[0][0] == 2
+
+
+def test_a_resident_group_is_copied_again_only_after_its_weights_change() -> None:
+    own, other = group(1), group(2)
+    made, moves = window(1)
+    made.add_slot(4 * SIZE, owner=own)
+    for _ in range(3):
+        for g in (own, other):
+            made.take(g)
+            made.release(g)
+    assert moves == [(own.name, "demand"), (other.name, "demand")]
+    own.home_views[0].fill_(5.0)
+    made.forget(own)
+    assert made.take(own)[0][0] == 5.0
+
+
+def test_a_slot_that_is_too_small_is_never_used() -> None:
+    large = group(3, elements=2 * SIZE)
+    made, _ = window(2)
+    assert not made.prefetch(large)
+    made.add_slot(8 * SIZE)
+    assert made.take(large)[0].numel() == 2 * SIZE
+
+
+def test_an_upload_waits_for_the_groups_own_update() -> None:
+    device = CpuDevice()
+    made, _ = window(2, device)
+    g, other = group(1), group(2)
+    g.pending = Future()
+    made.forget(g)
+    assert made.prefetch(g)
+    slot = made.holds(g)
+    assert slot is not None and slot.ticket is not None and not slot.ticket.done()
+    g.home_views[0].fill_(9.0)
+    g.pending.set_result(None)
+    assert made.take(g)[0][0] == 9.0
+    assert made.take(other)[0][0] == 2
+    device.close()
+
+
+def test_a_failed_update_reaches_whoever_takes_the_group() -> None:
+    device = CpuDevice()
+    made, _ = window(1, device)
+    g = group(1)
+    g.pending = Future()
+    g.pending.set_exception(ArithmeticError("diverged"))
+    with pytest.raises(ArithmeticError, match="diverged"):
+        made.take(g)
+    device.close()
