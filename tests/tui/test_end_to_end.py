@@ -32,7 +32,7 @@ TINY = (
     *("--set", "data.held_out=0.002", "--set", "train.evaluate_every=end"),
     *("--set", "train.checkpoint_every=end"),
 )
-PATIENCE_S = 60.0
+PATIENCE_S = 120.0
 RESTORED = b"\x1b[?1049l"  # back from the alternate screen
 
 
