@@ -63,7 +63,7 @@ bench-tui: $(STAMPS)/native ## what the app costs
 	$(BIN)/python bench/bench_tui.py
 
 screenshots: dev ## draw screenshots/ from a recorded run
-	$(BIN)/python -m screenshots.draw
+	$(BIN)/python bench/screenshots.py
 
 wheel: dev ## build dist/fluxtrain-*.whl
 	$(BIN)/python -m pip wheel -q --no-deps --no-build-isolation -w dist .

@@ -145,8 +145,8 @@ def main() -> None:
     print("size     first paint  CPU share  KiB/s  key to paint p50  p95     resident")
     for cost in costs:
         print(
-            f"{cost.width}x{cost.height:<5} {cost.first_paint_s:8.2f} s {cost.cpu_share * 100:9.1f}%"
-            f" {cost.kib_per_s:6.1f} {cost.key_to_paint_p50_s * 1e3:13.0f} ms"
+            f"{cost.width}x{cost.height:<5} {cost.first_paint_s:8.2f} s"
+            f" {cost.cpu_share * 100:9.1f}% {cost.kib_per_s:6.1f} {cost.key_to_paint_p50_s * 1e3:13.0f} ms"
             f" {cost.key_to_paint_p95_s * 1e3:6.0f} ms {cost.rss_mib:6.0f} MiB"
         )
 

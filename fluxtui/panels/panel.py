@@ -36,7 +36,7 @@ def pair(label: str, value: str, role: str = "strong") -> Line:
 
 def stale_note(age_s: float | None) -> Line:
     """Why values are "-": how old the newest sample is; nothing when there never was one."""
-    return () if age_s is None else ((f"last sample {duration_text(age_s)} ago", "warn"),)
+    return () if age_s is None else ((f"last sample {whole_text(age_s)} ago", "warn"),)
 
 
 def share_text(share: float | None) -> str:

@@ -26,13 +26,13 @@ def _where(view: View, width: int) -> Line:
     share = done / total if total > 0 else None
     left: Line = (
         ("step ", "dim"),
-        (f"{done}" if state.hello else UNKNOWN, "strong"),
+        (f"{done}", "strong") if state.hello else (UNKNOWN, "dim"),
         (f"/{total}" if total else "/-", "dim"),
         ("  ", "text"),
     )
     middle: Line = (
         ("  ", "text"),
-        (f"{share * 100:5.1f}%" if share is not None else f"{UNKNOWN:>6}", "strong"),
+        (f"{share * 100:5.1f}%", "strong") if share is not None else (f"{UNKNOWN:>6}", "dim"),
         ("   ", "text"),
     )
     right = eta(view)

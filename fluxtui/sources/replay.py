@@ -21,13 +21,13 @@ class ReplaySource:
         self,
         journal: Path,
         speed: float | None = 1.0,
-        until_s: float | None = None,
+        until_share: float | None = None,
         from_s: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._path = journal
         self._speed = speed
-        self._until_s = until_s  # seconds of the run to play
+        self._until_share = until_share  # of the run's time, None for all of it
         self._from_s = from_s  # what came before is given at once
         self._clock = clock
         self._events: list[AnyEvent] = []
@@ -69,8 +69,9 @@ class ReplaySource:
             self._events = JournalFollower(self._path).read_all()
         except (SchemaTooNew, OSError) as error:
             self._problem = str(error)
-        if self._until_s is not None and self._events:
-            end_s = self._events[0].wall_s + self._until_s
+        if self._until_share is not None and self._events:
+            first_s, last_s = self._events[0].wall_s, self._events[-1].wall_s
+            end_s = first_s + (last_s - first_s) * self._until_share
             self._events = [event for event in self._events if event.wall_s <= end_s]
 
     def _due_s(self) -> float:

@@ -43,8 +43,12 @@ def status_of(state: RunState, link: Link, now_s: float) -> Status:
         return ended
     if link.process == "dead":
         step = state.step.step if state.step else 0
-        gone = f"process {state.hello.pid} is gone after step {step}"
-        return Status("dead", "DEAD", f"{gone}: {link.last_words}" if link.last_words else gone)
+        told = f"process {state.hello.pid} is gone after step {step}"
+        if link.last_words:
+            told += f": {link.last_words}"
+        if state.checkpoint is not None:
+            told += f"; --resume auto goes on from step {state.checkpoint.step}"
+        return Status("dead", "DEAD", told)
     quiet_s = now_s - (state.last_wall_s or now_s)
     if quiet_s > HEARTBEAT_LATE_S:
         return Status("stalled", "STALLED", f"no sign of life for {duration_text(quiet_s)}")

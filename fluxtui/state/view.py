@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from fluxtrain.telemetry.events import Event
-from fluxtui.state.freshness import age_s, fresh
+from fluxtui.state.freshness import age_s, fresh, limit_s
 from fluxtui.state.link import Link
 from fluxtui.state.machine import MachineSample
 from fluxtui.state.run import RunState
@@ -56,8 +56,13 @@ class View:
         """The event if it still tells the present, else None: a panel then draws "-".
 
         Of a run that ended in order the last samples are shown; the header says that it ended.
+        Of a killed one nothing is true any more but its facts.
         """
-        return event if self.closed_in_order else fresh(event, self.now_s)
+        if event is None or self.closed_in_order:
+            return event
+        if self.link.process == "dead" and limit_s(event) is not None:
+            return None
+        return fresh(event, self.now_s)
 
     def age_s(self, event: Event | None) -> float | None:
         return age_s(event, self.now_s)

@@ -9,9 +9,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
+from textual.binding import BindingType
 from textual.pilot import Pilot
 from textual.screen import Screen
 
@@ -396,7 +397,7 @@ async def test_no_runs_say_how_to_make_one(tmp_path: Path) -> None:
 
 async def test_the_wizard_is_asked_first_and_may_be_left(tmp_path: Path) -> None:
     class Asking(Screen[None]):
-        BINDINGS = [("escape", "dismiss", "back")]
+        BINDINGS: ClassVar[list[BindingType]] = [("escape", "dismiss", "back")]
 
     app = FluxApp(
         None, start_screen="wizard", make_wizard=Asking, runs_folder=tmp_path, sample_machine=False

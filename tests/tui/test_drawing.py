@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -176,7 +177,7 @@ def test_ticks_lie_inside_and_are_evenly_spaced(low: float, span: float, count: 
     slack = span * 1e-6 + 1e-9
     assert all(low - slack <= tick <= low + span + slack for tick in ticks)
     assert len(ticks) <= count + 2
-    gaps = [b - a for a, b in zip(ticks, ticks[1:], strict=False)]
+    gaps = [b - a for a, b in pairwise(ticks)]
     assert all(math.isclose(gap, gaps[0], rel_tol=1e-3) for gap in gaps)
 
 

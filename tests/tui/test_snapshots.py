@@ -1,0 +1,121 @@
+"""What each screen looks like, by size and state. `pytest --snapshot-update` accepts a new look."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from fluxtui.app import FluxApp
+from fluxtui.sources.journal import JournalSource
+from fluxtui.sources.replay import ReplaySource
+from fluxtui.sources.source import RunSource
+from fluxtui.state.link import Process
+from textual.pilot import Pilot
+
+Compare = Callable[..., bool]
+SIZES = [(80, 24), (120, 40), (200, 60)]
+STATES = ["waiting", "running", "stalled", "dead", "failed", "done", "replay", "schema"]
+
+
+class Judged(JournalSource):
+    """A journal with a process that is what the test says."""
+
+    process: Process = "alive"
+
+    def _look_after_the_process(self) -> None:
+        self._process = self.process
+
+
+def app_in(made: ModuleType, folder: Path, state: str, **options: Any) -> FluxApp:
+    """The app on a run in this state, at a fixed time."""
+    run = folder / "20261121-031500-demo"
+    run.mkdir()
+    events: dict[str, list[Any]] = {
+        "waiting": [],
+        "failed": made.failed(),
+        "done": made.finished(),
+        "schema": [made.hello(schema="2.0")],
+    }
+    journal = made.write(run / "events.ndjson", events.get(state, made.training(80)))
+    last_s = made.training(80)[-1].wall_s
+    source: RunSource = Judged(run)
+    if state == "replay":
+        source = ReplaySource(journal, None)
+    if state == "dead" and isinstance(source, Judged):
+        source.process = "dead"
+    quiet_s = {"stalled": 75.0, "dead": 20.0}.get(state, 0.4)
+    return FluxApp(source, wall_clock=lambda: last_s + quiet_s, sample_machine=False, **options)
+
+
+def settled(state: str, *keys: str) -> Callable[[Pilot[None]], Awaitable[None]]:
+    """Wait until the state is on the screen and nothing moves any more."""
+    kinds = {"done": "finished", "schema": "unreadable", "replay": "running"}
+
+    async def run_before(pilot: Pilot[None]) -> None:
+        app = pilot.app
+        assert isinstance(app, FluxApp)
+        deadline = time.monotonic() + 10
+        while app.view.status.kind != kinds.get(state, state) or not app.view.wall_s:
+            assert time.monotonic() < deadline, app.view.status
+            await pilot.pause(0.05)
+        await pilot.press(*keys)
+        await pilot.pause(0.7)  # a screen switch takes 50 ms, a new layout one more update
+
+    return run_before
+
+
+@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize("size", SIZES[:2], ids=["80x24", "120x40"])
+def test_the_dashboard_in_each_state(
+    snap_compare: Compare, made: ModuleType, tmp_path: Path, state: str, size: tuple[int, int]
+) -> None:
+    app = app_in(made, tmp_path, state)
+    assert snap_compare(app, terminal_size=size, run_before=settled(state))
+
+
+def test_the_dashboard_on_a_large_terminal(
+    snap_compare: Compare, made: ModuleType, tmp_path: Path
+) -> None:
+    app = app_in(made, tmp_path, "running")
+    assert snap_compare(app, terminal_size=SIZES[2], run_before=settled("running"))
+
+
+@pytest.mark.parametrize("theme", ["flux-light", "sixteen", "high-contrast"])
+def test_the_dashboard_in_each_theme(
+    snap_compare: Compare, made: ModuleType, tmp_path: Path, theme: str
+) -> None:
+    app = app_in(made, tmp_path, "running", theme_name=theme)
+    assert snap_compare(app, terminal_size=SIZES[1], run_before=settled("running"))
+
+
+@pytest.mark.parametrize("screen", ["memory", "transfer", "loss", "log", "plan"])
+def test_each_other_screen(
+    snap_compare: Compare, made: ModuleType, tmp_path: Path, screen: str
+) -> None:
+    app = app_in(made, tmp_path, "running", start_screen=screen)
+    assert snap_compare(app, terminal_size=SIZES[1], run_before=settled("running"))
+
+
+@pytest.mark.parametrize("key", ["Q", "question_mark", "f"])
+def test_dialogs_and_a_panel_in_full(
+    snap_compare: Compare, made: ModuleType, tmp_path: Path, key: str
+) -> None:
+    app = app_in(made, tmp_path, "running")
+    assert snap_compare(app, terminal_size=SIZES[0], run_before=settled("running", key))
+
+
+def test_a_tiny_terminal(snap_compare: Compare, made: ModuleType, tmp_path: Path) -> None:
+    app = app_in(made, tmp_path, "running")
+    assert snap_compare(app, terminal_size=(50, 12), run_before=settled("running"))
+
+
+def test_without_colours(
+    snap_compare: Compare, made: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+    app = app_in(made, tmp_path, "running")
+    assert snap_compare(app, terminal_size=SIZES[0], run_before=settled("running"))
