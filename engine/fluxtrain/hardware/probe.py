@@ -17,18 +17,23 @@ from pathlib import Path
 import msgspec
 
 from fluxtrain.errors import FluxTrainError
+from fluxtrain.hardware.adamw_rate import adamw_rate
 from fluxtrain.hardware.bandwidth import BUS_RATES, bus_rates, host_copy_rate, matmul_rate
 from fluxtrain.hardware.disk import Disk, read_disk
 from fluxtrain.hardware.disk_rate import disk_rates
 from fluxtrain.hardware.machine import Machine, read_machine
+from fluxtrain.hardware.pinning import pin_rate
+from fluxtrain.hardware.probe_table import Row, disk_rows, machine_rows, no_gpu_reason, rate_rows
 from fluxtrain.hardware.rate import Rate
 from fluxtrain.telemetry.storage import write_json
-from fluxtrain.units import GIB, UNKNOWN, bytes_text, duration_text, rate_text
+from fluxtrain.units import GIB, duration_text
 
 PROBE_LIMIT_S = 20.0
 LAST_START_S = 15.0  # each measurement takes 5 s at most, but the bus, which is the first
 MAX_AGE_S = 7 * 86_400.0
-FORMAT = 1  # of the cache; a reader ignores another one
+FORMAT = 2  # of the cache; a reader ignores another one
+GPU_RATES = (*BUS_RATES, "gpu_matmul", "pin")
+LATE = Rate(None, f"not measured: the {PROBE_LIMIT_S:g} s were used up")
 
 Report = Callable[[str], None]
 Measurement = Callable[[], Mapping[str, Rate]]
@@ -46,7 +51,7 @@ class Probe:
     from_cache: bool = False
 
     def rate(self, name: str) -> float | None:
-        """Bytes (for a matmul: operations) a second, or None when that was not measured."""
+        """Bytes a second (for a matmul: operations, for AdamW: parameters); None: not measured."""
         found = self.rates.get(name)
         return None if found is None else found.per_s
 
@@ -59,64 +64,22 @@ class Probe:
         """All of it, for programs."""
         return msgspec.json.format(msgspec.json.encode(self), indent=2).decode()
 
-    def table(self) -> list[tuple[str, str, str]]:
+    def table(self) -> list[Row]:
         """(what, value, how it is known) for people."""
-        return [*self._machine_rows(), *self._disk_rows(), *self._rate_rows()]
+        return [*machine_rows(self.machine), *disk_rows(self.disk), *rate_rows(self.rates)]
 
     def text(self) -> str:
         """The table in columns, and the age of the rates."""
         rows = self.table()
         widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
         lines = [f"{a:<{widths[0]}}  {b:>{widths[1]}}  {c}".rstrip() for a, b, c in rows]
-        if self.from_cache:
-            age = duration_text(self.age_s)
-            lines.append(f"rates measured {age} ago in {duration_text(self.measuring_s)}")
-        else:
-            lines.append(f"rates measured now in {duration_text(self.measuring_s)}")
-        return "\n".join(lines)
+        return "\n".join([*lines, f"rates {self.age_text()}"])
 
-    def _machine_rows(self) -> list[tuple[str, str, str]]:
-        machine, unknown = self.machine, self.machine.unknown
-        quota = "" if machine.cpu_quota is None else f", quota {machine.cpu_quota:g}"
-        limit = machine.memory_limit_bytes
-        rows = [
-            ("cores", str(machine.cores), f"{machine.cpu_name or UNKNOWN}{quota}"),
-            ("instruction set", machine.instruction_set, ""),
-            (
-                "host memory",
-                bytes_text(machine.memory_total_bytes),
-                unknown.get("memory_total_bytes", "" if limit is None else "container limit"),
-            ),
-            ("host memory available", bytes_text(machine.memory_available_bytes), ""),
-        ]
-        for gpu in machine.gpus:
-            others = gpu.other_processes or ()
-            users = f"{len(others)} other programs use it, " if others else ""
-            bus = f"PCIe {gpu.pcie_generation or UNKNOWN} x{gpu.pcie_width or UNKNOWN}"
-            name = gpu.name or gpu.unknown.get("name", UNKNOWN)
-            total = bytes_text(gpu.memory_total_bytes)
-            rows.append((f"GPU {gpu.index}", total, f"{name}, {bus}, driver {machine.driver}"))
-            free = bytes_text(gpu.memory_free_bytes)
-            rows.append((f"GPU {gpu.index} free", free, users.removesuffix(", ")))
-        if not machine.gpus:
-            rows.append(("GPU", UNKNOWN, unknown.get("gpus", "none visible")))
-        return rows
-
-    def _disk_rows(self) -> list[tuple[str, str, str]]:
-        kind = self.disk.file_system or self.disk.unknown.get("file_system", UNKNOWN)
-        notes = [kind, self.disk.path]
-        notes += ["takes host memory"] if self.disk.in_memory else []
-        notes += ["over the network"] if self.disk.on_network else []
-        return [("disk free", bytes_text(self.disk.free_bytes), ", ".join(notes))]
-
-    def _rate_rows(self) -> list[tuple[str, str, str]]:
-        rows = []
-        for name, rate in self.rates.items():
-            value = rate_text(rate.per_s)
-            if name.endswith("matmul"):
-                value = _operations_text(rate.per_s)
-            rows.append((name.replace("_", " "), value, rate.how))
-        return rows
+    def age_text(self) -> str:
+        """When the rates were measured, and how long that took."""
+        took = duration_text(self.measuring_s)
+        when = f"{duration_text(self.age_s)} ago" if self.from_cache else "now"
+        return f"measured {when} in {took}"
 
 
 def probe(run_dir: Path | str, fresh: bool = False, report: Report | None = None) -> Probe:
@@ -133,7 +96,10 @@ def probe(run_dir: Path | str, fresh: bool = False, report: Report | None = None
     if cached is not None:
         return replace(cached, machine=machine, disk=disk, from_cache=True)
     start_s = time.monotonic()
-    rates = _measure(_measurements(machine, folder), start_s + LAST_START_S, say)
+    rates = {
+        **_unmeasurable(machine),
+        **_measure(_measurements(machine, folder), start_s + LAST_START_S, say),
+    }
     measured = Probe(
         machine=machine,
         disk=disk,
@@ -141,25 +107,37 @@ def probe(run_dir: Path | str, fresh: bool = False, report: Report | None = None
         measured_at_s=time.time(),
         measuring_s=time.monotonic() - start_s,
     )
-    _keep(place, measured, say)
+    if LATE not in rates.values():
+        _keep(place, measured, say)
     return measured
 
 
 def _measurements(machine: Machine, folder: Path) -> dict[str, tuple[tuple[str, ...], Measurement]]:
     """What to say, and the names and the function of each measurement, the most useful first."""
-    found: dict[str, tuple[tuple[str, ...], Measurement]] = {}
-    if machine.gpus:
-        found["bus"] = (BUS_RATES, bus_rates)
-        found["GPU arithmetic"] = (("gpu_matmul",), lambda: {"gpu_matmul": matmul_rate("cuda")})
-    found["host memory"] = (("host_copy",), lambda: {"host_copy": host_copy_rate()})
-    found["CPU arithmetic"] = (("cpu_matmul",), lambda: {"cpu_matmul": matmul_rate("cpu")})
+    available = machine.memory_available_bytes
 
     def disk() -> dict[str, Rate]:
         write, read = disk_rates(folder)
         return {"disk_write": write, "disk_read": read}
 
-    found["disk"] = (("disk_write", "disk_read"), disk)
-    return found
+    on_gpu: dict[str, tuple[tuple[str, ...], Measurement]] = {
+        "bus": (BUS_RATES, bus_rates),
+        "GPU arithmetic": (("gpu_matmul",), lambda: {"gpu_matmul": matmul_rate("cuda")}),
+        "page locks": (("pin",), lambda: {"pin": pin_rate(available)}),
+    }
+    return {
+        **(on_gpu if machine.gpus else {}),
+        "host memory": (("host_copy",), lambda: {"host_copy": host_copy_rate()}),
+        "AdamW": (("adamw",), lambda: {"adamw": adamw_rate(available)}),
+        "CPU arithmetic": (("cpu_matmul",), lambda: {"cpu_matmul": matmul_rate("cpu")}),
+        "disk": (("disk_write", "disk_read"), disk),
+    }
+
+
+def _unmeasurable(machine: Machine) -> dict[str, Rate]:
+    """The rates that have nothing to be measured on, with the reason."""
+    why = Rate(None, f"not measured: {no_gpu_reason(machine)}")
+    return {} if machine.gpus else dict.fromkeys(GPU_RATES, why)
 
 
 def _measure(
@@ -168,13 +146,12 @@ def _measure(
     rates: dict[str, Rate] = {}
     for what, (names, measurement) in measurements.items():
         if time.monotonic() > end_s:
-            late = Rate(None, f"not measured: the {PROBE_LIMIT_S:g} s were used up")
-            rates |= dict.fromkeys(names, late)
+            rates |= dict.fromkeys(names, LATE)
             continue
         say(f"measuring {what}")
         try:
             rates |= measurement()
-        except (ImportError, RuntimeError, MemoryError) as error:  # no torch, or no memory for it
+        except (ImportError, RuntimeError, MemoryError, FluxTrainError) as error:  # nothing to use
             why = str(error).partition("\n")[0] or type(error).__name__
             rates |= dict.fromkeys(names, Rate(None, f"not measured: {why}"))
     return rates
@@ -223,14 +200,6 @@ def _cache_path(machine: Machine, disk: Disk) -> Path:
 
 def _existing(folder: Path) -> Path:
     return next(one for one in (folder.absolute(), *folder.absolute().parents) if one.is_dir())
-
-
-def _operations_text(per_s: float | None) -> str:
-    """Decimal, as processors are rated: 744 TFLOP/s."""
-    if per_s is None:
-        return UNKNOWN
-    unit, scale = ("TFLOP/s", 1e12) if per_s >= 1e12 else ("GFLOP/s", 1e9)
-    return f"{per_s / scale:.3g} {unit}"
 
 
 def _say_nothing(_: str) -> None:

@@ -1,0 +1,66 @@
+"""How much host memory CUDA page-locks, and how fast: what a run's arenas need."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import resource
+import time
+
+from fluxtrain.hardware.rate import Rate
+from fluxtrain.units import GIB, MIB, bytes_text
+
+SAMPLE_BYTES = GIB
+LEAST_BYTES = 64 * MIB
+
+
+def pin_rate(available_bytes: int | None = None, *, sample_bytes: int = SAMPLE_BYTES) -> Rate:
+    """Bytes a second of `cudaHostRegister` on a fresh mapping, as arenas are made.
+
+    Takes an eighth of `available_bytes` at most. `how` says how that stands to RLIMIT_MEMLOCK, which
+    some drivers obey and most do not.
+    """
+    import torch
+
+    if not torch.cuda.is_available():
+        return Rate(None, "not measured: torch has no GPU to use")
+    if available_bytes is not None:
+        sample_bytes = min(sample_bytes, available_bytes // 8 // MIB * MIB)
+    if sample_bytes < LEAST_BYTES:
+        return Rate(None, "not measured: too little memory is available")
+    torch.zeros(1, device="cuda")  # the context is not part of the time
+    cuda = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    with mmap.mmap(-1, sample_bytes) as memory:
+        anchor = ctypes.c_char.from_buffer(memory)
+        start_s = time.perf_counter()
+        error = int(cuda.cudaHostRegister(ctypes.addressof(anchor), sample_bytes, 0))
+        taken_s = time.perf_counter() - start_s
+        if error == 0:
+            cuda.cudaHostUnregister(ctypes.addressof(anchor))
+        else:
+            _forget_cuda_error()
+        del anchor  # it keeps the mapping open
+    sample = bytes_text(sample_bytes)
+    if error:
+        return Rate(None, f"not measured: CUDA refused to lock {sample} (error {error}){_limit()}")
+    return Rate(sample_bytes / taken_s, f"{sample} locked{_limit(sample_bytes)}")
+
+
+def _limit(locked_bytes: int | None = None) -> str:
+    """What RLIMIT_MEMLOCK has to do with it."""
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    if limit == resource.RLIM_INFINITY:
+        return ""
+    if locked_bytes is not None and locked_bytes > limit:
+        return f", the limit of {bytes_text(limit)} does not hold for CUDA"
+    return f", the limit is {bytes_text(limit)}"
+
+
+def _forget_cuda_error() -> None:
+    """A failed page-lock leaves an error that the next CUDA call would report as its own."""
+    import torch
+
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return

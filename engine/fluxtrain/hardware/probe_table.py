@@ -1,0 +1,154 @@
+"""A probe as rows for people: (what, value, how it is known)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from fluxtrain.hardware.disk import Disk
+from fluxtrain.hardware.gpu import Gpu
+from fluxtrain.hardware.machine import Machine
+from fluxtrain.hardware.rate import Rate
+from fluxtrain.units import UNKNOWN, bytes_text, count_text, rate_text
+
+Row = tuple[str, str, str]
+
+
+def machine_rows(machine: Machine) -> list[Row]:
+    """Processor, memory, system and cards; what is unknown says why."""
+    unknown = machine.unknown
+    limit = machine.memory_limit_bytes
+    memory_note = "" if limit is None else f"a limit, {_installed(machine)}"
+    rows = [
+        ("cores", str(machine.cores), _cores_note(machine)),
+        ("instruction set", machine.instruction_set, ""),
+        ("NUMA nodes", _text(machine.numa_nodes), unknown.get("numa_nodes", "")),
+        (
+            "host memory",
+            bytes_text(machine.memory_total_bytes),
+            unknown.get("memory_total_bytes", memory_note),
+        ),
+        (
+            "host memory available",
+            bytes_text(machine.memory_available_bytes),
+            unknown.get("memory_available_bytes", ""),
+        ),
+        ("page locks", _limit_text(machine.memlock_limit_bytes), "RLIMIT_MEMLOCK"),
+        ("huge pages", _text(machine.huge_pages), unknown.get("huge_pages", "")),
+        (
+            "power",
+            _text(machine.power_mode),
+            ", ".join(machine.power_saving) or unknown.get("power_mode", ""),
+        ),
+        ("WSL2", _yes(machine.wsl), unknown.get("wsl", "")),
+    ]
+    for gpu in machine.gpus:
+        rows += _gpu_rows(gpu, machine.driver)
+    if not machine.gpus:
+        rows.append(("GPU", UNKNOWN, no_gpu_reason(machine)))
+    return rows
+
+
+def no_gpu_reason(machine: Machine) -> str:
+    """Why this process sees no card."""
+    return machine.unknown.get("gpus", "CUDA_VISIBLE_DEVICES hides all GPUs")
+
+
+def disk_rows(disk: Disk) -> list[Row]:
+    """The disk of the runs."""
+    kind = disk.file_system or disk.unknown.get("file_system", UNKNOWN)
+    notes = [kind, disk.path]
+    notes += ["takes host memory"] if disk.in_memory else []
+    notes += ["over the network"] if disk.on_network else []
+    free = disk.unknown.get("free_bytes")
+    return [
+        ("disk free", bytes_text(disk.free_bytes), ", ".join([*notes, free] if free else notes))
+    ]
+
+
+def rate_rows(rates: Mapping[str, Rate]) -> list[Row]:
+    """One row a rate; rates that are missing for one reason share a row."""
+    reasons: dict[str, list[str]] = {}
+    for name, rate in rates.items():
+        if rate.per_s is None:
+            reasons.setdefault(rate.how, []).append(name)
+    rows = []
+    for name, rate in rates.items():
+        if rate.per_s is not None:
+            rows.append((name.replace("_", " "), value_text(name, rate.per_s), rate.how))
+        elif names := reasons.pop(rate.how, None):
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            rows.append((names[0].replace("_", " ") + more, UNKNOWN, rate.how))
+    return rows
+
+
+def value_text(name: str, per_s: float | None) -> str:
+    """A rate in the unit that people rate such a thing in."""
+    if per_s is None:
+        return UNKNOWN
+    if name.endswith("matmul"):
+        return operations_text(per_s)
+    return f"{count_text(per_s)} param/s" if name == "adamw" else rate_text(per_s)
+
+
+def operations_text(per_s: float | None) -> str:
+    """Decimal, as processors are rated: 744 TFLOP/s."""
+    if per_s is None:
+        return UNKNOWN
+    unit, scale = ("TFLOP/s", 1e12) if per_s >= 1e12 else ("GFLOP/s", 1e9)
+    return f"{per_s / scale:.3g} {unit}"
+
+
+def link_text(generation: int | None, width: int | None) -> str:
+    """PCIe 4 x16."""
+    return f"PCIe {_text(generation)} x{_text(width)}"
+
+
+def _gpu_rows(gpu: Gpu, driver: str | None) -> list[Row]:
+    unknown = gpu.unknown
+    name = gpu.name or unknown.get("name", UNKNOWN)
+    link = link_text(gpu.pcie_generation, gpu.pcie_width)
+    card = link_text(gpu.pcie_card_generation, gpu.pcie_card_width)
+    link_note = unknown.get("pcie_width", "" if link == card else f"the card can do {card}")
+    others = unknown.get("other_processes")
+    if gpu.other_processes:
+        others = f"{len(gpu.other_processes)} other programs use it"
+    power = "-" if gpu.power_limit_w is None else f"{gpu.power_limit_w:.0f} W"
+    default = "" if gpu.power_default_w is None else f"sold with {gpu.power_default_w:.0f} W"
+    return [
+        (f"GPU {gpu.index}", bytes_text(gpu.memory_total_bytes), f"{name}, driver {driver}"),
+        (f"GPU {gpu.index} free", bytes_text(gpu.memory_free_bytes), others or ""),
+        (
+            f"GPU {gpu.index} capability",
+            gpu.compute_capability or UNKNOWN,
+            unknown.get("compute_capability", "bf16" if gpu.bf16 else "no bf16"),
+        ),
+        (f"GPU {gpu.index} link", link, link_note),
+        (f"GPU {gpu.index} power", power, unknown.get("power_limit_w", default)),
+    ]
+
+
+def _cores_note(machine: Machine) -> str:
+    notes = [machine.cpu_name or machine.unknown.get("cpu_name", UNKNOWN)]
+    if machine.cpu_quota is not None:
+        notes.append(f"quota {machine.cpu_quota:g}")
+    if machine.cores_installed is not None and machine.cores < machine.cores_installed:
+        notes.append(f"{machine.cores_installed} installed")
+    if machine.threads_wished is not None:
+        notes.append(f"OMP_NUM_THREADS={machine.threads_wished}")
+    return ", ".join(notes)
+
+
+def _installed(machine: Machine) -> str:
+    return f"{bytes_text(machine.memory_installed_bytes)} installed"
+
+
+def _limit_text(limit: int | None) -> str:
+    return "no limit" if limit is None else bytes_text(limit)
+
+
+def _text(value: object) -> str:
+    return UNKNOWN if value is None else str(value)
+
+
+def _yes(value: bool | None) -> str:
+    return UNKNOWN if value is None else ("yes" if value else "no")
