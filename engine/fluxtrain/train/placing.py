@@ -17,6 +17,7 @@ from fluxtrain.plan.placement import RunPlacement, place
 from fluxtrain.stream.grouping import facts_of
 from fluxtrain.telemetry.events import ChoiceMade
 from fluxtrain.train.config import RunConfig
+from fluxtrain.train.device_budget import hold_to_budget
 from fluxtrain.units import GIB
 
 
@@ -69,7 +70,12 @@ def decide(
         DoesNotFit: no layout does; says what it needs and what there is.
     """
     wished = config.placement
-    free = torch.cuda.mem_get_info()[0] if device == "cuda" else None
+    if device == "cuda":
+        budget_bytes = hold_to_budget(wished.budget_gib)
+        free = torch.cuda.mem_get_info()[0]
+    else:
+        budget_bytes = None if wished.budget_gib is None else int(wished.budget_gib * GIB)
+        free = None
     return place(
         facts,
         Room(device_free_bytes=free, host_available_bytes=machine.memory_available_bytes),
@@ -77,7 +83,7 @@ def decide(
             offload=wished.offload,
             batch_rows=batch_rows,
             chunk_rows=None if wished.chunk_rows == "auto" else wished.chunk_rows,
-            budget_bytes=None if wished.budget_gib is None else int(wished.budget_gib * GIB),
+            budget_bytes=budget_bytes,
             data_rows=data_rows,
             accumulates=config.train.accumulation > 1,
         ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from fluxtrain.train.ingredients import DEMO
 from fluxtrain.train.placing import choose_device, decide, model_facts
 from fluxtrain.units import bytes_text, count_text
 
-DEMO_TOKENS = 430_000  # about what the standard library's docstrings come to
+DEMO_TOKENS = 510_000  # about what the standard library's docstrings come to
 
 
 def preview(config: RunConfig) -> dict[str, Any]:
@@ -76,6 +77,7 @@ def preview(config: RunConfig) -> dict[str, Any]:
         "estimated_rows": rows,
         "steps": course.total_steps,
         "device_bytes": placement.device_bytes,
+        "need": asdict(placement.need),
         "device_budget_bytes": placement.budget_bytes,
         "host_bytes": placement.host_bytes,
         "host_limit_bytes": machine.memory_available_bytes,

@@ -15,7 +15,7 @@ from fluxtrain.hardware.machine import Machine, read_machine
 from fluxtrain.methods.export import save_model
 from fluxtrain.methods.sampling import sample_text
 from fluxtrain.optim import schedule
-from fluxtrain.plan.placement import Placement
+from fluxtrain.plan.placement import RunPlacement
 from fluxtrain.telemetry.events import ChoiceMade, Hello, Planned, SampleGenerated
 from fluxtrain.train import keeping
 from fluxtrain.train.cadence import Cadence
@@ -166,7 +166,7 @@ class Run:
             host_bytes=plan.host_bytes,
             choices=(*self._choices, *self.course.choices),
         )
-        write_plan_file(session.run_dir, planned)
+        write_plan_file(session.run_dir, planned, plan.need)
         session.announcer.emit(planned)
         self._planned = planned
 
@@ -246,7 +246,7 @@ def _known_rows(config: RunConfig, checkpoint: Checkpoint | None) -> int | None:
     return int(checkpoint.trainer_state()["fingerprint"]["batch_rows"])
 
 
-def _wrapped(model: nn.Module, device: str, placement: Placement) -> tuple[nn.Module, Engine]:
+def _wrapped(model: nn.Module, device: str, placement: RunPlacement) -> tuple[nn.Module, Engine]:
     from fluxtrain.stream.engine import engine_of
 
     wrapped = fluxtrain.wrap(

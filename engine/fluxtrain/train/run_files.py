@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from dataclasses import asdict
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ import msgspec
 
 import fluxtrain
 from fluxtrain.hardware.machine import Machine
+from fluxtrain.plan.footprint import Footprint
 from fluxtrain.telemetry.events import Hello, Planned
 from fluxtrain.telemetry.process import ProcessMark
 from fluxtrain.telemetry.rundir import RunDir
@@ -34,12 +36,12 @@ def write_run_file(run_dir: RunDir, config: RunConfig, machine: Machine) -> None
     run_dir.write_json(run_dir.run, content)
 
 
-def write_plan_file(run_dir: RunDir, planned: Planned) -> None:
+def write_plan_file(run_dir: RunDir, planned: Planned, need: Footprint) -> None:
     """plan.json: the whole plan, also where the event had to be shortened."""
     content: dict[str, Any] = msgspec.to_builtins(planned)
     for stamp in ("seq", "t_s", "wall_s", "dropped", "event"):
         content.pop(stamp, None)
-    run_dir.write_json(run_dir.plan, content)
+    run_dir.write_json(run_dir.plan, {**content, "need": asdict(need)})
 
 
 def first_hello(config: RunConfig, run_dir: RunDir, machine: str) -> Hello:
