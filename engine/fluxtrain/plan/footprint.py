@@ -1,83 +1,39 @@
 """How many bytes a layout of a model takes on the device and on the host. Pure arithmetic.
 
-Where the bytes of each `offload` live:
+The first `device_groups` groups in forward order live on the device altogether: weights, gradients
+and optimizer states (14 bytes a trained bf16 parameter, 16 an fp32 one). The other groups are at
+home on the host with all of that, and of their weights the device has
 
-| offload   | weights             | gradients, optimizer | boundary activations |
-|-----------|---------------------|----------------------|----------------------|
-| none      | device              | device               | device               |
-| optimizer | device, copy at home| host                 | device               |
-| weights   | host, through slots | host                 | device               |
-| max       | host, through slots | host                 | host                 |
+| offload   | edges | blocks                                                | boundary activations |
+|-----------|-------|-------------------------------------------------------|----------------------|
+| none      |       | (every group lives on the device)                     | device               |
+| optimizer | all   | all                                                   | device               |
+| weights   | all   | the first `resident_blocks`, the others through slots | device               |
+| max       | all   | as `weights`, with fewer slots                        | host                 |
 
-The parts outside the blocks (embedding, head, last norm) have their weights on the device in every
-layout. Without a GPU the "device" is a buffer in host memory, so its bytes count as the host's.
+Beside them the device has what a step needs: fp32 sums of gradients, staging for their way home,
+the boundaries, and the workspace of whichever phase takes most (see `_workspace`). Without a GPU
+the "device" is a buffer in host memory, so its bytes count as the host's.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
-Offload = Literal["none", "optimizer", "weights", "max"]
-OFFLOADS: tuple[Offload, ...] = ("none", "optimizer", "weights", "max")  # least offload first
+from fluxtrain.plan.facts import FP32_BYTES, GroupFacts, ModelFacts, Offload, RowFacts
 
 SLOTS: dict[Offload, int] = {"none": 0, "optimizer": 0, "weights": 3, "max": 2}
-STAGING_BUFFERS = 4  # rounded gradients on their way home
+LARGE_STAGING_BYTES = 128 << 20  # one buffer is enough for gradients this large, else two
 BOUNDARIES_IN_FLIGHT = 2  # on the device when the boundaries themselves are on the host
+HIDDEN_IN_FLIGHT = 4  # the loss's hidden gradient, once more in fp32 while it is scaled, the result
 LOGITS_CHUNK_BYTES = 256 << 20  # fp32 logits of one chunk of tokens
-LOGITS_COPIES = 3  # the logits, their gradient, and both once more in the weights' dtype
-FP32_BYTES = 4
 
-# Optimizer state beside the weight itself, bytes a trained parameter: bf16 keeps the lower half of
-# an fp32 master, m and v (2 + 4 + 4); fp32 is its own master (4 + 4). The gradient comes on top.
-STATE_BYTES = {2: 10, 4: 8}
-
-# Tensors of (tokens, hidden) that one decoder block keeps for its backward pass, with what the
-# backward adds: an estimate for a gated MLP of 3.5 times the hidden size, until it is measured.
-ACTIVATION_TENSORS = 24
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelFacts:
-    """Sizes of a model and of one row (sequence) of its data."""
-
-    block_bytes: tuple[int, ...]  # weights of each block, in forward order
-    edge_bytes: int  # weights outside the blocks
-    trained_parameters: int
-    dtype_bytes: int  # 2 (bf16) or 4 (fp32)
-    activation_row_bytes: int  # of one block for one row, recomputed in the backward pass
-    hidden: int
-    vocabulary: int
-    sequence_length: int
-
-    @property
-    def layers(self) -> int:
-        """Number of blocks."""
-        return len(self.block_bytes)
-
-    @property
-    def weight_bytes(self) -> int:
-        """All weights."""
-        return sum(self.block_bytes) + self.edge_bytes
-
-    @property
-    def boundary_row_bytes(self) -> int:
-        """One row between two blocks: (sequence_length, hidden)."""
-        return self.sequence_length * self.hidden * self.dtype_bytes
-
-    @property
-    def host_arena_bytes(self) -> int:
-        """Weights at home with states and gradients: 14 bytes a trained bf16 parameter, 16 fp32."""
-        return self.weight_bytes + self.trained_parameters * self.update_bytes
-
-    @property
-    def update_bytes(self) -> int:
-        """States and gradient of one trained parameter."""
-        return STATE_BYTES[self.dtype_bytes] + self.dtype_bytes
-
-    def largest_trained(self, group_bytes: int) -> int:
-        """At most so many trained parameters are in a group of `group_bytes`."""
-        return min(group_bytes // self.dtype_bytes, self.trained_parameters)
+# What one decoder block holds for its backward pass, in tensors of (tokens, hidden): two norms with
+# their fp32 copies (8), attention (5), residuals (3); and of (tokens, intermediate): the four
+# that a gated MLP saves and three gradients of them. An estimate, until it is measured.
+HIDDEN_TENSORS = 16
+INTERMEDIATE_TENSORS = 7
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,64 +41,150 @@ class Layout:
     """One way to run the model."""
 
     offload: Offload
-    resident_blocks: int  # the first ones; only `weights` and `max` stream the others
-    batch_rows: int
-    chunk_rows: int
-
-    def slots(self, layers: int) -> int:
-        """Device slots that the streamed blocks share."""
-        return min(SLOTS[self.offload], layers - self.resident_blocks)
+    device_groups: int = 0  # the first ones; with `none` all, whatever is said here
+    resident_blocks: int = 0  # the first ones at home; with `optimizer` all
+    batch_rows: int = 0  # 0: not known
+    chunk_rows: int = 0
+    accumulates: bool = False  # several backward passes a step
 
 
 @dataclass(frozen=True, kw_only=True)
 class Footprint:
-    """Predicted peaks."""
+    """Predicted peaks; the device's by what takes them."""
 
-    device_bytes: int
+    weights_bytes: int
+    gradients_bytes: int
+    optimizer_bytes: int
+    boundaries_bytes: int
+    workspace_bytes: int  # recomputed activations, logits, gradients on their way to the sums
+    arena_bytes: int  # weights, states and gradients at home on the host
     host_bytes: int
 
+    @property
+    def device_bytes(self) -> int:
+        """All of the device's."""
+        return (
+            self.weights_bytes
+            + self.gradients_bytes
+            + self.optimizer_bytes
+            + self.boundaries_bytes
+            + self.workspace_bytes
+        )
 
-def activation_row_estimate(hidden: int, sequence_length: int, dtype_bytes: int) -> int:
-    """`activation_row_bytes` of a decoder block that nobody has measured yet."""
-    return ACTIVATION_TENSORS * sequence_length * hidden * dtype_bytes
+
+def activation_estimate(
+    hidden: int, intermediate: int, sequence_length: int, dtype_bytes: int
+) -> int:
+    """`RowFacts.activation_bytes` of a decoder block that nobody has measured yet."""
+    elements = HIDDEN_TENSORS * hidden + INTERMEDIATE_TENSORS * intermediate
+    return elements * sequence_length * dtype_bytes
 
 
 def footprint(facts: ModelFacts, layout: Layout, *, has_gpu: bool) -> Footprint:
     """Peaks of `layout`. Without a GPU the host's include the device's."""
-    device = (
-        _weights(facts, layout) + _gradients_and_states(facts, layout) + _activations(facts, layout)
+    at_device, at_home = homes(facts, layout)
+    wide = layout.accumulates
+    shared = sum(g.sum_bytes for g in facts.groups if g.users > 1)
+    scratch = max((g.sum_bytes for g in facts.groups if g.users == 1), default=0)
+    kept_gradients = sum(g.gradient_bytes(accumulates=wide) for g in at_device)
+    kept_weights = sum(g.weight_bytes for g in at_device) + facts.loose_bytes
+    device = {
+        "weights_bytes": kept_weights + _weights_from_home(facts, layout, at_home),
+        "gradients_bytes": kept_gradients + scratch + shared + _staging(at_home),
+        "optimizer_bytes": sum(g.state_bytes for g in at_device),
+        "boundaries_bytes": _boundaries_on_device(facts, layout),
+        "workspace_bytes": _workspace(facts, layout, shared),
+    }
+    arenas = sum(g.home_bytes(accumulates=wide) for g in at_home)
+    host = arenas + _boundaries_on_host(facts, layout, pinned=has_gpu)
+    return Footprint(
+        **device,
+        arena_bytes=arenas,
+        host_bytes=host if has_gpu else host + sum(device.values()),
     )
-    host = 0 if layout.offload == "none" else facts.host_arena_bytes
-    if layout.offload == "max":
-        host += _boundaries(facts, layout)
-    return Footprint(device_bytes=device, host_bytes=host if has_gpu else host + device)
 
 
-def _weights(facts: ModelFacts, layout: Layout) -> int:
-    if layout.offload in ("none", "optimizer"):
-        return facts.weight_bytes
-    resident = facts.block_bytes[: layout.resident_blocks]
-    streamed = facts.block_bytes[layout.resident_blocks :]
-    slots = layout.slots(facts.layers) * max(streamed, default=0)
-    return sum(resident) + slots + facts.edge_bytes
+def homes(
+    facts: ModelFacts, layout: Layout
+) -> tuple[tuple[GroupFacts, ...], tuple[GroupFacts, ...]]:
+    """The groups that live on the device, and those at home on the host."""
+    count = len(facts.groups) if layout.offload == "none" else layout.device_groups
+    return facts.groups[:count], facts.groups[count:]
 
 
-def _gradients_and_states(facts: ModelFacts, layout: Layout) -> int:
-    block = facts.largest_trained(max(facts.block_bytes, default=0))
-    edge = facts.largest_trained(facts.edge_bytes)
-    sums = FP32_BYTES * (block + edge)
-    if layout.offload == "none":
-        return sums + facts.trained_parameters * facts.update_bytes
-    return sums + STAGING_BUFFERS * facts.dtype_bytes * max(block, edge)
+def slot_count(facts: ModelFacts, layout: Layout) -> int:
+    """Device slots that the blocks which are not resident share."""
+    streamed = len(_streamed(layout, homes(facts, layout)[1]))
+    return min(max(SLOTS[layout.offload], facts.groups_at_once + 1), streamed)
 
 
-def _activations(facts: ModelFacts, layout: Layout) -> int:
-    rows = BOUNDARIES_IN_FLIGHT if layout.offload == "max" else facts.layers + 1
-    boundaries = rows * layout.batch_rows * facts.boundary_row_bytes
-    all_logits = layout.batch_rows * facts.sequence_length * facts.vocabulary * FP32_BYTES
-    head = LOGITS_COPIES * min(LOGITS_CHUNK_BYTES, all_logits)
-    return boundaries + layout.chunk_rows * facts.activation_row_bytes + head
+def _streamed(layout: Layout, at_home: Sequence[GroupFacts]) -> list[GroupFacts]:
+    blocks = [group for group in at_home if group.kind == "block"]
+    return [] if layout.offload == "optimizer" else blocks[layout.resident_blocks :]
 
 
-def _boundaries(facts: ModelFacts, layout: Layout) -> int:
-    return (facts.layers + 1) * layout.batch_rows * facts.boundary_row_bytes
+def _weights_from_home(facts: ModelFacts, layout: Layout, at_home: Sequence[GroupFacts]) -> int:
+    """Device copies of weights whose home is the host."""
+    streamed = _streamed(layout, at_home)
+    largest = max((group.weight_bytes for group in streamed), default=0)
+    kept = sum(g.weight_bytes for g in at_home) - sum(g.weight_bytes for g in streamed)
+    return kept + slot_count(facts, layout) * largest
+
+
+def _staging(at_home: Sequence[GroupFacts]) -> int:
+    """Rounded gradients on their way home: a ring for each size that there is."""
+    sizes = {2 * g.trained_bf16 for g in at_home} | {4 * g.trained_fp32 for g in at_home}
+    return sum(size if size >= LARGE_STAGING_BYTES else 2 * size for size in sizes)
+
+
+def _boundary_rows(facts: ModelFacts) -> int:
+    """Inputs kept until the backward pass: one of each block, and the last norm's."""
+    return facts.layers + 1
+
+
+def _boundaries_on_device(facts: ModelFacts, layout: Layout) -> int:
+    if facts.row is None:
+        return 0
+    kept = BOUNDARIES_IN_FLIGHT if layout.offload == "max" else _boundary_rows(facts)
+    return kept * layout.batch_rows * facts.row.boundary_bytes
+
+
+def _boundaries_on_host(facts: ModelFacts, layout: Layout, *, pinned: bool) -> int:
+    if facts.row is None or layout.offload != "max":
+        return 0
+    one = layout.batch_rows * facts.row.boundary_bytes
+    if pinned and one:
+        one = 1 << (one - 1).bit_length()  # torch's allocator of pinned memory rounds up
+    return _boundary_rows(facts) * one
+
+
+def _workspace(facts: ModelFacts, layout: Layout, shared_sums: int) -> int:
+    """The most that one phase of a step needs for itself.
+
+    loss: the head's fp32 weight gradient, a chunk of logits, one chunk's product in the weights'
+    dtype; sums of shared groups do not exist yet. After the loss: that gradient is handed over; a
+    block is recomputed, then its gradients in the weights' dtypes are all there at once; last come
+    the embedding's.
+    """
+    head_sum = FP32_BYTES * facts.head_parameters
+    product = facts.head_dtype_bytes * facts.head_parameters
+    hidden = activations = logits = 0
+    if facts.row is not None:
+        hidden = HIDDEN_IN_FLIGHT * layout.batch_rows * facts.row.boundary_bytes
+        activations = layout.chunk_rows * facts.row.activation_bytes
+        logits = _logits_bytes(facts.row, layout.batch_rows)
+    loss = head_sum + max(2 * logits, 3 * logits // 2 + product) + hidden
+    blocks = [g.rounded_bytes for g in facts.groups if g.kind == "block"]
+    edges = [g.rounded_bytes for g in facts.groups if g.kind == "edge"]
+    return max(
+        loss - shared_sums,
+        head_sum + hidden,
+        activations + max(blocks, default=0) + hidden,
+        max(edges, default=0),
+    )
+
+
+def _logits_bytes(row: RowFacts, batch_rows: int) -> int:
+    """fp32 logits of one chunk of tokens, at least one token's."""
+    token = FP32_BYTES * row.vocabulary
+    return max(token, min(LOGITS_CHUNK_BYTES, batch_rows * row.sequence_length * token))

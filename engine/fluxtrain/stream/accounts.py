@@ -158,8 +158,14 @@ class Accounts:
 
     def sample(self) -> None:
         """Keep the peak of what is held (on CUDA the allocator keeps it)."""
-        if self._engine.device.torch_device.type != "cuda":
-            held = self._engine.window.size_bytes + self._engine.gradients.device_bytes
+        engine = self._engine
+        if engine.device.torch_device.type != "cuda":
+            at_device = sum(
+                g.wire_bytes + g.state_bytes + g.gradient_bytes
+                for g in engine.groups
+                if g.home == "device"
+            )
+            held = engine.window.size_bytes + engine.gradients.device_bytes + at_device
             self._peak_bytes = max(self._peak_bytes, held + self.boundary_bytes)
 
     def _note(

@@ -21,6 +21,7 @@ from fluxtrain.memory.device import Device
 from fluxtrain.memory.gradients import Gradients, stored
 from fluxtrain.memory.group import Group, Member
 from fluxtrain.memory.window import Window
+from fluxtrain.plan.placement import Placement
 from fluxtrain.stream.accounts import Accounts, BlockFacts, MemoryUse, Residency, Traffic
 from fluxtrain.stream.arguments import Tree
 from fluxtrain.stream.block import Call, Unit
@@ -28,7 +29,6 @@ from fluxtrain.stream.chunking import saved_row_bytes
 from fluxtrain.stream.head import HeadCall
 from fluxtrain.stream.norm import GradNorm
 from fluxtrain.stream.parameter import HostGradient, HostParameter, Owner
-from fluxtrain.stream.placement import Placement
 from fluxtrain.stream.shards import load_state_shard, state_shards
 from fluxtrain.stream.updates import Updates
 from fluxtrain.stream.writes import check_writes, fingerprint

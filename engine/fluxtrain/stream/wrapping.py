@@ -10,19 +10,20 @@ import torch
 from torch import Tensor, nn
 
 from fluxtrain.errors import BadInput, MisusedModel, UnsupportedModel
-from fluxtrain.memory.arena import aligned
+from fluxtrain.hardware.gpu import Gpus
+from fluxtrain.hardware.machine import read_machine
 from fluxtrain.memory.device import open_device
 from fluxtrain.memory.group import Group
+from fluxtrain.plan.facts import Room, Wishes
+from fluxtrain.plan.placement import place_for_any_rows
 from fluxtrain.stream.adoption import install as install_adoption
 from fluxtrain.stream.arguments import to_device
 from fluxtrain.stream.block import Unit
 from fluxtrain.stream.blocks import Parts, take_apart
 from fluxtrain.stream.engine import Engine, engine_of
+from fluxtrain.stream.grouping import Borrowed, group_parameters, is_head, model_facts
 from fluxtrain.stream.parameter import Owner, adopt_parameter, owner_of, release_parameter
-from fluxtrain.stream.placement import Sizes, place
 from fluxtrain.stream.surface import guard_module, release_module, replace_forward
-
-_HEAD_COLUMNS = 8192  # an edge Linear this wide is taken for a language model's head
 
 
 def wrap(
@@ -43,14 +44,14 @@ def wrap(
 
     - `none`: all on the device; `optimizer`: weights there, gradients and states on the host;
     - `weights`: blocks' weights stream in too (`resident_blocks` of them stay); `max`: with the
-      fewest slots, boundary activations on the host; `auto`: by free memory (`engine.plan` says why).
+      fewest slots, boundary activations on the host; `auto`: by free memory (see `engine.plan`).
 
     chunk_rows: rows of a batch that a block computes at a time (None: by memory, once).
     overlap: `optimizer.step()` returns at once and each block of the next forward waits for its own
     update; call `fluxtrain.sync(model)` before reading weights through tensors taken earlier.
     budget_bytes: device memory to plan for (None: what is free).
-    device_groups: with `weights`, so many first parts of the model (embedding, then blocks) have
-    gradients and optimizer states on the device as well (None: by memory).
+    device_groups: so many first parts of the model (embedding, then blocks) live on the device with
+    gradients and optimizer states (None: with `weights` by memory, with `none` all, else 0).
 
     Wrapping twice is wrapping once. Raises UnsupportedModel, BadInput or DoesNotFit.
     """
@@ -59,21 +60,17 @@ def wrap(
     _refuse_unsupported(model)
     parts = take_apart(model)
     torch_device = _compute_device(device)
-    groups, borrowed = _group_parameters(parts)
-    groups = _in_forward_order(model, groups)
-    sizes = _sizes(groups, borrowed, torch_device)
-    if chunk_rows is not None and chunk_rows < 1:
-        raise BadInput(f"chunk_rows is {chunk_rows}: it must be at least 1")
-    placement = place(
-        sizes,
-        offload=offload,
-        free_bytes=torch.cuda.mem_get_info(torch_device)[0]
-        if torch_device.type == "cuda"
-        else None,
-        budget_bytes=budget_bytes,
-        chunk_rows=chunk_rows,
-        resident_blocks=resident_blocks,
-        device_groups=device_groups,
+    groups, borrowed = group_parameters(model, parts)
+    placement = place_for_any_rows(
+        model_facts(model, parts, groups, borrowed),
+        _room(model, torch_device),
+        Wishes(
+            offload=offload,  # type: ignore[arg-type]  # any other word is refused
+            chunk_rows=chunk_rows,
+            device_groups=device_groups,
+            resident_blocks=resident_blocks,
+            budget_bytes=budget_bytes,
+        ),
     )
     engine = Engine(open_device(torch_device), placement, overlap=overlap)
     _settle(engine, groups)
@@ -176,54 +173,20 @@ def _compute_device(device: str | torch.device | None) -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-Borrowed = dict[str, dict[Group, list[int]]]
-
-
-def _group_parameters(parts: Parts) -> tuple[dict[str, Group], Borrowed]:
-    """One group a part; a parameter that several parts share belongs to the first."""
-    groups: dict[str, Group] = {}
-    borrowed: Borrowed = {}
-    home: dict[int, tuple[Group, int]] = {}
-    kinds = [(n, m, "edge") for n, m in parts.edges] + [(n, m, "block") for n, m in parts.blocks]
-    for name, module, kind in kinds:
-        group = groups[name] = Group(name, "edge" if kind == "edge" else "block")
-        group.users = 1
-        for own_name, parameter in module.named_parameters():
-            if id(parameter) not in home:
-                if parameter.numel():
-                    member = group.add(parameter, own_name)
-                    home[id(parameter)] = (group, member.index)
-                continue
-            other, index = home[id(parameter)]
-            if other is not group:
-                borrowed.setdefault(name, {}).setdefault(other, []).append(index)
-    for others in borrowed.values():
-        for group in others:
-            group.users += 1
-    return groups, borrowed
-
-
-def _in_forward_order(model: nn.Module, groups: dict[str, Group]) -> dict[str, Group]:
-    """Sorted by where the parts stand in the module tree, which is how they run."""
-    order = {name: i for i, (name, _) in enumerate(model.named_modules())}
-    return dict(sorted(groups.items(), key=lambda item: order.get(item[0], 0)))
-
-
-def _sizes(groups: dict[str, Group], borrowed: Borrowed, device: torch.device) -> Sizes:
-    every = [g for g in groups.values() if g.members]
-    wire = {g: sum(aligned(s.size_bytes) for s in g.segments) for g in every}
-    state = {g: sum(s.elements * (10 if s.split else 8) for s in g.trained) for g in every}
-    gradient = {g: sum(s.size_bytes for s in g.trained) for g in every}
-    shared = {g for others in borrowed.values() for g in others}
-    return Sizes(
-        block_wire=tuple(wire[g] for g in every if g.kind == "block"),
-        edge_wire=tuple(wire[g] for g in every if g.kind == "edge"),
-        state=sum(state.values()),
-        gradient=sum(gradient.values()),
-        whole=tuple(wire[g] + state[g] + gradient[g] for g in every),
-        largest_sum=max(4 * g.trained_elements for g in every),
-        shared_sum=sum(4 * g.trained_elements for g in shared),
-        cpu=device.type == "cpu",
+def _room(model: nn.Module, device: torch.device) -> Room:
+    """What is free once the model's weights have left the places where they are now."""
+    no_gpus = Gpus(gpus=(), driver=None, reason="not asked")
+    available = read_machine(gpus=no_gpus).memory_available_bytes
+    if available is not None:
+        available += sum(p.nbytes for p in model.parameters() if p.device.type == "cpu")
+    if device.type != "cuda":
+        return Room(device_free_bytes=None, host_available_bytes=available)
+    here = torch.empty(0, device=device).device  # with its index
+    cached = torch.cuda.memory_reserved(here) - torch.cuda.memory_allocated(here)
+    weights = sum(p.nbytes for p in model.parameters() if p.device == here)
+    return Room(
+        device_free_bytes=torch.cuda.mem_get_info(here)[0] + cached + weights,
+        host_available_bytes=available,
     )
 
 
@@ -265,7 +228,6 @@ def _make_units(
 ) -> None:
     order = {name: i for i, (name, _) in enumerate(model.named_modules())}
     named = sorted([*parts.edges, *parts.blocks], key=lambda part: order.get(part[0], 0))
-    output = getattr(model, "get_output_embeddings", lambda: None)()
     for position, (name, module) in enumerate(named):
         unit = Unit(engine, name, module, position, groups[name])
         for group, indices in borrowed.get(name, {}).items():
@@ -277,9 +239,7 @@ def _make_units(
             for key, parameter in inner._parameters.items()
             if parameter is not None and id(parameter) in members
         ]
-        unit.is_head = type(module) is nn.Linear and (
-            module is output or module.out_features >= _HEAD_COLUMNS
-        )
+        unit.is_head = is_head(model, module)
         replace_forward(module, unit)
         guard_module(module, engine)
         engine.units.append(unit)
@@ -289,16 +249,13 @@ def _make_slots(engine: Engine) -> None:
     """Edges and resident blocks get a slot of their own, the other blocks share."""
     at_home = [g for g in engine.groups if g.home == "host"]
     blocks = [g for g in at_home if g.kind == "block"]
-    resident = len(blocks) if engine.plan.offload == "optimizer" else engine.plan.resident_blocks
+    resident = blocks[: engine.plan.resident_blocks]
     for group in at_home:
-        if group.kind == "edge" or group in blocks[:resident]:
+        if group.kind == "edge" or group in resident:
             engine.window.add_slot(group.wire_bytes, owner=group)
-    streamed = blocks[resident:]
-    if streamed:
-        largest = max(group.wire_bytes for group in streamed)
-        borrowing = max((len(u.groups) for u in engine.units), default=1)
-        for _ in range(min(max(engine.plan.slots, borrowing + 1), max(len(streamed), 2))):
-            engine.window.add_slot(largest)
+    largest = max((group.wire_bytes for group in blocks[len(resident) :]), default=0)
+    for _ in range(engine.plan.slots):
+        engine.window.add_slot(largest)
 
 
 def _move_buffers(model: nn.Module, device: torch.device) -> None:

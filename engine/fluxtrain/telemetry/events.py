@@ -86,6 +86,7 @@ class Planned(Event, frozen=True, kw_only=True, tag="planned"):
     device_budget_bytes: int | None
     host_bytes: int | None  # predicted peak
     choices: tuple[ChoiceMade, ...] = ()
+    device_groups: int = 0  # first parts of the model that live on the device with their states
 
 
 class PhaseChanged(Event, frozen=True, kw_only=True, tag="phase"):

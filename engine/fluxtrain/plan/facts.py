@@ -1,0 +1,127 @@
+"""What a placement is decided from: a model's sizes, a machine's room, a user's wishes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Literal
+
+Offload = Literal["none", "optimizer", "weights", "max"]
+OFFLOADS: tuple[Offload, ...] = ("none", "optimizer", "weights", "max")  # least offload first
+
+FP32_BYTES = 4
+BF16_BYTES = 2
+
+# Optimizer state beside the weight itself, bytes a trained parameter: bf16 keeps the lower half of
+# an fp32 master, m and v (2 + 4 + 4); fp32 is its own master (4 + 4). The gradient comes on top.
+BF16_STATE_BYTES = 10
+FP32_STATE_BYTES = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupFacts:
+    """One group of weights that moves as one: a block, or a part outside the blocks (an edge).
+
+    Counts are of elements in memory, with the padding between parameters.
+    """
+
+    name: str
+    kind: Literal["block", "edge"]
+    weight_bytes: int  # trained and frozen
+    trained_bf16: int = 0
+    trained_fp32: int = 0
+    users: int = 1  # parts that compute with it: a tied embedding has two
+
+    @cached_property
+    def state_bytes(self) -> int:
+        """Optimizer states."""
+        return BF16_STATE_BYTES * self.trained_bf16 + FP32_STATE_BYTES * self.trained_fp32
+
+    @cached_property
+    def rounded_bytes(self) -> int:
+        """Gradients in the weights' dtypes."""
+        return BF16_BYTES * self.trained_bf16 + FP32_BYTES * self.trained_fp32
+
+    @cached_property
+    def sum_bytes(self) -> int:
+        """The fp32 sum that gradients are collected in on the device."""
+        return FP32_BYTES * (self.trained_bf16 + self.trained_fp32)
+
+    def gradient_bytes(self, *, accumulates: bool) -> int:
+        """Gradients at home; several backward passes a step add bf16 ones up in fp32 beside."""
+        wide = FP32_BYTES * self.trained_bf16 if accumulates else 0
+        return self.rounded_bytes + wide
+
+    def home_bytes(self, *, accumulates: bool = False) -> int:
+        """Weights, states and gradients: 14 bytes a trained bf16 parameter, 16 an fp32 one."""
+        return self.weight_bytes + self.state_bytes + self.gradient_bytes(accumulates=accumulates)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowFacts:
+    """One row (sequence) of a language model's data, and what it makes the model hold."""
+
+    hidden: int
+    vocabulary: int
+    sequence_length: int
+    dtype_bytes: int  # of activations: 2 (bf16) or 4 (fp32)
+    activation_bytes: int  # of one block, recomputed in the backward pass
+
+    @property
+    def boundary_bytes(self) -> int:
+        """What passes from one block to the next: (sequence_length, hidden)."""
+        return self.sequence_length * self.hidden * self.dtype_bytes
+
+    def of_length(self, sequence_length: int) -> RowFacts:
+        """A row with as many tokens."""
+        activation_bytes = self.activation_bytes * sequence_length // self.sequence_length
+        return replace(self, sequence_length=sequence_length, activation_bytes=activation_bytes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFacts:
+    """Sizes of a model; `row` is None where the data is not known yet."""
+
+    groups: tuple[GroupFacts, ...]  # in forward order
+    head_parameters: int = 0  # trained ones of the head's weight, tied or not
+    head_dtype_bytes: int = 2
+    loose_bytes: int = 0  # of parameters in no group, which live on the device in every layout
+    groups_at_once: int = 1  # that one part computes with
+    row: RowFacts | None = None
+
+    @cached_property
+    def layers(self) -> int:
+        """Number of blocks."""
+        return sum(group.kind == "block" for group in self.groups)
+
+    @cached_property
+    def home_bytes(self) -> int:
+        """Weights, states and gradients of the whole model."""
+        return sum(group.home_bytes() for group in self.groups)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Room:
+    """What the machine has now."""
+
+    device_free_bytes: int | None  # None: no GPU, the device is a buffer in host memory
+    host_available_bytes: int | None  # None: unknown, taken as enough
+
+    @property
+    def has_gpu(self) -> bool:
+        """Whether the device has memory of its own."""
+        return self.device_free_bytes is not None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wishes:
+    """What the user asked for; None (and `auto`) leaves it to the rule."""
+
+    offload: Literal["auto", "none", "optimizer", "weights", "max"] = "auto"
+    batch_rows: int | None = None
+    chunk_rows: int | None = None
+    device_groups: int | None = None  # or all, if the model has fewer
+    resident_blocks: int | None = None  # or all that are at home on the host
+    budget_bytes: int | None = None
+    data_rows: int | None = None  # rows of one epoch
+    accumulates: bool = False  # several backward passes a step

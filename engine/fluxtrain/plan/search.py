@@ -1,0 +1,192 @@
+"""The search for the layout that the rule in `placement` prefers among those that fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from fluxtrain.plan.facts import ModelFacts, Offload, Room, Wishes
+from fluxtrain.plan.footprint import Footprint, Layout, footprint, homes
+
+AUTO_SHARE = 0.9  # of the budget, where the rule chooses; the rest is for fragmentation
+FIXED_SHARE = 0.5  # of the budget, where the rows are not known: the rest is for activations
+HOST_SHARE = 0.9  # of the available host memory
+BATCH_LIMIT_ROWS = 32
+CHUNK_TOKENS = 4096  # at once keep a GPU busy
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bytes that a layout may take; None is no limit."""
+
+    device_bytes: int | None
+    spare_bytes: int | None  # of the device, that optional residents may fill up
+    host_bytes: int | None
+
+
+@dataclass(frozen=True)
+class Search:
+    """One question to the rule."""
+
+    facts: ModelFacts
+    room: Room
+    wishes: Wishes
+
+    @cached_property
+    def budget_bytes(self) -> int | None:
+        """Of the device: the wish, or what is free if that is less."""
+        known = (self.wishes.budget_bytes, self.room.device_free_bytes)
+        return min((size for size in known if size is not None), default=None)
+
+    @cached_property
+    def limits(self) -> Limits:
+        """Explicit wishes may fill the budget, choices leave a reserve."""
+        wishes, rows_known = self.wishes, self.facts.row is not None
+        set_rows = None not in (wishes.batch_rows, wishes.chunk_rows)
+        explicit = wishes.offload != "auto" and (set_rows or not rows_known)
+        spare = AUTO_SHARE if rows_known else FIXED_SHARE
+        budget, host = self.budget_bytes, self.room.host_available_bytes
+        return Limits(
+            None if budget is None else int(budget * (1.0 if explicit else AUTO_SHARE)),
+            None if budget is None else int(budget * spare),
+            None if host is None else int(host * (1.0 if explicit else HOST_SHARE)),
+        )
+
+    def need(self, layout: Layout) -> Footprint:
+        """What `layout` takes."""
+        return footprint(self.facts, layout, has_gpu=self.room.has_gpu)
+
+    def fits(self, layout: Layout, *, spare: bool = False) -> bool:
+        """Whether both peaks stay within; `spare`: within what optional residents may fill."""
+        need, limits = self.need(layout), self.limits
+        device = limits.spare_bytes if spare else limits.device_bytes
+        on_device = device is None or need.device_bytes <= device
+        return on_device and (limits.host_bytes is None or need.host_bytes <= limits.host_bytes)
+
+    def find(self) -> Layout | None:
+        """The preferred layout, or None when nothing fits."""
+        for offloads in self._rounds():
+            for start in self._starts():
+                for offload in offloads:
+                    layout = self._filled(replace(start, offload=offload))
+                    if layout is not None:
+                        return layout
+        return None
+
+    def nearest(self) -> Layout:
+        """Of the layouts with the fewest rows, the one that comes nearest to fitting."""
+        fewest = list(self._starts())[-1]
+        layouts = [
+            layout
+            for offloads in self._rounds()
+            for offload in offloads
+            for layout in self._least(replace(fewest, offload=offload))
+        ]
+        return min(layouts, key=self._pressure)
+
+    @cached_property
+    def chooses_device_groups(self) -> bool:
+        """Without a GPU the device is host memory: nothing is gained by residents."""
+        return self.room.has_gpu and self.wishes.device_groups is None
+
+    def one_more_group(self, layout: Layout) -> Layout:
+        """The same with the next group on the device, and no optional resident."""
+        count = layout.device_groups + 1
+        kept = self._kept_blocks(count)
+        return replace(layout, device_groups=count, resident_blocks=kept)
+
+    def _rounds(self) -> tuple[tuple[Offload, ...], ...]:
+        """`max` is the last resort: a smaller batch is preferred to it."""
+        wishes = self.wishes
+        if wishes.offload != "auto":
+            return ((wishes.offload,),)
+        placed = wishes.resident_blocks is not None or wishes.device_groups is not None
+        if placed or not self.room.has_gpu:
+            return (("weights",), ("max",))
+        return (("none", "weights"), ("max",))
+
+    def _starts(self) -> Iterator[Layout]:
+        """Batches and their chunks, the largest first."""
+        accumulates = self.wishes.accumulates
+        if self.facts.row is None:
+            yield Layout(offload="none", accumulates=accumulates)
+            return
+        for batch in self._batches():
+            for chunk in self._chunks(batch, self.facts.row.sequence_length):
+                yield Layout(
+                    offload="none", batch_rows=batch, chunk_rows=chunk, accumulates=accumulates
+                )
+
+    def _batches(self) -> list[int]:
+        if self.wishes.batch_rows is not None:
+            return [self.wishes.batch_rows]
+        return _halvings(_power_of_two(min(BATCH_LIMIT_ROWS, self.wishes.data_rows or 1 << 30)))
+
+    def _chunks(self, batch_rows: int, sequence_length: int) -> list[int]:
+        if self.wishes.chunk_rows is not None:
+            return [min(self.wishes.chunk_rows, batch_rows)]
+        return _halvings(min(batch_rows, _power_of_two(CHUNK_TOKENS // sequence_length)))
+
+    def _filled(self, layout: Layout) -> Layout | None:
+        """`layout` with as many device groups, then resident blocks, as are wanted and fit."""
+        layouts = self._least(layout)
+        if layout.offload != "weights":
+            optional = layout.offload == "none" and self.wishes.offload == "auto"
+            return layouts[0] if self.fits(layouts[0], spare=optional) else None
+        for candidate in layouts:
+            if self.fits(candidate, spare=True):
+                return self._with_residents(candidate)
+        return next(filter(self.fits, reversed(layouts)), None)
+
+    def _least(self, layout: Layout) -> list[Layout]:
+        """`layout` for every number of device groups to try, most first; no optional resident."""
+        every = len(self.facts.groups)
+        wished = min(self.wishes.device_groups or 0, every)
+        counts = [wished]
+        if layout.offload == "none":
+            counts = [every]
+        elif layout.offload == "weights" and self.chooses_device_groups:
+            counts = list(range(every, -1, -1))
+        streams = layout.offload in ("weights", "max")
+        return [
+            replace(
+                layout,
+                device_groups=count,
+                resident_blocks=self._kept_blocks(count) if streams else self._home_blocks(count),
+            )
+            for count in counts
+        ]
+
+    def _with_residents(self, layout: Layout) -> Layout:
+        if self.wishes.resident_blocks is not None or not self.room.has_gpu:
+            return layout
+        for resident in range(self._home_blocks(layout.device_groups), 0, -1):
+            fuller = replace(layout, resident_blocks=resident)
+            if self.fits(fuller, spare=True):
+                return fuller
+        return layout
+
+    def _kept_blocks(self, device_groups: int) -> int:
+        return min(self.wishes.resident_blocks or 0, self._home_blocks(device_groups))
+
+    def _home_blocks(self, device_groups: int) -> int:
+        at_home = homes(self.facts, Layout(offload="weights", device_groups=device_groups))[1]
+        return sum(group.kind == "block" for group in at_home)
+
+    def _pressure(self, layout: Layout) -> float:
+        """How many times the room of the resource that is pressed hardest."""
+        need, limits = self.need(layout), self.limits
+        device = need.device_bytes / limits.device_bytes if limits.device_bytes else 0.0
+        host = need.host_bytes / limits.host_bytes if limits.host_bytes else 0.0
+        return max(device, host)
+
+
+def _halvings(rows: int) -> list[int]:
+    """12, 6, 3, 1."""
+    return [rows >> shift for shift in range(rows.bit_length())]
+
+
+def _power_of_two(rows: int) -> int:
+    """The largest that is no more than `rows`; at least 1."""
+    return 1 << (max(1, rows).bit_length() - 1)

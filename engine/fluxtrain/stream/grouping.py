@@ -1,0 +1,87 @@
+"""Which parameters move together, and how large that is: the facts that a placement needs."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from fluxtrain.memory.arena import aligned
+from fluxtrain.memory.group import Group
+from fluxtrain.plan.facts import GroupFacts, ModelFacts
+from fluxtrain.stream.blocks import Parts, take_apart
+
+_HEAD_COLUMNS = 8192  # an edge Linear this wide is taken for a language model's head
+_LOOSE_COPIES = 4  # weight, gradient and the two moments of torch's own AdamW
+
+Borrowed = dict[str, dict[Group, list[int]]]  # part -> groups of others -> member indices
+
+
+def group_parameters(model: nn.Module, parts: Parts) -> tuple[dict[str, Group], Borrowed]:
+    """One group a part, in forward order; a parameter that several parts share belongs to the
+    first of the edges, then blocks."""
+    groups: dict[str, Group] = {}
+    borrowed: Borrowed = {}
+    home: dict[int, tuple[Group, int]] = {}
+    kinds = [(n, m, "edge") for n, m in parts.edges] + [(n, m, "block") for n, m in parts.blocks]
+    for name, module, kind in kinds:
+        group = groups[name] = Group(name, "edge" if kind == "edge" else "block")
+        group.users = 1
+        for own_name, parameter in module.named_parameters():
+            if id(parameter) not in home:
+                if parameter.numel():
+                    member = group.add(parameter, own_name)
+                    home[id(parameter)] = (group, member.index)
+                continue
+            other, index = home[id(parameter)]
+            if other is not group:
+                borrowed.setdefault(name, {}).setdefault(other, []).append(index)
+    for others in borrowed.values():
+        for group in others:
+            group.users += 1
+    order = {name: i for i, (name, _) in enumerate(model.named_modules())}
+    return dict(sorted(groups.items(), key=lambda item: order.get(item[0], 0))), borrowed
+
+
+def is_head(model: nn.Module, module: nn.Module) -> bool:
+    """Is this the last linear layer, whose loss is computed in chunks of tokens?"""
+    output = getattr(model, "get_output_embeddings", lambda: None)()
+    return type(module) is nn.Linear and (module is output or module.out_features >= _HEAD_COLUMNS)
+
+
+def facts_of(model: nn.Module) -> ModelFacts:
+    """Sizes of a model before it is wrapped, also of one on the meta device."""
+    parts = take_apart(model)
+    groups, borrowed = group_parameters(model, parts)
+    return model_facts(model, parts, groups, borrowed)
+
+
+def model_facts(
+    model: nn.Module, parts: Parts, groups: dict[str, Group], borrowed: Borrowed
+) -> ModelFacts:
+    """The sizes that a placement needs, with the padding that the arenas will have."""
+    heads = [m.weight for _, m in parts.edges if is_head(model, m) and isinstance(m, nn.Linear)]
+    trained_heads = [weight for weight in heads if weight.requires_grad]
+    return ModelFacts(
+        groups=tuple(_group_facts(group) for group in groups.values() if group.members),
+        head_parameters=max((weight.numel() for weight in trained_heads), default=0),
+        head_dtype_bytes=max((weight.element_size() for weight in trained_heads), default=2),
+        loose_bytes=sum(
+            parameter.nbytes * (_LOOSE_COPIES if parameter.requires_grad else 1)
+            for _, parameter in parts.loose
+        ),
+        groups_at_once=max(
+            bool(group.members) + len(borrowed.get(name, {})) for name, group in groups.items()
+        ),
+    )
+
+
+def _group_facts(group: Group) -> GroupFacts:
+    elements = {segment.dtype: segment.elements for segment in group.trained}
+    return GroupFacts(
+        name=group.name,
+        kind="block" if group.kind == "block" else "edge",
+        weight_bytes=sum(aligned(segment.size_bytes) for segment in group.segments),
+        trained_bf16=elements.get(torch.bfloat16, 0),
+        trained_fp32=elements.get(torch.float32, 0),
+        users=group.users,
+    )
