@@ -1,0 +1,183 @@
+"""What the engine moves, holds and reports while it streams."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fluxtrain
+from fluxtrain.errors import BadInput
+from fluxtrain.stream.engine import Engine, engine_of
+
+
+def trained(model: nn.Module, inputs: dict[str, Tensor], steps: int = 3) -> Engine:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for _ in range(steps):
+        model(**inputs).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return engine_of(model)
+
+
+def test_after_the_first_step_blocks_are_copied_ahead_of_their_use(tiny: Any, batch: Any) -> None:
+    model = fluxtrain.wrap(tiny("llama", num_hidden_layers=8), chunk_rows=4)
+    engine = trained(model, batch(), steps=2)
+    engine.take_moves(1000)
+    trained(model, batch(), steps=1)
+    moves, _ = engine.take_moves(1000)
+    weights = [m for m in moves if m.what == "weights" and "layers" in m.block]
+    assert {m.block for m in weights} == {f"model.layers.{i}" for i in range(8)}
+    demanded = [m.block for m in weights if m.cause == "demand"]
+    assert len(demanded) <= 2, demanded  # where the pass starts
+    assert all(m.duration_s is not None for m in moves)
+
+
+def test_traffic_of_a_step_is_the_weights_in_and_the_gradients_out(tiny: Any, batch: Any) -> None:
+    """Blocks come in twice a step (less those that still lie in a slot), gradients leave once,
+    whatever the number of chunks."""
+    for chunk_rows in (4, 1):
+        model = fluxtrain.wrap(tiny("llama", torch.bfloat16, num_hidden_layers=8))
+        engine = engine_of(model)
+        engine.chunk_rows = chunk_rows
+        trained(model, batch(), steps=2)
+        before = engine.traffic()
+        trained(model, batch(), steps=1)
+        after = engine.traffic()
+        blocks = [b for b in engine.blocks if b.kind == "block"]
+        one, every = blocks[0].weight_bytes, sum(b.weight_bytes for b in engine.blocks)
+        h2d, d2h = after.h2d_bytes - before.h2d_bytes, after.d2h_bytes - before.d2h_bytes
+        slots = engine.plan.slots
+        assert d2h == every
+        edges = every - len(blocks) * one
+        assert (2 * len(blocks) - slots - 1) * one <= h2d <= 2 * len(blocks) * one + edges + one
+
+
+@pytest.mark.parametrize("offload", ["none", "optimizer"])
+def test_resident_weights_move_only_when_they_change(offload: str, tiny: Any, batch: Any) -> None:
+    model = fluxtrain.wrap(tiny("llama"), offload=offload)
+    engine = engine_of(model)
+    weights = sum(b.weight_bytes for b in engine.blocks)
+    for _ in range(3):
+        model(**batch()).loss.backward()
+    assert engine.traffic().h2d_bytes == (0 if offload == "none" else weights)
+    with torch.no_grad():
+        model(**batch())
+    assert engine.traffic().h2d_bytes == (0 if offload == "none" else weights)
+    assert set(engine.residency().weights) == {"G"}
+
+
+def test_device_bytes_do_not_grow_with_depth_or_steps(tiny: Any, batch: Any) -> None:
+    """Weights on the device are the slots and the edges, however deep the model is."""
+    held = []
+    for depth in (4, 12):
+        model = fluxtrain.wrap(tiny("llama", num_hidden_layers=depth), offload="max", chunk_rows=2)
+        engine = trained(model, batch(), steps=3)
+        once = engine.memory().device_by
+        trained(model, batch(), steps=2)
+        assert engine.memory().device_by == once
+        assert once["activations"] == 0  # nothing is held between steps
+        assert sum(once.values()) <= engine.memory().device_peak_bytes
+        held.append((once["weights"], once["gradients"]))
+    assert held[0] == held[1]
+
+
+def test_residency_has_one_letter_a_block_and_the_real_bytes(tiny: Any, batch: Any) -> None:
+    model = fluxtrain.wrap(tiny("llama", torch.bfloat16), offload="weights", resident_blocks=1)
+    engine = engine_of(model)
+    assert engine.residency().optimizer == "..." and engine.residency().gradients == "..."
+    model(**batch()).loss.backward()
+    engine.clip_grad_norm(None).value()
+    found = engine.residency()
+    assert set(found.gradients) <= {"C", "<"} and len(found.weights) == 3
+    count = sum(p.numel() for p in model.parameters())
+    assert found.weights_bytes == pytest.approx(2 * count, rel=0.05)
+    torch.optim.AdamW(model.parameters()).step()
+    found = engine.residency()
+    assert found.optimizer == "CCC"
+    assert found.optimizer_bytes == pytest.approx(10 * count, rel=0.05)
+    assert sum(b.parameters for b in engine.blocks) == count
+
+
+def test_stalls_are_seconds_by_cause_and_reset_when_taken(tiny: Any, batch: Any) -> None:
+    engine = trained(fluxtrain.wrap(tiny("llama"), overlap=True), batch())
+    stalls = engine.take_stalls()
+    assert set(stalls) <= {"weights", "update", "gradients"}
+    assert all(seconds >= 0 for seconds in stalls.values())
+    assert engine.take_stalls() == {}
+
+
+def test_logits_of_all_tokens_never_exist_at_once(tiny: Any, batch: Any) -> None:
+    """A vocabulary of 4096: the loss asks for no tensor as large as the logits."""
+    model = fluxtrain.wrap(tiny("llama", vocab_size=4096))
+    engine_of(model).head_tokens = 16
+    inputs = batch(rows=8, length=32)
+    largest: list[int] = []
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            out = func(*args, **(kwargs or {}))
+            largest.extend(o.nbytes for o in (out,) if isinstance(o, Tensor))
+            return out
+
+    with Watch():
+        model(**inputs).loss.backward()
+    assert max(largest) < 8 * 32 * 4096 * 4 / 4
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"offload": "everything"}, "auto, none, optimizer, weights, max"),
+        ({"chunk_rows": 0}, "at least 1"),
+        ({"device": "tpu"}, "tpu"),
+        ({"device": "meta"}, "use 'cuda' or 'cpu'"),
+    ],
+    ids=str,
+)
+def test_wrong_options_are_refused_and_leave_the_model_plain(
+    options: dict[str, Any], words: str, tiny: Any
+) -> None:
+    model = tiny("llama")
+    with pytest.raises((BadInput, RuntimeError), match=words):
+        fluxtrain.wrap(model, **options)
+    assert all(type(p) is nn.Parameter for p in model.parameters())
+    assert "_fluxtrain_engine" not in model.__dict__
+
+
+def test_a_list_of_any_shape_of_blocks_is_found(tiny: Any) -> None:
+    """Encoder and decoder, mixed classes, a Sequential, blocks under other blocks."""
+
+    def names(model: nn.Module) -> list[str]:
+        engine = engine_of(fluxtrain.wrap(model))
+        return [b.name for b in engine.blocks if b.kind == "block"]
+
+    assert names(tiny("t5")) == [
+        "encoder.block.0", "encoder.block.1", "decoder.block.0", "decoder.block.1",
+    ]  # fmt: skip
+    mixed = nn.Module()
+    mixed.stem = nn.Linear(4, 8)
+    mixed.stages = nn.Sequential(
+        nn.Sequential(nn.Linear(8, 8), nn.ReLU()), nn.ReLU(), nn.TransformerEncoderLayer(8, 2, 16)
+    )
+    assert names(mixed) == ["stages.0", "stages.2"]
+    nested = nn.Module()
+    nested.layers = nn.ModuleList(
+        nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)]) for _ in range(2)
+    )
+    assert names(nested) == ["layers.0", "layers.1"]
+
+
+def test_hooks_on_blocks_and_on_what_is_inside_keep_working(tiny: Any, batch: Any) -> None:
+    model = tiny("llama")
+    seen: list[str] = []
+    model.model.layers[0].register_forward_hook(lambda *_: seen.append("before wrap"))
+    fluxtrain.wrap(model)
+    model.model.layers[1].register_forward_hook(lambda *_: seen.append("after wrap"))
+    model.model.layers[2].register_full_backward_hook(lambda *_: seen.append("backward"))
+    model(**batch()).loss.backward()
+    assert seen == ["before wrap", "after wrap", "backward"]
