@@ -35,7 +35,7 @@ def take_apart(model: nn.Module) -> Parts:
         if _module_bytes(module) >= _SMALLEST_SHARE * total_bytes
     ]
     blocks = tuple(
-        (f"{name}.{key}", child)
+        (f"{name}.{key}" if name else key, child)
         for name, module in lists
         for key, child in module.named_children()
         if _module_bytes(child)

@@ -1,0 +1,85 @@
+"""`take_apart` sorts every parameter of a module tree into blocks, edges and the rest."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from fluxtrain.errors import UnsupportedModel
+from fluxtrain.stream.blocks import take_apart
+
+
+def tree(**children: nn.Module) -> nn.Module:
+    root = nn.Module()
+    for name, child in children.items():
+        root.add_module(name, child)
+    return root
+
+
+def names(model: nn.Module) -> tuple[list[str], list[str], list[str]]:
+    parts = take_apart(model)
+    return [n for n, _ in parts.blocks], [n for n, _ in parts.edges], [n for n, _ in parts.loose]
+
+
+def test_blocks_are_the_longest_lists_and_the_rest_are_edges() -> None:
+    model = tree(
+        embedding=nn.Embedding(9, 8),
+        body=tree(layers=nn.ModuleList(nn.Linear(8, 8) for _ in range(4)), norm=nn.LayerNorm(8)),
+        head=nn.Linear(8, 9),
+    )
+    model.body.scale = nn.Parameter(torch.ones(1))
+    assert names(model) == (
+        [f"body.layers.{i}" for i in range(4)],
+        ["embedding", "body.norm", "head"],
+        ["body.scale"],
+    )
+
+
+def test_every_parameter_is_in_exactly_one_part() -> None:
+    model = tree(
+        a=nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.ModuleList([nn.Linear(2, 2)] * 2))
+                        for _ in range(2)),
+        b=tree(c=nn.ModuleList(nn.Linear(8, 8) for _ in range(2)), d=nn.Linear(3, 3)),
+        e=nn.BatchNorm1d(5),
+    )  # fmt: skip
+    parts = take_apart(model)
+    held = [p for _, m in (*parts.blocks, *parts.edges) for p in m.parameters()]
+    held += [p for _, p in parts.loose]
+    assert len({id(p) for p in held}) == len(held) == len(list(model.parameters()))
+
+
+def test_a_short_list_beside_a_long_one_is_an_edge() -> None:
+    """Two small projections in a list are not worth a slot."""
+    model = tree(
+        layers=nn.ModuleList(nn.Linear(64, 64) for _ in range(6)),
+        gates=nn.ModuleList(nn.Linear(4, 1) for _ in range(2)),
+    )
+    blocks, edges, _ = names(model)
+    assert blocks == [f"layers.{i}" for i in range(6)]
+    assert edges == ["gates"]
+
+
+def test_lists_inside_blocks_belong_to_their_block() -> None:
+    experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+    model = tree(layers=nn.ModuleList(tree(experts=experts) for _ in range(2)))
+    assert names(model)[0] == ["layers.0", "layers.1"]
+
+
+def test_a_sequential_of_leaves_is_one_block_of_a_list_and_no_list_itself() -> None:
+    def mlp() -> nn.Sequential:
+        return nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+
+    assert names(nn.Sequential(mlp(), nn.ReLU(), mlp()))[0] == ["0", "2"]
+    with pytest.raises(UnsupportedModel, match="no repeated blocks"):
+        take_apart(mlp())
+
+
+@pytest.mark.parametrize(
+    "model",
+    [nn.Linear(2, 2), nn.ReLU(), nn.ModuleList([nn.Linear(2, 2)]), tree(a=nn.Linear(2, 2))],
+    ids=lambda m: type(m).__name__,
+)
+def test_a_model_without_repeated_blocks_is_refused(model: nn.Module) -> None:
+    with pytest.raises(UnsupportedModel, match=type(model).__name__):
+        take_apart(model)
