@@ -239,8 +239,8 @@ def demo_config(overrides: list[str] | None = None) -> RunConfig:
     """The run of `--demo`: a model of a few million parameters on text that every Python has."""
     raw: dict[str, Any] = {
         "model": {"path": "demo"},
-        "data": {"path": "demo", "sequence_length": 128, "held_out": 0.05},
-        "train": {"steps": 200, "batch_rows": 8, "weight_decay": 0.1, "betas": [0.9, 0.95]},
+        "data": {"path": "demo", "sequence_length": 128, "held_out": 0.02},
+        "train": {"steps": 400, "batch_rows": 4, "weight_decay": 0.1, "betas": [0.9, 0.95]},
     }
     return validate(apply_overrides(raw, overrides or []), "the demo")
 
