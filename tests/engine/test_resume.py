@@ -25,8 +25,6 @@ from fluxtrain.telemetry.journal import read_events
 _PROCESSES = multiprocessing.get_context("forkserver")
 _PRELOADED = ["fluxtrain.train.run", "transformers.models.llama.modeling_llama"]
 _PROCESSES.set_forkserver_preload(_PRELOADED)
-    ["fluxtrain.train.run", "transformers.models.llama.modeling_llama"]
-)
 
 
 def start(*arguments: object) -> ForkServerProcess:
