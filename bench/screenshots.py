@@ -28,7 +28,7 @@ class Picture:
     run: str = "demo"
     screen: StartScreen = "dashboard"
     size: tuple[int, int] = (120, 40)
-    until_share: float | None = 0.72
+    until_share: float | None = 0.66
     theme: str = "flux-dark"
     keys: tuple[str, ...] = ()
 

@@ -112,33 +112,55 @@ def _logged(state: RunState, event: ev.Event, level: Level, kind: str, text: str
     return replace(state, log=state.log.appended(LogLine(event.wall_s, level, kind, text)))
 
 
-def _after_hello(state: RunState, event: ev.Hello) -> RunState:
-    """A new process: what it will do again is forgotten, what it samples anew too.
+def _rewound(state: RunState, step: int) -> RunState:
+    """The state without what came after `step`: a resumed process does those steps again."""
+    evaluations: History[tuple[int, float]] = History(state.evaluations.limit)
+    for pair in state.evaluations:
+        evaluations = evaluations.appended(pair) if pair[0] <= step else evaluations
+    steps: History[ev.StepFinished] = History(state.steps.limit)
+    for old in state.steps:
+        steps = steps.appended(old) if old.step <= step else steps
+    return replace(
+        state,
+        step=steps.newest,
+        steps=steps,
+        loss=state.loss.until(step),
+        grad_norm=state.grad_norm.until(step),
+        learning_rate=state.learning_rate.until(step),
+        evaluations=evaluations,
+        evaluation=state.evaluation if len(evaluations) else None,
+    )
 
-    The same process says hello again when it knows its model: that only adds facts.
-    """
+
+def _after_hello(state: RunState, event: ev.Hello) -> RunState:
+    """A new process samples anew. It may say hello again, when it has read model and checkpoint."""
     known = state.hello
+    if event.first_step:
+        state = _rewound(state, event.first_step)
     if known is not None and (known.pid, known.pid_start_s) == (event.pid, event.pid_start_s):
-        return replace(state, hello=event)
-    again = event.first_step
-    kept = [pair for pair in state.evaluations if pair[0] <= again]
-    evaluations: History[tuple[int, float]] = History(1024)
-    for pair in kept:
-        evaluations = evaluations.appended(pair)
-    steps: History[ev.StepFinished] = History(STEPS_LIMIT)
-    for step in state.steps:
-        steps = steps.appended(step) if step.step <= again else steps
-    text = f"{event.model} on {event.device}, process {event.pid}"
-    text = f"resumed after step {again}: {text}" if again else f"started: {text}"
+        state = replace(state, hello=event)
+        if event.first_step == known.first_step:
+            return state
+        return _logged(state, event, "info", "phase", f"goes on after step {event.first_step}")
     state = replace(
-        state, hello=event, processes=state.processes + 1, started_wall_s=event.wall_s,
-        planned=None, phase=None, memory=None, traffic=None, residency=None, made=None,
-        heartbeat=None, failed=None, done=None, step=steps.newest, steps=steps,
-        loss=state.loss.until(again), grad_norm=state.grad_norm.until(again),
-        learning_rate=state.learning_rate.until(again), evaluations=evaluations,
-        evaluation=state.evaluation if kept else None, move_counts=History(RATES_LIMIT),
-    )  # fmt: skip
-    return _logged(state, event, "info", "phase", text)
+        state,
+        hello=event,
+        processes=state.processes + 1,
+        started_wall_s=event.wall_s,
+        planned=None,
+        phase=None,
+        memory=None,
+        traffic=None,
+        residency=None,
+        made=None,
+        heartbeat=None,
+        failed=None,
+        done=None,
+        move_counts=History(RATES_LIMIT),
+    )
+    text = f"{event.model} on {event.device}, process {event.pid}"
+    how = f"going on after step {event.first_step}" if event.first_step else "started"
+    return _logged(state, event, "info", "phase", f"{how}: {text}")
 
 
 def _after_planned(state: RunState, event: ev.Planned) -> RunState:
@@ -155,6 +177,9 @@ def _after_phase(state: RunState, event: ev.PhaseChanged) -> RunState:
 
 
 def _after_step(state: RunState, event: ev.StepFinished) -> RunState:
+    newest = state.steps.newest
+    if newest is not None and newest.step >= event.step:
+        state = _rewound(state, event.step - 1)
     grad_norm = state.grad_norm
     if event.grad_norm is not None:
         grad_norm = grad_norm.with_value(event.step, event.grad_norm)

@@ -87,6 +87,23 @@ def test_a_second_hello_of_the_same_process_only_adds_facts(made: ModuleType) ->
     assert state.hello is not None and state.hello.parameters == 4_210_000
 
 
+def test_a_resumed_run_that_knows_its_first_step_late_still_counts_each_step_once(
+    made: ModuleType,
+) -> None:
+    early, late = made.hello(pid=4243), made.hello(pid=4243, first_step=80)
+    again = made.stamped([early, late, made.step(81)], made.START_S + 900)
+    state = RunState().after_all([*made.training(90), *again])
+    assert sum(bucket.count for bucket in state.loss.buckets) == 81
+    assert [step.step for step in state.steps] == list(range(1, 82))
+
+
+def test_a_run_started_over_forgets_its_first_life_at_its_first_step(made: ModuleType) -> None:
+    again = made.stamped([made.hello(pid=4243), made.step(1)], made.START_S + 900)
+    state = RunState().after_all([*made.training(90), *again])
+    assert [bucket.last for bucket in state.loss.buckets] == [1]
+    assert list(state.evaluations) == [] and state.evaluation is None
+
+
 def test_a_run_after_its_resume_is_not_failed_any_more(made: ModuleType) -> None:
     again = made.stamped([made.hello(first_step=80, pid=4243)], made.START_S + 900)
     state = RunState().after_all([*made.failed(), *again])

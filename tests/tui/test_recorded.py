@@ -1,0 +1,107 @@
+"""The fold and the panels on journals that real runs wrote (tests/tui/recorded/README.md)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from fluxtrain.telemetry import events as ev
+from fluxtrain.telemetry.reader import JournalFollower
+from fluxtui.panels import PANELS
+from fluxtui.state.link import Link
+from fluxtui.state.run import RunState
+from fluxtui.state.view import View
+from fluxtui.widgets.framed import framed
+from fluxtui.widgets.spans import width_of
+
+RECORDED = Path(__file__).parent / "recorded"
+RUNS = ("demo", "killed", "resumed", "diverged")
+
+
+def events_of(run: str) -> list[ev.AnyEvent]:
+    return JournalFollower(RECORDED / run / "events.ndjson").read_all()
+
+
+def view_of(run: str, **link: object) -> View:
+    state = RunState().after_all(events_of(run))
+    assert state.last_wall_s is not None
+    return View(state=state, link=Link(**link), wall_s=state.last_wall_s + 1)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_a_recorded_journal_has_no_gap_and_no_garbage(run: str) -> None:
+    follower = JournalFollower(RECORDED / run / "events.ndjson")
+    seqs = [event.seq for event in follower.read_all()]
+    assert seqs == list(range(1, len(seqs) + 1))
+    assert follower.garbage_lines == 0 and follower.unknown_events == 0
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize(("width", "height"), [(38, 6), (80, 12), (196, 30)])
+def test_every_panel_draws_every_moment_of_a_real_run(run: str, width: int, height: int) -> None:
+    events = events_of(run)
+    state = RunState()
+    for i, event in enumerate(events):
+        state = state.after(event)
+        if i % max(1, len(events) // 12) and i != len(events) - 1:
+            continue
+        view = View(state=state, link=Link(process="alive"), wall_s=event.wall_s)
+        for panel in PANELS.values():
+            lines = framed(panel, view, width, height, "box")
+            assert {width_of(spans) for spans in lines} == {width}, panel.id
+
+
+def test_a_finished_run_is_finished_with_falling_loss() -> None:
+    view = view_of("demo", process="dead")
+    assert view.status.kind == "finished"
+    loss = view.state.loss
+    assert loss.smooth is not None and loss.smooth < loss.buckets[0].mean - 1.0
+    assert view.state.step is not None and view.state.step.step == view.state.step.total_steps
+    assert len(view.state.evaluations) >= 2 and view.state.checkpoint is not None
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_the_parts_of_real_samples_add_up(run: str) -> None:
+    for event in events_of(run):
+        if isinstance(event, ev.MemorySampled) and event.device_used_bytes is not None:
+            assert sum(event.device_by.values()) == event.device_used_bytes
+        elif isinstance(event, ev.StepFinished):
+            assert sum(event.phases_s.values()) == pytest.approx(event.step_s, rel=0.02)
+            assert sum(event.stalls_s.values()) <= event.step_s * 1.001
+        elif isinstance(event, ev.ResidencySampled):
+            assert len(event.weights) == len(event.gradients) == len(event.optimizer)
+
+
+def test_a_killed_run_is_dead_and_shows_no_rates() -> None:
+    view = view_of("killed", process="dead")
+    assert view.status.kind == "dead" and "--resume auto" in view.status.detail
+    assert view.fresh(view.state.traffic) is None and view.fresh(view.state.step) is None
+
+
+def test_a_resumed_run_counts_each_step_once() -> None:
+    state = RunState()
+    for event in events_of("resumed"):
+        state = state.after(event)
+        steps = [step.step for step in state.steps]
+        assert steps == sorted(set(steps))
+        edges = [bucket.last for bucket in state.loss.buckets]
+        assert edges == sorted(set(edges))
+    assert state.processes == 2
+    assert state.step is not None and state.loss.buckets[-1].last == state.step.step
+    assert sum(bucket.count for bucket in state.loss.buckets) == state.step.step
+
+
+def test_the_eta_of_a_resumed_run_is_of_its_own_steps() -> None:
+    events = events_of("resumed")
+    second = [i for i, e in enumerate(events) if isinstance(e, ev.Hello) and e.first_step][0]
+    first = next(e for e in events[second:] if isinstance(e, ev.StepFinished) and e.eta_s)
+    left = first.total_steps - first.step
+    rate_s = [e.step_s for e in events[second:] if isinstance(e, ev.StepFinished)]
+    assert first.eta_s is not None
+    assert first.eta_s < 4 * left * max(rate_s)
+
+
+def test_a_diverged_run_says_why_and_what_to_do() -> None:
+    view = view_of("diverged", process="dead")
+    assert view.status.kind == "failed"
+    assert "Diverged" in view.status.detail and "learning" in view.status.detail
