@@ -41,7 +41,7 @@ async def ask_engine(*arguments: str, program: tuple[str, ...] = ()) -> dict[str
     except asyncio.CancelledError:
         with contextlib.suppress(ProcessLookupError):
             process.kill()
-        await process.wait()
+        await process.communicate()  # to the end of its pipes, so that nothing is left open
         raise
     if process.returncode:
         raise EngineRefused(last_words(errors, process.returncode), process.returncode)

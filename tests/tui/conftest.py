@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -42,3 +43,27 @@ def made() -> ModuleType:
         sys.modules[name] = module
         spec.loader.exec_module(module)
     return sys.modules[name]
+
+
+@pytest.fixture
+def wizard_pilot() -> ModuleType:
+    """The module that drives the wizard."""
+    name = "fluxtui_wizard_pilot"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, HERE / "wizard_pilot.py")
+        assert spec is not None and spec.loader is not None
+        sys.modules[name] = module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    return sys.modules[name]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, wizard_pilot: ModuleType) -> Path:
+    """A folder for a wizard's runs, draft and stand-in engine."""
+    return wizard_pilot.furnish(tmp_path)
+
+
+@pytest.fixture
+def opened(wizard_pilot: ModuleType) -> Any:
+    """`opened(folder, answers, size)`: the wizard on screen, as an asynchronous context."""
+    return wizard_pilot.opened

@@ -184,6 +184,62 @@ def test_enter_alone_leads_from_the_wizard_to_a_finished_training(desk: Desk) ->
     assert (run.model / "config.json").exists()
 
 
+def test_an_own_file_from_a_configuration_is_planned_by_the_real_engine_and_trained(
+    desk: Desk, tmp_path: Path
+) -> None:
+    data = tmp_path / "tales.txt"
+    data.write_text("Once upon a time there was a block that streamed.\n<|endoftext|>\n" * 200)
+    config = tmp_path / "tales.yaml"
+    config.write_text(
+        f"model: {{path: demo}}\ndata: {{path: {data}, sequence_length: 32, held_out: 0}}\n"
+        "train: {batch_rows: 2, evaluate_every: end, checkpoint_every: end}\n"
+    )
+    terminal = desk.open(str(config), "--steps", "3")
+    terminal.until("step 4 of 5", "Chosen for you", "batch rows")
+    terminal.press("\x1b")
+    terminal.until("step 3 of 5")
+    terminal.press("\x1b")
+    terminal.until("step 2 of 5", "✓ format", "200", "▌ Once upon a time")
+    for number in (3, 4):
+        terminal.press("\r")
+        terminal.until(f"step {number} of 5")
+    terminal.until("Chosen for you")
+    terminal.press("\r")
+    terminal.until("step 5 of 5", "sequence_length: 32")
+    terminal.press("\r")
+    terminal.until("FINISHED", "3/3")
+    terminal.press("q")
+    assert terminal.ends() == 0
+    kept = (desk.run_dir().path / "config.yaml").read_text()
+    assert "steps: 3" in kept
+    assert "sequence_length: 32" in kept
+
+
+def test_an_answer_that_the_engine_refuses_is_told_in_the_wizard(
+    desk: Desk, tmp_path: Path
+) -> None:
+    config = tmp_path / "c.yaml"
+    config.write_text("model: {path: /no/such/model}\n")
+    terminal = desk.open(str(config), size=(80, 24))
+    terminal.until("step 4 of 5", "✗", "/no/such/model")
+    assert "Traceback" not in terminal.text
+
+
+def test_answers_survive_a_killed_wizard(desk: Desk) -> None:
+    first = desk.open(size=(80, 24))
+    first.until("Which model shall learn?")
+    first.press("\x1b[B")  # down
+    first.until("▸ Folder")
+    first.press("/models/mine")
+    first.until("/models/mine does not exist")
+    first.process.kill()
+    first.process.wait()
+    second = desk.open(size=(80, 24))
+    second.until("Unfinished answers", "/models/mine")
+    second.press("\r")
+    second.until("step 1 of 5", "▸ Folder", "/models/mine does not exist")
+
+
 def test_a_detached_training_goes_on_and_can_be_watched_and_stopped(desk: Desk) -> None:
     first = desk.open("--demo", "--steps", "100000", *TINY)
     first.until("RUNNING")

@@ -2,130 +2,24 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import sys
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from textual.app import App
-from textual.pilot import Pilot
 from textual.widgets import Input
 
 from fluxtui.wizard.answers import STEPS, Answers
 from fluxtui.wizard.draft import load_draft, save_draft
-from fluxtui.wizard.launching import Launch
 from fluxtui.wizard.offer import DraftOffer
-from fluxtui.wizard.screen import WizardScreen
 from fluxtui.wizard.steps import PlanStep, complete_path
 
-# Stands in for the engine's two questions; what it was asked is kept beside it. The real engine is
-# asked in test_end_to_end.py.
-ENGINE = """
-import json, pathlib, sys, time
-here = pathlib.Path(__file__).parent
-with open(here / "asked", "a") as asked:
-    asked.write(json.dumps(sys.argv[1:]) + "\\n")
-if sys.argv[1] == "plan":
-    while (here / "hold").exists():
-        time.sleep(0.02)
-answer = here / (sys.argv[1] + ".json")
-if not answer.exists():
-    sys.exit("error: the model needs 80 GiB and 24 GiB is free")
-print(answer.read_text())
-"""
-PLAN = {
-    "offload": "none", "steps": 200, "device": "cpu", "device_bytes": 2**20,
-    "device_budget_bytes": 2**30, "host_bytes": 2**21, "host_limit_bytes": 2**31,
-    "model": {"name": "demo", "parameters": 5_800_000, "blocks": 6},
-    "settings": [{"key": "model.path", "value": "demo", "changed": False}],
-    "choices": [{"name": "batch_rows", "value": "8", "because": "1,024 tokens make a step"}],
-}  # fmt: skip
+Opened = Callable[..., AbstractAsyncContextManager[Any]]
 
 
-class Host(App[None]):
-    """Shows the wizard and keeps what it ends with."""
-
-    def __init__(self, wizard: WizardScreen) -> None:
-        super().__init__()
-        self.wizard = wizard
-        self.ended_with: list[Launch | None] = []
-
-    def on_mount(self) -> None:
-        self.push_screen(self.wizard, self.ended_with.append)
-
-
-class Wizard:
-    """A wizard under test with its pilot."""
-
-    def __init__(self, app: Host, pilot: Pilot[None], folder: Path) -> None:
-        self.app, self.pilot, self.folder = app, pilot, folder
-
-    @property
-    def screen(self) -> WizardScreen:
-        return self.app.wizard
-
-    @property
-    def step(self) -> str:
-        return self.screen.answers.step
-
-    async def press(self, *keys: str) -> None:
-        await self.pilot.press(*keys)
-
-    async def until(self, true: Callable[[], Any]) -> None:
-        for _ in range(500):
-            if true():
-                await self.pilot.pause()
-                return
-            await asyncio.sleep(0.02)
-        raise AssertionError(f"did not come about; the screen says\n{self.text()}")
-
-    async def go_to(self, step: str) -> None:
-        while self.step != step:
-            before = self.step
-            if before == "plan":
-                await self.until(lambda: self.screen.plan)
-            await self.press("enter")
-            await self.until(lambda before=before: self.step != before)
-
-    def text(self) -> str:
-        strips = self.app.screen._compositor.render_strips()
-        return "\n".join("".join(segment.text for segment in strip) for strip in strips)
-
-    def asked(self) -> list[list[str]]:
-        lines = (self.folder / "asked").read_text().splitlines()
-        return [json.loads(line) for line in lines]
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    (tmp_path / "engine.py").write_text(ENGINE)
-    (tmp_path / "plan.json").write_text(json.dumps(PLAN))
-    (tmp_path / "probe.json").write_text("{}")
-    return tmp_path
-
-
-@asynccontextmanager
-async def opened(
-    folder: Path, answers: Answers | None = None, size: tuple[int, int] = (80, 24)
-) -> AsyncIterator[Wizard]:
-    """The wizard on screen, with its runs, draft and engine in `folder`."""
-    screen = WizardScreen(
-        answers,
-        folder / "runs",
-        draft=folder / "draft.json",
-        engine=(sys.executable, str(folder / "engine.py")),
-    )
-    app = Host(screen)
-    async with app.run_test(size=size) as pilot:
-        await pilot.pause()
-        yield Wizard(app, pilot, folder)
-
-
-async def test_enter_alone_starts_the_demo(folder: Path) -> None:
+async def test_enter_alone_starts_the_demo(folder: Path, opened: Opened) -> None:
     async with opened(folder) as wizard:
         for number, step in enumerate(STEPS, start=1):
             await wizard.until(lambda step=step: wizard.step == step)
@@ -139,12 +33,12 @@ async def test_enter_alone_starts_the_demo(folder: Path) -> None:
         assert load_draft(folder / "draft.json") is None, "a launched run leaves no draft"
 
 
-async def test_the_machine_is_measured_from_the_first_moment(folder: Path) -> None:
+async def test_the_machine_is_measured_from_the_first_moment(folder: Path, opened: Opened) -> None:
     async with opened(folder) as wizard:
         await wizard.until(lambda: ["probe", "--json"] in wizard.asked())
 
 
-async def test_escape_goes_back_and_loses_nothing(folder: Path) -> None:
+async def test_escape_goes_back_and_loses_nothing(folder: Path, opened: Opened) -> None:
     data = folder / "tales.txt"
     data.write_text("Once upon a time.\n")
     async with opened(folder) as wizard:
@@ -162,7 +56,7 @@ async def test_escape_goes_back_and_loses_nothing(folder: Path) -> None:
         assert wizard.screen.answers.data_file == str(data), "another choice keeps what was typed"
 
 
-async def test_escape_at_the_first_step_leaves_without_a_run(folder: Path) -> None:
+async def test_escape_at_the_first_step_leaves_without_a_run(folder: Path, opened: Opened) -> None:
     async with opened(folder) as wizard:
         await wizard.press("escape")
         await wizard.until(lambda: wizard.app.ended_with)
@@ -170,7 +64,9 @@ async def test_escape_at_the_first_step_leaves_without_a_run(folder: Path) -> No
         assert not (folder / "runs").exists()
 
 
-async def test_an_answer_that_cannot_be_used_is_refused_in_place(folder: Path) -> None:
+async def test_an_answer_that_cannot_be_used_is_refused_in_place(
+    folder: Path, opened: Opened
+) -> None:
     async with opened(folder) as wizard:
         await wizard.press("down")
         await wizard.until(lambda: "type the path of a folder" in wizard.text())
@@ -183,7 +79,7 @@ async def test_an_answer_that_cannot_be_used_is_refused_in_place(folder: Path) -
         await wizard.go_to("data")
 
 
-async def test_enter_on_an_empty_field_goes_into_it(folder: Path) -> None:
+async def test_enter_on_an_empty_field_goes_into_it(folder: Path, opened: Opened) -> None:
     async with opened(folder) as wizard:
         await wizard.press("down", "down", "enter")
         focused = wizard.app.focused
@@ -194,7 +90,7 @@ async def test_enter_on_an_empty_field_goes_into_it(folder: Path) -> None:
         assert "owner/name" in wizard.text()
 
 
-async def test_a_corrected_answer_is_accepted(folder: Path) -> None:
+async def test_a_corrected_answer_is_accepted(folder: Path, opened: Opened) -> None:
     good = folder / "good.txt"
     good.write_text("Good.\n")
     answers = Answers(data_source="path", data_path=str(folder / "bad.txt"), step="data")
@@ -208,7 +104,7 @@ async def test_a_corrected_answer_is_accepted(folder: Path) -> None:
         await wizard.until(lambda: wizard.step == "method")
 
 
-async def test_the_plan_shows_every_choice_with_its_reason(folder: Path) -> None:
+async def test_the_plan_shows_every_choice_with_its_reason(folder: Path, opened: Opened) -> None:
     async with opened(folder) as wizard:
         await wizard.go_to("plan")
         await wizard.until(lambda: "Chosen for you" in wizard.text())
@@ -221,7 +117,7 @@ async def test_the_plan_shows_every_choice_with_its_reason(folder: Path) -> None
             assert shown in wizard.text()
 
 
-async def test_the_wizard_stays_alive_while_the_engine_plans(folder: Path) -> None:
+async def test_the_wizard_stays_alive_while_the_engine_plans(folder: Path, opened: Opened) -> None:
     (folder / "hold").touch()
     async with opened(folder) as wizard:
         for step in ("data", "method", "plan"):
@@ -238,7 +134,10 @@ async def test_the_wizard_stays_alive_while_the_engine_plans(folder: Path) -> No
         assert len(plans) == 1, "the same answers are planned once"
 
 
-async def test_a_plan_that_is_refused_says_why_and_holds_the_wizard(folder: Path) -> None:
+async def test_a_plan_that_is_refused_says_why_and_holds_the_wizard(
+    folder: Path, opened: Opened
+) -> None:
+    plan = (folder / "plan.json").read_text()
     (folder / "plan.json").unlink()
     async with opened(folder) as wizard:
         await wizard.press("enter")
@@ -249,13 +148,14 @@ async def test_a_plan_that_is_refused_says_why_and_holds_the_wizard(folder: Path
         await wizard.until(lambda: "80 GiB" in wizard.text())
         await wizard.press("enter")
         assert wizard.step == "plan"
-        (folder / "plan.json").write_text(json.dumps(PLAN))
+        (folder / "plan.json").write_text(plan)
         await wizard.press("r")
         await wizard.until(lambda: "Chosen for you" in wizard.text())
 
 
-async def test_a_plan_over_the_limit_holds_the_wizard(folder: Path) -> None:
-    (folder / "plan.json").write_text(json.dumps({**PLAN, "host_bytes": 2**40}))
+async def test_a_plan_over_the_limit_holds_the_wizard(folder: Path, opened: Opened) -> None:
+    plan = json.loads((folder / "plan.json").read_text())
+    (folder / "plan.json").write_text(json.dumps({**plan, "host_bytes": 2**40}))
     async with opened(folder, Answers(step="plan")) as wizard:
         await wizard.until(lambda: "does not fit" in wizard.text())
         await wizard.press("enter")
@@ -263,7 +163,9 @@ async def test_a_plan_over_the_limit_holds_the_wizard(folder: Path) -> None:
         assert wizard.step == "plan"
 
 
-async def test_offload_and_steps_can_be_changed_and_are_planned_again(folder: Path) -> None:
+async def test_offload_and_steps_can_be_changed_and_are_planned_again(
+    folder: Path, opened: Opened
+) -> None:
     async with opened(folder) as wizard:
         await wizard.go_to("plan")
         await wizard.until(lambda: wizard.screen.plan)
@@ -282,7 +184,7 @@ async def test_offload_and_steps_can_be_changed_and_are_planned_again(folder: Pa
 
 
 async def test_a_number_of_steps_that_is_none_is_refused_and_escape_keeps_the_old_one(
-    folder: Path,
+    folder: Path, opened: Opened
 ) -> None:
     async with opened(folder, Answers(steps=9, step="plan")) as wizard:
         await wizard.press("s", "backspace", "0", "enter")
@@ -292,7 +194,9 @@ async def test_a_number_of_steps_that_is_none_is_refused_and_escape_keeps_the_ol
         assert wizard.screen.answers.steps == 9
 
 
-async def test_a_crash_loses_nothing_and_the_answers_are_offered(folder: Path) -> None:
+async def test_a_crash_loses_nothing_and_the_answers_are_offered(
+    folder: Path, opened: Opened
+) -> None:
     data = folder / "tales.txt"
     data.write_text("Once upon a time.\n")
     async with opened(folder) as wizard:
@@ -307,7 +211,9 @@ async def test_a_crash_loses_nothing_and_the_answers_are_offered(folder: Path) -
         assert wizard.screen.answers.data_file == str(data)
 
 
-async def test_an_offered_draft_can_be_left_and_does_not_come_back(folder: Path) -> None:
+async def test_an_offered_draft_can_be_left_and_does_not_come_back(
+    folder: Path, opened: Opened
+) -> None:
     save_draft(Answers(offload="max"), folder / "draft.json")
     async with opened(folder) as wizard:
         await wizard.press("n")
@@ -316,14 +222,16 @@ async def test_an_offered_draft_can_be_left_and_does_not_come_back(folder: Path)
         assert load_draft(folder / "draft.json") is None
 
 
-async def test_answers_from_flags_are_not_asked_about_a_draft(folder: Path) -> None:
+async def test_answers_from_flags_are_not_asked_about_a_draft(folder: Path, opened: Opened) -> None:
     save_draft(Answers(offload="max"), folder / "draft.json")
     async with opened(folder, Answers(steps=4)) as wizard:
         assert not isinstance(wizard.app.screen, DraftOffer)
         assert wizard.screen.answers.steps == 4
 
 
-async def test_a_run_folder_that_cannot_be_written_is_told_at_the_launch(folder: Path) -> None:
+async def test_a_run_folder_that_cannot_be_written_is_told_at_the_launch(
+    folder: Path, opened: Opened
+) -> None:
     (folder / "runs").write_text("a file in the way")
     async with opened(folder) as wizard:
         await wizard.go_to("launch")
@@ -335,7 +243,7 @@ async def test_a_run_folder_that_cannot_be_written_is_told_at_the_launch(folder:
         await wizard.until(lambda: wizard.app.ended_with)
 
 
-async def test_the_launch_shows_command_and_yaml(folder: Path) -> None:
+async def test_the_launch_shows_command_and_yaml(folder: Path, opened: Opened) -> None:
     data = folder / "tales.txt"
     data.write_text("Once upon a time.\n")
     answers = Answers(data_source="path", data_path=str(data), step="plan")
@@ -346,7 +254,9 @@ async def test_the_launch_shows_command_and_yaml(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [(80, 24), (120, 40), (60, 20), (200, 60)])
-async def test_every_step_draws_in_every_size(folder: Path, size: tuple[int, int]) -> None:
+async def test_every_step_draws_in_every_size(
+    folder: Path, opened: Opened, size: tuple[int, int]
+) -> None:
     async with opened(folder, size=size) as wizard:
         for step in STEPS:
             await wizard.go_to(step)
@@ -356,7 +266,7 @@ async def test_every_step_draws_in_every_size(folder: Path, size: tuple[int, int
             assert "enter" in lines[-1]
 
 
-async def test_a_click_chooses(folder: Path) -> None:
+async def test_a_click_chooses(folder: Path, opened: Opened) -> None:
     async with opened(folder) as wizard:
         await wizard.pilot.click("#model ChoiceList", offset=(4, 2))
         assert wizard.screen.answers.model_source == "hub"
