@@ -1,0 +1,259 @@
+"""Which run a command means, and what a process leaves behind whatever happens to it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fluxtrain.errors import BadInput, Diverged, Interrupted, NoSpace
+from fluxtrain.telemetry import events as ev
+from fluxtrain.telemetry.control import send_command
+from fluxtrain.telemetry.frames import decode_line
+from fluxtrain.telemetry.journal import read_events
+from fluxtrain.telemetry.rundir import RunDir
+from fluxtrain.train.config import demo_config
+from fluxtrain.train.recovery import has_run, locate, stored_config
+from fluxtrain.train.run_log import RunLog
+from fluxtrain.train.session import Session
+
+
+@pytest.fixture(autouse=True)
+def _runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("FLUXTRAIN_RUNS", str(tmp_path / "runs"))
+
+
+def a_run(path: Path, config: Any = None, checkpoint: int | None = None) -> RunDir:
+    """A directory as a run leaves it."""
+    path.mkdir(parents=True)
+    run = RunDir(path)
+    run.journal.write_bytes(b"")
+    content = (config or demo_config()).model_dump(mode="json")
+    run.write_json(run.run, {"config": content})
+    if checkpoint is not None:
+        folder = run.checkpoints / f"step-{checkpoint:08d}"
+        folder.mkdir(parents=True)
+        (folder / "manifest.json").write_text("{}")
+    return run
+
+
+# --- which run ------------------------------------------------------------------------------------
+
+
+def test_without_a_wish_a_new_directory_is_made(tmp_path: Path) -> None:
+    one, two = locate(None, None, demo_config()), locate(None, None, demo_config())
+    assert one.run_dir.path != two.run_dir.path
+    assert one.run_dir.path.parent == tmp_path / "runs"
+    assert not one.resumes
+
+
+def test_a_directory_with_only_a_log_in_it_is_new(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "engine.log").write_text("")
+    (tmp_path / "run" / "config.yaml").write_text("")
+    target = locate(None, tmp_path / "run", demo_config())
+    assert not target.resumes
+    assert not has_run(target.run_dir)
+
+
+def test_auto_starts_where_there_is_nothing_and_goes_on_where_there_is(tmp_path: Path) -> None:
+    assert not locate("auto", tmp_path / "new", demo_config()).resumes
+    a_run(tmp_path / "old")
+    assert locate("auto", tmp_path / "old", demo_config()).resumes
+
+
+def test_auto_without_a_directory_takes_the_newest_unfinished_run_of_the_same_configuration(
+    tmp_path: Path,
+) -> None:
+    runs = tmp_path / "runs"
+    a_run(runs / "20260101-000000-demo")
+    newer = a_run(runs / "20260102-000000-demo")
+    a_run(runs / "20260103-000000-other", demo_config(["train.steps=7"]))
+    finished = a_run(runs / "20260104-000000-demo")
+    finished.write_json(finished.result, {"exit_code": 0})
+    (runs / "20260105-000000-odd").mkdir()
+    (runs / "20260105-000000-odd" / "run.json").write_text("not JSON")
+    target = locate("auto", None, demo_config())
+    assert target.resumes
+    assert target.run_dir.path == newer.path
+    fresh = locate("auto", None, demo_config(["train.steps=8"]))
+    assert not fresh.resumes
+
+
+def test_a_checkpoint_names_its_run(tmp_path: Path) -> None:
+    run = a_run(tmp_path / "run", checkpoint=30)
+    by_run = locate(str(run.path), None, None)
+    assert (by_run.run_dir.path, by_run.checkpoint) == (run.path, None)
+    folder = run.checkpoints / "step-00000030"
+    by_checkpoint = locate(str(folder), run.path, None)
+    assert by_checkpoint.run_dir.path == run.path
+    assert by_checkpoint.checkpoint == folder
+    with pytest.raises(BadInput, match="leave one out"):
+        locate(str(folder), tmp_path / "elsewhere", None)
+
+
+def test_a_runs_own_configuration_comes_back_with_changes(tmp_path: Path) -> None:
+    run = a_run(tmp_path / "run", demo_config(["train.steps=7"]))
+    assert stored_config(run) == demo_config(["train.steps=7"])
+    assert stored_config(run, ["train.steps=9"]).train.steps == 9
+    run.run.write_text("{}")
+    with pytest.raises(BadInput, match=r"no readable run\.json"):
+        stored_config(run)
+
+
+# --- a session ------------------------------------------------------------------------------------
+
+
+def hello(run: RunDir) -> ev.Hello:
+    return ev.Hello(
+        run_id=run.run_id, run_dir=str(run.path), pid=os.getpid(), pid_start_s=0.0, version="0",
+        model="m", method="full", dtype="float32", device="cpu", machine="", blocks=0,
+        parameters=0, trained_parameters=0, total_steps=3,
+    )  # fmt: skip
+
+
+def journal(run: RunDir) -> list[Any]:
+    return list(read_events(run.journal))
+
+
+def open_session(run: RunDir) -> Session:
+    session = Session(run, json=True)
+    session.announcer.emit(hello(run))
+    return session
+
+
+ENDINGS = [
+    (None, 0, "result.json", "finished"),
+    (Interrupted("stopped after step 2", 130), 130, "result.json", "interrupted"),
+    (Interrupted("stopped after step 2", 143), 143, "result.json", "interrupted"),
+    (Diverged("the loss is nan"), 4, "error.json", "failed"),
+    (NoSpace("no space left"), 5, "error.json", "failed"),
+    (ZeroDivisionError("a bug"), 1, "error.json", "failed"),
+    (MemoryError("3 GiB"), 3, "error.json", "failed"),
+]
+
+
+@pytest.mark.parametrize(("error", "code", "file", "state"), ENDINGS)
+def test_every_ending_is_on_record_with_its_code(
+    tmp_path: Path, error: BaseException | None, code: int, file: str, state: str
+) -> None:
+    run = RunDir(tmp_path / "run")
+
+    def work() -> None:
+        with open_session(run) as session:
+            session.state.step_done(1.5, tokens=10, seconds=0.1)
+            if error is not None:
+                raise error
+
+    if error is None:
+        work()
+    else:
+        with pytest.raises(type(error)):
+            work()
+    content = json.loads((run.path / file).read_text())
+    assert content["exit_code"] == code
+    assert content["step"] == 1
+    assert run.liveness() == state
+    last = journal(run)[-1]
+    assert isinstance(last, ev.Done if file == "result.json" else ev.Failed)
+    assert last.exit_code == code
+    other = {"result.json", "error.json"} - {file}
+    assert not (run.path / other.pop()).exists()
+    if file == "error.json":
+        assert type(error).__name__ in run.log.read_text()
+
+
+def test_the_end_of_an_earlier_process_is_not_taken_for_this_ones(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "run")
+    with pytest.raises(Diverged), open_session(run):
+        raise Diverged("nan")
+    with open_session(run):
+        assert not run.error.exists()
+        assert run.liveness() == "running"
+    assert run.liveness() == "finished"
+
+
+def test_a_session_answers_while_it_lives_and_frees_everything_after(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "run")
+    with open_session(run) as session:
+        session.listen()
+        assert send_command(run.socket, "pause").ok
+        assert session.requests.paused
+        assert not send_command(run.socket, "fly").ok
+        with pytest.raises(BadInput, match="in use"):
+            Session(run)
+    assert not run.socket.exists()
+    with run.lock():
+        pass
+    answers = [e for e in journal(run) if isinstance(e, ev.CommandAnswered)]
+    assert [(a.command, a.ok) for a in answers] == [("pause", True), ("fly", False)]
+    beats = [e for e in journal(run) if isinstance(e, ev.Heartbeat)]
+    assert beats[-1].phase == "starting"
+
+
+def test_a_refused_session_leaves_the_others_files_alone(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "run")
+    with open_session(run):
+        run.write_json(run.result, {"exit_code": 9})
+        with pytest.raises(BadInput):
+            Session(run)
+        assert json.loads(run.result.read_text()) == {"exit_code": 9}
+
+
+# --- the log --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Iterator[RunLog]:
+    opened = RunLog(tmp_path / "engine.log")
+    yield opened
+    opened.close()
+
+
+def test_the_log_keeps_lines_warnings_and_tracebacks(log: RunLog) -> None:
+    heard: list[str] = []
+    log.tell(heard.append)
+    log.printed("step 1/2  loss 3")
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.warn("a library warns", stacklevel=1)
+    logging.getLogger("fluxtrain").warning("the engine warns")
+    try:
+        raise KeyError("slot 7")
+    except KeyError as error:
+        log.traceback(error)
+    text = log.path.read_text()
+    for part in ("step 1/2", "a library warns", "the engine warns", "Traceback", "slot 7"):
+        assert part in text
+    assert heard == ["the engine warns"]
+
+
+def test_the_log_appends_to_what_an_earlier_process_wrote(tmp_path: Path) -> None:
+    for number in (1, 2):
+        log = RunLog(tmp_path / "engine.log")
+        log.printed(f"process {number}")
+        log.close()
+    assert (tmp_path / "engine.log").read_text().count("process") == 2
+    logging.getLogger("fluxtrain.run").info("after the end")
+    assert "after the end" not in (tmp_path / "engine.log").read_text()
+
+
+def test_a_log_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "engine.log").mkdir()
+    with pytest.raises(BadInput, match="--run-dir"):
+        RunLog(tmp_path / "engine.log")
+
+
+def test_printed_json_decodes_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = RunDir(tmp_path / "run")
+    with open_session(run) as session:
+        session.announcer.warn("disk is slow: 3 µs\nmore")
+    lines = capsys.readouterr().out.splitlines()
+    told = [decode_line(line.encode()) for line in lines]
+    assert any(isinstance(e, ev.LogWritten) and "µs\nmore" in e.text for e in told)
