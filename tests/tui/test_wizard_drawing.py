@@ -143,6 +143,42 @@ def test_a_machine_that_said_nothing_has_no_lines_made_up() -> None:
     assert machine_lines({}) == []
 
 
+def test_a_machine_is_told_by_what_decides_about_streaming() -> None:
+    probe = {
+        "machine": {
+            "cores": 16,
+            "instruction_set": "avx512",
+            "memory_total_bytes": 128 << 30,
+            "memory_available_bytes": 120 << 30,
+            "gpus": [{"name": "NVIDIA GeForce RTX 4090", "memory_total_bytes": 24 << 30}],
+        },
+        "disk": {"free_bytes": 900 << 30},
+        "rates": {
+            "h2d_pinned": {"per_s": 24.9e9, "how": "256 MiB"},
+            "d2h_pinned": {"per_s": 24.6e9, "how": "256 MiB"},
+            "host_copy": {"per_s": 40e9, "how": "256 MiB"},
+            "disk_write": {"per_s": None, "how": "not measured: no space"},
+            "disk_read": {"per_s": 3e9, "how": "256 MiB"},
+        },
+    }
+    assert machine_lines(probe) == [
+        "16 cores (avx512)",
+        "128 GiB memory, 120 GiB free",
+        "NVIDIA GeForce RTX 4090 24.0 GiB",
+        "host copy 40.0 GB/s",
+        "bus 24.9 GB/s to the GPU, 24.6 GB/s back",
+        "900 GiB free disk",
+    ]
+
+
+def test_a_machine_without_a_gpu_says_so() -> None:
+    assert "no GPU" in machine_lines({"machine": {"cores": 2, "gpus": []}})
+
+
+def test_an_answer_of_another_shape_is_no_crash() -> None:
+    assert machine_lines({"machine": None, "rates": [], "disk": "none"}) == []
+
+
 @pytest.mark.parametrize(
     ("errors", "said"),
     [
