@@ -17,6 +17,7 @@ from fluxtrain.errors import (
     EXIT_FINISHED,
     EXIT_INTERRUPTED,
     BadInput,
+    FluxTrainError,
     Interrupted,
 )
 
@@ -128,6 +129,27 @@ def probe(
 
 
 @app.command()
+def doctor(
+    fresh: Annotated[bool, typer.Option("--fresh", help="measure again")] = False,
+    json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Tell what is slow here and what to change, test the engine, list the versions.
+
+    Ends with exit code 0 when all self-tests pass, with 1 when one fails.
+    """
+    from fluxtrain.doctor.examine import examine
+    from fluxtrain.doctor.screen import screen
+    from fluxtrain.telemetry.rundir import runs_root
+
+    report = examine(runs_root(), fresh=fresh, say=_silent if json else _complain)
+    _say(report.to_json() if json else screen(report))
+    if report.failed:
+        names = ", ".join(test.name for test in report.failed)
+        raise FluxTrainError(f"self-tests failed: {names}: please report what stands above")
+
+
+@app.command()
 def schema() -> None:
     """Print the JSON schema of the configuration."""
     from fluxtrain.train.config import json_schema
@@ -228,6 +250,10 @@ def _say(text: str) -> None:
         print(text, flush=True)
     except BrokenPipeError:
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - until the exit
+
+
+def _silent(_: str) -> None:
+    """Programs read one JSON value and no progress."""
 
 
 def _complain(text: str) -> None:

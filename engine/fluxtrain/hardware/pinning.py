@@ -17,8 +17,8 @@ LEAST_BYTES = 64 * MIB
 def pin_rate(available_bytes: int | None = None, *, sample_bytes: int = SAMPLE_BYTES) -> Rate:
     """Bytes a second of `cudaHostRegister` on a fresh mapping, as arenas are made.
 
-    Takes an eighth of `available_bytes` at most. `how` says how that stands to RLIMIT_MEMLOCK, which
-    some drivers obey and most do not.
+    Takes an eighth of `available_bytes` at most. `how` compares it with RLIMIT_MEMLOCK, which some
+    drivers obey and most do not.
     """
     import torch
 
