@@ -7,6 +7,7 @@ made long before it is filled.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 
 import torch
@@ -32,10 +33,8 @@ class HostArena:
         self.size_bytes = size_bytes
         self._map = mmap.mmap(-1, max(size_bytes, mmap.PAGESIZE))
         if size_bytes >= 2 * _HUGE_PAGE_BYTES:
-            try:
+            with contextlib.suppress(OSError):  # a kernel without huge pages: only speed is lost
                 self._map.madvise(mmap.MADV_HUGEPAGE)
-            except OSError:
-                pass  # the kernel was built without transparent huge pages: only speed is lost
         self._address = torch.frombuffer(self._map, dtype=torch.uint8, count=1).data_ptr()
         self.pinned_bytes = size_bytes if pin and size_bytes and self._register() else 0
 
@@ -48,10 +47,8 @@ class HostArena:
         error = torch.cuda.cudart().cudaHostRegister(self._address, self.size_bytes, 0)
         if int(error) == 0:
             return True
-        try:  # a failed page-lock leaves a stale error that the next CUDA call would report
-            torch.cuda.synchronize()
-        except RuntimeError:
-            pass
+        with contextlib.suppress(RuntimeError):
+            torch.cuda.synchronize()  # reports the stale error that a failed page-lock leaves
         return False
 
     def __del__(self) -> None:

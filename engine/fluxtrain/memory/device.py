@@ -205,10 +205,8 @@ class CudaDevice:
     pins = True
 
     def __init__(self, torch_device: torch.device) -> None:
-        index = (
-            torch_device.index if torch_device.index is not None else torch.cuda.current_device()
-        )
-        self.torch_device = torch.device("cuda", index)
+        current = torch.device("cuda", torch.cuda.current_device())
+        self.torch_device = current if torch_device == torch.device("cuda") else torch_device
         self.stalls = Stalls()
         self._up = torch.cuda.Stream(self.torch_device)
         self._down = torch.cuda.Stream(self.torch_device)

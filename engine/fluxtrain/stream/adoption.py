@@ -8,6 +8,7 @@ nothing to do. Any other optimizer runs on the host tensors as it is, and that i
 
 from __future__ import annotations
 
+import functools
 import gc
 import weakref
 from collections.abc import Callable
@@ -36,16 +37,12 @@ from fluxtrain.stream.writes import check_writes
 if TYPE_CHECKING:
     from fluxtrain.stream.engine import Engine
 
-_installed = False
 
-
+@functools.cache
 def install() -> None:
     """Register the global hooks, once a process."""
-    global _installed
-    if not _installed:
-        _installed = True
-        register_optimizer_step_pre_hook(_before_step)
-        register_optimizer_step_post_hook(_after_step)
+    register_optimizer_step_pre_hook(_before_step)
+    register_optimizer_step_post_hook(_after_step)
 
 
 def _before_step(

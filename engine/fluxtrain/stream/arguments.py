@@ -50,6 +50,7 @@ def is_cache(value: Any) -> bool:
 
 
 def has_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Is any argument, in whatever position, a cache?"""
     return any(is_cache(v) for v in (*args, *kwargs.values()))
 
 

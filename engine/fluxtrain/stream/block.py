@@ -123,7 +123,7 @@ class Unit:
         collector = active_collector()
         call = Call(self, tree, Capture.of(collector))
         call.cut(tensors)
-        flat = _Streamed.apply(call, engine.anchor, *tensors)
+        flat = _Streamed.apply(call, engine.anchor, *tensors)  # type: ignore[no-untyped-call]
         assert call.out_tree is not None
         out, extra = call.out_tree.fill(flat)
         call.capture.put_back(collector, extra)
@@ -280,7 +280,7 @@ class _Streamed(torch.autograd.Function):
         return tuple(merged)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         call: Call = ctx.call
         unit, engine = call.unit, call.unit.engine
@@ -333,7 +333,7 @@ def _chunk_backward(
     leaves = [inputs[i] for i in wanted] + [m.parameter for _, m in members]
     if not pairs or not leaves:
         return [torch.zeros_like(inputs[i]) for i in wanted]
-    found = torch.autograd.grad(
+    found: Sequence[Tensor | None] = torch.autograd.grad(
         [o for o, _ in pairs], leaves, [g for _, g in pairs], allow_unused=True
     )
     for (group, member), gradient in zip(members, found[len(wanted) :], strict=True):

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-Collected = dict[str, list[Any]]
+Collected = dict[str, Any]  # lists, of those that collect
 
 
 def active_collector() -> Collected | None:

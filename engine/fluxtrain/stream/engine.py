@@ -186,8 +186,8 @@ class Engine:
             scale = abs(member.gradient_scale)
             return norm if scale == 1.0 else norm * scale
         self.gradients.wait(group)
-        norm = torch.linalg.vector_norm(stored(member), dtype=torch.float32)
-        return norm * abs(member.gradient_scale)
+        measured: Tensor = torch.linalg.vector_norm(stored(member), dtype=torch.float32)
+        return measured * abs(member.gradient_scale)
 
     def clip_grad_norm(self, max_norm: float | None) -> GradNorm:
         """Measure the global norm; the next optimizer step scales by it. None only measures."""
@@ -301,7 +301,8 @@ class Engine:
                 if upcoming is None or id(upcoming) in seen:
                     break
                 seen.add(id(upcoming))
-                if not all([self.window.prefetch(group) for group in upcoming.groups]):
+                started = [self.window.prefetch(group) for group in upcoming.groups]
+                if not all(started):
                     break
 
     def _finish(self, group: Group) -> None:

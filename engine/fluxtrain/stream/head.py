@@ -44,7 +44,7 @@ class LazyLogits(Tensor):
     ) -> LazyLogits:
         size = (*hidden.shape[:-1], unit.module.out_features)
         differentiable = trained and torch.is_grad_enabled()
-        lazy: LazyLogits = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        lazy: LazyLogits = Tensor._make_wrapper_subclass(
             LazyLogits, size, dtype=dtype, device=hidden.device, requires_grad=differentiable
         )
         lazy.hidden, lazy.unit, lazy.version, lazy._real = hidden, unit, version, None
@@ -72,7 +72,7 @@ class LazyLogits(Tensor):
             )
         return bool(changed)
 
-    def real(self) -> Tensor:
+    def computed(self) -> Tensor:
         """The logits as an ordinary tensor, computed once."""
         self.written()
         if self._real is None:
@@ -105,25 +105,25 @@ class LazyLogits(Tensor):
         return func(*(_real(a) for a in args), **{k: _real(v) for k, v in kwargs.items()})
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]  # torch types it for its own modes
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         return func(*(_real(a) for a in args), **{k: _real(v) for k, v in (kwargs or {}).items()})
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"LazyLogits(shape={tuple(self.shape)}, dtype={self.dtype}, not computed)"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.real().__reduce_ex__(protocol)
+        return self.computed().__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        return self.real().detach().clone()
+        return self.computed().detach().clone()
 
     def tolist(self) -> Any:
-        return self.real().tolist()
+        return self.computed().tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
-        return self.real().numpy(force=force)
+        return self.computed().numpy(force=force)
 
 
 _FACTS = {
@@ -135,7 +135,7 @@ _CASTS = {Tensor.float: torch.float32, Tensor.bfloat16: torch.bfloat16, Tensor.h
 
 def _real(value: Any) -> Any:
     if isinstance(value, LazyLogits):
-        return value.real()
+        return value.computed()
     if isinstance(value, list | tuple):
         return type(value)(_real(v) for v in value)
     return value
@@ -214,7 +214,7 @@ def _cross_entropy(lazy: LazyLogits, rest: tuple[Any, ...], kwargs: dict[str, An
         return NotImplemented
     engine = lazy.unit.engine
     call = HeadCall(lazy.unit, target.to(lazy.device), ignore_index, reduction, lazy.dtype)
-    return _ChunkedCrossEntropy.apply(call, engine.anchor, lazy.hidden)
+    return _ChunkedCrossEntropy.apply(call, engine.anchor, lazy.hidden)  # type: ignore[no-untyped-call]
 
 
 class HeadCall:
@@ -251,7 +251,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return loss
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, scale: Tensor) -> tuple[None, None, Tensor | None]:
         call: HeadCall = ctx.call
         engine, unit = call.unit.engine, call.unit
@@ -295,7 +295,7 @@ def _forward_chunks(
     call: HeadCall, hidden: Tensor, for_hidden: bool, for_weight: bool, for_bias: bool
 ) -> Tensor:
     """Loss (scalar, fp32), and the gradients of sum or mean where they are wanted."""
-    linear = call.unit.module
+    linear: Any = call.unit.module
     weight, bias = linear.weight.detach(), linear.bias.detach() if linear.bias is not None else None
     tokens, width = hidden.shape[0], weight.shape[0]
     step = call.unit.engine.head_tokens or max(1, _LOGITS_CHUNK_BYTES // (4 * width))

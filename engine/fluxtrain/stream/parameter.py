@@ -20,9 +20,8 @@ from fluxtrain.memory.group import Group, Member
 if TYPE_CHECKING:
     from fluxtrain.stream.engine import Engine
 
-_GRAD_GET = Tensor.grad.__get__  # type: ignore[attr-defined]
-_GRAD_SET = Tensor.grad.__set__  # type: ignore[attr-defined]
-_GRAD_DELETE = Tensor.grad.__delete__  # type: ignore[attr-defined]
+_GRAD: Any = Tensor.grad
+_GRAD_GET, _GRAD_SET, _GRAD_DELETE = _GRAD.__get__, _GRAD.__set__, _GRAD.__delete__
 _DATA_GET = Tensor.data.__get__  # type: ignore[attr-defined]
 _METADATA = {
     getattr(Tensor, name).__get__

@@ -126,8 +126,9 @@ def _clip(norm: GradNorm | None) -> float:
     scale = 1.0 if norm is None else norm.scale()
     if math.isnan(scale):
         raise Diverged(
-            f"the gradient norm is {norm.value() if norm else scale}: the weights were left as they "
-            "were before this step. Lower the learning rate, or look for bad values in the data"
+            f"the gradient norm is {norm.value() if norm else scale}: the weights were left as "
+            "they were before this step. Lower the learning rate, or look for bad values in the "
+            "data"
         )
     return scale
 

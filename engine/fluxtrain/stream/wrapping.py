@@ -282,7 +282,7 @@ def _before_model(
         raise MisusedModel("this model was copied while wrapped: wrap the copy")
     for unit in engine.units:
         if getattr(unit.module, "gradient_checkpointing", False):
-            unit.module.gradient_checkpointing = False  # type: ignore[assignment]
+            unit.module.gradient_checkpointing = False
             engine.say("gradient checkpointing is off: wrapped blocks recompute by themselves")
     if engine.device.torch_device.type == "cpu":
         return None
