@@ -23,6 +23,10 @@ import torch
 import yaml
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from fluxtrain.plan.facts import Room, Wishes
+from fluxtrain.plan.placement import RunPlacement, place
+from fluxtrain.train.placing import model_facts
+
 GIB = 1 << 30
 CONTEXT_GIB = 0.7  # CUDA's own share of the process's memory
 SHAPES: dict[str, dict[str, Any]] = yaml.safe_load(
@@ -108,30 +112,43 @@ def main() -> None:
         options.json.write_text(json.dumps(row, indent=1))
 
 
-def wrapped(model: Qwen2ForCausalLM, options: argparse.Namespace) -> Any:
-    """Wrap the model as the options say and return its engine."""
+def wrapped(model: Qwen2ForCausalLM, options: argparse.Namespace) -> tuple[Any, RunPlacement]:
+    """Wrap the model as a run with these rows would be; its engine, and the plan for the rows."""
     import fluxtrain
     from fluxtrain.stream.engine import engine_of
 
+    budget_bytes = int((options.budget_gib - CONTEXT_GIB) * GIB)
+    plan = place(
+        model_facts(model, model.config, options.sequence),
+        Room(device_free_bytes=budget_bytes, host_available_bytes=None),
+        Wishes(
+            offload=options.offload,
+            batch_rows=options.batch,
+            chunk_rows=options.chunk_rows,
+            device_groups=options.device_groups,
+            resident_blocks=options.resident_blocks,
+        ),
+    )
     fluxtrain.wrap(
         model,
         device="cuda",
-        offload=options.offload,
-        resident_blocks=options.resident_blocks,
-        device_groups=options.device_groups,
-        chunk_rows=options.chunk_rows,
-        budget_bytes=int((options.budget_gib - CONTEXT_GIB) * GIB),
+        offload=plan.offload,
+        resident_blocks=plan.resident_blocks,
+        device_groups=plan.device_groups,
+        chunk_rows=plan.chunk_rows,
+        budget_bytes=budget_bytes,
         overlap=True,
     )
     torch.cuda.empty_cache()
-    return engine_of(model)
+    torch.cuda.reset_peak_memory_stats()
+    return engine_of(model), plan
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """Train some steps and return the row."""
     started_s = time.perf_counter()
     model = build(options.shape)
-    engine = wrapped(model, options) if options.engine == "flux" else None
+    engine, plan = wrapped(model, options) if options.engine == "flux" else (None, None)
     if engine is None:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     optimizer = torch.optim.AdamW(
@@ -157,7 +174,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         if engine and step == options.steps - 2:
             engine.take_stalls()
     stalls = {} if engine is None else engine.take_stalls()
-    return report(options, model, engine, times, losses) | {
+    return report(options, model, engine, plan, times, losses) | {
         "setup_s": round(setup_s, 1),
         "last_step_stalls_s": {k: round(v, 3) for k, v in stalls.items()},
     }
@@ -167,6 +184,7 @@ def report(
     options: argparse.Namespace,
     model: Qwen2ForCausalLM,
     engine: Any,
+    plan: RunPlacement | None,
     times: list[float],
     losses: list[float],
 ) -> dict[str, Any]:
@@ -186,14 +204,16 @@ def report(
         "loss_last": round(losses[-1], 3),
         "times_s": [round(t, 2) for t in times],
     }
-    if engine is not None:
+    if plan is not None:
         engine.flush()
-        plan = engine.plan
         row |= {
             "offload": plan.offload,
             "resident_blocks": plan.resident_blocks,
             "device_groups": plan.device_groups,
             "chunk_rows": engine.chunk_rows,
+            "predicted_device_gib": round(plan.device_bytes / GIB, 2),
+            "torch_peak_gib": round(torch.cuda.max_memory_allocated() / GIB, 2),
+            "predicted_host_gib": round(plan.host_bytes / GIB, 2),
         }
     return row
 

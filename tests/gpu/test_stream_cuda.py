@@ -104,6 +104,8 @@ def test_every_placement_trains_to_the_same_bits(
             offload=offload,
             chunk_rows=chunk_rows,
             overlap=overlap,
+            device_groups=0,
+            resident_blocks=0,
         )
         results[offload, overlap] = train(model)
     reference_losses, reference_weights = results["optimizer", False]
@@ -116,7 +118,14 @@ def test_every_placement_trains_to_the_same_bits(
 def test_gradients_equal_those_of_a_model_that_lives_on_the_gpu(dtype: torch.dtype) -> None:
     gradients = {}
     for offload in ("none", "weights"):
-        model = fluxtrain.wrap(build("llama", dtype), device="cuda", offload=offload, chunk_rows=4)
+        model = fluxtrain.wrap(
+            build("llama", dtype),
+            device="cuda",
+            offload=offload,
+            chunk_rows=4,
+            device_groups=0,
+            resident_blocks=0,
+        )
         ids = torch.arange(8 * 64).reshape(8, 64) % 1024
         model(input_ids=ids, labels=ids).loss.backward()
         gradients[offload] = {n: p.grad.detach().cpu().clone() for n, p in model.named_parameters()}
@@ -134,6 +143,7 @@ def test_blocks_that_live_on_the_gpu_train_to_the_same_bits(dtype: torch.dtype) 
             device="cuda",
             offload="weights",
             device_groups=device_groups,
+            resident_blocks=0,
             chunk_rows=4,
             overlap=True,
         )
@@ -145,7 +155,13 @@ def test_blocks_that_live_on_the_gpu_train_to_the_same_bits(dtype: torch.dtype) 
 
 def test_a_users_loop_follows_the_plain_model_on_the_gpu() -> None:
     plain = build("llama", torch.float32).cuda()
-    wrapped = fluxtrain.wrap(copy.deepcopy(plain).cpu(), device="cuda", offload="weights")
+    wrapped = fluxtrain.wrap(
+        copy.deepcopy(plain).cpu(),
+        device="cuda",
+        offload="weights",
+        device_groups=0,
+        resident_blocks=0,
+    )
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-3) for m in (plain, wrapped)]
     torch.manual_seed(3)
     for _ in range(4):
@@ -170,7 +186,13 @@ def test_a_users_loop_follows_the_plain_model_on_the_gpu() -> None:
 
 
 def test_the_arenas_are_page_locked_and_moves_are_counted() -> None:
-    model = fluxtrain.wrap(build("llama", torch.bfloat16), device="cuda", offload="weights")
+    model = fluxtrain.wrap(
+        build("llama", torch.bfloat16),
+        device="cuda",
+        offload="weights",
+        device_groups=0,
+        resident_blocks=0,
+    )
     engine = engine_of(model)
     train(model, steps=2)
     memory, traffic = engine.memory(), engine.traffic()

@@ -12,8 +12,9 @@ The rule, in this order:
 3. Chunk: rows for about 4096 tokens, enough to keep a GPU busy; halved until some layout fits.
 4. Offload: `none` if it fits, else `weights`: first as many groups as fit live on the device with
    their gradients and optimizer states (host memory bandwidth binds before PCIe does, and such
-   groups use neither), then as many of the other blocks' weights stay there as still fit. Without
-   a GPU `auto` means `weights` (or `max`) with no residents: the blocks stream for real.
+   groups use neither), then as many of the other blocks' weights stay there as still fit. `max` as
+   the last resort is filled up in the same way; asked for, it takes the least of the device.
+   Without a GPU `auto` means `weights` (or `max`) with no residents: the blocks stream for real.
 
 `place_for_any_rows` is the same rule for a model whose batch nobody knows yet: what does not
 depend on the batch may take half of the budget, or 90 % where no less is possible.

@@ -125,10 +125,10 @@ def _device_groups(search: Search, layout: Layout) -> str:
         return f"none has all {len(groups)} on the device"
     if search.wishes.device_groups is not None:
         return "as set"
-    if layout.offload in ("max", "optimizer"):
-        return f"{layout.offload} has every group at home on the host"
     if not search.room.has_gpu:
         return "without a GPU nothing is gained by updating a group elsewhere"
+    if not search.fills(layout):
+        return f"{layout.offload} has every group at home on the host"
     if layout.device_groups == len(groups):
         return f"all {len(groups)} fit"
     following = search.one_more_group(layout)
@@ -147,10 +147,10 @@ def _resident_blocks(search: Search, layout: Layout) -> str:
         return f"optimizer keeps the weights of all {at_home} blocks on the device"
     if search.wishes.resident_blocks is not None:
         return "as set"
-    if layout.offload == "max":
-        return "max streams every block"
     if not search.room.has_gpu:
         return "without a GPU nothing is gained by keeping a second copy"
+    if not search.fills(layout):
+        return f"{layout.offload} streams every block"
     if layout.resident_blocks == at_home:
         return f"the weights of all {at_home} other blocks fit"
     one_more = replace(layout, resident_blocks=layout.resident_blocks + 1)

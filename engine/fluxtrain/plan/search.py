@@ -85,10 +85,13 @@ class Search:
         ]
         return min(layouts, key=self._pressure)
 
-    @cached_property
-    def chooses_device_groups(self) -> bool:
-        """Without a GPU the device is host memory: nothing is gained by residents."""
-        return self.room.has_gpu and self.wishes.device_groups is None
+    def fills(self, layout: Layout) -> bool:
+        """May the rule fill the device with residents? An explicit `max` asks for the least of it;
+        without a GPU the device is host memory, and nothing is gained."""
+        streams = layout.offload == "weights" or (
+            layout.offload == "max" and self.wishes.offload == "auto"
+        )
+        return streams and self.room.has_gpu
 
     def one_more_group(self, layout: Layout) -> Layout:
         """The same with the next group on the device, and no optional resident."""
@@ -131,7 +134,7 @@ class Search:
     def _filled(self, layout: Layout) -> Layout | None:
         """`layout` with as many device groups, then resident blocks, as are wanted and fit."""
         layouts = self._least(layout)
-        if layout.offload != "weights":
+        if not self.fills(layout):
             optional = layout.offload == "none" and self.wishes.offload == "auto"
             return layouts[0] if self.fits(layouts[0], spare=optional) else None
         for candidate in layouts:
@@ -146,7 +149,7 @@ class Search:
         counts = [wished]
         if layout.offload == "none":
             counts = [every]
-        elif layout.offload == "weights" and self.chooses_device_groups:
+        elif self.fills(layout) and self.wishes.device_groups is None:
             counts = list(range(every, -1, -1))
         streams = layout.offload in ("weights", "max")
         return [
@@ -159,7 +162,7 @@ class Search:
         ]
 
     def _with_residents(self, layout: Layout) -> Layout:
-        if self.wishes.resident_blocks is not None or not self.room.has_gpu:
+        if self.wishes.resident_blocks is not None:
             return layout
         for resident in range(self._home_blocks(layout.device_groups), 0, -1):
             fuller = replace(layout, resident_blocks=resident)

@@ -1,0 +1,321 @@
+"""Invariants of the placement rule over random models, machines and wishes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fluxtrain.errors import DoesNotFit
+from fluxtrain.plan.facts import OFFLOADS, GroupFacts, ModelFacts, Room, RowFacts, Wishes
+from fluxtrain.plan.footprint import Layout, activation_estimate, footprint
+from fluxtrain.plan.placement import RunPlacement, place, place_for_any_rows
+from fluxtrain.plan.search import AUTO_SHARE, BATCH_LIMIT_ROWS, FIXED_SHARE, HOST_SHARE
+from fluxtrain.units import MIB
+
+
+def group(name: str, parameters: int, users: int = 1) -> GroupFacts:
+    return GroupFacts(
+        name=name,
+        kind="block" if name.startswith("layers") else "edge",
+        weight_bytes=2 * parameters,
+        trained_bf16=parameters,
+        users=users,
+    )
+
+
+@st.composite
+def groups(draw: st.DrawFn, name: str) -> GroupFacts:
+    bf16, fp32 = draw(st.integers(0, 200 * MIB)), draw(st.integers(0, 20 * MIB))
+    trained = draw(st.sampled_from([(0, 0), (bf16, 0), (0, fp32), (bf16, fp32)]))
+    return GroupFacts(
+        name=name,
+        kind="block" if name.startswith("layers") else "edge",
+        weight_bytes=2 * trained[0] + 4 * trained[1] + draw(st.integers(1, 400 * MIB)),
+        trained_bf16=trained[0],
+        trained_fp32=trained[1],
+        users=draw(st.sampled_from([1, 1, 1, 2])),
+    )
+
+
+@st.composite
+def models(draw: st.DrawFn) -> ModelFacts:
+    blocks = [draw(groups(f"layers.{i}")) for i in range(draw(st.integers(1, 10)))]
+    edges = [draw(groups(f"edge.{i}")) for i in range(draw(st.integers(0, 3)))]
+    before = draw(st.integers(0, len(edges)))
+    hidden, length = draw(st.integers(8, 4096)), draw(st.integers(1, 4096))
+    return ModelFacts(
+        groups=(*edges[:before], *blocks, *edges[before:]),
+        head_parameters=draw(st.sampled_from([0, *(g.trained_bf16 for g in edges)])),
+        loose_bytes=draw(st.integers(0, MIB)),
+        groups_at_once=draw(st.integers(1, 3)),
+        row=RowFacts(
+            hidden=hidden,
+            vocabulary=draw(st.integers(2, 200_000)),
+            sequence_length=length,
+            dtype_bytes=draw(st.sampled_from([2, 4])),
+            activation_bytes=activation_estimate(hidden, 4 * hidden, length, 2),
+        ),
+    )
+
+
+def even_models() -> st.SearchStrategy[ModelFacts]:
+    """Trained models of equal blocks, where each group on the device really takes more of it."""
+    return st.builds(
+        lambda base, layers, edge: replace(
+            base,
+            groups=(
+                group("embed_tokens", edge, users=2),
+                *(group(f"layers.{i}", 30 * MIB) for i in range(layers)),
+                group("norm", 4096),
+            ),
+            head_parameters=edge,
+        ),
+        models(),
+        st.integers(1, 16),
+        st.integers(1, 300 * MIB),
+    )
+
+
+sizes = st.floats(8, 16).map(lambda power: int(2**power * MIB))  # 256 MiB to 64 GiB
+rooms = st.builds(
+    Room,
+    device_free_bytes=st.none() | sizes,
+    host_available_bytes=st.none() | sizes.map(lambda n: 4 * n),
+)
+wishes = st.builds(
+    Wishes,
+    offload=st.sampled_from(["auto", "auto", *OFFLOADS]),
+    batch_rows=st.none() | st.integers(1, 100),
+    chunk_rows=st.none() | st.integers(1, 100),
+    device_groups=st.none() | st.none() | st.integers(0, 14),
+    resident_blocks=st.none() | st.none() | st.integers(0, 14),
+    budget_bytes=st.none() | sizes,
+    data_rows=st.none() | st.integers(1, 1000),
+    accumulates=st.booleans(),
+)
+
+
+def placed(facts: ModelFacts, room: Room, wish: Wishes) -> RunPlacement | None:
+    try:
+        return place(facts, room, wish)
+    except DoesNotFit:
+        return None
+
+
+@given(models(), rooms, wishes)
+def test_no_placement_is_over_the_budget_or_the_host(
+    facts: ModelFacts, room: Room, wish: Wishes
+) -> None:
+    placement = placed(facts, room, wish)
+    if placement is None:
+        return
+    if placement.budget_bytes is not None and wish.offload == "auto":
+        assert placement.device_bytes <= placement.budget_bytes * AUTO_SHARE
+    for given_bytes in (room.device_free_bytes, wish.budget_bytes):
+        assert given_bytes is None or placement.device_bytes <= given_bytes
+    if room.host_available_bytes is not None:
+        share = HOST_SHARE if wish.offload == "auto" else 1.0
+        assert placement.host_bytes <= room.host_available_bytes * share
+
+
+@given(models(), rooms, wishes)
+def test_what_is_predicted_is_the_footprint_of_what_is_decided(
+    facts: ModelFacts, room: Room, wish: Wishes
+) -> None:
+    placement = placed(facts, room, wish)
+    if placement is None:
+        return
+    assert placement.chunk_rows is not None
+    layout = Layout(
+        offload=placement.offload,
+        device_groups=placement.device_groups,
+        resident_blocks=placement.resident_blocks,
+        batch_rows=placement.batch_rows,
+        chunk_rows=placement.chunk_rows,
+        accumulates=wish.accumulates,
+    )
+    assert placement.need == footprint(facts, layout, has_gpu=room.has_gpu)
+
+
+@given(models(), rooms, wishes)
+def test_wishes_are_kept_and_the_rest_is_in_range(
+    facts: ModelFacts, room: Room, wish: Wishes
+) -> None:
+    placement = placed(facts, room, wish)
+    if placement is None:
+        return
+    assert placement.chunk_rows is not None
+    assert wish.offload in ("auto", placement.offload)
+    assert wish.batch_rows in (None, placement.batch_rows)
+    assert 1 <= placement.chunk_rows <= placement.batch_rows
+    assert placement.chunk_rows <= (wish.chunk_rows or placement.chunk_rows)
+    every = len(facts.groups)
+    if wish.device_groups is not None and placement.offload != "none":
+        assert placement.device_groups == min(wish.device_groups, every)
+    at_home = sum(g.kind == "block" for g in facts.groups[placement.device_groups :])
+    if wish.resident_blocks is not None and placement.offload in ("weights", "max"):
+        assert placement.resident_blocks == min(wish.resident_blocks, at_home)
+    assert 0 <= placement.device_groups <= every
+    assert 0 <= placement.resident_blocks <= at_home
+    assert placement.slots <= at_home - placement.resident_blocks
+    assert (placement.device_groups == every) or (placement.offload != "none")
+    assert all(choice.because for choice in placement.choices)
+    if wish.batch_rows is None:
+        assert placement.batch_rows <= min(BATCH_LIMIT_ROWS, wish.data_rows or BATCH_LIMIT_ROWS)
+        assert placement.batch_rows.bit_count() == 1
+
+
+@given(even_models(), rooms, wishes, sizes)
+def test_more_budget_never_gives_less(
+    facts: ModelFacts, room: Room, wish: Wishes, more: int
+) -> None:
+    before = placed(facts, room, wish)
+    if before is None:
+        return
+    wider = None if wish.budget_bytes is None else wish.budget_bytes + more
+    free_bytes = room.device_free_bytes
+    richer = replace(room, device_free_bytes=None if free_bytes is None else free_bytes + more)
+    after = place(facts, richer, replace(wish, budget_bytes=wider))
+    assert rank(after) >= rank(before)
+
+
+def rank(placement: RunPlacement) -> tuple[int, ...]:
+    """What the rule prefers, first things first."""
+    assert placement.chunk_rows is not None
+    return (
+        placement.offload != "max",
+        placement.batch_rows,
+        placement.chunk_rows,
+        -OFFLOADS.index(placement.offload),
+        placement.device_groups,
+        placement.resident_blocks,
+    )
+
+
+@given(even_models(), rooms, wishes)
+def test_max_is_the_last_resort(facts: ModelFacts, room: Room, wish: Wishes) -> None:
+    placement = placed(facts, room, replace(wish, offload="auto"))
+    if placement is None or placement.offload != "max":
+        return
+    for rows in (1, placement.batch_rows):
+        if wish.batch_rows in (None, rows):
+            with pytest.raises(DoesNotFit):
+                place(facts, room, replace(wish, offload="weights", batch_rows=rows))
+
+
+@given(even_models(), rooms, wishes)
+def test_what_is_left_on_the_device_would_not_hold_one_more(
+    facts: ModelFacts, room: Room, wish: Wishes
+) -> None:
+    wish = replace(wish, offload="auto", device_groups=None, resident_blocks=None)
+    placement = placed(facts, room, wish)
+    if placement is None or placement.offload != "weights" or not room.has_gpu:
+        return
+    assert placement.budget_bytes is not None
+    assert placement.chunk_rows is not None
+    layout = Layout(
+        offload="weights",
+        device_groups=placement.device_groups,
+        resident_blocks=placement.resident_blocks,
+        batch_rows=placement.batch_rows,
+        chunk_rows=placement.chunk_rows,
+        accumulates=wish.accumulates,
+    )
+    limit = int(placement.budget_bytes * AUTO_SHARE)
+    one_more = replace(layout, device_groups=layout.device_groups + 1, resident_blocks=0)
+    assert footprint(facts, one_more, has_gpu=True).device_bytes > limit
+    if placement.slots:
+        one_more = replace(layout, resident_blocks=layout.resident_blocks + 1)
+        assert footprint(facts, one_more, has_gpu=True).device_bytes > limit
+
+
+@given(models(), st.integers(1, 64), st.integers(0, 12), st.booleans())
+def test_more_on_the_device_needs_no_more_of_the_host(
+    facts: ModelFacts, rows: int, device_groups: int, accumulates: bool
+) -> None:
+    layout = Layout(
+        offload="weights", device_groups=device_groups, batch_rows=rows, chunk_rows=1,
+        accumulates=accumulates,
+    )  # fmt: skip
+    fewer = footprint(facts, layout, has_gpu=True)
+    more = footprint(facts, replace(layout, device_groups=device_groups + 1), has_gpu=True)
+    none = footprint(facts, replace(layout, offload="none"), has_gpu=True)
+    assert fewer.host_bytes >= more.host_bytes >= none.host_bytes == 0
+    most = footprint(facts, replace(layout, offload="max"), has_gpu=True)
+    assert most.host_bytes >= fewer.host_bytes
+
+
+@given(models(), rooms, wishes)
+def test_a_refusal_names_a_setting_that_really_fits(
+    facts: ModelFacts, room: Room, wish: Wishes
+) -> None:
+    try:
+        place(facts, room, wish)
+        return
+    except DoesNotFit as error:
+        refusal = str(error)
+    assert error_names_both_numbers(refusal)
+    cure = refusal.rpartition(": ")[2]
+    if not cure.endswith(" fits"):
+        return
+    name, _, value = cure.removesuffix(" fits").removesuffix(" left out").partition("=")
+    if name == "data.sequence_length":
+        assert facts.row is not None
+        place(replace(facts, row=facts.row.of_length(int(value))), room, wish)
+        return
+    changed: dict[str, Any] = {
+        "placement.chunk_rows": {"chunk_rows": int(value) if value.isdigit() else None},
+        "device_groups": {"device_groups": None, "resident_blocks": None},
+        "placement.offload": {"offload": value},
+        "train.batch_rows": {"batch_rows": int(value) if value.isdigit() else None},
+        "placement.budget_gib": {"budget_bytes": None},
+        "all of placement": {
+            "offload": "auto",
+            "batch_rows": None,
+            "chunk_rows": None,
+            "device_groups": None,
+            "resident_blocks": None,
+            "budget_bytes": None,
+        },
+    }[name]
+    place(facts, room, replace(wish, **changed))
+
+
+def error_names_both_numbers(refusal: str) -> bool:
+    return " needs " in refusal and " may be used" in refusal
+
+
+@given(models(), rooms, wishes)
+def test_without_rows_what_is_chosen_leaves_half_of_the_budget(
+    facts: ModelFacts, room: Room, wish: Wishes
+) -> None:
+    fixed = replace(facts, row=None)
+    wish = replace(wish, batch_rows=None)
+    try:
+        placement = place_for_any_rows(fixed, room, wish)
+    except DoesNotFit as error:
+        assert error_names_both_numbers(str(error))
+        return
+    assert placement.chunk_rows == wish.chunk_rows
+    if placement.budget_bytes is None:
+        return
+    assert placement.device_bytes <= placement.budget_bytes
+    if wish.device_groups is None and wish.resident_blocks is None and wish.offload == "auto":
+        chosen = placement.device_groups + placement.resident_blocks > 0
+        half = placement.budget_bytes * FIXED_SHARE
+        host = room.host_available_bytes
+        if chosen and host is None:
+            least = replace(wish, offload="weights", device_groups=0, resident_blocks=0)
+            assert placement.device_bytes <= half or not _fits(fixed, room, least)
+
+
+def _fits(facts: ModelFacts, room: Room, wish: Wishes) -> bool:
+    try:
+        place_for_any_rows(facts, room, wish)
+    except DoesNotFit:
+        return False
+    return True
