@@ -120,7 +120,9 @@ def test_the_phases_partition_the_step_and_the_journal_tells_the_whole_story(
     hello = of(ev.Hello, events)[-1]
     assert hello.blocks == len(of(ev.ResidencySampled, events)[-1].weights)
     assert hello.trained_parameters == hello.parameters > 10_000
-    assert of(ev.TrafficSampled, events)[-1].h2d_bytes > 0
+    traffic = of(ev.TrafficSampled, events)[-1]
+    assert traffic.h2d_bytes > 0
+    assert traffic.disk_written_bytes == sum(e.bytes for e in of(ev.CheckpointWritten, events))
     assert of(ev.Heartbeat, events)
     assert of(ev.SampleGenerated, events)[0].prompt
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import psutil
 
@@ -24,6 +24,13 @@ JOURNAL_PERIOD_S = 1.0  # what the journal keeps
 _MOVES_A_FRAME = 24
 
 
+class DiskUse(Protocol):
+    """Who reads and writes checkpoints, and how much so far."""
+
+    read_bytes: int
+    written_bytes: int
+
+
 class GaugeThread:
     """Samples until `close`; the trainer's own threads never wait for it."""
 
@@ -37,18 +44,17 @@ class GaugeThread:
         self._stopped = threading.Event()
         self._sampling = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="gauges", daemon=True)
+        self._disk: DiskUse | None = None
         self.host_peak_bytes = 0
-        self.disk_read_bytes = 0
-        self.disk_written_bytes = 0
 
     def start(self) -> None:
         """Begin with heartbeats and host memory; the engine's gauges follow `watch`."""
         self._thread.start()
 
-    def watch(self, engine: Engine) -> None:
-        """The engine is built: sample it from now on."""
+    def watch(self, engine: Engine, disk: DiskUse) -> None:
+        """The engine is built: sample it from now on, and what `disk` counts."""
         with self._sampling:
-            self._engine = engine
+            self._engine, self._disk = engine, disk
             self._traffic = TrafficWindow(time.monotonic(), 0, 0, 0, 0)
 
     def close(self) -> None:
@@ -73,8 +79,8 @@ class GaugeThread:
                     time.monotonic(),
                     traffic.h2d_bytes,
                     traffic.d2h_bytes,
-                    self.disk_read_bytes,
-                    self.disk_written_bytes,
+                    self._disk.read_bytes if self._disk else 0,
+                    self._disk.written_bytes if self._disk else 0,
                 )
                 self._announcer.gauge(event)
             self._sample_placement(self._engine)

@@ -48,6 +48,7 @@ class CheckpointKeeper:
         self._announcer = announcer
         self._fingerprint = fingerprint
         self.last: Checkpoint | None = None
+        self.read_bytes = 0
         self.written_bytes = 0
 
     def is_due(self, step: int) -> bool:
@@ -98,6 +99,7 @@ class CheckpointKeeper:
         engine.chunk_rows = content["chunk_rows"]
         restore_random_state(content["random"])
         self.last = checkpoint
+        self.read_bytes += checkpoint.bytes
         self._cadence.done(checkpoint.step, 0.0)
         return RunState.from_json(content["run"])
 

@@ -107,7 +107,6 @@ class Run:
             fresh_weights=config.model.path == DEMO,
         )
         self.model, self.engine = _wrapped(model, device.value, self.placement)
-        session.gauges.watch(self.engine)
         self._fingerprint = _fingerprint(config, self.model, self.batch_rows)
         self.keeper = CheckpointKeeper(
             session.run_dir.checkpoints,
@@ -121,6 +120,7 @@ class Run:
             session.announcer,
             self._fingerprint,
         )
+        session.gauges.watch(self.engine, self.keeper)
         optimizer = _optimizer(config, self.model, self.course.learning_rate)
         if checkpoint is not None:
             session.state = self.keeper.restore(checkpoint, self.engine, self.data)

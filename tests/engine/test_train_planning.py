@@ -1,0 +1,219 @@
+"""What `plan` says is what `train` does; gauges and clocks tell what was measured."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from fluxtrain.errors import BadInput, DoesNotFit
+from fluxtrain.hardware.machine import read_machine
+from fluxtrain.methods.demo_model import demo_model
+from fluxtrain.telemetry import events as ev
+from fluxtrain.telemetry.journal import read_events
+from fluxtrain.train.announce import Announcer
+from fluxtrain.train.config import demo_config, load_config, settings
+from fluxtrain.train.gauges import GaugeThread, TrafficWindow
+from fluxtrain.train.placing import decide, model_facts
+from fluxtrain.train.preview import preview, table
+from fluxtrain.train.recovery import locate
+from fluxtrain.train.run import train
+from fluxtrain.train.step_clock import PHASES, StepClock
+
+MakeConfig = Callable[..., Path]
+
+
+# --- the plan -------------------------------------------------------------------------------------
+
+
+def test_the_plan_names_every_setting_and_gives_every_choice_a_reason() -> None:
+    config = demo_config()
+    plan = preview(config)
+    assert [s["key"] for s in plan["settings"]] == [s.key for s in settings(config)]
+    assert {"device", "offload", "batch_rows", "chunk_rows", "train.steps"} <= {
+        choice["name"] for choice in plan["choices"]
+    }
+    assert all(choice["because"] for choice in plan["choices"])
+    assert json.loads(json.dumps(plan))["steps"] == 400
+    text = table(plan)
+    for setting in settings(config):
+        assert setting.key in text
+        assert setting.description in text
+    assert "* train.steps" in text
+    assert "  train.seed" in text
+
+
+def test_the_plan_of_a_run_is_what_was_shown_before(run_config: MakeConfig, tmp_path: Path) -> None:
+    path = run_config(train__batch_rows="auto", train__steps=2)
+    config = load_config(path)
+    shown = preview(config)
+    train(config, locate(None, tmp_path / "run", config))
+    planned = next(e for e in read_events(tmp_path / "run" / "events.ndjson")
+                   if isinstance(e, ev.Planned))  # fmt: skip
+    for name in ("offload", "resident_blocks", "device_groups", "sequence_length", "accumulation"):
+        assert getattr(planned, name) == shown[name]
+    # the data was only glanced at, so the batch may differ by a power of two
+    assert planned.batch_rows / shown["batch_rows"] in (0.5, 1, 2)
+    hello = [e for e in read_events(tmp_path / "run" / "events.ndjson")
+             if isinstance(e, ev.Hello)][-1]  # fmt: skip
+    assert hello.parameters == shown["model"]["parameters"]
+    assert hello.blocks == shown["model"]["blocks"]
+    assert hello.dtype == shown["model"]["dtype"]
+
+
+def test_the_plan_reads_no_weights(run_config: MakeConfig, tmp_path: Path) -> None:
+    path = run_config()
+    weights = tmp_path / "llama-float32" / "model.safetensors"
+    header_bytes = 8 + int.from_bytes(weights.read_bytes()[:8], "little")
+    kept = weights.read_bytes()
+    weights.write_bytes(kept[:header_bytes] + b"\xff" * (len(kept) - header_bytes))  # all NaN
+    assert preview(load_config(path))["model"]["parameters"] > 10_000
+
+
+def test_the_plan_refuses_as_the_run_would(run_config: MakeConfig) -> None:
+    with pytest.raises(DoesNotFit):
+        preview(load_config(run_config(placement__budget_gib=1e-5)))
+    with pytest.raises(BadInput, match="batch_rows"):
+        preview(load_config(run_config(train__batch_rows=100_000)))
+    with pytest.raises(BadInput, match="does not exist"):
+        preview(load_config(run_config(data__path="/nowhere.txt")))
+    with pytest.raises(BadInput):
+        preview(load_config(run_config(model__path="/nowhere")))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_facts_count_each_parameter_once_also_on_the_meta_device(dtype: torch.dtype) -> None:
+    real = demo_model(256, dtype=dtype)
+    with torch.device("meta"):
+        meta = demo_model(256, dtype=dtype)
+    one, other = (model_facts(m, real.config, 128) for m in (real, meta))
+    assert one == other
+    counted = sum(group.trained_bf16 + group.trained_fp32 for group in one.groups)
+    exact = sum(parameter.numel() for parameter in real.parameters())
+    assert exact <= counted <= exact * 1.02  # padding between parameters
+    assert one.layers == real.config.num_hidden_layers
+
+
+def test_a_budget_on_the_cpu_bounds_the_plan() -> None:
+    config = demo_config(["placement.budget_gib=0.5", "train.batch_rows=auto"])
+    facts = model_facts(demo_model(256), demo_model(256).config, 128)
+    placed = decide(config, facts, read_machine(), "cpu", batch_rows=None, data_rows=1000)
+    assert placed.device_bytes <= 0.5 * 2**30
+    assert placed.batch_rows == 32
+
+
+# --- time -----------------------------------------------------------------------------------------
+
+
+def test_the_clock_gives_each_phase_its_own_time() -> None:
+    clock = StepClock(torch.device("cpu"))
+    for phase, seconds in (
+        ("data", 0.02),
+        ("forward", 0.05),
+        ("backward", 0.03),
+        ("forward", 0.05),
+    ):
+        time.sleep(seconds)
+        clock.ends(phase)
+    time.sleep(0.02)
+    total_s, phases_s = clock.finish()
+    assert tuple(phases_s) == PHASES
+    assert sum(phases_s.values()) == pytest.approx(total_s)
+    assert phases_s["forward"] >= 0.1
+    assert 0.03 <= phases_s["backward"] < phases_s["forward"]
+    assert phases_s["other"] >= 0.02
+    assert phases_s["optimizer"] == 0.0
+
+
+# --- gauges ---------------------------------------------------------------------------------------
+
+
+class Kept:
+    """An emitter that keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.events: list[Any] = []
+
+    def emit(self, event: ev.Event) -> None:
+        self.events.append(event)
+
+
+class FakeEngine:
+    """Counters as an engine has them."""
+
+    def __init__(self) -> None:
+        self.h2d_bytes = 0
+
+    def traffic(self) -> Any:
+        return SimpleNamespace(h2d_bytes=self.h2d_bytes, d2h_bytes=5)
+
+    def memory(self) -> Any:
+        return SimpleNamespace(
+            device_total_bytes=100, device_used_bytes=60, device_peak_bytes=70,
+            device_budget_bytes=90, device_by={"weights": 60}, host_arena_bytes=7,
+            host_pinned_bytes=3,
+        )  # fmt: skip
+
+    def residency(self) -> Any:
+        return SimpleNamespace(
+            weights="GC", gradients="..", optimizer="CC", weights_bytes=1, gradients_bytes=2,
+            optimizer_bytes=3,
+        )  # fmt: skip
+
+    def take_moves(self, limit: int) -> Any:
+        move = ev.Move(step=1, block="b", what="weights", bytes=4, direction="C>G",
+                       duration_s=None, cause="prefetch")  # fmt: skip
+        return [move], 9
+
+
+def gauges() -> tuple[GaugeThread, Kept]:
+    kept: Any = Kept()
+    return GaugeThread(Announcer(kept, lambda _: None), live=True, host_limit_bytes=1 << 30), kept
+
+
+def test_gauges_tell_what_the_engine_counts() -> None:
+    thread, kept = gauges()
+    thread.sample()
+    assert [type(event) for event in kept.events] == [ev.Heartbeat, ev.MemorySampled]
+    assert kept.events[1].device_used_bytes is None
+    assert kept.events[1].host_rss_bytes > 1 << 20
+    engine: Any = FakeEngine()
+    thread.watch(engine, SimpleNamespace(read_bytes=0, written_bytes=70))
+    engine.h2d_bytes = 1000
+    kept.events.clear()
+    thread.sample()
+    by_type = {type(event): event for event in kept.events}
+    memory, traffic = by_type[ev.MemorySampled], by_type[ev.TrafficSampled]
+    assert (memory.device_used_bytes, memory.host_limit_bytes) == (60, 1 << 30)
+    assert memory.host_peak_bytes >= memory.host_rss_bytes
+    assert (traffic.h2d_bytes, traffic.disk_written_bytes) == (1000, 70)
+    assert traffic.h2d_bytes_per_s == pytest.approx(1000 / traffic.window_s)
+    assert by_type[ev.ResidencySampled].weights == "GC"
+    assert by_type[ev.MovesMade].total == 9
+
+
+def test_the_thread_samples_at_ten_a_second_at_most_and_once_more_at_the_end() -> None:
+    thread, kept = gauges()
+    thread.start()
+    time.sleep(0.55)
+    thread.close()
+    thread.close()
+    beats = [event for event in kept.events if isinstance(event, ev.Heartbeat)]
+    assert 2 <= len(beats) <= 7
+
+
+def test_rates_are_the_bytes_between_two_samples() -> None:
+    window = TrafficWindow(10.0, 100, 0, 0, 50)
+    event, window = window.after(12.0, 300, 40, 0, 50)
+    assert (event.h2d_bytes_per_s, event.d2h_bytes_per_s) == (100.0, 20.0)
+    assert event.disk_written_bytes_per_s == 0.0
+    event, _ = window.after(13.0, 300, 40, 10, 50)
+    assert event.h2d_bytes_per_s == 0.0
+    assert event.disk_read_bytes_per_s == 10.0
+    assert event.h2d_bytes == 300
