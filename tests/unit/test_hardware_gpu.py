@@ -74,6 +74,21 @@ class Driver:
     def answer_nvmlDeviceGetCurrPcieLinkWidth(self, handle: int) -> int:  # noqa: N802
         return (16, 8)[handle]
 
+    def answer_nvmlDeviceGetGpuMaxPcieLinkGeneration(self, handle: int) -> int:  # noqa: N802
+        return (4, 5)[handle]
+
+    def answer_nvmlDeviceGetMaxPcieLinkWidth(self, handle: int) -> int:  # noqa: N802
+        return 16
+
+    def answer_nvmlDeviceGetPowerManagementLimit(self, handle: int) -> int:  # noqa: N802
+        return (300_000, 170_000)[handle]
+
+    def answer_nvmlDeviceGetPowerManagementDefaultLimit(self, handle: int) -> int:  # noqa: N802
+        return (450_000, 170_000)[handle]
+
+    def answer_nvmlDeviceGetPciInfo(self, handle: int) -> SimpleNamespace:  # noqa: N802
+        return SimpleNamespace(busId=f"00000000:0{handle + 1}:00.0")
+
     def answer_nvmlDeviceGetComputeRunningProcesses(self, handle: int) -> list[Any]:  # noqa: N802
         mine = SimpleNamespace(pid=os.getpid(), usedGpuMemory=GIB)
         return [mine, SimpleNamespace(pid=7, usedGpuMemory=2 * GIB)] if handle == 0 else []
@@ -87,8 +102,16 @@ def driver() -> Driver:
     return Driver()
 
 
-def test_every_card_is_described(driver: Driver) -> None:
-    found = read_gpus(driver)
+def devices(folder: Path, *nodes: int) -> Path:
+    """The kernel's folder of PCI devices with a NUMA node for each card."""
+    for position, node in enumerate(nodes, start=1):
+        (folder / f"0000:0{position}:00.0").mkdir(parents=True)
+        (folder / f"0000:0{position}:00.0" / "numa_node").write_text(f"{node}\n")
+    return folder
+
+
+def test_every_card_is_described(driver: Driver, tmp_path: Path) -> None:
+    found = read_gpus(driver, devices=devices(tmp_path, 1, 0))
     assert found.driver == "580.65.06"
     assert found.reason is None
     large, small = found.gpus
@@ -102,20 +125,47 @@ def test_every_card_is_described(driver: Driver) -> None:
         compute_capability="8.9",
         pcie_generation=4,
         pcie_width=16,
+        bf16=True,
+        pcie_card_generation=4,
+        pcie_card_width=16,
+        power_limit_w=300.0,
+        power_default_w=450.0,
+        numa_node=1,
         unknown={},
     )
     assert (small.index, small.pcie_width, small.other_processes) == (1, 8, ())
     assert driver.open_count == 0
 
 
+def test_a_machine_without_nodes_says_so_and_old_cards_have_no_bf16(
+    driver: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        Driver, "answer_nvmlDeviceGetCudaComputeCapability", lambda self, handle: (7, 5)
+    )
+    old, lost = read_gpus(driver, devices=devices(tmp_path, -1)).gpus
+    assert (old.compute_capability, old.bf16) == ("7.5", False)
+    for gpu in (old, lost):  # one without a node, one that the kernel does not list
+        assert gpu.numa_node is None
+        assert "no node" in gpu.unknown["numa_node"]
+
+
 def test_a_fact_that_the_driver_refuses_is_none_with_its_words(driver: Driver) -> None:
-    driver.refuses = ("nvmlDeviceGetMemoryInfo", "nvmlDeviceGetCurrPcieLinkWidth")
+    refused = {
+        "nvmlDeviceGetMemoryInfo": ("memory_total_bytes", "memory_free_bytes"),
+        "nvmlDeviceGetCurrPcieLinkWidth": ("pcie_width",),
+        "nvmlDeviceGetCudaComputeCapability": ("compute_capability", "bf16"),
+        "nvmlDeviceGetPowerManagementLimit": ("power_limit_w",),
+        "nvmlDeviceGetPciInfo": ("numa_node",),
+    }
+    driver.refuses = tuple(refused)
     gpu = read_gpus(driver).gpus[0]
     assert gpu.name == "NVIDIA GeForce RTX 4090"
-    for name in ("memory_total_bytes", "memory_free_bytes", "pcie_width"):
+    names = {name for several in refused.values() for name in several}
+    for name in names:
         assert getattr(gpu, name) is None
         assert gpu.unknown[name] == "Not Supported"
-    assert set(gpu.unknown) == {"memory_total_bytes", "memory_free_bytes", "pcie_width"}
+    assert set(gpu.unknown) == names
 
 
 def test_no_driver_is_no_gpu_with_the_reason(driver: Driver, tmp_path: Path) -> None:
@@ -130,7 +180,8 @@ def test_a_broken_library_does_not_hide_the_cards_that_the_kernel_drives(
     driver.refuses = ("nvmlDeviceGetCount",)
     (tmp_path / "0000:01:00.0").mkdir()
     (gpu,) = read_gpus(driver, tmp_path).gpus
-    assert gpu.name is None
+    nameless = {name for name in vars(gpu) if getattr(gpu, name) is None}
+    assert nameless == set(gpu.unknown) == set(vars(gpu)) - {"index", "unknown"}
     assert gpu.unknown["memory_total_bytes"] == "NVML says: Not Supported"
     assert driver.open_count == 0
 

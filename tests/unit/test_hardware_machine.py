@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -43,6 +44,11 @@ def test_version_2_takes_the_smallest_limit_of_all_enclosing_groups(tmp_path: Pa
     }
     limits = cgroup_limits(tree(tmp_path, v2("/a/b", files)))
     assert limits == CgroupLimits(6 * GIB, 5 * GIB, 1.5)
+
+
+def test_a_group_that_is_slowed_down_above_a_size_is_limited_to_that_size(tmp_path: Path) -> None:
+    files = {"a/memory.max": f"{8 * GIB}\n", "a/memory.high": f"{6 * GIB}\n"}
+    assert cgroup_limits(tree(tmp_path, v2("/a", files))).memory_bytes == 6 * GIB
 
 
 def test_version_2_without_limits_has_none(tmp_path: Path) -> None:
@@ -119,6 +125,42 @@ def test_an_instruction_set_counts_only_when_it_is_whole(
     info = f"processor : 0\nmodel name : A CPU\nflags : {flags}\n\nprocessor : 1\nflags :\n"
     machine = read_machine(tree(tmp_path, {"proc/cpuinfo": info}), NO_GPU)
     assert (machine.instruction_set, machine.cpu_name) == (expected, "A CPU")
+
+
+@pytest.mark.parametrize(
+    ("wish", "expected"),
+    [("scalar", "scalar"), ("avx2", "avx2"), ("avx512", "avx512"), ("mmx", "avx512")],
+)
+def test_the_wished_instruction_set_counts_as_in_the_native_library(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wish: str, expected: str
+) -> None:
+    monkeypatch.setenv("FLUXTRAIN_ISA", wish)
+    flags = "fma avx2 avx512f avx512bw avx512dq avx512vl"
+    info = f"model name : A CPU\nflags : {flags}\n"
+    root = tree(tmp_path, {"proc/cpuinfo": info})
+    assert read_machine(root, NO_GPU).instruction_set == expected
+
+
+def test_no_wish_raises_the_instruction_set_above_the_processors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLUXTRAIN_ISA", "avx512")
+    root = tree(tmp_path, {"proc/cpuinfo": "model name : A CPU\nflags : avx2 fma\n"})
+    assert read_machine(root, NO_GPU).instruction_set == "avx2"
+
+
+def test_the_instruction_set_is_the_one_that_the_native_library_uses() -> None:
+    program = (
+        "from fluxtrain import _native; from fluxtrain.hardware.machine import read_machine; "
+        "print(_native.isa(), read_machine().instruction_set)"
+    )
+    for wish in ("", "scalar", "avx2"):
+        environment = {**os.environ, "FLUXTRAIN_ISA": wish}
+        said = subprocess.run(
+            [sys.executable, "-c", program], env=environment, capture_output=True, check=True
+        )
+        used, told = said.stdout.split()
+        assert used == told
 
 
 def test_what_cannot_be_read_is_none_with_a_reason(tmp_path: Path) -> None:

@@ -5,17 +5,23 @@ from __future__ import annotations
 import json
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from fluxtrain.hardware import disk_rate
 from fluxtrain.hardware import probe as probing
+from fluxtrain.hardware.adamw_rate import PARAMETER_BYTES, PARAMETERS, adamw_rate
+from fluxtrain.hardware.bandwidth import BUS_RATES
+from fluxtrain.hardware.disk import read_disk
 from fluxtrain.hardware.disk_rate import disk_rates
-from fluxtrain.hardware.gpu import Gpus
+from fluxtrain.hardware.gpu import Gpu, GpuProcess, Gpus
+from fluxtrain.hardware.machine import read_machine
 from fluxtrain.hardware.probe import Probe, probe
+from fluxtrain.hardware.probe_table import machine_rows, value_text
 from fluxtrain.hardware.rate import Rate, best_rate
-from fluxtrain.units import MIB
+from fluxtrain.units import GIB, MIB
 
 
 @pytest.fixture
@@ -33,6 +39,7 @@ def counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         lambda: Gpus(gpus=(), driver=None, reason="none here"),
     )
     monkeypatch.setattr(probing, "host_copy_rate", lambda: measure("copy", 71e9))
+    monkeypatch.setattr(probing, "adamw_rate", lambda available: measure("adamw", 4.5e9))
     monkeypatch.setattr(probing, "matmul_rate", lambda device: measure(device, 1.5e12))
     monkeypatch.setattr(
         probing, "disk_rates", lambda folder: (measure("write", 2e9), Rate(None, "too small"))
@@ -45,19 +52,19 @@ def test_rates_are_measured_once_and_then_come_from_the_cache(
 ) -> None:
     said: list[str] = []
     first = probe(tmp_path / "runs" / "x", report=said.append)
-    assert counted == ["copy", "cpu", "write"]
+    assert counted == ["copy", "adamw", "cpu", "write"]
     assert said == [
         "reading the machine",
-        *(f"measuring {what}" for what in ("host memory", "CPU arithmetic", "disk")),
+        *(f"measuring {what}" for what in ("host memory", "AdamW", "CPU arithmetic", "disk")),
     ]
     second = probe(tmp_path)
-    assert len(counted) == 3
+    assert len(counted) == 4
     assert second.from_cache and not first.from_cache
     assert second.rates == first.rates
     assert second.rate("host_copy") == 71e9
     assert second.rate("disk_read") is second.rate("nonsense") is None
     probe(tmp_path, fresh=True)
-    assert len(counted) == 6
+    assert len(counted) == 8
 
 
 @pytest.mark.parametrize("damage", [b"", b"{}", b"\xff", b'{"format":99}'])
@@ -69,7 +76,7 @@ def test_a_damaged_cache_is_measured_anew(
     kept.write_bytes(damage)
     assert not probe(tmp_path).from_cache
     assert probe(tmp_path).from_cache
-    assert len(counted) == 6
+    assert len(counted) == 8
 
 
 @pytest.mark.parametrize(("age_days", "is_used"), [(6, True), (8, False), (-1, False)])
@@ -82,7 +89,7 @@ def test_old_rates_and_rates_of_a_wrong_clock_are_not_used(
     content["probe"]["measured_at_s"] = time.time() - age_days * 86_400
     kept.write_text(json.dumps(content))
     assert probe(tmp_path).from_cache is is_used
-    assert len(counted) == (3 if is_used else 6)
+    assert len(counted) == (4 if is_used else 8)
 
 
 def test_free_sizes_are_never_cached(counted: list[str], tmp_path: Path) -> None:
@@ -104,7 +111,7 @@ def test_a_cache_that_cannot_be_written_is_said_and_costs_nothing_else(
     said: list[str] = []
     assert probe(tmp_path, report=said.append).rate("host_copy") == 71e9
     assert any("not kept" in line for line in said)
-    assert len(counted) == 3
+    assert len(counted) == 4
 
 
 def test_a_measurement_that_fails_leaves_its_reason_and_the_others_run(
@@ -116,7 +123,7 @@ def test_a_measurement_that_fails_leaves_its_reason_and_the_others_run(
     monkeypatch.setattr(probing, "host_copy_rate", broken)
     found = probe(tmp_path)
     assert found.rates["host_copy"] == Rate(None, "not measured: out of memory")
-    assert counted == ["cpu", "write"]
+    assert counted == ["adamw", "cpu", "write"]
 
 
 def test_after_the_time_is_up_the_rest_is_left_out_and_said(
@@ -125,8 +132,77 @@ def test_after_the_time_is_up_the_rest_is_left_out_and_said(
     monkeypatch.setattr(probing, "LAST_START_S", -1.0)
     found = probe(tmp_path)
     assert counted == []
-    assert all("20 s were used up" in rate.how for rate in found.rates.values())
-    assert set(found.rates) == {"host_copy", "cpu_matmul", "disk_write", "disk_read"}
+    late = {name for name, rate in found.rates.items() if "20 s were used up" in rate.how}
+    assert late == {"host_copy", "adamw", "cpu_matmul", "disk_write", "disk_read"}
+    monkeypatch.undo()
+    assert list((tmp_path / "cache").glob("*/*")) == [], "an unfinished probe is not kept"
+
+
+def test_every_rate_that_needs_a_gpu_says_that_there_is_none(
+    counted: list[str], tmp_path: Path
+) -> None:
+    found = probe(tmp_path)
+    for name in (*BUS_RATES, "gpu_matmul", "pin"):
+        assert found.rates[name] == Rate(None, "not measured: none here")
+    rows = [row for row in found.table() if row[0].startswith("h2d pinned")]
+    assert rows == [("h2d pinned and 7 more", "-", "not measured: none here")]
+    assert counted
+
+
+def test_every_fact_is_there_or_says_why_not(tmp_path: Path) -> None:
+    machine = read_machine()
+    may_be_without = {"cpu_quota", "memory_limit_bytes", "memlock_limit_bytes", "threads_wished"}
+    for name, value in vars(machine).items():
+        if value is None and name not in may_be_without:
+            assert machine.unknown[name], name
+    for gpu in machine.gpus:
+        assert all(gpu.unknown[name] for name, value in vars(gpu).items() if value is None)
+    disk = read_disk(tmp_path)
+    assert all(disk.unknown[name] for name, value in vars(disk).items() if value is None)
+
+
+def test_the_table_shows_a_card_with_its_slot_its_power_and_its_users() -> None:
+    gpu = Gpu(
+        index=0, name="NVIDIA Card", uuid="GPU-1", memory_total_bytes=24 * GIB,
+        memory_free_bytes=20 * GIB, other_processes=(GpuProcess(pid=7, used_bytes=GIB),),
+        compute_capability="8.9", bf16=True, pcie_generation=3, pcie_width=4,
+        pcie_card_generation=4, pcie_card_width=16, power_limit_w=300.0, power_default_w=450.0,
+    )  # fmt: skip
+    machine = replace(read_machine(), gpus=(gpu,), driver="580", memory_limit_bytes=8 * GIB)
+    shown = {what: (value, how) for what, value, how in machine_rows(machine)}
+    assert shown["GPU 0"] == ("24.0 GiB", "NVIDIA Card, driver 580")
+    assert shown["GPU 0 free"] == ("20.0 GiB", "1 other programs use it")
+    assert shown["GPU 0 capability"] == ("8.9", "bf16")
+    assert shown["GPU 0 link"] == ("PCIe 3 x4", "the card can do PCIe 4 x16")
+    assert shown["GPU 0 power"] == ("300 W", "sold with 450 W")
+    assert "installed" in shown["host memory"][1]
+
+
+@pytest.mark.parametrize(
+    ("name", "per_s", "text"),
+    [
+        ("gpu_matmul", 744e12, "744 TFLOP/s"),
+        ("cpu_matmul", 52.4e9, "52.4 GFLOP/s"),
+        ("adamw", 4.5e9, "4.50 B param/s"),
+        ("h2d_pinned", 55e9, "55.0 GB/s"),
+        ("h2d_pinned", None, "-"),
+    ],
+)
+def test_each_rate_has_the_unit_it_is_rated_in(name: str, per_s: float | None, text: str) -> None:
+    assert value_text(name, per_s) == text
+
+
+def test_the_native_adamw_is_timed_on_more_than_the_caches_hold() -> None:
+    rate = adamw_rate(parameters=2 << 20, limit_s=0.2)
+    assert rate.per_s is not None and 1e6 < rate.per_s < 1e12
+    assert rate.how.startswith("2 M parameters")
+    assert PARAMETERS * PARAMETER_BYTES > 256 * MIB
+
+
+def test_the_native_adamw_takes_an_eighth_of_the_memory_at_most() -> None:
+    rate = adamw_rate(8 * 14 * (3 << 20), limit_s=0.1)
+    assert rate.how.startswith("3 M parameters")
+    assert adamw_rate(MIB) == Rate(None, "not measured: too little memory is available")
 
 
 def test_the_two_forms_say_the_same(counted: list[str], tmp_path: Path) -> None:
