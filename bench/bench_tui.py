@@ -62,6 +62,8 @@ class Terminal:
         self._end, other = pty.openpty()
         fcntl.ioctl(other, termios.TIOCSWINSZ, struct.pack("HHHH", height, width, 0, 0))
         environment = {**os.environ, "TERM": "xterm-256color", "COLORTERM": "truecolor"}
+        for name in ("COLUMNS", "LINES"):  # they would outweigh the terminal's own size
+            environment.pop(name, None)
         self.started_s = time.monotonic()
         self.process = subprocess.Popen(
             [sys.executable, "-c", APP, str(journal), str(SKIPPED_S)],
@@ -144,10 +146,11 @@ def main() -> None:
         return
     print("size     first paint  CPU share  KiB/s  key to paint p50  p95     resident")
     for cost in costs:
+        size, p50_ms = f"{cost.width}x{cost.height}", cost.key_to_paint_p50_s * 1e3
         print(
-            f"{cost.width}x{cost.height:<5} {cost.first_paint_s:8.2f} s"
-            f" {cost.cpu_share * 100:9.1f}% {cost.kib_per_s:6.1f} {cost.key_to_paint_p50_s * 1e3:13.0f} ms"
-            f" {cost.key_to_paint_p95_s * 1e3:6.0f} ms {cost.rss_mib:6.0f} MiB"
+            f"{size:<8} {cost.first_paint_s:9.2f} s {cost.cpu_share * 100:9.1f}%"
+            f" {cost.kib_per_s:6.1f} {p50_ms:14.0f} ms {cost.key_to_paint_p95_s * 1e3:5.0f} ms"
+            f" {cost.rss_mib:5.0f} MiB"
         )
 
 

@@ -143,9 +143,12 @@ def read_theme(path: Path) -> ThemeFile:
         table = tomllib.loads(path.read_text("utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise BadInput(f"theme {path.name} cannot be read: {error}") from error
-    colors, roles = table.get("colors"), table.get("roles")
-    if not isinstance(colors, dict) or not isinstance(roles, dict):
-        raise BadInput(f"theme {path.name} needs the tables [colors] and [roles]")
+    colors, roles = table.get("colors", ()), table.get("roles", ())
+    variables = table.get("variables", {})
+    if not all(isinstance(part, dict) for part in (colors, roles, variables)):
+        raise BadInput(
+            f"theme {path.name} needs the tables [colors] and [roles], and [variables] if any"
+        )
     for wanted, given, name in ((COLORS, colors, "colors"), (ROLES, roles, "roles")):
         missing = [key for key in wanted if key not in given]
         if missing:
@@ -161,8 +164,17 @@ def read_theme(path: Path) -> ThemeFile:
         name=str(table.get("name", path.stem)),
         dark=palette.dark,
         ansi=ansi,
-        variables={str(k): str(v) for k, v in table.get("variables", {}).items()},
-        **chosen,
+        variables={str(name): str(value) for name, value in variables.items()},
+        primary=chosen["primary"],
+        secondary=chosen["secondary"],
+        accent=chosen["accent"],
+        foreground=chosen["foreground"],
+        background=chosen["background"],
+        surface=chosen["surface"],
+        panel=chosen["panel"],
+        success=chosen["success"],
+        warning=chosen["warning"],
+        error=chosen["error"],
     )
     return ThemeFile(str(table.get("title", theme.name)), theme, palette, path)
 

@@ -8,7 +8,7 @@ from fluxtui.panels.panel import Panel, number_text, pair
 from fluxtui.state.history import Bucket, Curve
 from fluxtui.state.view import ChartSettings, View
 from fluxtui.widgets.braille import Canvas, Series, Window, rounded_ticks
-from fluxtui.widgets.spans import Line, dropped_to_fit, fitted
+from fluxtui.widgets.spans import Line, dropped_to_fit, fitted, line
 
 AXIS_CELLS = 7  # " 1.234 ┤"
 ENOUGH = 2
@@ -32,9 +32,7 @@ def heading(view: View, width: int) -> Line:
 
 def body(view: View, width: int, height: int) -> list[Line]:
     """Chart with axes; says so while there is nothing to draw."""
-    state = view.state
-    total = state.step.total_steps if state.step else 0
-    return chart(state.loss, list(state.evaluations), view.chart, width, height, total)
+    return chart(view.state.loss, list(view.state.evaluations), view.chart, width, height)
 
 
 def chart(
@@ -43,13 +41,12 @@ def chart(
     settings: ChartSettings,
     width: int,
     height: int,
-    total_steps: int = 0,
 ) -> list[Line]:
     """`height` lines: rows of dots behind a y axis, then the x axis with its step numbers."""
     buckets = zoomed(curve.buckets, settings.zoom)
     if len(buckets) < ENOUGH or width < AXIS_CELLS + 8 or height < 3:
         note = "the curve starts at the second step" if len(buckets) < ENOUGH else ""
-        return [((f" {note}", "dim"),)][:height]
+        return [line((f" {note}", "dim"))][:height]
     marks = [mark for mark in marks if mark[0] >= buckets[0].first]
     window = window_of(buckets, marks, settings.log_scale)
     rows = height - 1

@@ -29,8 +29,8 @@ def heading(view: View, width: int) -> Line:
     sample = view.fresh(view.state.memory)
     planned = view.state.planned.device_bytes if view.state.planned else None
     if sample is None:
-        parts = [((device_name(view), "dim"),), ((UNKNOWN, "dim"),)]
-        return dropped_to_fit([*parts, stale_note(view.age_s(view.state.memory))], width)
+        note = stale_note(view.age_s(view.state.memory))
+        return dropped_to_fit([((device_name(view), "dim"),), ((UNKNOWN, "dim"),), note], width)
     limit = sample.device_budget_bytes or sample.device_total_bytes
     used: Line = ((bytes_text(sample.device_used_bytes), "strong"),)
     if limit:

@@ -7,7 +7,7 @@ from collections import Counter
 from fluxtrain.units import UNKNOWN, bytes_text
 from fluxtui.panels.panel import Panel, stale_note
 from fluxtui.state.view import View
-from fluxtui.widgets.spans import Line, Span, dropped_to_fit, spread
+from fluxtui.widgets.spans import Line, Span, dropped_to_fit, line, spread
 
 ROLES = {"G": "device", "C": "host", "N": "disk", ">": "flight", "<": "flight", ".": "absent"}
 CLASSES = ("weights", "gradients", "optimizer")
@@ -35,9 +35,8 @@ def body(view: View, width: int, height: int) -> list[Line]:
     """A row a class: the map, then how many blocks are where and their bytes."""
     sample = view.fresh(view.state.residency)
     if sample is None:
-        return [((f" {name:<{LABEL_CELLS - 2}} ", "dim"), (UNKNOWN, "dim")) for name in CLASSES][
-            :height
-        ]
+        labels = [f" {name:<{LABEL_CELLS - 2}} " for name in CLASSES[:height]]
+        return [line((label, "dim"), (UNKNOWN, "dim")) for label in labels]
     rows = (
         ("weights", sample.weights, sample.weights_bytes),
         ("gradients", sample.gradients, sample.gradients_bytes),

@@ -8,7 +8,7 @@ from fluxtui.panels.bus import stall_line
 from fluxtui.panels.panel import Panel, pair, stale_note
 from fluxtui.state.view import View
 from fluxtui.widgets.bars import Part, partition
-from fluxtui.widgets.spans import Line, dropped_to_fit
+from fluxtui.widgets.spans import Line, dropped_to_fit, line
 
 ROLES = {"data": "data", "forward": "forward", "backward": "backward", "optimizer": "update"}
 LETTERS = {"data": "D", "forward": "F", "backward": "B", "optimizer": "O", "other": "…"}
@@ -33,10 +33,8 @@ def body(view: View, width: int, height: int) -> list[Line]:
     """The bar, then its legend."""
     parts = phase_parts(view)
     if not parts:
-        return [
-            (("╌" * width, "track"),),
-            ((UNKNOWN if view.state.step else "no step so far", "dim"),),
-        ][:height]
+        note = UNKNOWN if view.state.step else "no step so far"
+        return [line(("╌" * width, "track")), line((note, "dim"))][:height]
     lines = [partition(parts, width)]
     if height >= 2:
         whole = sum(part.value for part in parts)

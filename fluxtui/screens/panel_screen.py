@@ -62,9 +62,9 @@ class _Places(Layout):
         assert isinstance(parent, PanelGrid)
         places = parent.places(size)
         return [
-            WidgetPlacement(Region(*places[child.id].rect), Offset(), Spacing(), child)
+            WidgetPlacement(Region(*place.rect), Offset(), Spacing(), child)
             for child in children
-            if child.id in places
+            if (place := places.get(child.id or "")) is not None
         ]
 
 

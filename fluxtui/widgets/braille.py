@@ -44,7 +44,7 @@ class Window:
     def value_at(self, up: float) -> float:
         """The inverse of `up`."""
         if self.log:
-            return self.y_low * (self.y_high / self.y_low) ** up
+            return self.y_low * math.pow(self.y_high / self.y_low, up)
         return self.y_low + (self.y_high - self.y_low) * up
 
 

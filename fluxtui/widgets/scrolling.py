@@ -101,7 +101,9 @@ class ScrollingLines(Lines, can_focus=True):
             self.post_message(self.Chosen(self.cursor))
 
     def on_mouse_scroll_down(self, event: MouseScrollDown) -> None:
+        event.stop()
         self._moved(WHEEL_ROWS)
 
     def on_mouse_scroll_up(self, event: MouseScrollUp) -> None:
+        event.stop()
         self._moved(-WHEEL_ROWS)

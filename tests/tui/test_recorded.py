@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+
 from fluxtrain.telemetry import events as ev
 from fluxtrain.telemetry.reader import JournalFollower
 from fluxtui.panels import PANELS
@@ -93,7 +94,7 @@ def test_a_resumed_run_counts_each_step_once() -> None:
 
 def test_the_eta_of_a_resumed_run_is_of_its_own_steps() -> None:
     events = events_of("resumed")
-    second = [i for i, e in enumerate(events) if isinstance(e, ev.Hello) and e.first_step][0]
+    second = next(i for i, e in enumerate(events) if isinstance(e, ev.Hello) and e.first_step)
     first = next(e for e in events[second:] if isinstance(e, ev.StepFinished) and e.eta_s)
     left = first.total_steps - first.step
     rate_s = [e.step_s for e in events[second:] if isinstance(e, ev.StepFinished)]

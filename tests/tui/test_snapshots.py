@@ -9,12 +9,13 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from textual.pilot import Pilot
+
 from fluxtui.app import FluxApp
 from fluxtui.sources.journal import JournalSource
 from fluxtui.sources.replay import ReplaySource
 from fluxtui.sources.source import RunSource
 from fluxtui.state.link import Process
-from textual.pilot import Pilot
 
 Compare = Callable[..., bool]
 SIZES = [(80, 24), (120, 40), (200, 60)]

@@ -255,3 +255,39 @@ def test_a_machine_sample_is_shown_for_seconds_only(made: ModuleType) -> None:
     assert View(machine_sample=sample, wall_s=104.0).machine is sample
     assert View(machine_sample=sample, wall_s=106.0).machine is None
     assert {field.name for field in fields(MachineSample)} >= {"cpu", "gpu", "trainer_rss_bytes"}
+
+
+# --- what each event becomes in words -------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("event", "level", "text"),
+    [
+        (ev.PhaseChanged(phase="saving", detail="the trained model"), "info",
+         "saving: the trained model"),
+        (ev.EvaluationFinished(step=4, loss=2.5, tokens=9, seconds=2.0), "info",
+         "step 4: held-out loss 2.5000 in 2.00 s"),
+        (ev.CheckpointWritten(step=4, path="x", bytes=1 << 20, seconds=0.5), "info",
+         "step 4: checkpoint of 1.00 MiB in 500 ms"),
+        (ev.SampleGenerated(step=4, prompt="Return", text=" the\nlist"), "info",
+         "step 4: Return the list"),
+        (ev.LogWritten(level="warning", text="slow disk"), "warning", "slow disk"),
+        (ev.CommandAnswered(command="pause", ok=False, message="saving"), "warning",
+         "pause: saving"),
+        (ev.CommandAnswered(command="pause", ok=True, message="after step 5"), "info",
+         "pause: after step 5"),
+        (ev.Failed(exit_code=5, kind="NoSpace", message="disk full"), "error",
+         "NoSpace: disk full"),
+    ],
+)  # fmt: skip
+def test_an_event_is_told_in_words(event: ev.AnyEvent, level: str, text: str) -> None:
+    newest = RunState().after(event).log.newest
+    assert newest is not None
+    assert (newest.level, newest.text) == (level, text)
+
+
+@pytest.mark.parametrize("kind", sorted(LIMITS_S, key=lambda kind: kind.__name__))
+def test_samples_are_no_lines_of_the_log(made: ModuleType, kind: type[ev.Event]) -> None:
+    samples = [event for event in made.training(5) if isinstance(event, kind)]
+    assert samples
+    assert len(RunState().after_all(samples).log) == 0

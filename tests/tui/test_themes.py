@@ -94,6 +94,7 @@ def text_with(changes: dict[str, str | None]) -> str:
     [
         ("not toml = = =", "cannot be read"),
         ("name = 'x'", "[colors] and [roles]"),
+        ("variables = 3\n" + text_with({}), "[variables]"),
         (text_with({"axis": None}), "lacks axis in [roles]"),
         (text_with({"primary": None}), "lacks primary in [colors]"),
         (text_with({"axis": "'#nocolour'"}), "role axis"),

@@ -1,0 +1,245 @@
+"""The widgets in small apps of their own, and the app in a real terminal."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import select
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from textual.app import App, ComposeResult
+from textual.events import MouseScrollDown, MouseScrollUp
+from textual.strip import Strip
+
+from fluxtui.themes import PLAIN, load_themes
+from fluxtui.widgets.lines import Lines
+from fluxtui.widgets.scrolling import WHEEL_ROWS, ScrollingLines
+from fluxtui.widgets.spans import Line, line
+
+ROWS = [line((f"row {i:03}", "text")) for i in range(100)]
+
+
+class ListApp(App[None]):
+    """A list of a hundred rows, and what it said."""
+
+    def __init__(self, cursor: bool) -> None:
+        super().__init__()
+        self.list = ScrollingLines(cursor=cursor)
+        self.chosen: list[int] = []
+        self.at_end: list[bool] = []
+
+    def compose(self) -> ComposeResult:
+        yield self.list
+
+    def on_mount(self) -> None:
+        self.list.focus()
+        self.call_after_refresh(self.list.show_all, ROWS, PLAIN)
+
+    def on_scrolling_lines_chosen(self, event: ScrollingLines.Chosen) -> None:
+        self.chosen.append(event.index)
+
+    def on_scrolling_lines_scrolled(self, event: ScrollingLines.Scrolled) -> None:
+        self.at_end.append(event.at_end)
+
+
+async def test_a_list_scrolls_within_its_ends() -> None:
+    app = ListApp(cursor=False)
+    async with app.run_test(size=(30, 10)) as pilot:
+        await pilot.pause()
+        assert app.list.text.splitlines()[0] == "row 000"
+        await pilot.press("up", "k", "pageup")
+        assert app.list.offset_rows == 0
+        await pilot.press("down", "j", "pagedown")
+        assert app.list.offset_rows == 2 + 9
+        await pilot.press("end", "down")
+        assert app.list.text.splitlines()[-1] == "row 099"
+        assert app.at_end[-1]
+        await pilot.press("up")
+        assert not app.at_end[-1]
+        await pilot.press("enter")
+        assert app.chosen == []  # without a cursor nothing can be chosen
+
+
+async def test_the_wheel_scrolls_a_few_rows() -> None:
+    app = ListApp(cursor=False)
+    async with app.run_test(size=(30, 10)) as pilot:
+        await pilot.pause()
+        place = {"x": 1, "y": 1, "delta_x": 0, "delta_y": 1, "button": 0}
+        plain = {"shift": False, "meta": False, "ctrl": False}
+        app.list.post_message(MouseScrollDown(app.list, **place, **plain))
+        await pilot.pause()
+        assert app.list.offset_rows == WHEEL_ROWS
+        app.list.post_message(MouseScrollUp(app.list, **place, **plain))
+        await pilot.pause()
+        assert app.list.offset_rows == 0
+
+
+async def test_the_cursor_stays_in_view_and_enter_chooses_its_row() -> None:
+    app = ListApp(cursor=True)
+    async with app.run_test(size=(30, 10)) as pilot:
+        await pilot.pause()
+        await pilot.press(*["down"] * 12, "enter")
+        assert app.chosen == [12]
+        assert "row 012" in app.list.text
+        await pilot.press("home", "enter", "end", "enter")
+        assert app.chosen == [12, 0, 99]
+        await pilot.press("down", "enter")
+        assert app.chosen[-1] == 99
+
+
+async def test_a_list_that_shrinks_keeps_its_cursor_inside() -> None:
+    app = ListApp(cursor=True)
+    async with app.run_test(size=(30, 10)) as pilot:
+        await pilot.pause()
+        await pilot.press("end")
+        app.list.show_all(ROWS[:3], PLAIN)
+        await pilot.press("enter")
+        assert app.chosen == [2]
+        app.list.show_all([], PLAIN)
+        await pilot.press("enter", "down")
+        assert app.chosen == [2]
+
+
+class Board(App[None]):
+    """Lines, and how often each row was made."""
+
+    def compose(self) -> ComposeResult:
+        self.lines = Counting()
+        yield self.lines
+
+
+class Counting(Lines):
+    """Counts the strips that are built."""
+
+    built = 0
+
+    def _strip(self, spans: Line) -> Strip:
+        self.built += 1
+        return super()._strip(spans)
+
+
+async def test_only_changed_rows_are_built_and_more_rows_than_room_are_cut() -> None:
+    app = Board()
+    async with app.run_test(size=(30, 10)) as pilot:
+        app.lines.show(ROWS, PLAIN)
+        await pilot.pause()
+        assert app.lines.text.count("row") == 10
+        app.lines.built = 0
+        changed = [*ROWS[:4], line(("new", "text")), *ROWS[5:]]
+        assert app.lines.show(changed, PLAIN) == 1
+        await pilot.pause()
+        assert app.lines.built == 1
+
+
+async def test_another_palette_or_size_repaints_all() -> None:
+    themes, _ = load_themes()
+    app = Board()
+    async with app.run_test(size=(30, 10)) as pilot:
+        app.lines.show(ROWS, PLAIN)
+        assert app.lines.show(ROWS, themes["flux-light"].palette) == 10
+        await pilot.resize_terminal(40, 12)
+        await pilot.pause()
+        assert app.lines.show(ROWS, themes["flux-light"].palette) == 12
+
+
+# --- a real terminal ------------------------------------------------------------------------------
+
+PROGRAM = """
+import sys
+from pathlib import Path
+from fluxtui.app import FluxApp
+from fluxtui.sources.replay import ReplaySource
+FluxApp(ReplaySource(Path(sys.argv[1]), None), low_bandwidth=len(sys.argv) > 2).run()
+"""
+ALTERNATE_SCREEN, MAIN_SCREEN = b"\x1b[?1049h", b"\x1b[?1049l"
+
+
+class Terminal:
+    """The app in a pseudo-terminal of 120x40."""
+
+    def __init__(self, journal: Path, *arguments: str) -> None:
+        self.end, other = pty.openpty()
+        fcntl.ioctl(other, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
+        environment = {**os.environ, "TERM": "xterm-256color"}
+        for name in ("COLUMNS", "LINES"):  # they would outweigh the terminal's own size
+            environment.pop(name, None)
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, str(journal), *arguments],
+            stdin=other, stdout=other, stderr=other, env=environment, start_new_session=True,
+        )  # fmt: skip
+        os.close(other)
+        self.seen = b""
+
+    def read_until(self, wanted: bytes, limit_s: float = 30.0) -> None:
+        deadline_s = time.monotonic() + limit_s
+        while wanted not in self.seen:
+            assert time.monotonic() < deadline_s, f"{wanted!r} not in {self.seen[-400:]!r}"
+            if select.select([self.end], [], [], 0.2)[0]:
+                try:
+                    self.seen += os.read(self.end, 1 << 16)
+                except OSError:  # the other end is closed
+                    return
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait(10)
+        os.close(self.end)
+
+
+@pytest.fixture
+def terminal(tmp_path: Path, made: ModuleType) -> Iterator[Terminal]:
+    journal = made.write(tmp_path / "events.ndjson", made.training(80))
+    opened = Terminal(journal)
+    yield opened
+    opened.close()
+
+
+def test_the_app_draws_in_a_real_terminal_and_gives_it_back(terminal: Terminal) -> None:
+    terminal.read_until(b"Device memory")
+    assert ALTERNATE_SCREEN in terminal.seen
+    os.write(terminal.end, b"q")
+    terminal.read_until(MAIN_SCREEN)
+    assert terminal.process.wait(10) == 0
+
+
+def test_a_screen_comes_by_its_key_in_a_real_terminal(terminal: Terminal) -> None:
+    terminal.read_until(b"Device memory")
+    os.write(terminal.end, b"6")
+    terminal.read_until(b"What was chosen, and why")
+
+
+def test_a_terminal_that_is_resized_is_drawn_anew(terminal: Terminal) -> None:
+    terminal.read_until(b"Device memory")
+    terminal.seen = b""
+    fcntl.ioctl(terminal.end, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    os.killpg(terminal.process.pid, signal.SIGWINCH)
+    terminal.read_until(b"Device memory")
+    assert b"\xe2\x95\xad" not in terminal.seen.split(b"Device memory")[-1]  # no boxes at 80x24
+
+
+def test_a_suspended_app_comes_back(terminal: Terminal) -> None:
+    terminal.read_until(b"Device memory")
+    terminal.process.send_signal(signal.SIGSTOP)
+    time.sleep(0.3)
+    terminal.process.send_signal(signal.SIGCONT)
+    os.write(terminal.end, b"4")
+    terminal.read_until(b"Gradient norm")
+
+
+def test_low_bandwidth_draws_once_a_second(tmp_path: Path) -> None:
+    from fluxtui.app import FluxApp
+
+    slow = FluxApp(None, low_bandwidth=True, runs_folder=tmp_path, sample_machine=False)
+    fast = FluxApp(None, runs_folder=tmp_path, sample_machine=False)
+    assert (slow._period_s, fast._period_s) == (1.0, 0.25)
