@@ -323,3 +323,23 @@ def test_models_that_cannot_stream_are_refused_with_the_cure(tiny: Any) -> None:
     with torch.device("meta"):
         empty = Stack(lambda: nn.Linear(4, 4))
     refuse(empty, "meta device")
+
+
+def test_a_block_may_write_to_its_input_in_place(grads: Grads, close: Any) -> None:
+    class Writing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.drop = nn.Linear(8, 8), nn.Dropout(0.3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.drop(x) * 1.0
+            return self.linear(y) + x.add_(1.0)
+
+    inputs = torch.randn(5, 8)
+    for chunk_rows in (5, 2):
+        plain, wrapped = pair(Writing, chunk_rows=chunk_rows)
+        for model in (plain, wrapped):
+            model.train(chunk_rows == 5)  # chunks draw other dropout masks than the whole
+            torch.manual_seed(2)
+            model(inputs.clone().requires_grad_() * 1).square().mean().backward()
+        close(grads(plain), grads(wrapped), 1e-5)

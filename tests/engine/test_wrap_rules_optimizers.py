@@ -230,3 +230,31 @@ def test_shards_restore_a_run_exactly_and_refuse_another_models(
     with pytest.raises(ValueError, match="another model"):
         for name, tensors in shards.items():
             other.load_state_shard(name, tensors)
+
+
+@pytest.mark.parametrize("second", [torch.optim.AdamW, torch.optim.RMSprop])
+def test_clipping_holds_for_every_optimizer_of_the_step(
+    second: Make, tiny: Any, batch: Any, weights: Any, close: Any
+) -> None:
+    """One norm over all gradients, two optimizers; eps large enough for the size to count."""
+    found = []
+    for wrapped in (False, True):
+        model = tiny("llama")
+        if wrapped:
+            fluxtrain.wrap(model)
+        every = list(model.parameters())
+        optimizers = [
+            torch.optim.AdamW(every[::2], lr=1e-2, eps=1e-2),
+            second(every[1::2], lr=1e-2, eps=1e-2),
+        ]
+        for seed in range(3):
+            model(**batch(seed=seed)).loss.backward()
+            if wrapped:
+                engine_of(model).clip_grad_norm(0.05)
+            else:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+            for optimizer in optimizers:
+                optimizer.step()
+            model.zero_grad()
+        found.append(weights(model))
+    close(found[0], found[1], 1e-5)

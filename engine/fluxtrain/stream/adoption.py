@@ -159,19 +159,26 @@ def _submit(optimizer: Optimizer, entries: Entries) -> None:
         for group in engine.groups:
             if group in work:
                 engine.updates.submit(group, work[group], engine.norm)
-        _clip_loose(engine)
+        _clip_others(engine, {id(o.member) for o, _, _ in entries})
         engine.norm = None
         engine.accounts.step += 1
         if not engine.overlap:
             engine.flush()
 
 
-def _clip_loose(engine: Engine) -> None:
-    """Parameters outside all groups, which the original step updates, share the global norm."""
-    if engine.norm is not None and engine.norm.max_norm is not None:
-        for parameter in engine.loose:
-            if parameter.grad is not None:
-                parameter.grad.mul_(engine.norm.device_scale())
+def _clip_others(engine: Engine, stepped: set[int]) -> None:
+    """The global norm holds for gradients too that this step does not take: those of parameters
+    outside all groups, and those that another optimizer is going to step."""
+    norm = engine.norm
+    if norm is None or norm.max_norm is None:
+        return
+    for parameter in engine.loose:
+        if parameter.grad is not None:
+            parameter.grad.mul_(norm.device_scale())
+    for group in engine.groups:
+        for member in group.members:
+            if member.has_gradient and id(member) not in stepped:
+                member.gradient_scale *= norm.scale()
 
 
 def _hyper(options: dict[str, Any]) -> Hyper:
@@ -200,7 +207,7 @@ def _foreign_step(optimizer: Optimizer, entries: Entries) -> None:
     """Let another optimizer work on the host tensors; writes are noticed at the next forward."""
     for engine in _engines(entries):
         engine.flush()
-        _clip_loose(engine)
+        _clip_others(engine, {id(o.member) for o, _, _ in entries})
         norm, engine.norm = engine.norm, None
         factor = 1.0 if norm is None else norm.scale()
         for owner, _, _ in entries:

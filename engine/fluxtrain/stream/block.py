@@ -58,6 +58,7 @@ class Unit:
         self.is_head = False  # its output may stay uncomputed (LazyLogits)
         self.chunkable: dict[tuple[Any, ...], bool] = {}  # by mode and by what carries the batch
         self.written = WrittenBuffers()
+        self.writes_inputs = False  # x.add_(...), ReLU(inplace=True): it is given copies
         self.checked = 0
 
     @property
@@ -222,8 +223,16 @@ class Call:
 
     def compute(self, inputs: Sequence[Tensor]) -> tuple[Tree, list[Tensor]]:
         """Run the block on one chunk; outputs and captured tensors, flattened."""
-        with self.capture.collecting() as extra:
-            out = _call(self.unit.original, self.tree.fill(inputs))
+        given = [i.clone() for i in inputs] if self.unit.writes_inputs else inputs
+        try:
+            with self.capture.collecting() as extra:
+                out = _call(self.unit.original, self.tree.fill(given))
+        except RuntimeError as error:
+            if self.unit.writes_inputs or "leaf Variable that requires grad" not in str(error):
+                raise
+            self.unit.writes_inputs = True
+            self.random[-1].restore(self.unit.engine.device.torch_device)
+            return self.compute(inputs)
         return flatten((out, extra))
 
     def check(self, index: int, outputs: Sequence[Tensor]) -> None:

@@ -66,7 +66,7 @@ def saved_row_bytes(unit: Unit, tree: Tree, tensors: Sequence[Tensor]) -> int:
         _left_as_it_was(unit.module),
         Capture.of(active_collector()).collecting(),
     ):
-        args, kwargs = tree.fill(one)
+        args, kwargs = tree.fill([t.clone() for t in one])
         held = unit.original(*args, **kwargs)
     del held
     return max(sum(kept.values()), 1)
@@ -74,7 +74,7 @@ def saved_row_bytes(unit: Unit, tree: Tree, tensors: Sequence[Tensor]) -> int:
 
 def _run(unit: Unit, tree: Tree, tensors: Sequence[Tensor]) -> list[Tensor] | None:
     """Outputs and captured tensors without dropout; None when the block refuses such rows."""
-    args, kwargs = tree.fill(tensors)
+    args, kwargs = tree.fill([t.clone() for t in tensors])  # a block may write to its inputs
     capture = Capture.of(active_collector())
     buffers = unit.written.before(unit.module)
     with torch.no_grad(), _left_as_it_was(unit.module), _NoDropout(), capture.collecting() as extra:
