@@ -106,8 +106,8 @@ class TrainingLoop:
             return
         started_s = time.perf_counter()
         self._announcer.phase("evaluating")
-        self._engine.flush()
-        result = evaluate(self._model, self._held_out(), self._stopping)
+        with self._engine.evaluating():  # the loss in chunks, or logits would not fit
+            result = evaluate(self._model, self._held_out(), self._stopping)
         if result is not None:
             self.state.evaluated(result.loss)
             self._announcer.emit(

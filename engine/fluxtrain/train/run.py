@@ -107,19 +107,7 @@ class Run:
             fresh_weights=config.model.path == DEMO,
         )
         self.model, self.engine = _wrapped(model, device.value, self.placement)
-        self._fingerprint = _fingerprint(config, self.model, self.batch_rows)
-        self.keeper = CheckpointKeeper(
-            session.run_dir.checkpoints,
-            Cadence(
-                every=config.train.checkpoint_every,
-                total_steps=self.course.total_steps,
-                share=keeping.SHARE,
-                period_s=keeping.PERIOD_S,
-            ),
-            config.train.keep_checkpoints,
-            session.announcer,
-            self._fingerprint,
-        )
+        self.keeper = self._make_keeper()
         session.gauges.watch(self.engine, self.keeper)
         optimizer = _optimizer(config, self.model, self.course.learning_rate)
         if checkpoint is not None:
@@ -136,6 +124,22 @@ class Run:
             announcer=session.announcer,
             requests=session.requests,
             state=session.state,
+        )
+
+    def _make_keeper(self) -> CheckpointKeeper:
+        config, session = self._config, self._session
+        cadence = Cadence(
+            every=config.train.checkpoint_every,
+            total_steps=self.course.total_steps,
+            share=keeping.SHARE,
+            period_s=keeping.PERIOD_S,
+        )
+        return CheckpointKeeper(
+            session.run_dir.checkpoints,
+            cadence,
+            config.train.keep_checkpoints,
+            session.announcer,
+            _fingerprint(config, self.model, self.batch_rows),
         )
 
     def announce(self, hello: Hello) -> None:

@@ -1,0 +1,153 @@
+"""The keeper: what goes into a checkpoint comes back, and only into the run that made it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fluxtrain.errors import BadInput
+from fluxtrain.telemetry import events as ev
+from fluxtrain.train.announce import Announcer
+from fluxtrain.train.cadence import Cadence
+from fluxtrain.train.checkpoint import Damaged, list_checkpoints, read_checkpoint
+from fluxtrain.train.keeping import CheckpointKeeper
+from fluxtrain.train.run_state import RunState
+
+
+class FakeEngine:
+    """Two shards and a chunk size, as an engine has them."""
+
+    def __init__(self, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.shards = {n: {"w": torch.randn(5, generator=generator)} for n in ("a", "b.0")}
+        self.chunk_rows = 4
+
+    def state_shards(self) -> Iterator[tuple[str, dict[str, Tensor]]]:
+        yield from self.shards.items()
+
+    def load_state_shard(self, name: str, tensors: dict[str, Tensor]) -> None:
+        self.shards[name] = {key: value.clone() for key, value in tensors.items()}
+
+
+class FakeData:
+    """A cursor."""
+
+    def __init__(self) -> None:
+        self.position = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.position = state["position"]
+
+
+class Kept:
+    """An emitter that keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.events: list[Any] = []
+
+    def emit(self, event: ev.Event) -> None:
+        self.events.append(event)
+
+
+FINGERPRINT = {"model": "Tiny", "train.eps": 1e-8, "train.betas": [0.9, 0.999]}
+
+
+def keeper(root: Path, fingerprint: dict[str, Any] | None = None) -> tuple[Any, Kept]:
+    kept: Any = Kept()
+    made = CheckpointKeeper(
+        root,
+        Cadence(every=5, total_steps=20, share=0.05),
+        2,
+        Announcer(kept, lambda _: None),
+        FINGERPRINT if fingerprint is None else fingerprint,
+    )
+    return made, kept
+
+
+def state_at(step: int) -> RunState:
+    state = RunState()
+    for number in range(step):
+        state.step_done(1.0 / (number + 1), tokens=3, seconds=0.1)
+    return state
+
+
+def test_everything_of_a_run_comes_back(tmp_path: Path) -> None:
+    written, told = keeper(tmp_path)
+    engine, data = FakeEngine(1), FakeData()
+    engine.chunk_rows, data.position = 2, 17
+    random.seed(3)
+    torch.manual_seed(3)
+    checkpoint = written.write(state_at(5), engine, data)
+    expected = (random.random(), float(torch.rand(())))
+    event = told.events[-1]
+    assert isinstance(event, ev.CheckpointWritten)
+    assert (event.step, event.bytes, event.path) == (5, checkpoint.bytes, str(checkpoint.path))
+    assert written.written_bytes == checkpoint.bytes
+
+    restored, _ = keeper(tmp_path)
+    other, cursor = FakeEngine(2), FakeData()
+    state = restored.restore(read_checkpoint(checkpoint.path), other, cursor)
+    assert state == state_at(5)
+    assert (other.chunk_rows, cursor.position) == (2, 17)
+    assert (random.random(), float(torch.rand(()))) == expected
+    for name, tensors in engine.shards.items():
+        assert torch.equal(other.shards[name]["w"], tensors["w"])
+    assert restored.read_bytes == checkpoint.bytes
+    assert "step 5" in restored.last_text()
+
+
+def test_a_step_that_is_saved_is_not_saved_again(tmp_path: Path) -> None:
+    made, told = keeper(tmp_path)
+    first = made.write(state_at(5), FakeEngine(1), FakeData())
+    assert made.write(state_at(5), FakeEngine(1), FakeData()) is first
+    assert len(told.events) == 1
+
+
+def test_only_the_newest_are_kept(tmp_path: Path) -> None:
+    made, _ = keeper(tmp_path)
+    assert made.last_text() == "no checkpoint was written yet"
+    for step in (5, 10, 15):
+        assert made.is_due(step)
+        assert not made.is_due(step + 1)
+        made.write(state_at(step), FakeEngine(step), FakeData())
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000015", "step-00000010"]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("model", "Other", "model was 'Tiny' and is 'Other'"),
+        ("train.eps", 1e-6, "train.eps was 1e-08 and is 1e-06"),
+        ("train.new", 1, "train.new was None and is 1"),
+    ],
+)
+def test_another_run_is_refused_before_anything_changes(
+    tmp_path: Path, key: str, value: object, words: str
+) -> None:
+    made, _ = keeper(tmp_path)
+    checkpoint = made.write(state_at(5), FakeEngine(1), FakeData())
+    other, _ = keeper(tmp_path, {**FINGERPRINT, key: value})
+    engine, data = FakeEngine(2), FakeData()
+    before = {name: tensors["w"].clone() for name, tensors in engine.shards.items()}
+    with pytest.raises(BadInput) as caught:
+        other.restore(checkpoint, engine, data)
+    assert words in str(caught.value)
+    assert data.position == 0
+    assert all(torch.equal(engine.shards[name]["w"], w) for name, w in before.items())
+
+
+def test_damage_after_the_check_is_still_reported_as_damage(tmp_path: Path) -> None:
+    made, _ = keeper(tmp_path)
+    checkpoint = made.write(state_at(5), FakeEngine(1), FakeData())
+    (checkpoint.path / "shard-00001.safetensors").write_bytes(b"cut")
+    with pytest.raises(Damaged, match="step-00000005"):
+        made.restore(checkpoint, FakeEngine(2), FakeData())
