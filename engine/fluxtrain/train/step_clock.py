@@ -29,7 +29,7 @@ class StepClock:
         self._spent_s[phase] += now - self._last_s
         self._last_s = now
         if self._stream is not None and phase in ("data", "forward", "backward"):
-            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            event = torch.cuda.Event(enable_timing=True)
             event.record(self._stream)
             self._events.append((phase, event))
 
