@@ -6,6 +6,7 @@ import ctypes
 import mmap
 import resource
 import time
+from typing import Any
 
 from fluxtrain.hardware.rate import Rate
 from fluxtrain.units import GIB, MIB, bytes_text
@@ -29,7 +30,8 @@ def pin_rate(available_bytes: int | None = None, *, sample_bytes: int = SAMPLE_B
     if sample_bytes < LEAST_BYTES:
         return Rate(None, "not measured: too little memory is available")
     torch.zeros(1, device="cuda")  # the context is not part of the time
-    cuda = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    runtime: Any = torch.cuda.cudart  # torch gives it no types
+    cuda = runtime()
     with mmap.mmap(-1, sample_bytes) as memory:
         anchor = ctypes.c_char.from_buffer(memory)
         start_s = time.perf_counter()
