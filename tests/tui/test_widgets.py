@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import os
 import pty
@@ -53,10 +54,17 @@ class ListApp(App[None]):
         self.at_end.append(event.at_end)
 
 
+async def shown(app: ListApp) -> None:
+    """Wait for the first rows."""
+    async with asyncio.timeout(10):
+        while not app.list.text.strip():
+            await asyncio.sleep(0.01)
+
+
 async def test_a_list_scrolls_within_its_ends() -> None:
     app = ListApp(cursor=False)
     async with app.run_test(size=(30, 10)) as pilot:
-        await pilot.pause()
+        await shown(app)
         assert app.list.text.splitlines()[0] == "row 000"
         await pilot.press("up", "k", "pageup")
         assert app.list.offset_rows == 0
@@ -74,7 +82,7 @@ async def test_a_list_scrolls_within_its_ends() -> None:
 async def test_the_wheel_scrolls_a_few_rows() -> None:
     app = ListApp(cursor=False)
     async with app.run_test(size=(30, 10)) as pilot:
-        await pilot.pause()
+        await shown(app)
         place = {"x": 1, "y": 1, "delta_x": 0, "delta_y": 1, "button": 0}
         plain = {"shift": False, "meta": False, "ctrl": False}
         app.list.post_message(MouseScrollDown(app.list, **place, **plain))
@@ -88,7 +96,7 @@ async def test_the_wheel_scrolls_a_few_rows() -> None:
 async def test_the_cursor_stays_in_view_and_enter_chooses_its_row() -> None:
     app = ListApp(cursor=True)
     async with app.run_test(size=(30, 10)) as pilot:
-        await pilot.pause()
+        await shown(app)
         await pilot.press(*["down"] * 12, "enter")
         assert app.chosen == [12]
         assert "row 012" in app.list.text
@@ -101,7 +109,7 @@ async def test_the_cursor_stays_in_view_and_enter_chooses_its_row() -> None:
 async def test_a_list_that_shrinks_keeps_its_cursor_inside() -> None:
     app = ListApp(cursor=True)
     async with app.run_test(size=(30, 10)) as pilot:
-        await pilot.pause()
+        await shown(app)
         await pilot.press("end")
         app.list.show_all(ROWS[:3], PLAIN)
         await pilot.press("enter")
