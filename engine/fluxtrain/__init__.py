@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 __all__ = ["__version__", "auto_wrap", "sync", "unwrap", "wrap"]
 
-_LAZY = {name: "fluxtrain.stream.wrapping" for name in ("auto_wrap", "sync", "unwrap", "wrap")}
+_LAZY = dict.fromkeys(("auto_wrap", "sync", "unwrap", "wrap"), "fluxtrain.stream.wrapping")
 
 
 def __getattr__(name: str) -> Any:

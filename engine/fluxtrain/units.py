@@ -1,4 +1,4 @@
-"""Numbers for people: bytes, rates and durations as short text with a unit. Standard library only."""
+"""Numbers for people: bytes, rates and durations as short text with a unit. Needs no package."""
 
 from __future__ import annotations
 

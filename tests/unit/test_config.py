@@ -82,7 +82,10 @@ def test_a_warm_up_longer_than_the_run_is_refused() -> None:
         ("# only a comment\n", "is empty"),
         ("- a\n- b\n", "not a mapping of settings but a list"),
         ("model:\n  path: demo\n bad: [\n", "line 3: not valid YAML"),
-        ("train:\n  steps: 1\n  steps: 2\n", "line 3: not valid YAML: the key 'steps' is given twice"),
+        (
+            "train:\n  steps: 1\n  steps: 2\n",
+            "line 3: not valid YAML: the key 'steps' is given twice",
+        ),
         ("train: !!python/object:os.system {}\n", "not valid YAML"),
     ],
 )  # fmt: skip

@@ -28,7 +28,7 @@ _BLOCK = 1024
 if triton is not None:
 
     @triton.jit  # type: ignore[untyped-decorator]
-    def _adamw(  # type: ignore[no-untyped-def]  # noqa: ANN202, PLR0913
+    def _adamw(  # type: ignore[no-untyped-def]
         weight, low, m_at, v_at, gradient, clip_at, n,
         sign, decay, beta1, one_minus_beta1, beta2, one_minus_beta2, step_size, rsqrt2, eps,
         SPLIT: tl.constexpr, BLOCK: tl.constexpr,
