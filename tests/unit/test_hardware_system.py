@@ -107,7 +107,10 @@ def test_the_limit_of_page_locks_is_the_process_own() -> None:
     resource.setrlimit(resource.RLIMIT_MEMLOCK, (lower, before[1]))
     try:
         assert read_system().memlock_limit_bytes == lower
-        assert read_machine(gpus=Gpus(gpus=(), driver=None, reason="none")).memlock_limit_bytes == lower
+        assert (
+            read_machine(gpus=Gpus(gpus=(), driver=None, reason="none")).memlock_limit_bytes
+            == lower
+        )
     finally:
         resource.setrlimit(resource.RLIMIT_MEMLOCK, before)
 

@@ -1,0 +1,192 @@
+"""The self-tests pass on this machine, and notice a single wrong bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fluxtrain import _native
+from fluxtrain.doctor import kernel_test, self_test
+from fluxtrain.doctor.report import Report
+from fluxtrain.doctor.same import Mismatch, same_bits
+from fluxtrain.doctor.self_test import check_checkpoint, check_streaming, run_check, self_tests
+
+FAST_SETS = [name for name in _native.ISA_NAMES[1:] if _native.set_isa(name) == name]
+
+
+def flip(tensor: Tensor) -> None:
+    """Change the lowest bit of the first value."""
+    bits = tensor.detach().reshape(-1).view(torch.uint8)
+    bits[0] ^= 1
+
+
+def test_all_pass_here_with_the_number_of_values(tmp_path: Path) -> None:
+    said: list[str] = []
+    found = {test.name: test for test in self_tests(tmp_path, said.append)}
+    assert len(found) == 4
+    for name, test in found.items():
+        expected = None if name.endswith("cuda") and not torch.cuda.is_available() else True
+        assert test.passed is expected, test
+        assert f"testing {name}" in said or expected is None
+    for name in ("native kernels", "streaming on cpu", "checkpoint"):
+        assert int(found[name].detail.split(" in ")[1].split()[0].replace(",", "")) > 100_000
+    for name in FAST_SETS:
+        assert name in found["native kernels"].detail
+    assert list(tmp_path.iterdir()) == [], "nothing stays on the disk"
+
+
+def test_the_tests_leave_the_process_as_it_was(tmp_path: Path) -> None:
+    isa, random = _native.isa(), torch.get_rng_state()
+    self_tests(tmp_path, lambda _: None)
+    assert _native.isa() == isa
+    assert torch.equal(torch.get_rng_state(), random)
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+@pytest.mark.skipif(not FAST_SETS, reason="this processor has the scalar set alone")
+@pytest.mark.parametrize("broken", FAST_SETS)
+def test_one_wrong_bit_of_one_instruction_set_is_found(
+    broken: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = kernel_test.update_
+
+    def wrong(hi: Tensor, *rest: Any, **options: Any) -> None:
+        right(hi, *rest, **options)
+        if _native.isa() == broken and options["step"] == 3:
+            flip(hi)
+
+    monkeypatch.setattr(kernel_test, "update_", wrong)
+    with pytest.raises(Mismatch, match=f"{broken} against scalar: 2 of .* differ, .*adamw split"):
+        kernel_test.check_kernels()
+
+
+def test_kernels_that_agree_on_a_wrong_bit_differ_from_torch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    right = kernel_test.update_f32_
+
+    def wrong(p: Tensor, *rest: Any, **options: Any) -> None:
+        right(p, *rest, **options)
+        flip(p)
+
+    monkeypatch.setattr(kernel_test, "update_f32_", wrong)
+    with pytest.raises(Mismatch, match="scalar against torch: .* the first in adamw f32 p"):
+        kernel_test.check_kernels()
+
+
+def test_a_streamed_weight_that_is_off_by_one_bit_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    right = self_test.wrap
+
+    def wrong(model: nn.Module, *, offload: str, **options: Any) -> nn.Module:
+        if offload == "max":
+            flip(next(model.parameters()).data)
+        return right(model, offload=offload, **options)
+
+    monkeypatch.setattr(self_test, "wrap", wrong)
+    with pytest.raises(Mismatch, match="values differ"):
+        check_streaming("cpu")
+
+
+@pytest.mark.parametrize("key", ["weight_bits", "lo", "m", "v"])
+def test_a_checkpoint_that_comes_back_otherwise_is_found(
+    key: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    right: Callable[[Path], dict[str, Tensor]] = self_test.read_tensors
+
+    def wrong(path: Path) -> dict[str, Tensor]:
+        tensors = {name: tensor.clone() for name, tensor in right(path).items()}
+        flip(next(tensor for name, tensor in tensors.items() if name.endswith(f".{key}")))
+        return tensors
+
+    monkeypatch.setattr(self_test, "read_tensors", wrong)
+    with pytest.raises(Mismatch, match=f"values differ, the first in .*{key}"):
+        check_checkpoint(tmp_path)
+
+
+def test_a_disk_that_gives_back_other_bytes_is_found(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    right = self_test.write_tensors
+
+    def wrong(path: Path, tensors: dict[str, Tensor]) -> Any:
+        written = right(path, tensors)
+        content = bytearray(path.read_bytes())
+        content[-1] ^= 1
+        path.write_bytes(content)
+        return written
+
+    monkeypatch.setattr(self_test, "write_tensors", wrong)
+    with pytest.raises(Mismatch, match="the disk gave back other bytes"):
+        check_checkpoint(tmp_path)
+
+
+def test_a_check_that_breaks_has_failed_in_its_own_words() -> None:
+    def breaks() -> str:
+        raise RuntimeError("no kernel image\nand a long story")
+
+    told = run_check("x", breaks)
+    assert (told.passed, told.detail) == (False, "RuntimeError: no kernel image")
+
+
+def test_the_same_bits_are_more_than_equal_values() -> None:
+    zero = {"a": torch.zeros(2), "b": torch.full((1,), float("nan"))}
+    assert same_bits(zero, {name: tensor.clone() for name, tensor in zero.items()}) == 3
+    for other, words in (
+        ({**zero, "a": -torch.zeros(2)}, "2 of 3 values differ, the first in a"),
+        ({"a": zero["a"]}, "only one side has 'b'"),
+        ({**zero, "a": torch.zeros(3)}, "a: "),
+        ({**zero, "a": torch.zeros(2, dtype=torch.int32)}, "a: "),
+    ):
+        with pytest.raises(Mismatch, match=words):
+            same_bits(zero, other)
+
+
+BREAK = """
+import sys
+from fluxtrain.cli import main
+from fluxtrain.doctor import kernel_test, self_test
+def wrong(folder):
+    raise kernel_test.Mismatch("3 of 9 values differ")
+if "break" in sys.argv: self_test.check_checkpoint = wrong
+main([one for one in sys.argv[1:] if one != "break"])
+"""
+
+
+def doctor(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {
+        **os.environ,
+        "XDG_CACHE_HOME": str(folder / "cache"),
+        "FLUXTRAIN_RUNS": str(folder / "runs"),
+    }
+    return subprocess.run(
+        [sys.executable, "-c", BREAK, "doctor", *arguments],
+        capture_output=True, text=True, check=False, cwd=folder, env=environment, timeout=120,
+    )  # fmt: skip
+
+
+def test_the_command_ends_with_0_when_all_pass_and_with_1_when_one_fails(tmp_path: Path) -> None:
+    sound = doctor(tmp_path, "--json")
+    assert sound.returncode == 0, sound.stderr
+    assert sound.stderr == ""
+    report = msgspec.json.decode(sound.stdout, type=Report)
+    assert not report.failed and not report.probe.from_cache
+    assert report.probe.measuring_s < 20
+    broken = doctor(tmp_path, "break")
+    assert broken.returncode == 1
+    assert "FAIL  checkpoint: 3 of 9 values differ" in broken.stdout
+    assert "measured" in broken.stdout and "--fresh" in broken.stdout
+    assert broken.stderr.splitlines()[-1].startswith("error: self-tests failed: checkpoint")
+    told = json.loads(doctor(tmp_path, "--json", "break").stdout)
+    assert [test["passed"] for test in told["self_tests"]].count(False) == 1

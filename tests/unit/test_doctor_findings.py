@@ -1,0 +1,280 @@
+"""What the doctor makes of machines that are not here: each finding, its numbers and its cure."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from fluxtrain.doctor.finding import LEVELS, Finding, ranked
+from fluxtrain.doctor.report import findings
+from fluxtrain.hardware.bandwidth import BUS_RATES
+from fluxtrain.hardware.disk import Disk
+from fluxtrain.hardware.gpu import Gpu, GpuProcess
+from fluxtrain.hardware.machine import Machine
+from fluxtrain.hardware.probe import Probe
+from fluxtrain.hardware.rate import Rate
+from fluxtrain.units import GIB
+
+SOUND_RATES = {
+    "h2d_pinned": 25e9, "d2h_pinned": 26e9, "h2d_both_ways": 22e9, "d2h_both_ways": 22e9,
+    "h2d_pageable": 6e9, "d2h_pageable": 6e9, "gpu_matmul": 150e12, "pin": 2e9,
+    "host_copy": 20e9, "adamw": 1.4e9, "cpu_matmul": 1e12, "disk_write": 2e9, "disk_read": 3e9,
+}  # fmt: skip
+
+
+def card(**facts: Any) -> Gpu:
+    sound: dict[str, Any] = {
+        "index": 0, "name": "NVIDIA GeForce RTX 4090", "uuid": "GPU-1",
+        "memory_total_bytes": 24 * GIB, "memory_free_bytes": 24 * GIB, "other_processes": (),
+        "compute_capability": "8.9", "bf16": True, "pcie_generation": 4, "pcie_width": 16,
+        "pcie_card_generation": 4, "pcie_card_width": 16, "power_limit_w": 450.0,
+        "power_default_w": 450.0, "numa_node": 0,
+    }  # fmt: skip
+    return Gpu(**(sound | facts))
+
+
+def host(**facts: Any) -> Machine:
+    sound: dict[str, Any] = {
+        "cores": 16, "cpu_quota": None, "cpu_name": "A CPU", "instruction_set": "avx512",
+        "memory_total_bytes": 128 * GIB, "memory_available_bytes": 120 * GIB,
+        "memory_limit_bytes": None, "gpus": (card(),), "driver": "580.65", "cores_installed": 16,
+        "memory_installed_bytes": 128 * GIB, "huge_pages": "madvise", "numa_nodes": 1, "wsl": False,
+        "power_mode": "performance",
+    }  # fmt: skip
+    return Machine(**(sound | facts))
+
+
+def storage(**facts: Any) -> Disk:
+    sound: dict[str, Any] = {
+        "path": "runs", "total_bytes": 2000 * GIB, "free_bytes": 900 * GIB, "file_system": "ext4",
+        "in_memory": False, "on_network": False,
+    }  # fmt: skip
+    return Disk(**(sound | facts))
+
+
+def probe_of(
+    machine: Machine | None = None, disk: Disk | None = None, **rates: float | None
+) -> Probe:
+    measured = {
+        name: Rate(per_s, "timed" if per_s else "not measured: why")
+        for name, per_s in (SOUND_RATES | rates).items()
+    }
+    return Probe(
+        machine=machine or host(),
+        disk=disk or storage(),
+        rates=measured,
+        measured_at_s=time.time(),
+        measuring_s=5.0,
+    )
+
+
+def found(probe: Probe) -> dict[str, Finding]:
+    by_name = {one.name: one for one in findings(probe)}
+    assert all(one.numbers and one.cure and one.factor >= 1 for one in by_name.values())
+    return by_name
+
+
+def only(probe: Probe) -> Finding:
+    (name,) = found(probe)
+    return found(probe)[name]
+
+
+def test_nothing_is_found_on_a_sound_machine() -> None:
+    assert findings(probe_of()) == ()
+
+
+@pytest.mark.parametrize(
+    ("facts", "measured", "factor"),
+    [
+        ({"pcie_width": 4}, 6.5e9, 4.0),
+        ({"pcie_generation": 3}, 12.5e9, 2.0),
+        ({"pcie_generation": 3, "pcie_width": 8}, None, 4.0),
+    ],
+)
+def test_a_slot_that_is_narrower_than_the_card_costs_what_the_link_says(
+    facts: dict[str, int], measured: float | None, factor: float
+) -> None:
+    machine = host(gpus=(card(**facts),))
+    slot = found(probe_of(machine, h2d_pinned=measured))["slot"]
+    assert slot.factor == pytest.approx(factor, rel=0.01)
+    assert "PCIe 4 x16" in slot.numbers
+    assert "riser" in slot.cure
+
+
+def test_a_link_that_only_sleeps_is_not_a_narrow_slot() -> None:
+    """It reports few lanes while idle; the measured rate shows that they are there."""
+    machine = host(gpus=(card(pcie_generation=1, pcie_width=8),))
+    assert findings(probe_of(machine, h2d_pinned=25e9)) == ()
+
+
+def test_a_bus_far_below_its_link_is_found_and_bound_to_the_cards_node() -> None:
+    slow = {"h2d_pinned": 10e9, "d2h_pinned": 10e9, "h2d_both_ways": 8e9, "d2h_both_ways": 8e9}
+    bus = only(probe_of(**slow))
+    assert (bus.name, "numactl" in bus.cure) == ("bus", False)
+    assert "10.0 GB/s" in bus.numbers and "20.5 GB/s" in bus.numbers
+    far = host(numa_nodes=2, gpus=(card(numa_node=1),))
+    assert "--cpunodebind=1" in found(probe_of(far, **slow))["bus"].cure
+
+
+def test_copies_that_collapse_both_ways_are_found() -> None:
+    both = only(probe_of(h2d_both_ways=12e9, d2h_both_ways=14e9))
+    assert both.name == "both directions"
+    assert both.factor == pytest.approx(1.3)
+    assert "26.0 GB/s for copies both ways at once, 26.0 GB/s one way" in both.numbers
+
+
+def test_memory_that_cuda_does_not_lock_is_found_with_every_cure() -> None:
+    refused = probe_of(host(wsl=True), pin=None)
+    pageable = found(refused)["pageable memory"]
+    assert pageable.factor == pytest.approx(25 / 6)
+    assert "6.00 GB/s instead of 25.0 GB/s" in pageable.numbers
+    for cure in ("ulimit -l unlimited", "--ulimit memlock=-1", ".wslconfig"):
+        assert cure in pageable.cure
+    assert ".wslconfig" not in found(probe_of(pin=None))["pageable memory"].cure
+
+
+@pytest.mark.parametrize(
+    ("limit", "is_found"),
+    [
+        (8 << 20, False),  # the sample was larger and was locked all the same
+        (16 * GIB, True),
+        (100 * GIB, False),
+        (None, False),
+    ],
+)
+def test_a_limit_of_page_locks_counts_where_it_may_bind(limit: int | None, is_found: bool) -> None:
+    assert ("page-lock limit" in found(probe_of(host(memlock_limit_bytes=limit)))) is is_found
+
+
+def test_a_gpu_that_torch_cannot_use_comes_first_and_alone() -> None:
+    nothing = dict.fromkeys((*BUS_RATES, "gpu_matmul", "pin"))
+    first, *others = findings(probe_of(host(power_saving=("on battery",)), **nothing))
+    assert (first.name, first.level) == ("GPU not usable", "broken")
+    assert "RTX 4090, driver 580.65" in first.numbers
+    assert [one.name for one in others] == ["power mode"]
+
+
+def test_without_a_gpu_the_time_of_a_step_is_told() -> None:
+    note = only(probe_of(host(gpus=()), cpu_matmul=8 * 0.5e9 * 2048 / 60))
+    assert (note.name, note.level) == ("no GPU", "note")
+    assert "about 1m 00s a step" in note.numbers
+    unmeasured = only(probe_of(host(gpus=()), cpu_matmul=None))
+    assert "unknown time" in unmeasured.numbers
+
+
+def test_memory_of_a_card_that_others_hold_is_found() -> None:
+    other = (GpuProcess(pid=7, used_bytes=None),)
+    busy = host(gpus=(card(memory_free_bytes=20 * GIB, other_processes=other),))
+    shared = only(probe_of(busy))
+    assert shared.numbers == "1 other programs hold 4.00 GiB of 24.0 GiB"
+    assert shared.factor == pytest.approx(1.2)
+    quiet = host(gpus=(card(memory_free_bytes=23 * GIB),))
+    assert findings(probe_of(quiet)) == ()
+
+
+def test_a_lowered_power_limit_is_found_with_the_command() -> None:
+    limit = only(probe_of(host(gpus=(card(power_limit_w=300.0),))))
+    assert limit.factor == pytest.approx(1.5)
+    assert "nvidia-smi -i 0 -pl 450" in limit.cure
+
+
+def test_a_card_without_bf16_is_noted() -> None:
+    old = host(gpus=(card(bf16=False, compute_capability="7.5"),))
+    assert "7.5" in only(probe_of(old)).numbers
+
+
+@pytest.mark.parametrize(
+    ("facts", "name", "words"),
+    [
+        ({"cores": 2, "cpu_quota": 2.5}, "cores", ("2 of 16", "quota 2.5", "OMP_NUM_THREADS=2")),
+        ({"cores": 4}, "cores", ("4 of 16 cores",)),
+        ({"threads_wished": 1}, "threads", ("OMP_NUM_THREADS=1 on 16", "714 ms a step", "unset")),
+        ({"instruction_set": "scalar"}, "instruction set", ("no vector", "FLUXTRAIN_ISA")),
+        ({"huge_pages": "never"}, "huge pages", ("are off", "madvise")),
+        ({"power_saving": ("the governor is powersave",)}, "power mode", ("powersave", "cpupower")),
+        ({"numa_nodes": 2}, "NUMA", ("2 nodes", "--cpunodebind=0")),
+        ({"wsl": True}, "WSL2", ("128 GiB", ".wslconfig")),
+        (
+            {"memory_limit_bytes": 32 * GIB, "memory_total_bytes": 32 * GIB,
+             "memory_available_bytes": 30 * GIB},
+            "memory limit", ("32.0 GiB of 128 GiB", "MemoryMax", "docker run --memory"),
+        ),
+        (
+            {"memory_available_bytes": 14 * GIB}, "memory in use",
+            ("14.0 GiB of 128 GiB", "1.07 B parameters", "close other programs"),
+        ),
+    ],
+)  # fmt: skip
+def test_each_limit_of_the_host_is_found_with_its_numbers_and_its_cure(
+    facts: dict[str, Any], name: str, words: tuple[str, ...]
+) -> None:
+    finding = only(probe_of(host(**facts)))
+    assert finding.name == name
+    for word in words:
+        assert word in f"{finding.numbers} {finding.cure}"
+
+
+def test_more_threads_than_cores_or_a_limit_above_the_machine_are_no_findings() -> None:
+    roomy = host(threads_wished=32, memory_limit_bytes=900 * GIB, cpu_quota=64.0)
+    assert findings(probe_of(roomy)) == ()
+
+
+@pytest.mark.parametrize(("cores", "copies", "is_slow"), [(2, 4e9, 1), (2, 6e9, 0), (16, 9e9, 1)])
+def test_slow_memory_is_judged_by_the_cores_there_are(
+    cores: int, copies: float, is_slow: int
+) -> None:
+    machine = host(cores=cores, cores_installed=cores)
+    assert len(findings(probe_of(machine, host_copy=copies))) == is_slow
+
+
+@pytest.mark.parametrize(
+    ("facts", "write", "names"),
+    [
+        ({"file_system": "tmpfs", "in_memory": True}, 9e9, ["runs in memory"]),
+        ({"file_system": "nfs4", "on_network": True}, 1e9, ["disk"]),
+        ({}, 0.12e9, ["disk"]),
+        ({}, None, []),
+        ({"free_bytes": 10 * GIB}, 2e9, ["disk space"]),
+        ({"file_system": None, "in_memory": None, "on_network": None}, 2e9, []),
+    ],
+)
+def test_the_disk_of_the_runs_is_judged(
+    facts: dict[str, Any], write: float | None, names: list[str]
+) -> None:
+    probe = probe_of(disk=storage(**facts), disk_write=write)
+    assert list(found(probe)) == names
+
+
+def test_a_slow_disk_is_told_in_seconds_a_checkpoint() -> None:
+    assert "takes 1m 40s" in only(probe_of(disk_write=0.12e9)).numbers
+
+
+def test_findings_are_ranked_by_what_there_is_to_gain() -> None:
+    machine = host(
+        cores=4, threads_wished=3, power_saving=("on battery",), wsl=True,
+        memory_available_bytes=16 * GIB, gpus=(card(pcie_width=4),),
+    )  # fmt: skip
+    order = findings(probe_of(machine, h2d_pinned=6.5e9))
+    keys = [(LEVELS.index(one.level), -one.factor) for one in order]
+    assert keys == sorted(keys)
+    assert [one.name for one in order][-1] == "WSL2"
+    assert {order[0].name, order[1].name} == {"cores", "slot"}
+    assert ranked(list(reversed(order)))[-1] == order[-1]
+
+
+def test_a_probe_in_which_nothing_is_known_breaks_no_finding() -> None:
+    bare = Machine(
+        cores=1, cpu_quota=None, cpu_name=None, instruction_set="scalar", memory_total_bytes=None,
+        memory_available_bytes=None, memory_limit_bytes=None, driver=None,
+        gpus=(replace(card(), **{name: None for name in vars(card()) if name not in
+                                 ("index", "unknown")}),),
+    )  # fmt: skip
+    disk = storage(free_bytes=None, file_system=None, in_memory=None, on_network=None)
+    names = dict.fromkeys(SOUND_RATES)
+    assert set(found(probe_of(bare, disk, **names))) == {"GPU not usable", "instruction set"}
+    assert set(found(probe_of(bare, disk, **(names | {"gpu_matmul": 1e12})))) == {
+        "pageable memory", "instruction set",
+    }  # fmt: skip
