@@ -113,8 +113,9 @@ class Desk:
 
     def __init__(self, folder: Path) -> None:
         self.runs = folder / "runs"
+        inherited = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES")}
         self.environment = {
-            **os.environ,
+            **inherited,  # the terminal itself says how large it is
             "TERM": "xterm-256color",
             "FLUXTRAIN_RUNS": str(self.runs),
             "XDG_STATE_HOME": str(folder / "state"),
