@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import resource
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
 from fluxtrain.hardware.bandwidth import BUS_RATES, bus_rates, host_copy_rate, matmul_rate
+from fluxtrain.hardware.pinning import LEAST_BYTES, pin_rate
 from fluxtrain.units import MIB
 
 
@@ -25,3 +31,75 @@ def test_without_a_gpu_every_bus_rate_is_missing_with_the_reason(
     rates = bus_rates()
     assert set(rates) == set(BUS_RATES)
     assert all(rate.per_s is None and "no GPU" in rate.how for rate in rates.values())
+
+
+Runtime = Callable[[int], list[str]]
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Runtime:
+    """`cuda(error)`: a CUDA runtime that answers page-locks with `error` and lists its calls."""
+
+    def pretend(error: int) -> list[str]:
+        calls: list[str] = []
+
+        def answer(name: str, code: int) -> Callable[..., int]:
+            return lambda *_: calls.append(name) or code  # type: ignore[func-returns-value]
+
+        runtime = SimpleNamespace(
+            cudaHostRegister=answer("register", error), cudaHostUnregister=answer("unregister", 0)
+        )
+
+        def stale(*_: Any) -> None:
+            calls.append("synchronize")
+            raise RuntimeError("CUDA error: out of memory")
+
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+        monkeypatch.setattr(torch.cuda, "synchronize", stale)
+        monkeypatch.setattr(torch, "zeros", lambda *_, **__: None)
+        return calls
+
+    return pretend
+
+
+def limited_to(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (limit, limit))
+
+
+def test_a_locked_sample_is_freed_and_held_against_the_limit(
+    cuda: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = cuda(0)
+    limited_to(monkeypatch, 8 * MIB)
+    rate = pin_rate(sample_bytes=LEAST_BYTES)
+    assert calls == ["register", "unregister"]
+    assert rate.per_s is not None
+    assert rate.how == "64.0 MiB locked, the limit of 8.00 MiB does not hold for CUDA"
+    limited_to(monkeypatch, 128 * MIB)
+    assert pin_rate(sample_bytes=LEAST_BYTES).how == "64.0 MiB locked, the limit is 128 MiB"
+    limited_to(monkeypatch, resource.RLIM_INFINITY)
+    assert pin_rate(sample_bytes=LEAST_BYTES).how == "64.0 MiB locked"
+
+
+def test_a_refused_page_lock_names_the_limit_and_leaves_no_error_behind(
+    cuda: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = cuda(2)
+    limited_to(monkeypatch, 8 * MIB)
+    rate = pin_rate(sample_bytes=LEAST_BYTES)
+    assert calls == ["register", "synchronize"]
+    assert rate.per_s is None
+    assert "refused to lock 64.0 MiB (error 2), the limit is 8.00 MiB" in rate.how
+
+
+def test_a_page_lock_takes_an_eighth_of_the_memory_at_most(cuda: Runtime) -> None:
+    cuda(0)
+    assert pin_rate(8 * 100 * MIB).how.startswith("100 MiB locked")
+    assert "too little memory" in pin_rate(8 * 50 * MIB).how
+
+
+def test_without_a_gpu_nothing_is_locked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    rate = pin_rate()
+    assert rate.per_s is None and "no GPU" in rate.how

@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from fluxtrain.doctor.self_test import check_streaming
 from fluxtrain.hardware.bandwidth import BUS_RATES, bus_rates, matmul_rate
 from fluxtrain.hardware.device import check_accelerator
 from fluxtrain.hardware.machine import read_machine
+from fluxtrain.hardware.pinning import pin_rate
 from fluxtrain.hardware.probe import PROBE_LIMIT_S, probe
 from fluxtrain.units import MIB
 
@@ -42,6 +44,25 @@ def test_every_direction_is_measured_and_the_memory_is_given_back() -> None:
 def test_a_gpu_multiplies_faster_than_a_laptop() -> None:
     rate = matmul_rate("cuda")
     assert rate.per_s is not None and rate.per_s > 1e12
+
+
+def test_cuda_locks_a_sample_and_gives_it_back() -> None:
+    rate = pin_rate(sample_bytes=128 * MIB)
+    assert rate.per_s is not None, rate.how
+    assert 1e8 < rate.per_s < 1e12
+    again = pin_rate(sample_bytes=128 * MIB)
+    assert again.per_s is not None, "nothing stays registered"
+
+
+def test_the_slot_and_the_power_of_a_card_are_known_or_say_why_not() -> None:
+    for gpu in read_machine().gpus:
+        assert gpu.bf16 is (torch.cuda.get_device_capability() >= (8, 0))
+        for name, value in vars(gpu).items():
+            assert value is not None or gpu.unknown[name], name
+
+
+def test_the_engine_streams_on_the_gpu_as_it_trains_there() -> None:
+    assert "values after" in check_streaming("cuda")
 
 
 def test_the_whole_probe_keeps_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -222,7 +222,7 @@ def test_more_threads_than_cores_or_a_limit_above_the_machine_are_no_findings() 
     assert findings(probe_of(roomy)) == ()
 
 
-@pytest.mark.parametrize(("cores", "copies", "is_slow"), [(2, 4e9, 1), (2, 6e9, 0), (16, 9e9, 1)])
+@pytest.mark.parametrize(("cores", "copies", "is_slow"), [(2, 3e9, 1), (2, 4.9e9, 0), (16, 7e9, 1)])
 def test_slow_memory_is_judged_by_the_cores_there_are(
     cores: int, copies: float, is_slow: int
 ) -> None:
