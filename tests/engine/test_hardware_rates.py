@@ -10,7 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from fluxtrain.hardware.bandwidth import BUS_RATES, bus_rates, host_copy_rate, matmul_rate
+from fluxtrain.hardware.bandwidth import (
+    BUS_RATES,
+    at_most_threads,
+    bus_rates,
+    host_copy_rate,
+    matmul_rate,
+)
 from fluxtrain.hardware.pinning import LEAST_BYTES, pin_rate
 from fluxtrain.units import MIB
 
@@ -18,10 +24,20 @@ from fluxtrain.units import MIB
 def test_host_memory_copies_and_multiplies_at_a_plausible_rate() -> None:
     copy = host_copy_rate(size_bytes=16 * MIB, limit_s=0.2)
     assert copy.per_s is not None and 1e8 < copy.per_s < 1e13
-    assert "16.0 MiB" in copy.how and "threads" in copy.how
+    assert "16.0 MiB" in copy.how and "thread" in copy.how
     product = matmul_rate("cpu", limit_s=0.2)
     assert product.per_s is not None and 1e8 < product.per_s < 1e15
     assert "1024 x 1024 float32" in product.how
+
+
+def test_fewer_threads_are_used_for_the_measurement_alone() -> None:
+    before = torch.get_num_threads()
+    with at_most_threads(before + 1) as more, at_most_threads(1) as one:
+        assert (more, one, torch.get_num_threads()) == (before, 1, 1)
+    assert torch.get_num_threads() == before
+    rate = host_copy_rate(size_bytes=16 * MIB, limit_s=0.1, threads=1)
+    assert rate.how == "16.0 MiB, 1 thread"
+    assert torch.get_num_threads() == before
 
 
 def test_without_a_gpu_every_bus_rate_is_missing_with_the_reason(

@@ -18,7 +18,7 @@ from fluxtrain.hardware.disk import read_disk
 from fluxtrain.hardware.disk_rate import disk_rates
 from fluxtrain.hardware.gpu import Gpu, GpuProcess, Gpus
 from fluxtrain.hardware.machine import read_machine
-from fluxtrain.hardware.probe import Probe, probe
+from fluxtrain.hardware.probe import Probe, probe, sustained_threads
 from fluxtrain.hardware.probe_table import machine_rows, value_text
 from fluxtrain.hardware.rate import Rate, best_rate
 from fluxtrain.units import GIB, MIB
@@ -38,9 +38,9 @@ def counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         "fluxtrain.hardware.machine.read_gpus",
         lambda: Gpus(gpus=(), driver=None, reason="none here"),
     )
-    monkeypatch.setattr(probing, "host_copy_rate", lambda: measure("copy", 71e9))
-    monkeypatch.setattr(probing, "adamw_rate", lambda available: measure("adamw", 4.5e9))
-    monkeypatch.setattr(probing, "matmul_rate", lambda device: measure(device, 1.5e12))
+    monkeypatch.setattr(probing, "host_copy_rate", lambda threads: measure("copy", 71e9))
+    monkeypatch.setattr(probing, "adamw_rate", lambda _, threads: measure("adamw", 4.5e9))
+    monkeypatch.setattr(probing, "matmul_rate", lambda device, threads: measure(device, 1.5e12))
     monkeypatch.setattr(
         probing, "disk_rates", lambda folder: (measure("write", 2e9), Rate(None, "too small"))
     )
@@ -117,7 +117,7 @@ def test_a_cache_that_cannot_be_written_is_said_and_costs_nothing_else(
 def test_a_measurement_that_fails_leaves_its_reason_and_the_others_run(
     counted: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken() -> Rate:
+    def broken(threads: int | None) -> Rate:
         raise RuntimeError("out of memory\nand a long story")
 
     monkeypatch.setattr(probing, "host_copy_rate", broken)
@@ -190,6 +190,17 @@ def test_the_table_shows_a_card_with_its_slot_its_power_and_its_users() -> None:
 )
 def test_each_rate_has_the_unit_it_is_rated_in(name: str, per_s: float | None, text: str) -> None:
     assert value_text(name, per_s) == text
+
+
+@pytest.mark.parametrize(
+    ("quota", "wished", "threads"),
+    [(None, None, None), (None, 1, None), (2.5, None, 2), (2.5, 1, 1), (2.5, 8, 2)],
+)
+def test_under_a_quota_rates_are_measured_with_the_threads_that_it_keeps_running(
+    quota: float | None, wished: int | None, threads: int | None
+) -> None:
+    machine = replace(read_machine(), cores=2, cpu_quota=quota, threads_wished=wished)
+    assert sustained_threads(machine) == threads
 
 
 def test_the_native_adamw_is_timed_on_more_than_the_caches_hold() -> None:

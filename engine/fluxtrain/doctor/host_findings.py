@@ -9,7 +9,7 @@ from fluxtrain.hardware.machine import Machine
 from fluxtrain.hardware.probe import Probe
 from fluxtrain.units import bytes_text, count_text, duration_text, rate_text
 
-# A sound machine's cores copy 2.4 to 4.4 GB/s each; from four on the memory itself binds, and two
+# One core copies 2.4 to 8 GB/s on sound machines; from four on the memory itself binds, and two
 # channels of DDR4 copy at 10 GB/s and more.
 COPY_BYTES_PER_S = 2e9
 COPYING_CORES = 4

@@ -16,11 +16,16 @@ _CUT = 1 << 15  # parameters: each part begins on a page
 
 
 def adamw_rate(
-    available_bytes: int | None = None, *, parameters: int = PARAMETERS, limit_s: float = 1.5
+    available_bytes: int | None = None,
+    *,
+    parameters: int = PARAMETERS,
+    limit_s: float = 1.5,
+    threads: int | None = None,
 ) -> Rate:
     """Parameters a second of an update in bf16 with fp32 masters: 14 bytes kept, 26 moved for each.
 
-    Takes an eighth of `available_bytes` at most. Raises FluxTrainError without the native library.
+    Takes an eighth of `available_bytes` at most. threads None: all that OpenMP has. Raises
+    FluxTrainError without the native library.
     """
     if available_bytes is not None:
         parameters = min(parameters, available_bytes // 8 // PARAMETER_BYTES)
@@ -41,7 +46,7 @@ def adamw_rate(
             offset += size * parameters
         rate = best_rate(
             parameters,
-            lambda: update(*addresses, parameters, ctypes.byref(step), 0),
+            lambda: update(*addresses, parameters, ctypes.byref(step), threads or 0),
             repeats=5,
             limit_s=limit_s,
         )

@@ -6,6 +6,8 @@ one copy once, though the memory is read and written.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from fluxtrain.hardware.rate import Rate, best_rate
@@ -24,18 +26,44 @@ BUS_RATES = (
 )
 
 
-def host_copy_rate(size_bytes: int = COPY_BYTES, limit_s: float = LIMIT_S) -> Rate:
-    """Bytes a second of a copy within host memory, with all of torch's threads."""
+@contextmanager
+def at_most_threads(threads: int | None) -> Iterator[int]:
+    """Torch computes with `threads` at most for a while; gives how many that are.
+
+    Under a CPU quota more threads than its cores are fast for some milliseconds and then stand
+    still: the fastest of several short calls would be a rate that no training reaches.
+    """
+    import torch
+
+    before = torch.get_num_threads()
+    used = before if threads is None else min(before, threads)
+    torch.set_num_threads(used)
+    try:
+        yield used
+    finally:
+        torch.set_num_threads(before)
+
+
+def host_copy_rate(
+    size_bytes: int = COPY_BYTES, limit_s: float = LIMIT_S, *, threads: int | None = None
+) -> Rate:
+    """Bytes a second of a copy within host memory, with `threads` (None: all of torch's)."""
     import torch
 
     source = torch.ones(size_bytes, dtype=torch.uint8)
     target = torch.empty_like(source)
-    rate = best_rate(size_bytes, lambda: target.copy_(source), repeats=REPEATS, limit_s=limit_s)
-    return Rate(rate, f"{bytes_text(size_bytes)}, {torch.get_num_threads()} threads")
+    with at_most_threads(threads) as used:
+        rate = best_rate(size_bytes, lambda: target.copy_(source), repeats=REPEATS, limit_s=limit_s)
+    return Rate(rate, f"{bytes_text(size_bytes)}, {used} thread{'s' * (used != 1)}")
 
 
-def matmul_rate(device: str = "cpu", limit_s: float = LIMIT_S) -> Rate:
-    """Operations a second (2 n^3) of a square product: bf16 on a GPU that has it, fp32 on a CPU."""
+def matmul_rate(
+    device: str = "cpu", limit_s: float = LIMIT_S, *, threads: int | None = None
+) -> Rate:
+    """Operations a second (2 n^3) of a square product: bf16 on a GPU that has it, fp32 on a CPU.
+
+    The CPU uses `threads` (None: all of torch's).
+    """
     import torch
 
     n, dtype = 1024, torch.float32
@@ -51,7 +79,8 @@ def matmul_rate(device: str = "cpu", limit_s: float = LIMIT_S) -> Rate:
         if device != "cpu":
             torch.cuda.synchronize(device)
 
-    rate = best_rate(2.0 * n**3, multiply, repeats=2 * REPEATS, limit_s=limit_s)
+    with at_most_threads(threads):
+        rate = best_rate(2.0 * n**3, multiply, repeats=2 * REPEATS, limit_s=limit_s)
     return Rate(rate, f"{n} x {n} {str(dtype).removeprefix('torch.')}")
 
 

@@ -115,6 +115,10 @@ def probe(run_dir: Path | str, fresh: bool = False, report: Report | None = None
 def _measurements(machine: Machine, folder: Path) -> dict[str, tuple[tuple[str, ...], Measurement]]:
     """What to say, and the names and the function of each measurement, the most useful first."""
     available = machine.memory_available_bytes
+    threads = sustained_threads(machine)
+
+    def arithmetic() -> dict[str, Rate]:
+        return {"cpu_matmul": matmul_rate("cpu", threads=threads)}
 
     def disk() -> dict[str, Rate]:
         write, read = disk_rates(folder)
@@ -127,11 +131,18 @@ def _measurements(machine: Machine, folder: Path) -> dict[str, tuple[tuple[str, 
     }
     return {
         **(on_gpu if machine.gpus else {}),
-        "host memory": (("host_copy",), lambda: {"host_copy": host_copy_rate()}),
-        "AdamW": (("adamw",), lambda: {"adamw": adamw_rate(available)}),
-        "CPU arithmetic": (("cpu_matmul",), lambda: {"cpu_matmul": matmul_rate("cpu")}),
+        "host memory": (("host_copy",), lambda: {"host_copy": host_copy_rate(threads=threads)}),
+        "AdamW": (("adamw",), lambda: {"adamw": adamw_rate(available, threads=threads)}),
+        "CPU arithmetic": (("cpu_matmul",), arithmetic),
         "disk": (("disk_write", "disk_read"), disk),
     }
+
+
+def sustained_threads(machine: Machine) -> int | None:
+    """How many threads a CPU quota keeps running (fewer if OMP_NUM_THREADS says so); None: all."""
+    if machine.cpu_quota is None:
+        return None
+    return min(machine.cores, machine.threads_wished or machine.cores)
 
 
 def _unmeasurable(machine: Machine) -> dict[str, Rate]:
