@@ -74,6 +74,18 @@ def serial_losses(config: RunConfig, steps: int) -> tuple[list[float], list[floa
     return losses, norms
 
 
+def test_without_clipping_blocks_are_updated_at_once_and_the_losses_stay(
+    run_config: MakeConfig, tmp_path: Path
+) -> None:
+    """A limit that no norm reaches is the exact mode, null the eager one."""
+    config = run_config(train__steps=5)
+    exact = run(config, tmp_path / "exact", "train.max_grad_norm=1e9")
+    eager = run(config, tmp_path / "eager", "train.max_grad_norm=null")
+    assert [(e.loss, e.grad_norm) for e in of(ev.StepFinished, eager)] == [
+        (e.loss, e.grad_norm) for e in of(ev.StepFinished, exact)
+    ]
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_the_deferred_update_with_clipping_equals_the_serial_loop_bit_for_bit(
@@ -230,7 +242,7 @@ def test_out_of_memory_with_one_row_at_a_time_does_not_fit(
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
     monkeypatch.setattr(Engine, "clip_grad_norm", clip)
-    with pytest.raises(DoesNotFit, match=r"one row at a time.*2\.00 GiB"):
+    with pytest.raises(DoesNotFit, match=r"chunks of 1 rows.*2\.00 GiB"):
         run(run_config(), tmp_path / "run")
 
 

@@ -133,15 +133,21 @@ def _engines(entries: Entries) -> list[Engine]:
 
 
 def _adopted_step(optimizer: Optimizer, entries: Entries) -> None:
-    _claim(optimizer, entries)
-    for owner, _, _ in {id(e[0].group): e for e in entries}.values():
-        check_writes(owner.engine, owner.group)
-    import_state(optimizer, entries)
+    if all(engine.eager is None for engine in _engines(entries)):
+        _prepare(optimizer, entries)  # an eager step did so before its first update
     if not _overflowed(optimizer):
         _submit(optimizer, entries)
     attach_state(optimizer, entries)
     for owner, _, _ in entries:
         owner.hidden = True
+
+
+def _prepare(optimizer: Optimizer, entries: Entries) -> None:
+    """Everything that has to be looked at before the first update of a step."""
+    _claim(optimizer, entries)
+    for owner, _, _ in {id(e[0].group): e for e in entries}.values():
+        check_writes(owner.engine, owner.group)
+    import_state(optimizer, entries)
 
 
 def _submit(optimizer: Optimizer, entries: Entries) -> None:
@@ -150,20 +156,61 @@ def _submit(optimizer: Optimizer, entries: Entries) -> None:
     work: dict[Group, dict[int, Hyper]] = {}
     for owner, options, _ in entries:
         member = owner.member
-        if not member.has_gradient:
+        eager = owner.engine.eager
+        if not member.has_gradient or (eager is not None and owner.group in eager.updated):
             continue
         member.step += 1
         member.gradient_scale *= factor
         work.setdefault(owner.group, {})[member.index] = _hyper(options)
     for engine in _engines(entries):
+        eager, engine.eager = engine.eager, None
         for group in engine.groups:
             if group in work:
                 engine.updates.submit(group, work[group], engine.norm)
+        if eager is not None:
+            eager.end()
         _clip_others(engine, {id(o.member) for o, _, _ in entries})
         engine.norm = None
         engine.accounts.step += 1
         if not engine.overlap:
             engine.flush()
+
+
+class EagerStep:
+    """A step whose groups are updated as soon as their gradients are complete.
+
+    For loops of one forward and one backward a step, without clipping: the norm is not waited for.
+    `optimizer.step()` ends it and updates what is left.
+    """
+
+    def __init__(self, optimizer: Optimizer, engine: Engine) -> None:
+        entries = wrapped_parameters(optimizer)
+        if not _adoptable(optimizer):
+            raise MisusedModel(
+                f"{type(optimizer).__name__} cannot step block by block: use torch.optim.AdamW"
+            )
+        _prepare(optimizer, entries)
+        self.updated: set[Group] = set()
+        self._engine = engine
+        self._work: dict[Group, list[tuple[Owner, Hyper]]] = {}
+        for owner, options, _ in entries:
+            if owner.engine is engine:
+                self._work.setdefault(owner.group, []).append((owner, _hyper(options)))
+
+    def take(self, group: Group) -> None:
+        """The group's gradients are complete: queue its update."""
+        mine = [(o, h) for o, h in self._work.get(group, ()) if o.member.has_gradient]
+        if not mine:
+            return
+        for owner, _ in mine:
+            owner.member.step += 1
+        self.updated.add(group)
+        hypers = {owner.member.index: hyper for owner, hyper in mine}
+        self._engine.updates.submit(group, hypers, None)
+
+    def end(self) -> None:
+        """Drop the references to the optimizer's parameters."""
+        self._work.clear()
 
 
 def _clip_others(engine: Engine, stepped: set[int]) -> None:

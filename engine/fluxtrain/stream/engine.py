@@ -23,6 +23,7 @@ from fluxtrain.memory.group import Group, Member
 from fluxtrain.memory.window import Window
 from fluxtrain.plan.placement import Placement
 from fluxtrain.stream.accounts import Accounts, BlockFacts, MemoryUse, Residency, Traffic
+from fluxtrain.stream.adoption import EagerStep
 from fluxtrain.stream.arguments import Tree
 from fluxtrain.stream.block import Call, Unit
 from fluxtrain.stream.chunking import saved_row_bytes
@@ -59,6 +60,7 @@ class Engine:
         self.anchor_node = self.anchor.view_as(self.anchor).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
         self.owners: dict[Group, dict[int, Owner]] = {}
         self.norm: GradNorm | None = None  # asked for since the last step
+        self.eager: EagerStep | None = None  # the step under way updates as gradients arrive
         self._following: dict[tuple[str, Unit | None], Unit] = {}
         self._last: dict[str, Unit | None] = {"forward": None, "backward": None}
         self._tasks: set[int] = set()
@@ -277,6 +279,20 @@ class Engine:
     def load_state_shard(self, name: str, tensors: dict[str, Tensor]) -> None:
         load_state_shard(self, name, tensors)
 
+    def begin_eager_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Before the only backward pass of a step without clipping: update each group as soon as
+        its gradients are complete. `optimizer.step()` ends it. The hyperparameters are read now.
+
+        Weights change during the backward pass: two forwards before it, or a norm to clip by, would
+        give wrong results (the first raises, the second is the caller's to keep).
+        """
+        self.eager = EagerStep(optimizer, self)
+
+    @property
+    def partly_updated(self) -> bool:
+        """True while an eager step has updated some groups and not all."""
+        return self.eager is not None and bool(self.eager.updated)
+
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """Updates are done, and the head's loss is fused in chunks without gradients too."""
@@ -314,12 +330,15 @@ class Engine:
             for key, hook in list((hooks or {}).items()):
                 if key != self.owners[group][member.index].hook_key and member.has_gradient:
                     hook(member.parameter)
+        if self.eager is not None:
+            self.eager.take(group)
 
     def _abandon_backward(self) -> None:
         """The last backward pass raised: its end was never called and its sums are incomplete."""
         self._tasks.clear()
         self._last = {"forward": None, "backward": None}
         self.gradients.discard()
+        self.eager = None
 
     def _end_task(self, task: int) -> None:
         """The backward pass is over: groups that several units add to are complete now."""

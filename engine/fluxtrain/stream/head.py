@@ -267,6 +267,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             total = call.weight_sum if member.parameter is unit.module.weight else call.bias_sum
             if total is not None and member.parameter.requires_grad:
                 engine.gradients.add(group, member, total.mul_(scale), may_keep=True)
+        total = None  # the group's sum alone holds it now: gigabytes for a large vocabulary
         gradient = call.hidden_gradient
         call.weight_sum = call.bias_sum = call.hidden_gradient = None
         engine.after_backward(unit)

@@ -76,18 +76,7 @@ def wrap(
     _settle(engine, groups)
     _make_units(engine, model, parts, groups, borrowed)
     _make_slots(engine)
-    for _, parameter in parts.loose:
-        parameter.data = parameter.data.to(torch_device)
-        engine.loose.append(parameter)
-    if torch_device.type != "cpu":
-        _move_buffers(model, torch_device)
-    model.__dict__["_fluxtrain_engine"] = engine
-    model.__dict__["_fluxtrain_hook"] = model.register_forward_pre_hook(
-        _before_model, with_kwargs=True
-    )
-    units = {id(u.module) for u in engine.units}
-    for module in _ancestors(model, units):
-        guard_module(module, engine)
+    _put_on(engine, model, parts)
     install_adoption()
     return model
 
@@ -256,6 +245,22 @@ def _make_slots(engine: Engine) -> None:
     largest = max((group.wire_bytes for group in blocks[len(resident) :]), default=0)
     for _ in range(engine.plan.slots):
         engine.window.add_slot(largest)
+
+
+def _put_on(engine: Engine, model: nn.Module, parts: Parts) -> None:
+    """Let the model itself know its engine: what stands beside the blocks, and its surface."""
+    device = engine.device.torch_device
+    for _, parameter in parts.loose:
+        parameter.data = parameter.data.to(device)
+        engine.loose.append(parameter)
+    if device.type != "cpu":
+        _move_buffers(model, device)
+    model.__dict__["_fluxtrain_engine"] = engine
+    model.__dict__["_fluxtrain_hook"] = model.register_forward_pre_hook(
+        _before_model, with_kwargs=True
+    )
+    for module in _ancestors(model, {id(u.module) for u in engine.units}):
+        guard_module(module, engine)
 
 
 def _move_buffers(model: nn.Module, device: torch.device) -> None:

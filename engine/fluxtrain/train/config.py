@@ -121,7 +121,8 @@ class TrainSettings(Section):
     eps: float = Field(default=1e-8, gt=0, allow_inf_nan=False, description="AdamW's epsilon")
     max_grad_norm: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
         default=1.0,
-        description="the global gradient norm is clipped to this; null only measures it",
+        description="the global gradient norm is clipped to this; null only measures it, and each "
+        "block is updated as soon as its gradients arrive",
     )
     seed: int = Field(default=0, ge=0, description="seed of dropout and of random initial weights")
     evaluate_every: Positive | Literal["auto", "end"] = Field(

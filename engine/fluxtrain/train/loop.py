@@ -130,13 +130,15 @@ class TrainingLoop:
                 computed = self._compute(clock)
                 break
             except torch.OutOfMemoryError as error:
+                if self._engine.partly_updated:
+                    raise DoesNotFit(self._out_of_memory(error)) from error
                 # nothing was changed yet: weights move only after the norm is known
                 self._optimizer.zero_grad()
                 self._halve_chunk(error)
                 self._data.load_state_dict(cursor)
                 restore_random_state(random)
         rate = self._set_learning_rate()
-        self._refuse_divergence(computed, rate)
+        self._refuse_divergence(computed)
         self._optimizer.step()  # in the background; the next forward waits block by block
         self._optimizer.zero_grad()
         clock.ends("optimizer")
@@ -150,6 +152,8 @@ class TrainingLoop:
         for batch in batches:
             loss = self._model(**batch.inputs()).loss
             clock.ends("forward")
+            if self._settings.max_grad_norm is None and len(batches) == 1:
+                self._begin_eager_step(loss)
             loss.backward()
             losses.append(loss.detach())
             clock.ends("backward")
@@ -162,6 +166,14 @@ class TrainingLoop:
         )
         clock.ends("backward")
         return computed
+
+    def _begin_eager_step(self, loss: torch.Tensor) -> None:
+        """Without clipping nothing has to wait for the norm: groups are updated as their gradients
+        arrive. What can be refused is refused before."""
+        self._set_learning_rate()
+        if not math.isfinite(float(loss.detach())):
+            raise Diverged(self._divergence(float(loss.detach()), math.nan))
+        self._engine.begin_eager_step(self._optimizer)
 
     def _report(self, clock: StepClock, computed: Computed, rate: float) -> None:
         stalls = self._engine.take_stalls()
@@ -235,25 +247,32 @@ class TrainingLoop:
             group["lr"] = rate
         return rate
 
-    def _refuse_divergence(self, computed: Computed, rate: float) -> None:
-        loss, norm = computed.loss, computed.norm
-        if math.isfinite(loss) and math.isfinite(norm):
-            return
-        raise Diverged(
+    def _refuse_divergence(self, computed: Computed) -> None:
+        if not (math.isfinite(computed.loss) and math.isfinite(computed.norm)):
+            raise Diverged(self._divergence(computed.loss, computed.norm))
+
+    def _divergence(self, loss: float, norm: float) -> str:
+        applied = "was applied in part" if self._engine.partly_updated else "was not applied"
+        rate = self._optimizer.param_groups[0]["lr"]
+        return (
             f"the loss is {loss:g} and the gradient norm {norm:g} at step {self.state.step + 1} "
-            f"(learning rate {rate:.3g}): this update was not applied; "
+            f"(learning rate {rate:.3g}): this update {applied}; "
             f"{self._keeper.last_text()}; lower train.learning_rate, lengthen train.warmup_steps, "
             "or look for broken rows in the data"
+        )
+
+    def _out_of_memory(self, error: torch.OutOfMemoryError) -> str:
+        return (
+            f"device memory ran out at step {self.state.step + 1} with chunks of "
+            f"{self._engine.chunk_rows} rows ({str(error).splitlines()[0]}): set a smaller "
+            "placement.chunk_rows, shorten data.sequence_length, set placement.offload=max, or "
+            f"close other programs; {self._keeper.last_text()}"
         )
 
     def _halve_chunk(self, error: torch.OutOfMemoryError) -> None:
         rows = self._engine.chunk_rows
         if rows <= 1:
-            raise DoesNotFit(
-                f"device memory ran out at step {self.state.step + 1} with one row at a time "
-                f"({str(error).splitlines()[0]}): shorten data.sequence_length, set "
-                f"placement.offload=max, or close other programs; {self._keeper.last_text()}"
-            ) from error
+            raise DoesNotFit(self._out_of_memory(error)) from error
         self._engine.chunk_rows = rows // 2
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
