@@ -92,6 +92,7 @@ def main() -> None:
     parser.add_argument("--resident-blocks", type=int)
     parser.add_argument("--device-groups", type=int)
     parser.add_argument("--chunk-rows", type=int)
+    parser.add_argument("--eager", action="store_true", help="no clipping, update at once")
     parser.add_argument("--budget-gib", type=float, default=23.0)
     parser.add_argument("--learning-rate", type=float, default=2e-4)
     parser.add_argument("--json", type=Path)
@@ -162,9 +163,11 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         torch.cuda.synchronize()
         began_s = time.perf_counter()
         loss = model(input_ids=ids, labels=ids).loss
+        if engine and options.eager:
+            engine.begin_eager_step(optimizer)
         loss.backward()
         if engine:
-            engine.clip_grad_norm(1.0)
+            engine.clip_grad_norm(None if options.eager else 1.0)
         else:
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
