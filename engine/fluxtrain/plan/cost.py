@@ -1,0 +1,229 @@
+"""How long a step of a layout takes, from measured rates. Pure arithmetic.
+
+    exact    step = backward + max(forward, uploads, host update)
+    eager    step = max(forward + backward, host update), each phase with its copies
+
+Each phase takes as long as the slowest of what runs at once in it. The loss belongs to the forward.
+Groups on the device cost no bus and no host update; of blocks whose weights are resident only the
+updated weights are copied, once a step; streamed ones are copied for the forward and again for the
+backward, in which their gradients go home on the other lane of the bus. Updates on the device
+(hundredths of a second) and the optimizer's and the copies' share of the same host memory are not
+counted. A mixture of experts is taken as if every expert computed for every token.
+
+Without a GPU everything is done by the same cores, so nothing overlaps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from fluxtrain.plan.facts import BF16_BYTES, FP32_BYTES, GroupFacts, ModelFacts
+from fluxtrain.plan.footprint import Layout, homes, slot_count
+
+FORWARD_PASSES = 2  # operations a weight and token
+BACKWARD_PASSES = 6  # recomputed forward, gradients of inputs and of weights
+FROZEN_BACKWARD_PASSES = 4  # no gradients of weights
+BF16_UPDATE_BYTES = 26  # read and written for each parameter: what the measured rate counts
+FP32_UPDATE_BYTES = 28
+
+
+@dataclass(frozen=True, kw_only=True)
+class Efficiency:
+    """What a class of machines reaches beside the rates that are measured on each."""
+
+    matmul_fraction: float  # of the measured matmul rate, within a block
+    block_chunk_s: float  # beside the products, for each block and chunk: launches, norms
+
+
+# Fitted to the resident rows of docs/benchmarks.md: 0.245, 0.459 and 1.698 s.
+GPU = Efficiency(matmul_fraction=0.615, block_chunk_s=1.0e-3)
+# Fitted to the demo on two shared cores (docs/planner.md).
+CPU = Efficiency(matmul_fraction=0.5, block_chunk_s=5.0e-3)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """Measured rates of a machine; the bus lanes are None without a GPU."""
+
+    has_gpu: bool
+    matmul_per_s: float  # operations
+    adamw_per_s: float  # parameters in bf16 with fp32 masters, all threads
+    copy_bytes_per_s: float = float("inf")  # within host memory; the bus of a machine without GPU
+    h2d_bytes_per_s: float | None = None
+    d2h_bytes_per_s: float | None = None
+    h2d_both_bytes_per_s: float | None = None  # while the other lane is busy; None: as alone
+    d2h_both_bytes_per_s: float | None = None
+
+    @property
+    def efficiency(self) -> Efficiency:
+        """Of this class of machines."""
+        return GPU if self.has_gpu else CPU
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """Seconds of one step by what takes them; phases overlap as `step_s` says."""
+
+    forward_s: float  # of the blocks
+    head_s: float  # with its gradient
+    backward_s: float
+    upload_forward_s: float
+    upload_backward_s: float
+    download_s: float
+    host_update_s: float
+    step_s: float
+    tokens: int  # of one step
+    binds: str  # the resource that takes the most of the step, in words
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Throughput."""
+        return self.tokens / self.step_s
+
+
+def rates_from(per_s: Mapping[str, float | None], *, has_gpu: bool) -> Rates | str:
+    """Rates from those of a probe by name, or which one is missing and so prevents a prediction."""
+    needed: tuple[str, ...] = ("gpu_matmul", "adamw", "h2d_pinned", "d2h_pinned")
+    if not has_gpu:
+        needed = ("cpu_matmul", "adamw", "host_copy")
+    missing = [name for name in needed if not per_s.get(name)]
+    if missing:
+        return f"not measured on this machine: {', '.join(missing)}"
+    known = {name: float(rate) for name, rate in per_s.items() if rate}
+    return Rates(
+        has_gpu=has_gpu,
+        matmul_per_s=known[needed[0]],
+        adamw_per_s=known["adamw"],
+        copy_bytes_per_s=known.get("host_copy", float("inf")),
+        h2d_bytes_per_s=known.get("h2d_pinned"),
+        d2h_bytes_per_s=known.get("d2h_pinned"),
+        h2d_both_bytes_per_s=known.get("h2d_both_ways"),
+        d2h_both_bytes_per_s=known.get("d2h_both_ways"),
+    )
+
+
+def cost(
+    facts: ModelFacts, layout: Layout, rates: Rates, *, exact: bool = True, passes: int = 1
+) -> Cost:
+    """Seconds of one optimizer step of `passes` batches. `exact`: updates wait for the norm."""
+    forward_s, head_s, backward_s = _compute(facts, layout, rates)
+    update_s = _host_update(facts, layout, rates)
+    once, streamed, home = _traffic(facts, layout)
+    carried = _boundary_bytes(facts, layout)
+    up = rates.h2d_bytes_per_s or rates.copy_bytes_per_s
+    down = rates.d2h_bytes_per_s or rates.copy_bytes_per_s
+    up_both = rates.h2d_both_bytes_per_s or up
+    down_both = rates.d2h_both_bytes_per_s or down
+    uploads = (once + streamed) / up, (streamed + carried) / up_both
+    downloads = carried / down, home / down_both
+    forward = {"compute": forward_s + head_s, "uploads": uploads[0], "downloads": downloads[0]}
+    backward = {"compute": backward_s, "uploads": uploads[1], "downloads": downloads[1]}
+    phases = [dict(forward) for _ in range(passes)] + [backward] * passes
+    if not rates.has_gpu:
+        seconds = sum(sum(phase.values()) for phase in phases) + update_s
+        binding = _binding([*phases, {"update": update_s}], together=False)
+    elif exact:
+        phases[0]["update"] = update_s
+        seconds = sum(max(phase.values()) for phase in phases)
+        binding = _binding(phases, together=True)
+    else:
+        alone_s = sum(max(phase.values()) for phase in phases)
+        seconds = max(alone_s, update_s)
+        binding = "update" if update_s > alone_s else _binding(phases, together=True)
+    row = facts.row
+    assert row is not None
+    return Cost(
+        forward_s=passes * forward_s,
+        head_s=passes * head_s,
+        backward_s=passes * backward_s,
+        upload_forward_s=passes * uploads[0],
+        upload_backward_s=passes * uploads[1],
+        download_s=passes * sum(downloads),
+        host_update_s=update_s,
+        step_s=seconds,
+        tokens=passes * layout.batch_rows * row.sequence_length,
+        binds=_words(binding, has_gpu=rates.has_gpu),
+    )
+
+
+def _compute(facts: ModelFacts, layout: Layout, rates: Rates) -> tuple[float, float, float]:
+    """Seconds of the blocks' forward, the head with its gradient, and the blocks' backward."""
+    row = facts.row
+    assert row is not None, "time needs to know the rows"
+    tokens = layout.batch_rows * row.sequence_length
+    blocks = [group for group in facts.groups if group.kind == "block"]
+    trained = sum(group.trained_bf16 + group.trained_fp32 for group in blocks)
+    frozen = sum(_frozen(group, row.dtype_bytes) for group in blocks)
+    # scores and their product with the values, of the causal half
+    attention = 2 * row.sequence_length * row.hidden * len(blocks)
+    forward = FORWARD_PASSES * (trained + frozen) + attention
+    backward = BACKWARD_PASSES * trained + FROZEN_BACKWARD_PASSES * frozen + 3 * attention
+    head = row.hidden * row.vocabulary
+    head_passes = BACKWARD_PASSES if facts.head_parameters else FROZEN_BACKWARD_PASSES
+    reached = rates.matmul_per_s * rates.efficiency.matmul_fraction
+    chunks = -(-layout.batch_rows // max(1, layout.chunk_rows))
+    beside_s = rates.efficiency.block_chunk_s * len(blocks) * chunks
+    return (
+        forward * tokens / reached + beside_s / 4,
+        head_passes * head * tokens / reached,
+        backward * tokens / reached + beside_s * 3 / 4,
+    )
+
+
+def _frozen(group: GroupFacts, dtype_bytes: int) -> int:
+    trained_bytes = BF16_BYTES * group.trained_bf16 + FP32_BYTES * group.trained_fp32
+    return max(0, group.weight_bytes - trained_bytes) // dtype_bytes
+
+
+def _host_update(facts: ModelFacts, layout: Layout, rates: Rates) -> float:
+    """Seconds of AdamW on the groups at home; the measured rate moves 26 bytes a parameter."""
+    at_home = homes(facts, layout)[1]
+    moved = sum(
+        BF16_UPDATE_BYTES * group.trained_bf16 + FP32_UPDATE_BYTES * group.trained_fp32
+        for group in at_home
+    )
+    return moved / BF16_UPDATE_BYTES / rates.adamw_per_s
+
+
+def _traffic(facts: ModelFacts, layout: Layout) -> tuple[int, int, int]:
+    """Bytes of updated weights that go up once a step, of weights that go up once a phase, and of
+    gradients that come home."""
+    at_home = homes(facts, layout)[1]
+    blocks = [group for group in at_home if group.kind == "block"]
+    streamed = blocks[layout.resident_blocks :] if slot_count(facts, layout) else []
+    streamed_bytes = sum(group.weight_bytes for group in streamed)
+    trained = sum(group.rounded_bytes for group in at_home)
+    kept = trained - sum(group.rounded_bytes for group in streamed)
+    return kept, streamed_bytes, trained
+
+
+def _boundary_bytes(facts: ModelFacts, layout: Layout) -> int:
+    """Boundary activations that go to the host and come back."""
+    row = facts.row
+    if row is None or layout.offload != "max":
+        return 0
+    return facts.layers * layout.batch_rows * row.boundary_bytes
+
+
+def _binding(phases: list[dict[str, float]], *, together: bool) -> str:
+    """The resource with the most seconds in the phases that it (`together`: alone) decides."""
+    seconds: dict[str, float] = {}
+    for phase in phases:
+        deciding = max(phase, key=lambda name: phase[name])
+        for name in (deciding,) if together else phase:
+            seconds[name] = seconds.get(name, 0.0) + phase[name]
+    return max(seconds, key=lambda name: seconds[name])
+
+
+def _words(resource: str, *, has_gpu: bool) -> str:
+    if not has_gpu:
+        return {"compute": "the processor", "update": "AdamW on the host"}.get(
+            resource, "copies in host memory"
+        )
+    return {
+        "compute": "the GPU",
+        "update": "AdamW on the host",
+        "uploads": "copies of weights to the GPU",
+        "downloads": "copies of gradients to the host",
+    }[resource]

@@ -1,0 +1,194 @@
+"""Predicted seconds: near what was measured, and never worse for a faster machine."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fluxtrain.plan.cost import Rates, cost, rates_from
+from fluxtrain.plan.facts import GroupFacts, ModelFacts, RowFacts
+from fluxtrain.plan.footprint import Layout, activation_estimate
+
+# docs/benchmarks.md, "The measured machine", and the native AdamW there on 16 threads.
+MEASURED = Rates(
+    has_gpu=True,
+    matmul_per_s=764e12,
+    adamw_per_s=4.5e9,
+    copy_bytes_per_s=62.2e9,
+    h2d_bytes_per_s=55.4e9,
+    d2h_bytes_per_s=55.3e9,
+    h2d_both_bytes_per_s=52.4e9,
+    d2h_both_bytes_per_s=50.8e9,
+)
+PER_S = {"gpu_matmul": 764e12, "adamw": 4.5e9, "h2d_pinned": 55.4e9, "d2h_pinned": 55.3e9}
+
+
+def qwen(
+    hidden: int, intermediate: int, layers: int, block: int, *, trained: bool = True
+) -> ModelFacts:
+    """Qwen2.5's shapes: tied embedding of 151,936, rows of 1024 tokens in bf16."""
+    edge = 151_936 * hidden
+
+    def group(name: str, size: int, users: int = 1) -> GroupFacts:
+        return GroupFacts(
+            name=name,
+            kind="block" if name.startswith("layers") else "edge",
+            weight_bytes=2 * size,
+            trained_bf16=size if trained else 0,
+            users=users,
+        )
+
+    return ModelFacts(
+        groups=(
+            group("embed_tokens", edge, users=2),
+            *(group(f"layers.{i}", block) for i in range(layers)),
+            group("norm", hidden),
+        ),
+        head_parameters=edge if trained else 0,
+        row=RowFacts(
+            hidden=hidden,
+            vocabulary=151_936,
+            sequence_length=1024,
+            dtype_bytes=2,
+            activation_bytes=activation_estimate(hidden, intermediate, 1024, 2),
+        ),
+    )
+
+
+SMALL = qwen(1536, 8960, 28, 46_797_824)
+LARGE = qwen(2048, 11_008, 36, 77_076_992)
+STREAMED = Layout(offload="weights", batch_rows=8, chunk_rows=4)
+
+ROWS = {  # docs/benchmarks.md, "Where the bytes live and what a step costs"
+    "1.5B streamed": (SMALL, STREAMED, 0.527),
+    "1.5B 12 groups": (SMALL, replace(STREAMED, device_groups=12), 0.369),
+    "1.5B 24 groups": (SMALL, replace(STREAMED, device_groups=24), 0.314),
+    "3B streamed": (LARGE, STREAMED, 0.914),
+    "3B 12 groups": (LARGE, replace(STREAMED, device_groups=12), 0.765),
+    "3B batch 32, 8 groups": (LARGE, replace(STREAMED, device_groups=8, batch_rows=32), 2.089),
+    "1.5B resident": (SMALL, Layout(offload="none", batch_rows=8, chunk_rows=8), 0.245),
+    "3B resident": (LARGE, Layout(offload="none", batch_rows=8, chunk_rows=8), 0.459),
+    "3B batch 32 resident": (LARGE, Layout(offload="none", batch_rows=32, chunk_rows=32), 1.698),
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_measured_steps_are_predicted_within_fifteen_percent(name: str) -> None:
+    facts, layout, measured_s = ROWS[name]
+    predicted_s = cost(facts, layout, MEASURED).step_s
+    print(f"{name}: {predicted_s:.3f} s, measured {measured_s:.3f}, "
+          f"{100 * (predicted_s / measured_s - 1):+.1f} %")  # fmt: skip
+    assert predicted_s == pytest.approx(measured_s, rel=0.15)
+
+
+def test_what_binds_is_what_the_measurements_say() -> None:
+    streamed = cost(SMALL, STREAMED, MEASURED)
+    assert streamed.binds == "AdamW on the host"
+    assert streamed.host_update_s > streamed.forward_s + streamed.head_s
+    assert cost(SMALL, replace(STREAMED, device_groups=24), MEASURED).binds == "the GPU"
+    thin = replace(MEASURED, h2d_bytes_per_s=2e9, h2d_both_bytes_per_s=2e9)
+    assert cost(SMALL, STREAMED, thin).binds == "copies of weights to the GPU"
+
+
+def test_groups_on_the_device_use_neither_bus_nor_host() -> None:
+    all_there = cost(SMALL, Layout(offload="none", batch_rows=8, chunk_rows=8), MEASURED)
+    assert all_there.host_update_s == all_there.download_s == all_there.upload_forward_s == 0
+    twelve = cost(SMALL, replace(STREAMED, device_groups=12), MEASURED)
+    streamed = cost(SMALL, STREAMED, MEASURED)
+    for name in ("host_update_s", "download_s", "upload_forward_s", "upload_backward_s"):
+        assert getattr(twelve, name) < getattr(streamed, name)
+    assert twelve.backward_s == streamed.backward_s
+
+
+def test_resident_weights_come_up_once_and_streamed_ones_twice() -> None:
+    resident = cost(SMALL, replace(STREAMED, resident_blocks=28), MEASURED)
+    streamed = cost(SMALL, STREAMED, MEASURED)
+    assert resident.upload_backward_s == 0 < streamed.upload_backward_s
+    assert resident.upload_forward_s == pytest.approx(streamed.upload_forward_s)
+    assert resident.host_update_s == streamed.host_update_s
+
+
+def test_frozen_weights_need_no_update_and_no_gradients() -> None:
+    frozen = cost(qwen(1536, 8960, 28, 46_797_824, trained=False), STREAMED, MEASURED)
+    trained = cost(SMALL, STREAMED, MEASURED)
+    assert frozen.host_update_s == frozen.download_s == 0
+    assert frozen.backward_s < trained.backward_s
+    assert frozen.forward_s == trained.forward_s
+
+
+def test_boundaries_at_home_cost_the_bus() -> None:
+    most = cost(SMALL, replace(STREAMED, offload="max"), MEASURED)
+    assert most.download_s > cost(SMALL, STREAMED, MEASURED).download_s
+
+
+def test_accumulated_passes_pay_for_one_update() -> None:
+    one, four = (cost(SMALL, STREAMED, MEASURED, passes=n) for n in (1, 4))
+    assert four.tokens == 4 * one.tokens
+    assert four.host_update_s == one.host_update_s
+    assert one.step_s < four.step_s < 4 * one.step_s
+
+
+def test_without_a_norm_to_wait_for_a_step_is_shorter() -> None:
+    assert (
+        cost(SMALL, STREAMED, MEASURED, exact=False).step_s < cost(SMALL, STREAMED, MEASURED).step_s
+    )
+
+
+def test_without_a_gpu_nothing_overlaps() -> None:
+    rates = Rates(has_gpu=False, matmul_per_s=90e9, adamw_per_s=650e6, copy_bytes_per_s=5e9)
+    found = cost(SMALL, STREAMED, rates)
+    parts = (found.forward_s, found.head_s, found.backward_s, found.upload_forward_s,
+             found.upload_backward_s, found.download_s, found.host_update_s)  # fmt: skip
+    assert found.step_s == pytest.approx(sum(parts))
+    assert found.binds == "the processor"
+
+
+def test_a_missing_rate_is_named() -> None:
+    assert isinstance(rates_from(PER_S, has_gpu=True), Rates)
+    missing = rates_from({**PER_S, "adamw": None}, has_gpu=True)
+    assert missing == "not measured on this machine: adamw"
+    assert "host_copy" in str(rates_from({"cpu_matmul": 1e9, "adamw": 1e9}, has_gpu=False))
+
+
+per_s = st.floats(0.1, 100)
+layouts = st.builds(
+    Layout,
+    offload=st.sampled_from(["weights", "weights", "max", "none", "optimizer"]),
+    device_groups=st.integers(0, 31),
+    resident_blocks=st.integers(0, 28),
+    batch_rows=st.integers(1, 64),
+    chunk_rows=st.integers(1, 64),
+)
+
+
+@given(layouts, per_s, per_s, per_s, per_s, st.sampled_from(
+    ["matmul_per_s", "adamw_per_s", "copy_bytes_per_s", "h2d_bytes_per_s", "d2h_bytes_per_s"]
+), st.booleans(), st.booleans())  # fmt: skip
+def test_a_faster_machine_is_never_predicted_slower(
+    layout: Layout, matmul: float, adamw: float, up: float, down: float, name: str,
+    exact: bool, has_gpu: bool,
+) -> None:  # fmt: skip
+    rates = Rates(
+        has_gpu=has_gpu,
+        matmul_per_s=matmul * 1e13,
+        adamw_per_s=adamw * 1e8,
+        copy_bytes_per_s=up * 1e9,
+        h2d_bytes_per_s=up * 1e9 if has_gpu else None,
+        d2h_bytes_per_s=down * 1e9 if has_gpu else None,
+    )
+    faster = replace(rates, **{name: 2 * (getattr(rates, name) or 1e9)})
+    if not has_gpu and name in ("h2d_bytes_per_s", "d2h_bytes_per_s"):
+        return
+    before, after = (cost(SMALL, layout, one, exact=exact).step_s for one in (rates, faster))
+    assert after <= before * (1 + 1e-12)
+
+
+@given(layouts)
+def test_one_more_group_on_the_device_is_never_predicted_slower(layout: Layout) -> None:
+    """With the same blocks resident: what moves in leaves the rest as it is."""
+    layout = replace(layout, offload="weights", resident_blocks=0)
+    more = replace(layout, device_groups=layout.device_groups + 1)
+    assert cost(SMALL, more, MEASURED).step_s <= cost(SMALL, layout, MEASURED).step_s * (1 + 1e-12)
