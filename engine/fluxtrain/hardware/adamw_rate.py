@@ -8,7 +8,7 @@ import mmap
 from fluxtrain import _native
 from fluxtrain.hardware.rate import Rate, best_rate
 
-PARAMETERS = 32 << 20  # 448 MiB: far more than caches hold
+PARAMETERS = 128 << 20  # 1.75 GiB: server processors have caches of half a gigabyte
 LEAST_PARAMETERS = 1 << 20
 _BYTES = {"hi": 2, "lo": 2, "m": 4, "v": 4, "grad": 2}  # of one parameter on a split master
 PARAMETER_BYTES = sum(_BYTES.values())
