@@ -112,6 +112,11 @@ def homes(
     return facts.groups[:count], facts.groups[count:]
 
 
+def passing_bytes(facts: ModelFacts, layout: Layout) -> int:
+    """Host memory of weights whose home is a GPU while they are loaded, and again while saved."""
+    return sum(group.weight_bytes for group in homes(facts, layout)[0])
+
+
 def slot_count(facts: ModelFacts, layout: Layout) -> int:
     """Device slots that the blocks which are not resident share."""
     streamed = len(_streamed(layout, homes(facts, layout)[1]))

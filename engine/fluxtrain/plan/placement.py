@@ -52,6 +52,8 @@ class Placement:
     need: Footprint  # predicted peaks
     chunk_rows: int | None  # None: chosen by `chunk_for` when a row is measured
     choices: tuple[ChoiceMade, ...]
+    process_bytes: int = 0  # the program itself on the host, measured where a run is planned
+    passing_bytes: int = 0  # weights of the device on their way through the host: loading, saving
 
     @property
     def device_bytes(self) -> int:
@@ -60,8 +62,8 @@ class Placement:
 
     @property
     def host_bytes(self) -> int:
-        """Predicted peak."""
-        return self.need.host_bytes
+        """Predicted peak of the whole process, as far as the program itself was measured."""
+        return self.need.host_bytes + self.process_bytes + self.passing_bytes
 
     def chunk_for(self, row_bytes: int, rows: int) -> int:
         """Rows of a chunk whose saved activations (`row_bytes` each) take half of what is left."""

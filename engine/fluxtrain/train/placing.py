@@ -6,13 +6,14 @@ from collections import Counter
 from dataclasses import replace
 from typing import Any
 
+import psutil
 import torch
 from torch import nn
 
 from fluxtrain.hardware.device import check_accelerator
 from fluxtrain.hardware.machine import Machine
 from fluxtrain.plan.facts import ModelFacts, Room, RowFacts, Wishes
-from fluxtrain.plan.footprint import activation_estimate
+from fluxtrain.plan.footprint import Layout, activation_estimate, passing_bytes
 from fluxtrain.plan.placement import RunPlacement, place
 from fluxtrain.stream.grouping import facts_of
 from fluxtrain.telemetry.events import ChoiceMade
@@ -61,10 +62,12 @@ def decide(
     *,
     batch_rows: int | None,
     data_rows: int | None,
+    loaded_bytes: int = 0,
 ) -> RunPlacement:
     """Where the bytes go and how many rows a step takes.
 
-    `batch_rows` None leaves it to the rule; `data_rows` are those of one epoch.
+    `batch_rows` None leaves it to the rule; `data_rows` are those of one epoch; `loaded_bytes` of
+    this process are weights that move to where the plan puts them.
 
     Raises:
         DoesNotFit: no layout does; says what it needs and what there is.
@@ -76,7 +79,7 @@ def decide(
     else:
         budget_bytes = None if wished.budget_gib is None else int(wished.budget_gib * GIB)
         free = None
-    return place(
+    placement = place(
         facts,
         Room(device_free_bytes=free, host_available_bytes=machine.memory_available_bytes),
         Wishes(
@@ -88,6 +91,17 @@ def decide(
             accumulates=config.train.accumulation > 1,
         ),
     )
+    layout = Layout(offload=placement.offload, device_groups=placement.device_groups)
+    return replace(
+        placement,
+        process_bytes=max(0, psutil.Process().memory_info().rss - loaded_bytes),
+        passing_bytes=passing_bytes(facts, layout) if device == "cuda" else 0,
+    )
+
+
+def loaded_bytes(model: nn.Module) -> int:
+    """Weights that are in host memory now; parameters that are tied count once."""
+    return sum(p.nbytes for p in model.parameters() if p.device.type == "cpu")
 
 
 def _usual_dtype_bytes(model: nn.Module) -> int:

@@ -26,7 +26,7 @@ from fluxtrain.train.ingredients import DEMO, Ingredients, load_ingredients
 from fluxtrain.train.keeping import CheckpointKeeper, newest_valid
 from fluxtrain.train.loop import LoopSettings, TrainingLoop
 from fluxtrain.train.parameter_groups import parameter_groups
-from fluxtrain.train.placing import choose_device, decide, model_facts
+from fluxtrain.train.placing import choose_device, decide, loaded_bytes, model_facts
 from fluxtrain.train.randomness import seed_everything
 from fluxtrain.train.recovery import Target
 from fluxtrain.train.run_files import (
@@ -97,6 +97,7 @@ class Run:
             device.value,
             batch_rows=rows,
             data_rows=max(1, len(ingredients.data.trained) // config.train.accumulation),
+            loaded_bytes=loaded_bytes(model),
         )
         self.batch_rows = self.placement.batch_rows
         self.data = data or self._batches(self.batch_rows)

@@ -1,0 +1,46 @@
+"""The host memory that a plan predicts is that of the whole process."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from fluxtrain.hardware.machine import read_machine
+from fluxtrain.methods.demo_model import demo_model
+from fluxtrain.train.config import demo_config
+from fluxtrain.train.placing import decide, loaded_bytes, model_facts
+
+
+def test_the_demo_takes_the_host_memory_that_its_plan_predicts(tmp_path: Path) -> None:
+    """In a process of its own, as a run is; 15 % leaves room for another allocator."""
+    command = [sys.executable, "-m", "fluxtrain", "train", "--demo", "--steps", "6", "--run-dir"]
+    subprocess.run([*command, str(tmp_path / "run")], check=True, capture_output=True, timeout=110)
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    predicted, measured = (result[f"{name}_host_peak_bytes"] for name in ("predicted", "measured"))
+    assert predicted == pytest.approx(measured, rel=0.15)
+
+
+def test_weights_that_are_loaded_already_are_not_counted_twice() -> None:
+    model = demo_model(256)
+    facts = model_facts(model, model.config, 128)
+    config, machine = demo_config(), read_machine()
+    one, other = (
+        decide(config, facts, machine, "cpu", batch_rows=4, data_rows=99, loaded_bytes=loaded)
+        for loaded in (0, 100_000_000)
+    )
+    assert one.need == other.need
+    assert 0.9e8 < one.process_bytes - other.process_bytes < 1.1e8
+    assert one.host_bytes == one.need.host_bytes + one.process_bytes  # nothing lives on a GPU
+
+
+def test_tied_weights_are_counted_once_and_empty_ones_not_at_all() -> None:
+    model = demo_model(256)
+    assert loaded_bytes(model) == sum(p.nbytes for p in model.parameters())
+    with torch.device("meta"):
+        assert loaded_bytes(nn.Linear(8, 8)) == 0
