@@ -48,6 +48,10 @@ PICTURES = (
     Picture("loss", screen="loss"),
     Picture("log", screen="log", until_share=None),
     Picture("plan", screen="plan"),
+    Picture("gpu-dashboard", run="h200", until_share=0.35),
+    Picture("gpu-dashboard-80x24", run="h200", size=(80, 24), until_share=0.35),
+    Picture("gpu-memory", run="h200", screen="memory", until_share=0.35),
+    Picture("gpu-transfer", run="h200", screen="transfer", until_share=0.35),
     Picture("help", keys=("question_mark",)),
 )
 

@@ -73,6 +73,7 @@ def _facts(planned: Planned) -> list[Line]:
         ("accumulation", str(planned.accumulation)),
         ("resident blocks", str(planned.resident_blocks)),
         ("device slots", str(planned.slots)),
+        ("updated on the device", f"{planned.device_groups} groups of parameters"),
     )
     return [(*_name(name), (value, "strong")) for name, value in pairs]
 

@@ -29,6 +29,10 @@ class RunScreen(Screen[None]):
     RunScreen.-tiny > #body, RunScreen.-tiny > #keys { display: none; }
     """
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._whole = 1  # how many children the screen has while it is whole
+
     def compose(self) -> ComposeResult:
         yield Lines(id="top", classes="chrome")
         yield Lines(id="notice")
@@ -46,8 +50,8 @@ class RunScreen(Screen[None]):
 
     def draw(self) -> None:
         """Draw the app's present view; cheap when little of it changed."""
-        if not self.is_mounted:
-            return
+        if not self.is_mounted or len(self.children) < self._whole:
+            return  # not there yet, or being taken down while news of the run still come
         view, palette = self.flux.view, self.flux.palette
         width, height = self.size
         tiny = too_small(width, height)
@@ -70,6 +74,7 @@ class RunScreen(Screen[None]):
         """Draw what is between header and footer."""
 
     def on_mount(self) -> None:
+        self._whole = len(self.children)
         self.call_after_refresh(self.draw)
 
     def on_resize(self) -> None:

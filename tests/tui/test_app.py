@@ -473,6 +473,34 @@ async def test_a_newer_schema_is_told(run: Path, made: ModuleType) -> None:
         assert "9.0" in text_of(app)
 
 
+async def test_news_that_come_while_the_app_is_taken_down_are_let_go(
+    run: Path, made: ModuleType
+) -> None:
+    app = app_on(run, made)
+    async with app.run_test(size=SIZE) as pilot:
+        await drawn(pilot)
+        screen = app.screen
+        assert isinstance(screen, RunScreen)
+        await screen.query_one("#top", Lines).remove()
+        app.redraw()  # NoMatches would end the app with a traceback
+        assert not screen.query("#top")
+
+
+async def test_a_corrupt_journal_is_drawn_as_far_as_it_can_be_read(
+    run: Path, made: ModuleType
+) -> None:
+    journal = run / "events.ndjson"
+    lines = journal.read_bytes().splitlines(keepends=True)
+    lines[30:30] = [b"\x00\xff\xfe garbage\n", b'{"event": "step", "step":\n', b"[]\n"]
+    journal.write_bytes(b"".join(lines) + b'{"event":"st')
+    app = app_on(run, made)
+    async with app.run_test(size=SIZE) as pilot:
+        await drawn(pilot)
+        await until(pilot, lambda: "step 80/200" in text_of(app))
+        assert app.view.link.corrupt_lines == 3
+        assert app.view.status.kind == "running"
+
+
 async def test_unchanged_lines_are_not_repainted(run: Path, made: ModuleType) -> None:
     app = app_on(run, made)
     async with app.run_test(size=SIZE) as pilot:
