@@ -59,6 +59,8 @@ class RunLog:
             logging.getLogger(name).removeHandler(self._handler)
         if self._teller is not None:
             logging.getLogger("fluxtrain").removeHandler(self._teller)
+        for name in (_OWN, "fluxtrain"):
+            logging.getLogger(name).propagate = True
         self._handler.close()
 
     @staticmethod
