@@ -94,16 +94,21 @@ def plan(
     sets: Sets = None,
     steps: Steps = None,
     device: Device = None,
+    machine: Annotated[
+        Path | None, typer.Option("--machine", help="another machine: probe --json of it")
+    ] = None,
     json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Show what a run would do and need, and why."""
+    """Show what a run would do and need, how long it takes, and why."""
     chosen = _chosen_config(config, demo, _overrides(sets, steps, device))
     if chosen is None:
         raise BadInput("nothing to plan: name a CONFIG.yaml, or use --demo")
+    from fluxtrain.plan.machine_file import read_machine_file
     from fluxtrain.train.preview import preview, table
 
-    found = preview(chosen)
+    elsewhere = None if machine is None else read_machine_file(machine)
+    found = preview(chosen, elsewhere, report=None if json else _complain)
     if json:
         _print_json(found)
     else:

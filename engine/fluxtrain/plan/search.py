@@ -67,7 +67,7 @@ class Search:
     def find(self) -> Layout | None:
         """The preferred layout, or None when nothing fits."""
         for offloads in self._rounds():
-            for start in self._starts():
+            for start in self.starts():
                 for offload in offloads:
                     layout = self._filled(replace(start, offload=offload))
                     if layout is not None:
@@ -76,7 +76,7 @@ class Search:
 
     def nearest(self) -> Layout:
         """Of the layouts with the fewest rows, the one that comes nearest to fitting."""
-        fewest = list(self._starts())[-1]
+        fewest = list(self.starts())[-1]
         layouts = [
             layout
             for offloads in self._rounds()
@@ -109,7 +109,7 @@ class Search:
             return (("weights",), ("max",))
         return (("none", "weights"), ("max",))
 
-    def _starts(self) -> Iterator[Layout]:
+    def starts(self) -> Iterator[Layout]:
         """Batches and their chunks, the largest first."""
         accumulates = self.wishes.accumulates
         if self.facts.row is None:
@@ -156,7 +156,7 @@ class Search:
             replace(
                 layout,
                 device_groups=count,
-                resident_blocks=self._kept_blocks(count) if streams else self._home_blocks(count),
+                resident_blocks=self._kept_blocks(count) if streams else self.home_blocks(count),
             )
             for count in counts
         ]
@@ -164,16 +164,17 @@ class Search:
     def _with_residents(self, layout: Layout) -> Layout:
         if self.wishes.resident_blocks is not None:
             return layout
-        for resident in range(self._home_blocks(layout.device_groups), 0, -1):
+        for resident in range(self.home_blocks(layout.device_groups), 0, -1):
             fuller = replace(layout, resident_blocks=resident)
             if self.fits(fuller, spare=True):
                 return fuller
         return layout
 
     def _kept_blocks(self, device_groups: int) -> int:
-        return min(self.wishes.resident_blocks or 0, self._home_blocks(device_groups))
+        return min(self.wishes.resident_blocks or 0, self.home_blocks(device_groups))
 
-    def _home_blocks(self, device_groups: int) -> int:
+    def home_blocks(self, device_groups: int) -> int:
+        """Blocks at home on the host when the first `device_groups` groups are not."""
         at_home = homes(self.facts, Layout(offload="weights", device_groups=device_groups))[1]
         return sum(group.kind == "block" for group in at_home)
 

@@ -63,39 +63,49 @@ def decide(
     batch_rows: int | None,
     data_rows: int | None,
     loaded_bytes: int = 0,
+    room: Room | None = None,
 ) -> RunPlacement:
     """Where the bytes go and how many rows a step takes.
 
     `batch_rows` None leaves it to the rule; `data_rows` are those of one epoch; `loaded_bytes` of
-    this process are weights that move to where the plan puts them.
+    this process are weights that move to where the plan puts them; `room` None is this machine's.
 
     Raises:
         DoesNotFit: no layout does; says what it needs and what there is.
     """
-    wished = config.placement
-    if device == "cuda":
-        budget_bytes = hold_to_budget(wished.budget_gib)
-        free = torch.cuda.mem_get_info()[0]
-    else:
-        budget_bytes = None if wished.budget_gib is None else int(wished.budget_gib * GIB)
-        free = None
+    budget_bytes = None
+    if device == "cuda" and room is None:
+        budget_bytes = hold_to_budget(config.placement.budget_gib)
+    wishes = wishes_of(config, batch_rows, data_rows)
     placement = place(
         facts,
-        Room(device_free_bytes=free, host_available_bytes=machine.memory_available_bytes),
-        Wishes(
-            offload=wished.offload,
-            batch_rows=batch_rows,
-            chunk_rows=None if wished.chunk_rows == "auto" else wished.chunk_rows,
-            budget_bytes=budget_bytes,
-            data_rows=data_rows,
-            accumulates=config.train.accumulation > 1,
-        ),
+        room or room_of(machine, device),
+        wishes if budget_bytes is None else replace(wishes, budget_bytes=budget_bytes),
     )
     layout = Layout(offload=placement.offload, device_groups=placement.device_groups)
     return replace(
         placement,
         process_bytes=max(0, psutil.Process().memory_info().rss - loaded_bytes),
         passing_bytes=passing_bytes(facts, layout) if device == "cuda" else 0,
+    )
+
+
+def room_of(machine: Machine, device: str) -> Room:
+    """What this machine has now."""
+    free = torch.cuda.mem_get_info()[0] if device == "cuda" else None
+    return Room(device_free_bytes=free, host_available_bytes=machine.memory_available_bytes)
+
+
+def wishes_of(config: RunConfig, batch_rows: int | None, data_rows: int | None) -> Wishes:
+    """What a configuration asks of the placement."""
+    wished = config.placement
+    return Wishes(
+        offload=wished.offload,
+        batch_rows=batch_rows,
+        chunk_rows=None if wished.chunk_rows == "auto" else wished.chunk_rows,
+        budget_bytes=None if wished.budget_gib is None else int(wished.budget_gib * GIB),
+        data_rows=data_rows,
+        accumulates=config.train.accumulation > 1,
     )
 
 

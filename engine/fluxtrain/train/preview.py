@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from collections.abc import Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,28 +14,40 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from fluxtrain.data.demo import VOCABULARY
 from fluxtrain.data.sources import glance
 from fluxtrain.errors import BadInput
-from fluxtrain.hardware.machine import read_machine
+from fluxtrain.hardware.machine import Machine, read_machine
+from fluxtrain.hardware.probe import Report, probe
 from fluxtrain.methods.demo_model import demo_config as demo_shape
 from fluxtrain.methods.model_files import check_model_folder
+from fluxtrain.plan.facts import ModelFacts, Room
+from fluxtrain.plan.machine_file import PlannedMachine
+from fluxtrain.plan.placement import RunPlacement
 from fluxtrain.telemetry.events import ChoiceMade
+from fluxtrain.telemetry.rundir import runs_root
 from fluxtrain.train.choices import choose_course
 from fluxtrain.train.config import RunConfig, settings
+from fluxtrain.train.forecast import Forecast, plan_lines
 from fluxtrain.train.ingredients import DEMO
-from fluxtrain.train.placing import choose_device, decide, model_facts
+from fluxtrain.train.placing import choose_device, decide, model_facts, room_of, wishes_of
 from fluxtrain.units import bytes_text, count_text
 
 DEMO_TOKENS = 510_000  # about what the standard library's docstrings come to
 
 
-def preview(config: RunConfig) -> dict[str, Any]:
+def preview(
+    config: RunConfig, elsewhere: PlannedMachine | None = None, report: Report | None = None
+) -> dict[str, Any]:
     """The plan as plain values; the data's size is estimated from a glance at it.
+
+    `elsewhere` is the machine to plan for, None this one; then a model folder needs no weights.
+    `report` is told what is being measured when this machine's rates are not known yet.
 
     Raises:
         BadInput, DoesNotFit: as the run would.
     """
-    device = choose_device(config)
-    machine = read_machine()
-    model, dtype = _empty_model(config)
+    device = choose_device(config) if elsewhere is None else _device_of(config, elsewhere)
+    machine, per_s = _measured(elsewhere, report)
+    room = _room(config, elsewhere, device.value)
+    model, dtype = _empty_model(config, weightless=elsewhere is not None)
     length = config.data.sequence_length
     facts = model_facts(model, model.config, length)
     rows = max(1, round(_tokens(config) * (1 - config.data.held_out) / length))
@@ -51,6 +64,7 @@ def preview(config: RunConfig) -> dict[str, Any]:
         device.value,
         batch_rows=None if batch == "auto" else batch,
         data_rows=max(1, rows // config.train.accumulation),
+        room=room,
     )
     step_rows = placement.batch_rows * config.train.accumulation
     course = choose_course(
@@ -59,6 +73,8 @@ def preview(config: RunConfig) -> dict[str, Any]:
         fresh_weights=config.model.path == DEMO,
     )
     choices: tuple[ChoiceMade, ...] = (device, *placement.choices, *course.choices)
+    forecast = _forecast(config, facts, placement, room or room_of(machine, device.value))
+    told = forecast.told(per_s, course.total_steps)
     return {
         "model": {
             "name": Path(config.model.path).name,
@@ -80,8 +96,10 @@ def preview(config: RunConfig) -> dict[str, Any]:
         "need": asdict(placement.need),
         "device_budget_bytes": placement.budget_bytes,
         "host_bytes": placement.host_bytes,
-        "host_limit_bytes": machine.memory_available_bytes,
-        "machine": machine.line(),
+        "host_limit_bytes": forecast.room.host_available_bytes,
+        "process_bytes": placement.process_bytes,
+        "machine": elsewhere.line if elsewhere else machine.line(),
+        **told,
         "choices": [msgspec.to_builtins(choice) for choice in choices],
         "settings": [_setting(setting) for setting in settings(config)],
         "config": config.model_dump(mode="json"),
@@ -96,6 +114,7 @@ def table(plan: dict[str, Any]) -> str:
         f"blocks, {model['dtype']}; {plan['machine']}",
         f"device memory {_of(plan['device_bytes'], plan['device_budget_bytes'])}, "
         f"host memory {_of(plan['host_bytes'], plan['host_limit_bytes'])}, {plan['steps']} steps",
+        *plan_lines(plan),
         "",
         "chosen",
         *(f"  {c['name']:<22} {c['value']:<12} {c['because']}" for c in plan["choices"]),
@@ -109,13 +128,55 @@ def table(plan: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _empty_model(config: RunConfig) -> tuple[PreTrainedModel, str]:
+def _measured(
+    elsewhere: PlannedMachine | None, report: Report | None
+) -> tuple[Machine, Mapping[str, float | None]]:
+    """This machine, and the rates of the one that is planned for."""
+    if elsewhere is not None:
+        return read_machine(), elsewhere.per_s
+    found = probe(runs_root(), report=report)
+    return found.machine, {name: rate.per_s for name, rate in found.rates.items()}
+
+
+def _forecast(
+    config: RunConfig, facts: ModelFacts, placement: RunPlacement, room: Room
+) -> Forecast:
+    wishes = wishes_of(config, placement.batch_rows, None)
+    return Forecast(
+        facts=facts,
+        room=room,
+        wishes=replace(wishes, budget_bytes=placement.budget_bytes),
+        placement=placement,
+        passes=config.train.accumulation,
+        exact=config.train.max_grad_norm is not None or config.train.accumulation > 1,
+        keep_checkpoints=config.train.keep_checkpoints,
+    )
+
+
+def _device_of(config: RunConfig, elsewhere: PlannedMachine) -> ChoiceMade:
+    """What would compute on a machine that is not here."""
+    wished = config.placement.device
+    if wished != "cpu" and elsewhere.room.has_gpu:
+        return ChoiceMade(name="device", value="cuda", because="the machine has a GPU")
+    if wished == "cuda":
+        raise BadInput("placement.device=cuda, but the machine has no GPU: set it to cpu or auto")
+    return ChoiceMade(name="device", value="cpu", because="as set or without a GPU")
+
+
+def _room(config: RunConfig, elsewhere: PlannedMachine | None, device: str) -> Room | None:
+    """Another machine's room; None is this machine's."""
+    if elsewhere is None:
+        return None
+    return elsewhere.room if device == "cuda" else replace(elsewhere.room, device_free_bytes=None)
+
+
+def _empty_model(config: RunConfig, *, weightless: bool = False) -> tuple[PreTrainedModel, str]:
     """The model without its weights, in the dtype that it would be trained in."""
     wished = config.model.dtype
     if config.model.path == DEMO:
         shape, stored = demo_shape(VOCABULARY), "float32"
     else:
-        shape, stored = _shape_of(config)
+        shape, stored = _shape_of(config, weightless)
     trained = {"float16": "bfloat16", "float64": "float32"}.get(stored, stored)
     dtype = trained if wished == "auto" else wished
     with torch.device("meta"):
@@ -123,10 +184,13 @@ def _empty_model(config: RunConfig) -> tuple[PreTrainedModel, str]:
     return model, dtype
 
 
-def _shape_of(config: RunConfig) -> tuple[Any, str]:
+def _shape_of(config: RunConfig, weightless: bool) -> tuple[Any, str]:
     """A folder's or a hub model's configuration, and the dtype its weights are stored in."""
     source, trusted = config.model, config.model.trust_remote_code
     folder = Path(source.path).expanduser()
+    if weightless and (folder / "config.json").exists():
+        shape = AutoConfig.from_pretrained(folder, trust_remote_code=trusted, local_files_only=True)
+        return shape, str(shape.dtype or torch.float32).removeprefix("torch.")
     if folder.exists():
         files = check_model_folder(folder, trusted)
         shape = AutoConfig.from_pretrained(folder, trust_remote_code=trusted, local_files_only=True)

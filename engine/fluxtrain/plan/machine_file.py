@@ -1,0 +1,87 @@
+"""A machine from a file, to plan for one that is not here.
+
+What `fluxtrain probe --json` prints is such a file. The least is
+
+    {"machine": {"memory_total_bytes": 68719476736, "gpus": [{"memory_total_bytes": 25757220864}]},
+     "rates": {"gpu_matmul": 1.6e14, "adamw": 1.5e9, "h2d_pinned": 2.5e10, "d2h_pinned": 2.5e10}}
+
+with rates in bytes, operations and parameters a second; each may also be an object with `per_s`.
+Without a GPU `gpus` is empty and the rates are `cpu_matmul`, `adamw` and `host_copy`. Without rates
+there is a plan, but no time.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fluxtrain.errors import BadInput
+from fluxtrain.plan.facts import Room
+from fluxtrain.units import bytes_text
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedMachine:
+    """What a plan needs to know of a machine."""
+
+    line: str  # for people
+    room: Room
+    per_s: dict[str, float | None]  # rates by the probe's names
+
+
+def read_machine_file(path: Path) -> PlannedMachine:
+    """Read `path`.
+
+    Raises:
+        BadInput: it cannot be read, is no JSON object, or does not say how much memory there is.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise BadInput(f"{path} cannot be read: {error.strerror}: check --machine") from error
+    except ValueError as error:
+        raise BadInput(
+            f"{path} is not JSON ({error}): write it with `fluxtrain probe --json`"
+        ) from error
+    machine = _part(found, "machine", path)
+    host = _bytes(machine, ("memory_available_bytes", "memory_total_bytes"), path)
+    gpus = machine.get("gpus") or []
+    device = _bytes(gpus[0], ("memory_free_bytes", "memory_total_bytes"), path) if gpus else None
+    name = (gpus[0].get("name") or "GPU") if gpus else "no GPU"
+    card = f"{name} {bytes_text(device)}" if gpus else name
+    rates = found.get("rates") or {}
+    return PlannedMachine(
+        line=f"{path.name}: {bytes_text(host)} host memory, {card}",
+        room=Room(device_free_bytes=device, host_available_bytes=host),
+        per_s={name: _per_s(name, rate, path) for name, rate in rates.items()},
+    )
+
+
+def _part(found: Any, name: str, path: Path) -> Mapping[str, Any]:
+    part = found.get(name) if isinstance(found, dict) else None
+    if not isinstance(part, dict):
+        raise BadInput(f"{path} has no {name!r}: write it with `fluxtrain probe --json`")
+    return part
+
+
+def _bytes(part: Any, names: tuple[str, ...], path: Path) -> int:
+    """The first of `names` that is there."""
+    known = (part.get(name) for name in names) if isinstance(part, dict) else ()
+    size = next((value for value in known if value is not None), None)
+    if not isinstance(size, int | float) or isinstance(size, bool) or size <= 0:
+        raise BadInput(f"{path} needs {names[-1]} as a number above 0 for host and GPU")
+    return int(size)
+
+
+def _per_s(name: str, rate: Any, path: Path) -> float | None:
+    value = rate.get("per_s") if isinstance(rate, dict) else rate
+    if value is None:
+        return None
+    if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
+        raise BadInput(
+            f"{path}: the rate {name} is {value!r}: use a number above 0, or leave it out"
+        )
+    return float(value)

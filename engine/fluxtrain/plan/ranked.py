@@ -1,0 +1,134 @@
+"""Plans in order of their hunger for device memory: fast, balanced, fit.
+
+A dial from 1 (as fast as possible) to 0 (as little of the device as possible) is a limit: the
+least that any layout of this batch takes, and that share of the room above it. Each stop is the
+fastest predicted layout below its limit, searched among all layouts, so more room never makes a
+stop slower. Without a GPU the limit is one of host memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from fluxtrain.plan.cost import Cost, Rates, cost
+from fluxtrain.plan.facts import OFFLOADS, Offload
+from fluxtrain.plan.footprint import Footprint, Layout
+from fluxtrain.plan.search import AUTO_SHARE, Search
+
+STOPS = {"fast": 1.0, "balanced": 0.5, "fit": 0.0}
+RESIDENT_STEPS = 8  # numbers of resident blocks that are tried beside each number of groups
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimedLayout:
+    """A layout that fits, what it takes and how long a step is."""
+
+    layout: Layout
+    need: Footprint
+    cost: Cost
+    has_gpu: bool
+
+    @property
+    def size_bytes(self) -> int:
+        """Of the memory that the dial limits."""
+        return self.need.device_bytes if self.has_gpu else self.need.host_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankedPlan:
+    """One stop of the dial."""
+
+    name: str
+    share: float  # of the room between the least that runs and all there is
+    limit_bytes: int
+    chosen: TimedLayout
+
+    @property
+    def budget_bytes(self) -> int:
+        """A budget for the placement rule, of which it leaves a reserve."""
+        return -int(-self.limit_bytes // AUTO_SHARE)
+
+
+@dataclass(frozen=True)
+class Dial:
+    """Every layout of a batch that fits, timed; `search.wishes.batch_rows` must be set."""
+
+    search: Search
+    rates: Rates
+    exact: bool = True
+    passes: int = 1
+
+    @cached_property
+    def candidates(self) -> tuple[TimedLayout, ...]:
+        """Those that fit within the limits of the rule."""
+        return tuple(
+            TimedLayout(
+                layout=layout,
+                need=self.search.need(layout),
+                cost=cost(
+                    self.search.facts, layout, self.rates, exact=self.exact, passes=self.passes
+                ),
+                has_gpu=self.rates.has_gpu,
+            )
+            for layout in self._layouts()
+            if self.search.fits(layout)
+        )
+
+    def limit_bytes(self, share: float) -> int:
+        """What the stop at `share` may take."""
+        limits = self.search.limits
+        room = limits.device_bytes if self.rates.has_gpu else limits.host_bytes
+        sizes = [candidate.size_bytes for candidate in self.candidates]
+        most = max(sizes) if room is None else room
+        return min(sizes) + int(share * (most - min(sizes)))
+
+    def at(self, share: float) -> TimedLayout:
+        """The fastest layout within the limit; of equals what offloads least, then the smallest."""
+        limit = self.limit_bytes(share)
+        within = (one for one in self.candidates if one.size_bytes <= limit)
+        return min(within, key=_preference)
+
+    def plans(self) -> tuple[RankedPlan, ...]:
+        """Fast, balanced and fit; none where nothing fits."""
+        if not self.candidates:
+            return ()
+        return tuple(
+            RankedPlan(
+                name=name, share=share, limit_bytes=self.limit_bytes(share), chosen=self.at(share)
+            )
+            for name, share in STOPS.items()
+        )
+
+    def _layouts(self) -> Iterator[Layout]:
+        search = self.search
+        every = len(search.facts.groups)
+        for start in search.starts():
+            for offload in self._offloads():
+                whole = replace(start, offload=offload)
+                if offload == "none":
+                    yield replace(whole, device_groups=every)
+                    continue
+                if offload == "optimizer":
+                    yield replace(whole, resident_blocks=search.home_blocks(0))
+                    continue
+                for count in range(every) if self.rates.has_gpu else (0,):
+                    for resident in self._residents(count):
+                        yield replace(whole, device_groups=count, resident_blocks=resident)
+
+    def _offloads(self) -> tuple[Offload, ...]:
+        wished = self.search.wishes.offload
+        if wished != "auto":
+            return (wished,)
+        return ("none", "weights", "max") if self.rates.has_gpu else ("weights", "max")
+
+    def _residents(self, device_groups: int) -> list[int]:
+        if not self.rates.has_gpu:
+            return [0]
+        blocks = self.search.home_blocks(device_groups)
+        return sorted({blocks * step // RESIDENT_STEPS for step in range(RESIDENT_STEPS + 1)})
+
+
+def _preference(one: TimedLayout) -> tuple[float, int, int]:
+    return one.cost.step_s, OFFLOADS.index(one.layout.offload), one.size_bytes

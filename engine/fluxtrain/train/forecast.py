@@ -1,0 +1,128 @@
+"""How long a planned run takes, and the fast, balanced and fit plans beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from fluxtrain.plan.cost import Cost, Rates, cost, rates_from
+from fluxtrain.plan.facts import ModelFacts, Room, Wishes
+from fluxtrain.plan.footprint import Layout, passing_bytes
+from fluxtrain.plan.placement import RunPlacement
+from fluxtrain.plan.ranked import Dial, RankedPlan
+from fluxtrain.plan.search import Search
+from fluxtrain.units import GIB, bytes_text, count_text, duration_text
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forecast:
+    """What is asked: a placement of a model in a room."""
+
+    facts: ModelFacts
+    room: Room
+    wishes: Wishes
+    placement: RunPlacement
+    passes: int  # batches a step
+    exact: bool  # updates wait for the norm of all gradients
+    keep_checkpoints: int
+
+    def told(self, per_s: Mapping[str, float | None], steps: int) -> dict[str, Any]:
+        """Time and ranked plans as plain values; None and the reason where rates are missing."""
+        disk = {"disk_bytes": self._disk_bytes()}
+        rates = rates_from(per_s, has_gpu=self.room.has_gpu)
+        if isinstance(rates, str):
+            return {**disk, "predicted": None, "predicted_because": rates, "plans": []}
+        found = cost(self.facts, self._layout(), rates, exact=self.exact, passes=self.passes)
+        return {
+            **disk,
+            "predicted": {**_time(found, steps), "parts_s": _parts(found)},
+            "predicted_because": "computed from this machine's measured rates",
+            "plans": [self._ranked(plan, steps) for plan in self._dial(rates).plans()],
+        }
+
+    def _layout(self) -> Layout:
+        placed = self.placement
+        return Layout(
+            offload=placed.offload,
+            device_groups=placed.device_groups,
+            resident_blocks=placed.resident_blocks,
+            batch_rows=placed.batch_rows,
+            chunk_rows=placed.chunk_rows or placed.batch_rows,
+            accumulates=self.wishes.accumulates,
+        )
+
+    def _dial(self, rates: Rates) -> Dial:
+        wishes = replace(self.wishes, batch_rows=self.placement.batch_rows)
+        search = Search(self.facts, self.room, wishes)
+        return Dial(search, rates, exact=self.exact, passes=self.passes)
+
+    def _ranked(self, plan: RankedPlan, steps: int) -> dict[str, Any]:
+        layout, need = plan.chosen.layout, plan.chosen.need
+        passing = passing_bytes(self.facts, layout) if self.room.has_gpu else 0
+        settings: dict[str, Any] = {
+            "train.batch_rows": layout.batch_rows,
+            "placement.chunk_rows": layout.chunk_rows,
+        }
+        if self.room.has_gpu:
+            settings["placement.budget_gib"] = round(plan.budget_bytes / GIB + 0.005, 2)
+        return {
+            "name": plan.name,
+            "share": plan.share,
+            **{key: value for key, value in asdict(layout).items() if key != "accumulates"},
+            "device_bytes": need.device_bytes,
+            "host_bytes": need.host_bytes + self.placement.process_bytes + passing,
+            **_time(plan.chosen.cost, steps),
+            "settings": settings,
+        }
+
+    def _disk_bytes(self) -> int:
+        """Kept checkpoints, one that is being written, and the model at the end."""
+        weights = sum(group.weight_bytes for group in self.facts.groups)
+        states = sum(group.state_bytes for group in self.facts.groups)
+        return (self.keep_checkpoints + 1) * (weights + states) + weights
+
+
+def plan_lines(told: Mapping[str, Any]) -> list[str]:
+    """Time and ranked plans for people."""
+    disk = f"disk for checkpoints and the model {bytes_text(told['disk_bytes'])}"
+    if told["predicted"] is None:
+        return [f"{disk}; time is not predicted: {told['predicted_because']}"]
+    lines = [f"{disk}; {_time_text(told['predicted'])}"]
+    if not told["plans"]:
+        return lines
+    lines += ["", f"plans by their memory, each with {told['plans'][0]['batch_rows']} rows a step"]
+    for plan in told["plans"]:
+        where = f"{plan['offload']}, {plan['device_groups']}+{plan['resident_blocks']} on device"
+        lines.append(
+            f"  {plan['name']:<9} device {bytes_text(plan['device_bytes']):>9}  "
+            f"host {bytes_text(plan['host_bytes']):>9}  {_time_text(plan)}; "
+            f"{where}, chunk {plan['chunk_rows']}"
+        )
+    return lines
+
+
+def _time(found: Cost, steps: int) -> dict[str, Any]:
+    return {
+        "seconds_per_step": found.step_s,
+        "tokens_per_s": found.tokens_per_s,
+        "eta_s": found.step_s * steps,
+        "binds": found.binds,
+    }
+
+
+def _time_text(told: Mapping[str, Any]) -> str:
+    return (
+        f"{duration_text(told['seconds_per_step'])} a step, "
+        f"{count_text(round(told['tokens_per_s']))} tokens/s, {duration_text(told['eta_s'])} in "
+        f"all, bound by {told['binds']}"
+    )
+
+
+def _parts(found: Cost) -> dict[str, float]:
+    """Seconds of what runs in a step, overlapping or not."""
+    return {
+        name.removesuffix("_s"): seconds
+        for name, seconds in asdict(found).items()
+        if name.endswith("_s") and name != "step_s"
+    }

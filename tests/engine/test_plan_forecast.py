@@ -1,0 +1,103 @@
+"""`fluxtrain plan` tells time and three plans, also for a machine that is not here."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import LlamaConfig
+
+from fluxtrain.errors import BadInput, DoesNotFit
+from fluxtrain.plan.machine_file import PlannedMachine, read_machine_file
+from fluxtrain.train.config import RunConfig, demo_config
+from fluxtrain.train.preview import preview, table
+from fluxtrain.units import GIB
+
+RATES = {"gpu_matmul": 1.6e14, "adamw": 1.5e9, "h2d_pinned": 2.5e10, "d2h_pinned": 2.5e10}
+
+
+def machine(folder: Path, device_gib: float, host_gib: float, rates: Any = None) -> PlannedMachine:
+    path = folder / "machine.json"
+    gpus = [{"name": "card", "memory_total_bytes": device_gib * GIB}] if device_gib else []
+    told = {"machine": {"memory_total_bytes": host_gib * GIB, "gpus": gpus},
+            "rates": RATES if rates is None else rates}  # fmt: skip
+    path.write_text(json.dumps(told))
+    return read_machine_file(path)
+
+
+@pytest.fixture
+def large(tmp_path: Path) -> RunConfig:
+    """Eight billion parameters of which there is nothing but the configuration."""
+    folder = tmp_path / "eight-billion"
+    LlamaConfig(
+        vocab_size=128_256, hidden_size=4096, intermediate_size=14_336, num_hidden_layers=32,
+        num_attention_heads=32, num_key_value_heads=8, dtype="bfloat16",
+    ).save_pretrained(folder)  # fmt: skip
+    settings = ("data.sequence_length=1024", "train.batch_rows=8", f"model.path={folder}")
+    return demo_config(list(settings))
+
+
+def test_a_model_without_weights_is_planned_for_a_machine_that_is_not_here(
+    large: RunConfig, tmp_path: Path
+) -> None:
+    plan = preview(large, machine(tmp_path, 24, 160))
+    assert plan["model"]["parameters"] == pytest.approx(8.03e9, rel=0.01)
+    assert plan["device"] == "cuda"
+    assert plan["device_bytes"] <= 24 * GIB * 0.9
+    assert plan["need"]["host_bytes"] <= 160 * GIB * 0.9 == plan["host_limit_bytes"] * 0.9
+    # the states of what is at home pass through the optimizer, once a step
+    parts, home = plan["predicted"]["parts_s"], plan["need"]["arena_bytes"] / 14
+    assert parts["host_update"] == pytest.approx(home / RATES["adamw"], rel=0.01)
+    assert plan["predicted"]["seconds_per_step"] >= parts["host_update"]
+    assert [one["name"] for one in plan["plans"]] == ["fast", "balanced", "fit"]
+    text = table(plan)
+    assert "bound by" in text
+    assert "balanced" in text
+
+
+def test_a_host_that_is_too_small_is_refused_with_the_numbers(
+    large: RunConfig, tmp_path: Path
+) -> None:
+    with pytest.raises(DoesNotFit, match="of host memory and 57.6 GiB may be used"):
+        preview(large, machine(tmp_path, 24, 64))
+
+
+def test_a_machine_without_rates_has_a_plan_but_no_time(large: RunConfig, tmp_path: Path) -> None:
+    plan = preview(large, machine(tmp_path, 24, 160, rates={"adamw": 1e9}))
+    assert plan["predicted"] is None
+    assert plan["plans"] == []
+    assert "gpu_matmul" in plan["predicted_because"]
+    assert "time is not predicted: not measured on this machine" in table(plan)
+
+
+def test_a_gpu_is_not_invented(tmp_path: Path) -> None:
+    rates = {"cpu_matmul": 1e11, "adamw": 1e9, "host_copy": 1e10}
+    plan = preview(demo_config(), machine(tmp_path, 0, 8, rates))
+    assert plan["device"] == "cpu"
+    assert plan["predicted"]["seconds_per_step"] > 0
+    with pytest.raises(BadInput, match="has no GPU"):
+        preview(demo_config(["placement.device=cuda"]), machine(tmp_path, 0, 8, rates))
+
+
+def test_each_plan_names_settings_that_exist_and_keep_within_it(
+    large: RunConfig, tmp_path: Path
+) -> None:
+    elsewhere = machine(tmp_path, 24, 160)
+    for one in preview(large, elsewhere)["plans"]:
+        sets = [f"{key}={value}" for key, value in one["settings"].items()]
+        asked = demo_config([*sets, "data.sequence_length=1024", f"model.path={large.model.path}"])
+        again = preview(asked, elsewhere)
+        budget = one["settings"]["placement.budget_gib"] * GIB
+        assert again["device_bytes"] <= budget
+        assert again["batch_rows"] == one["batch_rows"]
+
+
+def test_an_unclipped_run_is_predicted_to_overlap_more(large: RunConfig, tmp_path: Path) -> None:
+    elsewhere = machine(tmp_path, 24, 160)
+    settings = large.model_dump()
+    settings["train"]["max_grad_norm"] = None
+    eager = preview(RunConfig.model_validate(settings), elsewhere)["predicted"]
+    exact = preview(large, elsewhere)["predicted"]
+    assert eager["seconds_per_step"] < exact["seconds_per_step"]
