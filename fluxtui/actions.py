@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from textual.binding import Binding
@@ -88,6 +89,9 @@ ACTIONS: tuple[Action, ...] = (
     Action("theme", "t", "theme", "The next colour theme", "View", "next_theme", rank=30),
     Action("export", "x", "export", "Save this screen as an SVG picture", "View", "export",
            rank=15),
+    Action("table", "X", "csv", "Save the numbers behind this screen as CSV", "View", "table"),
+    Action("copy", "Y", "copy", "Copy: the log's newest line, else how to attach this run", "View",
+           "copy"),
     Action("palette", "ctrl+p,colon", "cmds", "Find and run any of these by name", "App",
            "command_palette", rank=50),
     Action("help", "question_mark", "help", "Keys and what they do", "App", "help", rank=95),
@@ -103,9 +107,20 @@ def bindings() -> list[Binding]:
     ]
 
 
-def footer_actions(screen: str) -> list[Action]:
+def rebound(keys: Mapping[str, str]) -> tuple[Action, ...]:
+    """The registry with a user's own keys in it."""
+    return tuple(replace(action, keys=keys.get(action.id, action.keys)) for action in ACTIONS)
+
+
+def key_names(keys: Iterable[str]) -> list[str]:
+    """Keys as Textual names them: `?` is `question_mark`."""
+    names = {text: name for name, text in KEY_TEXTS.items() if len(text) == 1}
+    return [names.get(key, key) for key in keys]
+
+
+def footer_actions(screen: str, actions: Sequence[Action] = ACTIONS) -> list[Action]:
     """What the footer offers on a screen, in the order of the table."""
-    return [action for action in ACTIONS if action.rank and action.works_on(screen)]
+    return [action for action in actions if action.rank and action.works_on(screen)]
 
 
 def find(action_id: str) -> Action:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import shlex
 import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -18,7 +20,8 @@ from fluxtrain.errors import FluxTrainError
 from fluxtrain.telemetry.control import send_command
 from fluxtrain.telemetry.launch import TrainerProcess
 from fluxtrain.telemetry.rundir import RunDir, runs_root
-from fluxtui.actions import ACTIONS, bindings
+from fluxtui.actions import ACTIONS, Action, bindings, rebound
+from fluxtui.commands import palette_commands
 from fluxtui.screens.charts import Dashboard, LossScreen, MemoryScreen, TransferScreen
 from fluxtui.screens.dialogs import HelpScreen, StopDialog
 from fluxtui.screens.log import LogScreen
@@ -26,11 +29,13 @@ from fluxtui.screens.panel_screen import PanelScreen
 from fluxtui.screens.plan import PlanScreen
 from fluxtui.screens.run_screen import RunScreen
 from fluxtui.screens.runs import RunsScreen
+from fluxtui.settings import Settings, load_settings, save_settings
 from fluxtui.sources.following import News, follow
 from fluxtui.sources.journal import JournalSource
 from fluxtui.sources.machine import MachineSampler
 from fluxtui.sources.source import RunSource
-from fluxtui.state.view import View
+from fluxtui.state.view import ChartSettings, View
+from fluxtui.tables import csv_of
 from fluxtui.themes import DEFAULT_THEME, PLAIN, Palette, ThemeFile, load_themes
 
 StartScreen = Literal["dashboard", "memory", "transfer", "loss", "log", "plan", "runs", "wizard"]
@@ -59,6 +64,7 @@ class FluxApp(App[None]):
         read_only: refuse everything that would change the run.
         low_bandwidth: draw once a second.
         theme_name: a theme of `themes/`; an unknown name falls back to the default and says so.
+        settings_file: where the user's choices are kept; None keeps none.
         wall_clock: Unix time (tests give their own).
         sample_machine: show this machine's own load.
         make_wizard: builds the wizard's screen; by default the real one.
@@ -93,21 +99,29 @@ class FluxApp(App[None]):
         start_screen: StartScreen = "dashboard",
         read_only: bool = False,
         low_bandwidth: bool = False,
-        theme_name: str = DEFAULT_THEME,
+        theme_name: str | None = None,
+        settings_file: Path | None = None,
         runs_folder: Path | None = None,
         wall_clock: Callable[[], float] = time.time,
         sample_machine: bool = True,
         make_wizard: Callable[[], Screen[Any]] | None = None,
     ) -> None:
         super().__init__()
-        self.view = View(read_only=read_only)
+        self._settings_file = settings_file
+        self.settings, self._skipped = (
+            load_settings(settings_file) if settings_file else (Settings(), [])
+        )
+        self.actions: tuple[Action, ...] = rebound(self.settings.keys)
+        chart = ChartSettings(smooth=self.settings.smooth, log_scale=self.settings.log_scale)
+        self.view = View(read_only=read_only, chart=chart)
         self.palette: Palette = PLAIN
         self.runs_folder = runs_folder or runs_root()
         self.trainer: TrainerProcess | None = None
         self._source = source
         self._start_screen = start_screen
-        self._theme_name = theme_name
-        self._period_s = 1.0 / (LOW_BANDWIDTH_HZ if low_bandwidth else REFRESH_HZ)
+        self._theme_name = theme_name or self.settings.theme
+        slow = low_bandwidth or self.settings.low_bandwidth
+        self._period_s = 1.0 / (LOW_BANDWIDTH_HZ if slow else REFRESH_HZ)
         self._wall_clock = wall_clock
         self._sampler = MachineSampler() if sample_machine else None
         self._make_wizard = make_wizard
@@ -118,6 +132,9 @@ class FluxApp(App[None]):
 
     def on_mount(self) -> None:
         self._load_themes()
+        self.set_keymap(dict(self.settings.keys))
+        for problem in self._skipped:
+            self.notify(problem, title="Setting left out", severity="warning")
         for name, screen in SCREENS.items():
             self.install_screen(screen(), name)
         first = "dashboard" if self._start_screen == "wizard" else self._start_screen
@@ -296,7 +313,16 @@ class FluxApp(App[None]):
 
     def _change_chart(self, **changes: Any) -> None:
         self.view = replace(self.view, chart=replace(self.view.chart, **changes))
+        chart = self.view.chart
+        self._keep(smooth=chart.smooth, log_scale=chart.log_scale)
         self.redraw()
+
+    def _keep(self, **changes: Any) -> None:
+        """Remember a choice for the next start."""
+        changed = replace(self.settings, **changes)
+        if changed != self.settings and self._settings_file is not None:
+            save_settings(changed, self._settings_file)
+        self.settings = changed
 
     def action_maximise(self) -> None:
         """The focused panel in full, or back."""
@@ -318,12 +344,37 @@ class FluxApp(App[None]):
         names = sorted(self._themes)
         if names:
             at = names.index(self.theme) if self.theme in names else -1
-            self._set_theme(names[(at + 1) % len(names)])
+            self._choose_theme(names[(at + 1) % len(names)])
             self.notify(self._themes[self.theme].title, title="Theme", timeout=2)
+
+    def _choose_theme(self, name: str) -> None:
+        self._set_theme(name)
+        self._keep(theme=name)
 
     def action_help(self) -> None:
         """Keys and panels."""
         self.push_screen(HelpScreen())
+
+    def action_copy(self) -> None:
+        """To the terminal's clipboard (OSC 52: it works over SSH too)."""
+        text = self.screen.newest if isinstance(self.screen, LogScreen) else ""
+        if not text and self.run_dir is not None:
+            text = f"fluxtrain-tui --attach {shlex.quote(str(self.run_dir))}"
+        if text:
+            self.copy_to_clipboard(text)
+            self.notify(text, title="Copied", markup=False)
+
+    def action_table(self) -> None:
+        """Save the numbers behind the screen as CSV where the app was started."""
+        name = self.screen.NAME if isinstance(self.screen, RunScreen) else ""
+        run_id = self.view.state.hello.run_id if self.view.state.hello else "run"
+        path = Path(f"{Path(run_id).name}-{name}.csv")
+        try:
+            path.write_text(csv_of(name, self.view.state), "utf-8")
+        except OSError as error:
+            self.notify(str(error), title="Not saved", severity="error")
+        else:
+            self.notify(str(path), title="Saved")
 
     def action_export(self) -> None:
         """Save the screen as SVG where the app was started."""
@@ -337,27 +388,8 @@ class FluxApp(App[None]):
     def get_system_commands(self, screen: Screen[Any]) -> Iterable[SystemCommand]:
         """The palette: the registry, and each theme by its title."""
         name = screen.NAME if isinstance(screen, RunScreen) else ""
-        for action in ACTIONS:
-            if action.works_on(name) and action.id != "palette":
-                yield SystemCommand(
-                    action.about, f"{action.group}, key {action.key_text}", _runner(self, action.do)
-                )
-        for theme in self._themes.values():
-            chosen = theme.theme.name
-            yield SystemCommand(
-                f"Theme: {theme.title}", "Use these colours", _theme_setter(self, chosen)
-            )
+        run = partial(self.call_later, self.run_action)
+        return palette_commands(self.actions, name, self._themes, run, self._choose_theme)
 
 
 _OWN_ACTIONS = frozenset(action.do.split("(")[0] for action in ACTIONS)
-
-
-def _runner(app: FluxApp, do: str) -> Callable[[], None]:
-    def run() -> None:
-        app.call_later(app.run_action, do)
-
-    return run
-
-
-def _theme_setter(app: FluxApp, name: str) -> Callable[[], None]:
-    return lambda: app._set_theme(name)

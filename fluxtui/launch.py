@@ -194,8 +194,8 @@ def _app(
 ) -> FluxApp:
     """The app on a run, with the trainer's own pipe if we started it; on the wizard without one."""
     from fluxtui.app import FluxApp
+    from fluxtui.settings import settings_path
     from fluxtui.sources.journal import JournalSource
-    from fluxtui.themes import DEFAULT_THEME
     from fluxtui.wizard.screen import WizardScreen
 
     source = JournalSource(run_dir, trainer.reader if trainer else None) if run_dir else None
@@ -204,7 +204,8 @@ def _app(
         start_screen="dashboard" if source else "wizard",
         read_only=options.read_only,
         low_bandwidth=options.low_bandwidth,
-        theme_name=options.theme or DEFAULT_THEME,
+        theme_name=options.theme,
+        settings_file=settings_path(),
         make_wizard=lambda: WizardScreen(answers),
     )
     app.trainer = trainer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
 from textual.app import ComposeResult
@@ -10,7 +11,7 @@ from textual.containers import Vertical
 from textual.screen import ModalScreen
 from textual.widgets import Static
 
-from fluxtui.actions import ACTIONS, GROUPS
+from fluxtui.actions import ACTIONS, GROUPS, Action
 from fluxtui.panels import PANELS
 from fluxtui.widgets.scrolling import ScrollingLines
 from fluxtui.widgets.spans import BLANK, Line
@@ -62,7 +63,7 @@ class HelpScreen(ModalScreen[None]):
             yield ScrollingLines(id="help")
 
     def on_mount(self) -> None:
-        self.query_one("#help").styles.height = len(help_lines())
+        self.query_one("#help").styles.height = len(help_lines(self._actions))
         self.call_after_refresh(self.draw)
 
     def on_resize(self) -> None:
@@ -71,17 +72,22 @@ class HelpScreen(ModalScreen[None]):
     def draw(self) -> None:
         """Draw what fits; the rest scrolls."""
         palette = cast("FluxApp", self.app).palette.over("surface")
-        self.query_one("#help", ScrollingLines).show_all(help_lines(), palette)
+        lines = help_lines(self._actions)
+        self.query_one("#help", ScrollingLines).show_all(lines, palette)
+
+    @property
+    def _actions(self) -> Sequence[Action]:
+        return cast("FluxApp", self.app).actions
 
 
-def help_lines() -> list[Line]:
+def help_lines(actions: Sequence[Action] = ACTIONS) -> list[Line]:
     """All keys by group, then the panels and the letters."""
     lines: list[Line] = []
     for group in GROUPS:
         lines.append(((group, "accent"),))
         lines += [
             ((f"  {action.all_keys_text:<8}", "key"), (action.about, "text"))
-            for action in ACTIONS
+            for action in actions
             if action.group == group
         ]
         lines.append(BLANK)

@@ -27,6 +27,7 @@ class LogScreen(RunScreen):
     def __init__(self) -> None:
         super().__init__()
         self.wanted = ""
+        self.newest = ""  # the last line that the filter lets through
         self.following = True
 
     def compose_body(self) -> ComposeResult:
@@ -43,6 +44,7 @@ class LogScreen(RunScreen):
             for entry in view.state.log
             if all(word in f"{entry.level} {entry.kind} {entry.text}".lower() for word in words)
         ]
+        self.newest = entries[-1].text if entries else ""
         lines = [(("  ", "text"), *row(entry, width - 4, dates=width >= 100)) for entry in entries]
         body.show_all(lines, palette, at_end=self.following)
         self.query_one("#summary", Lines).show(

@@ -67,7 +67,8 @@ class RunScreen(Screen[None]):
         if tiny:
             return
         paused = view.status.kind == "paused"
-        self.query_one("#keys", Lines).show([footer_line(self.NAME, width, paused)], palette)
+        keys = footer_line(self.NAME, width, paused, self.flux.actions)
+        self.query_one("#keys", Lines).show([keys], palette)
         self.draw_body(view, palette)
 
     def draw_body(self, view: View, palette: Palette) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from fluxtrain.units import count_text
-from fluxtui.actions import Action, footer_actions
+from fluxtui.actions import ACTIONS, Action, footer_actions
 from fluxtui.panels.panel import number_text, whole_text
 from fluxtui.panels.progress import eta
 from fluxtui.state.status import Status
@@ -97,9 +99,11 @@ def notice_lines(view: View, width: int) -> list[Line]:
     return [((f" {mark if i == 0 else ' '} ", role), (part, role)) for i, part in enumerate(parts)]
 
 
-def footer_line(screen: str, width: int, paused: bool = False) -> Line:
+def footer_line(
+    screen: str, width: int, paused: bool = False, registry: Sequence[Action] = ACTIONS
+) -> Line:
     """The keys of this screen; the least important are left out when room is short."""
-    actions = footer_actions(screen)
+    actions = footer_actions(screen, registry)
     shown = list(actions)
     while shown and width_of(_keys(shown, screen, paused)) > width:
         shown.remove(min(shown, key=lambda action: action.rank))

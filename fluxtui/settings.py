@@ -1,0 +1,132 @@
+"""What the app keeps between two starts, and the keys that a user has changed.
+
+`$XDG_CONFIG_HOME/fluxtrain/app.toml`:
+
+    theme = "flux-light"
+    smooth = true
+    log_scale = false
+    low_bandwidth = false
+
+    [keys]
+    stop = "ctrl+q"
+    next_theme = "T"
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fluxtui.actions import ACTIONS, key_names
+from fluxtui.themes import DEFAULT_THEME
+
+_KEY = re.compile(r"((ctrl|shift|alt)\+)*([a-z0-9_]+|\S)")
+_TABLE = re.compile(r"^\s*\[")
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The user's choices."""
+
+    theme: str = DEFAULT_THEME
+    smooth: bool = True
+    log_scale: bool = False
+    low_bandwidth: bool = False
+    keys: Mapping[str, str] = field(default_factory=dict)  # action id -> keys, with commas between
+
+
+def settings_path(environment: Mapping[str, str] = os.environ) -> Path:
+    """Where the settings lie: `$XDG_CONFIG_HOME/fluxtrain/app.toml`."""
+    home = Path(environment.get("HOME") or "~").expanduser()
+    folder = environment.get("XDG_CONFIG_HOME") or str(home / ".config")
+    return Path(folder) / "fluxtrain" / "app.toml"
+
+
+def load_settings(path: Path) -> tuple[Settings, list[str]]:
+    """The settings in `path`, and one line for each entry that was skipped."""
+    try:
+        table = tomllib.loads(path.read_text("utf-8"))
+    except FileNotFoundError:
+        return Settings(), []
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        return Settings(), [f"{path} cannot be read: {error}"]
+    problems: list[str] = []
+    defaults = {name: value for name, value in asdict(Settings()).items() if name != "keys"}
+    chosen: dict[str, Any] = {}
+    for name, value in table.items():
+        if name == "keys":
+            continue
+        if name not in defaults:
+            problems.append(f"{name}: there is no such setting ({', '.join(defaults)})")
+        elif type(value) is not type(defaults[name]):
+            problems.append(f"{name} = {value!r}: something like {defaults[name]!r} is needed")
+        else:
+            chosen[name] = value
+    keys = table.get("keys", {})
+    if not isinstance(keys, dict):
+        problems.append("keys: a table [keys] is needed")
+        keys = {}
+    return Settings(**chosen, keys=_usable_keys(keys, problems)), problems
+
+
+def _usable_keys(wanted: Mapping[str, object], problems: list[str]) -> dict[str, str]:
+    """The entries that name an action and keys that no other action has."""
+    taken = {action.id: set(action.keys.split(",")) for action in ACTIONS}
+    usable: dict[str, str] = {}
+    for name, keys in wanted.items():
+        if name not in taken:
+            problems.append(f"keys.{name}: there is no such action")
+            continue
+        parts = [part.strip() for part in keys.split(",")] if isinstance(keys, str) else []
+        if not parts or not all(_KEY.fullmatch(part) for part in parts):
+            problems.append(f"keys.{name} = {keys!r}: keys look like 'x', 'X', 'f5' or 'ctrl+q'")
+            continue
+        named = set(key_names(parts))
+        other = next((i for i, held in taken.items() if i != name and held & named), None)
+        if other is not None:
+            problems.append(f"keys.{name} = {keys!r}: {other} has this key; give it another first")
+            continue
+        taken[name] = named
+        usable[name] = ",".join(key_names(parts))
+    return usable
+
+
+def save_settings(settings: Settings, path: Path) -> bool:
+    """Write all but the keys, in place: comments and `[keys]` stay. False if that cannot be.
+
+    A file that cannot be understood is left alone.
+    """
+    try:
+        lines = path.read_text("utf-8").splitlines() if path.exists() else []
+        tomllib.loads("\n".join(lines))
+        values = {name: value for name, value in asdict(settings).items() if name != "keys"}
+        text = "\n".join(_with_values(lines, values)) + "\n"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_suffix(f".{os.getpid()}.tmp")
+        temporary.write_text(text, "utf-8")
+        temporary.replace(path)
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError):
+        return False
+    return True
+
+
+def _with_values(lines: list[str], values: Mapping[str, object]) -> list[str]:
+    """The lines of a file with these top-level values replaced, or added before the first table."""
+    end = next((i for i, text in enumerate(lines) if _TABLE.match(text)), len(lines))
+    top, rest = lines[:end], lines[end:]
+    for name, value in values.items():
+        new = f"{name} = {json.dumps(value)}"
+        at = next((i for i, text in enumerate(top) if re.match(rf"\s*{name}\s*=", text)), None)
+        if at is not None:
+            top[at] = new
+        else:
+            top.insert(len(top) - (1 if top and not top[-1].strip() else 0), new)
+    if rest and top and top[-1].strip():
+        top.append("")
+    return [*top, *rest]
