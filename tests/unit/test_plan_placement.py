@@ -229,6 +229,14 @@ def test_what_does_not_fit_says_the_need_the_room_and_the_cure(
     assert error_names_both_numbers(message)
 
 
+def test_a_host_that_is_too_small_is_told_what_the_device_leaves_to_it() -> None:
+    """Never numbers of a layout that the device could not hold either."""
+    with pytest.raises(DoesNotFit) as refused:
+        place(qwen(), gpu(12, host_gib=8), Wishes(batch_rows=8))
+    assert "of host memory and 7.20 GiB may be used" in str(refused.value)
+    assert "of device memory" not in str(refused.value)
+
+
 def test_a_length_that_would_fit_is_named() -> None:
     long = qwen(sequence_length=1 << 17)
     with pytest.raises(DoesNotFit, match=r"data\.sequence_length=\d+ fits"):

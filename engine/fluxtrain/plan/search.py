@@ -75,7 +75,8 @@ class Search:
         return None
 
     def nearest(self) -> Layout:
-        """Of the layouts with the fewest rows, the one that comes nearest to fitting."""
+        """Of the layouts with the fewest rows, the one that comes nearest to fitting: among those
+        that the device holds, or else the smallest there, so that the numbers can be acted on."""
         fewest = list(self.starts())[-1]
         layouts = [
             layout
@@ -83,7 +84,11 @@ class Search:
             for offload in offloads
             for layout in self._least(replace(fewest, offload=offload))
         ]
-        return min(layouts, key=self._pressure)
+        limit = self.limits.device_bytes
+        held = [one for one in layouts if limit is None or self.need(one).device_bytes <= limit]
+        if not held:
+            return min(layouts, key=lambda one: self.need(one).device_bytes)
+        return min(held, key=self._pressure)
 
     def fills(self, layout: Layout) -> bool:
         """May the rule fill the device with residents? An explicit `max` asks for the least of it;

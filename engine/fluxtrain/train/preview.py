@@ -66,6 +66,8 @@ def preview(
         data_rows=max(1, rows // config.train.accumulation),
         room=room,
     )
+    where = room or room_of(machine, device.value)
+    forecast = _forecast(config, facts, placement, where)
     step_rows = placement.batch_rows * config.train.accumulation
     course = choose_course(
         config.train,
@@ -73,7 +75,6 @@ def preview(
         fresh_weights=config.model.path == DEMO,
     )
     choices: tuple[ChoiceMade, ...] = (device, *placement.choices, *course.choices)
-    forecast = _forecast(config, facts, placement, room or room_of(machine, device.value))
     told = forecast.told(per_s, course.total_steps)
     return {
         "model": {
@@ -83,26 +84,33 @@ def preview(
             "dtype": dtype,
         },
         "device": device.value,
+        **_placed(config, placement),
+        "estimated_rows": rows,
+        "steps": course.total_steps,
+        "host_limit_bytes": where.host_available_bytes,
+        "machine": elsewhere.line if elsewhere else machine.line(),
+        **told,
+        "choices": [msgspec.to_builtins(choice) for choice in choices],
+        "settings": [_setting(setting) for setting in settings(config)],
+        "config": config.model_dump(mode="json"),
+    }
+
+
+def _placed(config: RunConfig, placement: RunPlacement) -> dict[str, Any]:
+    """Where the bytes go, and what that takes."""
+    return {
         "offload": placement.offload,
         "device_groups": placement.device_groups,
         "resident_blocks": placement.resident_blocks,
         "batch_rows": placement.batch_rows,
         "chunk_rows": placement.chunk_rows,
         "accumulation": config.train.accumulation,
-        "sequence_length": length,
-        "estimated_rows": rows,
-        "steps": course.total_steps,
+        "sequence_length": config.data.sequence_length,
         "device_bytes": placement.device_bytes,
         "need": asdict(placement.need),
         "device_budget_bytes": placement.budget_bytes,
         "host_bytes": placement.host_bytes,
-        "host_limit_bytes": forecast.room.host_available_bytes,
         "process_bytes": placement.process_bytes,
-        "machine": elsewhere.line if elsewhere else machine.line(),
-        **told,
-        "choices": [msgspec.to_builtins(choice) for choice in choices],
-        "settings": [_setting(setting) for setting in settings(config)],
-        "config": config.model_dump(mode="json"),
     }
 
 
