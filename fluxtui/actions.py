@@ -46,7 +46,7 @@ class Action:
 
 KEY_TEXTS = {
     "question_mark": "?", "slash": "/", "left_square_bracket": "[", "right_square_bracket": "]",
-    "colon": ":", "ctrl+p": "^p", "enter": "enter",
+    "colon": ":", "comma": ",", "full_stop": ".", "ctrl+p": "^p", "enter": "enter",
 }  # fmt: skip
 CHARTS = ("dashboard", "loss")
 PANEL_SCREENS = ("dashboard", "memory", "transfer", "loss")
@@ -80,6 +80,10 @@ ACTIONS: tuple[Action, ...] = (
            "zoom(0.5)", CHARTS, rank=33),
     Action("zoom_out", "left_square_bracket", "wider", "Show more steps", "Chart", "zoom(2.0)",
            CHARTS),
+    Action("older", "comma", "older", "Older steps among the last 256", "Chart", "look(-10)",
+           ("transfer",), rank=36),
+    Action("newer", "full_stop", "newer", "Newer steps; at the end the list follows the run",
+           "Chart", "look(10)", ("transfer",), rank=36),
     Action("maximise", "f", "full", "Give the focused panel the whole screen, or back", "View",
            "maximise", PANEL_SCREENS, rank=40),
     Action("filter", "slash", "filter", "Only lines that contain a text", "View", "filter",

@@ -175,7 +175,8 @@ class FluxApp(App[None]):
         """Follow another run from its beginning."""
         self._stop_following.set()
         self._source = source
-        self.view = replace(View(read_only=self.view.read_only), chart=self.view.chart)
+        chart = replace(self.view.chart, last_step=None)
+        self.view = View(read_only=self.view.read_only, chart=chart)
         self._follow(source)
         self.action_show("dashboard")
 
@@ -310,6 +311,10 @@ class FluxApp(App[None]):
     def action_zoom(self, factor: float) -> None:
         """A smaller or larger share of the steps, between all and 1/64."""
         self._change_chart(zoom=max(1 / 64, min(1.0, self.view.chart.zoom * factor)))
+
+    def action_look(self, steps: int) -> None:
+        """Older or newer ones of the last steps."""
+        self._change_chart(last_step=self.view.looked_at(steps))
 
     def _change_chart(self, **changes: Any) -> None:
         self.view = replace(self.view, chart=replace(self.view.chart, **changes))

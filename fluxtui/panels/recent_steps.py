@@ -15,7 +15,9 @@ TEXT_CELLS = 25
 
 
 def heading(view: View, width: int) -> Line:
-    """Which colour is which phase."""
+    """Which colour is which phase; where one looks when that is not the newest."""
+    if view.chart.last_step is not None:
+        return dropped_to_fit([((f"up to step {view.chart.last_step}", "warn"),)], width)
     legend: Line = tuple(
         span
         for name, role in PHASE_ROLES.items()
@@ -27,6 +29,8 @@ def heading(view: View, width: int) -> Line:
 def body(view: View, width: int, height: int) -> list[Line]:
     """Bars share one scale: the slowest step on screen fills the width."""
     steps = view.state.steps.last(height)
+    if view.chart.last_step is not None:
+        steps = [step for step in view.state.steps if step.step <= view.chart.last_step][-height:]
     if not steps:
         return [((" no step so far", "dim"),)]
     slowest_s = max(step.step_s for step in steps)

@@ -23,6 +23,7 @@ class ChartSettings:
     smooth: bool = True
     log_scale: bool = False
     zoom: float = 1.0  # the share of the steps that is drawn, the newest
+    last_step: int | None = None  # the newest of the steps that are looked through; None follows
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +64,16 @@ class View:
         if self.link.process == "dead" and limit_s(event) is not None:
             return None
         return fresh(event, self.now_s)
+
+    def looked_at(self, by: int) -> int | None:
+        """The last step to look at, `by` steps on from now; None when that is the newest."""
+        steps = list(self.state.steps)
+        if not steps:
+            return None
+        oldest, newest = steps[0].step, steps[-1].step
+        at = self.chart.last_step if self.chart.last_step is not None else newest
+        wanted = max(min(newest, oldest - by - 1), at + by) if by < 0 else at + by
+        return None if wanted >= newest else wanted
 
     def age_s(self, event: Event | None) -> float | None:
         return age_s(event, self.now_s)
