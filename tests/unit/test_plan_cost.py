@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -179,7 +180,8 @@ def test_a_faster_machine_is_never_predicted_slower(
         h2d_bytes_per_s=up * 1e9 if has_gpu else None,
         d2h_bytes_per_s=down * 1e9 if has_gpu else None,
     )
-    faster = replace(rates, **{name: 2 * (getattr(rates, name) or 1e9)})
+    doubled: dict[str, Any] = {name: 2 * (getattr(rates, name) or 1e9)}
+    faster = replace(rates, **doubled)
     if not has_gpu and name in ("h2d_bytes_per_s", "d2h_bytes_per_s"):
         return
     before, after = (cost(SMALL, layout, one, exact=exact).step_s for one in (rates, faster))
