@@ -28,6 +28,9 @@ class Copy:
         self._to, self._source, self._after = to, source, after
         self.arrived = False
 
+    def failed(self) -> bool:
+        return False
+
     def done(self) -> bool:
         return self.arrived
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import fluxtrain
 from fluxtrain.errors import BadInput
@@ -181,3 +182,25 @@ def test_hooks_on_blocks_and_on_what_is_inside_keep_working(tiny: Any, batch: An
     model.model.layers[2].register_full_backward_hook(lambda *_: seen.append("backward"))
     model(**batch()).loss.backward()
     assert seen == ["before wrap", "after wrap", "backward"]
+
+
+def test_once_the_order_is_known_no_copy_is_on_demand() -> None:
+    """Also where the backward pass turns around: the blocks still there are the next ones."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=6,
+        num_attention_heads=2, num_key_value_heads=2, tie_word_embeddings=True,
+    )  # fmt: skip
+    model = fluxtrain.wrap(LlamaForCausalLM(config), device="cpu", offload="weights", overlap=True)
+    engine = engine_of(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    ids = torch.arange(32).reshape(2, 16)
+    for _ in range(3):
+        engine.take_moves(1000)
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    moves, _ = engine.take_moves(1000)
+    weights = [move for move in moves if move.what == "weights"]
+    assert len(weights) >= 10
+    assert {move.cause for move in weights} == {"prefetch"}

@@ -29,6 +29,9 @@ class Ticket(Protocol):
     def done(self) -> bool:
         """True when the bytes have arrived."""
 
+    def failed(self) -> bool:
+        """True when the copy was never made, because the update it waited for failed."""
+
     def wait_host(self) -> None:
         """Block this thread until the bytes have arrived; raises what made the copy fail."""
 
@@ -87,10 +90,13 @@ class _CpuTicket:
 
     @property
     def duration_s(self) -> float | None:
-        return self._future.result() if self._future.done() else None
+        return self._future.result() if self._future.done() and not self.failed() else None
 
     def done(self) -> bool:
         return self._future.done()
+
+    def failed(self) -> bool:
+        return self._future.done() and self._future.exception() is not None
 
     def wait_host(self) -> None:
         self._future.result()
@@ -172,6 +178,9 @@ class _CudaTicket:
 
     def done(self) -> bool:
         return self._issued.is_set() and self._error is None and bool(self._end.query())
+
+    def failed(self) -> bool:
+        return self._issued.is_set() and self._error is not None
 
     def wait_host(self) -> None:
         self._wait_issued()

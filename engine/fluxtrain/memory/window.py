@@ -7,7 +7,7 @@ there when the backward pass starts.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 import torch
@@ -72,13 +72,19 @@ class Window:
     def holds(self, group: Group) -> Slot | None:
         """The slot that holds the group's current weights, arrived or on their way."""
         slot = self._where.get(group)
-        return slot if slot is not None and slot.version == group.version else None
+        if slot is None or slot.version != group.version:
+            return None
+        return None if slot.ticket is not None and slot.ticket.failed() else slot
 
-    def prefetch(self, group: Group) -> bool:
-        """Start to copy the group's weights in, if they are not there and a slot is free."""
+    def prefetch(self, group: Group, keep: Collection[Group] = ()) -> bool:
+        """Start to copy the group's weights in, if they are not there and a slot is free.
+
+        `keep` are groups that are needed sooner: when the backward pass turns around, the least
+        recently used of them is the next one.
+        """
         if group.home == "device" or self.holds(group) is not None:
             return True
-        slot = self._free_slot(group)
+        slot = self._free_slot(group, keep)
         if slot is None:
             return False
         self._fill(slot, group, "prefetch")
@@ -119,7 +125,9 @@ class Window:
             if slot.ticket is not None:
                 slot.ticket.wait_host()
 
-    def _free_slot(self, group: Group, *, steal: bool = False) -> Slot | None:
+    def _free_slot(
+        self, group: Group, keep: Collection[Group] = (), *, steal: bool = False
+    ) -> Slot | None:
         own = next((s for s in self.slots if s.owner is group), None)
         if own is not None:
             return own if own.users == 0 else None
@@ -130,12 +138,13 @@ class Window:
             and s.users == 0
             and s.wire.nbytes >= group.wire_bytes
             and (steal or not self._awaited(s))
+            and not any(s.group is g and self.holds(g) is s for g in keep)
         ]
         return min(shared, key=lambda s: (self._awaited(s), s.used_at), default=None)
 
     def _awaited(self, slot: Slot) -> bool:
         """A copy that was started and not used yet must not be overwritten by another prefetch."""
-        return slot.group is not None and slot.version == slot.group.version and slot.used_at < 0
+        return slot.used_at < 0 and slot.group is not None and self.holds(slot.group) is slot
 
     def _fill(self, slot: Slot, group: Group, cause: str) -> None:
         if slot.group is not None and self._where.get(slot.group) is slot:

@@ -172,6 +172,7 @@ def _submit(optimizer: Optimizer, entries: Entries) -> None:
         _clip_others(engine, {id(o.member) for o, _, _ in entries})
         engine.norm = None
         engine.accounts.step += 1
+        engine.copy_ahead_for_the_next_step()
         if not engine.overlap:
             engine.flush()
 

@@ -310,16 +310,25 @@ class Engine:
         with self._lock:
             self._following[direction, self._last[direction]] = unit
             self._last[direction] = unit
-            upcoming: Unit | None = unit
-            seen = {id(unit)}
-            for _ in range(max(1, self.plan.slots - 1)):
-                upcoming = self._following.get((direction, upcoming))
-                if upcoming is None or id(upcoming) in seen:
-                    break
-                seen.add(id(upcoming))
-                started = [self.window.prefetch(group) for group in upcoming.groups]
-                if not all(started):
-                    break
+            self._copy_ahead(direction, unit)
+
+    def copy_ahead_for_the_next_step(self) -> None:
+        """The first units of the next forward come in as soon as they are updated."""
+        with self._lock:
+            self._copy_ahead("forward", None)
+
+    def _copy_ahead(self, direction: str, unit: Unit | None) -> None:
+        near = set(unit.groups) if unit is not None else set()
+        seen: list[Unit] = [] if unit is None else [unit]
+        for _ in range(max(1, self.plan.slots - 1)):
+            unit = self._following.get((direction, unit))
+            if unit is None or unit in seen:
+                break
+            seen.append(unit)
+            near.update(unit.groups)
+            started = [self.window.prefetch(group, near) for group in unit.groups]
+            if not all(started):
+                break
 
     def _finish(self, group: Group) -> None:
         if not self.gradients.is_open(group):
