@@ -108,7 +108,7 @@ def plan(
     from fluxtrain.train.preview import preview, table
 
     elsewhere = None if machine is None else read_machine_file(machine)
-    found = preview(chosen, elsewhere, report=None if json else _complain)
+    found = preview(chosen, elsewhere, report=_complain if sys.stderr.isatty() else None)
     if json:
         _print_json(found)
     else:

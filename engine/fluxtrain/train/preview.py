@@ -52,11 +52,7 @@ def preview(
     facts = model_facts(model, model.config, length)
     rows = max(1, round(_tokens(config) * (1 - config.data.held_out) / length))
     batch = config.train.batch_rows
-    if batch != "auto" and batch * config.train.accumulation > 2 * rows:  # an estimate: be lenient
-        raise BadInput(
-            f"train.batch_rows = {batch} times train.accumulation = {config.train.accumulation} is "
-            f"more than the data's about {rows} rows: lower it, or add data"
-        )
+    _refuse_a_batch_beyond(rows, config)
     placement = decide(
         config,
         facts,
@@ -94,6 +90,16 @@ def preview(
         "settings": [_setting(setting) for setting in settings(config)],
         "config": config.model_dump(mode="json"),
     }
+
+
+def _refuse_a_batch_beyond(rows: int, config: RunConfig) -> None:
+    """`rows` is an estimate, so only twice as many are too many."""
+    batch, parts = config.train.batch_rows, config.train.accumulation
+    if batch != "auto" and batch * parts > 2 * rows:
+        raise BadInput(
+            f"train.batch_rows = {batch} times train.accumulation = {parts} is more than the "
+            f"data's about {rows} rows: lower it, or add data"
+        )
 
 
 def _placed(config: RunConfig, placement: RunPlacement) -> dict[str, Any]:
