@@ -39,7 +39,8 @@ class Slot:
     def views_of(self, group: Group) -> list[Tensor]:
         key = id(group)
         if key not in self.views:
-            self.views[key] = group.device_views(self.wire)
+            with torch.inference_mode(False):  # they stay for training passes that come later
+                self.views[key] = group.device_views(self.wire)
         return self.views[key]
 
 
