@@ -14,12 +14,13 @@ import torch
 
 from fluxtrain.errors import BadInput, DoesNotFit
 from fluxtrain.hardware.machine import read_machine
+from fluxtrain.hardware.rate import Rate
 from fluxtrain.methods.demo_model import demo_model
 from fluxtrain.telemetry import events as ev
 from fluxtrain.telemetry.journal import read_events
 from fluxtrain.train.announce import Announcer
 from fluxtrain.train.config import demo_config, load_config, settings
-from fluxtrain.train.gauges import GaugeThread, TrafficWindow
+from fluxtrain.train.gauges import GaugeThread, TrafficWindow, bus_ceilings
 from fluxtrain.train.placing import decide, model_facts
 from fluxtrain.train.preview import preview, table
 from fluxtrain.train.recovery import locate
@@ -149,6 +150,7 @@ class FakeEngine:
 
     def __init__(self) -> None:
         self.h2d_bytes = 0
+        self.device = SimpleNamespace(torch_device=torch.device("cpu"))
 
     def traffic(self) -> Any:
         return SimpleNamespace(h2d_bytes=self.h2d_bytes, d2h_bytes=5)
@@ -175,6 +177,24 @@ class FakeEngine:
 def gauges() -> tuple[GaugeThread, Kept]:
     kept: Any = Kept()
     return GaugeThread(Announcer(kept, lambda _: None), live=True, host_limit_bytes=1 << 30), kept
+
+
+def test_bus_ceilings_are_those_that_a_probe_measured_on_this_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert bus_ceilings() == (None, None)
+    rates = {"h2d_pinned": Rate(5e10, "256 MiB"), "d2h_pinned": Rate(None, "no GPU")}
+    monkeypatch.setattr("fluxtrain.train.gauges.known_rates", lambda _: rates)
+    assert bus_ceilings() == (5e10, None)
+    thread, kept = gauges()
+    engine: Any = FakeEngine()
+    engine.device.torch_device = torch.device("cuda")
+    thread.watch(engine, SimpleNamespace(read_bytes=0, written_bytes=0))
+    thread.sample()
+    traffic = next(event for event in kept.events if isinstance(event, ev.TrafficSampled))
+    assert traffic.h2d_ceiling_bytes_per_s == 5e10
+    assert traffic.d2h_ceiling_bytes_per_s is None
 
 
 def test_gauges_tell_what_the_engine_counts() -> None:

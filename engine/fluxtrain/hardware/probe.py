@@ -112,6 +112,13 @@ def probe(run_dir: Path | str, fresh: bool = False, report: Report | None = None
     return measured
 
 
+def known_rates(run_dir: Path | str) -> dict[str, Rate]:
+    """Rates that were measured before on this machine, by name; empty when there are none."""
+    machine, disk = read_machine(), read_disk(_existing(Path(run_dir)))
+    cached = _cached(_cache_path(machine, disk))
+    return {} if cached is None else dict(cached.rates)
+
+
 def _measurements(machine: Machine, folder: Path) -> dict[str, tuple[tuple[str, ...], Measurement]]:
     """What to say, and the names and the function of each measurement, the most useful first."""
     available = machine.memory_available_bytes

@@ -6,14 +6,17 @@ import threading
 import time
 from typing import TYPE_CHECKING, Protocol
 
+import msgspec
 import psutil
 
+from fluxtrain.hardware.probe import known_rates
 from fluxtrain.telemetry.events import (
     MemorySampled,
     MovesMade,
     ResidencySampled,
     TrafficSampled,
 )
+from fluxtrain.telemetry.rundir import runs_root
 from fluxtrain.train.announce import Announcer
 
 if TYPE_CHECKING:
@@ -45,6 +48,7 @@ class GaugeThread:
         self._sampling = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="gauges", daemon=True)
         self._disk: DiskUse | None = None
+        self._ceilings: tuple[float | None, float | None] = (None, None)
         self.host_peak_bytes = 0
 
     def start(self) -> None:
@@ -53,8 +57,9 @@ class GaugeThread:
 
     def watch(self, engine: Engine, disk: DiskUse) -> None:
         """The engine is built: sample it from now on, and what `disk` counts."""
+        ceilings = bus_ceilings() if engine.device.torch_device.type == "cuda" else (None, None)
         with self._sampling:
-            self._engine, self._disk = engine, disk
+            self._engine, self._disk, self._ceilings = engine, disk, ceilings
             self._traffic = TrafficWindow(time.monotonic(), 0, 0, 0, 0)
 
     def close(self) -> None:
@@ -82,7 +87,12 @@ class GaugeThread:
                     self._disk.read_bytes if self._disk else 0,
                     self._disk.written_bytes if self._disk else 0,
                 )
-                self._announcer.gauge(event)
+                up, down = self._ceilings
+                self._announcer.gauge(
+                    msgspec.structs.replace(
+                        event, h2d_ceiling_bytes_per_s=up, d2h_ceiling_bytes_per_s=down
+                    )
+                )
             self._sample_placement(self._engine)
 
     def memory(self) -> MemorySampled:
@@ -122,6 +132,14 @@ class GaugeThread:
     def _run(self) -> None:
         while not self._stopped.wait(self._period_s):
             self.sample()
+
+
+def bus_ceilings() -> tuple[float | None, float | None]:
+    """Page-locked bytes a second to the GPU and back, as `fluxtrain probe` measured them on this
+    machine; None where it has not."""
+    rates = known_rates(runs_root())
+    up, down = rates.get("h2d_pinned"), rates.get("d2h_pinned")
+    return up.per_s if up else None, down.per_s if down else None
 
 
 class TrafficWindow:
