@@ -209,12 +209,19 @@ def _tell(error: BaseException, *, debug: bool) -> int:
         traceback.print_exception(error)
     told = as_told(error)
     if told is not None:
-        _complain(f"{'stopped' if isinstance(told, Interrupted) else 'error'}: {told}")
+        kind = "stopped" if isinstance(told, Interrupted) else "error"
+        _complain(_one_line(f"{kind}: {told}"))
         return told.exit_code
-    _complain(f"this is a bug of FluxTrain: {type(error).__name__}: {error}")
+    _complain(_one_line(f"this is a bug of FluxTrain: {type(error).__name__}: {error}"))
     for note in getattr(error, "__notes__", ["run it again with --debug for the traceback"]):
         _complain(note)
     return EXIT_BUG
+
+
+def _one_line(text: str) -> str:
+    """`text` without line ends, and without the codes that a terminal obeys (names of files)."""
+    joined = " ".join(text.split("\n"))
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in joined)
 
 
 def _usage_message(error: BaseException) -> str | None:

@@ -103,6 +103,16 @@ def damaged_model(folder: Path, harm: str) -> Path:
         config = json.loads((folder / "config.json").read_text())
         config["auto_map"] = {"AutoModelForCausalLM": "modeling.Evil"}
         (folder / "config.json").write_text(json.dumps(config))
+    elif harm == "hub kernel":
+        config = json.loads((folder / "config.json").read_text())
+        config["_attn_implementation"] = "somebody/kernel"
+        (folder / "config.json").write_text(json.dumps(config))
+    elif harm == "wrong type":
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, "hidden_size": "big"}))
+    elif harm == "a folder as config":
+        (folder / "config.json").unlink()
+        (folder / "config.json").mkdir()
     return folder
 
 
@@ -114,6 +124,9 @@ def damaged_model(folder: Path, harm: str) -> Path:
         ("NaN weights", "NaN"),
         ("pickled code", "pickle"),
         ("remote code", "trust_remote_code"),
+        ("hub kernel", "somebody/kernel"),
+        ("wrong type", "hidden_size"),
+        ("a folder as config", "config.json is not a file"),
     ],
 )
 def test_a_model_that_cannot_be_used_is_refused(
@@ -144,6 +157,8 @@ def test_a_model_that_cannot_be_used_is_refused(
         ("chat.jsonl", b'{"messages": [{"content": "hi"}]}\n' * 50, "role"),
         ("line.jsonl", b'{"text": "a"}\n{"text": \n', "line 2"),
         ("keys.jsonl", b'{"body": "words"}\n', "body"),
+        ("half.jsonl", b'{"text": "cut \\ud83d"}\n', "half of a pair"),
+        ("digits.jsonl", b'{"text": ' + b"9" * 9999 + b"}\n", "line 1"),
     ],
 )
 def test_data_that_cannot_be_used_is_refused(
@@ -211,6 +226,53 @@ def test_a_model_that_does_not_fit_says_what_it_needs(
     assert re.search(r"[\d.]+ (KiB|MiB|GiB) of device memory", answer.stderr)
     assert json.loads((tmp_path / "run" / "error.json").read_text())["exit_code"] == 3
     assert_refused(call("plan", config), 3, "needs")
+
+
+def test_a_model_that_does_not_fit_is_refused_before_its_weights_are_read(
+    call: Call, run_config: RunConfig, model_folder: ModelFolder, tmp_path: Path
+) -> None:
+    folder = model_folder("llama")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "hidden_size": 1 << 30}))
+    answer = call("train", run_config(model__path=str(folder)), "--run-dir", tmp_path / "run")
+    assert_refused(answer, 3, "does not fit", "TiB")
+
+
+@pytest.mark.parametrize("resume", [[], ["--resume", "auto"]])
+def test_a_model_that_lies_in_the_run_directory_already_is_not_replaced(
+    call: Call, run_config: RunConfig, tmp_path: Path, resume: list[str]
+) -> None:
+    (tmp_path / "project" / "model").mkdir(parents=True)
+    (tmp_path / "project" / "model" / "notes.txt").write_text("mine")
+    answer = call("train", run_config(), "--run-dir", tmp_path / "project", *resume)
+    assert_refused(answer, 2, "would replace", "--run-dir")
+    assert [p.name for p in (tmp_path / "project").rglob("*")] == ["model", "notes.txt"]
+
+
+def test_a_pid_file_that_is_a_link_is_not_followed(
+    call: Call, run_config: RunConfig, tmp_path: Path
+) -> None:
+    (tmp_path / "precious").write_text("keep me")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "pid").symlink_to(tmp_path / "precious")
+    assert_refused(call("train", run_config(), "--run-dir", tmp_path / "run"), 2, "--run-dir")
+    assert (tmp_path / "precious").read_text() == "keep me"
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "~nobody-of-that-name/data.txt", "\x1b[31m\nred.txt"])
+def test_a_path_that_no_system_takes_is_told_in_one_line(
+    call: Call, run_config: RunConfig, tmp_path: Path, name: str
+) -> None:
+    for key in ("data__path", "model__path"):
+        config = run_config(**{key: name if name.startswith("~") else str(tmp_path / name)})
+        answer = call("train", config, "--run-dir", tmp_path / f"run-{key}")
+        assert_refused(answer, 2)
+        assert "\x1b" not in answer.stderr
+
+
+def test_names_that_are_not_utf8_are_refused(call: Call, run_config: RunConfig) -> None:
+    assert_refused(call("train", run_config(), "--run-dir", "/tmp/\udcff"), 2, "not UTF-8")
+    assert_refused(call("train", "--resume", "/tmp/\udcff"), 2, "not UTF-8")
 
 
 def test_a_full_disk_ends_with_five_and_keeps_the_checkpoint_before(

@@ -91,7 +91,9 @@ def test_our_files_are_what_the_safetensors_library_writes_and_reads(tmp_path: P
         assert (8 + header_bytes + facts["data_offsets"][0]) % size == 0
 
 
-@pytest.mark.parametrize("harm", ["truncate", "flip", "remove", "manifest", "trainer"])
+@pytest.mark.parametrize(
+    "harm", ["truncate", "flip", "remove", "manifest", "step", "shards", "deep", "trainer"]
+)
 def test_any_damage_is_noticed(tmp_path: Path, harm: str) -> None:
     path = write_checkpoint(tmp_path, 1, shards(), {"a": 1}).path
     shard = path / "shard-00001.safetensors"
@@ -105,6 +107,12 @@ def test_any_damage_is_noticed(tmp_path: Path, harm: str) -> None:
         shard.unlink()
     elif harm == "manifest":
         (path / "manifest.json").write_text((path / "manifest.json").read_text()[:-40])
+    elif harm in ("step", "shards"):  # whole JSON that names another step, or no shards
+        manifest = json.loads((path / "manifest.json").read_text())
+        manifest[harm] = {"step": 2, "shards": []}[harm]
+        (path / "manifest.json").write_text(json.dumps(manifest))
+    elif harm == "deep":
+        (path / "manifest.json").write_text("[" * 100_000)
     else:
         (path / "trainer.json").write_text('{"a": 2}\n')
     with pytest.raises(Damaged) as caught:
@@ -137,6 +145,8 @@ def test_a_damaged_checkpoint_of_the_same_step_is_replaced(tmp_path: Path) -> No
     (path / "shard-00000.safetensors").write_bytes(b"short")
     write_checkpoint(tmp_path, 10, shards(), {})
     assert read_checkpoint(path).step == 10
+    (tmp_path / "step-00000020").write_text("a file in its place")
+    assert write_checkpoint(tmp_path, 20, shards(), {}).path.is_dir()
 
 
 @pytest.mark.parametrize("full_after_bytes", [0, 100, 3000, 6000])

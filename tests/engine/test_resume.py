@@ -19,8 +19,16 @@ import torch
 from safetensors.torch import load_file
 
 from fluxtrain.cli import main
-from fluxtrain.telemetry.events import CheckpointWritten, Done, Hello, LogWritten, StepFinished
+from fluxtrain.telemetry.events import (
+    CheckpointWritten,
+    Done,
+    EvaluationFinished,
+    Hello,
+    LogWritten,
+    StepFinished,
+)
 from fluxtrain.telemetry.journal import read_events
+from fluxtrain.train.evaluate import evaluate
 
 _PROCESSES = multiprocessing.get_context("forkserver")
 _PRELOADED = ["fluxtrain.train.run", "transformers.models.llama.modeling_llama"]
@@ -188,6 +196,35 @@ def test_a_truncated_checkpoint_is_skipped_with_a_warning(
     warnings = [log.text for log in events(run_dir, LogWritten) if log.level == "warning"]
     assert any("step-00000006" in text and "damaged" in text for text in warnings)
     assert events(run_dir, Hello)[-1].first_step == 4
+    assert_same_run(tmp_path / "whole", run_dir)
+
+
+def test_an_evaluation_that_a_stop_cut_short_is_done_when_the_run_goes_on(
+    run_config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = run_config(train__steps=4, train__evaluate_every=2)
+    reference(config, tmp_path / "whole")
+
+    def interrupted(model: Any, batches: Any, stop: Callable[[], bool]) -> Any:
+        if not evaluated:
+            evaluated.append(True)
+            return evaluate(model, batches, stop)
+        signal.raise_signal(signal.SIGTERM)
+        assert stop()
+        return evaluate(model, batches, stop)
+
+    evaluated: list[bool] = []
+    run_dir = tmp_path / "stopped"
+    with monkeypatch.context() as patched, pytest.raises(SystemExit) as ended:
+        patched.setattr("fluxtrain.train.loop.evaluate", interrupted)
+        main(["train", str(config), "--run-dir", str(run_dir)])
+    assert ended.value.code == 143
+    assert finished("train", config, "--run-dir", run_dir, "--resume", "auto") == 0
+    losses = [
+        {e.step: e.loss for e in events(path, EvaluationFinished)}
+        for path in (tmp_path / "whole", run_dir)
+    ]
+    assert losses[0] == losses[1]
     assert_same_run(tmp_path / "whole", run_dir)
 
 

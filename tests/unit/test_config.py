@@ -46,6 +46,13 @@ def written(folder: Path, text: str) -> Path:
         ("train.batch_rows=many", "or `auto`"),
         ("train.steps", "write section.key=value"),
         ("train.steps=[", "not a YAML value"),
+        ("train.steps=" + "[" * 5000, "not a YAML value"),
+        ("train.steps=true", "train.steps = True: must not be true or false"),
+        ("train.learning_rate=false", "must not be true or false"),
+        (f"train.steps={2**63}", "must be at most"),
+        (f"data.seed={2**64}", "data.seed"),
+        ("train.epochs=1.0e+300", "must be at most 1e+15"),
+        ("placement.budget_gib=1.0e+300", "must be at most 1e+15"),
     ],
 )
 def test_a_wrong_setting_is_refused_with_its_key_and_cure(override: str, expected: str) -> None:
@@ -87,6 +94,7 @@ def test_a_warm_up_longer_than_the_run_is_refused() -> None:
             "line 3: not valid YAML: the key 'steps' is given twice",
         ),
         ("train: !!python/object:os.system {}\n", "not valid YAML"),
+        ("model: " + "{a: " * 5000, "nested too deeply"),
     ],
 )  # fmt: skip
 def test_a_file_that_is_no_configuration_is_refused(
@@ -97,6 +105,14 @@ def test_a_file_that_is_no_configuration_is_refused(
     assert expected in str(caught.value)
     assert "run.yaml" in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_aliases_that_grow_without_bound_are_refused_at_once(tmp_path: Path) -> None:
+    doubled = "".join(f"a{i + 1}: &a{i + 1} [*a{i}, *a{i}]\n" for i in range(60))
+    with pytest.raises(BadInput) as caught:
+        load_config(written(tmp_path, f"a0: &a0 [x]\n{doubled}model: {{path: *a60}}\n"))
+    assert "model.path = [" in str(caught.value)
+    assert len(str(caught.value)) < 10_000
 
 
 def test_what_is_not_a_text_file_is_refused(tmp_path: Path) -> None:

@@ -183,6 +183,18 @@ def test_a_signal_between_steps_is_noted_and_outside_raises(
     assert caught.value.exit_code == code
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_signal_that_a_finaliser_swallows_still_stops_the_run() -> None:
+    class Finalised:
+        def __del__(self) -> None:
+            signal.raise_signal(signal.SIGTERM)
+
+    requests, one = Requests(), [Finalised()]
+    with Signals(requests):
+        one.clear()
+    assert requests.stop_code == 143
+
+
 # --- what is printed ------------------------------------------------------------------------------
 
 

@@ -266,13 +266,28 @@ def _record(path: Path, line: _Line) -> dict[str, Any]:
             f"{path} line {line.number} is not JSON: {error.msg} at column {error.colno}; "
             "each line must be one whole JSON object"
         ) from error
+    except ValueError as error:  # a number of thousands of digits
+        raise BadInput(f"{path} line {line.number} cannot be read as JSON: {error}") from error
     except RecursionError as error:
         raise BadInput(f"{path} line {line.number}: its JSON is nested too deeply") from error
     if not isinstance(record, dict):
         raise BadInput(
             f"{path} line {line.number} is {_kind(record)}, and each line must be a JSON object"
         )
+    if "\\ud" in line.text.lower():
+        _refuse_half_pairs(path, line.number, record)
     return record
+
+
+def _refuse_half_pairs(path: Path, number: int, record: dict[str, Any]) -> None:
+    try:
+        json.dumps(record, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        half = ascii(error.object[error.start])[1:-1]
+        raise BadInput(
+            f"{path} line {number} holds {half}, half of a pair that makes one character: "
+            "a tool cut the text between the two; remove it"
+        ) from error
 
 
 def _missing_key(path: Path, number: int, key: str, record: dict[str, Any]) -> str:

@@ -23,6 +23,7 @@ TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model",
     "vocab.json", "vocab.txt", "tekken.json",
 )  # fmt: skip
+_KERNEL_KEYS = ("attn_implementation", "_attn_implementation")  # may name a hub repository
 _DTYPE_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
@@ -49,8 +50,9 @@ def check_model_folder(folder: Path, trust_remote_code: bool = False) -> ModelFi
         raise BadInput(f"{folder} is a file: name the folder that holds config.json")
     config = _config(folder)
     _refuse_remote_code(folder, config, trust_remote_code)
-    if "quantization_config" in config:
-        method = config["quantization_config"].get("quant_method", "unknown")
+    if (quantised := config.get("quantization_config")) is not None:
+        named = isinstance(quantised, dict)
+        method = quantised.get("quant_method", "unknown") if named else "unknown"
         raise BadInput(
             f"{folder} is quantised ({method}), and full training needs bf16 or fp32 weights: "
             "name the original, unquantised model"
@@ -120,10 +122,13 @@ def _parsed_header(path: Path, raw: bytes) -> dict[str, Any]:
         header = json.loads(raw)
         for name, tensor in header.items():
             if name != "__metadata__":
-                _, _, (first, last) = tensor["dtype"], tensor["shape"], tensor["data_offsets"]
-                if not 0 <= first <= last:
-                    raise ValueError(f"offsets {first}..{last}")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+                dtype, shape, (first, last) = (
+                    tensor["dtype"], tensor["shape"], tensor["data_offsets"],
+                )  # fmt: skip
+                sizes_known = all(isinstance(size, int) for size in shape)
+                if not (isinstance(dtype, str) and sizes_known and 0 <= first <= last):
+                    raise ValueError(f"{name}: {dtype} {shape} at {first}..{last}")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise BadInput(
             f"{path} is not a safetensors file or its header is damaged: download it again"
         ) from error
@@ -152,9 +157,11 @@ def _config(folder: Path) -> dict[str, Any]:
 
 
 def _json_object(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise BadInput(f"{path} is not a file: copy or download it again")
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise BadInput(f"{path} is not JSON ({error}): copy or download it again") from error
     if not isinstance(value, dict):
         raise BadInput(f"{path} is not a JSON object: copy or download it again")
@@ -168,6 +175,13 @@ def _refuse_remote_code(folder: Path, config: dict[str, Any], trusted: bool) -> 
     tokenizer = folder / "tokenizer_config.json"
     if tokenizer.exists() and "auto_map" in _json_object(tokenizer):
         asking.append(tokenizer.name)
+    kernels = [key for key in _KERNEL_KEYS if "/" in str(config.get(key, ""))]
+    if kernels:
+        raise BadInput(
+            f"{folder} wants to run an attention kernel from the hub ({kernels[0]} = "
+            f"{config[kernels[0]]!r} in config.json): remove that line, or set "
+            "model.trust_remote_code to true"
+        )
     if asking:
         raise BadInput(
             f"{folder} wants to run Python code of its own (`auto_map` in {', '.join(asking)}): "

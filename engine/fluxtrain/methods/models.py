@@ -7,15 +7,16 @@ second copy of the model.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import nn
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     PretrainedConfig,
@@ -23,7 +24,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from fluxtrain.errors import BadInput
+from fluxtrain.errors import BadInput, FluxTrainError
 from fluxtrain.methods.isolation import keeps_documents_apart
 from fluxtrain.methods.model_files import ModelFiles, check_model_folder
 from fluxtrain.methods.quiet import quiet_transformers
@@ -65,8 +66,13 @@ class LoadedModel:
     pad_id: int
 
 
-def load_model(source: ModelSource) -> LoadedModel:
+def load_model(
+    source: ModelSource, fits: Callable[[PreTrainedModel], None] | None = None
+) -> LoadedModel:
     """Check, load and check again.
+
+    `fits` is given the model without its weights before they are read, and raises DoesNotFit when
+    there is no room for them: reading a model larger than the memory takes long and ends badly.
 
     Raises BadInput for whatever a user can repair: a wrong name, a damaged or incomplete folder,
     code of its own, quantised or fp16 weights, weights that are not finite.
@@ -77,6 +83,8 @@ def load_model(source: ModelSource) -> LoadedModel:
     folder = _local_folder(source)
     files = check_model_folder(folder, source.trust_remote_code)
     chosen, because = (dtype, "model.dtype says so") if dtype else _own_dtype(files)
+    if fits is not None:
+        fits(_empty(folder, chosen, source.trust_remote_code))
     tokenizer = _tokenizer(folder, source.trust_remote_code)
     model = _weights(files, chosen, source.trust_remote_code)
     check_finite(model, str(folder))
@@ -187,7 +195,9 @@ def _tokenizer(folder: Path, trusted: bool) -> PreTrainedTokenizerBase:
         return AutoTokenizer.from_pretrained(
             folder, trust_remote_code=trusted, local_files_only=True
         )
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except (FluxTrainError, MemoryError):
+        raise
+    except Exception as error:  # whatever damaged files make the library raise
         raise BadInput(
             f"{folder}: its tokenizer cannot be loaded ({_first_line(error)}): copy the "
             "tokenizer's files of the original model into it"
@@ -212,14 +222,38 @@ def _weights(files: ModelFiles, dtype: torch.dtype, trusted: bool) -> PreTrained
             f"{files.weights[0]} is a pickle with more than tensors in it, which could run any "
             "code: convert it to safetensors where you trust it"
         ) from error
-    except (SafetensorError, OSError, ValueError, RuntimeError, KeyError) as error:
-        raise BadInput(
-            f"{files.folder} cannot be loaded as a causal language model: {_first_line(error)}"
-        ) from error
+    except (FluxTrainError, MemoryError):
+        raise
+    except Exception as error:  # whatever damaged files make the library raise
+        raise unloadable(files.folder, error) from error
     model: PreTrainedModel = loaded[0]
     _check_complete(files, loaded[1])
     model.train()
     return model
+
+
+def _empty(folder: Path, dtype: torch.dtype, trusted: bool) -> PreTrainedModel:
+    """The model with its parameters on the meta device."""
+    try:
+        with quiet_transformers(), torch.device("meta"):
+            shape = AutoConfig.from_pretrained(
+                folder, trust_remote_code=trusted, local_files_only=True
+            )
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+                shape, dtype=dtype, trust_remote_code=trusted
+            )
+    except (FluxTrainError, MemoryError):
+        raise
+    except Exception as error:  # whatever a damaged configuration makes the library raise
+        raise unloadable(folder, error) from error
+    return model
+
+
+def unloadable(folder: Path | str, error: Exception) -> Exception:
+    """What is wrong with the folder; `error` itself when memory ran out."""
+    if "allocate memory" in str(error) or "out of memory" in str(error):
+        return error
+    return BadInput(f"{folder} cannot be loaded as a causal language model: {_first_line(error)}")
 
 
 def _check_complete(files: ModelFiles, told: dict[str, Any]) -> None:
@@ -266,5 +300,8 @@ def _name(path: str) -> str:
 
 
 def _first_line(error: BaseException) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    kind = type(error).__name__
+    if isinstance(error, OSError | ValueError | RuntimeError) and lines:
+        return lines[0]
+    return ": ".join((kind, *(line.rstrip(":") for line in lines[:2])))

@@ -175,7 +175,9 @@ class RunDir:
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(self.pid, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            # not through a link: what it points to would be cut to nothing below
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+            descriptor = os.open(self.pid, flags, 0o644)
         except OSError as error:
             raise storage_error(self.path, error) from error
         try:

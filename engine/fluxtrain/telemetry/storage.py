@@ -56,16 +56,18 @@ def write_bytes(path: Path, content: bytes) -> None:
     """Write `path` so that readers, also after a power cut, see the old or the new content."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with open(temporary, "wb") as file:
+        temporary.unlink(missing_ok=True)
+        with open(temporary, "xb") as file:  # never through a link that somebody put there
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
         _sync_folder(path.parent)
     except OSError as error:
+        raise storage_error(path, error, len(content)) from error
+    finally:  # gone after the replace; a signal may have come before it
         with contextlib.suppress(OSError):
             temporary.unlink()
-        raise storage_error(path, error, len(content)) from error
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -10,6 +10,7 @@ memory.
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import shutil
@@ -35,6 +36,7 @@ FORMAT = 1
 MANIFEST = "manifest.json"
 TRAINER = "trainer.json"
 _TEMPORARY = ".writing-"
+_SEAL = "sha256"
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -91,8 +93,10 @@ def write_checkpoint(
         temporary.mkdir()
         files = _write_files(temporary, step, shards, trainer_state)
         _sync_folder(temporary)
-        if final.exists():  # a damaged one of the same step, or it would not be written again
+        if final.is_dir():  # a damaged one of the same step, or it would not be written again
             shutil.rmtree(final)
+        else:
+            final.unlink(missing_ok=True)
         temporary.rename(final)
         _sync_folder(root)
     except OSError as error:
@@ -191,21 +195,30 @@ def _write_files(
     files[TRAINER] = write_json(folder / TRAINER, trainer_state)
     manifest = {"format": FORMAT, "step": step, "shards": names}
     listed = {name: {"bytes": f.bytes, "sha256": f.sha256} for name, f in files.items()}
-    write_json(folder / MANIFEST, {**manifest, "files": listed})
+    content = {**manifest, "files": listed}
+    write_json(folder / MANIFEST, {**content, _SEAL: _seal(content)})
     return {**manifest, "files": files}
 
 
 def _manifest(path: Path) -> dict[str, Any]:
     try:
         manifest = json.loads((path / MANIFEST).read_text("utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         raise Damaged(f"{path.name}: {MANIFEST} is missing or cut off") from None
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         found = manifest.get("format") if isinstance(manifest, dict) else None
         raise Damaged(f"{path.name}: checkpoint format {found}, this version reads {FORMAT}")
+    if manifest.pop(_SEAL, None) != _seal(manifest):
+        raise Damaged(f"{path.name}: {MANIFEST} is not what was written (sha256 differs)")
     if not {"step", "shards", "files"} <= manifest.keys() or TRAINER not in manifest["files"]:
         raise Damaged(f"{path.name}: {MANIFEST} lacks entries")
     return manifest
+
+
+def _seal(manifest: dict[str, Any]) -> str:
+    """The hash of everything else in a manifest: it names the shards and the step itself."""
+    text = json.dumps(manifest, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _described(path: Path, step: int, manifest: dict[str, Any]) -> Checkpoint:

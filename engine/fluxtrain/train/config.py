@@ -12,11 +12,22 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from fluxtrain.errors import BadInput
 from fluxtrain.train.config_errors import explain
 from fluxtrain.train.config_text import apply_overrides, parse_yaml, read_text
+
+LARGEST_INT = 2**63 - 1  # of 64 bits, which journals and random generators hold
+LARGEST_FLOAT = 1e15
 
 Auto = Literal["auto"]
 Positive = Annotated[int, Field(ge=1)]
@@ -27,6 +38,22 @@ class Section(BaseModel):
     """A group of settings; unknown keys and values out of bounds are refused."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_boolean_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
+        field = cls.model_fields[info.field_name or ""]
+        if isinstance(value, bool) and field.annotation is not bool:
+            raise ValueError("must not be true or false")
+        return value
+
+    @field_validator("*")
+    @classmethod
+    def _within_what_can_be_counted(cls, value: Any) -> Any:
+        limit = LARGEST_FLOAT if isinstance(value, float) else LARGEST_INT
+        if isinstance(value, int | float) and value > limit:
+            raise ValueError(f"must be at most {limit:g}")
+        return value
 
 
 class ModelSettings(Section):

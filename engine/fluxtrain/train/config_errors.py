@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from difflib import get_close_matches
+from reprlib import Repr
 from typing import Any
 
 from pydantic import ValidationError
@@ -18,6 +19,8 @@ _CURES = {
     "placement.chunk_rows": "or `auto`",
     "placement.budget_gib": "leave it out to use all memory",
 }
+_SHORT = Repr()  # aliases in YAML make values that are too large to print
+_SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother = 3, 200, 200
 _UNION_TAGS = ("int", "float", "constrained-int", "constrained-float", "none", "str")
 
 
@@ -41,7 +44,7 @@ def _message(key: str, item: Any, keys: list[str]) -> str:
         return text
     text = text.replace("Input should be", "must be")
     cure = f" ({_CURES[key]})" if key in _CURES else ""
-    return f"{key} = {item['input']!r}: {text}{cure}"
+    return f"{key} = {_SHORT.repr(item['input'])}: {text}{cure}"
 
 
 def unknown_key(key: str, keys: list[str]) -> str:

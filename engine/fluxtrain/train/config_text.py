@@ -45,6 +45,8 @@ def parse_yaml(text: str, source: str) -> dict[str, Any]:
         raise BadInput(f"{source}{line}: not valid YAML: {error.problem}") from None
     except yaml.YAMLError as error:
         raise BadInput(f"{source}: not valid YAML: {' '.join(str(error).split())}") from None
+    except RecursionError:
+        raise BadInput(f"{source}: its YAML is nested too deeply") from None
     if raw is None:
         raise BadInput(f"{source} is empty: it needs at least `model:` and `data:`")
     if not isinstance(raw, dict):
@@ -67,7 +69,7 @@ def apply_overrides(raw: dict[str, Any], overrides: list[str]) -> dict[str, Any]
             node = node[part]
         try:
             node[parts[-1]] = yaml.safe_load(value)
-        except yaml.YAMLError:
+        except (yaml.YAMLError, RecursionError):
             raise BadInput(f"--set {override}: {value!r} is not a YAML value; quote it") from None
     return result
 

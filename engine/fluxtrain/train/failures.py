@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import errno
 
-from fluxtrain.errors import DoesNotFit, FluxTrainError, NoSpace
+from fluxtrain.errors import BadInput, DoesNotFit, FluxTrainError, NoSpace
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+_UNUSABLE = frozenset(
+    {
+        errno.EACCES, errno.EEXIST, errno.EIO, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG,
+        errno.ENOTDIR, errno.EPERM, errno.EROFS, errno.ESTALE,
+    }
+)  # fmt: skip
 _NO_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")
 
 
@@ -23,7 +29,11 @@ def as_told(error: BaseException) -> FluxTrainError | None:
             f"no space left ({error.strerror}: {error.filename or 'unnamed file'}): free some, or "
             "choose another disk with --run-dir"
         )
+    if isinstance(error, OSError) and error.errno in _UNUSABLE and error.filename:
+        return BadInput(f"{_shortened(str(error.filename))} cannot be used: {error.strerror}")
     words = str(error).lower()
+    if isinstance(error, RuntimeError) and words.startswith("could not determine home"):
+        return BadInput("a path starts with ~ and a name that is no user here: write it in full")
     ran_out = isinstance(error, MemoryError) or (
         isinstance(error, RuntimeError) and any(text in words for text in _NO_MEMORY)
     )
@@ -33,6 +43,10 @@ def as_told(error: BaseException) -> FluxTrainError | None:
             "data.sequence_length, choose a smaller model, or close other programs"
         )
     return None
+
+
+def _shortened(path: str, limit: int = 200) -> str:
+    return path if len(path) <= limit else f"{path[: limit // 2]}...{path[-limit // 2 :]}"
 
 
 def _first_line(error: BaseException) -> str:

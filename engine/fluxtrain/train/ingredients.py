@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+
+from transformers import PreTrainedModel
 
 from fluxtrain.data.demo import PROMPT
 from fluxtrain.data.formats import documents
@@ -25,10 +28,13 @@ class Ingredients:
     prompt: str  # what the sample at the end continues
 
 
-def load_ingredients(config: RunConfig) -> Ingredients:
-    """Read model and data.
+def load_ingredients(
+    config: RunConfig, fits: Callable[[PreTrainedModel], None] | None = None
+) -> Ingredients:
+    """Read model and data; `fits` is asked before the weights are read.
 
     Raises:
+        DoesNotFit: `fits` said so.
         BadInput: whatever in the files a user can repair, each with its cure.
     """
     loaded = load_model(
@@ -38,7 +44,8 @@ def load_ingredients(config: RunConfig) -> Ingredients:
             trust_remote_code=config.model.trust_remote_code,
             dtype=config.model.dtype,
             seed=config.train.seed,
-        )
+        ),
+        fits,
     )
     data = prepare(
         DataSource(

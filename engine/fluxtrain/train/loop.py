@@ -91,6 +91,8 @@ class TrainingLoop:
         """
         self._model.train()
         self._announcer.phase("training")
+        if self.state.step > 0 and self._evaluations.is_due(self.state.step):
+            self.evaluate()  # a stop cut it short before the checkpoint that this run resumed from
         while self.state.step < self._settings.total_steps:
             started_s = time.perf_counter()
             self._attend_requests()

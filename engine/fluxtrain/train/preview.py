@@ -18,6 +18,7 @@ from fluxtrain.hardware.machine import Machine, read_machine
 from fluxtrain.hardware.probe import Report, probe
 from fluxtrain.methods.demo_model import demo_config as demo_shape
 from fluxtrain.methods.model_files import check_model_folder
+from fluxtrain.methods.models import unloadable
 from fluxtrain.plan.facts import ModelFacts, Room
 from fluxtrain.plan.machine_file import PlannedMachine
 from fluxtrain.plan.placement import RunPlacement
@@ -95,7 +96,7 @@ def preview(
 def _refuse_a_batch_beyond(rows: int, config: RunConfig) -> None:
     """`rows` is an estimate, so only twice as many are too many."""
     batch, parts = config.train.batch_rows, config.train.accumulation
-    if batch != "auto" and batch * parts > 2 * rows:
+    if (1 if batch == "auto" else batch) * parts > 2 * rows:
         raise BadInput(
             f"train.batch_rows = {batch} times train.accumulation = {parts} is more than the "
             f"data's about {rows} rows: lower it, or add data"
@@ -193,8 +194,13 @@ def _empty_model(config: RunConfig, *, weightless: bool = False) -> tuple[PreTra
         shape, stored = _shape_of(config, weightless)
     trained = {"float16": "bfloat16", "float64": "float32"}.get(stored, stored)
     dtype = trained if wished == "auto" else wished
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(shape, dtype=getattr(torch, dtype))  # type: ignore[no-untyped-call]
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+                shape, dtype=getattr(torch, dtype), trust_remote_code=config.model.trust_remote_code
+            )
+    except Exception as error:  # whatever a damaged configuration makes the library raise
+        raise unloadable(config.model.path, error) from error
     return model, dtype
 
 
@@ -203,12 +209,11 @@ def _shape_of(config: RunConfig, weightless: bool) -> tuple[Any, str]:
     source, trusted = config.model, config.model.trust_remote_code
     folder = Path(source.path).expanduser()
     if weightless and (folder / "config.json").exists():
-        shape = AutoConfig.from_pretrained(folder, trust_remote_code=trusted, local_files_only=True)
+        shape = _local_shape(folder, trusted)
         return shape, str(shape.dtype or torch.float32).removeprefix("torch.")
     if folder.exists():
         files = check_model_folder(folder, trusted)
-        shape = AutoConfig.from_pretrained(folder, trust_remote_code=trusted, local_files_only=True)
-        return shape, files.dtype or "float32"
+        return _local_shape(folder, trusted), files.dtype or "float32"
     try:
         shape = AutoConfig.from_pretrained(
             source.path, revision=source.revision, trust_remote_code=trusted
@@ -219,6 +224,13 @@ def _shape_of(config: RunConfig, weightless: bool) -> tuple[Any, str]:
             f"({str(error).splitlines()[0]}): check model.path and the network"
         ) from error
     return shape, str(shape.dtype or torch.float32).removeprefix("torch.")
+
+
+def _local_shape(folder: Path, trusted: bool) -> Any:
+    try:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=trusted, local_files_only=True)
+    except Exception as error:  # whatever a damaged configuration makes the library raise
+        raise unloadable(folder, error) from error
 
 
 def _tokens(config: RunConfig) -> int:

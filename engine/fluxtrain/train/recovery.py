@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,12 +31,15 @@ def locate(resume: str | None, run_dir: Path | None, config: RunConfig | None) -
     Raises:
         BadInput: there is no such run, or the directory is used by another one.
     """
+    for name in (resume, run_dir):
+        _refuse_undecodable(name)
     if resume is None:
         return _fresh(run_dir, config)
     if resume != AUTO:
         return _named(Path(resume).expanduser(), run_dir)
     if run_dir is not None:
-        return Target(run_dir=RunDir(run_dir), resumes=has_run(RunDir(run_dir)))
+        chosen = RunDir(run_dir)
+        return Target(run_dir=chosen, resumes=True) if has_run(chosen) else _started_in(run_dir)
     if config is None:
         raise BadInput("--resume auto needs a configuration, --demo or --run-dir to know which run")
     found = _newest_of(config)
@@ -54,10 +58,12 @@ def stored_config(run_dir: RunDir, overrides: list[str] | None = None) -> RunCon
 
     try:
         content = json.loads(run_dir.run.read_text("utf-8"))["config"]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        content = None
+    if not isinstance(content, dict):
         raise BadInput(
             f"{run_dir.path} has no readable run.json: name its configuration file as well"
-        ) from None
+        )
     return validate(apply_overrides(content, overrides or []), str(run_dir.run))
 
 
@@ -66,17 +72,34 @@ def has_run(run_dir: RunDir) -> bool:
     return run_dir.journal.exists() or run_dir.checkpoints.exists()
 
 
+def _refuse_undecodable(name: str | Path | None) -> None:
+    try:
+        str(name).encode()
+    except UnicodeEncodeError:
+        raise BadInput(f"{name} is not UTF-8, and the journal is: choose another name") from None
+
+
 def _fresh(run_dir: Path | None, config: RunConfig | None) -> Target:
     if run_dir is None:
         name = Path(config.model.path).name if config else "run"
         return Target(run_dir=RunDir.create(name=name), resumes=False)
-    chosen = RunDir(run_dir)
-    if run_dir.exists() and not run_dir.is_dir():
-        raise BadInput(f"--run-dir {run_dir} is a file: name a folder")
-    if has_run(chosen):
+    if has_run(RunDir(run_dir)):
         raise BadInput(
             f"{run_dir} holds a run already: add --resume auto to go on with it, or choose "
             "another --run-dir"
+        )
+    return _started_in(run_dir)
+
+
+def _started_in(run_dir: Path) -> Target:
+    """A run that starts in a directory that the user named and that holds none yet."""
+    chosen = RunDir(run_dir)
+    if run_dir.exists() and not run_dir.is_dir():
+        raise BadInput(f"--run-dir {run_dir} is a file: name a folder")
+    if os.path.lexists(chosen.model):
+        raise BadInput(
+            f"{chosen.model} is there already and is not of a run; the trained model would replace "
+            "it: choose another --run-dir"
         )
     return Target(run_dir=chosen, resumes=False)
 
@@ -106,7 +129,7 @@ def _newest_of(config: RunConfig) -> RunDir | None:
         run = RunDir(folder)
         try:
             same = json.loads(run.run.read_text("utf-8"))["config"] == wanted
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
             continue
         if same and run.liveness() != "finished":
             return run

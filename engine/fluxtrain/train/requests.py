@@ -85,9 +85,10 @@ class Requests:
 class Signals:
     """SIGINT, SIGTERM and SIGHUP while a run lives; previous handlers are put back on exit.
 
-    Outside `deferred` sections nothing can be lost, so the first signal raises `Interrupted` at
-    once. Inside, it is noted in `requests` and the loop ends the run with a checkpoint. A Ctrl-C
-    after any first signal ends the process on the spot.
+    The first signal is noted in `requests`, and the loop ends the run with a checkpoint. Outside
+    `deferred` sections nothing can be lost, so it raises `Interrupted` at once as well; a library
+    may swallow that (a finaliser does always), and then the loop ends the run before its next step.
+    A Ctrl-C after any first signal ends the process on the spot.
     """
 
     def __init__(self, requests: Requests, exit_now: Callable[[int], Any] = os._exit) -> None:
@@ -115,9 +116,9 @@ class Signals:
                 self._exit_now(code)
             return
         self._first = number
+        self._requests.stop(code)
         if self.deferred:
             _say("stopping after this step, with a checkpoint; Ctrl-C again ends at once")
-            self._requests.stop(code)
             return
         raise Interrupted("stopped outside the training steps; nothing was lost", code)
 

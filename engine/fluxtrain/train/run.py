@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 import fluxtrain
 from fluxtrain.data.batches import Batch, BatchSource, in_order
@@ -63,7 +64,18 @@ def train(
         checkpoint = _checkpoint_of(target, session)
         device = choose_device(config)
         seed_everything(config.train.seed)
-        ingredients = load_ingredients(config)
+
+        def fits(empty: PreTrainedModel) -> None:
+            decide(
+                config,
+                model_facts(empty, empty.config, config.data.sequence_length),
+                machine,
+                device.value,
+                batch_rows=1,  # the rows that are asked for are judged when the data is known
+                data_rows=1,
+            )
+
+        ingredients = load_ingredients(config, fits)
         run = Run(config, ingredients, session, checkpoint, machine, device)
         run.announce(hello)
         session.signals.deferred = True
