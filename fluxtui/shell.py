@@ -1,0 +1,176 @@
+"""The part of the application that lives without anybody's keys: it follows a run and draws it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+from textual import on
+from textual.app import App
+from textual.message import Message
+from textual.screen import Screen
+
+from fluxtrain.telemetry.launch import TrainerProcess
+from fluxtrain.telemetry.rundir import runs_root
+from fluxtui.actions import Action, rebound
+from fluxtui.screens.run_screen import RunScreen
+from fluxtui.settings import Settings, load_settings, save_settings
+from fluxtui.sources.following import News, follow
+from fluxtui.sources.journal import JournalSource
+from fluxtui.sources.machine import MachineSampler
+from fluxtui.sources.source import RunSource
+from fluxtui.state.view import ChartSettings, View
+from fluxtui.themes import DEFAULT_THEME, PLAIN, Palette, ThemeFile, load_themes
+
+StartScreen = Literal["dashboard", "memory", "transfer", "loss", "log", "plan", "runs", "wizard"]
+REFRESH_HZ = 4.0
+LOW_BANDWIDTH_HZ = 1.0
+
+
+class Shell(App[None]):
+    """Settings, themes, the run that is followed, and the view of it that the screens draw.
+
+    Args:
+        source: the run to follow; None starts without one (the wizard, or the list of runs).
+        start_screen: what is shown first.
+        read_only: refuse everything that would change the run.
+        low_bandwidth: draw once a second.
+        theme_name: a theme of `themes/`; an unknown name falls back to the default and says so.
+        settings_file: where the user's choices are kept; None keeps none.
+        wall_clock: Unix time (tests give their own).
+        sample_machine: show this machine's own load.
+        make_wizard: builds the wizard's screen; by default the real one.
+    """
+
+    class Updated(Message):
+        """News from the follower; a newer one replaces one that still waits."""
+
+        def __init__(self, news: News) -> None:
+            super().__init__()
+            self.news = news
+
+        def can_replace(self, message: Message) -> bool:
+            return isinstance(message, Shell.Updated)
+
+    def __init__(
+        self,
+        source: RunSource | None = None,
+        *,
+        start_screen: StartScreen = "dashboard",
+        read_only: bool = False,
+        low_bandwidth: bool = False,
+        theme_name: str | None = None,
+        settings_file: Path | None = None,
+        runs_folder: Path | None = None,
+        wall_clock: Callable[[], float] = time.time,
+        sample_machine: bool = True,
+        make_wizard: Callable[[], Screen[Any]] | None = None,
+    ) -> None:
+        super().__init__()
+        self._settings_file = settings_file
+        self.settings, self._skipped = (
+            load_settings(settings_file) if settings_file else (Settings(), [])
+        )
+        self.actions: tuple[Action, ...] = rebound(self.settings.keys)
+        chart = ChartSettings(smooth=self.settings.smooth, log_scale=self.settings.log_scale)
+        self.view = View(read_only=read_only, chart=chart)
+        self.palette: Palette = PLAIN
+        self.runs_folder = runs_folder or runs_root()
+        self.trainer: TrainerProcess | None = None
+        self._source = source
+        self._start_screen = start_screen
+        self._theme_name = theme_name or self.settings.theme
+        slow = low_bandwidth or self.settings.low_bandwidth
+        self._period_s = 1.0 / (LOW_BANDWIDTH_HZ if slow else REFRESH_HZ)
+        self._wall_clock = wall_clock
+        self._sampler = MachineSampler() if sample_machine else None
+        self._make_wizard = make_wizard
+        self._stop_following = threading.Event()
+        self._themes: dict[str, ThemeFile] = {}
+
+    def on_unmount(self) -> None:
+        self._stop_following.set()
+
+    def _load_themes(self) -> None:
+        self._themes, problems = load_themes()
+        for theme in self._themes.values():
+            self.register_theme(theme.theme)
+        if self._theme_name not in self._themes:
+            problems.append(f"there is no theme {self._theme_name!r}: {', '.join(self._themes)}")
+            self._theme_name = DEFAULT_THEME
+        if self._theme_name in self._themes:
+            self._set_theme(self._theme_name)
+        for problem in problems:
+            self.notify(problem, title="Theme left out", severity="warning")
+
+    def _set_theme(self, name: str) -> None:
+        self.theme = name
+        self.palette = self._themes[name].palette
+        self.redraw()
+
+    @property
+    def run_dir(self) -> Path | None:
+        """The directory of the run that is followed; None without one."""
+        return self._source.run_dir if self._source else None
+
+    def attach(self, source: RunSource) -> None:
+        """Follow another run from its beginning."""
+        self._stop_following.set()
+        self._source = source
+        chart = replace(self.view.chart, last_step=None)
+        self.view = View(read_only=self.view.read_only, chart=chart)
+        self._follow(source)
+        self.action_show("dashboard")
+
+    def attach_to(self, run_dir: Path) -> None:
+        """Follow the run in `run_dir`; through its pipe if this app started it."""
+        trainer = self.trainer
+        own = trainer is not None and trainer.run_dir.path == run_dir.absolute()
+        pipe = trainer.reader if own and trainer is not None and not trainer.reader.closed else None
+        self.attach(JournalSource(run_dir, pipe))
+
+    def _follow(self, source: RunSource) -> None:
+        stop = self._stop_following = threading.Event()
+        self.run_worker(
+            lambda: follow(source, self._say, stop, self._period_s, self._sampler),
+            thread=True, exclusive=False, group="follow", name="follower",
+        )  # fmt: skip
+
+    def _say(self, news: News) -> None:
+        self.post_message(self.Updated(news))
+
+    @on(Updated)
+    def take_news(self, message: Updated) -> None:
+        """Take the news and draw them, unless they are of a run that was left meanwhile."""
+        news = message.news
+        if news.source is not self._source:
+            return
+        self.view = replace(
+            self.view,
+            state=news.state,
+            link=news.link,
+            machine_sample=news.machine,
+            wall_s=self._wall_clock(),
+        )
+        self.redraw()
+
+    def redraw(self) -> None:
+        """Draw the present view on the screen in front."""
+        if self._screen_stack and isinstance(self.screen, RunScreen):
+            self.screen.draw()
+
+    def action_show(self, name: str) -> None:
+        """Bring a screen to the front."""
+        if isinstance(self.screen, RunScreen) and name != self.screen.NAME:
+            self.switch_screen(name)
+
+    def _keep(self, **changes: Any) -> None:
+        """Remember a choice for the next start."""
+        changed = replace(self.settings, **changes)
+        if changed != self.settings and self._settings_file is not None:
+            save_settings(changed, self._settings_file)
+        self.settings = changed

@@ -1,0 +1,87 @@
+"""Pause, checkpoint, stop, and starting a new run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from fluxtrain.errors import FluxTrainError
+from fluxtrain.telemetry.control import send_command
+from fluxtrain.telemetry.rundir import RunDir
+from fluxtui.screens.dialogs import StopDialog
+from fluxtui.shell import Shell
+
+
+class RunVerbs(Shell):
+    """Actions that ask the trainer for something, or start one."""
+
+    def action_detach(self) -> None:
+        """Leave; the trainer is a process of its own and goes on."""
+        self.exit()
+
+    def action_pause(self) -> None:
+        """Pause, or go on when paused."""
+        self.action_command("resume" if self.view.status.kind == "paused" else "pause")
+
+    def action_stop(self) -> None:
+        """Ask, then stop the run after a checkpoint."""
+        if self._may_command("stop"):
+            self.push_screen(StopDialog(), self._stop_if)
+
+    def _stop_if(self, stop: bool | None) -> None:
+        if stop:
+            self.action_command("stop")
+
+    def action_command(self, command: str) -> None:
+        """Send a command to the trainer without blocking; its answer is shown."""
+        if not self._may_command(command) or self.run_dir is None:
+            return
+        socket = RunDir(self.run_dir).socket
+        self.run_worker(
+            lambda: self._ask(socket, command), thread=True, exclusive=False, group="commands"
+        )
+
+    def _may_command(self, command: str) -> bool:
+        reason = None
+        if self._source is None:
+            reason = "no run is attached"
+        elif self.view.read_only:
+            reason = "this view is read-only"
+        elif not self._source.controllable:
+            reason = "this is a recording"
+        elif self.view.status.ended:
+            reason = f"the run has ended ({self.view.status.word.lower()})"
+        if reason is not None:
+            self.notify(reason, title=f"Cannot {command}", severity="warning")
+        return reason is None
+
+    def _ask(self, socket: Path, command: str) -> None:
+        try:
+            answer = send_command(socket, command)
+        except FluxTrainError as error:
+            self.call_from_thread(self.notify, str(error), title=command, severity="error")
+            return
+        severity: Literal["information", "warning"] = "information" if answer.ok else "warning"
+        self.call_from_thread(self.notify, answer.message, title=command, severity=severity)
+
+    def action_new_run(self) -> None:
+        """The wizard; what it launches is attached."""
+        if self._make_wizard is None:
+            from fluxtui.wizard.screen import WizardScreen
+
+            self._make_wizard = WizardScreen
+        self.push_screen(self._make_wizard(), self._launched)
+
+    def _launched(self, launch: Any) -> None:
+        if launch is None:
+            if self._source is None:
+                self.exit()  # there is nothing behind the wizard to go back to
+            return
+        from fluxtui.wizard.launching import begin
+
+        try:
+            self.trainer = begin(launch)
+        except FluxTrainError as error:
+            self.notify(str(error), title="The run was not started", severity="error")
+            return
+        self.attach_to(self.trainer.run_dir.path)
