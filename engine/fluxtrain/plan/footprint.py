@@ -28,6 +28,7 @@ LARGE_STAGING_BYTES = 128 << 20  # one buffer is enough for gradients this large
 BOUNDARIES_IN_FLIGHT = 2  # on the device when the boundaries themselves are on the host
 HIDDEN_IN_FLIGHT = 4  # the loss's hidden gradient, once more in fp32 while it is scaled, the result
 LOGITS_CHUNK_BYTES = 256 << 20  # fp32 logits of one chunk of tokens
+FUSED_LOGITS_BYTES = 512 << 20  # on a GPU: logits in the activations' dtype, their slope in place
 
 # What one decoder block holds for its backward pass, in tensors of (tokens, hidden): two norms with
 # their fp32 copies (8), attention (5), residuals (3); and of (tokens, intermediate): the four
@@ -93,7 +94,7 @@ def footprint(facts: ModelFacts, layout: Layout, *, has_gpu: bool) -> Footprint:
         "gradients_bytes": kept_gradients + scratch + shared + _staging(at_home),
         "optimizer_bytes": sum(g.state_bytes for g in at_device),
         "boundaries_bytes": _boundaries_on_device(facts, layout),
-        "workspace_bytes": _workspace(facts, layout, shared),
+        "workspace_bytes": _workspace(facts, layout, shared, has_gpu=has_gpu),
     }
     arenas = sum(g.home_bytes(accumulates=wide) for g in at_home)
     host = arenas + _boundaries_on_host(facts, layout, pinned=has_gpu)
@@ -163,22 +164,22 @@ def _boundaries_on_host(facts: ModelFacts, layout: Layout, *, pinned: bool) -> i
     return _boundary_rows(facts) * one
 
 
-def _workspace(facts: ModelFacts, layout: Layout, shared_sums: int) -> int:
+def _workspace(facts: ModelFacts, layout: Layout, shared_sums: int, *, has_gpu: bool) -> int:
     """The most that one phase of a step needs for itself.
 
-    loss: the head's fp32 weight gradient, a chunk of logits, one chunk's product in the weights'
-    dtype; sums of shared groups do not exist yet. After the loss: that gradient is handed over; a
+    loss: the head's fp32 weight gradient, a chunk of logits, without a GPU one chunk's product in
+    the weights' dtype; sums of shared groups do not exist yet. After the loss: that gradient is handed over; a
     block is recomputed, then its gradients in the weights' dtypes are all there at once; last come
     the embedding's.
     """
     head_sum = FP32_BYTES * facts.head_parameters
     product = facts.head_dtype_bytes * facts.head_parameters
-    hidden = activations = logits = 0
+    hidden = activations = chunk = 0
     if facts.row is not None:
         hidden = HIDDEN_IN_FLIGHT * layout.batch_rows * facts.row.boundary_bytes
         activations = layout.chunk_rows * facts.row.activation_bytes
-        logits = _logits_bytes(facts.row, layout.batch_rows)
-    loss = head_sum + max(2 * logits, 3 * logits // 2 + product) + hidden
+        chunk = _logits_bytes(facts.row, layout.batch_rows, product, has_gpu=has_gpu)
+    loss = head_sum + chunk + hidden
     blocks = [g.rounded_bytes for g in facts.groups if g.kind == "block"]
     edges = [g.rounded_bytes for g in facts.groups if g.kind == "edge"]
     return max(
@@ -189,7 +190,10 @@ def _workspace(facts: ModelFacts, layout: Layout, shared_sums: int) -> int:
     )
 
 
-def _logits_bytes(row: RowFacts, batch_rows: int) -> int:
-    """fp32 logits of one chunk of tokens, at least one token's."""
-    token = FP32_BYTES * row.vocabulary
-    return max(token, min(LOGITS_CHUNK_BYTES, batch_rows * row.sequence_length * token))
+def _logits_bytes(row: RowFacts, batch_rows: int, product_bytes: int, *, has_gpu: bool) -> int:
+    """What a chunk of tokens (at least one) takes for the loss: with a GPU its logits, else those
+    twice in fp32, or once and a half beside the product that becomes the weight's gradient."""
+    token = row.vocabulary * (row.dtype_bytes if has_gpu else FP32_BYTES)
+    limit = FUSED_LOGITS_BYTES if has_gpu else LOGITS_CHUNK_BYTES
+    logits = max(token, min(limit, batch_rows * row.sequence_length * token))
+    return logits if has_gpu else max(2 * logits, 3 * logits // 2 + product_bytes)

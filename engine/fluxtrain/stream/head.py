@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from fluxtrain.errors import MisusedModel
+from fluxtrain.stream.chunk_loss import HeadLoss, add_product_, chunks_of
 
 if TYPE_CHECKING:
     from fluxtrain.stream.block import Unit
 
-_LOGITS_CHUNK_BYTES = 256 << 20  # fp32 logits of one chunk of tokens
 _SCALED_ROWS = 4096
 
 
@@ -298,12 +298,8 @@ def _forward_chunks(
     """Loss (scalar, fp32), and the gradients of sum or mean where they are wanted."""
     linear: Any = call.unit.module
     weight, bias = linear.weight.detach(), linear.bias.detach() if linear.bias is not None else None
-    tokens, width = hidden.shape[0], weight.shape[0]
-    step = call.unit.engine.head_tokens or max(1, _LOGITS_CHUNK_BYTES // (4 * width))
     kept = call.target != call.ignore_index
     count = kept.sum() if call.mean else torch.ones((), device=hidden.device)
-    scale = 1.0 / count.clamp(min=1)  # without any token: no gradient, as in torch
-    losses = torch.zeros((), dtype=torch.float32, device=hidden.device)
     if for_hidden:
         call.hidden_gradient = torch.empty_like(hidden)
     if for_weight:
@@ -311,24 +307,26 @@ def _forward_chunks(
     if for_bias:
         assert bias is not None
         call.bias_sum = torch.zeros(bias.shape, dtype=torch.float32, device=hidden.device)
-    for start in range(0, tokens, step):
-        rows = slice(start, min(start + step, tokens))
-        inner = hidden[rows].detach()
-        logits = nn.functional.linear(inner, weight, bias).to(call.dtype).float()  # (n, V)
-        wanted = torch.where(kept[rows], call.target[rows], 0).unsqueeze(1)
-        norm = torch.logsumexp(logits, dim=1, keepdim=True)
-        each = norm - logits.gather(1, wanted)
-        losses += torch.where(kept[rows].unsqueeze(1), each, 0.0).sum()
-        if not (for_hidden or for_weight or for_bias):
+    head = HeadLoss(
+        weight=weight,
+        bias=bias,
+        target=torch.where(kept, call.target, -1),
+        scale=(1.0 / count.clamp(min=1)).float(),  # no token: no gradient, as in torch
+        dtype=call.dtype,
+        wants_slope=for_hidden or for_weight or for_bias,
+    )
+    chunks = chunks_of(head, call.unit.engine.head_tokens)
+    losses = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
+    for start in range(0, hidden.shape[0], chunks.tokens):
+        rows = slice(start, start + chunks.tokens)
+        inner = hidden[rows].detach()  # (n, H)
+        slope = chunks.slope(inner, rows, losses[rows])  # (n, V)
+        if slope is None:
             continue
-        slope = logits.sub_(norm).exp_()
-        slope.scatter_add_(1, wanted, torch.full_like(each, -1.0))
-        slope.mul_(kept[rows].unsqueeze(1) * scale)
-        small = slope.to(weight.dtype)
         if call.hidden_gradient is not None:
-            torch.mm(small, weight, out=call.hidden_gradient[rows])
+            torch.mm(slope, weight, out=call.hidden_gradient[rows])
         if call.weight_sum is not None:
-            call.weight_sum += small.t() @ inner
+            add_product_(call.weight_sum, slope.t(), inner)
         if call.bias_sum is not None:
-            call.bias_sum += slope.sum(0)
-    return losses / count
+            call.bias_sum += slope.sum(0, dtype=torch.float32)
+    return losses.sum() / count
