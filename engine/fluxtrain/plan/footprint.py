@@ -168,9 +168,9 @@ def _workspace(facts: ModelFacts, layout: Layout, shared_sums: int, *, has_gpu: 
     """The most that one phase of a step needs for itself.
 
     loss: the head's fp32 weight gradient, a chunk of logits, without a GPU one chunk's product in
-    the weights' dtype; sums of shared groups do not exist yet. After the loss: that gradient is handed over; a
-    block is recomputed, then its gradients in the weights' dtypes are all there at once; last come
-    the embedding's.
+    the weights' dtype; sums of shared groups do not exist yet. After the loss: that gradient is
+    handed over; a block is recomputed, then its gradients in the weights' dtypes are all there at
+    once; last come the embedding's.
     """
     head_sum = FP32_BYTES * facts.head_parameters
     product = facts.head_dtype_bytes * facts.head_parameters

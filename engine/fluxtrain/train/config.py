@@ -75,6 +75,11 @@ class ModelSettings(Section):
         description="dtype of the weights; auto keeps the model's own, bfloat16 has an exact fp32 "
         "master beside it",
     )
+    kernels: Literal["auto", "liger", "torch"] = Field(
+        default="auto",
+        description="kernels of norms, rotary embeddings and gated activations on a GPU: those of "
+        "liger-kernel where it is installed and knows the model, or torch's own",
+    )
 
 
 class DataSettings(Section):

@@ -14,6 +14,7 @@ import fluxtrain
 from fluxtrain.data.batches import Batch, BatchSource, in_order
 from fluxtrain.hardware.machine import Machine, read_machine
 from fluxtrain.methods.export import save_model
+from fluxtrain.methods.kernels import choose_kernels
 from fluxtrain.methods.sampling import sample_text
 from fluxtrain.optim import schedule
 from fluxtrain.plan.placement import RunPlacement
@@ -113,7 +114,8 @@ class Run:
         )
         self.batch_rows = self.placement.batch_rows
         self.data = data or self._batches(self.batch_rows)
-        self._choices = (device, *self.placement.choices)
+        kernels = choose_kernels(config.model.kernels, model, device.value)
+        self._choices = (device, kernels, *self.placement.choices)
         self.course = choose_course(
             config.train,
             steps_per_epoch=self.data.steps_per_epoch,

@@ -1,0 +1,62 @@
+"""Fused kernels of liger-kernel (norm, rotary embedding, gated activation) where it is there.
+
+Its own losses stay off: the head's loss is FluxTrain's. Liger's kernels round otherwise than the
+plain operations; its test suite states the tolerances (https://github.com/linkedin/Liger-Kernel).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from importlib.metadata import version
+from typing import Literal
+
+from transformers import PreTrainedModel
+
+from fluxtrain.errors import BadInput
+from fluxtrain.telemetry.events import ChoiceMade
+
+Kernels = Literal["auto", "liger", "torch"]
+_NAME = "kernels"
+
+
+def choose_kernels(wished: Kernels, model: PreTrainedModel, device: str) -> ChoiceMade:
+    """Give `model` the fastest kernels that are wished for and possible; what was chosen and why.
+
+    Raises:
+        BadInput: liger was asked for and cannot be had.
+    """
+    if wished == "torch":
+        return ChoiceMade(name=_NAME, value="torch", because="as set")
+    kind = str(getattr(model.config, "model_type", "this model"))
+    missing = _what_is_missing(kind, device)
+    if missing is None:
+        _apply(model)
+        installed = f"liger-kernel {version('liger-kernel')} is installed and knows {kind}"
+        return ChoiceMade(
+            name=_NAME, value="liger", because="as set" if wished == "liger" else installed
+        )
+    if wished == "liger":
+        raise BadInput(f"model.kernels = liger is not possible: {missing}; leave it on auto")
+    return ChoiceMade(name=_NAME, value="torch", because=missing)
+
+
+def _what_is_missing(kind: str, device: str) -> str | None:
+    if device != "cuda":
+        return "fused kernels need a GPU"
+    if importlib.util.find_spec("liger_kernel") is None:
+        return "liger-kernel is not installed (pip install liger-kernel)"
+    try:
+        from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
+    except (ImportError, AttributeError, RuntimeError) as error:
+        return f"liger-kernel {version('liger-kernel')} does not load here ({error})"
+    if kind not in MODEL_TYPE_TO_APPLY_LIGER_FN:
+        return f"liger-kernel {version('liger-kernel')} does not know {kind}"
+    return None
+
+
+def _apply(model: PreTrainedModel) -> None:
+    from liger_kernel.transformers.monkey_patch import _apply_liger_kernel_to_instance
+
+    _apply_liger_kernel_to_instance(
+        model=model, fused_linear_cross_entropy=False, cross_entropy=False
+    )
