@@ -187,8 +187,10 @@ class WizardScreen(Screen[Launch | None]):
         self._keep(dataclasses.replace(self.answers, step=step))
         self.query_one(ContentSwitcher).current = step
         self._launch_error, self._stale = None, True
-        self._redraw()
         page = self.current
+        if isinstance(page, SourceStep):
+            page.fill(self.answers)
+        self._redraw()
         page.take_focus()
         if isinstance(page, SourceStep):
             self._check(page)

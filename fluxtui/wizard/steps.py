@@ -91,6 +91,7 @@ class SourceStep(Step):
     source_field = ""
     options: Sequence[Option] = ()
     fields: Mapping[str, tuple[str, str, str]] = {}  # option: field of the answers, title, hint
+    _typed_at = 0  # where in the field the next key that was typed on the list belongs
 
     def compose(self) -> ComposeResult:
         yield Drawn(lambda width: Content.styled(self.question, "bold"))
@@ -106,12 +107,20 @@ class SourceStep(Step):
         yield Drawn(id="samples")
 
     def show(self, answers: Answers) -> None:
-        """Draw these answers."""
+        """Draw these answers; the text fields keep what is in them (see `fill`)."""
         source = getattr(answers, self.source_field)
         self.query_one(ChoiceList).show(source)
         for option, (field, _, _) in self.fields.items():
+            self.query_one(f"#{field}-input", Input).display = option == source
+
+    def fill(self, answers: Answers) -> None:
+        """Put these answers into the text fields.
+
+        Only when the step comes on screen: while somebody types, the fields are ahead of the
+        answers that are made from them.
+        """
+        for field, _, _ in self.fields.values():
             box = self.query_one(f"#{field}-input", Input)
-            box.display = option == source
             if box.value != getattr(answers, field):
                 with box.prevent(Input.Changed):
                     box.value = getattr(answers, field)
@@ -158,13 +167,24 @@ class SourceStep(Step):
         self.query_one(ChoiceList).focus()
 
     def on_key(self, event: events.Key) -> None:
-        """What is typed on the list belongs into the text field below it."""
+        """What is typed on the list belongs into the text field below it.
+
+        Keys that were on their way to the list when the field got the focus come here after keys
+        that went to the field at once: they are put before those, where they were typed.
+        """
         box = self.open_input
-        if box is not None and not box.has_focus and event.is_printable and event.character:
-            event.stop()
-            event.prevent_default()
-            box.focus()
-            box.insert_text_at_cursor(event.character)
+        if box is None or not event.is_printable or not event.character:
+            return
+        event.stop()
+        event.prevent_default()
+        if self.screen.focused is not box:
+            self._typed_at = box.cursor_position
+            self.screen.set_focus(box)
+        cursor = box.cursor_position
+        box.insert(event.character, self._typed_at)
+        if cursor > self._typed_at:
+            box.cursor_position = cursor + 1
+        self._typed_at += 1
 
     @on(ChoiceList.Chosen)
     def _chosen(self, event: ChoiceList.Chosen) -> None:
