@@ -13,18 +13,17 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from fluxtrain.errors import EXIT_BUG, EXIT_FINISHED, BadInput, FluxTrainError
 from fluxtrain.telemetry.rundir import RunDir, list_runs, runs_root
 from fluxtui.wizard.answers import (
     OFFLOADS,
     Answers,
-    Offload,
-    answers_from_configuration,
     with_data,
     with_model,
 )
+from fluxtui.wizard.configuring import SETTINGS, answers_from_config
 
 if TYPE_CHECKING:
     from fluxtrain.telemetry.launch import TrainerProcess
@@ -66,7 +65,10 @@ def _parser() -> argparse.ArgumentParser:
     add = answers.add_argument
     add("--model", metavar="M", help="demo, a folder, or a hub id")
     add("--data", metavar="D", help="demo, or a .txt or .jsonl file")
+    add("--sequence-length", type=_positive, metavar="N", help="tokens in a row")
     add("--offload", choices=OFFLOADS, help="what lives in host memory")
+    add("--batch-rows", type=_positive, metavar="N", help="rows of one backward pass")
+    add("--chunk-rows", type=_positive, metavar="N", help="rows computed at once in a block")
     add("--steps", type=_positive, metavar="N", help="optimizer steps")
     add("--set", action="append", default=[], metavar="KEY=VALUE", help="any other setting")
     look = parser.add_argument_group("the screen")
@@ -111,10 +113,10 @@ def answers_of(options: argparse.Namespace) -> Answers | None:
         answers = with_model(answers, options.model)
     if options.data is not None:
         answers = with_data(answers, options.data)
-    if options.offload is not None:
-        answers = dataclasses.replace(answers, offload=cast(Offload, options.offload))
-    if options.steps is not None:
-        answers = dataclasses.replace(answers, steps=options.steps)
+    given = {field: getattr(options, field) for field in SETTINGS}
+    answers = dataclasses.replace(
+        answers, **{field: value for field, value in given.items() if value is not None}
+    )
     return None if answers == Answers() else answers
 
 
@@ -123,7 +125,7 @@ def _from_file(path: str, overrides: list[str]) -> Answers:
     from fluxtrain.train.config_text import parse_yaml, read_text
 
     load_config(path, overrides)  # all that is wrong with it is said now
-    return answers_from_configuration(parse_yaml(read_text(Path(path)), path))
+    return answers_from_config(parse_yaml(read_text(Path(path)), path))
 
 
 def _train_headless(answers: Answers) -> int:

@@ -1,4 +1,4 @@
-"""What the user has answered so far, and what follows from it: the configuration and its check.
+"""What the user has answered so far, as one value.
 
 Pure values and functions: no Textual, no torch, and no file is read here.
 """
@@ -31,6 +31,7 @@ class Answers:
     Attributes:
         model_folder, model_hub, data_path: kept when another source is chosen, so that nothing
             typed is lost.
+        sequence_length, batch_rows, chunk_rows, steps: None leaves them to the trainer.
         base: a configuration file the answers were read from; keys that the wizard does not ask
             for are carried through unchanged.
         overrides: `key=value` settings from the command line, handed to the trainer as they are.
@@ -44,6 +45,9 @@ class Answers:
     data_path: str = ""
     method: Method = "full"
     offload: Offload = "auto"
+    sequence_length: int | None = None
+    batch_rows: int | None = None
+    chunk_rows: int | None = None
     steps: int | None = None
     overrides: tuple[str, ...] = ()
     base: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -68,63 +72,9 @@ class Answers:
         return self.model_source == "demo" and self.data_source == "demo" and not self.base
 
 
-def configuration(answers: Answers) -> dict[str, Any]:
-    """The trainer's configuration: the base file's keys with the answers on top.
-
-    Only what differs from the trainer's own defaults is written, so the file stays short and the
-    defaults stay the trainer's.
-    """
-    merged: dict[str, Any] = {
-        section: dict(value) if isinstance(value, Mapping) else value
-        for section, value in answers.base.items()
-    }
-    _set(merged, "model", "path", answers.model_path)
-    _set(merged, "data", "path", answers.data_file)
-    _set(merged, "method", "name", answers.method)
-    if answers.steps is not None:
-        _set(merged, "train", "steps", answers.steps)
-    if answers.offload != "auto" or "offload" in merged.get("placement", {}):
-        _set(merged, "placement", "offload", answers.offload)
-    return merged
-
-
-def yaml_text(answers: Answers) -> str:
-    """The configuration as YAML."""
-    import yaml
-
-    return yaml.safe_dump(configuration(answers), sort_keys=False, allow_unicode=True)
-
-
-def settings(answers: Answers) -> list[str]:
-    """The answers that are settings of a demo run, and the overrides, as `--set` arguments."""
-    chosen = list(answers.overrides)
-    if answers.is_demo:
-        if answers.steps is not None:
-            chosen.insert(0, f"train.steps={answers.steps}")
-        if answers.offload != "auto":
-            chosen.insert(0, f"placement.offload={answers.offload}")
-    return [argument for setting in chosen for argument in ("--set", setting)]
-
-
-def answers_from_configuration(config: Mapping[str, Any]) -> Answers:
-    """Read the wizard's answers out of a valid configuration, as when it is opened from a file."""
-    model_path = config.get("model", {}).get("path", DEMO)
-    data_path = config.get("data", {}).get("path", DEMO)
-    return Answers(
-        **_model_answer(model_path),
-        data_source="demo" if data_path == DEMO else "path",
-        data_path="" if data_path == DEMO else data_path,
-        method=config.get("method", {}).get("name", "full"),
-        offload=config.get("placement", {}).get("offload", "auto"),
-        steps=config.get("train", {}).get("steps"),
-        base=dict(config),
-        step="plan",
-    )
-
-
 def with_model(answers: Answers, path: str) -> Answers:
     """The same answers with another model: `demo`, a folder, or a hub id."""
-    return dataclasses.replace(answers, **_model_answer(path))
+    return dataclasses.replace(answers, **model_answer(path))
 
 
 def with_data(answers: Answers, path: str) -> Answers:
@@ -150,17 +100,14 @@ def neighbour(step: StepName, offset: int) -> StepName | None:
     return STEPS[index] if 0 <= index < len(STEPS) else None
 
 
-def _model_answer(path: str) -> dict[str, Any]:
+def model_answer(path: str) -> dict[str, Any]:
+    """The fields of the answers that a `model.path` means: `demo`, a folder, or a hub id."""
     if path == DEMO:
         return {"model_source": "demo"}
     is_folder = path.startswith((".", "/", "~")) or Path(path).is_dir() or path.count("/") != 1
     if is_folder:
         return {"model_source": "folder", "model_folder": path}
     return {"model_source": "hub", "model_hub": path}
-
-
-def _set(config: dict[str, Any], section: str, key: str, value: object) -> None:
-    config.setdefault(section, {})[key] = value
 
 
 def _expanded(path: str) -> str:

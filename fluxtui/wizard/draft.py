@@ -26,6 +26,7 @@ _ALLOWED: dict[str, tuple[str, ...]] = {
     "offload": OFFLOADS,
     "step": STEPS,
 }
+_NUMBERS = ("sequence_length", "batch_rows", "chunk_rows", "steps")
 
 
 def draft_path(environment: Mapping[str, str] = os.environ) -> Path:
@@ -83,7 +84,7 @@ def _answers(fields: dict[str, Any]) -> Answers | None:
 def _acceptable(name: str, value: object) -> bool:
     if name in _ALLOWED:
         return value in _ALLOWED[name]
-    if name == "steps":
+    if name in _NUMBERS:
         return value is None or (isinstance(value, int) and value > 0)
     if name == "overrides":
         return isinstance(value, list) and all(isinstance(item, str) for item in value)

@@ -9,7 +9,8 @@ from pathlib import Path
 from fluxtrain.telemetry.launch import TrainerProcess, start_trainer
 from fluxtrain.telemetry.rundir import RunDir
 from fluxtrain.telemetry.storage import write_bytes
-from fluxtui.wizard.answers import Answers, settings, yaml_text
+from fluxtui.wizard.answers import Answers
+from fluxtui.wizard.configuring import set_arguments, yaml_text
 
 CONFIG_NAME = "config.yaml"
 
@@ -38,7 +39,7 @@ class Launch:
 def engine_arguments(answers: Answers, config: Path) -> list[str]:
     """What follows `fluxtrain train` or `fluxtrain plan`; a demo needs no `config`."""
     source = ["--demo"] if answers.is_demo else [str(config)]
-    return [*source, *settings(answers)]
+    return [*source, *set_arguments(answers)]
 
 
 def command_text(answers: Answers) -> str:

@@ -10,8 +10,9 @@ from textual.content import Content
 from fluxtrain.telemetry.storage import free_bytes
 from fluxtrain.units import bytes_text
 from fluxtui.wizard import drawing
-from fluxtui.wizard.answers import Answers, yaml_text
+from fluxtui.wizard.answers import Answers
 from fluxtui.wizard.checks import Check
+from fluxtui.wizard.configuring import yaml_text
 from fluxtui.wizard.launching import command_text
 from fluxtui.wizard.plan_preview import PlanPreview
 

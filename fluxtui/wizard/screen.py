@@ -19,8 +19,9 @@ from textual.widgets import ContentSwitcher, Input
 from fluxtrain.errors import FluxTrainError
 from fluxtrain.telemetry.rundir import runs_root
 from fluxtui.wizard import drawing, pages
-from fluxtui.wizard.answers import Answers, StepName, neighbour, yaml_text
+from fluxtui.wizard.answers import Answers, StepName, neighbour
 from fluxtui.wizard.checks import Check, check_data, check_model
+from fluxtui.wizard.configuring import yaml_text
 from fluxtui.wizard.draft import draft_path, forget_draft, load_draft, save_draft
 from fluxtui.wizard.engine import EngineRefused, ask_engine
 from fluxtui.wizard.launching import Launch, engine_arguments, prepare

@@ -12,19 +12,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fluxtrain.train.config import demo_config, load_config, validate
+from fluxtrain.train.config import settings as all_settings
 from fluxtui.wizard.answers import (
     OFFLOADS,
     STEPS,
     Answers,
-    answers_from_configuration,
-    configuration,
     hub_id_problem,
     neighbour,
     with_data,
     with_model,
+)
+from fluxtui.wizard.configuring import (
+    answers_from_config,
+    chosen_settings,
+    configuration,
+    set_arguments,
     yaml_text,
 )
-from fluxtui.wizard.answers import settings as settings_of
 from fluxtui.wizard.draft import draft_path, forget_draft, load_draft, save_draft
 from fluxtui.wizard.launching import command_text, engine_arguments, prepare, run_name
 
@@ -37,6 +41,9 @@ ANSWERS = st.builds(
     data_source=st.sampled_from(("demo", "path")),
     data_path=NAMES.map("/data/{}".format),
     offload=st.sampled_from(OFFLOADS),
+    sequence_length=st.none() | st.integers(2, 10**6),
+    batch_rows=st.none() | st.integers(1, 10**6),
+    chunk_rows=st.none() | st.integers(1, 10**6),
     steps=st.none() | st.integers(1, 10**9),
     step=st.sampled_from(STEPS),
 )
@@ -55,11 +62,13 @@ def test_every_answer_is_a_configuration_that_the_trainer_accepts(answers: Answe
     assert config.data.path == answers.data_file
     assert config.train.steps == answers.steps
     assert config.placement.offload == answers.offload
+    found = {setting.key: setting.value for setting in all_settings(config)}
+    assert chosen_settings(answers).items() <= found.items()
 
 
 @given(answers=ANSWERS)
 def test_answers_read_back_from_their_own_configuration_are_the_same_run(answers: Answers) -> None:
-    again = answers_from_configuration(yaml.safe_load(yaml_text(answers)))
+    again = answers_from_config(yaml.safe_load(yaml_text(answers)))
     assert configuration(again) == configuration(answers)
 
 
@@ -84,7 +93,7 @@ def test_settings_of_a_demo_become_overrides_that_the_trainer_accepts() -> None:
 
 def test_settings_of_other_runs_are_in_the_file_and_not_given_twice() -> None:
     answers = Answers(data_source="path", data_path="/d.txt", steps=7, overrides=("train.seed=3",))
-    assert settings_of(answers) == ["--set", "train.seed=3"]
+    assert set_arguments(answers) == ["--set", "train.seed=3"]
     assert engine_arguments(answers, Path("c.yaml"))[0] == "c.yaml"
 
 
@@ -94,7 +103,7 @@ def test_keys_that_the_wizard_does_not_ask_for_are_carried_through() -> None:
         "data": {"path": "/d.txt", "sequence_length": 64},
         "train": {"learning_rate": 1e-4},
     }
-    answers = answers_from_configuration(base)
+    answers = answers_from_config(base)
     changed = configuration(dataclasses.replace(answers, steps=5))
     assert changed["model"] == {"path": "owner/name", "revision": "main"}
     assert changed["data"]["sequence_length"] == 64
@@ -103,10 +112,27 @@ def test_keys_that_the_wizard_does_not_ask_for_are_carried_through() -> None:
 
 
 def test_an_offload_setting_of_a_file_can_be_turned_back_to_auto() -> None:
-    answers = answers_from_configuration({"placement": {"offload": "max"}})
+    answers = answers_from_config({"placement": {"offload": "max"}})
     assert answers.offload == "max"
     back = configuration(dataclasses.replace(answers, offload="auto"))
-    assert back["placement"]["offload"] == "auto"
+    assert validate(back).placement.offload == "auto"
+
+
+@given(answers=ANSWERS)
+def test_the_whole_configuration_that_a_run_keeps_comes_back_as_the_same_run(
+    answers: Answers,
+) -> None:
+    kept = validate(configuration(answers)).model_dump(mode="json")  # as in run.json
+    again = answers_from_config(kept)
+    assert validate(configuration(again)) == validate(kept)
+    assert again.batch_rows == answers.batch_rows
+    assert again.steps == answers.steps
+
+
+def test_numbers_of_a_run_can_be_given_back_to_the_trainer() -> None:
+    answers = answers_from_config({"train": {"steps": 9, "batch_rows": 2, "seed": 1}})
+    config = validate(configuration(dataclasses.replace(answers, steps=None, batch_rows=None)))
+    assert (config.train.steps, config.train.batch_rows, config.train.seed) == (None, "auto", 1)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,85 @@
+"""Answers to the trainer's configuration and back. Pure: no file is read here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fluxtui.wizard.answers import DEMO, Answers, model_answer
+
+SETTINGS: dict[str, str] = {
+    "sequence_length": "data.sequence_length",
+    "steps": "train.steps",
+    "batch_rows": "train.batch_rows",
+    "offload": "placement.offload",
+    "chunk_rows": "placement.chunk_rows",
+}  # field of the answers: key of the configuration
+UNSET = (None, "auto")  # the trainer chooses
+
+
+def chosen_settings(answers: Answers) -> dict[str, Any]:
+    """The settings that the user chose, by their dotted keys."""
+    values = {key: getattr(answers, field) for field, key in SETTINGS.items()}
+    return {key: value for key, value in values.items() if value not in UNSET}
+
+
+def configuration(answers: Answers) -> dict[str, Any]:
+    """The trainer's configuration: the base file's keys with the answers on top.
+
+    Only what differs from the trainer's own defaults is written, so the file stays short and the
+    defaults stay the trainer's; a setting that was turned back to them leaves the base's behind.
+    """
+    merged: dict[str, Any] = {
+        section: dict(value) if isinstance(value, Mapping) else value
+        for section, value in answers.base.items()
+    }
+    _set(merged, "model.path", answers.model_path)
+    _set(merged, "data.path", answers.data_file)
+    _set(merged, "method.name", answers.method)
+    chosen = chosen_settings(answers)
+    for key in SETTINGS.values():
+        section, _, name = key.partition(".")
+        if key in chosen:
+            _set(merged, key, chosen[key])
+        elif name in merged.get(section, {}):
+            del merged[section][name]
+    return {section: value for section, value in merged.items() if value != {}}
+
+
+def yaml_text(answers: Answers) -> str:
+    """The configuration as YAML."""
+    import yaml
+
+    return yaml.safe_dump(configuration(answers), sort_keys=False, allow_unicode=True)
+
+
+def set_arguments(answers: Answers) -> list[str]:
+    """The overrides, and before them the settings of a demo run, as `--set` arguments."""
+    chosen = chosen_settings(answers) if answers.is_demo else {}
+    settings = [*(f"{key}={value}" for key, value in chosen.items()), *answers.overrides]
+    return [argument for setting in settings for argument in ("--set", setting)]
+
+
+def answers_from_config(config: Mapping[str, Any]) -> Answers:
+    """Read the wizard's answers out of a valid configuration: of a file, or of a run's run.json."""
+    data_path = config.get("data", {}).get("path", DEMO)
+    values = {field: _value(config, key) for field, key in SETTINGS.items()}
+    return Answers(
+        **model_answer(config.get("model", {}).get("path", DEMO)),
+        data_source="demo" if data_path == DEMO else "path",
+        data_path="" if data_path == DEMO else data_path,
+        method=config.get("method", {}).get("name", "full"),
+        **{field: value for field, value in values.items() if value not in UNSET},
+        base=dict(config),
+        step="plan",
+    )
+
+
+def _value(config: Mapping[str, Any], key: str) -> Any:
+    section, _, name = key.partition(".")
+    return config.get(section, {}).get(name)
+
+
+def _set(config: dict[str, Any], key: str, value: object) -> None:
+    section, _, name = key.partition(".")
+    config.setdefault(section, {})[name] = value
