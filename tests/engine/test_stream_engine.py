@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -204,3 +206,43 @@ def test_once_the_order_is_known_no_copy_is_on_demand() -> None:
     weights = [move for move in moves if move.what == "weights"]
     assert len(weights) >= 10
     assert {move.cause for move in weights} == {"prefetch"}
+
+
+@pytest.mark.parametrize("offload", ["none", "weights"])
+def test_boundaries_on_the_host_change_no_bit(offload: str, tiny: Any, batch: Any) -> None:
+    weights = []
+    for boundaries in ("device", "host"):
+        model = fluxtrain.wrap(
+            tiny("llama", torch.bfloat16, num_hidden_layers=5),
+            offload=offload,
+            boundaries=boundaries,
+            chunk_rows=2,
+        )
+        engine = trained(model, batch(), steps=3)
+        before = engine.park.parked
+        trained(model, batch(), steps=1)
+        assert engine.park.parked - before == (6 if boundaries == "host" else 0)  # blocks, norm
+        fluxtrain.sync(model)
+        weights.append({n: p.detach().clone() for n, p in model.named_parameters()})
+    for name, weight in weights[0].items():
+        assert torch.equal(weight, weights[1][name]), name
+
+
+def test_a_forward_pass_without_its_backward_frees_what_it_parked(tiny: Any, batch: Any) -> None:
+    model = fluxtrain.wrap(tiny("llama", num_hidden_layers=4), boundaries="host")
+    loss = model(**batch()).loss
+    engine = engine_of(model)
+    parked, held = engine.park.newest(), []
+    while parked is not None:
+        held.append(weakref.ref(parked.host))
+        parked = parked.before()
+    assert len(held) == 5
+    del loss
+    gc.collect()
+    assert [ref() for ref in held[2:]] == [None] * 3  # the last two are still on their way
+    assert trained(model, batch(), steps=1).park.newest() is None
+
+
+def test_an_unknown_place_for_boundaries_is_refused(tiny: Any) -> None:
+    with pytest.raises(BadInput, match="use auto, device or host"):
+        fluxtrain.wrap(tiny("llama"), boundaries="disk")

@@ -149,7 +149,7 @@ def test_max_trades_boundaries_for_host_memory() -> None:
     streamed, least = need(small(), offload="weights"), need(small(), offload="max")
     boundary = 8 * 1024 * 1536 * 2
     assert streamed.weights_bytes - least.weights_bytes == 2 * SMALL_BLOCK  # one slot fewer
-    assert streamed.boundaries_bytes - least.boundaries_bytes == 27 * boundary
+    assert streamed.boundaries_bytes - least.boundaries_bytes == 26 * boundary  # three under way
     pinned = 32 * MIB  # torch's pinned memory comes in powers of two; 24 MiB are needed
     assert boundary == 24 * MIB
     assert least.host_bytes - least.arena_bytes == 29 * pinned

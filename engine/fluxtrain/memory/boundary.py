@@ -1,18 +1,23 @@
 """Boundary activations: what a block keeps between its forward and its backward pass.
 
-They stay on the device, or wait on the host when the plan says so (`offload="max"`): sent home as
-soon as the block has run, and brought back when its backward begins.
+They stay on the device, or wait on the host when the plan says so: sent home as soon as the block
+has run, and brought back while the block after it (in forward order) is in its backward pass.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from fluxtrain.memory.device import Device, Ticket
+
+LEAVING = 2  # at most so many on their way home: the host must not run further ahead of the copies
+_AHEAD = 1  # brought back before they are asked for
 
 
 @dataclass(eq=False)
@@ -20,13 +25,11 @@ class Parked:
     """One tensor's bytes on the host."""
 
     host: Tensor
-    ticket: Ticket
-    source: Tensor | None  # kept until the copy has been made
-
-    def settle(self) -> None:
-        """Let go of the device memory once the copy is made."""
-        if self.source is not None and self.ticket.done():
-            self.source = None
+    ticket: Ticket  # of the way home
+    source: Tensor | None  # kept until the copy has been made, or its memory would be reused
+    before: Callable[[], Parked | None]  # parked just before this one, while it lives
+    back: Tensor | None = None  # on the device again, arrived once `returned` is
+    returned: Ticket | None = field(default=None)
 
 
 class BoundaryPark:
@@ -34,27 +37,57 @@ class BoundaryPark:
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._leaving: list[Parked] = []
+        self._leaving: deque[Parked] = deque()
+        self._last: Callable[[], Parked | None] = lambda: None
+        self.parked = 0  # tensors, so far
 
     def park(self, tensors: Sequence[Tensor], needs: Sequence[bool]) -> dict[int, Parked]:
-        """Start to send home the tensors that need gradients; (position -> where it went)."""
-        self._leaving = [p for p in self._leaving if p.source is not None]
-        for parked in self._leaving:
-            parked.settle()
+        """Start to send home the tensors that need gradients; (position -> where it went).
+
+        Waits for the oldest copy when too many are under way, or their memory would never be free
+        for the blocks that are queued next.
+        """
         gone: dict[int, Parked] = {}
         for i, (tensor, needed) in enumerate(zip(tensors, needs, strict=True)):
             if needed and tensor.is_contiguous():
                 host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self._device.pins)
                 source = tensor.detach()
-                gone[i] = Parked(host, self._device.download(host, source), source)
+                ticket = self._device.download(host, source)
+                gone[i] = Parked(host, ticket, source, self._last)
+                self._last = weakref.ref(gone[i])
+                self.parked += 1
                 self._leaving.append(gone[i])
+        while self._leaving and (len(self._leaving) > LEAVING or self._leaving[0].ticket.done()):
+            self._leaving[0].ticket.wait_host()
+            self._leaving.popleft().source = None
         return gone
 
     def fetch(self, parked: Parked) -> Tensor:
-        """The tensor on the device again; the computation waits for it."""
-        parked.ticket.wait_host()
-        parked.source = None
-        back = torch.empty_like(parked.host, device=self._device.torch_device)
-        ticket = self._device.upload(back, parked.host, None, self._device.mark())
-        ticket.wait_compute("activations")
+        """The tensor on the device again; the computation waits for it. Starts to bring back the
+        one that the backward pass needs next."""
+        self._bring_back(parked)
+        back, returned = parked.back, parked.returned
+        assert back is not None and returned is not None
+        returned.wait_compute("activations")  # and so for the way home, which came before
+        parked.back = parked.source = None
+        if parked in self._leaving:
+            self._leaving.remove(parked)
+        following = parked.before()
+        for _ in range(_AHEAD):
+            if following is None:
+                break
+            self._bring_back(following)
+            following = following.before()
         return back
+
+    def newest(self) -> Parked | None:
+        """The one that was parked last, while its pass lives."""
+        return self._last()
+
+    def _bring_back(self, parked: Parked) -> None:
+        if parked.back is not None:
+            return
+        parked.back = torch.empty_like(parked.host, device=self._device.torch_device)
+        parked.returned = self._device.upload(
+            parked.back, parked.host, None, self._device.mark(), follows=parked.ticket
+        )

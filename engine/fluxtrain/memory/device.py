@@ -71,8 +71,12 @@ class Device(Protocol):
     stalls: Stalls
     pins: bool  # host memory should be page-locked
 
-    def upload(self, to: Tensor, source: Tensor, after: Future[None] | None, free: Any) -> Ticket:
-        """Copy host `source` to device `to` once `after` is done and `free` has passed."""
+    def upload(
+        self, to: Tensor, source: Tensor, after: Future[None] | None, free: Any,
+        follows: Ticket | None = None,
+    ) -> Ticket:  # fmt: skip
+        """Copy host `source` to device `to` once `after` is done, `free` has passed and the
+        download `follows` has arrived."""
 
     def download(self, to: Tensor, source: Tensor) -> Ticket:
         """Copy device `source` to host `to` once the computation so far is done."""
@@ -121,10 +125,15 @@ class CpuDevice:
         self._up = ThreadPoolExecutor(1, thread_name_prefix="flux-upload")
         self._down = ThreadPoolExecutor(1, thread_name_prefix="flux-download")
 
-    def upload(self, to: Tensor, source: Tensor, after: Future[None] | None, free: Any) -> Ticket:
+    def upload(
+        self, to: Tensor, source: Tensor, after: Future[None] | None, free: Any,
+        follows: Ticket | None = None,
+    ) -> Ticket:  # fmt: skip
         def job() -> float:
             if after is not None:
                 after.result()
+            if follows is not None:
+                follows.wait_host()
             return _memory_copy(to, source)
 
         return _CpuTicket(self._up.submit(job), self.stalls)
@@ -153,7 +162,7 @@ class _CudaTicket:
         self._stalls = stalls
         self._issued = threading.Event()
         self._start = torch.cuda.Event(enable_timing=True)
-        self._end = torch.cuda.Event(enable_timing=True)
+        self.end = torch.cuda.Event(enable_timing=True)
         self._error: BaseException | None = None
 
     def issue(self, stream: torch.cuda.Stream, copy: Callable[[], None]) -> None:
@@ -161,7 +170,7 @@ class _CudaTicket:
             with torch.cuda.stream(stream):
                 self._start.record(stream)
                 copy()
-                self._end.record(stream)
+                self.end.record(stream)
         except BaseException as error:
             self._error = error
             raise
@@ -174,17 +183,17 @@ class _CudaTicket:
 
     @property
     def duration_s(self) -> float | None:
-        return self._start.elapsed_time(self._end) / 1e3 if self.done() else None
+        return self._start.elapsed_time(self.end) / 1e3 if self.done() else None
 
     def done(self) -> bool:
-        return self._issued.is_set() and self._error is None and bool(self._end.query())
+        return self._issued.is_set() and self._error is None and bool(self.end.query())
 
     def failed(self) -> bool:
         return self._issued.is_set() and self._error is not None
 
     def wait_host(self) -> None:
         self._wait_issued()
-        self._end.synchronize()
+        self.end.synchronize()
 
     def wait_compute(self, cause: str) -> None:
         if not self._issued.is_set():
@@ -192,13 +201,13 @@ class _CudaTicket:
             self._wait_issued()
             self._stalls.add("update", time.perf_counter() - started_s)
         self._wait_issued()
-        if self._end.query():
+        if self.end.query():
             return
         stream = torch.cuda.current_stream()
         before = torch.cuda.Event(enable_timing=True)
         after = torch.cuda.Event(enable_timing=True)
         before.record(stream)
-        stream.wait_event(self._end)
+        stream.wait_event(self.end)
         after.record(stream)
         self._stalls.add_events(cause, before, after)
 
@@ -220,7 +229,10 @@ class CudaDevice:
         self._up = torch.cuda.Stream(self.torch_device)
         self._down = torch.cuda.Stream(self.torch_device)
 
-    def upload(self, to: Tensor, source: Tensor, after: Future[None] | None, free: Any) -> Ticket:
+    def upload(
+        self, to: Tensor, source: Tensor, after: Future[None] | None, free: Any,
+        follows: Ticket | None = None,
+    ) -> Ticket:  # fmt: skip
         ticket = _CudaTicket(self.stalls)
 
         def issue(done: Future[None] | None) -> None:
@@ -229,6 +241,8 @@ class CudaDevice:
                 return
             if free is not None:
                 self._up.wait_event(free)
+            if isinstance(follows, _CudaTicket):  # downloads are issued at once
+                self._up.wait_event(follows.end)
             ticket.issue(self._up, lambda: _queue_copy(to, source))
 
         if after is None or after.done():

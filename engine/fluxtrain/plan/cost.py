@@ -201,7 +201,7 @@ def _traffic(facts: ModelFacts, layout: Layout) -> tuple[int, int, int]:
 def _boundary_bytes(facts: ModelFacts, layout: Layout) -> int:
     """Boundary activations that go to the host and come back."""
     row = facts.row
-    if row is None or layout.offload != "max":
+    if row is None or not layout.parks:
         return 0
     return facts.layers * layout.batch_rows * row.boundary_bytes
 

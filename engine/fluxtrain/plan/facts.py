@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import Literal
 
 Offload = Literal["none", "optimizer", "weights", "max"]
+Boundaries = Literal["device", "host"]
 OFFLOADS: tuple[Offload, ...] = ("none", "optimizer", "weights", "max")  # least offload first
 
 FP32_BYTES = 4
@@ -118,6 +119,7 @@ class Wishes:
     """What the user asked for; None (and `auto`) leaves it to the rule."""
 
     offload: Literal["auto", "none", "optimizer", "weights", "max"] = "auto"
+    boundaries: Literal["auto", "device", "host"] = "auto"
     batch_rows: int | None = None
     chunk_rows: int | None = None
     device_groups: int | None = None  # or all, if the model has fewer

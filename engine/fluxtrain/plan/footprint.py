@@ -6,9 +6,9 @@ home on the host with all of that, and of their weights the device has
 
 | offload   | edges | blocks                                                | boundary activations |
 |-----------|-------|-------------------------------------------------------|----------------------|
-| none      |       | (every group lives on the device)                     | device               |
-| optimizer | all   | all                                                   | device               |
-| weights   | all   | the first `resident_blocks`, the others through slots | device               |
+| none      |       | (every group lives on the device)                     | as `boundaries` says |
+| optimizer | all   | all                                                   | as `boundaries` says |
+| weights   | all   | the first `resident_blocks`, the others through slots | as `boundaries` says |
 | max       | all   | as `weights`, with fewer slots                        | host                 |
 
 Beside them the device has what a step needs: fp32 sums of gradients, staging for their way home,
@@ -21,11 +21,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fluxtrain.plan.facts import FP32_BYTES, GroupFacts, ModelFacts, Offload, RowFacts
+from fluxtrain.plan.facts import FP32_BYTES, Boundaries, GroupFacts, ModelFacts, Offload, RowFacts
 
 SLOTS: dict[Offload, int] = {"none": 0, "optimizer": 0, "weights": 3, "max": 2}
 LARGE_STAGING_BYTES = 128 << 20  # one buffer is enough for gradients this large, else two
-BOUNDARIES_IN_FLIGHT = 2  # on the device when the boundaries themselves are on the host
+BOUNDARIES_IN_FLIGHT = 3  # on the device when the boundaries themselves are on the host
 HIDDEN_IN_FLIGHT = 4  # the loss's hidden gradient, once more in fp32 while it is scaled, the result
 LOGITS_CHUNK_BYTES = 256 << 20  # fp32 logits of one chunk of tokens
 FUSED_LOGITS_BYTES = 512 << 20  # on a GPU: logits in the activations' dtype, their slope in place
@@ -44,9 +44,15 @@ class Layout:
     offload: Offload
     device_groups: int = 0  # the first ones; with `none` all, whatever is said here
     resident_blocks: int = 0  # the first ones at home; with `optimizer` all
+    boundaries: Boundaries = "device"  # where they wait; with `max` on the host, whatever is said
     batch_rows: int = 0  # 0: not known
     chunk_rows: int = 0
     accumulates: bool = False  # several backward passes a step
+
+    @property
+    def parks(self) -> bool:
+        """Do boundary activations wait on the host?"""
+        return self.offload == "max" or self.boundaries == "host"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,12 +157,14 @@ def _boundary_rows(facts: ModelFacts) -> int:
 def _boundaries_on_device(facts: ModelFacts, layout: Layout) -> int:
     if facts.row is None:
         return 0
-    kept = BOUNDARIES_IN_FLIGHT if layout.offload == "max" else _boundary_rows(facts)
+    kept = _boundary_rows(facts)
+    if layout.parks:
+        kept = min(kept, BOUNDARIES_IN_FLIGHT)
     return kept * layout.batch_rows * facts.row.boundary_bytes
 
 
 def _boundaries_on_host(facts: ModelFacts, layout: Layout, *, pinned: bool) -> int:
-    if facts.row is None or layout.offload != "max":
+    if facts.row is None or not layout.parks:
         return 0
     one = layout.batch_rows * facts.row.boundary_bytes
     if pinned and one:

@@ -27,7 +27,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fluxtrain.errors import BadInput, DoesNotFit
-from fluxtrain.plan.facts import OFFLOADS, ModelFacts, Offload, Room, Wishes
+from fluxtrain.plan.facts import OFFLOADS, Boundaries, ModelFacts, Offload, Room, Wishes
 from fluxtrain.plan.footprint import Footprint, Layout, slot_count
 from fluxtrain.plan.reasons import choices_of, refusal
 from fluxtrain.plan.search import AUTO_SHARE, Search
@@ -46,6 +46,7 @@ class Placement:
 
     offload: Offload
     device_groups: int  # first groups in forward order with states and gradients on the device
+    boundaries: Boundaries  # where they wait between forward and backward
     resident_blocks: int  # first of the other blocks, whose weights stay on the device
     slots: int  # shared by the blocks that are left
     budget_bytes: int | None  # None without a GPU and without a wish
@@ -54,6 +55,11 @@ class Placement:
     choices: tuple[ChoiceMade, ...]
     process_bytes: int = 0  # the program itself on the host, measured where a run is planned
     passing_bytes: int = 0  # weights of the device on their way through the host: loading, saving
+
+    @property
+    def parks(self) -> bool:
+        """Do boundary activations wait on the host?"""
+        return self.boundaries == "host"
 
     @property
     def device_bytes(self) -> int:
@@ -90,6 +96,7 @@ def place(facts: ModelFacts, room: Room, wishes: Wishes) -> RunPlacement:
     return RunPlacement(
         offload=layout.offload,
         device_groups=layout.device_groups,
+        boundaries="host" if layout.parks else "device",
         resident_blocks=layout.resident_blocks,
         slots=slot_count(facts, layout),
         budget_bytes=search.budget_bytes,
@@ -107,6 +114,7 @@ def place_for_any_rows(facts: ModelFacts, room: Room, wishes: Wishes) -> Placeme
     return Placement(
         offload=layout.offload,
         device_groups=layout.device_groups,
+        boundaries="host" if layout.parks else "device",
         resident_blocks=layout.resident_blocks,
         slots=slot_count(facts, layout),
         budget_bytes=search.budget_bytes,
@@ -124,6 +132,8 @@ def _found(facts: ModelFacts, room: Room, wishes: Wishes) -> tuple[Search, Layou
         value = getattr(wishes, name)
         if value is not None and value < least:
             raise BadInput(f"{name} is {value}: use at least {least}, or leave it on auto")
+    if wishes.boundaries not in ("auto", "device", "host"):
+        raise BadInput(f"boundaries is {wishes.boundaries!r}: use auto, device or host")
     search = Search(facts, room, wishes)
     layout = search.find()
     if layout is None:

@@ -104,9 +104,11 @@ class Dial:
     def _layouts(self) -> Iterator[Layout]:
         search = self.search
         every = len(search.facts.groups)
-        for start in search.starts():
+        for start in self._starts():
             for offload in self._offloads():
                 whole = replace(start, offload=offload)
+                if offload == "max" and start.boundaries == "host":
+                    continue  # as without saying so
                 if offload == "none":
                     yield replace(whole, device_groups=every)
                     continue
@@ -116,6 +118,13 @@ class Dial:
                 for count in range(every) if self.rates.has_gpu else (0,):
                     for resident in self._residents(count):
                         yield replace(whole, device_groups=count, resident_blocks=resident)
+
+    def _starts(self) -> Iterator[Layout]:
+        """Batches and chunks; on a GPU also with the boundaries on the host."""
+        for start in self.search.starts():
+            yield start
+            if self.rates.has_gpu and self.search.wishes.boundaries == "auto":
+                yield replace(start, boundaries="host")
 
     def _offloads(self) -> tuple[Offload, ...]:
         wished = self.search.wishes.offload
@@ -130,5 +139,6 @@ class Dial:
         return sorted({blocks * step // RESIDENT_STEPS for step in range(RESIDENT_STEPS + 1)})
 
 
-def _preference(one: TimedLayout) -> tuple[float, int, int]:
-    return one.cost.step_s, OFFLOADS.index(one.layout.offload), one.size_bytes
+def _preference(one: TimedLayout) -> tuple[float, int, bool, int]:
+    offload = OFFLOADS.index(one.layout.offload)
+    return one.cost.step_s, offload, one.layout.parks, one.size_bytes

@@ -116,15 +116,17 @@ class Search:
 
     def starts(self) -> Iterator[Layout]:
         """Batches and their chunks, the largest first."""
-        accumulates = self.wishes.accumulates
+        first = Layout(
+            offload="none",
+            accumulates=self.wishes.accumulates,
+            boundaries="host" if self.wishes.boundaries == "host" else "device",
+        )
         if self.facts.row is None:
-            yield Layout(offload="none", accumulates=accumulates)
+            yield first
             return
         for batch in self._batches():
             for chunk in self._chunks(batch, self.facts.row.sequence_length):
-                yield Layout(
-                    offload="none", batch_rows=batch, chunk_rows=chunk, accumulates=accumulates
-                )
+                yield replace(first, batch_rows=batch, chunk_rows=chunk)
 
     def _batches(self) -> list[int]:
         if self.wishes.batch_rows is not None:

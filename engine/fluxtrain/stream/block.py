@@ -257,7 +257,7 @@ class _Streamed(torch.autograd.Function):
         unit, engine = call.unit, call.unit.engine
         ctx.call, ctx.anchor_node = call, engine.anchor_node
         ctx.set_materialize_grads(False)
-        call.parked = engine.park.park(tensors, call.needs) if engine.plan.offload == "max" else {}
+        call.parked = engine.park.park(tensors, call.needs) if engine.plan.parks else {}
         ctx.save_for_backward(*(t for i, t in enumerate(tensors) if i not in call.parked))
         verify = unit.checked < _CHECKED_RECOMPUTES
         parts: list[list[Tensor]] = []

@@ -36,6 +36,7 @@ def wrap(
     budget_bytes: int | None = None,
     resident_blocks: int | None = None,
     device_groups: int | None = None,
+    boundaries: str = "auto",
 ) -> nn.Module:
     """Let the blocks of `model` stream through `device`; returns the same object.
 
@@ -52,6 +53,8 @@ def wrap(
     budget_bytes: device memory to plan for (None: what is free).
     device_groups: so many first parts of the model (embedding, then blocks) live on the device with
     gradients and optimizer states (None: with `weights` by memory, with `none` all, else 0).
+    boundaries: where blocks' inputs wait for the backward pass, `device` or `host` (`auto`: on the
+    host with `max`, else on the device).
 
     Wrapping twice is wrapping once. Raises UnsupportedModel, BadInput or DoesNotFit.
     """
@@ -66,6 +69,7 @@ def wrap(
         _room(model, torch_device),
         Wishes(
             offload=offload,  # type: ignore[arg-type]  # any other word is refused
+            boundaries=boundaries,  # type: ignore[arg-type]  # any other word is refused
             chunk_rows=chunk_rows,
             device_groups=device_groups,
             resident_blocks=resident_blocks,

@@ -185,6 +185,11 @@ class PlacementSettings(Section):
     offload: Literal["auto", "none", "optimizer", "weights", "max"] = Field(
         default="auto", description="what lives in host memory instead of on the device"
     )
+    boundaries: Literal["auto", "device", "host"] = Field(
+        default="auto",
+        description="where the blocks' inputs wait for the backward pass; auto decides by the time "
+        "that each way costs",
+    )
     device: Literal["auto", "cpu", "cuda"] = Field(
         default="auto",
         description="where blocks are computed; auto takes the GPU when torch can use it",

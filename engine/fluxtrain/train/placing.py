@@ -101,6 +101,7 @@ def wishes_of(config: RunConfig, batch_rows: int | None, data_rows: int | None) 
     wished = config.placement
     return Wishes(
         offload=wished.offload,
+        boundaries=wished.boundaries,
         batch_rows=batch_rows,
         chunk_rows=None if wished.chunk_rows == "auto" else wished.chunk_rows,
         budget_bytes=None if wished.budget_gib is None else int(wished.budget_gib * GIB),

@@ -277,6 +277,7 @@ def _wrapped(model: nn.Module, device: str, placement: RunPlacement) -> tuple[nn
         budget_bytes=placement.budget_bytes,
         device_groups=placement.device_groups,
         resident_blocks=placement.resident_blocks,
+        boundaries=placement.boundaries,
     )
     return wrapped, engine_of(wrapped)
 
