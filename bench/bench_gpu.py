@@ -9,11 +9,14 @@ weights and states, gradient checkpointing.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import statistics
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +26,7 @@ import torch
 import yaml
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from fluxtrain.methods.kernels import choose_kernels
 from fluxtrain.plan.facts import Room, Wishes
 from fluxtrain.plan.placement import RunPlacement, place
 from fluxtrain.train.placing import model_facts
@@ -95,6 +99,9 @@ def main() -> None:
     parser.add_argument("--eager", action="store_true", help="no clipping, update at once")
     parser.add_argument("--budget-gib", type=float, default=23.0)
     parser.add_argument("--learning-rate", type=float, default=2e-4)
+    parser.add_argument("--kernels", default="auto", choices=("auto", "liger", "torch"))
+    parser.add_argument("--boundaries", default="auto", choices=("auto", "device", "host"))
+    parser.add_argument("--profile", type=Path, help="write a torch profile of one step there")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     watch = MemoryWatch()
@@ -128,6 +135,7 @@ def wrapped(model: Qwen2ForCausalLM, options: argparse.Namespace) -> tuple[Any, 
             chunk_rows=options.chunk_rows,
             device_groups=options.device_groups,
             resident_blocks=options.resident_blocks,
+            boundaries=options.boundaries,
         ),
     )
     fluxtrain.wrap(
@@ -137,6 +145,7 @@ def wrapped(model: Qwen2ForCausalLM, options: argparse.Namespace) -> tuple[Any, 
         resident_blocks=plan.resident_blocks,
         device_groups=plan.device_groups,
         chunk_rows=plan.chunk_rows,
+        boundaries=plan.boundaries,
         budget_bytes=budget_bytes,
         overlap=True,
     )
@@ -149,6 +158,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     """Train some steps and return the row."""
     started_s = time.perf_counter()
     model = build(options.shape)
+    kernels = choose_kernels(options.kernels, model, "cuda").value
     engine, plan = wrapped(model, options) if options.engine == "flux" else (None, None)
     if engine is None:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -157,30 +167,65 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     )
     setup_s = time.perf_counter() - started_s
     tokens = corpus(model.config.vocab_size)
-    times, losses = [], []
+    losses: list[torch.Tensor] = []
+    read: list[float] = []
+    ended_s = [time.perf_counter()]
     for step in range(options.steps):
         ids = batch(tokens, step, options.batch, options.sequence).cuda()
-        torch.cuda.synchronize()
-        began_s = time.perf_counter()
-        loss = model(input_ids=ids, labels=ids).loss
-        if engine and options.eager:
-            engine.begin_eager_step(optimizer)
-        loss.backward()
-        if engine:
-            engine.clip_grad_norm(None if options.eager else 1.0)
-        else:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss.detach()))
-        times.append(time.perf_counter() - began_s)
-        if engine and step == options.steps - 2:
+        if engine and step == options.steps - 1:
             engine.take_stalls()
+        with profiled(options.profile if step == options.steps - 1 else None):
+            losses.append(one_step(model, engine, optimizer, ids, eager=options.eager))
+        if step > 0:  # one step late, as the trainer does, so that the device never waits for it
+            read.append(float(losses[step - 1]))
+            ended_s.append(time.perf_counter())
+    read.append(float(losses[-1]))
+    times = [end - start for start, end in itertools.pairwise(ended_s)]
     stalls = {} if engine is None else engine.take_stalls()
-    return report(options, model, engine, plan, times, losses) | {
+    return report(options, model, engine, plan, times, read) | {
         "setup_s": round(setup_s, 1),
+        "kernels": kernels,
         "last_step_stalls_s": {k: round(v, 3) for k, v in stalls.items()},
     }
+
+
+def one_step(
+    model: Qwen2ForCausalLM,
+    engine: Any,
+    optimizer: torch.optim.Optimizer,
+    ids: torch.Tensor,
+    *,
+    eager: bool,
+) -> torch.Tensor:
+    """Forward, backward, clip and update; the loss, on the device."""
+    loss: torch.Tensor = model(input_ids=ids, labels=ids).loss
+    if engine and eager:
+        engine.begin_eager_step(optimizer)
+    loss.backward()
+    if engine:
+        engine.clip_grad_norm(None if eager else 1.0)
+    else:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+@contextmanager
+def profiled(path: Path | None) -> Iterator[None]:
+    """Write what the device did inside, by kernel, to `path`."""
+    if path is None:
+        yield
+        return
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as recorded:
+        yield
+        torch.cuda.synchronize()
+    table = recorded.key_averages().table(
+        sort_by="self_cuda_time_total", row_limit=40, max_name_column_width=90
+    )
+    path.write_text(table)
 
 
 def report(
@@ -214,6 +259,7 @@ def report(
             "resident_blocks": plan.resident_blocks,
             "device_groups": plan.device_groups,
             "chunk_rows": engine.chunk_rows,
+            "boundaries": plan.boundaries,
             "predicted_device_gib": round(plan.device_bytes / GIB, 2),
             "torch_peak_gib": round(torch.cuda.max_memory_allocated() / GIB, 2),
             "predicted_host_gib": round(plan.host_bytes / GIB, 2),
