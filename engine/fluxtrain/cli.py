@@ -49,6 +49,9 @@ Steps = Annotated[int | None, typer.Option("--steps", help="short for --set trai
 Device = Annotated[str | None, typer.Option("--device", help="cpu or cuda")]
 Json = Annotated[bool, typer.Option("--json", help="print JSON for programs")]
 Debug = Annotated[bool, typer.Option("--debug", help="show tracebacks")]
+Progress = Annotated[
+    bool, typer.Option("--progress", help="say on standard error what is being done, with --json")
+]
 
 
 @app.command(epilog=EXIT_CODES)
@@ -88,7 +91,7 @@ def train(  # noqa: PLR0917 - typer reads the options from the signature
 
 
 @app.command(epilog=EXIT_CODES)
-def plan(
+def plan(  # noqa: PLR0917 - typer reads the options from the signature
     config: Config = None,
     demo: Demo = False,
     sets: Sets = None,
@@ -98,6 +101,7 @@ def plan(
         Path | None, typer.Option("--machine", help="another machine: probe --json of it")
     ] = None,
     json: Json = False,
+    progress: Progress = False,
     debug: Debug = False,
 ) -> None:
     """Show what a run would do and need, how long it takes, and why."""
@@ -108,24 +112,70 @@ def plan(
     from fluxtrain.train.preview import preview, table
 
     elsewhere = None if machine is None else read_machine_file(machine)
-    found = preview(chosen, elsewhere, report=_complain if sys.stderr.isatty() else None)
+    found = preview(
+        chosen, elsewhere, report=_complain if progress or sys.stderr.isatty() else None
+    )
     if json:
         _print_json(found)
     else:
         _say(table(found))
 
 
+@app.command(epilog=EXIT_CODES)
+def inspect(
+    config: Config = None,
+    demo: Demo = False,
+    sets: Sets = None,
+    json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Show the data as the model will see it: samples, what is learnt of them, and lengths."""
+    chosen = _chosen_config(config, demo, _overrides(sets, None, None))
+    if chosen is None:
+        raise BadInput("nothing to inspect: name a CONFIG.yaml, or use --demo")
+    from fluxtrain.train import inspection
+
+    found = inspection.inspect(chosen)
+    if json:
+        _print_json(found)
+    else:
+        _say(inspection.page(found))
+
+
+@app.command("dry-run", epilog=EXIT_CODES)
+def dry_run(
+    config: Config = None,
+    demo: Demo = False,
+    sets: Sets = None,
+    device: Device = None,
+    json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Train three real steps, show predicted against measured, and leave nothing behind."""
+    chosen = _chosen_config(config, demo, _overrides(sets, None, device))
+    if chosen is None:
+        raise BadInput("nothing to try: name a CONFIG.yaml, or use --demo")
+    from fluxtrain.train import dry_run as trial
+
+    found = trial.dry_run(chosen)
+    if json:
+        _print_json(found)
+    else:
+        _say(trial.table(found))
+
+
 @app.command()
 def probe(
     fresh: Annotated[bool, typer.Option("--fresh", help="measure again")] = False,
     json: Json = False,
+    progress: Progress = False,
     debug: Debug = False,
 ) -> None:
     """Measure this machine and the disk of the runs."""
     from fluxtrain.hardware.probe import probe as measure
     from fluxtrain.telemetry.rundir import runs_root
 
-    found = measure(runs_root(), fresh=fresh, report=None if json else _complain)
+    found = measure(runs_root(), fresh=fresh, report=None if json and not progress else _complain)
     if json:
         lines = [" ".join(part for part in row if part) for row in found.table()]
         _print_json({"lines": lines, **json_module.loads(found.to_json())})

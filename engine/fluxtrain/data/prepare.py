@@ -49,8 +49,8 @@ class PreparedData:
 
 def prepare(source: DataSource, tokenizer: Tokenizer, limits: ModelLimits) -> PreparedData:
     """Read, tokenize, split and pack. Raises BadInput for whatever a user can repair."""
-    _check_sequence_length(source.sequence_length, limits.max_positions)
-    path, format_, because = _located(source)
+    check_sequence_length(source.sequence_length, limits.max_positions)
+    path, format_, because = located(source)
     tokens = tokenize(documents(path, format_), tokenizer)
     check_vocabulary(tokens, limits.embedding_rows)
     if tokens.count < source.sequence_length:
@@ -73,7 +73,8 @@ def prepare(source: DataSource, tokenizer: Tokenizer, limits: ModelLimits) -> Pr
     )
 
 
-def _located(source: DataSource) -> tuple[Path, Format, str]:
+def located(source: DataSource) -> tuple[Path, Format, str]:
+    """The file, its format, and why it is that one. Raises BadInput when it cannot be used."""
     if source.path == DEMO:
         return demo_files().corpus, "jsonl-text", "the demo's docstrings"
     path = Path(source.path).expanduser()
@@ -88,7 +89,8 @@ def _located(source: DataSource) -> tuple[Path, Format, str]:
     )
 
 
-def _check_sequence_length(wanted: int, positions: int | None) -> None:
+def check_sequence_length(wanted: int, positions: int | None) -> None:
+    """Raise BadInput when a row would have more tokens than the model knows positions."""
     if positions is not None and wanted > positions:
         raise BadInput(
             f"data.sequence_length is {wanted} and the model knows {positions} positions: "

@@ -91,6 +91,23 @@ def load_model(
     return _loaded(model, tokenizer, _name(source.path), chosen, because)
 
 
+def load_tokenizer(source: ModelSource) -> tuple[PreTrainedTokenizerBase, PretrainedConfig]:
+    """The tokenizer and the configuration alone; no weights are read or downloaded.
+
+    Raises BadInput as `load_model` does.
+    """
+    if source.path == DEMO:
+        from fluxtrain.data.demo import demo_files
+        from fluxtrain.methods.demo_model import demo_config
+
+        tokenizer = _tokenizer(demo_files().tokenizer, trusted=False)
+        return tokenizer, demo_config(len(tokenizer))
+    folder = _local_folder(source, with_weights=False)
+    if folder == Path(source.path).expanduser():
+        check_model_folder(folder, source.trust_remote_code)
+    return _tokenizer(folder, source.trust_remote_code), _shape(folder, source.trust_remote_code)
+
+
 def check_finite(model: nn.Module, name: str) -> None:
     """Raise BadInput when a parameter or buffer holds NaN or infinity; one read of the weights."""
     for tensor_name, tensor in (*model.named_parameters(), *model.named_buffers()):
@@ -139,17 +156,17 @@ def _demo(source: ModelSource, dtype: torch.dtype | None) -> LoadedModel:
     return _loaded(model, tokenizer, DEMO, chosen, because)
 
 
-def _local_folder(source: ModelSource) -> Path:
+def _local_folder(source: ModelSource, with_weights: bool = True) -> Path:
     folder = Path(source.path).expanduser()
     if folder.exists():
         return folder
     looks_local = source.path.startswith((".", "/", "~")) or not _HUB_ID.fullmatch(source.path)
     if looks_local:
         raise BadInput(f"{folder} does not exist: check model.path")
-    return _fetched(source)
+    return _fetched(source, with_weights)
 
 
-def _fetched(source: ModelSource) -> Path:
+def _fetched(source: ModelSource, with_weights: bool) -> Path:
     """Download a hub model, or find it in the local cache; safetensors if it has them."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
@@ -161,13 +178,14 @@ def _fetched(source: ModelSource) -> Path:
         RevisionNotFoundError,
     )
 
-    patterns = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+    patterns = ["*.json", "*.model", "*.txt", "*.jinja"]
+    patterns += ["*.safetensors"] if with_weights else []
     patterns += ["*.py"] if source.trust_remote_code else []
     try:
         folder = snapshot_download(
             source.path, revision=source.revision, allow_patterns=patterns, ignore_patterns=["*/*"]
         )
-        if not any(Path(folder).glob("*.safetensors")):
+        if with_weights and not any(Path(folder).glob("*.safetensors")):
             snapshot_download(
                 source.path, revision=source.revision, allow_patterns=["pytorch_model*.bin"]
             )
@@ -234,11 +252,9 @@ def _weights(files: ModelFiles, dtype: torch.dtype, trusted: bool) -> PreTrained
 
 def _empty(folder: Path, dtype: torch.dtype, trusted: bool) -> PreTrainedModel:
     """The model with its parameters on the meta device."""
+    shape = _shape(folder, trusted)
     try:
         with quiet_transformers(), torch.device("meta"):
-            shape = AutoConfig.from_pretrained(
-                folder, trust_remote_code=trusted, local_files_only=True
-            )
             model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
                 shape, dtype=dtype, trust_remote_code=trusted
             )
@@ -247,6 +263,19 @@ def _empty(folder: Path, dtype: torch.dtype, trusted: bool) -> PreTrainedModel:
     except Exception as error:  # whatever a damaged configuration makes the library raise
         raise unloadable(folder, error) from error
     return model
+
+
+def _shape(folder: Path, trusted: bool) -> PretrainedConfig:
+    try:
+        with quiet_transformers():
+            shape: PretrainedConfig = AutoConfig.from_pretrained(
+                folder, trust_remote_code=trusted, local_files_only=True
+            )
+    except (FluxTrainError, MemoryError):
+        raise
+    except Exception as error:  # whatever a damaged configuration makes the library raise
+        raise unloadable(folder, error) from error
+    return shape
 
 
 def unloadable(folder: Path | str, error: Exception) -> Exception:
@@ -280,7 +309,6 @@ def _loaded(
 ) -> LoadedModel:
     embedding: Any = model.get_input_embeddings()
     text_config = model.config.get_text_config()
-    pad = next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
     return LoadedModel(
         model=model,
         tokenizer=tokenizer,
@@ -291,8 +319,14 @@ def _loaded(
         packs=keeps_documents_apart(model),
         embedding_rows=int(embedding.weight.shape[0]),
         max_positions=getattr(text_config, "max_position_embeddings", None),
-        pad_id=int(pad),
+        pad_id=pad_id(tokenizer),
     )
+
+
+def pad_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The token that fills rows; nothing is learnt of it."""
+    known = (tokenizer.pad_token_id, tokenizer.eos_token_id)
+    return int(next((i for i in known if i is not None), 0))
 
 
 def _name(path: str) -> str:

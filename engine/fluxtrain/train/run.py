@@ -47,9 +47,16 @@ EVALUATION_SHARE = 0.1  # of the time, at most, goes into evaluations that nobod
 
 
 def train(
-    config: RunConfig, target: Target, *, live_fd: int | None = None, json: bool = False
+    config: RunConfig,
+    target: Target,
+    *,
+    live_fd: int | None = None,
+    json: bool = False,
+    kind: type[Run] | None = None,
 ) -> None:
     """Train as `config` says in the directory of `target`; returns when the model is exported.
+
+    `kind` is another run, such as one that keeps nothing.
 
     Raises:
         FluxTrainError: with the exit code; the run directory holds the record of it.
@@ -77,7 +84,7 @@ def train(
             )
 
         ingredients = load_ingredients(config, fits)
-        run = Run(config, ingredients, session, checkpoint, machine, device)
+        run = (kind or Run)(config, ingredients, session, checkpoint, machine, device)
         run.announce(hello)
         session.signals.deferred = True
         run.loop.run()
@@ -122,7 +129,7 @@ class Run:
             fresh_weights=config.model.path == DEMO,
         )
         self.model, self.engine = _wrapped(model, device.value, self.placement)
-        self.keeper = self._make_keeper()
+        self.keeper = self.make_keeper()
         session.gauges.watch(self.engine, self.keeper)
         optimizer = _optimizer(config, self.model, self.course.learning_rate)
         if checkpoint is not None:
@@ -133,7 +140,7 @@ class Run:
             engine=self.engine,
             optimizer=optimizer,
             data=self.data,
-            held_out=self._held_out,
+            held_out=self.held_out,
             settings=self._loop_settings(),
             keeper=self.keeper,
             announcer=session.announcer,
@@ -141,7 +148,8 @@ class Run:
             state=session.state,
         )
 
-    def _make_keeper(self) -> CheckpointKeeper:
+    def make_keeper(self) -> CheckpointKeeper:
+        """What writes this run's checkpoints."""
         config, session = self._config, self._session
         cadence = Cadence(
             every=config.train.checkpoint_every,
@@ -204,6 +212,11 @@ class Run:
                     text=text.removeprefix(self._ingredients.prompt),
                 )
             )
+        self.measure()
+
+    def measure(self) -> None:
+        """Put the measured peaks beside the predicted ones."""
+        session = self._session
         memory = session.gauges.memory()
         session.measured = {
             "predicted_device_peak_bytes": self._planned.device_bytes,
@@ -218,7 +231,8 @@ class Run:
             self._ingredients.data.trained, rows, config.train.accumulation, config.data.seed
         )
 
-    def _held_out(self) -> Iterable[Batch]:
+    def held_out(self) -> Iterable[Batch]:
+        """The batches of an evaluation."""
         return in_order(self._ingredients.data.held_out, self.batch_rows)
 
     def _loop_settings(self) -> LoopSettings:

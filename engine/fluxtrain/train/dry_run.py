@@ -1,0 +1,168 @@
+"""`fluxtrain dry-run`: three real steps of a run, and what the plan had predicted of them.
+
+The trainer itself runs in a temporary run directory: the weights are read, the batch is the run's,
+and the optimizer updates. No checkpoint is written, nothing is evaluated and no model is saved.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from fluxtrain.errors import EXIT_INTERRUPTED, Interrupted
+from fluxtrain.telemetry.events import AnyEvent, PhaseChanged, StepFinished
+from fluxtrain.telemetry.journal import read_events
+from fluxtrain.telemetry.rundir import RunDir
+from fluxtrain.telemetry.storage import read_json
+from fluxtrain.train.cadence import Cadence
+from fluxtrain.train.config import RunConfig, validate
+from fluxtrain.train.keeping import CheckpointKeeper
+from fluxtrain.train.preview import preview
+from fluxtrain.train.recovery import Target
+from fluxtrain.train.run import Run, train
+from fluxtrain.units import UNKNOWN, bytes_text, duration_text
+
+if TYPE_CHECKING:
+    from fluxtrain.data.batches import Batch, BatchSource
+    from fluxtrain.stream.engine import Engine
+    from fluxtrain.train.run_state import RunState
+
+STEPS = 3
+
+
+class NothingKept(CheckpointKeeper):
+    """Writes no checkpoint, whoever asks."""
+
+    def is_due(self, step: int) -> bool:
+        """Never."""
+        return False
+
+    def write(self, state: RunState, engine: Engine, data: BatchSource) -> NoReturn:
+        """A dry run that is stopped leaves nothing behind."""
+        raise Interrupted("the dry run was stopped and left nothing", EXIT_INTERRUPTED)
+
+
+class DryRun(Run):
+    """A run that ends with its last step."""
+
+    def make_keeper(self) -> CheckpointKeeper:
+        """One that keeps nothing."""
+        return NothingKept(
+            self._session.run_dir.checkpoints,
+            Cadence(every="end", total_steps=STEPS, share=1.0),
+            1,
+            self._session.announcer,
+            {},
+        )
+
+    def held_out(self) -> Iterable[Batch]:
+        """Nothing is evaluated."""
+        return ()
+
+    def finish(self) -> None:
+        """Keep the measurements alone."""
+        self.measure()
+
+
+def dry_run(config: RunConfig) -> dict[str, Any]:
+    """Train `STEPS` steps as `config` says and compare; progress goes to standard error.
+
+    Raises:
+        FluxTrainError: whatever the run itself would raise in its first steps.
+    """
+    predicted = preview(config)
+    started_s = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="fluxtrain-dry-run-") as folder:
+        run = RunDir(Path(folder) / "run")
+        with contextlib.redirect_stdout(sys.stderr):
+            train(_shortened(config), Target(run_dir=run, resumes=False), kind=DryRun)
+        events = list(read_events(run.journal))
+        ending = read_json(run.result) or {}
+    return told(events, ending, predicted, time.monotonic() - started_s)
+
+
+def told(
+    events: Iterable[AnyEvent],
+    ending: Mapping[str, Any],
+    predicted: Mapping[str, Any],
+    seconds: float,
+) -> dict[str, Any]:
+    """Predicted beside measured, as plain values; None is not known.
+
+    The first step also warms up caches and kernels, so a step's seconds are the median of the
+    others, and the run's are between the fastest and the slowest of them.
+    """
+    events = list(events)
+    steps = [event for event in events if isinstance(event, StepFinished)]
+    later_s = [step.step_s for step in steps[1:]]
+    total, time_predicted = int(predicted["steps"]), predicted["predicted"] or {}
+    return {
+        "steps": len(steps),
+        "total_steps": total,
+        "seconds": seconds,
+        "loading_s": _loading_s(events),
+        "step_s": [step.step_s for step in steps],
+        "losses": [step.loss for step in steps],
+        "seconds_per_step": {
+            "predicted": time_predicted.get("seconds_per_step"),
+            "measured": statistics.median(later_s),
+        },
+        "eta_s": {
+            "predicted": time_predicted.get("eta_s"),
+            "low": min(later_s) * total,
+            "high": max(later_s) * total,
+        },
+        "device_bytes": {
+            "predicted": ending.get("predicted_device_peak_bytes"),
+            "measured": ending.get("measured_device_peak_bytes"),
+            "limit": predicted["device_budget_bytes"],
+        },
+        "host_bytes": {
+            "predicted": ending.get("predicted_host_peak_bytes"),
+            "measured": ending.get("measured_host_peak_bytes"),
+            "limit": predicted["host_limit_bytes"],
+        },
+    }
+
+
+def table(found: Mapping[str, Any]) -> str:
+    """What a dry run found, for people."""
+    lines = [f"{'':<16} {'predicted':>12} {'measured':>12}"]
+    for name, key, text in (
+        ("device memory", "device_bytes", bytes_text),
+        ("host memory", "host_bytes", bytes_text),
+        ("a step", "seconds_per_step", duration_text),
+    ):
+        pair = found[key]
+        lines.append(f"{name:<16} {text(pair['predicted']):>12} {text(pair['measured']):>12}")
+    eta = found["eta_s"]
+    between = f"{duration_text(eta['low'])} to {duration_text(eta['high'])}"
+    predicted = UNKNOWN if eta["predicted"] is None else duration_text(eta["predicted"])
+    lines.append(f"{found['total_steps']} steps take {between} (predicted {predicted})")
+    lines.append(f"loading took {duration_text(found['loading_s'])}; nothing was kept")
+    return "\n".join(lines)
+
+
+def _shortened(config: RunConfig) -> RunConfig:
+    """The same run with three steps and nothing between them."""
+    raw = config.model_dump(mode="json")
+    raw["train"] |= {
+        "steps": STEPS, "warmup_steps": STEPS, "evaluate_every": "end", "checkpoint_every": "end"
+    }  # fmt: skip
+    return validate(raw, "the dry run")
+
+
+def _loading_s(events: list[AnyEvent]) -> float | None:
+    """From the first word to the first step."""
+    begun = [
+        event.t_s
+        for event in events
+        if isinstance(event, PhaseChanged) and event.phase == "training"
+    ]
+    return begun[0] - events[0].t_s if begun else None

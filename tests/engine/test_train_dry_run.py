@@ -1,0 +1,96 @@
+"""`fluxtrain dry-run`: three real steps that leave nothing behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fluxtrain.errors import DoesNotFit, Interrupted
+from fluxtrain.telemetry.rundir import RunDir
+from fluxtrain.train import dry_run as trial
+from fluxtrain.train.config import load_config
+from fluxtrain.train.run import train
+
+MakeConfig = Callable[..., Path]
+
+
+@pytest.fixture(autouse=True)
+def own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Runs and temporary files go where they can be counted."""
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setenv("FLUXTRAIN_RUNS", str(tmp_path / "runs"))
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    return temporary
+
+
+def test_three_steps_are_those_of_the_run_and_nothing_is_left(
+    run_config: MakeConfig, tmp_path: Path, own_folders: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = run_config(train__steps=50, train__warmup_steps=10, train__max_grad_norm=1.0)
+    found = trial.dry_run(load_config(config))
+    assert (found["steps"], found["total_steps"]) == (trial.STEPS, 50)
+    assert list(own_folders.iterdir()) == []
+    assert not (tmp_path / "runs").exists()
+    assert capsys.readouterr().out == "", "standard output is for the answer"
+
+    real = load_config(config, ["train.steps=3", "train.warmup_steps=3"])
+    run = RunDir(tmp_path / "real")
+    train(real, trial.Target(run_dir=run, resumes=False))
+    result = json.loads(run.result.read_text())
+    assert found["losses"][-1] == result["loss"]
+    assert found["losses"][0] == result["first_loss"]
+
+
+def test_measured_stands_beside_predicted(run_config: MakeConfig) -> None:
+    found = trial.dry_run(load_config(run_config(train__steps=50)))
+    assert found["host_bytes"]["measured"] > 0
+    assert found["host_bytes"]["predicted"] > 0
+    later_s = found["step_s"][1:]
+    assert min(later_s) <= found["seconds_per_step"]["measured"] <= max(later_s)
+    eta = found["eta_s"]
+    assert (eta["low"], eta["high"]) == (min(later_s) * 50, max(later_s) * 50)
+    shown = trial.table(found)
+    assert "host memory" in shown
+    assert "nothing was kept" in shown
+
+
+def test_a_run_that_does_not_fit_says_so_and_leaves_nothing(
+    run_config: MakeConfig, own_folders: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise DoesNotFit("needs 80 GiB and 24 GiB is free")
+
+    monkeypatch.setattr(trial, "train", refuse)
+    with pytest.raises(DoesNotFit):
+        trial.dry_run(load_config(run_config()))
+    assert list(own_folders.iterdir()) == []
+
+
+def test_a_keeper_of_a_dry_run_never_writes(tmp_path: Path) -> None:
+    keeper = trial.NothingKept(tmp_path, None, 1, None, {})  # type: ignore[arg-type]
+    assert not keeper.is_due(trial.STEPS)
+    with pytest.raises(Interrupted):
+        keeper.write(None, None, None)  # type: ignore[arg-type]
+    assert [path.name for path in tmp_path.iterdir()] == ["temporary"]
+
+
+def test_the_command_answers_in_json_and_tells_its_progress_on_standard_error(
+    run_config: MakeConfig, own_folders: Path
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "fluxtrain", "dry-run", str(run_config()), "--json"],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=90, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["steps"] == trial.STEPS
+    assert "step 3/3" in done.stderr
+    assert list(own_folders.iterdir()) == []
