@@ -53,6 +53,7 @@ class BoundaryPark:
                 host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self._device.pins)
                 source = tensor.detach()
                 ticket = self._device.download(host, source)
+                self._device.recorder.copied("d2h", "activations", "", ticket)
                 gone[i] = Parked(host, ticket, source, self._last)
                 self._last = weakref.ref(gone[i])
                 self.parked += 1
@@ -91,3 +92,4 @@ class BoundaryPark:
         parked.returned = self._device.upload(
             parked.back, parked.host, None, self._device.mark(), follows=parked.ticket
         )
+        self._device.recorder.copied("h2d", "activations", "", parked.returned)

@@ -18,6 +18,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from fluxtrain.memory.recorder import CudaClock, HostClock, Instant, Recorder
+
 
 class Ticket(Protocol):
     """A copy under way."""
@@ -25,6 +27,9 @@ class Ticket(Protocol):
     @property
     def duration_s(self) -> float | None:
         """How long the copy took; None while it is not known."""
+
+    def instants(self) -> tuple[Instant, Instant] | None:
+        """When it began and ended, for the recorder; None until it was issued (on CPU: made)."""
 
     def done(self) -> bool:
         """True when the bytes have arrived."""
@@ -42,26 +47,33 @@ class Ticket(Protocol):
 class Stalls:
     """Seconds that the computation waited, by cause; read and reset by `take`."""
 
-    def __init__(self) -> None:
+    def __init__(self, recorder: Recorder | None = None) -> None:
+        self._recorder = recorder or Recorder(HostClock())
         self._seconds: dict[str, float] = {}
         self._pairs: deque[tuple[str, Any, Any]] = deque()
         self._lock = threading.Lock()
 
     def add(self, cause: str, seconds: float) -> None:
-        with self._lock:
-            self._seconds[cause] = self._seconds.get(cause, 0.0) + seconds
+        """The thread that drives the computation waited until now."""
+        self._recorder.host_waited(cause, seconds)
+        self._book(cause, seconds)
 
     def add_events(self, cause: str, before: Any, after: Any) -> None:
         """Book the time between two CUDA events once both have passed."""
+        self._recorder.stalled(cause, before, after)
         self._pairs.append((cause, before, after))
 
     def take(self) -> dict[str, float]:
         while self._pairs and self._pairs[0][2].query():
             cause, before, after = self._pairs.popleft()
-            self.add(cause, before.elapsed_time(after) / 1e3)
+            self._book(cause, before.elapsed_time(after) / 1e3)
         with self._lock:
             taken, self._seconds = self._seconds, {}
         return taken
+
+    def _book(self, cause: str, seconds: float) -> None:
+        with self._lock:
+            self._seconds[cause] = self._seconds.get(cause, 0.0) + seconds
 
 
 class Device(Protocol):
@@ -69,6 +81,7 @@ class Device(Protocol):
 
     torch_device: torch.device
     stalls: Stalls
+    recorder: Recorder
     pins: bool  # host memory should be page-locked
 
     def upload(
@@ -88,12 +101,16 @@ class Device(Protocol):
 
 
 class _CpuTicket:
-    def __init__(self, future: Future[float], stalls: Stalls) -> None:
+    def __init__(self, future: Future[tuple[float, float]], stalls: Stalls) -> None:
         self._future = future
         self._stalls = stalls
 
     @property
     def duration_s(self) -> float | None:
+        found = self.instants()
+        return None if found is None else found[1] - found[0]
+
+    def instants(self) -> tuple[Instant, Instant] | None:
         return self._future.result() if self._future.done() and not self.failed() else None
 
     def done(self) -> bool:
@@ -121,7 +138,8 @@ class CpuDevice:
 
     def __init__(self) -> None:
         self.torch_device = torch.device("cpu")
-        self.stalls = Stalls()
+        self.recorder = Recorder(HostClock())
+        self.stalls = Stalls(self.recorder)
         self._up = ThreadPoolExecutor(1, thread_name_prefix="flux-upload")
         self._down = ThreadPoolExecutor(1, thread_name_prefix="flux-download")
 
@@ -129,7 +147,7 @@ class CpuDevice:
         self, to: Tensor, source: Tensor, after: Future[None] | None, free: Any,
         follows: Ticket | None = None,
     ) -> Ticket:  # fmt: skip
-        def job() -> float:
+        def job() -> tuple[float, float]:
             if after is not None:
                 after.result()
             if follows is not None:
@@ -149,12 +167,12 @@ class CpuDevice:
         self._down.shutdown(wait=True)
 
 
-def _memory_copy(to: Tensor, source: Tensor) -> float:
-    """One-threaded copy of equal sizes that does not hold the GIL; returns its seconds."""
+def _memory_copy(to: Tensor, source: Tensor) -> tuple[float, float]:
+    """One-threaded copy of equal sizes that does not hold the GIL; when it began and ended."""
     started_s = time.perf_counter()
     assert to.nbytes == source.nbytes
     ctypes.memmove(to.data_ptr(), source.data_ptr(), source.nbytes)
-    return time.perf_counter() - started_s
+    return started_s, time.perf_counter()
 
 
 class _CudaTicket:
@@ -184,6 +202,9 @@ class _CudaTicket:
     @property
     def duration_s(self) -> float | None:
         return self._start.elapsed_time(self.end) / 1e3 if self.done() else None
+
+    def instants(self) -> tuple[Instant, Instant] | None:
+        return (self._start, self.end) if self._issued.is_set() else None
 
     def done(self) -> bool:
         return self._issued.is_set() and self._error is None and bool(self.end.query())
@@ -225,7 +246,8 @@ class CudaDevice:
     def __init__(self, torch_device: torch.device) -> None:
         current = torch.device("cuda", torch.cuda.current_device())
         self.torch_device = current if torch_device == torch.device("cuda") else torch_device
-        self.stalls = Stalls()
+        self.recorder = Recorder(CudaClock(self.torch_device))
+        self.stalls = Stalls(self.recorder)
         self._up = torch.cuda.Stream(self.torch_device)
         self._down = torch.cuda.Stream(self.torch_device)
 

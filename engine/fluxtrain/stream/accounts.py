@@ -79,11 +79,13 @@ class Accounts:
         self._lock = threading.Lock()
 
     def uploaded(self, group: Group, cause: str, ticket: Ticket) -> None:
+        self._engine.device.recorder.copied("h2d", "weights", group.name, ticket)
         with self._lock:
             self.h2d_bytes += group.wire_bytes
             self._note(group, "weights", group.wire_bytes, "C>G", cause, ticket)
 
     def downloaded(self, group: Group, ticket: Ticket, size_bytes: int) -> None:
+        self._engine.device.recorder.copied("d2h", "gradients", group.name, ticket)
         with self._lock:
             self.d2h_bytes += size_bytes
             self._note(group, "gradients", size_bytes, "G>C", "gradient", ticket)

@@ -162,7 +162,7 @@ class Unit:
         if key not in self.chunkable:
             from fluxtrain.stream.chunking import chunks_agree
 
-            with self.engine.bound(self):
+            with self.engine.bound(self, "probe"):
                 self.chunkable[key] = chunks_agree(self, tree, tensors)
             if not self.chunkable[key]:
                 self.engine.say(
@@ -298,7 +298,7 @@ class _Streamed(torch.autograd.Function):
         wanted = [i for i, needed in enumerate(ctx.needs_input_grad[2:]) if needed]
         sums: list[Tensor | None] = [None] * len(tensors)
         pieces: dict[int, list[Tensor]] = {i: [] for i in wanted}
-        with engine.bound(unit), as_before(unit.module, call.buffers):
+        with engine.bound(unit, "backward"), as_before(unit.module, call.buffers):
             for index, span in enumerate(call.spans):
                 found = _chunk_backward(call, index, span, tensors, wanted, gradients)
                 for i, gradient in zip(wanted, found, strict=True):

@@ -54,7 +54,7 @@ class Engine:
         self.accounts = Accounts(self)
         self.window = Window(device, self.accounts.uploaded)
         self.gradients = Gradients(device, self.accounts.downloaded)
-        self.updates = Updates(self.gradients)
+        self.updates = Updates(self.gradients, device.recorder)
         self.park = BoundaryPark(device)
         self.anchor = torch.zeros(1, device=device.torch_device, requires_grad=True)
         self.anchor_node = self.anchor.view_as(self.anchor).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
@@ -80,8 +80,11 @@ class Engine:
         self._heading("forward", unit)
 
     @contextmanager
-    def bound(self, unit: Unit) -> Iterator[None]:
-        """The unit's parameters are on the device inside; at home again afterwards."""
+    def bound(self, unit: Unit, does: str = "forward") -> Iterator[None]:
+        """The unit's parameters are on the device inside; at home again afterwards.
+
+        `does` is what the timeline calls the computation inside.
+        """
         taken: list[Group] = []
         try:
             for group in unit.groups:
@@ -92,7 +95,9 @@ class Engine:
                     parameter.__class__ = nn.Parameter
                     if views is not None:
                         parameter.data = views[member.index]
+            start = self.device.recorder.instant()
             yield
+            self.device.recorder.computed(does, unit.name, start)
         finally:
             for group in taken:
                 for member in unit.members_of(group):
@@ -110,7 +115,7 @@ class Engine:
         if not unit.try_chunks(tree, tensors, rows):
             return False
         if not self.chunk_rows:
-            with self.bound(unit):
+            with self.bound(unit, "probe"):
                 row_bytes = saved_row_bytes(unit, tree, tensors)
             self.chunk_rows = self.plan.chunk_for(row_bytes, rows)
         return rows > self.chunk_rows
@@ -146,9 +151,11 @@ class Engine:
         self._heading("backward", unit)
 
     def after_backward(self, unit: Unit) -> None:
+        start = self.device.recorder.instant()
         for group in unit.groups:
             if group.users == 1:
                 self._finish(group)
+        self.device.recorder.computed("gradients", unit.name, start)
         self.accounts.sample()
 
     # -- gradients as the user sees them ---------------------------------------------------------

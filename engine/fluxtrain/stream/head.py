@@ -245,7 +245,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         engine, unit = call.unit.engine, call.unit
         ctx.call, ctx.anchor_node = call, engine.anchor_node
         wanted = call.differentiate and hidden.requires_grad, *_trained(call)
-        with engine.bound(unit):
+        with engine.bound(unit, "head"):
             loss = _forward_chunks(call, hidden, *wanted)
         engine.after_forward(unit)
         return loss

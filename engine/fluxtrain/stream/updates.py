@@ -16,6 +16,7 @@ from torch import Tensor
 from fluxtrain.errors import Diverged
 from fluxtrain.memory.gradients import Arrival, Gradients
 from fluxtrain.memory.group import Group, Member, Segment
+from fluxtrain.memory.recorder import Recorder
 from fluxtrain.optim.fused_device import update_resident_
 from fluxtrain.optim.split_adamw import Hyper, update_, update_f32_
 from fluxtrain.stream.norm import GradNorm
@@ -68,8 +69,9 @@ def _same(a: Range, b: Range) -> bool:
 class Updates:
     """Runs the updates; `submit` once a group and step."""
 
-    def __init__(self, gradients: Gradients) -> None:
+    def __init__(self, gradients: Gradients, recorder: Recorder) -> None:
         self._gradients = gradients
+        self._recorder = recorder
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="flux-update")
         self._pending: list[Group] = []
         self.seconds = 0.0
@@ -80,11 +82,15 @@ class Updates:
         work = ranges(group, hypers)
         group.version += 1
         if group.home == "device":
+            start = self._recorder.instant()
             _on_device(work, norm)
+            self._recorder.computed("update", group.name, start)
             return
         arrival = self._gradients.arrivals.get(group)
         stepped = [group.members[index] for index in hypers]
-        future: Future[None] = self._worker.submit(self._job, work, stepped, arrival, norm)
+        future: Future[None] = self._worker.submit(
+            self._job, group.name, work, stepped, arrival, norm
+        )
         group.pending = future
         self._pending.append(group)
 
@@ -105,6 +111,7 @@ class Updates:
 
     def _job(
         self,
+        name: str,
         work: list[Range],
         stepped: list[Member],
         arrival: Arrival | None,
@@ -118,8 +125,9 @@ class Updates:
             for member in stepped:  # nothing was written: this step did not happen
                 member.step -= 1
             raise
-        for part in work:
-            _on_host(part, clip)
+        with self._recorder.working("cpu", "update", name):
+            for part in work:
+                _on_host(part, clip)
 
 
 def _clip(norm: GradNorm | None) -> float:

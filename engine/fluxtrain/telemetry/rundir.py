@@ -134,6 +134,11 @@ class RunDir:
         return self.path / "events.ndjson"
 
     @property
+    def timeline(self) -> Path:
+        """The lanes of the last steps; see `ring`."""
+        return self.path / "timeline.ring"
+
+    @property
     def log(self) -> Path:
         """What the trainer printed."""
         return self.path / "engine.log"

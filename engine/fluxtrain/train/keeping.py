@@ -70,7 +70,8 @@ class CheckpointKeeper:
             "chunk_rows": engine.chunk_rows,
             "fingerprint": self._fingerprint,
         }
-        self.last = write_checkpoint(self._root, state.step, engine.state_shards(), content)
+        with engine.device.recorder.working("disk", "checkpoint", f"step {state.step}"):
+            self.last = write_checkpoint(self._root, state.step, engine.state_shards(), content)
         seconds = time.monotonic() - started_s
         self._cadence.done(state.step, seconds)
         self.written_bytes += self.last.bytes

@@ -68,6 +68,7 @@ class TrainingLoop:
         self._model = model
         self._engine = engine
         self._device = engine.device.torch_device
+        self._recorder = engine.device.recorder
         self._optimizer = optimizer
         self._data = data
         self._held_out = held_out
@@ -96,10 +97,12 @@ class TrainingLoop:
         while self.state.step < self._settings.total_steps:
             started_s = time.perf_counter()
             self._attend_requests()
+            self._recorder.begin_step(self.state.step + 1)
             self._step()
             self._between_steps()
             self._progress.step_took(time.perf_counter() - started_s)
         self._engine.flush()
+        self._recorder.end_step()
         self._stop_if_asked()
 
     def evaluate(self) -> None:
@@ -108,7 +111,10 @@ class TrainingLoop:
             return
         started_s = time.perf_counter()
         self._announcer.phase("evaluating")
-        with self._engine.evaluating():  # the loss in chunks, or logits would not fit
+        with (
+            self._engine.evaluating(),
+            self._recorder.as_one("evaluation"),
+        ):  # the loss in chunks, or logits would not fit
             result = evaluate(self._model, self._held_out(), self._stopping)
         if result is not None:
             self.state.evaluated(result.loss)
@@ -127,7 +133,7 @@ class TrainingLoop:
         """One optimizer step; its forward and backward again when device memory runs out."""
         random, cursor = random_state(), self._data.state_dict()
         while True:
-            clock = StepClock(self._device)
+            clock = StepClock(self._device, self._recorder)
             try:
                 computed = self._compute(clock)
                 break
@@ -223,6 +229,7 @@ class TrainingLoop:
 
     def _wait_while_paused(self) -> None:
         self._engine.flush()
+        self._recorder.end_step()
         self._announcer.phase("paused", f"after step {self.state.step}")
         while self._requests.paused:
             if self._requests.take_checkpoint():

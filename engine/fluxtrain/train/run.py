@@ -131,6 +131,7 @@ class Run:
         self.model, self.engine = _wrapped(model, device.value, self.placement)
         self.keeper = self.make_keeper()
         session.gauges.watch(self.engine, self.keeper)
+        session.timeline.watch(self.engine.device.recorder)
         optimizer = _optimizer(config, self.model, self.course.learning_rate)
         if checkpoint is not None:
             session.state = self.keeper.restore(checkpoint, self.engine, self.data)

@@ -20,6 +20,7 @@ from fluxtrain.train.gauges import GaugeThread
 from fluxtrain.train.requests import Requests, Signals
 from fluxtrain.train.run_log import RunLog
 from fluxtrain.train.run_state import RunState
+from fluxtrain.train.timeline import TimelineThread
 
 
 class Session:
@@ -53,6 +54,7 @@ class Session:
         self.gauges = GaugeThread(
             self.announcer, live=live_fd is not None, host_limit_bytes=host_limit_bytes
         )
+        self.timeline = TimelineThread(run_dir.timeline, self.announcer.warn)
         self.state = RunState()
         self.model_path: str | None = None
         self.measured: dict[str, Any] = {}
@@ -70,6 +72,7 @@ class Session:
         self.signals.deferred = True  # the last words are not cut short
         try:
             self.gauges.close()
+            self.timeline.close()
             self._record_end(error)
         finally:
             self._control.close()

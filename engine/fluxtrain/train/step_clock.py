@@ -6,6 +6,8 @@ import time
 
 import torch
 
+from fluxtrain.memory.recorder import Recorder
+
 PHASES = ("data", "forward", "backward", "optimizer", "other")
 
 
@@ -17,7 +19,8 @@ class StepClock:
     is then divided as the device's own events say.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, recorder: Recorder | None = None) -> None:
+        self._recorder = recorder
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         self._spent_s = dict.fromkeys(PHASES, 0.0)
         self._events: list[tuple[str, torch.cuda.Event]] = []
@@ -26,6 +29,8 @@ class StepClock:
     def ends(self, phase: str) -> None:
         """`phase` ended now; time since the previous mark is its."""
         now = time.perf_counter()
+        if self._recorder is not None:
+            self._recorder.host_did(phase, self._last_s, now)
         self._spent_s[phase] += now - self._last_s
         self._last_s = now
         if self._stream is not None and phase in ("data", "forward", "backward"):

@@ -1,0 +1,130 @@
+"""Cuts a recorder's notes at the borders of steps, once all their times are known."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fluxtrain.memory.recorder import Border, Instant, Note, Recorder
+from fluxtrain.telemetry.lanes import Interval, StepLanes
+
+_MOST_WAITING = 2  # ended steps; the oldest is then cut without the times that are still unknown
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """An interval in host seconds."""
+
+    lane: str
+    kind: str
+    name: str
+    start_s: float
+    stop_s: float
+
+
+class StepCutter:
+    """Makes `StepLanes` of what a recorder noted; used by one thread, which never waits here.
+
+    A step is ready when its end has passed and everything that was noted before it has, too. What
+    began before the end and goes on after it is in both steps, cut at the border.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._clock = recorder.clock
+        self._open: list[Note] = []  # times not known yet
+        self._known: list[_Known] = []
+        self._step: Border | None = None  # under way
+        self._begin_s = 0.0
+        self._dropped = 0
+        self._late = 0
+
+    def ready(self, *, final: bool = False) -> list[StepLanes]:
+        """Steps that are whole since the last call. `final`: leave out what is not known by now."""
+        steps: list[StepLanes] = []
+        notes = self._recorder.notes
+        while notes:
+            note = notes[0]
+            if isinstance(note, Note):
+                self._open.append(notes.popleft())  # type: ignore[arg-type]
+                continue
+            self._learn()
+            if self._open and not final and self._ended_steps() <= _MOST_WAITING:
+                return steps
+            at_s = self._clock.settle(note)
+            if at_s is None:
+                return steps
+            notes.popleft()
+            self._late += len(self._open)
+            self._open = []
+            if self._step is not None:
+                steps.append(self._cut(self._step, at_s))
+            else:
+                self._known = []
+            self._step, self._begin_s = (note, at_s) if note.step else (None, at_s)
+        self._learn()
+        return steps
+
+    def _ended_steps(self) -> int:
+        return sum(isinstance(note, Border) for note in list(self._recorder.notes))
+
+    def _learn(self) -> None:
+        """Move the notes whose times are known now."""
+        if self._step is None:
+            self._open = []  # noted outside a step: by a thread that was late to see its end
+            return
+        waiting: list[Note] = []
+        for note in self._open:
+            if not self._learned(note):
+                waiting.append(note)
+        self._open = waiting
+
+    def _learned(self, note: Note) -> bool:
+        """Whether there is nothing more to learn about this note."""
+        start, stop = note.start, note.stop
+        if note.copy is not None:
+            if note.copy.failed():
+                return True
+            instants = note.copy.instants()
+            if instants is None:
+                return False
+            start, stop = instants
+        if stop is None:
+            return False
+        stop_s = self._clock.seconds(stop)
+        start_s = self._clock.seconds(start)
+        if start_s is None or stop_s is None:
+            return False
+        self._known.append(_Known(note.lane, note.kind, note.name, start_s, max(start_s, stop_s)))
+        if note.pooled:
+            self._give_back(start, stop)
+        return True
+
+    def _give_back(self, *instants: Instant) -> None:
+        for instant in instants:
+            self._clock.give_back(instant)
+
+    def _cut(self, border: Border, end_s: float) -> StepLanes:
+        """The step that ends at `end_s`; what goes on is kept for the next one."""
+        begin_s, intervals, later = self._begin_s, [], []
+        for one in self._known:
+            if one.stop_s <= begin_s and one.start_s < begin_s:
+                self._late += 1
+                continue
+            if one.start_s < end_s:
+                start_s = max(one.start_s, begin_s)
+                intervals.append(
+                    Interval(
+                        one.lane, one.kind, one.name, start_s - begin_s,
+                        min(one.stop_s, end_s) - start_s,
+                        began_before=one.start_s < begin_s, goes_on=one.stop_s > end_s,
+                    )
+                )  # fmt: skip
+            if one.stop_s > end_s:
+                later.append(one)
+        self._known = later
+        dropped, self._dropped = self._recorder.dropped - self._dropped, self._recorder.dropped
+        late, self._late = self._late, 0
+        return StepLanes(
+            step=border.step, wall_s=border.wall_s, length_s=end_s - begin_s,
+            intervals=intervals, late=late, dropped=dropped,
+        )  # fmt: skip

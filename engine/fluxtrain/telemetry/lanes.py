@@ -1,0 +1,219 @@
+"""What every stream and thread did during one optimizer step: intervals in lanes.
+
+A lane does one thing at a time: the computation, the copies in each direction, the optimizer on the
+host, the disk. Two more tell why: `stall` is the computation waiting for something, `host` is what
+the thread that drives it was busy with.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+LANES = ("gpu", "h2d", "d2h", "cpu", "disk", "stall", "host")  # numbers of the file: add at the end
+BUSY_LANES = LANES[:5]
+
+_MAGIC = b"STEP"
+_HEAD = struct.Struct("<4sIIQIQddddIIIII")
+_INTERVAL = struct.Struct("<BBHHHII")
+_CRC_FROM = 8  # after the magic and the checksum itself
+_BEGAN_BEFORE, _GOES_ON = 1, 2
+_TEXT_BYTES = 4096  # of the kinds and names of one record
+_NO_TEXT = 0xFFFF
+_TICK_S = 1e-6
+_MOST_TICKS = (1 << 32) - 1
+
+
+class Interval(NamedTuple):
+    """Something that a lane did; times are seconds from the step's beginning."""
+
+    lane: str
+    kind: str  # forward, head, backward, gradients, update, weights, ...; of a stall its cause
+    name: str  # which block
+    start_s: float
+    duration_s: float
+    pieces: int = 1  # more than one: neighbours that were merged
+    began_before: bool = False  # it began in the step before
+    goes_on: bool = False  # it goes on in the next one
+
+    @property
+    def stop_s(self) -> float:
+        return self.start_s + self.duration_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepLanes:
+    """The lanes of one step, from its beginning to that of the next one."""
+
+    step: int  # 1 for the first
+    wall_s: float  # Unix time of its beginning
+    length_s: float
+    intervals: Sequence[Interval]  # by lane and start
+    merged: int = 0  # intervals that others took in, because a record's room is bounded
+    hidden_s: float = 0.0  # idle seconds that merged intervals cover
+    late: int = 0  # intervals known only after the record of their step was written
+    dropped: int = 0  # intervals that found no room
+    process: int = 1  # which process of the run, from 1
+
+
+def packed(step: StepLanes, sequence: int, room_bytes: int) -> bytes:
+    """The step as a record of at most `room_bytes`.
+
+    Little-endian: "STEP", CRC-32 of all that follows it (u32), bytes of the record (u32), sequence
+    (u64), process (u32), step (u64), wall_s, length_s, tick_s, hidden_s (f64 each), merged, late,
+    dropped, number of intervals, bytes of texts (u32 each); texts, each ended by a zero byte; then
+    per interval: lane (u8, index of `LANES`), flags (u8: 1 began before, 2 goes on), kind and name
+    (u16 each, numbers of texts, 65535 for none), pieces (u16), start and duration (u32, in ticks).
+    """
+    texts, number = _texts(step.intervals)
+    limit = (room_bytes - _HEAD.size - len(texts)) // _INTERVAL.size
+    fitting, merged, hidden_s, dropped = merged_to_fit(step.intervals, limit)
+    tick_s = max(_TICK_S, step.length_s / _MOST_TICKS * 1.001)
+    parts = [b"", texts]
+    for one in fitting:
+        flags = _BEGAN_BEFORE * one.began_before + _GOES_ON * one.goes_on
+        parts.append(
+            _INTERVAL.pack(
+                LANES.index(one.lane), flags,
+                number.get(one.kind, _NO_TEXT), number.get(one.name, _NO_TEXT),
+                min(one.pieces, 0xFFFF), int(one.start_s / tick_s), int(one.duration_s / tick_s),
+            )
+        )  # fmt: skip
+    size = _HEAD.size + len(texts) + len(fitting) * _INTERVAL.size
+    fields = (
+        size, sequence, step.process, step.step, step.wall_s, step.length_s, tick_s,
+        step.hidden_s + hidden_s, step.merged + merged, step.late, step.dropped + dropped,
+        len(fitting), len(texts),
+    )  # fmt: skip
+    parts[0] = _HEAD.pack(_MAGIC, 0, *fields)[_CRC_FROM:]
+    body = b"".join(parts)
+    return _MAGIC + struct.pack("<I", zlib.crc32(body)) + body
+
+
+class Head(NamedTuple):
+    """What stands before the intervals of a record."""
+
+    size: int
+    sequence: int
+    process: int
+    step: int
+    wall_s: float
+    length_s: float
+    tick_s: float
+    hidden_s: float
+    merged: int
+    late: int
+    dropped: int
+    intervals: int
+    text_bytes: int
+
+
+def whole(raw: bytes) -> bytes | None:
+    """The record that `raw` begins with; None when it is torn, or none at all."""
+    if len(raw) < _HEAD.size or not raw.startswith(_MAGIC):
+        return None
+    _, crc, size = struct.unpack_from("<4sII", raw)
+    if not _HEAD.size <= size <= len(raw) or zlib.crc32(raw[_CRC_FROM:size]) != crc:
+        return None
+    head = head_of(raw)
+    rest = head.text_bytes + head.intervals * _INTERVAL.size
+    return raw[:size] if _HEAD.size + rest == size else None
+
+
+def head_of(record: bytes) -> Head:
+    """The head of a whole record."""
+    return Head(*_HEAD.unpack_from(record)[2:])
+
+
+def unpacked(record: bytes) -> StepLanes:
+    """The step of a whole record. Lanes that this version does not know are left out."""
+    head = head_of(record)
+    at = _HEAD.size + head.text_bytes
+    texts = record[_HEAD.size : at].decode("utf-8", "replace").split("\0")
+    intervals = []
+    for lane, flags, kind, name, pieces, start, ticks in _INTERVAL.iter_unpack(record[at:]):
+        if lane < len(LANES):
+            intervals.append(
+                Interval(
+                    LANES[lane], _text(texts, kind), _text(texts, name),
+                    start * head.tick_s, ticks * head.tick_s, pieces,
+                    bool(flags & _BEGAN_BEFORE), bool(flags & _GOES_ON),
+                )
+            )  # fmt: skip
+    return StepLanes(
+        step=head.step, wall_s=head.wall_s, length_s=head.length_s, intervals=tuple(intervals),
+        merged=head.merged, hidden_s=head.hidden_s, late=head.late, dropped=head.dropped,
+        process=head.process,
+    )  # fmt: skip
+
+
+def merged_to_fit(
+    intervals: Sequence[Interval], limit: int
+) -> tuple[list[Interval], int, float, int]:
+    """At most `limit` intervals, by lane and start; neighbours of one lane and kind are merged, the
+    shortest first, until they fit. Also: how many went into others, the idle seconds that are
+    hidden so, and how many had to be left out because nothing more could be merged.
+    """
+    kept = sorted(intervals, key=lambda one: (LANES.index(one.lane), one.start_s))
+    hidden_s, before = 0.0, len(kept)
+    while len(kept) > limit:
+        pairs = [
+            i
+            for i in range(len(kept) - 1)
+            if (kept[i].lane, kept[i].kind) == (kept[i + 1].lane, kept[i + 1].kind)
+        ]
+        if not pairs:
+            break
+        pairs.sort(key=lambda i: kept[i + 1].stop_s - kept[i].start_s)
+        taken: set[int] = set()
+        for i in pairs:
+            if len(taken) < len(kept) - limit and not {i - 1, i, i + 1} & taken:
+                taken.add(i)
+                hidden_s += max(0.0, kept[i + 1].start_s - kept[i].stop_s)
+        kept = [
+            _joined(one, kept[i + 1]) if i in taken else one
+            for i, one in enumerate(kept)
+            if i - 1 not in taken
+        ]
+    merged = before - len(kept)
+    if len(kept) > limit:
+        longest = set(sorted(range(len(kept)), key=lambda i: -kept[i].duration_s)[:limit])
+        kept = [one for i, one in enumerate(kept) if i in longest]
+    return kept, merged, hidden_s, before - merged - len(kept)
+
+
+def _joined(first: Interval, second: Interval) -> Interval:
+    stop_s = max(first.stop_s, second.stop_s)
+    return first._replace(
+        duration_s=stop_s - first.start_s,
+        pieces=first.pieces + second.pieces,
+        goes_on=first.goes_on or second.goes_on,
+    )
+
+
+def _texts(intervals: Sequence[Interval]) -> tuple[bytes, dict[str, int]]:
+    """Kinds, then names as far as there is room, and their numbers."""
+    wanted = dict.fromkeys(one.kind for one in intervals)
+    wanted.update(dict.fromkeys(one.name for one in intervals))
+    number: dict[str, int] = {}
+    found: list[bytes] = []
+    room = _TEXT_BYTES
+    for text in wanted:
+        raw = text.encode("utf-8", "replace").replace(b"\0", b"") + b"\0"
+        if len(raw) <= room:
+            number[text] = len(found)
+            found.append(raw)
+            room -= len(raw)
+    return b"".join(found), number
+
+
+def _text(texts: list[str], number: int) -> str:
+    return texts[number] if number < len(texts) - 1 else "?"
+
+
+def with_process(step: StepLanes, process: int) -> StepLanes:
+    """The same step, told by the run's process number `process`."""
+    return replace(step, process=process)

@@ -1,0 +1,78 @@
+"""Writes the lanes of each step into the run's ring, beside the training."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from fluxtrain.memory.recorder import Recorder
+from fluxtrain.memory.step_cutter import StepCutter
+from fluxtrain.telemetry.ring import RingWriter
+
+PERIOD_S = 0.25
+_LAST_WORDS_S = 2.0  # what the device has not done by then is left out
+
+
+class TimelineThread:
+    """Between `watch` and `close`; the trainer's own threads never wait for it.
+
+    A ring that cannot be written is told once and costs the run nothing else.
+    """
+
+    def __init__(self, path: Path, warn: Callable[[str], None]) -> None:
+        self._path = path
+        self._warn = warn
+        self._recorder: Recorder | None = None
+        self._cutter: StepCutter | None = None
+        self._ring: RingWriter | None = None
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="timeline", daemon=True)
+
+    def watch(self, recorder: Recorder) -> None:
+        """Keep what `recorder` notes from now on."""
+        try:
+            self._ring = RingWriter(self._path)
+        except OSError as error:
+            self._give_up(error)
+            return
+        self._recorder, self._cutter = recorder, StepCutter(recorder)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Write what is left; the ring ends with the last whole step."""
+        if self._recorder is None or self._stopped.is_set():
+            return
+        self._recorder.end_step()
+        self._stopped.set()
+        self._thread.join()
+        until_s = time.monotonic() + _LAST_WORDS_S
+        while self._recorder.notes and time.monotonic() < until_s:
+            self._keep()
+            time.sleep(0.001)
+        self._keep(final=True)
+        if self._ring is not None:
+            self._ring.close()
+
+    def _run(self) -> None:
+        while not self._stopped.wait(PERIOD_S):
+            self._keep()
+
+    def _keep(self, *, final: bool = False) -> None:
+        assert self._cutter is not None
+        for step in self._cutter.ready(final=final):
+            if self._ring is None:
+                continue
+            try:
+                self._ring.write(step)
+            except OSError as error:
+                self._ring.close()
+                self._ring = None
+                self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        self._warn(
+            f"the step timeline is not kept: {self._path.name}: {error.strerror or error}; the "
+            "training goes on"
+        )

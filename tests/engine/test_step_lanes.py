@@ -1,0 +1,247 @@
+"""The lanes of real steps: they cover what happened, in the order in which it can happen."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+import fluxtrain
+from fluxtrain.memory.recorder import Border, HostClock, Note, Recorder
+from fluxtrain.memory.step_cutter import StepCutter
+from fluxtrain.stream.engine import Engine, engine_of
+from fluxtrain.telemetry.events import LogWritten, StepFinished
+from fluxtrain.telemetry.journal import read_events
+from fluxtrain.telemetry.lanes import BUSY_LANES, Interval, StepLanes
+from fluxtrain.telemetry.ring import read_ring
+from fluxtrain.train.config import load_config
+from fluxtrain.train.recovery import locate
+from fluxtrain.train.run import train
+
+BLOCKS = ("model.layers.0", "model.layers.1", "model.layers.2")
+Make = Callable[..., PreTrainedModel]
+MakeBatch = Callable[..., dict[str, torch.Tensor]]
+
+
+def recorded(
+    model: PreTrainedModel, batch: dict[str, torch.Tensor], steps: int = 4, **options: object
+) -> tuple[list[StepLanes], Engine]:
+    """Some steps of a loop whose borders are told to the recorder."""
+    options = {"device": "cpu", "offload": "weights", **options}
+    wrapped = fluxtrain.wrap(model, **options)
+    engine = engine_of(wrapped)
+    recorder = engine.device.recorder
+    cutter = StepCutter(recorder)
+    optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-3)
+    found: list[StepLanes] = []
+    for step in range(1, steps + 1):
+        recorder.begin_step(step)
+        wrapped(**batch).loss.backward()
+        engine.clip_grad_norm(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        found += cutter.ready()
+    engine.flush()
+    recorder.end_step()
+    while recorder.notes:
+        found += cutter.ready()
+        time.sleep(0.001)
+    engine.close()
+    return found, engine
+
+
+def of(step: StepLanes, lane: str, kind: str, name: str) -> list[Interval]:
+    wanted = (lane, kind, name)
+    return [one for one in step.intervals if (one.lane, one.kind, one.name) == wanted]
+
+
+def union_s(step: StepLanes, lane: str) -> float:
+    covered, until = 0.0, 0.0
+    for one in sorted((i for i in step.intervals if i.lane == lane), key=lambda i: i.start_s):
+        covered += max(0.0, one.stop_s - max(until, one.start_s))
+        until = max(until, one.stop_s)
+    return covered
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_streamed_block_is_copied_computed_sent_home_and_updated_in_this_order(
+    tiny: Make, batch: MakeBatch, overlap: bool
+) -> None:
+    steps, _ = recorded(tiny("llama"), batch("llama"), overlap=overlap)
+    assert [step.step for step in steps] == [1, 2, 3, 4]
+    whole_run = steps[0]
+    offset_s = whole_run.length_s
+    later = [one._replace(start_s=one.start_s + offset_s) for one in steps[1].intervals]
+    both = StepLanes(step=1, wall_s=0, length_s=9, intervals=[*whole_run.intervals, *later])
+    for name in BLOCKS:
+        (forward,) = of(whole_run, "gpu", "forward", name)
+        (backward,) = of(whole_run, "gpu", "backward", name)
+        (home,) = of(whole_run, "d2h", "gradients", name)
+        copies = of(whole_run, "h2d", "weights", name)
+        update = of(both, "cpu", "update", name)[0]
+        assert any(one.stop_s <= forward.start_s for one in copies)
+        assert forward.stop_s <= backward.start_s
+        assert home.start_s >= backward.stop_s
+        assert update.start_s >= home.stop_s
+
+
+@pytest.mark.parametrize("offload", ["none", "weights", "max"])
+def test_no_interval_leaves_its_step_or_is_negative_and_no_lane_is_busier_than_the_step(
+    tiny: Make, batch: MakeBatch, offload: str
+) -> None:
+    steps, _ = recorded(tiny("llama"), batch("llama"), offload=offload, chunk_rows=2)
+    for step in steps:
+        assert step.length_s > 0 and (step.merged, step.late, step.dropped) == (0, 0, 0)
+        for one in step.intervals:
+            assert one.start_s >= 0 and one.duration_s >= 0
+            assert one.stop_s <= step.length_s + 1e-9
+        for lane in BUSY_LANES:
+            alone = sum(one.duration_s for one in step.intervals if one.lane == lane)
+            assert union_s(step, lane) == pytest.approx(alone, abs=1e-9), "one thing at a time"
+            assert alone <= step.length_s + 1e-9
+        kinds = {(one.lane, one.kind) for one in step.intervals}
+        assert ("h2d" in {lane for lane, _ in kinds}) == (offload != "none")
+        assert ("d2h", "activations") in kinds or offload != "max"
+        assert (("gpu" if offload == "none" else "cpu"), "update") in kinds
+
+
+def test_each_block_is_computed_once_in_each_direction_and_the_head_once(
+    tiny: Make, batch: MakeBatch
+) -> None:
+    steps, engine = recorded(tiny("llama"), batch("llama"))
+    for step in steps[1:]:
+        for name in BLOCKS:
+            assert len(of(step, "gpu", "forward", name)) == 1
+            assert len(of(step, "gpu", "backward", name)) == 1
+        assert [one.name for one in step.intervals if one.kind == "head"] == ["lm_head"]
+    moved = sum(one.lane == "h2d" for step in steps for one in step.intervals)
+    again = sum(one.lane == "h2d" and one.began_before for s in steps for one in s.intervals)
+    assert engine.traffic().h2d_bytes > 0 and moved - again > 0
+
+
+def test_an_update_that_runs_into_the_next_step_is_in_both_and_sums_to_itself() -> None:
+    recorder = Recorder(HostClock())
+    cutter = StepCutter(recorder)
+    recorder.begin_step(1)
+    with recorder.working("cpu", "update", "a"):
+        time.sleep(0.004)
+        recorder.begin_step(2)
+        assert cutter.ready() == []  # the update of step 1 is not over
+        time.sleep(0.004)
+    recorder.end_step()
+    first, second = cutter.ready()
+    (before,), (after,) = first.intervals, second.intervals
+    assert before.goes_on and not before.began_before
+    assert after.began_before and not after.goes_on and after.start_s == 0
+    assert before.stop_s == pytest.approx(first.length_s, abs=1e-9)
+    assert before.duration_s + after.duration_s >= 0.008
+
+
+def test_a_wait_of_the_computation_is_a_stall_with_its_cause() -> None:
+    recorder = Recorder(HostClock())
+    cutter = StepCutter(recorder)
+    recorder.begin_step(1)
+    time.sleep(0.003)
+    recorder.host_waited("weights", 0.002)
+    recorder.end_step()
+    ((one,),) = [step.intervals for step in cutter.ready()]
+    assert (one.lane, one.kind) == ("stall", "weights")
+    assert one.duration_s == pytest.approx(0.002, abs=1e-6)
+
+
+def test_nothing_is_noted_outside_a_step_and_an_evaluation_is_one_interval() -> None:
+    recorder = Recorder(HostClock())
+    cutter = StepCutter(recorder)
+
+    def compute() -> None:
+        recorder.computed("forward", "a", recorder.instant())
+
+    compute()
+    with recorder.working("disk", "checkpoint", ""):
+        assert not recorder.notes
+    recorder.begin_step(1)
+    compute()
+    with recorder.as_one("evaluation"):
+        compute()
+        compute()
+    recorder.end_step()
+    compute()
+    (step,) = cutter.ready()
+    assert [one.kind for one in step.intervals] == ["forward", "evaluation"]
+    assert not recorder.notes
+
+
+def test_notes_that_find_no_room_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fluxtrain.memory.recorder._MOST_NOTES", 10)
+    recorder = Recorder(HostClock())
+    recorder.begin_step(1)
+    for _ in range(50):
+        recorder.host_did("data", 1.0, 2.0)
+    recorder.end_step()
+    (step,) = StepCutter(recorder).ready()
+    assert step.dropped == 41
+    assert sum(isinstance(note, Border) for note in recorder.notes) == 0
+
+
+class Never:
+    """A copy that is never issued."""
+
+    def instants(self) -> None:
+        return None
+
+    def failed(self) -> bool:
+        return False
+
+
+def test_what_is_never_known_holds_up_two_steps_and_is_then_counted_as_late() -> None:
+    recorder = Recorder(HostClock())
+    cutter = StepCutter(recorder)
+    recorder.begin_step(1)
+    recorder.copied("h2d", "weights", "a", Never())
+    for step in (2, 3):
+        recorder.begin_step(step)
+        assert cutter.ready() == []
+    recorder.begin_step(4)
+    assert [(step.step, step.late) for step in cutter.ready()] == [(1, 1), (2, 0), (3, 0)]
+    assert all(not isinstance(note, Note) for note in recorder.notes)
+
+
+def test_a_run_leaves_the_lanes_of_its_steps_in_its_ring(
+    run_config: Callable[..., Path], tmp_path: Path
+) -> None:
+    config = load_config(run_config(train__steps=5, train__checkpoint_every=2), [])
+    config = config.model_copy(
+        update={"placement": config.placement.model_copy(update={"offload": "weights"})}
+    )
+    run_dir = tmp_path / "run"
+    train(config, locate(None, run_dir, config))
+    steps = read_ring(run_dir / "timeline.ring")
+    told = [e for e in read_events(run_dir / "events.ndjson") if isinstance(e, StepFinished)]
+    assert [step.step for step in steps] == [step.step for step in told]
+    for step, event in zip(steps, told, strict=True):
+        between_s = sum(
+            one.duration_s for one in step.intervals if one.kind in ("evaluation", "checkpoint")
+        )
+        assert 0.5 * event.step_s <= step.length_s - between_s
+        assert {"gpu", "h2d", "d2h", "host"} <= {one.lane for one in step.intervals}
+    assert [s.step for s in steps if any(one.lane == "disk" for one in s.intervals)] == [2, 4, 5]
+    assert any(one.kind == "evaluation" for one in steps[1].intervals)
+
+
+def test_a_ring_that_cannot_be_written_is_told_and_the_training_goes_on(
+    run_config: Callable[..., Path], tmp_path: Path
+) -> None:
+    config = load_config(run_config(train__steps=2), [])
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    os.symlink(tmp_path / "elsewhere", run_dir / "timeline.ring")
+    train(config, locate(None, run_dir, config))
+    events = list(read_events(run_dir / "events.ndjson"))
+    assert sum(isinstance(event, StepFinished) for event in events) == 2
+    warnings = [e.text for e in events if isinstance(e, LogWritten) and "timeline" in e.text]
+    assert len(warnings) == 1 and "timeline.ring" in warnings[0]
