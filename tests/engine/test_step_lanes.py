@@ -105,9 +105,9 @@ def test_no_interval_leaves_its_step_or_is_negative_and_no_lane_is_busier_than_t
             assert union_s(step, lane) == pytest.approx(alone, abs=1e-9), "one thing at a time"
             assert alone <= step.length_s + 1e-9
         kinds = {(one.lane, one.kind) for one in step.intervals}
-        assert ("h2d" in {lane for lane, _ in kinds}) == (offload != "none")
         assert ("d2h", "activations") in kinds or offload != "max"
         assert (("gpu" if offload == "none" else "cpu"), "update") in kinds
+    assert any(i.lane == "h2d" for s in steps for i in s.intervals) == (offload != "none")
 
 
 def test_each_block_is_computed_once_in_each_direction_and_the_head_once(
@@ -228,7 +228,9 @@ def test_a_run_leaves_the_lanes_of_its_steps_in_its_ring(
             one.duration_s for one in step.intervals if one.kind in ("evaluation", "checkpoint")
         )
         assert 0.5 * event.step_s <= step.length_s - between_s
-        assert {"gpu", "h2d", "d2h", "host"} <= {one.lane for one in step.intervals}
+        assert {"gpu", "d2h", "host"} <= {one.lane for one in step.intervals}
+    copied = {one.lane for step in steps for one in step.intervals}
+    assert "h2d" in copied  # in which step is open: the first blocks are copied ahead of theirs
     assert [s.step for s in steps if any(one.lane == "disk" for one in s.intervals)] == [2, 4, 5]
     assert any(one.kind == "evaluation" for one in steps[1].intervals)
 
