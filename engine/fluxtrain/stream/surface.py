@@ -27,6 +27,7 @@ _OURS = (
     "__deepcopy__",
     "__reduce_ex__",
     "_fluxtrain_engine",
+    "_fluxtrain_forward",
     "_fluxtrain_unit",
     "_fluxtrain_guard",
     "_fluxtrain_hook",
@@ -34,8 +35,12 @@ _OURS = (
 
 
 def replace_forward(module: nn.Module, unit: Unit) -> None:
-    """Let `module(...)` run through the engine. The original stays on the class."""
-    if "forward" in module.__dict__:
+    """Let `module(...)` run through the engine. The original stays on the class, or is kept aside
+    when it is a method that was put on the instance (fused kernels are)."""
+    own = module.__dict__.get("forward")
+    if _is_method_of(own, module):
+        module.__dict__["_fluxtrain_forward"] = own
+    elif own is not None:
         raise MisusedModel(
             f"{unit.name}.forward was replaced on the instance already (another wrapper, hooks of "
             "accelerate or a compiled block): wrap the model before that"
@@ -60,9 +65,16 @@ def guard_module(module: nn.Module, engine: Engine) -> None:
 def release_module(module: nn.Module) -> None:
     """Remove everything that `replace_forward` and `guard_module` put on the instance."""
     if "_fluxtrain_guard" in module.__dict__ or "_fluxtrain_unit" in module.__dict__:
+        own = module.__dict__.get("_fluxtrain_forward")
         for name in _OURS:
             if name != "_fluxtrain_engine":
                 module.__dict__.pop(name, None)
+        if own is not None:
+            module.__dict__["forward"] = own
+
+
+def _is_method_of(value: object, module: nn.Module) -> bool:
+    return isinstance(value, types.MethodType) and value.__self__ is module
 
 
 def _apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
@@ -84,6 +96,8 @@ def _apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True
 
 def _plain_state(self: nn.Module) -> dict[str, Any]:
     state = {k: v for k, v in self.__dict__.items() if k not in _OURS}
+    if "_fluxtrain_forward" in self.__dict__:
+        state["forward"] = self.__dict__["_fluxtrain_forward"]
     hook = self.__dict__.get("_fluxtrain_hook")
     if hook is not None:
         for name in ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"):
@@ -105,4 +119,6 @@ def _rebuild(cls: type[nn.Module], state: dict[str, Any]) -> nn.Module:
 
 
 def _plain_reduce(self: nn.Module, protocol: Any) -> Any:
-    return _rebuild, (type(self), _plain_state(self))
+    state = _plain_state(self)  # without the methods on the instance, which lead back to it
+    kept = {k: v for k, v in state.items() if not _is_method_of(v, self)}
+    return _rebuild, (type(self), kept)
