@@ -47,6 +47,7 @@ class Action:
 KEY_TEXTS = {
     "question_mark": "?", "slash": "/", "left_square_bracket": "[", "right_square_bracket": "]",
     "colon": ":", "comma": ",", "full_stop": ".", "ctrl+p": "^p", "enter": "enter",
+    "left": "←", "right": "→", "shift+left": "⇧←", "shift+right": "⇧→", "escape": "esc",
 }  # fmt: skip
 CHARTS = ("dashboard", "loss")
 PANEL_SCREENS = ("dashboard", "memory", "transfer", "loss")
@@ -80,6 +81,20 @@ ACTIONS: tuple[Action, ...] = (
            "zoom(0.5)", CHARTS, rank=33),
     Action("zoom_out", "left_square_bracket", "wider", "Show more steps", "Chart", "zoom(2.0)",
            CHARTS),
+    Action("crosshair_back", "left,h", "crosshair", "Crosshair to earlier steps (shift: further)",
+           "Chart", "crosshair(-1)", ("loss",), rank=74),
+    Action("crosshair_on", "right,l", "crosshair", "Crosshair to later steps (shift: further)",
+           "Chart", "crosshair(1)", ("loss",)),
+    Action("crosshair_far_back", "shift+left,H", "crosshair", "Crosshair a tenth back", "Chart",
+           "crosshair(-10)", ("loss",)),
+    Action("crosshair_far_on", "shift+right,L", "crosshair", "Crosshair a tenth on", "Chart",
+           "crosshair(10)", ("loss",)),
+    Action("crosshair_off", "escape", "hide", "Hide the crosshair", "Chart", "crosshair(0)",
+           ("loss",)),
+    Action("by_tokens", "b", "tokens", "Steps or trained tokens on the x axis", "Chart",
+           "by_tokens", ("loss",), rank=58),
+    Action("compare", "v", "compare", "Compare with another run, or with none", "Chart",
+           "compare", ("loss",), rank=73),
     Action("older", "comma", "older", "Older steps among the last 256", "Chart", "look(-10)",
            ("transfer",), rank=36),
     Action("newer", "full_stop", "newer", "Newer steps; at the end the list follows the run",
@@ -114,6 +129,16 @@ def bindings() -> list[Binding]:
 def rebound(keys: Mapping[str, str]) -> tuple[Action, ...]:
     """The registry with a user's own keys in it."""
     return tuple(replace(action, keys=keys.get(action.id, action.keys)) for action in ACTIONS)
+
+
+def screens_of_actions(registry: Sequence[Action] = ACTIONS) -> dict[str, frozenset[str]]:
+    """By the name of the app's action: the screens where some key runs it; empty is everywhere."""
+    found: dict[str, frozenset[str]] = {}
+    for action in registry:
+        name = action.do.split("(")[0]
+        wider = not action.screens or found.get(name) == frozenset()
+        found[name] = frozenset() if wider else found.get(name, frozenset()) | set(action.screens)
+    return found
 
 
 def key_names(keys: Iterable[str]) -> list[str]:

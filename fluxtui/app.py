@@ -10,7 +10,7 @@ from textual.app import SystemCommand
 from textual.binding import BindingType
 from textual.screen import Screen
 
-from fluxtui.actions import ACTIONS, bindings
+from fluxtui.actions import bindings, screens_of_actions
 from fluxtui.commands import palette_commands
 from fluxtui.screens.charts import Dashboard, LossScreen, MemoryScreen, TransferScreen
 from fluxtui.screens.log import LogScreen
@@ -66,9 +66,12 @@ class FluxApp(RunVerbs, ChartVerbs, ViewVerbs, SavingVerbs):
             self._follow(self._source)
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """Keys of the registry do nothing while a dialog or the wizard is in front."""
-        if action in _OWN_ACTIONS and not isinstance(self.screen, RunScreen):
-            return False
+        """Keys of the registry work on the screens they are for, and not behind a dialog."""
+        on_screens = _SCREENS_OF.get(action)
+        if on_screens is not None:
+            screen = self.screen
+            if not isinstance(screen, RunScreen) or (on_screens and screen.NAME not in on_screens):
+                return False
         return super().check_action(action, parameters)
 
     def get_system_commands(self, screen: Screen[Any]) -> Iterable[SystemCommand]:
@@ -78,4 +81,4 @@ class FluxApp(RunVerbs, ChartVerbs, ViewVerbs, SavingVerbs):
         return palette_commands(self.actions, name, self._themes, run, self._choose_theme)
 
 
-_OWN_ACTIONS = frozenset(action.do.split("(")[0] for action in ACTIONS)
+_SCREENS_OF = screens_of_actions()

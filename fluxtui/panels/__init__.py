@@ -14,6 +14,7 @@ from fluxtui.panels import (
     moves,
     progress,
     rates,
+    readout,
     recent_steps,
     residency,
     stalls,
@@ -27,6 +28,6 @@ PANELS: dict[str, Panel] = {
     for panel in (
         progress.PANEL, memory.PANEL, residency.PANEL, loss.PANEL, bus.PANEL, machine.PANEL,
         moves.PANEL, step.PANEL, log.PANEL, advice.PANEL, memory_history.PANEL, categories.PANEL,
-        rates.PANEL, stalls.PANEL, recent_steps.PANEL, GRAD_NORM, LEARNING_RATE,
+        rates.PANEL, readout.PANEL, stalls.PANEL, recent_steps.PANEL, GRAD_NORM, LEARNING_RATE,
     )
 }  # fmt: skip

@@ -3,29 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
-from fluxtui.panels.loss import chart
+from fluxtui.panels.chart import Trace, chart, place_of
+from fluxtui.panels.loss import OTHER
 from fluxtui.panels.panel import Panel, number_text, pair, power_text
 from fluxtui.state.history import Curve
-from fluxtui.state.view import ChartSettings, View
+from fluxtui.state.run import RunState
+from fluxtui.state.view import View
 from fluxtui.widgets.spans import Line
 
 Write = Callable[[float | None], str]
 
 
 def _curve_panel(panel_id: str, title: str, about: str, write: Write) -> Panel:
-    def curve_of(view: View) -> Curve:
-        curve: Curve = getattr(view.state, panel_id)
+    def curve_of(state: RunState) -> Curve:
+        curve: Curve = getattr(state, panel_id)
         return curve
 
+    def trace(view: View, state: RunState, role: str) -> Trace:
+        place = place_of(state, view.chart.by_tokens)
+        return Trace(buckets=curve_of(state).buckets, role=role, place=place)
+
     def heading(view: View, width: int) -> Line:
-        buckets = curve_of(view).buckets
+        buckets = curve_of(view.state).buckets
         return pair("now", write(buckets[-1].mean if buckets else None))
 
     def body(view: View, width: int, height: int) -> list[Line]:
-        settings = ChartSettings(smooth=False, zoom=view.chart.zoom)
-        return chart(curve_of(view), [], settings, width, height)
+        drawn = [trace(view, view.state, "smooth")]
+        if view.compared is not None:
+            drawn.append(replace(trace(view, view.compared.state, OTHER), dashed=True))
+        return chart(drawn, replace(view.chart, log_scale=False), width, height)
 
     return Panel(panel_id, title, body, heading, about)
 

@@ -6,10 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from fluxtrain.units import UNKNOWN, duration_text
-from fluxtui.state.view import View
+from fluxtui.state.view import ChartSettings, View
 from fluxtui.widgets.spans import Line
 
 Body = Callable[[View, int, int], list[Line]]  # view, width, height -> at most `height` lines
+# view, width, height, and where it was clicked -> what is looked at from then on
+Pick = Callable[[View, int, int, int, int], ChartSettings | None]
 Heading = Callable[[View, int], Line]  # view, width -> what stands in the frame after the title
 
 
@@ -27,6 +29,7 @@ class Panel:
     body: Body
     heading: Heading = no_heading
     about: str = ""  # for the help screen
+    pick: Pick | None = None  # what a click does
 
 
 def pair(label: str, value: str, role: str = "strong") -> Line:

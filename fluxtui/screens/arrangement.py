@@ -11,7 +11,8 @@ Frame = Literal["box", "rule", "bare"]  # a border; a titled line above; nothing
 SMALLEST = (60, 20)  # below this one status line says it all
 BOXED = (100, 34)  # from here on there is room for borders
 THREE_COLUMNS = (170, 46)
-SMALL_CHARTS_FROM_ROWS = 24
+SMALL_CHARTS_FROM_ROWS = 30
+READOUT_ROWS = 4
 
 
 class Rect(NamedTuple):
@@ -139,9 +140,13 @@ def transfer(width: int, height: int) -> Arrangement:
 
 
 def loss(width: int, height: int) -> Arrangement:
-    """The loss alone when low, else with two small charts below."""
+    """The loss with its readout when low, else with two small charts below."""
     low = 9 if height >= SMALL_CHARTS_FROM_ROWS else 0
-    places = {"loss": Place(Rect(0, 0, width, height - low), "box")}
+    chart = height - READOUT_ROWS - low
+    places = {
+        "loss": Place(Rect(0, 0, width, chart), "box"),
+        "readout": Place(Rect(0, chart, width, READOUT_ROWS), "box"),
+    }
     if low:
         half = width // 2
         places["grad_norm"] = Place(Rect(0, height - low, half, low), "box")

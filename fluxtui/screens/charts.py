@@ -44,11 +44,11 @@ class TransferScreen(PanelScreen):
 
 
 class LossScreen(PanelScreen):
-    """Screen 4: the loss with zoom, scale and smoothing; gradient norm and learning rate."""
+    """Screen 4: the loss, what is under the crosshair, gradient norm and learning rate."""
 
     NAME = "loss"
     MAIN = "loss"
-    SHOWN = ("loss", "grad_norm", "learning_rate")
+    SHOWN = ("loss", "readout", "grad_norm", "learning_rate")
 
     def places(self, width: int, height: int) -> Arrangement:
         return arrangement.loss(width, height)

@@ -13,7 +13,7 @@ from textual.widget import Widget
 
 from fluxtui.panels import PANELS
 from fluxtui.panels.panel import Panel
-from fluxtui.screens.arrangement import Arrangement, Place, Rect
+from fluxtui.screens.arrangement import Arrangement, Frame, Place, Rect
 from fluxtui.screens.run_screen import RunScreen
 from fluxtui.state.view import View
 from fluxtui.themes import Palette
@@ -27,12 +27,14 @@ class PanelLines(Lines, can_focus=True):
     def __init__(self, panel: Panel) -> None:
         super().__init__(id=panel.id)
         self.panel = panel
+        self._frame: Frame = "box"
 
     def draw(self, view: View, palette: Palette, places: Arrangement) -> None:
         """Draw the panel in its place; nothing when it has none at this size."""
         place = places.get(self.panel.id)
         width, height = self.size
         if place is not None and width and height:
+            self._frame = place.frame
             lines = framed(self.panel, view, width, height, place.frame, self.has_focus)
             self.show(lines, palette)
 
@@ -45,6 +47,16 @@ class PanelLines(Lines, can_focus=True):
     def on_click(self, event: Click) -> None:
         if event.chain == 2:
             self.app.run_worker(self.app.run_action("maximise"), exclusive=False)
+        elif self.panel.pick is not None and isinstance(self.screen, RunScreen):
+            inset = 0 if self._frame == "bare" else 1
+            sides = 2 if self._frame == "box" else 0
+            chart = self.panel.pick(
+                self.screen.flux.view,
+                self.size.width - 2 * sides, self.size.height - (2 if sides else inset),
+                event.x - sides, event.y - inset,
+            )  # fmt: skip
+            if chart is not None:
+                self.screen.flux.look_at(chart)
 
     def _redraw(self) -> None:
         if isinstance(self.screen, RunScreen):

@@ -65,6 +65,7 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
     loss: Curve = field(default_factory=_curve)
     grad_norm: Curve = field(default_factory=_curve)
     learning_rate: Curve = field(default_factory=_curve)
+    tokens: Curve = field(default_factory=_curve)  # trained by the end of a step
     evaluations: History[tuple[int, float]] = field(default_factory=lambda: History(1024))
     steps: History[ev.StepFinished] = field(default_factory=lambda: History(STEPS_LIMIT))
     memories: History[ev.MemorySampled] = field(default_factory=lambda: History(RATES_LIMIT))
@@ -127,6 +128,7 @@ def _rewound(state: RunState, step: int) -> RunState:
         loss=state.loss.until(step),
         grad_norm=state.grad_norm.until(step),
         learning_rate=state.learning_rate.until(step),
+        tokens=state.tokens.until(step),
         evaluations=evaluations,
         evaluation=state.evaluation if len(evaluations) else None,
     )
@@ -189,6 +191,7 @@ def _after_step(state: RunState, event: ev.StepFinished) -> RunState:
         steps=state.steps.appended(event),
         loss=state.loss.with_value(event.step, event.loss),
         learning_rate=state.learning_rate.with_value(event.step, event.learning_rate),
+        tokens=state.tokens.with_value(event.step, float(event.total_tokens)),
         grad_norm=grad_norm,
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -24,6 +25,16 @@ class ChartSettings:
     log_scale: bool = False
     zoom: float = 1.0  # the share of the steps that is drawn, the newest
     last_step: int | None = None  # the newest of the steps that are looked through; None follows
+    crosshair: int | None = None  # the step whose values are read; None shows no crosshair
+    by_tokens: bool = False  # the x axis counts trained tokens instead of steps
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """Another run whose curves are drawn beside this one's."""
+
+    name: str
+    state: RunState
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +47,7 @@ class View:
     wall_s: float = 0.0  # the clock on the wall
     chart: ChartSettings = field(default_factory=ChartSettings)
     read_only: bool = False
+    compared: Compared | None = None
 
     @property
     def now_s(self) -> float:
@@ -74,6 +86,18 @@ class View:
         at = self.chart.last_step if self.chart.last_step is not None else newest
         wanted = max(min(newest, oldest - by - 1), at + by) if by < 0 else at + by
         return None if wanted >= newest else wanted
+
+    def crosshair_moved(self, by: int) -> int | None:
+        """The step of the crosshair `by` hundredths of the shown curve on; it starts at the end."""
+        buckets = self.state.loss.buckets
+        if not buckets:
+            return None
+        at = len(buckets) - 1
+        if self.chart.crosshair is not None:
+            ends = [bucket.last for bucket in buckets]
+            at = min(at, bisect_left(ends, self.chart.crosshair))
+        stride = max(1, round(len(buckets) * self.chart.zoom / 100))
+        return buckets[max(0, min(len(buckets) - 1, at + by * stride))].last
 
     def age_s(self, event: Event | None) -> float | None:
         return age_s(event, self.now_s)

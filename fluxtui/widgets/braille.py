@@ -10,6 +10,9 @@ from fluxtui.widgets.spans import Line, Span
 
 DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))  # [column][row], Unicode 11.0 ch. 21
 
+DASH_DOTS = 6
+GAP_DOTS = 2
+
 
 @dataclass(frozen=True, slots=True)
 class Series:
@@ -22,6 +25,7 @@ class Series:
     lows: Sequence[float] | None = None
     highs: Sequence[float] | None = None
     mark: str = ""  # a glyph instead of dots
+    dashed: bool = False  # told from another line without its colour
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +60,7 @@ class Canvas:
         self._dots = [[0] * width for _ in range(height)]
         self._roles = [[""] * width for _ in range(height)]
         self._marks: dict[tuple[int, int], tuple[str, str]] = {}
+        self._upright: tuple[int, str] | None = None  # column, role
 
     def draw(self, series: Series) -> None:
         """Add a series; what lies outside the window is left out."""
@@ -70,10 +75,15 @@ class Canvas:
             if series.lows is not None and series.highs is not None:
                 self._stroke(dot[0], x, series.lows[i], series.highs[i], series.role)
             elif previous is not None and series.joined:
-                self._segment(previous, dot, series.role)
+                self._segment(previous, dot, series)
             else:
                 self._set(*dot, series.role)
             previous = dot
+
+    def upright(self, x: float, role: str) -> None:
+        """A line from top to bottom behind the dots; none where x is outside."""
+        if self.window.x_low <= x <= self.window.x_high:
+            self._upright = (self._dot_of(x, self.window.y_low)[0] // 2, role)
 
     def lines(self) -> list[Line]:
         """The rows from the top, runs of one role as one span."""
@@ -97,12 +107,13 @@ class Canvas:
         for row in range(top, bottom + 1):
             self._set(column, row, role)
 
-    def _segment(self, start: tuple[int, int], end: tuple[int, int], role: str) -> None:
+    def _segment(self, start: tuple[int, int], end: tuple[int, int], series: Series) -> None:
         steps = max(abs(end[0] - start[0]), abs(end[1] - start[1]), 1)
         for i in range(steps + 1):
             column = round(start[0] + (end[0] - start[0]) * i / steps)
             row = round(start[1] + (end[1] - start[1]) * i / steps)
-            self._set(column, row, role)
+            if not series.dashed or column % DASH_DOTS < DASH_DOTS - GAP_DOTS:
+                self._set(column, row, series.role)
 
     def _line(self, row: int) -> Line:
         spans: list[Span] = []
@@ -110,6 +121,8 @@ class Canvas:
             mark = self._marks.get((row, column))
             if mark:
                 text, role = mark
+            elif self._upright and column == self._upright[0] and not self._dots[row][column]:
+                text, role = "│", self._upright[1]
             else:
                 dots = self._dots[row][column]
                 text = chr(0x2800 + dots) if dots else " "

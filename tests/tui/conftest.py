@@ -47,6 +47,18 @@ def made() -> ModuleType:
 
 
 @pytest.fixture
+def app_pilot() -> ModuleType:
+    """The module that drives the app."""
+    name = "fluxtui_app_pilot"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, HERE / "app_pilot.py")
+        assert spec is not None and spec.loader is not None
+        sys.modules[name] = module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    return sys.modules[name]
+
+
+@pytest.fixture
 def wizard_pilot() -> ModuleType:
     """The module that drives the wizard."""
     name = "fluxtui_wizard_pilot"

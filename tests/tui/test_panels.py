@@ -11,7 +11,6 @@ from msgspec.structs import replace
 from fluxtrain.telemetry import events as ev
 from fluxtui.actions import ACTIONS, bindings, find, footer_actions
 from fluxtui.panels import PANELS
-from fluxtui.panels.loss import chart, zoomed
 from fluxtui.panels.memory import parts_of
 from fluxtui.panels.panel import number_text, power_text, share_text, whole_text
 from fluxtui.panels.progress import eta, slow_step_s
@@ -21,7 +20,7 @@ from fluxtui.screens.plan import plan_lines
 from fluxtui.state.link import Link
 from fluxtui.state.machine import GpuSample, MachineSample
 from fluxtui.state.run import RunState
-from fluxtui.state.view import ChartSettings, View
+from fluxtui.state.view import View
 from fluxtui.widgets.chrome import footer_line, header_line, notice_lines, status_line
 from fluxtui.widgets.framed import framed
 from fluxtui.widgets.spans import Line, width_of
@@ -222,43 +221,6 @@ def test_the_machine_shows_a_gpu_only_when_there_is_one(made: ModuleType) -> Non
 def test_advice_stays_on_top_of_the_log(made: ModuleType) -> None:
     rows = drawn(view_of(made, "running"), "log", 60, 9).splitlines()
     assert "▲ the update waits" in rows[1]
-
-
-# --- the loss chart -------------------------------------------------------------------------------
-
-
-def test_the_chart_starts_at_the_second_step(made: ModuleType) -> None:
-    state = RunState().after_all(made.stamped([made.hello(), made.step(1)]))
-    assert "second step" in drawn(View(state=state), "loss")
-
-
-def test_zooming_shows_the_newest_steps(made: ModuleType) -> None:
-    buckets = view_of(made, "running").state.loss.buckets
-    assert zoomed(buckets, 0.25) == buckets[-20:]
-    assert len(zoomed(buckets, 1 / 1000)) == 2
-
-
-def test_the_axis_names_the_first_and_the_last_step(made: ModuleType) -> None:
-    view = view_of(made, "running")
-    last = whole(chart(view.state.loss, [], ChartSettings(), 80, 12)).splitlines()[-1]
-    assert "1" in last and "80" in last
-    zoom = whole(chart(view.state.loss, [], ChartSettings(zoom=0.5), 80, 12)).splitlines()[-1]
-    assert "41" in zoom
-
-
-def test_log_scale_and_smoothing_change_the_picture(made: ModuleType) -> None:
-    curve = view_of(made, "running").state.loss
-    pictures = {
-        whole(chart(curve, [], settings, 80, 12))
-        for settings in (
-            ChartSettings(), ChartSettings(smooth=False), ChartSettings(log_scale=True),
-        )
-    }  # fmt: skip
-    assert len(pictures) == 3
-
-
-def test_evaluations_are_marked(made: ModuleType) -> None:
-    assert drawn(view_of(made, "running"), "loss", 80, 14).count("×") == 1 + 2  # legend, points
 
 
 # --- chrome ---------------------------------------------------------------------------------------

@@ -55,6 +55,8 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     loss: float | None = None
     exit_code: int | None = None
     message: str = ""
+    eta_s: float | None = None  # when the newest step ended
+    stepped_s: float = 0.0  # Unix time of the newest step
 
 
 class RunLock:
@@ -236,6 +238,8 @@ class RunDir:
             loss=step.loss if step else None,
             exit_code=ending.get("exit_code"),
             message=str(ending.get("message", "")),
+            eta_s=step.eta_s if step else None,
+            stepped_s=step.wall_s if step else 0.0,
         )
 
     def write_json(self, path: Path, value: Any) -> None:

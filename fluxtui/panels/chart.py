@@ -1,0 +1,200 @@
+"""Curves by step or by tokens: one or more traces behind a y axis, with a crosshair."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from fluxtrain.units import count_text
+from fluxtui.state.history import Bucket
+from fluxtui.state.run import RunState
+from fluxtui.state.view import ChartSettings
+from fluxtui.widgets.braille import Canvas, Series, Window, rounded_ticks
+from fluxtui.widgets.spans import Line, fitted, line
+
+AXIS_CELLS = 7  # " 1.234 ┤"
+ENOUGH = 2
+Place = Callable[[int], float]  # a step to its place on the x axis
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trace:
+    """One curve; where `smooth_role` is given its moving average is drawn over the raw values."""
+
+    buckets: Sequence[Bucket]
+    role: str
+    smooth_role: str = ""
+    marks: Sequence[tuple[int, float]] = ()  # (step, value), such as evaluations
+    mark_role: str = "evaluation"
+    mark: str = "×"
+    dashed: bool = False
+    place: Place = float
+
+
+def place_of(state: RunState, by_tokens: bool) -> Place:
+    """Where a step lies: at its number, or at the tokens that were trained by then."""
+    buckets = state.tokens.buckets
+    if not by_tokens or not buckets:
+        return float
+    ends = [bucket.last for bucket in buckets]
+    totals = [bucket.high for bucket in buckets]
+
+    def tokens_at(step: int) -> float:
+        at = bisect_left(ends, step)
+        if at >= len(ends):
+            return totals[-1]
+        before_step, before = (ends[at - 1], totals[at - 1]) if at else (0, 0.0)
+        share = (step - before_step) / max(1, ends[at] - before_step)
+        return before + (totals[at] - before) * share
+
+    return tokens_at
+
+
+def chart(traces: Sequence[Trace], settings: ChartSettings, width: int, height: int) -> list[Line]:
+    """`height` lines: rows of dots behind a y axis, then the x axis with its numbers.
+
+    The first trace decides what a zoom shows; the others are drawn where they overlap with it.
+    """
+    main = traces[0]
+    if len(main.buckets) < ENOUGH or width < AXIS_CELLS + 8 or height < 3:
+        note = "the curve starts at the second step" if len(main.buckets) < ENOUGH else ""
+        return [line((f" {note}", "dim"))][:height]
+    low, high = x_range(traces, settings)
+    seen = [_inside(trace, low, high) for trace in traces]
+    window = _window(seen, low, high, settings.log_scale)
+    rows = height - 1
+    canvas = Canvas(width - AXIS_CELLS - 1, rows, window)
+    for trace in reversed(seen):  # the first on top
+        _draw(canvas, trace)
+    if settings.crosshair is not None:
+        canvas.upright(main.place(settings.crosshair), "accent")
+    labels = row_labels(window, rows)
+    lines = [
+        (
+            (labels.get(row, " " * AXIS_CELLS), "axis"),
+            ("┤" if row in labels else "│", "faint"),
+            *dots,
+        )
+        for row, dots in enumerate(canvas.lines())
+    ]
+    return [*lines, x_axis(low, high, width, settings.by_tokens)]
+
+
+def x_range(traces: Sequence[Trace], settings: ChartSettings) -> tuple[float, float]:
+    """The part of the x axis that is shown: all of it, or a zoomed part around the crosshair.
+
+    Without a crosshair a zoom shows the newest part. Two points at least are always inside.
+    """
+    main = traces[0]
+    places = [main.place(bucket.last) for bucket in main.buckets]
+    if settings.zoom >= 1.0:
+        known = [trace for trace in traces if trace.buckets]
+        return (
+            min(trace.place(trace.buckets[0].last) for trace in known),
+            max(trace.place(trace.buckets[-1].last) for trace in known),
+        )
+    first, last = places[0], places[-1]
+    span = (last - first) * settings.zoom
+    high = last
+    if settings.crosshair is not None:
+        centre = main.place(settings.crosshair)
+        high = min(last, max(first + span, centre + span / 2))
+    at = max(ENOUGH - 1, bisect_left(places, high))
+    return min(high - span, places[min(at, len(places) - 1) - 1]), high
+
+
+def _inside(trace: Trace, low: float, high: float) -> Trace:
+    return replace(
+        trace,
+        buckets=[b for b in trace.buckets if low <= trace.place(b.last) <= high],
+        marks=[mark for mark in trace.marks if low <= trace.place(mark[0]) <= high],
+    )
+
+
+def _window(traces: Sequence[Trace], low: float, high: float, log: bool) -> Window:
+    """y from the lowest value to the highest but for rare spikes (upper 1 %)."""
+    buckets = [bucket for trace in traces for bucket in trace.buckets]
+    highs = sorted(bucket.high for bucket in buckets)
+    top = highs[min(len(highs) - 1, int(len(highs) * 0.99))]
+    bottom = min(bucket.low for bucket in buckets)
+    for trace in traces:
+        for _, value in trace.marks:
+            top, bottom = max(top, value), min(bottom, value)
+    log = log and bottom > 0
+    room = (top - bottom) * 0.04 or abs(top) * 0.05 or 1.0
+    bottom = bottom / 1.02 if log else bottom - room
+    return Window(low, high, bottom, top + room, log)
+
+
+def _draw(canvas: Canvas, trace: Trace) -> None:
+    buckets = trace.buckets
+    xs = [trace.place(bucket.last) for bucket in buckets]
+    raw = trace.role
+    dashed = trace.dashed
+    spread_known = not dashed and any(bucket.count > 1 for bucket in buckets)
+    lows = [bucket.low for bucket in buckets] if spread_known else None
+    highs = [bucket.high for bucket in buckets] if spread_known else None
+    means = [bucket.mean for bucket in buckets]
+    canvas.draw(Series(xs, means, raw, lows=lows, highs=highs, dashed=dashed))
+    if trace.smooth_role:
+        smooth = [bucket.smooth for bucket in buckets]
+        canvas.draw(Series(xs, smooth, trace.smooth_role, dashed=dashed))
+    if trace.marks:
+        places = [trace.place(step) for step, _ in trace.marks]
+        values = [value for _, value in trace.marks]
+        canvas.draw(Series(places, values, trace.mark_role, mark=trace.mark))
+
+
+def step_at(trace: Trace, settings: ChartSettings, column: int, width: int) -> int | None:
+    """The step of the main trace that is drawn nearest to a column of the chart."""
+    room = width - AXIS_CELLS - 1
+    if len(trace.buckets) < ENOUGH or room < ENOUGH:
+        return None
+    low, high = x_range([trace], settings)
+    x = low + (high - low) * min(1.0, max(0.0, (column - AXIS_CELLS - 1) / (room - 1)))
+    return min(trace.buckets, key=lambda bucket: abs(trace.place(bucket.last) - x)).last
+
+
+def row_labels(window: Window, rows: int) -> dict[int, str]:
+    """A label for the rows next to round values (log: values at even heights)."""
+    if window.log:
+        step = max(1, rows // 4)
+        values = [window.value_at(1 - (row + 0.5) / rows) for row in range(0, rows, step)]
+    else:
+        values = rounded_ticks(window.y_low, window.y_high, max(1, min(6, rows // 2)))
+    labels: dict[int, str] = {}
+    for value in values:
+        row = min(rows - 1, max(0, round((1 - window.up(value)) * rows - 0.5)))
+        labels[row] = f"{_tick(value):>{AXIS_CELLS - 1}} "
+    return labels
+
+
+def _tick(value: float) -> str:
+    return f"{value:.4g}" if value else "0"
+
+
+def x_axis(low: float, high: float, width: int, tokens: bool = False) -> Line:
+    """Numbers at the ends and, where there is room, at quarters between."""
+    room = width - AXIS_CELLS - 1
+    text = ["─"] * room
+    count = 5 if room >= 60 else 3 if room >= 30 else 2
+    for i in range(count):
+        value = low + (high - low) * i / (count - 1)
+        label = count_text(value).replace(" ", "") if tokens else str(round(value))
+        at = round((room - 1) * i / (count - 1)) - (0 if i == 0 else len(label) // 2)
+        at = max(0, min(at, room - len(label)))
+        text[at : at + len(label)] = label
+    spans: Line = ((" " * AXIS_CELLS, "axis"), ("└", "faint"))
+    return fitted((*spans, *_axis_spans("".join(text))), width)
+
+
+def _axis_spans(text: str) -> Line:
+    spans: list[tuple[str, str]] = []
+    for character in text:
+        role = "faint" if character == "─" else "axis"
+        if spans and spans[-1][1] == role:
+            spans[-1] = (spans[-1][0] + character, role)
+        else:
+            spans.append((character, role))
+    return tuple(spans)

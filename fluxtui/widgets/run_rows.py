@@ -1,0 +1,61 @@
+"""A run as a line of a list: state, name, step, loss, time left, age, model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fluxtrain.telemetry.rundir import RunSummary
+from fluxtrain.units import UNKNOWN, duration_text
+from fluxtui.panels.panel import number_text, whole_text
+from fluxtui.widgets.spans import Line, fitted
+
+STATE_ROLES = {
+    "running": "good", "finished": "text", "failed": "bad", "interrupted": "warn", "dead": "bad",
+    "new": "dim",
+}  # fmt: skip
+OTHER_CELLS = 71
+
+
+def columns(width: int) -> Line:
+    """The names of the columns."""
+    text = (
+        f"   {'state':<12}{'run':<{_name_cells(width)}}{'step':>13}  {'loss':>8}  "
+        f"{'left':>9}  {'age':>7}  model"
+    )
+    return fitted(((text, "dim"),), width)
+
+
+def run_row(run: RunSummary, attached: Path | None, now_s: float, width: int) -> Line:
+    """One run; the one on screen is marked."""
+    here = attached is not None and Path(run.path) == attached
+    cells = _name_cells(width)
+    step = UNKNOWN if run.step is None else f"{run.step}/{run.total_steps or UNKNOWN}"
+    note = run.message or run.model or ""
+    return fitted(
+        (
+            (" ▸ " if here else "   ", "accent"),
+            (f"{run.state:<12}", STATE_ROLES[run.state]),
+            (f"{run.run_id[: cells - 1]:<{cells}}", "strong" if here else "text"),
+            (f"{step:>13}", "text"),
+            (f"  {number_text(run.loss):>8}", "text"),
+            (f"  {left_text(run, now_s):>9}", "text"),
+            (f"  {_age_text(now_s - run.updated_s):>7}  ", "dim"),
+            (note, "bad" if run.message else "dim"),
+        ),
+        width,
+    )
+
+
+def left_text(run: RunSummary, now_s: float) -> str:
+    """The time a running run still needs, by its newest step; "-" for all others."""
+    if run.state != "running" or run.eta_s is None:
+        return UNKNOWN
+    return whole_text(max(0.0, run.eta_s - max(0.0, now_s - run.stepped_s)))
+
+
+def _age_text(seconds: float) -> str:
+    return duration_text(max(0.0, seconds)) if seconds >= 1.0 else "now"
+
+
+def _name_cells(width: int) -> int:
+    return max(18, min(40, width - OTHER_CELLS))

@@ -1,0 +1,268 @@
+"""The charts of screen 4: zoom, scale, smoothing, crosshair, and another run beside this one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace as changed
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from fluxtrain.telemetry import events as ev
+from fluxtui.panels import PANELS
+from fluxtui.panels.chart import Trace, chart, place_of, step_at, x_range
+from fluxtui.panels.loss import pick, traces
+from fluxtui.state.history import Curve
+from fluxtui.state.run import RunState
+from fluxtui.state.view import ChartSettings, Compared, View
+from fluxtui.widgets.spans import Line
+
+
+def whole(lines: Sequence[Line]) -> str:
+    return "\n".join("".join(text for text, _ in spans) for spans in lines)
+
+
+def drawn(view: View, panel_id: str, width: int = 100, height: int = 14) -> str:
+    return whole(PANELS[panel_id].body(view, width, height))
+
+
+@pytest.fixture
+def state(made: ModuleType) -> RunState:
+    """Eighty steps."""
+    return RunState().after_all(made.training(80))
+
+
+def slower(made: ModuleType, steps: int = 80, tokens: int = 8192) -> RunState:
+    """A run of twice the tokens a step, whose loss is half a nat higher."""
+    events: list[ev.AnyEvent] = [made.hello()]
+    for number in range(1, steps + 1):
+        one = made.step(number)
+        events.append(replace(one, loss=one.loss + 0.5, total_tokens=tokens * number))
+    return RunState().after_all(made.stamped(events))
+
+
+def line_of(values: Sequence[float]) -> Trace:
+    curve = Curve()
+    for step, value in enumerate(values, start=1):
+        curve = curve.with_value(step, value)
+    return Trace(buckets=curve.buckets, role="train")
+
+
+def test_the_chart_starts_at_the_second_step(made: ModuleType) -> None:
+    one = RunState().after_all(made.stamped([made.hello(), made.step(1)]))
+    assert "second step" in drawn(View(state=one), "loss")
+
+
+def test_the_axis_names_the_first_and_the_last_step(state: RunState) -> None:
+    axis = drawn(View(state=state), "loss").splitlines()[-1]
+    assert axis.split("└")[1].startswith("1─") and axis.endswith("80")
+
+
+@pytest.mark.parametrize("zoom", [0.5, 0.25, 1 / 64, 1e-6])
+def test_a_zoom_shows_the_newest_part_and_two_points_at_least(zoom: float) -> None:
+    trace = line_of([float(i) for i in range(1, 101)])
+    low, high = x_range([trace], ChartSettings(zoom=zoom))
+    assert high == 100
+    inside = [bucket for bucket in trace.buckets if low <= bucket.last <= high]
+    assert max(2, round(99 * zoom)) <= len(inside) <= max(2, round(99 * zoom) + 1)
+
+
+@pytest.mark.parametrize("step", [1, 37, 100])
+def test_a_zoom_keeps_the_crosshair_inside(step: int) -> None:
+    trace = line_of([float(i) for i in range(1, 101)])
+    low, high = x_range([trace], ChartSettings(zoom=0.1, crosshair=step))
+    assert low <= step <= high and low >= 1 and high <= 100
+    assert high - low == pytest.approx(9.9)
+
+
+def test_log_scale_and_smoothing_change_the_picture(state: RunState) -> None:
+    pictures = {
+        drawn(View(state=state, chart=settings), "loss")
+        for settings in (
+            ChartSettings(), ChartSettings(smooth=False), ChartSettings(log_scale=True),
+        )
+    }  # fmt: skip
+    assert len(pictures) == 3
+
+
+def test_evaluations_are_marked(state: RunState) -> None:
+    assert drawn(View(state=state), "loss").count("×") == 2
+
+
+def test_a_higher_value_is_drawn_higher() -> None:
+    rows = chart([line_of([1.0] * 50 + [9.0] * 50)], ChartSettings(), 60, 12)
+    text = [row.split("│")[-1].split("┤")[-1] for row in whole(rows).splitlines()]
+    first = next(i for i, row in enumerate(text) if row[:4].strip())
+    last = next(i for i, row in enumerate(text) if row[-4:].strip())
+    assert last < first
+
+
+# --- the crosshair --------------------------------------------------------------------------------
+
+
+def test_the_crosshair_is_an_upright_line_at_its_step(state: RunState) -> None:
+    plain = drawn(View(state=state), "loss")
+    crossed = drawn(View(state=state, chart=ChartSettings(crosshair=40)), "loss")
+    extra = [
+        column
+        for before, after in zip(plain.splitlines(), crossed.splitlines(), strict=True)
+        for column, (a, b) in enumerate(zip(before, after, strict=True))
+        if a != b
+    ]
+    assert len(extra) > 8 and len(set(extra)) == 1
+    assert abs(extra[0] - (8 + 92 * 39 / 79)) <= 1
+
+
+def test_the_readout_tells_what_was_measured_at_that_step(
+    state: RunState, made: ModuleType
+) -> None:
+    text = drawn(View(state=state, chart=ChartSettings(crosshair=41)), "readout", 160, 2)
+    step = made.step(41)
+    for part in (
+        "step 41", f"train {step.loss:.3f}", "eval 5.113 @40", f"norm {step.grad_norm:.2f}",
+        "lr 3.00e-4", "tokens 168 k",
+    ):  # fmt: skip
+        assert part in text, part
+
+
+def test_without_a_crosshair_the_newest_step_is_read(state: RunState) -> None:
+    assert "step 80" in drawn(View(state=state), "readout", 160, 2)
+    assert "no step so far" in drawn(View(), "readout", 160, 2)
+
+
+def test_what_was_not_measured_at_a_step_is_a_dash(state: RunState) -> None:
+    early = drawn(View(state=state, chart=ChartSettings(crosshair=3)), "readout", 160, 2)
+    assert "eval -" in early
+    outside = drawn(View(state=state, chart=ChartSettings(crosshair=300)), "readout", 160, 2)
+    assert "train -" in outside and "norm -" in outside and "tokens -" in outside
+
+
+def test_steps_that_share_a_bucket_are_called_a_mean() -> None:
+    curve = Curve(limit=64)
+    for step in range(1, 1001):
+        curve = curve.with_value(step, float(step))
+    text = drawn(View(state=RunState(loss=curve), chart=ChartSettings(crosshair=500)), "readout")
+    bucket = next(b for b in curve.buckets if b.first <= 500 <= b.last)
+    assert bucket.count > 1 and f"mean of {bucket.first}-{bucket.last}" in text
+
+
+def test_the_crosshair_moves_by_hundredths_and_stops_at_the_ends(state: RunState) -> None:
+    view = View(state=state)
+    assert view.crosshair_moved(-1) == 79
+    view = changed(view, chart=ChartSettings(crosshair=40))
+    assert (view.crosshair_moved(1), view.crosshair_moved(-10)) == (41, 30)
+    assert (view.crosshair_moved(900), view.crosshair_moved(-900)) == (80, 1)
+    assert View().crosshair_moved(1) is None
+
+
+@pytest.mark.parametrize("step", [1, 20, 55, 80])
+def test_a_click_finds_the_step_that_is_drawn_there(state: RunState, step: int) -> None:
+    view = View(state=state, chart=ChartSettings(crosshair=step))
+    column = max(row.rfind("│") for row in drawn(view, "loss").splitlines())
+    found = pick(changed(view, chart=ChartSettings()), 100, 14, column, 3)
+    assert found is not None and abs((found.crosshair or 0) - step) <= 1
+
+
+def test_a_click_before_there_is_a_curve_does_nothing() -> None:
+    assert step_at(traces(View())[0], ChartSettings(), 30, 100) is None
+
+
+# --- another run ----------------------------------------------------------------------------------
+
+
+def test_the_other_run_is_named_and_its_difference_told(state: RunState, made: ModuleType) -> None:
+    view = View(state=state, compared=Compared("slower", slower(made)))
+    view = changed(view, chart=ChartSettings(crosshair=30))
+    heading = whole([PANELS["loss"].heading(view, 120)])
+    assert "slower" in heading
+    text = drawn(view, "readout", 160, 2)
+    assert "ours -0.5000 against slower" in text
+    assert drawn(view, "loss") != drawn(changed(view, compared=None), "loss")
+    assert drawn(view, "grad_norm") != ""
+
+
+def test_by_tokens_a_run_is_compared_at_as_many_tokens(state: RunState, made: ModuleType) -> None:
+    other = slower(made)  # twice the tokens a step: half the steps to the same place
+    view = View(state=state, compared=Compared("slower", other))
+    view = changed(view, chart=ChartSettings(crosshair=60, by_tokens=True))
+    ours, theirs = drawn(view, "readout", 160, 2).splitlines()
+    assert "step 60" in ours and "step 30" in theirs
+    assert "tokens 246 k" in ours and "tokens 246 k" in theirs
+    axis = drawn(view, "loss").splitlines()[-1]
+    assert axis.endswith("655k") and "4.10k" in axis
+
+
+def test_a_run_that_never_came_so_far_says_so(state: RunState, made: ModuleType) -> None:
+    view = View(state=state, compared=Compared("short", slower(made, 20)))
+    text = drawn(changed(view, chart=ChartSettings(crosshair=70)), "readout", 120, 2)
+    assert "short has no step 70, its last is 20" in text
+
+
+def test_tokens_between_two_known_steps_are_interpolated() -> None:
+    state = RunState(tokens=Curve().with_value(10, 1000.0).with_value(20, 3000.0))
+    place = place_of(state, True)
+    assert (place(10), place(15), place(20), place(99)) == (1000.0, 2000.0, 3000.0, 3000.0)
+    assert place_of(state, False)(15) == 15.0
+    assert place_of(RunState(), True)(15) == 15.0
+
+
+# --- in the app -----------------------------------------------------------------------------------
+
+
+async def test_keys_and_mouse_move_the_crosshair_and_choose_another_run(
+    made: ModuleType, tmp_path: Path, app_pilot: Any
+) -> None:
+    runs = tmp_path / "runs"
+    made.write(runs / "ours" / "events.ndjson", made.training(80))
+    made.write(runs / "other" / "events.ndjson", made.finished())
+    app = app_pilot.app_on(runs / "ours", made, start_screen="loss")
+    async with app.run_test(size=(120, 40)) as pilot:
+        await app_pilot.drawn(pilot)
+        await pilot.press("left", "h", "H")
+        assert app.view.chart.crosshair == 68
+        await pilot.press("right", "L")
+        assert app.view.chart.crosshair == 79
+        await pilot.click("#loss", offset=(60, 8))
+        assert 35 <= (app.view.chart.crosshair or 0) <= 45
+        await pilot.press("escape")
+        assert app.view.chart.crosshair is None
+        await pilot.press("v")
+        await app_pilot.until(pilot, lambda: "other" in app_pilot.text_of(app))
+        await pilot.press("down", "enter")
+        await app_pilot.until(pilot, lambda: app.view.compared is not None)
+        await app_pilot.until(pilot, lambda: "against other" in app_pilot.text_of(app))
+        await pilot.press("v")
+        await app_pilot.until(pilot, lambda: "no other run" in app_pilot.text_of(app))
+        await pilot.press("enter")
+        await app_pilot.until(pilot, lambda: app.view.compared is None)
+
+
+async def test_the_crosshair_keys_are_the_loss_screens_alone(
+    made: ModuleType, tmp_path: Path, app_pilot: Any
+) -> None:
+    made.write(tmp_path / "runs" / "ours" / "events.ndjson", made.training(80))
+    app = app_pilot.app_on(tmp_path / "runs" / "ours", made)
+    async with app.run_test(size=(120, 40)) as pilot:
+        await app_pilot.drawn(pilot)
+        await pilot.press("left", "v")
+        assert app.view.chart.crosshair is None and len(app.screen_stack) == 2
+
+
+async def test_attaching_to_a_run_ends_the_comparison(
+    made: ModuleType, tmp_path: Path, app_pilot: Any
+) -> None:
+    runs = tmp_path / "runs"
+    for name in ("ours", "other"):
+        made.write(runs / name / "events.ndjson", made.training(80))
+    app = app_pilot.app_on(runs / "ours", made, start_screen="loss")
+    async with app.run_test(size=(120, 40)) as pilot:
+        await app_pilot.drawn(pilot)
+        app.compare_with(runs / "other")
+        await app_pilot.until(pilot, lambda: app.view.compared is not None)
+        app.attach_to(runs / "other")
+        await app_pilot.drawn(pilot)
+        await pilot.pause(0.3)
+        assert app.view.compared is None
