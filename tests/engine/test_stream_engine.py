@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import fluxtrain
 from fluxtrain.errors import BadInput
+from fluxtrain.memory.device import Ticket
 from fluxtrain.stream.engine import Engine, engine_of
 
 
@@ -36,6 +37,30 @@ def test_after_the_first_step_blocks_are_copied_ahead_of_their_use(tiny: Any, ba
     demanded = [m.block for m in weights if m.cause == "demand"]
     assert len(demanded) <= 2, demanded  # where the pass starts
     assert all(m.duration_s is not None for m in moves)
+
+
+def test_a_move_is_given_once_when_it_has_ended(tiny: Any) -> None:
+    engine = engine_of(fluxtrain.wrap(tiny("llama")))
+
+    class Copy:
+        duration_s: float | None = None
+
+        def done(self) -> bool:
+            return self.duration_s is not None
+
+        def failed(self) -> bool:
+            return False
+
+    slow, quick = Copy(), Copy()
+    quick.duration_s = 0.25
+    engine.accounts.uploaded(engine.groups[0], "demand", cast(Ticket, slow))
+    engine.accounts.uploaded(engine.groups[1], "prefetch", cast(Ticket, quick))
+    moves, started = engine.take_moves(10)
+    assert [(m.cause, m.duration_s) for m in moves] == [("prefetch", 0.25)] and started == 2
+    slow.duration_s = 0.5
+    moves, started = engine.take_moves(10)
+    assert [(m.cause, m.duration_s) for m in moves] == [("demand", 0.5)] and started == 2
+    assert engine.take_moves(10) == ([], 2)
 
 
 def test_traffic_of_a_step_is_the_weights_in_and_the_gradients_out(tiny: Any, batch: Any) -> None:
@@ -198,10 +223,12 @@ def test_once_the_order_is_known_no_copy_is_on_demand() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     ids = torch.arange(32).reshape(2, 16)
     for _ in range(3):
+        engine.window.drain()
         engine.take_moves(1000)
         model(input_ids=ids, labels=ids).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+    engine.window.drain()  # only copies that have ended are given
     moves, _ = engine.take_moves(1000)
     weights = [move for move in moves if move.what == "weights"]
     assert len(weights) >= 10

@@ -9,6 +9,8 @@ import pickle
 import threading
 import weakref
 from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +67,7 @@ def test_a_read_right_after_a_background_step_sees_the_new_weight(
     model = fluxtrain.wrap(tiny("llama"), overlap=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     gate = threading.Event()
-    engine_of(model).updates._worker.submit(gate.wait, 10)
+    engine_of(model).updates._worker.submit(partial(gate.wait, 10))
     step(model, optimizer, batch())
     threading.Timer(0.02, gate.set).start()
     assert torch.equal(READS[read](model, model.model.layers[2].mlp.up_proj.weight), expected)
@@ -75,7 +77,7 @@ def test_shapes_and_types_are_answered_without_waiting(tiny: Any, batch: Any) ->
     model = fluxtrain.wrap(tiny("llama"), overlap=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     gate = threading.Event()
-    engine_of(model).updates._worker.submit(gate.wait, 10)
+    engine_of(model).updates._worker.submit(partial(gate.wait, 10))
     try:
         step(model, optimizer, batch())
         for p in model.parameters():
@@ -312,3 +314,29 @@ def test_a_dropped_model_is_freed_with_its_threads(offload: str, tiny: Any, batc
         if thread.ident not in before:
             thread.join(2)
             assert not thread.is_alive(), thread.name
+
+
+@pytest.mark.parametrize("offload", ["weights", "max"])
+def test_a_thread_that_has_done_its_job_keeps_no_model_alive(
+    offload: str, tiny: Any, batch: Any, monkeypatch: Any
+) -> None:
+    """Threads that are stopped between telling the result and going on: nothing is held there."""
+    may_go_on = threading.Event()
+    tell = Future.set_result
+
+    def tell_and_stop(self: Future[Any], result: Any) -> None:
+        tell(self, result)
+        if threading.current_thread().name.startswith("flux-"):
+            may_go_on.wait(0.02)
+
+    monkeypatch.setattr(Future, "set_result", tell_and_stop)
+    model = fluxtrain.wrap(tiny("llama"), offload=offload, overlap=True)
+    optimizer = torch.optim.AdamW(model.parameters())
+    step(model, optimizer, batch())
+    engine_of(model).flush()
+    left = [weakref.ref(model), weakref.ref(engine_of(model))]
+    left += [weakref.ref(group) for group in engine_of(model).groups]
+    del model, optimizer
+    gc.collect()
+    assert [ref() for ref in left] == [None] * len(left)
+    may_go_on.set()

@@ -12,13 +12,15 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from fluxtrain.memory.recorder import CudaClock, HostClock, Instant, Recorder
+from fluxtrain.memory.worker import Worker
 
 
 class Ticket(Protocol):
@@ -140,8 +142,8 @@ class CpuDevice:
         self.torch_device = torch.device("cpu")
         self.recorder = Recorder(HostClock())
         self.stalls = Stalls(self.recorder)
-        self._up = ThreadPoolExecutor(1, thread_name_prefix="flux-upload")
-        self._down = ThreadPoolExecutor(1, thread_name_prefix="flux-download")
+        self._up = Worker("flux-upload")
+        self._down = Worker("flux-download")
 
     def upload(
         self, to: Tensor, source: Tensor, after: Future[None] | None, free: Any,
@@ -157,14 +159,14 @@ class CpuDevice:
         return _CpuTicket(self._up.submit(job), self.stalls)
 
     def download(self, to: Tensor, source: Tensor) -> Ticket:
-        return _CpuTicket(self._down.submit(_memory_copy, to, source), self.stalls)
+        return _CpuTicket(self._down.submit(partial(_memory_copy, to, source)), self.stalls)
 
     def mark(self) -> None:
         return None
 
     def close(self) -> None:
-        self._up.shutdown(wait=True)
-        self._down.shutdown(wait=True)
+        self._up.close()
+        self._down.close()
 
 
 def _memory_copy(to: Tensor, source: Tensor) -> tuple[float, float]:

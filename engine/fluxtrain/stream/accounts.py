@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from fluxtrain.stream.engine import Engine
 
 _KEPT_MOVES = 256
+_Noted = tuple[int, str, str, int, str, str, Ticket]  # step, block, what, bytes, way, cause
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ class Accounts:
         self.h2d_bytes = 0
         self.d2h_bytes = 0
         self._peak_bytes = 0
-        self._moves: deque[tuple[int, str, str, int, str, str, Ticket]] = deque(maxlen=_KEPT_MOVES)
+        self._moves: deque[_Noted] = deque(maxlen=_KEPT_MOVES)
         self._move_count = 0
         self._lock = threading.Lock()
 
@@ -94,11 +95,16 @@ class Accounts:
         return Traffic(self.h2d_bytes, self.d2h_bytes)
 
     def take_moves(self, limit: int) -> tuple[list[Move], int]:
-        """The latest finished-or-known moves (at most `limit`, oldest first), and the total."""
+        """The latest moves that have ended (at most `limit`, oldest first), and how many were
+        started since the beginning. One that is under way is given when it has ended."""
         with self._lock:
-            taken = list(self._moves)[-limit:]
-            self._moves.clear()
-            total = self._move_count
+            ended: list[_Noted] = []
+            under_way: list[_Noted] = []
+            for noted in self._moves:
+                ticket = noted[-1]
+                (ended if ticket.done() or ticket.failed() else under_way).append(noted)
+            self._moves = deque(under_way, maxlen=_KEPT_MOVES)
+            taken, total = ended[-limit:], self._move_count
         return [
             Move(
                 step=step, block=name, what=what, bytes=size, direction=way,

@@ -7,8 +7,8 @@ waits for that group's job; nobody else waits.
 from __future__ import annotations
 
 import math
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from fluxtrain.errors import Diverged
 from fluxtrain.memory.gradients import Arrival, Gradients
 from fluxtrain.memory.group import Group, Member, Segment
 from fluxtrain.memory.recorder import Recorder
+from fluxtrain.memory.worker import Worker
 from fluxtrain.optim.fused_device import update_resident_
 from fluxtrain.optim.split_adamw import Hyper, update_, update_f32_
 from fluxtrain.stream.norm import GradNorm
@@ -72,7 +73,7 @@ class Updates:
     def __init__(self, gradients: Gradients, recorder: Recorder) -> None:
         self._gradients = gradients
         self._recorder = recorder
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="flux-update")
+        self._worker = Worker("flux-update")
         self._pending: list[Group] = []
         self.seconds = 0.0
 
@@ -88,10 +89,9 @@ class Updates:
             return
         arrival = self._gradients.arrivals.get(group)
         stepped = [group.members[index] for index in hypers]
-        future: Future[None] = self._worker.submit(
-            self._job, group.name, work, stepped, arrival, norm
+        group.pending = self._worker.submit(
+            partial(_job, self._recorder, group.name, work, stepped, arrival, norm)
         )
-        group.pending = future
         self._pending.append(group)
 
     def wait(self) -> None:
@@ -107,27 +107,29 @@ class Updates:
             raise errors[0]
 
     def close(self) -> None:
-        self._worker.shutdown(wait=True)
+        self._worker.close()
 
-    def _job(
-        self,
-        name: str,
-        work: list[Range],
-        stepped: list[Member],
-        arrival: Arrival | None,
-        norm: GradNorm | None,
-    ) -> None:
-        try:
-            if arrival is not None:
-                arrival.wait()
-            clip = _clip(norm)
-        except BaseException:
-            for member in stepped:  # nothing was written: this step did not happen
-                member.step -= 1
-            raise
-        with self._recorder.working("cpu", "update", name):
-            for part in work:
-                _on_host(part, clip)
+
+def _job(
+    recorder: Recorder,
+    name: str,
+    work: list[Range],
+    stepped: list[Member],
+    arrival: Arrival | None,
+    norm: GradNorm | None,
+) -> None:
+    """One group's update, once its gradients and the norm are there."""
+    try:
+        if arrival is not None:
+            arrival.wait()
+        clip = _clip(norm)
+    except BaseException:
+        for member in stepped:  # nothing was written: this step did not happen
+            member.step -= 1
+        raise
+    with recorder.working("cpu", "update", name):
+        for part in work:
+            _on_host(part, clip)
 
 
 def _clip(norm: GradNorm | None) -> float:
