@@ -25,6 +25,21 @@
  * with step_size = lr / (1 - beta1^t) and rsqrt_correction2 = 1 / sqrt(1 - beta2^t). The caller
  * computes the coefficients in double precision and rounds each once. NaN results are 0x7fc00000.
  * (Loshchilov and Hutter, Decoupled Weight Decay Regularization, 2019; torch.optim.AdamW.)
+ *
+ * 8-bit states (the meaning of bitsandbytes' block-wise AdamW): m and v are codes of a signed and an
+ * unsigned map (src/map8.h), one scale for each block of 256 elements: x = value(code) * scale. The
+ * update works on these x; afterwards, for each block,
+ *
+ *   scale = max(|x| of the block, 2^-126)
+ *   code  = nearest to x * (1 / scale), ties away from zero; for v, zero stands for zero alone
+ *
+ * An element whose new m or v is not finite keeps the weight of the formula (NaN where that is NaN)
+ * and starts anew from m = v = 0. All bytes zero is the state before the first step. An array of
+ * scales has one element for each block begun; calls may cut a range where a block begins.
+ *
+ * bf16 states: m and v are rounded to bf16 at random, up or down so that the mean is right: to the
+ * nearest, v would stand still, because 1 - beta2 is less than the spacing of bf16. A random
+ * number is a hash of the element's number and the step's two keys: low half m, high half v.
  */
 #ifndef FLUX_NATIVE_H
 #define FLUX_NATIVE_H
@@ -33,7 +48,7 @@
 #include <stdint.h>
 
 #define FLUX_API __attribute__((visibility("default")))
-#define FLUX_ABI_VERSION 1
+#define FLUX_ABI_VERSION 2
 
 #ifdef __cplusplus
 extern "C" {
@@ -50,6 +65,19 @@ typedef struct flux_adamw_step {
     float rsqrt_correction2;
     float eps;
 } flux_adamw_step;
+
+typedef struct flux_states8 {
+    uint8_t* m;
+    uint8_t* v;
+    float* m_scale;
+    float* v_scale;
+} flux_states8;
+
+typedef struct flux_rounding {
+    uint32_t first_element; /* number of the range's first element; counts on modulo 2^32 */
+    uint32_t first_key;
+    uint32_t second_key;
+} flux_rounding;
 
 enum flux_isa_level { FLUX_SCALAR = 0, FLUX_AVX2 = 1, FLUX_AVX512 = 2 };
 
@@ -69,6 +97,30 @@ FLUX_API void flux_adamw_split_f32(uint16_t* hi, uint16_t* lo, float* m, float* 
 FLUX_API void flux_adamw_f32(float* p, float* m, float* v, const float* grad, size_t n,
                              const flux_adamw_step* step, int threads);
 
+FLUX_API void flux_adamw8_split_bf16(uint16_t* hi, uint16_t* lo, const flux_states8* states,
+                                     const uint16_t* grad_bf16, size_t n,
+                                     const flux_adamw_step* step, int threads);
+FLUX_API void flux_adamw8_split_f32(uint16_t* hi, uint16_t* lo, const flux_states8* states,
+                                    const float* grad, size_t n, const flux_adamw_step* step,
+                                    int threads);
+FLUX_API void flux_adamw8_f32(float* p, const flux_states8* states, const float* grad, size_t n,
+                              const flux_adamw_step* step, int threads);
+
+FLUX_API void flux_adamw16_split_bf16(uint16_t* hi, uint16_t* lo, uint16_t* m, uint16_t* v,
+                                      const uint16_t* grad_bf16, size_t n,
+                                      const flux_rounding* rounding, const flux_adamw_step* step,
+                                      int threads);
+FLUX_API void flux_adamw16_split_f32(uint16_t* hi, uint16_t* lo, uint16_t* m, uint16_t* v,
+                                     const float* grad, size_t n, const flux_rounding* rounding,
+                                     const flux_adamw_step* step, int threads);
+FLUX_API void flux_adamw16_f32(float* p, uint16_t* m, uint16_t* v, const float* grad, size_t n,
+                               const flux_rounding* rounding, const flux_adamw_step* step,
+                               int threads);
+
+/* Codes of fractions in [-1, 1] (unsigned map: [0, 1]), and the fractions of codes. */
+FLUX_API void flux_encode8(const float* x, uint8_t* codes, size_t n, int is_signed);
+FLUX_API void flux_decode8(const uint8_t* codes, float* x, size_t n, int is_signed);
+
 /* sum += x */
 FLUX_API void flux_accumulate_bf16(float* sum, const uint16_t* x_bf16, size_t n, int threads);
 FLUX_API void flux_accumulate_f32(float* sum, const float* x, size_t n, int threads);
@@ -78,9 +130,14 @@ FLUX_API void flux_accumulate_f32(float* sum, const float* x, size_t n, int thre
 FLUX_API double flux_sum_squares_bf16(const uint16_t* x_bf16, size_t n, int threads);
 FLUX_API double flux_sum_squares_f32(const float* x, size_t n, int threads);
 
-/* For measurements: reads and writes what flux_adamw_split_bf16 does, and computes nothing. */
+/* For measurements: these read and write what the update with a bf16 gradient does, and compute
+ * nothing; scales, a hundredth of it, are left out. */
 FLUX_API void flux_stream_split(uint16_t* hi, uint16_t* lo, float* m, float* v,
                                 const uint16_t* grad_bf16, size_t n, int threads);
+FLUX_API void flux_stream8(uint16_t* hi, uint16_t* lo, uint8_t* m, uint8_t* v,
+                           const uint16_t* grad_bf16, size_t n, int threads);
+FLUX_API void flux_stream16(uint16_t* hi, uint16_t* lo, uint16_t* m, uint16_t* v,
+                            const uint16_t* grad_bf16, size_t n, int threads);
 
 #ifdef __cplusplus
 }

@@ -17,7 +17,15 @@ struct Avx2 {
         return _mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0x08));
     }
 
+    static FLUX_INLINE __m128i low_bytes(Int x) {
+        const __m128i halves = low_halves(_mm256_and_si256(x, _mm256_set1_epi32(0xff)));
+        return _mm_packus_epi16(halves, halves);
+    }
+
     struct Whole {
+        FLUX_INLINE Int load(const uint8_t* at) const {
+            return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(at)));
+        }
         FLUX_INLINE Int load(const uint16_t* at) const {
             return _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at)));
         }
@@ -26,12 +34,21 @@ struct Avx2 {
         FLUX_INLINE void store_low_half(uint16_t* at, Int x) const {
             _mm_storeu_si128(reinterpret_cast<__m128i*>(at), low_halves(x));
         }
+        FLUX_INLINE void store_low_byte(uint8_t* at, Int x) const {
+            _mm_storel_epi64(reinterpret_cast<__m128i*>(at), low_bytes(x));
+        }
+        FLUX_INLINE Float only(Float x) const { return x; }
     };
 
     struct Tail {
         size_t count;
         explicit FLUX_INLINE Tail(size_t count) : count(count) {}
 
+        FLUX_INLINE Int load(const uint8_t* at) const {
+            uint8_t lanes[width] = {};
+            for (size_t j = 0; j < count; ++j) lanes[j] = at[j];
+            return Whole{}.load(lanes);
+        }
         FLUX_INLINE Int load(const uint16_t* at) const {
             uint16_t lanes[width] = {};
             for (size_t j = 0; j < count; ++j) lanes[j] = at[j];
@@ -51,6 +68,17 @@ struct Avx2 {
             uint16_t lanes[width];
             Whole{}.store_low_half(lanes, x);
             for (size_t j = 0; j < count; ++j) at[j] = lanes[j];
+        }
+        FLUX_INLINE void store_low_byte(uint8_t* at, Int x) const {
+            uint8_t lanes[width];
+            Whole{}.store_low_byte(lanes, x);
+            for (size_t j = 0; j < count; ++j) at[j] = lanes[j];
+        }
+        // Zero past the end: the lowest code of the signed map does not stand for zero.
+        FLUX_INLINE Float only(Float x) const {
+            float lanes[width];
+            Whole{}.store(lanes, x);
+            return load(lanes);
         }
     };
 
@@ -94,6 +122,51 @@ struct Avx2 {
     static FLUX_INLINE Int zero_where_no_bits(Int a, Int bits) {
         return _mm256_andnot_si256(_mm256_cmpeq_epi32(bits, _mm256_setzero_si256()), a);
     }
+
+    using Table = __m256;
+    static FLUX_INLINE Table table(const float (&entries)[8]) { return _mm256_loadu_ps(entries); }
+    static FLUX_INLINE Float look_up(Table table, Int at) {
+        return _mm256_permutevar8x32_ps(table, at);
+    }
+    static FLUX_INLINE Float exact_mul_add(Float a, Float b, Float c) {
+        return _mm256_fmadd_ps(a, b, c);
+    }
+    static FLUX_INLINE Float smaller(Float a, Float b) { return _mm256_min_ps(a, b); }
+    static FLUX_INLINE Float larger(Float a, Float b) { return _mm256_max_ps(a, b); }
+    static FLUX_INLINE float largest(Float a) {
+        float lanes[width];
+        _mm256_storeu_ps(lanes, a);
+        float most = lanes[0];
+        for (size_t j = 1; j < width; ++j) most = lanes[j] > most ? lanes[j] : most;
+        return most;
+    }
+    static FLUX_INLINE Float whole_part(Float a) {
+        return _mm256_round_ps(a, _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC);
+    }
+    static FLUX_INLINE Float to_float(Int a) { return _mm256_cvtepi32_ps(a); }
+    static FLUX_INLINE Int to_int(Float a) { return _mm256_cvttps_epi32(a); }
+    static FLUX_INLINE Float at_least(Float a, Float b) { return _mm256_cmp_ps(a, b, _CMP_GE_OQ); }
+    static FLUX_INLINE Float below(Float a, Float b) { return _mm256_cmp_ps(a, b, _CMP_LT_OQ); }
+    static FLUX_INLINE Float both(Float a, Float b) { return _mm256_and_ps(a, b); }
+    static FLUX_INLINE Float keep_where(Float mask, Float a) { return _mm256_and_ps(mask, a); }
+    static FLUX_INLINE Int add_one_where(Float mask, Int a) {
+        return _mm256_sub_epi32(a, as_int(mask));
+    }
+    static FLUX_INLINE Float add_one_where(Float mask, Float a) {
+        return _mm256_add_ps(a, _mm256_and_ps(mask, all(1)));
+    }
+    static FLUX_INLINE Int larger_int(Int a, Int b) { return _mm256_max_epi32(a, b); }
+    static FLUX_INLINE Int bit_xor(Int a, Int b) { return _mm256_xor_si256(a, b); }
+    static FLUX_INLINE Int mul_low(Int a, Int b) { return _mm256_mullo_epi32(a, b); }
+    static FLUX_INLINE Int subtract_to_zero_16(Int a, Int b) { return _mm256_subs_epu16(a, b); }
+    static FLUX_INLINE Int mul_high_16(Int a, Int b) { return _mm256_mulhi_epu16(a, b); }
+    static FLUX_INLINE Int count_from(uint32_t first) {
+        return _mm256_add_epi32(all_int(first), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+    }
+    template <int count>
+    static FLUX_INLINE Int shift_right(Int a) {
+        return _mm256_srli_epi32(a, count);
+    }
     template <class Value>
     static FLUX_INLINE Value opaque(Value a) {
         asm volatile("" : "+x"(a));
@@ -104,5 +177,6 @@ struct Avx2 {
 }  // namespace
 
 extern const Kernels kAvx2Kernels = KernelsOver<Avx2>::table();
+extern const StateKernels kAvx2StateKernels = StatesOver<Avx2>::table();
 
 }  // namespace flux

@@ -11,6 +11,7 @@
 #endif
 
 #include "kernels.h"
+#include "map8.h"
 
 namespace {
 
@@ -20,10 +21,13 @@ using flux::Kernels;
 constexpr size_t kLeastPerThread = 32768;
 // Ranges are cut at whole cache lines of every stream (64 bytes of 16-bit halves).
 constexpr size_t kCut = 32;
+static_assert(flux::kStateBlock % kCut == 0);
 
 int processor_level() {
 #ifdef FLUX_X86
     __builtin_cpu_init();
+    // Every processor with AVX2 that is sold has FMA; the 8-bit maps use it where it rounds nothing.
+    if (!__builtin_cpu_supports("fma")) return FLUX_SCALAR;
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
         __builtin_cpu_supports("avx512vl"))
         return FLUX_AVX512;
@@ -50,6 +54,14 @@ const Kernels& kernels() {
     if (in_use == FLUX_AVX2) return flux::kAvx2Kernels;
 #endif
     return flux::kScalarKernels;
+}
+
+const flux::StateKernels& state_kernels() {
+#ifdef FLUX_X86
+    if (in_use == FLUX_AVX512) return flux::kAvx512StateKernels;
+    if (in_use == FLUX_AVX2) return flux::kAvx2StateKernels;
+#endif
+    return flux::kScalarStateKernels;
 }
 
 // Round to nearest and keep subnormals while a kernel runs, whatever the process chose: a thread
@@ -100,6 +112,18 @@ void over_ranges(size_t n, int threads, size_t cut, Body body) {
             body(first, n - first < share ? n - first : share);
         }
     }
+}
+
+// States of the range that begins at element i, where a block begins.
+flux_states8 from(const flux_states8* s, size_t i) {
+    const size_t block = i / flux::kStateBlock;
+    return {s->m + i, s->v + i, s->m_scale + block, s->v_scale + block};
+}
+
+flux_rounding from(const flux_rounding* rounding, size_t i) {
+    flux_rounding at = *rounding;
+    at.first_element += static_cast<uint32_t>(i);
+    return at;
 }
 
 template <class Value>
@@ -178,6 +202,83 @@ double flux_sum_squares_f32(const float* x, size_t n, int threads) {
 void flux_stream_split(uint16_t* hi, uint16_t* lo, float* m, float* v, const uint16_t* grad,
                        size_t n, int threads) {
     const auto run = kernels().stream_split;
+    over_ranges(n, threads, kCut, [&](size_t i, size_t count) {
+        run(hi + i, lo + i, m + i, v + i, grad + i, count);
+    });
+}
+
+void flux_adamw8_split_bf16(uint16_t* hi, uint16_t* lo, const flux_states8* states,
+                            const uint16_t* grad, size_t n, const flux_adamw_step* step,
+                            int threads) {
+    const auto run = state_kernels().adamw8_split_bf16;
+    over_ranges(n, threads, flux::kStateBlock, [&](size_t i, size_t count) {
+        run(hi + i, lo + i, from(states, i), grad + i, count, *step);
+    });
+}
+
+void flux_adamw8_split_f32(uint16_t* hi, uint16_t* lo, const flux_states8* states,
+                           const float* grad, size_t n, const flux_adamw_step* step, int threads) {
+    const auto run = state_kernels().adamw8_split_f32;
+    over_ranges(n, threads, flux::kStateBlock, [&](size_t i, size_t count) {
+        run(hi + i, lo + i, from(states, i), grad + i, count, *step);
+    });
+}
+
+void flux_adamw8_f32(float* p, const flux_states8* states, const float* grad, size_t n,
+                     const flux_adamw_step* step, int threads) {
+    const auto run = state_kernels().adamw8_f32;
+    over_ranges(n, threads, flux::kStateBlock, [&](size_t i, size_t count) {
+        run(p + i, from(states, i), grad + i, count, *step);
+    });
+}
+
+void flux_adamw16_split_bf16(uint16_t* hi, uint16_t* lo, uint16_t* m, uint16_t* v,
+                             const uint16_t* grad, size_t n, const flux_rounding* rounding,
+                             const flux_adamw_step* step, int threads) {
+    const auto run = state_kernels().adamw16_split_bf16;
+    over_ranges(n, threads, kCut, [&](size_t i, size_t count) {
+        run(hi + i, lo + i, m + i, v + i, grad + i, count, from(rounding, i), *step);
+    });
+}
+
+void flux_adamw16_split_f32(uint16_t* hi, uint16_t* lo, uint16_t* m, uint16_t* v,
+                            const float* grad, size_t n, const flux_rounding* rounding,
+                            const flux_adamw_step* step, int threads) {
+    const auto run = state_kernels().adamw16_split_f32;
+    over_ranges(n, threads, kCut, [&](size_t i, size_t count) {
+        run(hi + i, lo + i, m + i, v + i, grad + i, count, from(rounding, i), *step);
+    });
+}
+
+void flux_adamw16_f32(float* p, uint16_t* m, uint16_t* v, const float* grad, size_t n,
+                      const flux_rounding* rounding, const flux_adamw_step* step, int threads) {
+    const auto run = state_kernels().adamw16_f32;
+    over_ranges(n, threads, kCut, [&](size_t i, size_t count) {
+        run(p + i, m + i, v + i, grad + i, count, from(rounding, i), *step);
+    });
+}
+
+void flux_encode8(const float* x, uint8_t* codes, size_t n, int is_signed) {
+    DefaultRounding rounding;
+    state_kernels().encode8(x, codes, n, is_signed != 0);
+}
+
+void flux_decode8(const uint8_t* codes, float* x, size_t n, int is_signed) {
+    DefaultRounding rounding;
+    state_kernels().decode8(codes, x, n, is_signed != 0);
+}
+
+void flux_stream8(uint16_t* hi, uint16_t* lo, uint8_t* m, uint8_t* v, const uint16_t* grad,
+                  size_t n, int threads) {
+    const auto run = state_kernels().stream8;
+    over_ranges(n, threads, flux::kStateBlock, [&](size_t i, size_t count) {
+        run(hi + i, lo + i, m + i, v + i, grad + i, count);
+    });
+}
+
+void flux_stream16(uint16_t* hi, uint16_t* lo, uint16_t* m, uint16_t* v, const uint16_t* grad,
+                   size_t n, int threads) {
+    const auto run = state_kernels().stream16;
     over_ranges(n, threads, kCut, [&](size_t i, size_t count) {
         run(hi + i, lo + i, m + i, v + i, grad + i, count);
     });

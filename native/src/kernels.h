@@ -21,10 +21,32 @@ struct Kernels {
     void (*stream_split)(uint16_t*, uint16_t*, float*, float*, const uint16_t*, size_t);
 };
 
+// Those of AdamW with states smaller than fp32.
+struct StateKernels {
+    void (*adamw8_split_bf16)(uint16_t*, uint16_t*, flux_states8, const uint16_t*, size_t,
+                              const flux_adamw_step&);
+    void (*adamw8_split_f32)(uint16_t*, uint16_t*, flux_states8, const float*, size_t,
+                             const flux_adamw_step&);
+    void (*adamw8_f32)(float*, flux_states8, const float*, size_t, const flux_adamw_step&);
+    void (*adamw16_split_bf16)(uint16_t*, uint16_t*, uint16_t*, uint16_t*, const uint16_t*, size_t,
+                               const flux_rounding&, const flux_adamw_step&);
+    void (*adamw16_split_f32)(uint16_t*, uint16_t*, uint16_t*, uint16_t*, const float*, size_t,
+                              const flux_rounding&, const flux_adamw_step&);
+    void (*adamw16_f32)(float*, uint16_t*, uint16_t*, const float*, size_t, const flux_rounding&,
+                        const flux_adamw_step&);
+    void (*stream8)(uint16_t*, uint16_t*, uint8_t*, uint8_t*, const uint16_t*, size_t);
+    void (*stream16)(uint16_t*, uint16_t*, uint16_t*, uint16_t*, const uint16_t*, size_t);
+    void (*encode8)(const float*, uint8_t*, size_t, bool is_signed);
+    void (*decode8)(const uint8_t*, float*, size_t, bool is_signed);
+};
+
 extern const Kernels kScalarKernels;
+extern const StateKernels kScalarStateKernels;
 #ifdef FLUX_X86
 extern const Kernels kAvx2Kernels;
+extern const StateKernels kAvx2StateKernels;
 extern const Kernels kAvx512Kernels;
+extern const StateKernels kAvx512StateKernels;
 #endif
 
 }  // namespace flux

@@ -58,17 +58,28 @@ struct KernelsOver {
         return Set::as_float(Set::bit_or(Set::shift_left_16(top), lo));
     }
 
-    // One update of the lanes: p, m and v in place.
-    static FLUX_INLINE void update(Float& p, Float& m, Float& v, Float grad, const Coefficients& c) {
+    // One update of the lanes: p, m and v in place, any NaN as it comes.
+    static FLUX_INLINE void advance(Float& p, Float& m, Float& v, Float grad, const Coefficients& c) {
         const Float g = Set::mul(grad, c.grad_scale);
         p = Set::mul(p, c.decay);
         m = Set::add(Set::mul(c.beta1, m), Set::mul(c.one_minus_beta1, g));
         v = Set::add(Set::mul(c.beta2, v), Set::mul(Set::mul(c.one_minus_beta2, g), g));
         const Float denominator = Set::add(Set::mul(Set::sqrt(v), c.rsqrt_correction2), c.eps);
         p = Set::sub(p, Set::div(Set::mul(c.step_size, m), denominator));
+    }
+
+    static FLUX_INLINE void update(Float& p, Float& m, Float& v, Float grad, const Coefficients& c) {
+        advance(p, m, v, grad, c);
         p = Set::quiet(p);
         m = Set::quiet(m);
         v = Set::quiet(v);
+    }
+
+    template <class Lanes>
+    static FLUX_INLINE void store_split(Lanes lanes, uint16_t* hi, uint16_t* lo, Float p) {
+        const Int bits = Set::as_int(p);
+        lanes.store_low_half(hi, Set::shift_right_16(Set::add(bits, Set::all_int(0x8000))));
+        lanes.store_low_half(lo, bits);
     }
 
     template <class Lanes>
@@ -91,9 +102,7 @@ struct KernelsOver {
             Float m_i = lanes.load(m + i);
             Float v_i = lanes.load(v + i);
             update(p, m_i, v_i, load_grad(lanes, grad + i), c);
-            const Int bits = Set::as_int(p);
-            lanes.store_low_half(hi + i, Set::shift_right_16(Set::add(bits, Set::all_int(0x8000))));
-            lanes.store_low_half(lo + i, bits);
+            store_split(lanes, hi + i, lo + i, p);
             lanes.store(m + i, m_i);
             lanes.store(v + i, v_i);
         });
@@ -158,3 +167,5 @@ struct KernelsOver {
 };
 
 }  // namespace flux
+
+#include "states.h"

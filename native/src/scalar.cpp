@@ -12,10 +12,13 @@ struct Scalar {
     struct Whole {
         Whole() = default;
         explicit Whole(size_t) {}
+        Int load(const uint8_t* at) const { return *at; }
         Int load(const uint16_t* at) const { return *at; }
         Float load(const float* at) const { return *at; }
         void store(float* at, Float x) const { *at = x; }
         void store_low_half(uint16_t* at, Int x) const { *at = static_cast<uint16_t>(x); }
+        void store_low_byte(uint8_t* at, Int x) const { *at = static_cast<uint8_t>(x); }
+        Float only(Float x) const { return x; }
     };
     using Tail = Whole;  // one lane leaves no tail
 
@@ -53,6 +56,35 @@ struct Scalar {
     static Int shift_right_15(Int a) { return a >> 15; }
     static Int shift_right_16(Int a) { return a >> 16; }
     static Int zero_where_no_bits(Int a, Int bits) { return bits ? a : 0; }
+
+    using Table = const float*;
+    static Table table(const float (&entries)[8]) { return entries; }
+    static Float look_up(Table table, Int at) { return table[at & 7]; }
+    static Float exact_mul_add(Float a, Float b, Float c) { return a * b + c; }
+    static Float smaller(Float a, Float b) { return a < b ? a : b; }
+    static Float larger(Float a, Float b) { return a > b ? a : b; }
+    static float largest(Float a) { return a; }
+    static Float whole_part(Float a) { return static_cast<Float>(static_cast<int32_t>(a)); }
+    static Float to_float(Int a) { return static_cast<Float>(static_cast<int32_t>(a)); }
+    static Int to_int(Float a) { return static_cast<Int>(static_cast<int32_t>(a)); }
+    static bool at_least(Float a, Float b) { return a >= b; }
+    static bool below(Float a, Float b) { return a < b; }
+    static bool both(bool a, bool b) { return a && b; }
+    static Float keep_where(bool mask, Float a) { return mask ? a : 0; }
+    static Int add_one_where(bool mask, Int a) { return a + mask; }
+    static Float add_one_where(bool mask, Float a) { return mask ? a + 1 : a; }
+    static Int larger_int(Int a, Int b) {
+        return static_cast<int32_t>(a) > static_cast<int32_t>(b) ? a : b;
+    }
+    static Int bit_xor(Int a, Int b) { return a ^ b; }
+    static Int mul_low(Int a, Int b) { return a * b; }
+    static Int subtract_to_zero_16(Int a, Int b) { return a > b ? a - b : 0; }
+    static Int mul_high_16(Int a, Int b) { return a * b >> 16; }
+    static Int count_from(uint32_t first) { return first; }
+    template <int count>
+    static Int shift_right(Int a) {
+        return a >> count;
+    }
     template <class Value>
     static Value opaque(Value a) {
         asm volatile("" : "+m"(a));
@@ -63,5 +95,6 @@ struct Scalar {
 }  // namespace
 
 extern const Kernels kScalarKernels = KernelsOver<Scalar>::table();
+extern const StateKernels kScalarStateKernels = StatesOver<Scalar>::table();
 
 }  // namespace flux

@@ -55,10 +55,15 @@ float any_float(std::mt19937& random) {
 }
 
 struct State {
-    std::vector<uint16_t> hi, lo, grad_bf16;
-    std::vector<float> p, m, v, grad;
+    std::vector<uint16_t> hi, lo, grad_bf16, m16, v16;
+    std::vector<float> p, m, v, grad, m_scale, v_scale;
+    std::vector<uint8_t> m8, v8;
 
-    State(size_t n, std::mt19937& random) : hi(n), lo(n), grad_bf16(n), p(n), m(n), v(n), grad(n) {
+    State(size_t n, std::mt19937& random)
+        : hi(n), lo(n), grad_bf16(n), m16(n), v16(n), p(n), m(n), v(n), grad(n),
+          m_scale(n / 256 + 2), v_scale(n / 256 + 2), m8(n), v8(n) {
+        for (float& scale : m_scale) scale = std::fabs(any_float(random));
+        for (float& scale : v_scale) scale = std::fabs(any_float(random));
         for (size_t i = 0; i < n; ++i) {
             hi[i] = static_cast<uint16_t>(bits_of(any_float(random)) >> 16);
             lo[i] = static_cast<uint16_t>(random());
@@ -67,23 +72,50 @@ struct State {
             m[i] = any_float(random);
             v[i] = random() % 8 ? std::fabs(any_float(random)) : any_float(random);
             grad[i] = any_float(random);
+            m16[i] = static_cast<uint16_t>(bits_of(m[i]) >> 16);
+            v16[i] = static_cast<uint16_t>(bits_of(std::fabs(v[i])) >> 16);
+            m8[i] = static_cast<uint8_t>(random());
+            v8[i] = static_cast<uint8_t>(random());
         }
     }
 
     bool operator==(const State& other) const {
         return same_bits(hi, other.hi) && same_bits(lo, other.lo) && same_bits(p, other.p) &&
-               same_bits(m, other.m) && same_bits(v, other.v) && same_bits(grad, other.grad);
+               same_bits(m, other.m) && same_bits(v, other.v) && same_bits(grad, other.grad) &&
+               same_bits(m16, other.m16) && same_bits(v16, other.v16) && same_bits(m8, other.m8) &&
+               same_bits(v8, other.v8) && same_bits(m_scale, other.m_scale) &&
+               same_bits(v_scale, other.v_scale);
     }
 };
 
-enum Kernel { kSplitBf16, kSplitF32, kF32, kAccumulateBf16, kAccumulateF32, kStream, kKernels };
+enum Kernel {
+    kSplitBf16, kSplitF32, kF32, k8SplitBf16, k8SplitF32, k8F32, k16SplitBf16, k16SplitF32, k16F32,
+    kAccumulateBf16, kAccumulateF32, kStream, kStream8, kStream16, kKernels
+};
+
+bool is_blockwise(int kernel) { return kernel >= k8SplitBf16 && kernel <= k8F32; }
 
 void run(Kernel kernel, State& s, size_t first, size_t n, const flux_adamw_step& step, int threads) {
     uint16_t *hi = s.hi.data() + first, *lo = s.lo.data() + first;
     float *p = s.p.data() + first, *m = s.m.data() + first, *v = s.v.data() + first;
     const uint16_t* grad_bf16 = s.grad_bf16.data() + first;
     const float* grad = s.grad.data() + first;
+    uint16_t *m16 = s.m16.data() + first, *v16 = s.v16.data() + first;
+    uint8_t *m8 = s.m8.data() + first, *v8 = s.v8.data() + first;
+    const flux_states8 states{m8, v8, s.m_scale.data() + first / 256, s.v_scale.data() + first / 256};
+    const flux_rounding rounding{static_cast<uint32_t>(first), 0x12345678u, 0x9abcdef0u};
     switch (kernel) {
+        case k8SplitBf16:
+            return flux_adamw8_split_bf16(hi, lo, &states, grad_bf16, n, &step, threads);
+        case k8SplitF32: return flux_adamw8_split_f32(hi, lo, &states, grad, n, &step, threads);
+        case k8F32: return flux_adamw8_f32(p, &states, grad, n, &step, threads);
+        case k16SplitBf16:
+            return flux_adamw16_split_bf16(hi, lo, m16, v16, grad_bf16, n, &rounding, &step, threads);
+        case k16SplitF32:
+            return flux_adamw16_split_f32(hi, lo, m16, v16, grad, n, &rounding, &step, threads);
+        case k16F32: return flux_adamw16_f32(p, m16, v16, grad, n, &rounding, &step, threads);
+        case kStream8: return flux_stream8(hi, lo, m8, v8, grad_bf16, n, threads);
+        case kStream16: return flux_stream16(hi, lo, m16, v16, grad_bf16, n, threads);
         case kSplitBf16: return flux_adamw_split_bf16(hi, lo, m, v, grad_bf16, n, &step, threads);
         case kSplitF32: return flux_adamw_split_f32(hi, lo, m, v, grad, n, &step, threads);
         case kF32: return flux_adamw_f32(p, m, v, grad, n, &step, threads);
@@ -114,7 +146,7 @@ void test_every_set_gives_the_bits_of_the_reference(int level, std::mt19937& ran
                 run(static_cast<Kernel>(kernel), got, 1, n, step, 1);  // from an odd address
             }
             CHECK(got == expected, "kernel %d, set %d, n %zu", kernel, level, n);
-            if (kernel == kStream) CHECK(got == before, "the stream changed something, n %zu", n);
+            if (kernel >= kStream) CHECK(got == before, "the stream changed something, n %zu", n);
         }
     }
 }
@@ -129,7 +161,8 @@ void test_cuts_and_threads_do_not_matter(int level, std::mt19937& random) {
         run(static_cast<Kernel>(kernel), whole, 0, n, step, 1);
         run(static_cast<Kernel>(kernel), threaded, 0, n, step, 5);
         for (size_t first = 0; first < n;) {
-            const size_t left = n - first, count = 1 + random() % 5000;
+            const size_t left = n - first, some = 1 + random() % 5000;
+            const size_t count = is_blockwise(kernel) ? (some / 256 + 1) * 256 : some;
             run(static_cast<Kernel>(kernel), cut, first, count < left ? count : left, step, 2);
             first += count;
         }
@@ -189,6 +222,50 @@ void test_masters_survive_the_split(int level, uint64_t stride) {
     }
 }
 
+// Every stride-th fraction in [0, 1] (both signs), and the neighbours of every border, through the
+// search for the nearest code.
+void test_codes_are_those_of_the_reference(int level, uint32_t stride) {
+    for (int is_signed = 0; is_signed < 2; ++is_signed) {
+        std::vector<float> x;
+        const auto compare = [&] {
+            std::vector<uint8_t> expected(x.size()), got(x.size());
+            flux_set_isa(FLUX_SCALAR);
+            flux_encode8(x.data(), expected.data(), x.size(), is_signed);
+            flux_set_isa(level);
+            flux_encode8(x.data(), got.data(), x.size(), is_signed);
+            for (size_t i = 0; i < x.size(); ++i)
+                CHECK(got[i] == expected[i], "set %d, signed %d, %a", level, is_signed, x[i]);
+            for (size_t i = 1; i < x.size(); ++i)
+                CHECK(got[i] >= got[i - 1] || x[i] < x[i - 1], "set %d: %a has a smaller code",
+                      level, x[i]);
+            x.clear();
+        };
+        for (uint64_t bits = 0; bits <= 0x3f800001u; bits += stride) {
+            x.push_back(float_of(static_cast<uint32_t>(bits)));
+            if (x.size() == 1 << 20) compare();
+        }
+        compare();
+        uint8_t codes[256];
+        float values[256];
+        for (int i = 0; i < 256; ++i) codes[i] = static_cast<uint8_t>(i);
+        flux_decode8(codes, values, 256, is_signed);
+        for (int i = 1; i < 256; ++i) {
+            const uint32_t middle = bits_of((std::fabs(values[i]) + std::fabs(values[i - 1])) / 2);
+            for (uint32_t j = 0; j < 129; ++j) {
+                x.push_back(float_of(middle < 64 ? j : middle - 64 + j));
+                if (is_signed) x.push_back(-x.back());
+            }
+        }
+        for (float& value : x) value = std::fabs(value) > 1 ? 1 : value;
+        std::vector<uint8_t> expected(x.size()), got(x.size());
+        flux_set_isa(FLUX_SCALAR);
+        flux_encode8(x.data(), expected.data(), x.size(), is_signed);
+        flux_set_isa(level);
+        flux_encode8(x.data(), got.data(), x.size(), is_signed);
+        CHECK(same_bits(got, expected), "set %d, signed %d: beside a border", level, is_signed);
+    }
+}
+
 }  // namespace
 
 int main(int count, char** arguments) {
@@ -200,6 +277,7 @@ int main(int count, char** arguments) {
         test_cuts_and_threads_do_not_matter(level, random);
         test_sums_of_squares_are_the_same_everywhere(level, random);
         test_masters_survive_the_split(level, all ? 1 : 509);
+        test_codes_are_those_of_the_reference(level, all ? 1 : 1009);
         printf("instruction set %d: %s\n", level, failures ? "failed" : "as the reference");
     }
     return failures != 0;

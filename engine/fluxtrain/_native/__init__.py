@@ -8,10 +8,21 @@ from __future__ import annotations
 from fluxtrain._native.library import (
     ISA_NAMES,
     AdamWStep,
+    Rounding,
+    States8,
     isa,
     kernel,
     library_path,
     set_isa,
 )
 
-__all__ = ["ISA_NAMES", "AdamWStep", "isa", "kernel", "library_path", "set_isa"]
+__all__ = [
+    "ISA_NAMES",
+    "AdamWStep",
+    "Rounding",
+    "States8",
+    "isa",
+    "kernel",
+    "library_path",
+    "set_isa",
+]

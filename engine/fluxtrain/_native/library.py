@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from ctypes import POINTER, c_double, c_float, c_int, c_size_t, c_void_p
+from ctypes import POINTER, c_double, c_float, c_int, c_size_t, c_uint32, c_void_p
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ import fluxtrain._native
 from fluxtrain.errors import FluxTrainError
 
 LIBRARY = "libflux_native.so"
-ABI_VERSION = 1
+ABI_VERSION = 2
 ISA_NAMES = ("scalar", "avx2", "avx512")
 
 
@@ -33,7 +33,21 @@ class AdamWStep(ctypes.Structure):
     )
 
 
+class States8(ctypes.Structure):
+    """Addresses of 8-bit block-wise states (struct flux_states8)."""
+
+    _fields_ = (("m", c_void_p), ("v", c_void_p), ("m_scale", c_void_p), ("v_scale", c_void_p))
+
+
+class Rounding(ctypes.Structure):
+    """Where the random numbers of a range come from (struct flux_rounding)."""
+
+    _fields_ = (("first_element", c_uint32), ("first_key", c_uint32), ("second_key", c_uint32))
+
+
 _ADAMW = (c_size_t, POINTER(AdamWStep), c_int)
+_STATES8 = POINTER(States8)
+_ADAMW16 = (c_size_t, POINTER(Rounding), POINTER(AdamWStep), c_int)
 _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "flux_abi_version": (c_int, ()),
     "flux_isa": (c_int, ()),
@@ -41,11 +55,21 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "flux_adamw_split_bf16": (None, (c_void_p,) * 5 + _ADAMW),
     "flux_adamw_split_f32": (None, (c_void_p,) * 5 + _ADAMW),
     "flux_adamw_f32": (None, (c_void_p,) * 4 + _ADAMW),
+    "flux_adamw8_split_bf16": (None, (c_void_p, c_void_p, _STATES8, c_void_p, *_ADAMW)),
+    "flux_adamw8_split_f32": (None, (c_void_p, c_void_p, _STATES8, c_void_p, *_ADAMW)),
+    "flux_adamw8_f32": (None, (c_void_p, _STATES8, c_void_p, *_ADAMW)),
+    "flux_adamw16_split_bf16": (None, (c_void_p,) * 5 + _ADAMW16),
+    "flux_adamw16_split_f32": (None, (c_void_p,) * 5 + _ADAMW16),
+    "flux_adamw16_f32": (None, (c_void_p,) * 4 + _ADAMW16),
+    "flux_encode8": (None, (c_void_p, c_void_p, c_size_t, c_int)),
+    "flux_decode8": (None, (c_void_p, c_void_p, c_size_t, c_int)),
     "flux_accumulate_bf16": (None, (c_void_p, c_void_p, c_size_t, c_int)),
     "flux_accumulate_f32": (None, (c_void_p, c_void_p, c_size_t, c_int)),
     "flux_sum_squares_bf16": (c_double, (c_void_p, c_size_t, c_int)),
     "flux_sum_squares_f32": (c_double, (c_void_p, c_size_t, c_int)),
     "flux_stream_split": (None, (c_void_p,) * 5 + (c_size_t, c_int)),
+    "flux_stream8": (None, (c_void_p,) * 5 + (c_size_t, c_int)),
+    "flux_stream16": (None, (c_void_p,) * 5 + (c_size_t, c_int)),
 }
 
 

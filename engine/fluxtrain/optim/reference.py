@@ -8,11 +8,42 @@ operations is that of native/include/flux_native.h.
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from fluxtrain.optim import dynamic_map
 from fluxtrain.optim.hyper import Coefficients
+
+_WORD = 0xFFFFFFFF
+
+
+class States8(NamedTuple):
+    """Moments as codes (n,) uint8 with one fp32 scale for each block of 256 elements."""
+
+    m: Tensor
+    v: Tensor
+    m_scale: Tensor
+    v_scale: Tensor
+
+
+class Rounding(NamedTuple):
+    """Where the random numbers of a range of elements come from (struct flux_rounding)."""
+
+    first_element: int
+    first_key: int
+    second_key: int
+
+
+def rounding(seed: int, step: int, first_element: int) -> Rounding:
+    """The numbers of step `step`: keys are the two halves of SplitMix64 (Steele, Lea and Flood,
+    Fast Splittable Pseudorandom Number Generators, 2014) of the seed, advanced by the step."""
+    x = (seed + (step + 1) * 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
+    x = (x ^ x >> 27) * 0x94D049BB133111EB & 0xFFFFFFFFFFFFFFFF
+    x ^= x >> 31
+    return Rounding(first_element & _WORD, x & _WORD, x >> 32)
 
 
 def quiet(x: Tensor) -> Tensor:
@@ -65,3 +96,52 @@ def adamw(
     denominator = rounded_sqrt(v) * c.rsqrt_correction2 + c.eps
     master = decayed - (m * c.step_size) / denominator
     return quiet(master), quiet(m), quiet(v)
+
+
+def adamw8(
+    master: Tensor, states: States8, grad: Tensor, c: Coefficients
+) -> tuple[Tensor, States8]:
+    """One AdamW update with 8-bit block-wise states; returns the new (master, states).
+
+    Flat tensors. The update works on the exact new moments, which are quantised afterwards; an
+    element whose moments are not finite starts anew. Dettmers et al., 8-bit Optimizers via
+    Block-wise Quantization, 2021.
+    """
+    m = dynamic_map.dequantise(states.m, states.m_scale, signed=True)
+    v = dynamic_map.dequantise(states.v, states.v_scale, signed=False)
+    master, m, v = adamw(master, m, v, grad, c)
+    finite = torch.isfinite(m) & torch.isfinite(v)
+    new_m = dynamic_map.quantise(torch.where(finite, m, 0.0), signed=True)
+    new_v = dynamic_map.quantise(torch.where(finite, v, 0.0), signed=False)
+    return master, States8(new_m[0], new_v[0], new_m[1], new_v[1])
+
+
+def adamw16(
+    master: Tensor, m: Tensor, v: Tensor, grad: Tensor, c: Coefficients, rounding: Rounding
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One AdamW update with m and v in bf16, rounded at random; returns the new (master, m, v)."""
+    master, wide_m, wide_v = adamw(master, m.float(), v.float(), grad, c)
+    bits = random_bits(rounding, master.numel(), master.device)
+    return master, _rounded(wide_m, bits & 0xFFFF), _rounded(wide_v, bits >> 16)
+
+
+def random_bits(rounding: Rounding, count: int, device: torch.device | None = None) -> Tensor:
+    """32 random bits (in int64) for each of `count` elements: a hash of the element's number.
+
+    Two rounds of multiplication and shifts (Wellons, Prospecting for Hash Functions, 2018), with
+    the keys of the step before and between them, so that two steps share no sequence.
+    """
+    x = torch.arange(count, device=device) + rounding.first_element & _WORD
+    x = x ^ rounding.first_key
+    x = x ^ x >> 16
+    x = x * 0x21F0AAAD & _WORD
+    x = x ^ x >> 15
+    x = x ^ rounding.second_key
+    x = x * 0xD35A2D97 & _WORD
+    return x ^ x >> 15
+
+
+def _rounded(x: Tensor, random16: Tensor) -> Tensor:
+    """fp32 to bf16, away from zero with the probability that is the part cut off."""
+    bits = x.view(torch.int32).to(torch.int64) & _WORD
+    return (bits + random16 >> 16).to(torch.int16).view(torch.bfloat16)

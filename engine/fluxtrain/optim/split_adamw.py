@@ -25,7 +25,7 @@ __all__ = [
 ]
 
 _SLICE_ELEMENTS = 1 << 22
-_HALVES = (torch.bfloat16, torch.int16, torch.uint16)
+HALVES = (torch.bfloat16, torch.int16, torch.uint16)
 
 
 def update_(
@@ -46,13 +46,13 @@ def update_(
     tensors of one length. step counts from 1. threads None: OpenMP's default. The result does not
     depend on threads, on the instruction set, or on how a range is cut into calls.
     """
-    n = _flat_length(
+    n = flat_length(
         {"hi": hi, "lo": lo, "m": m, "v": v, "grad": grad},
-        {"hi": _HALVES, "lo": _HALVES, "grad": (torch.bfloat16, torch.float32)},
+        {"hi": HALVES, "lo": HALVES, "grad": (torch.bfloat16, torch.float32)},
     )
     name = "adamw_split_bf16" if grad.dtype is torch.bfloat16 else "adamw_split_f32"
     pointers = (hi.data_ptr(), lo.data_ptr(), m.data_ptr(), v.data_ptr(), grad.data_ptr())
-    _native.kernel(name)(*pointers, n, _by_reference(hyper, step, grad_scale), threads or 0)
+    _native.kernel(name)(*pointers, n, by_reference(hyper, step, grad_scale), threads or 0)
 
 
 def update_f32_(
@@ -67,9 +67,9 @@ def update_f32_(
     threads: int | None = None,
 ) -> None:
     """One AdamW step on fp32 weights on the host, in place; all four float32, else as `update_`."""
-    n = _flat_length({"p": p, "m": m, "v": v, "grad": grad}, {})
+    n = flat_length({"p": p, "m": m, "v": v, "grad": grad}, {})
     pointers = (p.data_ptr(), m.data_ptr(), v.data_ptr(), grad.data_ptr())
-    _native.kernel("adamw_f32")(*pointers, n, _by_reference(hyper, step, grad_scale), threads or 0)
+    _native.kernel("adamw_f32")(*pointers, n, by_reference(hyper, step, grad_scale), threads or 0)
 
 
 def update_on_device_(
@@ -130,7 +130,7 @@ def update_by_torch_(
 
 def accumulate_(total: Tensor, x: Tensor, *, threads: int | None = None) -> None:
     """total += x on the host; total is flat float32, x flat float32 or bfloat16."""
-    n = _flat_length({"total": total, "x": x}, {"x": (torch.bfloat16, torch.float32)})
+    n = flat_length({"total": total, "x": x}, {"x": (torch.bfloat16, torch.float32)})
     name = "accumulate_bf16" if x.dtype is torch.bfloat16 else "accumulate_f32"
     _native.kernel(name)(total.data_ptr(), x.data_ptr(), n, threads or 0)
 
@@ -140,18 +140,18 @@ def sum_squares(x: Tensor, *, threads: int | None = None) -> float:
 
     The same bits for any number of threads and any instruction set.
     """
-    n = _flat_length({"x": x}, {"x": (torch.bfloat16, torch.float32)})
+    n = flat_length({"x": x}, {"x": (torch.bfloat16, torch.float32)})
     name = "sum_squares_bf16" if x.dtype is torch.bfloat16 else "sum_squares_f32"
     total: float = _native.kernel(name)(x.data_ptr(), n, threads or 0)
     return total
 
 
-def _by_reference(hyper: Hyper, step: int, grad_scale: float) -> object:
+def by_reference(hyper: Hyper, step: int, grad_scale: float) -> object:
     c: Coefficients = coefficients(hyper, step, grad_scale)
     return ctypes.byref(_native.AdamWStep(*c))
 
 
-def _flat_length(tensors: dict[str, Tensor], dtypes: dict[str, tuple[torch.dtype, ...]]) -> int:
+def flat_length(tensors: dict[str, Tensor], dtypes: dict[str, tuple[torch.dtype, ...]]) -> int:
     """The common length; wrong tensors would corrupt memory in C, so they are refused here."""
     n = next(iter(tensors.values())).numel()
     for name, tensor in tensors.items():

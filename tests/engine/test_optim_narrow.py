@@ -1,0 +1,411 @@
+"""AdamW with 8-bit and bf16 states: native kernels, torch and the oracle give the same bits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from fractions import Fraction
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fluxtrain import _native
+from fluxtrain.optim import dynamic_map, reference
+from fluxtrain.optim.dynamic_map import BLOCK
+from fluxtrain.optim.hyper import Hyper, coefficients
+from fluxtrain.optim.narrow_adamw import update8_, update8_by_torch_, update16_, update16_by_torch_
+from fluxtrain.optim.reference import Rounding, States8, rounding
+from fluxtrain.optim.split_adamw import decode, encode, update_
+
+ISAS = pytest.mark.parametrize("isa", _native.ISA_NAMES)
+SIGNS = pytest.mark.parametrize("signed", [True, False])
+KINDS = pytest.mark.parametrize("kind", ["8bit", "bf16"])
+LAYOUTS = pytest.mark.parametrize(
+    "layout", [("split", torch.bfloat16), ("split", torch.float32), ("fp32", torch.float32)]
+)
+HYPER = Hyper(lr=1e-2, weight_decay=0.1)
+
+
+@pytest.fixture(autouse=True)
+def the_instruction_set_is_put_back() -> Iterator[None]:
+    before = _native.isa()
+    yield
+    _native.set_isa(before)
+
+
+def any_floats(n: int, seed: int, wild: bool) -> Tensor:
+    """Ordinary values; when wild, a third of them any bit pattern: Inf, NaN, subnormal, huge."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(n, generator=generator) * 0.05
+    if wild:
+        bits = torch.randint(-(2**31), 2**31, (n,), generator=generator).to(torch.int32)
+        x = torch.where(torch.rand(n, generator=generator) < 0.33, bits.view(torch.float32), x)
+        x[torch.rand(n, generator=generator) < 0.1] = 0.0
+    return reference.quiet(x)
+
+
+def same_bits(got: Tensor, expected: Tensor) -> bool:
+    width = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[got.element_size()]
+    return torch.equal(got.view(width), expected.view(width))
+
+
+class Held:
+    """Weights and narrow states of `n` elements, updated in place by whatever is under test."""
+
+    def __init__(self, kind: str, layout: str, n: int, seed: int, wild: bool = False) -> None:
+        self.kind, self.n = kind, n
+        master = any_floats(n, seed, wild)
+        self.weights, self.lo = encode(master) if layout == "split" else (master, None)
+        blocks = -(-n // BLOCK)
+        dtype = torch.uint8 if kind == "8bit" else torch.bfloat16
+        scales = (torch.zeros(blocks), torch.zeros(blocks)) if kind == "8bit" else ()
+        self.states = (torch.zeros(n, dtype=dtype), torch.zeros(n, dtype=dtype), *scales)
+
+    def copy(self) -> Held:
+        other = object.__new__(Held)
+        other.__dict__ = {
+            key: value.clone() if isinstance(value, Tensor) else value
+            for key, value in vars(self).items()
+        }
+        other.states = tuple(state.clone() for state in self.states)
+        return other
+
+    def step(
+        self,
+        grad: Tensor,
+        step: int,
+        scale: float = 1.0,
+        *,
+        cut: slice | None = None,
+        by_torch: bool = False,
+        threads: int | None = 1,
+        slice_elements: int = 512,
+    ) -> None:
+        """One update of the whole, or of the elements in `cut`."""
+        cut = cut or slice(0, self.n)
+        lo = None if self.lo is None else self.lo[cut]
+        states = tuple(self._part(state, cut) for state in self.states)
+        options = {"hyper": HYPER, "step": step, "grad_scale": scale}
+        if by_torch:
+            options["slice_elements"] = slice_elements
+        else:
+            options["threads"] = threads
+        if self.kind == "8bit":
+            update = update8_by_torch_ if by_torch else update8_
+            update(self.weights[cut], lo, States8(*states), grad[cut], **options)
+        else:
+            update = update16_by_torch_ if by_torch else update16_
+            key = rounding(7, step, cut.start)
+            update(self.weights[cut], lo, *states, grad[cut], key, **options)
+
+    def oracle_step(self, grad: Tensor, step: int, scale: float = 1.0) -> None:
+        """The same by the oracle, out of place."""
+        c = coefficients(HYPER, step, scale)
+        master = self.weights if self.lo is None else decode(self.weights, self.lo)
+        if self.kind == "8bit":
+            master, self.states = reference.adamw8(master, States8(*self.states), grad, c)
+        else:
+            master, *states = reference.adamw16(master, *self.states, grad, c, rounding(7, step, 0))
+            self.states = tuple(states)
+        self.weights, self.lo = (master, None) if self.lo is None else encode(master)
+
+    def equals(self, other: Held) -> bool:
+        mine, theirs = [self.weights, *self.states], [other.weights, *other.states]
+        if self.lo is not None and other.lo is not None:
+            mine, theirs = [*mine, self.lo], [*theirs, other.lo]
+        return all(same_bits(a, b) for a, b in zip(mine, theirs, strict=True))
+
+    def _part(self, state: Tensor, cut: slice) -> Tensor:
+        if state.numel() == self.n:
+            return state[cut]
+        return state[cut.start // BLOCK : -(-cut.stop // BLOCK)]
+
+
+# -- the maps ------------------------------------------------------------------------------------
+
+
+@SIGNS
+def test_the_map_is_bitsandbytes_dynamic_map(signed: bool) -> None:
+    expected = [0.0, 1.0]
+    for decade in range(7):
+        count = (1 if signed else 2) << decade
+        borders = torch.linspace(0.1, 1, count + 1, dtype=torch.float64)
+        means = 10.0 ** (decade - 6) * (borders[:-1] + borders[1:]) / 2
+        expected += means.tolist() + ((-means).tolist() if signed else [])
+    wanted = torch.tensor(sorted(expected), dtype=torch.float64)
+    got = dynamic_map.values(signed=signed).double()
+    assert got.numel() == 256
+    assert torch.allclose(got, wanted, rtol=1e-4, atol=0)
+    assert (got.diff() > 0).all()
+
+
+@SIGNS
+def test_values_and_midpoints_within_a_decade_are_exact_in_fp32(signed: bool) -> None:
+    exact = dynamic_map.magnitudes(signed=signed)
+    assert [Fraction(float(torch.tensor(float(x)))) for x in exact] == exact
+
+
+@ISAS
+@SIGNS
+def test_every_instruction_set_decodes_to_the_map(isa: str, signed: bool) -> None:
+    _native.set_isa(isa)
+    codes, got = torch.arange(256).to(torch.uint8), torch.empty(256)
+    _native.kernel("decode8")(codes.data_ptr(), got.data_ptr(), 256, int(signed))
+    assert same_bits(got, dynamic_map.values(signed=signed))
+
+
+@ISAS
+@SIGNS
+def test_a_value_gets_the_nearest_code_also_beside_every_border(isa: str, signed: bool) -> None:
+    _native.set_isa(isa)
+    values = dynamic_map.values(signed=signed)
+    middles = ((values[1:].double() + values[:-1].double()) / 2).float().abs()
+    beside = (middles.view(torch.int32)[:, None] + torch.arange(-8, 9)).flatten()
+    bits = torch.cat([beside, torch.randint(0, 0x3F800001, (20_000,))]).clamp(min=0)
+    x = bits.to(torch.int32).view(torch.float32)
+    x = torch.cat([x, -x]) if signed else x
+    got = torch.empty(x.numel(), dtype=torch.uint8)
+    _native.kernel("encode8")(x.data_ptr(), got.data_ptr(), x.numel(), int(signed))
+    distance = (values.double() - x.double()[:, None]).abs()
+    if not signed:
+        distance[x > 0, 0] = math.inf  # zero stands for zero alone
+    least = distance.amin(1, keepdim=True)
+    # of equally near codes the one further from zero
+    tied = torch.where(distance == least, values.double().abs(), -1.0)
+    assert torch.equal(got.long(), tied.argmax(1))
+    assert same_bits(got, dynamic_map.nearest(x, signed=signed))
+
+
+@SIGNS
+@given(n=st.integers(1, 700), seed=st.integers(0, 2**20), power=st.integers(-120, 120))
+@settings(max_examples=30)
+def test_a_block_comes_back_as_near_as_the_map_allows(
+    signed: bool, n: int, seed: int, power: int
+) -> None:
+    x = any_floats(n, seed, False) * 2.0**power
+    x = x if signed else x.abs()
+    codes, scales = dynamic_map.quantise(x, signed=signed)
+    back = dynamic_map.dequantise(codes, scales, signed=signed)
+    wide = scales.repeat_interleave(BLOCK)[:n, None].double()
+    offered = dynamic_map.values(signed=signed).double() * wide
+    if not signed:
+        offered[x > 0, 0] = math.inf  # zero stands for zero alone
+    least = (offered - x[:, None]).abs().amin(1)
+    error = (back.double() - x).abs()
+    # the fraction x / scale is rounded to fp32 before its code is looked for
+    assert (error <= least + 1e-6 * x.abs() + 2.0**-149).all()
+
+
+# -- the updates ---------------------------------------------------------------------------------
+
+
+@ISAS
+@KINDS
+@LAYOUTS
+@settings(max_examples=20)
+@given(n=st.integers(1, 800), seed=st.integers(0, 2**20), wild=st.booleans(), scale=st.floats(0, 2))
+def test_the_native_update_has_the_oracles_bits(
+    isa: str, kind: str, layout: tuple[str, torch.dtype], n: int, seed: int, wild: bool,
+    scale: float,
+) -> None:  # fmt: skip
+    _native.set_isa(isa)
+    got = Held(kind, layout[0], n, seed, wild)
+    expected = got.copy()
+    for step in (1, 2, 3):
+        grad = any_floats(n, seed + step, wild).to(layout[1])
+        expected.oracle_step(grad, step, scale)
+        got.step(grad, step, scale)
+        assert got.equals(expected)
+
+
+@ISAS
+@KINDS
+def test_threads_and_cuts_do_not_matter(isa: str, kind: str) -> None:
+    _native.set_isa(isa)
+    n = 300_007
+    whole = Held(kind, "split", n, seed=5, wild=True)
+    threaded, cut = whole.copy(), whole.copy()
+    for step in (1, 2):
+        grad = any_floats(n, 50 + step, True).bfloat16()
+        whole.step(grad, step)
+        threaded.step(grad, step, threads=5)
+        at = 0
+        for size in (BLOCK, 7 * BLOCK, 100 * BLOCK, 64 * BLOCK, n):
+            cut.step(grad, step, cut=slice(at, min(n, at + size)))
+            at += size
+            if at >= n:
+                break
+    assert threaded.equals(whole)
+    assert cut.equals(whole)
+
+
+def test_bf16_states_may_be_cut_anywhere() -> None:
+    whole = Held("bf16", "split", 1000, seed=1)
+    cut = whole.copy()
+    grad = any_floats(1000, 9, False).bfloat16()
+    whole.step(grad, 1)
+    for at, stop in ((0, 1), (1, 30), (30, 517), (517, 1000)):
+        cut.step(grad, 1, cut=slice(at, stop))
+    assert cut.equals(whole)
+
+
+@KINDS
+@pytest.mark.parametrize("slice_elements", [256, 1024, 1 << 22])
+def test_the_update_by_torch_has_the_oracles_bits(kind: str, slice_elements: int) -> None:
+    got = Held(kind, "split", 3001, seed=3, wild=True)
+    expected = got.copy()
+    for step in (1, 2):
+        grad = any_floats(3001, 30 + step, True).bfloat16()
+        expected.oracle_step(grad, step)
+        got.step(grad, step, by_torch=True, slice_elements=slice_elements)
+    assert got.equals(expected)
+
+
+@KINDS
+def test_what_is_zero_stays_zero(kind: str) -> None:
+    """Padding between parameters lies in ranges that are updated as a whole."""
+    held = Held(kind, "split", 300, seed=2)
+    held.weights.zero_()
+    assert held.lo is not None
+    held.lo.zero_()
+    for step in (1, 2, 3):
+        held.step(torch.zeros(300, dtype=torch.bfloat16), step)
+    assert not held.weights.float().any()
+    moments = held.states[:2]
+    if kind == "8bit":
+        states = States8(*held.states)
+        moments = (
+            dynamic_map.dequantise(states.m, states.m_scale, signed=True),
+            dynamic_map.dequantise(states.v, states.v_scale, signed=False),
+        )
+    assert all(not moment.any() for moment in moments)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 3e38])
+def test_a_gradient_that_is_not_finite_leaves_its_neighbours_alone(bad: float) -> None:
+    got = Held("8bit", "fp32", 2 * BLOCK, seed=4)
+    clean = got.copy()
+    grad = any_floats(2 * BLOCK, 11, False)
+    clean.step(grad, 1)
+    spoilt = grad.clone()
+    spoilt[3] = bad
+    got.step(spoilt, 1)
+    others = torch.arange(2 * BLOCK) != 3
+    assert same_bits(got.weights[others], clean.weights[others])
+    states = States8(*got.states)
+    assert torch.isfinite(states.m_scale).all()
+    assert torch.isfinite(states.v_scale).all()
+    m = dynamic_map.dequantise(states.m, states.m_scale, signed=True)
+    assert m[3] == 0
+    if not math.isfinite(bad):
+        assert torch.isnan(got.weights[3])
+    got.step(grad, 2)  # and it can be trained on
+    assert torch.isfinite(got.weights[others]).all()
+
+
+def test_a_block_of_denormal_gradients_is_updated_as_with_fp32_states() -> None:
+    narrow = Held("8bit", "fp32", BLOCK, seed=6)
+    grad = torch.full((BLOCK,), 1e-30)
+    before = narrow.weights.clone()
+    for step in (1, 2, 3):
+        narrow.step(grad, step)
+    c = coefficients(HYPER, 1)
+    plain = reference.adamw(before, torch.zeros(BLOCK), torch.zeros(BLOCK), grad, c)[0]
+    assert torch.isfinite(narrow.weights).all()
+    assert (narrow.weights - before).abs().max() < 10 * (plain - before).abs().max() + 1e-4
+
+
+def test_v_never_becomes_zero_while_gradients_come() -> None:
+    """Or the update would be divided by eps alone: beside a large neighbour v is tiny, not zero."""
+    held = Held("8bit", "fp32", BLOCK, seed=8)
+    grad = torch.full((BLOCK,), 1e-5)
+    grad[0] = 10.0
+    for step in range(1, 30):
+        before = held.weights.clone()
+        held.step(grad, step)
+        assert (held.weights - before).abs().max() < 5 * HYPER.lr
+
+
+def test_random_rounding_is_right_on_average_and_leaves_bf16_alone() -> None:
+    n = 200_000
+    exact = torch.full((n,), 1.0 + 2.0**-7 * 0.3)  # between two neighbouring bf16
+    bits = reference.random_bits(rounding(3, 5, 0), n)
+    rounded = reference._rounded(exact, bits & 0xFFFF)
+    assert set(rounded.float().tolist()) == {1.0, 1.0 + 2.0**-7}
+    assert abs(rounded.float().mean().item() - exact[0].item()) < 4 * 2.0**-7 * 0.5 / math.sqrt(n)
+    kept = any_floats(n, 12, True).bfloat16()
+    again = reference._rounded(reference.quiet(kept.float()), bits >> 16)
+    number = ~torch.isnan(kept)
+    assert same_bits(again[number], kept[number])
+    assert torch.isnan(again[~number]).all()
+
+
+def test_steps_seeds_and_elements_have_random_bits_of_their_own() -> None:
+    n = 1 << 14
+    draws = [reference.random_bits(rounding(s, t, 0), n) for s, t in ((1, 1), (1, 2), (2, 1))]
+    for i, a in enumerate(draws):
+        assert a.unique().numel() > 0.999 * n
+        for b in draws[:i]:
+            assert (a == b).float().mean() < 0.001
+            low = torch.corrcoef(torch.stack([a & 0xFFFF, b & 0xFFFF]).double())[0, 1]
+            assert abs(low.item()) < 0.04
+    later = reference.random_bits(rounding(1, 1, 100), n - 100)
+    assert torch.equal(later, draws[0][100:])
+
+
+def test_a_second_moment_in_bf16_follows_a_small_change() -> None:
+    """To the nearest it would stand still: 1 - beta2 is less than half the spacing of bf16."""
+    n, hyper = 4096, Hyper(lr=0.0)
+    weights, m, v = torch.zeros(n), torch.zeros(n).bfloat16(), torch.ones(n).bfloat16()
+    grad = torch.full((n,), math.sqrt(1.5))
+    nearest = v.clone()
+    for step in range(1, 301):
+        update16_(weights, None, m, v, grad, rounding(0, step, 0), hyper=hyper, step=step)
+        nearest = (nearest.float() * 0.999 + 0.001 * 1.5).bfloat16()
+    assert nearest.float().mean() == 1.0
+    expected = 1.5 - 0.5 * 0.999**300
+    assert v.float().mean().item() == pytest.approx(expected, rel=0.01)
+
+
+def test_eight_bit_training_stays_near_fp32_states() -> None:
+    """A quadratic with gradients of many sizes: both settle at the same place."""
+    n = 4 * BLOCK
+    generator = torch.Generator().manual_seed(0)
+    target = torch.randn(n, generator=generator)
+    curvature = 10.0 ** (torch.rand(n, generator=generator) * 3 - 3)
+    hyper = Hyper(lr=2e-2, weight_decay=0.0)
+    losses = []
+    for narrow in (False, True):
+        weights, lo = encode(torch.zeros(n))
+        m, v = torch.zeros(n), torch.zeros(n)
+        states = States8(
+            torch.zeros(n, dtype=torch.uint8), torch.zeros(n, dtype=torch.uint8),
+            torch.zeros(4), torch.zeros(4),
+        )  # fmt: skip
+        for step in range(1, 401):
+            grad = ((decode(weights, lo) - target) * curvature).bfloat16()
+            if narrow:
+                update8_(weights, lo, states, grad, hyper=hyper, step=step)
+            else:
+                update_(weights, lo, m, v, grad, hyper=hyper, step=step)
+        losses.append((curvature * (decode(weights, lo) - target).square()).mean().item())
+    assert losses[1] < 1e-3
+    assert losses[0] < 1e-3
+
+
+def test_states_that_do_not_match_are_refused_before_memory_is_touched() -> None:
+    held = Held("8bit", "split", 600, seed=1)
+    grad = torch.zeros(600, dtype=torch.bfloat16)
+    m, v, m_scale, v_scale = held.states
+    with pytest.raises(ValueError, match="need 3 scales, not 2"):
+        update8_(held.weights, held.lo, States8(m, v, m_scale[:2], v_scale), grad,
+                 hyper=HYPER, step=1)  # fmt: skip
+    with pytest.raises(TypeError, match="uint8"):
+        update8_(held.weights, held.lo, States8(m.float(), v, m_scale, v_scale), grad,
+                 hyper=HYPER, step=1)  # fmt: skip
+    with pytest.raises(TypeError, match="grad"):
+        update16_(torch.zeros(4), None, torch.zeros(4).bfloat16(), torch.zeros(4).bfloat16(),
+                  torch.zeros(4).bfloat16(), Rounding(0, 1, 2), hyper=HYPER, step=1)  # fmt: skip
