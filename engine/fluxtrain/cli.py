@@ -55,7 +55,7 @@ Progress = Annotated[
 
 
 @app.command(epilog=EXIT_CODES)
-def train(  # noqa: PLR0917 - typer reads the options from the signature
+def train(  # noqa: PLR0913, PLR0917 - typer reads the options from the signature
     config: Config = None,
     demo: Demo = False,
     sets: Sets = None,
@@ -68,11 +68,20 @@ def train(  # noqa: PLR0917 - typer reads the options from the signature
     device: Device = None,
     json: Json = False,
     debug: Debug = False,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            "--trace", metavar="FILE", help="at the end, a Perfetto trace of its last 256 steps"
+        ),
+    ] = None,
     live_fd: Annotated[int | None, typer.Option("--live-fd", hidden=True)] = None,
 ) -> None:
     """Train a model. Its run directory holds the journal, the checkpoints and the result."""
+    from fluxtrain.telemetry.trace import check_trace_path, traced
     from fluxtrain.train.recovery import locate, stored_config
 
+    if trace is not None:
+        check_trace_path(trace)
     overrides = _overrides(sets, steps, device)
     chosen = _chosen_config(config, demo, overrides)
     if chosen is None and resume in (None, "auto") and run_dir is None:
@@ -87,7 +96,8 @@ def train(  # noqa: PLR0917 - typer reads the options from the signature
         _say(f"watch it with: fluxtrain-tui --attach {target.run_dir.path}")
     from fluxtrain.train.run import train as train_run
 
-    train_run(chosen, target, live_fd=live_fd, json=json)
+    with traced(target.run_dir, trace, _complain):
+        train_run(chosen, target, live_fd=live_fd, json=json)
 
 
 @app.command(epilog=EXIT_CODES)
@@ -202,6 +212,44 @@ def doctor(
     if report.failed:
         names = ", ".join(test.name for test in report.failed)
         raise FluxTrainError(f"self-tests failed: {names}: please report what stands above")
+
+
+@app.command()
+def trace(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="a run directory or its name")],
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", metavar="FILE", help="default: RUN/trace.json.gz"),
+    ] = None,
+    summary: Annotated[bool, typer.Option("--summary", help="say what bound the steps")] = False,
+    json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Write a Perfetto trace of a run's last 256 steps, or say where their time went.
+
+    Works while the run trains, and after whatever ended it.
+    """
+    from dataclasses import asdict
+
+    from fluxtrain.telemetry.attribution import attribute, median_step, summary_lines
+    from fluxtrain.telemetry.trace import VIEWER, recorded_steps, write_trace
+
+    run_dir, steps = recorded_steps(run)
+    if summary:
+        last, median = attribute(steps[-1]), attribute(median_step(steps))
+        if json:
+            _print_json({"steps": len(steps), "last": asdict(last), "median": asdict(median)})
+            return
+        _say("\n".join(summary_lines(last, "last")))
+        _say("\n".join(summary_lines(median, f"median of {len(steps)}")))
+        return
+    path = output or run_dir.path / "trace.json.gz"
+    size = write_trace(path, steps, run_dir.run_id)
+    facts = {"path": str(path), "bytes": size, "steps": len(steps)}
+    if json:
+        _print_json(facts)
+    else:
+        _say(f"{path}: {len(steps)} steps; open it at {VIEWER}")
 
 
 @app.command()

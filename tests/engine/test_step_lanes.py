@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import os
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +18,7 @@ import fluxtrain
 from fluxtrain.memory.recorder import Border, HostClock, Note, Recorder
 from fluxtrain.memory.step_cutter import StepCutter
 from fluxtrain.stream.engine import Engine, engine_of
+from fluxtrain.telemetry.attribution import attribute
 from fluxtrain.telemetry.events import LogWritten, StepFinished
 from fluxtrain.telemetry.journal import read_events
 from fluxtrain.telemetry.lanes import BUSY_LANES, Interval, StepLanes
@@ -247,3 +251,33 @@ def test_a_ring_that_cannot_be_written_is_told_and_the_training_goes_on(
     assert sum(isinstance(event, StepFinished) for event in events) == 2
     warnings = [e.text for e in events if isinstance(e, LogWritten) and "timeline" in e.text]
     assert len(warnings) == 1 and "timeline.ring" in warnings[0]
+
+
+def test_the_recorded_step_is_accounted_for_and_its_bound_is_named(
+    tiny: Make, batch: MakeBatch
+) -> None:
+    steps, _ = recorded(tiny("llama"), batch("llama"), overlap=True)
+    for step in steps:
+        found = attribute(step)
+        waits_s = sum(found.waits_s.values())
+        assert found.busy_s["gpu"] + waits_s == pytest.approx(step.length_s, rel=1e-6)
+        assert found.busy_s["gpu"] > 0 and found.busy_s["cpu"] >= 0
+        assert {"forward", "head", "backward"} <= found.work_s.keys()
+
+
+def test_a_trained_run_gives_a_summary_and_a_trace_and_train_writes_one_itself(
+    run_config: Callable[..., Path], tmp_path: Path, fluxtrain: Callable[..., Any]
+) -> None:
+    config = run_config(train__steps=3)
+    run, trace = tmp_path / "run", tmp_path / "trace.json.gz"
+    done = fluxtrain("train", config, "--run-dir", run, "--trace", trace)
+    assert done.returncode == 0, done.stderr
+    assert "trace of 3 steps" in done.stderr
+    events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+    assert {e["args"]["step"] for e in events if e["ph"] == "X"} == {1, 2, 3}
+    told = fluxtrain("trace", run, "--summary").stdout
+    assert "last: step 3" in told and "median of 3" in told and told.count("bound:") == 2
+    assert fluxtrain("trace", run).returncode == 0 and (run / "trace.json.gz").exists()
+    refused = fluxtrain("train", config, "--run-dir", tmp_path / "b", "--trace", tmp_path)
+    assert refused.returncode == 2 and refused.stderr.count("\n") == 1
+    assert not (tmp_path / "b").exists()

@@ -35,6 +35,7 @@ class StepCutter:
         self._known: list[_Known] = []
         self._step: Border | None = None  # under way
         self._begin_s = 0.0
+        self._wall_less_host_s: float | None = None  # so that steps follow each other exactly
         self._dropped = 0
         self._late = 0
 
@@ -54,6 +55,8 @@ class StepCutter:
             if at_s is None:
                 return steps
             notes.popleft()
+            if self._wall_less_host_s is None:
+                self._wall_less_host_s = note.wall_s - note.noted_s
             self._late += len(self._open)
             self._open = []
             if self._step is not None:
@@ -125,6 +128,6 @@ class StepCutter:
         dropped, self._dropped = self._recorder.dropped - self._dropped, self._recorder.dropped
         late, self._late = self._late, 0
         return StepLanes(
-            step=border.step, wall_s=border.wall_s, length_s=end_s - begin_s,
-            intervals=intervals, late=late, dropped=dropped,
+            step=border.step, wall_s=begin_s + (self._wall_less_host_s or 0.0),
+            length_s=max(0.0, end_s - begin_s), intervals=intervals, late=late, dropped=dropped,
         )  # fmt: skip

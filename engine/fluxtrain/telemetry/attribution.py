@@ -1,0 +1,209 @@
+"""What the seconds of a step went to, from its lanes: who was busy, who waited, and what binds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from fluxtrain.telemetry.lanes import BUSY_LANES, Interval, StepLanes
+from fluxtrain.units import duration_text
+
+LANE_NAMES = {
+    "gpu": "computation",
+    "h2d": "copies to the device",
+    "d2h": "copies to the host",
+    "cpu": "cpu optimizer",
+    "disk": "disk",
+    "host": "host",
+}
+CAUSE_LANES = {  # who is waited for
+    "weights": "h2d", "activations": "h2d", "gradients": "d2h", "update": "cpu",
+    "checkpoint": "disk", "data": "host", "host": "host",
+}  # fmt: skip
+BINDS_FROM = 0.1  # of the step: what the computation waits for a shorter time does not bind it
+_PHASES = ("forward", "backward", "optimizer", "other")  # of the driving thread: it did not wait
+Span = tuple[float, float]  # start, stop
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attribution:
+    """One step's seconds. `busy_s["gpu"]` and all of `waits_s` partition `length_s`."""
+
+    step: int
+    length_s: float
+    busy_s: dict[str, float]  # by lane
+    work_s: dict[str, float]  # of the computation, by kind
+    waits_s: dict[str, float]  # of the computation, by cause; host: nothing else was recorded
+    bound: str  # the lane that a shorter step needs first
+    because: str
+
+    def waits_for(self, lane: str) -> float:
+        """Seconds that the computation waited for a lane."""
+        return sum(s for cause, s in self.waits_s.items() if CAUSE_LANES.get(cause, "host") == lane)
+
+
+def attribute(step: StepLanes) -> Attribution:
+    """Partition the step into computing and waiting, each wait with one cause.
+
+    The computation waits while it is stalled, and while nothing of it runs. Where several causes
+    hold at once, the first counts: a stall of the computation's stream, a wait of the thread that
+    drives it, the disk, the data; what is left is that thread's own work. A stall for weights
+    during which no copy runs and the optimizer does is a wait for the update that the copy needs.
+    """
+    lanes = {lane: _of(step.intervals, lane) for lane in BUSY_LANES}
+    stalled = _union([_span(one) for one in step.intervals if one.lane == "stall"])
+    computing = _minus(lanes["gpu"], stalled)
+    left = _minus([(0.0, step.length_s)], computing)
+    waits_s: dict[str, float] = {}
+    updating = _minus(lanes["cpu"], lanes["h2d"])
+    for cause, spans in _causes(step.intervals, lanes["disk"]):
+        mine = _common(left, spans)
+        if cause == "weights":
+            late = _common(mine, updating)
+            waits_s["update"] = waits_s.get("update", 0.0) + _length(late)
+            mine, left = _minus(mine, late), _minus(left, late)
+        waits_s[cause] = waits_s.get(cause, 0.0) + _length(mine)
+        left = _minus(left, mine)
+    waits_s["host"] = _length(left)
+    waits_s = {cause: s for cause, s in waits_s.items() if s > 0}
+    busy_s = {lane: _length(spans) for lane, spans in lanes.items()}
+    busy_s["gpu"] = _length(computing)
+    bound, because = _bound(step.length_s, busy_s, waits_s)
+    return Attribution(
+        step=step.step, length_s=step.length_s, busy_s=busy_s,
+        work_s=_work(step.intervals, stalled), waits_s=waits_s, bound=bound, because=because,
+    )  # fmt: skip
+
+
+def median_step(steps: Sequence[StepLanes]) -> StepLanes:
+    """The step of median length (of two, the longer). There must be one."""
+    return sorted(steps, key=lambda one: one.length_s)[len(steps) // 2]
+
+
+def summary_lines(found: Attribution, title: str) -> list[str]:
+    """The attribution as a table for people."""
+    work = ", ".join(
+        f"{kind} {duration_text(s)}"
+        for kind, s in sorted(found.work_s.items(), key=lambda p: -p[1])
+    )
+    lines = [f"{title}: step {found.step}, {duration_text(found.length_s)}"]
+    for lane in BUSY_LANES:
+        busy_s, waits_s = found.busy_s[lane], found.waits_for(lane)
+        note = work if lane == "gpu" else ""
+        if waits_s > 0:
+            note = f"waited for {duration_text(waits_s)}"
+        lines.append(_row(LANE_NAMES[lane], busy_s, found.length_s, note))
+    waiting_s = sum(found.waits_s.values())
+    causes = ", ".join(
+        f"{cause} {duration_text(s)}"
+        for cause, s in sorted(found.waits_s.items(), key=lambda p: -p[1])
+    )
+    lines.append(_row("computation waits", waiting_s, found.length_s, causes))
+    lines.append(f"  bound: {found.because}")
+    return lines
+
+
+def _row(name: str, seconds: float, whole_s: float, note: str) -> str:
+    share = f"{seconds / whole_s * 100:.0f} %" if whole_s > 0 else "-"
+    text = duration_text(seconds) if seconds > 0 else "0 s"
+    return f"  {name:<21}{text:>9}{share:>7}  {note}".rstrip()
+
+
+def _bound(length_s: float, busy_s: dict[str, float], waits_s: dict[str, float]) -> tuple[str, str]:
+    by_lane: dict[str, float] = {}
+    for cause, seconds in waits_s.items():
+        lane = CAUSE_LANES.get(cause, "host")
+        by_lane[lane] = by_lane.get(lane, 0.0) + seconds
+    worst = max(by_lane, key=by_lane.__getitem__, default=None)
+    whole = duration_text(length_s)
+    if worst is None or by_lane[worst] < BINDS_FROM * length_s:
+        return "gpu", f"{LANE_NAMES['gpu']} {duration_text(busy_s['gpu'])} of {whole}"
+    waited = duration_text(by_lane[worst])
+    if worst == "host":
+        return worst, (
+            f"host, {waited} of {whole} in which it queues work, or computes outside the blocks"
+        )
+    return worst, (
+        f"{LANE_NAMES[worst]} {duration_text(busy_s[worst])} of {whole}, "
+        f"the computation waits {waited} for it"
+    )
+
+
+def _causes(intervals: Sequence[Interval], disk: list[Span]) -> Iterable[tuple[str, list[Span]]]:
+    """Spans of waiting, those that tell most first."""
+    for lane in ("stall", "host"):
+        waits = [one for one in intervals if one.lane == lane and one.kind not in _PHASES]
+        kinds = dict.fromkeys(one.kind for one in waits if one.kind != "data")
+        for kind in kinds:
+            yield kind, _union([_span(one) for one in waits if one.kind == kind])
+    yield "checkpoint", disk
+    yield "data", _union([_span(one) for one in intervals if one.kind == "data"])
+
+
+def _work(intervals: Sequence[Interval], stalled: list[Span]) -> dict[str, float]:
+    kinds = dict.fromkeys(one.kind for one in intervals if one.lane == "gpu")
+    return {
+        kind: _length(
+            _minus(
+                _union([_span(o) for o in intervals if (o.lane, o.kind) == ("gpu", kind)]), stalled
+            )
+        )
+        for kind in kinds
+    }
+
+
+def _span(one: Interval) -> Span:
+    return one.start_s, one.stop_s
+
+
+def _of(intervals: Sequence[Interval], lane: str) -> list[Span]:
+    return _union([_span(one) for one in intervals if one.lane == lane])
+
+
+def _union(spans: Iterable[Span]) -> list[Span]:
+    """The same time as spans that are apart and in order."""
+    found: list[Span] = []
+    for start, stop in sorted(spans):
+        if found and start <= found[-1][1]:
+            found[-1] = found[-1][0], max(found[-1][1], stop)
+        elif stop > start:
+            found.append((start, stop))
+    return found
+
+
+def _common(a: Sequence[Span], b: Sequence[Span]) -> list[Span]:
+    """Time that is in both; each apart and in order."""
+    found: list[Span] = []
+    i = j = 0
+    while i < len(a) and j < len(b):
+        start, stop = max(a[i][0], b[j][0]), min(a[i][1], b[j][1])
+        if start < stop:
+            found.append((start, stop))
+        if a[i][1] <= b[j][1]:
+            i += 1
+        else:
+            j += 1
+    return found
+
+
+def _minus(a: Sequence[Span], b: Sequence[Span]) -> list[Span]:
+    """Time of `a` that is not in `b`; each apart and in order."""
+    found: list[Span] = []
+    j = 0
+    for start, stop in a:
+        at = start
+        while j < len(b) and b[j][1] <= at:
+            j += 1
+        k = j
+        while k < len(b) and b[k][0] < stop:
+            if b[k][0] > at:
+                found.append((at, b[k][0]))
+            at = max(at, b[k][1])
+            k += 1
+        if at < stop:
+            found.append((at, stop))
+    return found
+
+
+def _length(spans: Iterable[Span]) -> float:
+    return sum(stop - start for start, stop in spans)

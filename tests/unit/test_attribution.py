@@ -1,0 +1,134 @@
+"""Where the seconds of a step went: hand-made lanes whose answer is known."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fluxtrain.telemetry.attribution import Attribution, attribute, median_step, summary_lines
+from fluxtrain.telemetry.lanes import BUSY_LANES, LANES, Interval, StepLanes
+
+
+def step_of(*intervals: tuple[str, str, float, float], length_s: float = 1.0) -> StepLanes:
+    """Intervals as lane, kind, start and stop."""
+    made = [Interval(lane, kind, "", start, stop - start) for lane, kind, start, stop in intervals]
+    return StepLanes(step=3, wall_s=0.0, length_s=length_s, intervals=made)
+
+
+def found(*intervals: tuple[str, str, float, float], length_s: float = 1.0) -> Attribution:
+    return attribute(step_of(*intervals, length_s=length_s))
+
+
+def test_a_step_that_only_computes_is_bound_by_the_computation() -> None:
+    one = found(("gpu", "forward", 0.0, 0.3), ("gpu", "backward", 0.3, 0.98))
+    assert one.bound == "gpu" and one.because == "computation 980 ms of 1.00 s"
+    assert one.work_s == pytest.approx({"forward": 0.3, "backward": 0.68})
+    assert one.waits_s == pytest.approx({"host": 0.02})
+
+
+def test_the_optimizer_that_is_waited_for_is_named_with_its_time_and_the_wait() -> None:
+    one = found(
+        ("stall", "update", 0.0, 0.12),
+        ("gpu", "forward", 0.12, 0.3),
+        ("gpu", "backward", 0.3, 0.75),
+        ("cpu", "update", 0.0, 0.41),
+        length_s=0.75,
+    )
+    assert one.bound == "cpu"
+    assert one.because == "cpu optimizer 410 ms of 750 ms, the computation waits 120 ms for it"
+    assert one.waits_s == pytest.approx({"update": 0.12})
+
+
+def test_a_stall_inside_a_computation_is_no_computing() -> None:
+    one = found(("gpu", "gradients", 0.0, 1.0), ("stall", "gradients", 0.2, 0.5))
+    assert one.busy_s["gpu"] == pytest.approx(0.7)
+    assert one.work_s == pytest.approx({"gradients": 0.7})
+    assert one.bound == "d2h" and one.waits_s == pytest.approx({"gradients": 0.3})
+
+
+def test_the_driving_threads_wait_counts_only_while_nothing_computes() -> None:
+    one = found(("gpu", "backward", 0.0, 0.6), ("host", "update", 0.4, 0.8))
+    assert one.waits_s == pytest.approx({"update": 0.2, "host": 0.2})
+
+
+def test_a_stall_for_weights_while_no_copy_runs_is_a_wait_for_their_update() -> None:
+    one = found(
+        ("stall", "weights", 0.0, 0.5),
+        ("cpu", "update", 0.0, 0.4),
+        ("h2d", "weights", 0.4, 0.5),
+        ("gpu", "forward", 0.5, 1.0),
+    )
+    assert one.waits_s == pytest.approx({"update": 0.4, "weights": 0.1})
+    assert one.bound == "cpu" and one.waits_for("h2d") == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize(
+    ("wait", "lane", "cause"),
+    [
+        (("stall", "weights", 0.0, 0.4), "h2d", "weights"),
+        (("stall", "activations", 0.0, 0.4), "h2d", "activations"),
+        (("stall", "gradients", 0.0, 0.4), "d2h", "gradients"),
+        (("disk", "checkpoint", 0.0, 0.4), "disk", "checkpoint"),
+        (("host", "data", 0.0, 0.4), "host", "data"),
+        (("stall", "moonlight", 0.0, 0.4), "host", "moonlight"),
+    ],
+)
+def test_each_cause_names_who_is_waited_for(
+    wait: tuple[str, str, float, float], lane: str, cause: str
+) -> None:
+    one = found(wait, ("gpu", "forward", 0.4, 1.0))
+    assert one.waits_s == pytest.approx({cause: 0.4}) and one.bound == lane
+
+
+def test_phases_of_the_driving_thread_are_no_wait() -> None:
+    one = found(("host", "forward", 0.0, 1.0), ("gpu", "forward", 0.5, 1.0))
+    assert one.waits_s == pytest.approx({"host": 0.5}) and one.bound == "host"
+
+
+def test_a_step_of_which_nothing_is_known_is_all_the_hosts() -> None:
+    assert found().waits_s == {"host": 1.0}
+    assert attribute(step_of(length_s=0.0)).waits_s == {}
+    assert summary_lines(attribute(step_of(length_s=0.0)), "last")
+
+
+SOME = st.lists(
+    st.tuples(
+        st.sampled_from(LANES),
+        st.sampled_from(["forward", "update", "weights", "data", "checkpoint", "gradients"]),
+        st.floats(0, 1),
+        st.floats(0, 1),
+    ).map(lambda t: (t[0], t[1], min(t[2:]), max(t[2:]))),
+    max_size=30,
+)
+
+
+@given(SOME)
+def test_computing_and_waiting_partition_the_step(
+    intervals: list[tuple[str, str, float, float]],
+) -> None:
+    one = found(*intervals)
+    assert one.busy_s["gpu"] + sum(one.waits_s.values()) == pytest.approx(1.0, abs=1e-9)
+    assert all(seconds > 0 for seconds in one.waits_s.values())
+    for lane in BUSY_LANES:
+        alone = sum(stop - start for name, _, start, stop in intervals if name == lane)
+        assert 0 <= one.busy_s[lane] <= min(1.0, alone) + 1e-9
+    assert one.bound in (*BUSY_LANES, "host")
+
+
+def test_the_median_step_is_one_of_the_steps() -> None:
+    steps = [step_of(length_s=length) for length in (5.0, 1.0, 2.0, 9.0)]
+    assert median_step(steps).length_s == 5.0 and median_step(steps[:3]).length_s == 2.0
+
+
+def test_the_summary_names_every_lane_its_share_and_the_bound() -> None:
+    one = found(
+        ("gpu", "forward", 0.12, 0.75), ("cpu", "update", 0.0, 0.41), ("stall", "update", 0, 0.12),
+        length_s=0.75,
+    )  # fmt: skip
+    text = "\n".join(summary_lines(one, "last"))
+    for part in (
+        "last: step 3, 750 ms", "computation", "84 %", "cpu optimizer", "410 ms", "55 %",
+        "waited for 120 ms", "16 %", "bound: cpu optimizer",
+    ):  # fmt: skip
+        assert part in text, part

@@ -1,0 +1,150 @@
+"""Traces for Perfetto: valid in every case, true to the lanes."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fluxtrain.errors import BadInput
+from fluxtrain.telemetry.lanes import Interval, StepLanes
+from fluxtrain.telemetry.ring import RingWriter
+from fluxtrain.telemetry.rundir import RunDir
+from fluxtrain.telemetry.trace import (
+    THREADS,
+    check_trace_path,
+    recorded_steps,
+    trace_events,
+    traced,
+    write_trace,
+)
+
+STEPS = [
+    StepLanes(
+        step=step, wall_s=1e9 + step * 0.5, length_s=0.5,
+        intervals=[
+            Interval("gpu", "forward", 'layers."0"', 0.0, 0.2),
+            Interval("cpu", "update", "layers.0", 0.1, 0.4, pieces=3),
+            Interval("stall", "weights", "", 0.2, 0.05),
+        ],
+    )
+    for step in (4, 5)
+]  # fmt: skip
+
+
+def run_with(path: Path, steps: list[StepLanes]) -> RunDir:
+    path.mkdir()
+    ring = RingWriter(path / "timeline.ring")
+    for step in steps:
+        ring.write(step)
+    ring.close()
+    return RunDir(path)
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    raw = path.read_bytes()
+    found = json.loads(gzip.decompress(raw) if path.suffix == ".gz" else raw)
+    assert found["displayTimeUnit"] == "ms"
+    return list(found["traceEvents"])
+
+
+@pytest.mark.parametrize("name", ["trace.json", "trace.json.gz"])
+def test_every_event_is_one_that_the_format_knows(tmp_path: Path, name: str) -> None:
+    size = write_trace(tmp_path / name, STEPS, "demo")
+    assert size == (tmp_path / name).stat().st_size
+    for event in read(tmp_path / name):
+        assert isinstance(event["pid"], int) and isinstance(event["tid"], int)
+        assert isinstance(event["name"], str) and isinstance(event["args"], dict)
+        assert event["ph"] in ("X", "M")
+        if event["ph"] == "X":
+            assert event["ts"] >= 0 and event["dur"] >= 0
+
+
+def test_each_lane_is_a_named_thread_in_a_fixed_order() -> None:
+    events = list(trace_events(STEPS, "demo"))
+    names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    order = {e["tid"]: e["args"]["sort_index"] for e in events if e["name"] == "thread_sort_index"}
+    assert [names[tid] for tid in sorted(order, key=order.__getitem__)] == list(THREADS.values())
+    assert {e["tid"] for e in events if e["ph"] == "X"} <= set(names)
+    assert [e["args"]["name"] for e in events if e["name"] == "process_name"] == ["FluxTrain demo"]
+
+
+def test_intervals_stand_in_microseconds_after_the_first_step() -> None:
+    events = [e for e in trace_events(STEPS, "demo") if e["ph"] == "X"]
+    steps = [e for e in events if e["cat"] == "step"]
+    assert [(e["ts"], e["dur"], e["args"]["step"]) for e in steps] == [
+        (0, 500_000, 4), (500_000, 500_000, 5),
+    ]  # fmt: skip
+    update = next(e for e in events if e["name"] == "update layers.0")
+    assert (update["ts"], update["dur"], update["args"]["pieces"]) == (100_000, 400_000, 3)
+    assert next(e["cat"] for e in events if e["name"] == "weights") == "stall"
+
+
+@pytest.mark.parametrize("name", ["", "nowhere/trace.json"])
+def test_a_bad_path_is_refused_with_the_path(tmp_path: Path, name: str) -> None:
+    with pytest.raises(BadInput, match=str(tmp_path)):
+        check_trace_path(tmp_path / name)
+    with pytest.raises(BadInput):
+        write_trace(tmp_path / name, STEPS, "demo")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_folder_without_the_right_to_write_is_refused(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    with pytest.raises(BadInput):
+        check_trace_path(tmp_path / "trace.json")
+
+
+def test_a_full_disk_leaves_no_half_of_a_trace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("fluxtrain.telemetry.trace.os.replace", full)
+    with pytest.raises(OSError, match="free some space"):
+        write_trace(tmp_path / "trace.json", STEPS, "demo")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_is_found_by_path_and_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_with(tmp_path / "one", STEPS)
+    monkeypatch.setenv("FLUXTRAIN_RUNS", str(tmp_path))
+    for wanted in (tmp_path / "one", "one"):
+        run, steps = recorded_steps(wanted)
+        assert run.run_id == "one" and [step.step for step in steps] == [4, 5]
+
+
+def test_a_missing_run_one_without_a_ring_and_an_empty_ring_are_told_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLUXTRAIN_RUNS", str(tmp_path))
+    with pytest.raises(BadInput, match="there is no run"):
+        recorded_steps("nope")
+    (tmp_path / "old").mkdir()
+    with pytest.raises(BadInput, match="earlier version"):
+        recorded_steps("old")
+    run_with(tmp_path / "fresh", [])
+    with pytest.raises(BadInput, match="no whole step"):
+        recorded_steps("fresh")
+
+
+def test_a_run_that_fails_leaves_its_trace_and_its_error(tmp_path: Path) -> None:
+    run, said = run_with(tmp_path / "run", STEPS), []
+    with pytest.raises(ZeroDivisionError), traced(run, tmp_path / "t.json", said.append):
+        raise ZeroDivisionError
+    assert len(read(tmp_path / "t.json")) > 8
+    assert said and "2 steps" in said[0]
+    with traced(run, tmp_path / "nowhere" / "t.json", said.append):
+        pass
+    assert said[1].startswith("error: no trace was written")
+    with traced(run, None, said.append):
+        pass
+    assert len(said) == 2
