@@ -7,7 +7,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import dataclasses
-import difflib
 import os
 import signal
 import sys
@@ -16,7 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fluxtrain.errors import EXIT_BUG, EXIT_FINISHED, BadInput, FluxTrainError
-from fluxtrain.telemetry.rundir import RunDir, list_runs, runs_root
+from fluxtrain.telemetry.finding import find_run
+from fluxtrain.telemetry.rundir import RunDir, runs_root
 from fluxtui.wizard.answers import (
     OFFLOADS,
     Answers,
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from fluxtrain.telemetry.launch import TrainerProcess
     from fluxtui.app import FluxApp
 
-LAST = "last"
 _EPILOG = """\
 Leaving the app never stops a training; --attach shows it again. Exit codes are those of
 `fluxtrain train`: 0 finished, 2 bad input, 3 does not fit, 4 diverged, 5 no space left,
@@ -146,37 +145,6 @@ def _attach(options: argparse.Namespace) -> int:
 
         return follow_lines(run_dir)
     return _show(_app(options, run_dir))
-
-
-def find_run(wanted: str, root: Path | None = None) -> Path:
-    """The directory of a run named by its id, the beginning of it, its path, or `last`.
-
-    Raises:
-        BadInput: there is no such run; the nearest names are told.
-    """
-    root = root or runs_root()
-    runs = list_runs(root)
-    if wanted == LAST and runs:
-        return Path(runs[0].path)
-    names = [run.run_id for run in runs]
-    matching = [name for name in names if name == wanted] or [
-        name for name in names if wanted and name.startswith(wanted)
-    ]
-    if len(matching) == 1:
-        return root / matching[0]
-    if len(matching) > 1:
-        raise BadInput(f"several runs begin with '{wanted}': {', '.join(matching[:5])}")
-    if _is_run(Path(wanted)):
-        return Path(wanted).absolute()
-    if not names:
-        raise BadInput(f"no run '{wanted}': there are no runs in {root}")
-    near = difflib.get_close_matches(wanted, names, n=3, cutoff=0.3) or names[:3]
-    raise BadInput(f"no run '{wanted}' in {root}; did you mean {', '.join(near)}?")
-
-
-def _is_run(path: Path) -> bool:
-    run = RunDir(path)
-    return any(file.exists() for file in (run.journal, run.run, run.pid))
 
 
 # --- the app --------------------------------------------------------------------------------------

@@ -48,6 +48,7 @@ Sets = Annotated[
 Steps = Annotated[int | None, typer.Option("--steps", help="short for --set train.steps=N")]
 Device = Annotated[str | None, typer.Option("--device", help="cpu or cuda")]
 Json = Annotated[bool, typer.Option("--json", help="print JSON for programs")]
+Named = Annotated[str, typer.Argument(metavar="RUN", help="its id, its folder, or `last`")]
 Debug = Annotated[bool, typer.Option("--debug", help="show tracebacks")]
 Progress = Annotated[
     bool, typer.Option("--progress", help="say on standard error what is being done, with --json")
@@ -277,6 +278,46 @@ def runs(json: Json = False, debug: Debug = False) -> None:
         loss = "-" if run.loss is None else f"{run.loss:.4f}"
         progress = f"{run.step or 0}/{run.total_steps or '?'}"
         _say(f"{run.run_id:40} {run.state:12} step {progress:14} loss {loss:8} {run.model or '-'}")
+
+
+@app.command(epilog=EXIT_CODES)
+def apply(
+    run: Named,
+    change: Annotated[
+        str,
+        typer.Argument(
+            metavar="NAME=N", help="prefetch, resident_blocks or chunk_rows; or advice=ID"
+        ),
+    ],
+    json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Change a running training between two steps; what it is worth is measured and told."""
+    name, _, value = change.partition("=")
+    if not name or not value:
+        raise BadInput(f"{change!r} is no change: write it as in chunk_rows=8")
+    _command(run, "apply", {name: int(value) if value.isdecimal() else value}, json=json)
+
+
+@app.command(epilog=EXIT_CODES)
+def undo(run: Named, json: Json = False, debug: Debug = False) -> None:
+    """Take back the newest change of a running training."""
+    _command(run, "undo", {}, json=json)
+
+
+def _command(run: str, command: str, arguments: dict[str, Any], *, json: bool) -> None:
+    """Ask a running trainer; a refusal is an error of whoever asked."""
+    from fluxtrain.telemetry.control import send_command
+    from fluxtrain.telemetry.finding import find_run
+    from fluxtrain.telemetry.rundir import RunDir
+
+    answer = send_command(RunDir(find_run(run)).socket, command, arguments)
+    if json:
+        _print_json({"ok": answer.ok, "message": answer.message})
+    if not answer.ok:
+        raise BadInput(answer.message)
+    if not json:
+        _say(answer.message)
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:

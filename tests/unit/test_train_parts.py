@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import threading
 from itertools import pairwise
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -13,7 +12,6 @@ from hypothesis import strategies as st
 
 from fluxtrain.errors import DoesNotFit, Interrupted, NoSpace
 from fluxtrain.telemetry import events as ev
-from fluxtrain.train.advice import StallWatch
 from fluxtrain.train.cadence import Cadence
 from fluxtrain.train.choices import choose_course
 from fluxtrain.train.config import TrainSettings
@@ -253,26 +251,3 @@ def test_what_libraries_say_becomes_a_documented_exit_or_a_bug(
     error: Exception, kind: type
 ) -> None:
     assert type(as_told(error)) is kind
-
-
-class Heard:
-    def __init__(self) -> None:
-        self.advice: list[tuple[str, str, str]] = []
-
-    def advise(self, text: str, gain: str = "", how: str = "") -> None:
-        self.advice.append((text, gain, how))
-
-
-def test_advice_follows_a_measured_stall_once_and_nothing_else() -> None:
-    heard: Any = Heard()
-    watch = StallWatch(heard)
-    for _ in range(40):
-        watch.step_took(1.0, {"weights": 0.1, "update": 0.2})
-    assert heard.advice == []
-    for _ in range(60):
-        watch.step_took(1.0, {"weights": 0.1, "update": 0.4})
-    assert len(heard.advice) == 1
-    text, gain, how = heard.advice[0]
-    assert "optimizer in host memory" in text
-    assert "%" in gain
-    assert "train.batch_rows" in how

@@ -58,8 +58,11 @@ class Window:
     def size_bytes(self) -> int:
         return sum(slot.wire.nbytes for slot in self.slots)
 
-    def add_slot(self, size_bytes: int, owner: Group | None = None) -> None:
-        """Allocate one more slot; `owner` makes it that group's own."""
+    def add_slot(self, size_bytes: int, owner: Group | None = None) -> Slot:
+        """Allocate one more slot; `owner` makes it that group's own.
+
+        Raises DoesNotFit; the slots that are there stay.
+        """
         try:
             wire = device_flat(self.device.torch_device, size_bytes)
         except torch.OutOfMemoryError as error:
@@ -68,7 +71,19 @@ class Window:
                 f"{bytes_text(self.size_bytes)} of slots already there: use offload='max', or "
                 "close other programs on this GPU"
             ) from error
-        self.slots.append(Slot(wire, owner=owner))
+        # its memory may have been something else's, which the computation still reads
+        slot = Slot(wire, owner=owner, free=self.device.mark())
+        self.slots = [*self.slots, slot]  # anew: other threads read the list
+        return slot
+
+    def remove_slot(self, slot: Slot) -> None:
+        """Give the slot's memory back; a copy under way into it is waited for."""
+        assert slot.users == 0, "a computation uses this slot"
+        if slot.ticket is not None:
+            slot.ticket.wait_host()
+        if slot.group is not None and self._where.get(slot.group) is slot:
+            del self._where[slot.group]
+        self.slots = [other for other in self.slots if other is not slot]
 
     def holds(self, group: Group) -> Slot | None:
         """The slot that holds the group's current weights, arrived or on their way."""

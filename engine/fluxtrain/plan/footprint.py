@@ -48,6 +48,7 @@ class Layout:
     batch_rows: int = 0  # 0: not known
     chunk_rows: int = 0
     accumulates: bool = False  # several backward passes a step
+    slots: int | None = None  # for the blocks that are not resident; None: as `offload` says
 
     @property
     def parks(self) -> bool:
@@ -126,8 +127,14 @@ def passing_bytes(facts: ModelFacts, layout: Layout) -> int:
 
 def slot_count(facts: ModelFacts, layout: Layout) -> int:
     """Device slots that the blocks which are not resident share."""
-    streamed = len(_streamed(layout, homes(facts, layout)[1]))
-    return min(max(SLOTS[layout.offload], facts.groups_at_once + 1), streamed)
+    streamed = streamed_count(facts, layout)
+    wanted = SLOTS[layout.offload] if layout.slots is None else layout.slots
+    return min(max(wanted, facts.groups_at_once + 1), streamed)
+
+
+def streamed_count(facts: ModelFacts, layout: Layout) -> int:
+    """Blocks whose weights come through slots."""
+    return len(_streamed(layout, homes(facts, layout)[1]))
 
 
 def _streamed(layout: Layout, at_home: Sequence[GroupFacts]) -> list[GroupFacts]:

@@ -150,7 +150,7 @@ class Accounts:
             by["workspace"] = max(0, allocated - sum(by.values()))
             by["cache"] = max(0, torch.cuda.memory_reserved(device) - allocated)
             total = torch.cuda.get_device_properties(device).total_memory
-            self._peak_bytes = torch.cuda.max_memory_reserved(device)
+            self._peak_bytes = max(self._peak_bytes, torch.cuda.max_memory_reserved(device))
         used = sum(by.values())
         self._peak_bytes = max(self._peak_bytes, used)
         at_host = [g for g in engine.groups if g.home == "host"]

@@ -218,6 +218,67 @@ class AdviceGiven(Event, frozen=True, kw_only=True, tag="advice"):
     text: str  # with the measured cause
     gain: str = ""  # predicted, with unit
     how: str = ""  # the setting to change
+    id: str = ""  # what it is about; newer advice with the same id takes its place
+    apply: dict[str, int] = {}  # arguments of the `apply` command; empty: for the next run
+    gain_share: float | None = None  # predicted, of the step's time
+
+
+class AdviceWithdrawn(Event, frozen=True, kw_only=True, tag="advice_withdrawn"):
+    """What it followed from is not so any more."""
+
+    id: str
+
+
+class ChangeApplied(Event, frozen=True, kw_only=True, tag="change"):
+    """The running training was changed between two steps."""
+
+    step: int  # the last one before the change
+    name: str  # prefetch, resident_blocks, chunk_rows
+    before: int
+    after: int
+    why: Literal["asked", "advice", "undo", "wrong", "memory"]  # wrong: it gave too little
+    advice: str = ""  # the id, of advice
+    predicted_gain: float | None = None  # share of the step's time
+    same_bits: bool = True  # losses go on bit for bit as without the change
+
+
+class ChangeRefused(Event, frozen=True, kw_only=True, tag="change_refused"):
+    """A change that had been asked for could not be made; everything is as it was."""
+
+    step: int
+    name: str
+    value: int
+    because: str
+    advice: str = ""
+
+
+class MeasuringChange(Gauge, frozen=True, kw_only=True, tag="measuring"):
+    """How far the measurement of the newest change is."""
+
+    name: str
+    counted: int  # steady steps since the change
+    wanted: int
+
+
+class ChangeMeasured(Event, frozen=True, kw_only=True, tag="change_measured"):
+    """What a change was worth: medians of steady steps before and after it.
+
+    wrong: advice that gave less than half of what it promised, and is undone. unknown: too few
+    steady steps on one side.
+    """
+
+    step: int
+    name: str
+    before: int
+    after: int
+    verdict: Literal["kept", "wrong", "measured", "unknown"]
+    measured_gain: float | None  # share of the step's time; below 0 it cost
+    predicted_gain: float | None = None
+    advice: str = ""
+    before_s: float | None = None  # median step
+    after_s: float | None = None
+    steps_before: int = 0
+    steps_after: int = 0
 
 
 class LogWritten(Event, frozen=True, kw_only=True, tag="log"):
@@ -233,6 +294,7 @@ class CommandAnswered(Event, frozen=True, kw_only=True, tag="command"):
     command: str
     ok: bool
     message: str
+    arguments: dict[str, int | str] = {}
 
 
 class Failed(Event, frozen=True, kw_only=True, tag="failed"):
@@ -258,5 +320,6 @@ class Done(Event, frozen=True, kw_only=True, tag="done"):
 AnyEvent = (
     Hello | Planned | PhaseChanged | StepFinished | MemorySampled | TrafficSampled
     | ResidencySampled | MovesMade | Heartbeat | EvaluationFinished | CheckpointWritten
-    | SampleGenerated | AdviceGiven | LogWritten | CommandAnswered | Failed | Done
+    | SampleGenerated | AdviceGiven | AdviceWithdrawn | ChangeApplied | ChangeRefused
+    | MeasuringChange | ChangeMeasured | LogWritten | CommandAnswered | Failed | Done
 )  # fmt: skip

@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 from fluxtrain.telemetry.emitter import Emitter
 from fluxtrain.telemetry.events import (
-    AdviceGiven,
     Event,
     Heartbeat,
     LogWritten,
@@ -48,10 +47,6 @@ class Announcer:
     def inform(self, text: str) -> None:
         """Something worth a line in the log."""
         self.emit(LogWritten(level="info", text=text))
-
-    def advise(self, text: str, gain: str = "", how: str = "") -> None:
-        """A measured cause and the setting that would change it."""
-        self.emit(AdviceGiven(text=text, gain=gain, how=how))
 
     def at_step(self, step: int) -> None:
         """The step a resumed run starts from."""

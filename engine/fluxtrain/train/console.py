@@ -10,6 +10,9 @@ from typing import Protocol
 
 from fluxtrain.telemetry.events import (
     AdviceGiven,
+    ChangeApplied,
+    ChangeMeasured,
+    ChangeRefused,
     CheckpointWritten,
     Done,
     EvaluationFinished,
@@ -148,6 +151,37 @@ def _advice(event: Event) -> str:
     return f"advice: {event.text}: {event.how}{gain}"
 
 
+def _changed(event: Event) -> str:
+    assert isinstance(event, ChangeApplied)
+    reasons = {
+        "asked": "as asked", "advice": "as advised", "undo": "undone",
+        "wrong": "undone: it gave less than half of what was promised",
+        "memory": "device memory ran out",
+    }  # fmt: skip
+    return (
+        f"after step {event.step}: {event.name} {event.before} -> {event.after} "
+        f"({reasons[event.why]})"
+    )
+
+
+def _change_refused(event: Event) -> str:
+    assert isinstance(event, ChangeRefused)
+    return f"after step {event.step}: {event.name}={event.value} was not made: {event.because}"
+
+
+def _change_measured(event: Event) -> str:
+    assert isinstance(event, ChangeMeasured)
+    change = f"{event.name} {event.before} -> {event.after}"
+    if event.measured_gain is None:
+        return f"{change}: too few steady steps to measure it"
+    promised = "" if event.predicted_gain is None else f" of {event.predicted_gain:+.1%} predicted"
+    return (
+        f"{change}: {event.measured_gain:+.1%}{promised} ({duration_text(event.before_s)} -> "
+        f"{duration_text(event.after_s)} a step, medians of {event.steps_before} and "
+        f"{event.steps_after})"
+    )
+
+
 def _log(event: Event) -> str:
     assert isinstance(event, LogWritten)
     return f"{event.level}: {event.text}"
@@ -183,6 +217,9 @@ _LINES: dict[type[Event], Callable[[Event], str | None]] = {
     CheckpointWritten: _checkpoint,
     SampleGenerated: _sample,
     AdviceGiven: _advice,
+    ChangeApplied: _changed,
+    ChangeRefused: _change_refused,
+    ChangeMeasured: _change_measured,
     LogWritten: _log,
     Done: _done,
 }

@@ -69,7 +69,11 @@ class Forecast:
         return {
             "name": plan.name,
             "share": plan.share,
-            **{key: value for key, value in asdict(layout).items() if key != "accumulates"},
+            **{
+                key: value
+                for key, value in asdict(layout).items()
+                if key not in ("accumulates", "slots")
+            },
             "device_bytes": need.device_bytes,
             "host_bytes": need.host_bytes + self.placement.process_bytes + passing,
             **_time(plan.chosen.cost, steps),

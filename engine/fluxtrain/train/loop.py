@@ -6,27 +6,24 @@ import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from fluxtrain.data.batches import Batch, BatchSource
 from fluxtrain.errors import Diverged, DoesNotFit, Interrupted
+from fluxtrain.stream.engine import engine_of
 from fluxtrain.telemetry.events import EvaluationFinished, RunPhase, StepFinished
-from fluxtrain.train.advice import StallWatch
 from fluxtrain.train.announce import Announcer
 from fluxtrain.train.cadence import Cadence
 from fluxtrain.train.evaluate import evaluate
 from fluxtrain.train.keeping import CheckpointKeeper
+from fluxtrain.train.live import LiveChanges
 from fluxtrain.train.progress import Progress
 from fluxtrain.train.randomness import random_state, restore_random_state
 from fluxtrain.train.requests import Requests
 from fluxtrain.train.run_state import RunState
 from fluxtrain.train.step_clock import StepClock
-
-if TYPE_CHECKING:
-    from fluxtrain.stream.engine import Engine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +52,6 @@ class TrainingLoop:
         self,
         *,
         model: nn.Module,
-        engine: Engine,
         optimizer: torch.optim.Optimizer,
         data: BatchSource,
         held_out: Callable[[], Iterable[Batch]],
@@ -63,12 +59,13 @@ class TrainingLoop:
         keeper: CheckpointKeeper,
         announcer: Announcer,
         requests: Requests,
+        changes: LiveChanges,
         state: RunState,
     ) -> None:
         self._model = model
-        self._engine = engine
-        self._device = engine.device.torch_device
-        self._recorder = engine.device.recorder
+        self._engine = engine_of(model)
+        self._device = self._engine.device.torch_device
+        self._recorder = self._engine.device.recorder
         self._optimizer = optimizer
         self._data = data
         self._held_out = held_out
@@ -77,8 +74,8 @@ class TrainingLoop:
         self._keeper = keeper
         self._announcer = announcer
         self._requests = requests
+        self._changes = changes
         self._progress = Progress()
-        self._stalls = StallWatch(announcer)
         self.state = state
 
     def run(self) -> None:
@@ -101,6 +98,7 @@ class TrainingLoop:
             self._step()
             self._between_steps()
             self._progress.step_took(time.perf_counter() - started_s)
+        self._changes.finish(self.state.step)
         self._engine.flush()
         self._recorder.end_step()
         self._stop_if_asked()
@@ -110,6 +108,7 @@ class TrainingLoop:
         if self.state.evaluated_step == self.state.step:
             return
         started_s = time.perf_counter()
+        self._changes.disturbed()
         self._announcer.phase("evaluating")
         with (
             self._engine.evaluating(),
@@ -133,6 +132,7 @@ class TrainingLoop:
         """One optimizer step; its forward and backward again when device memory runs out."""
         random, cursor = random_state(), self._data.state_dict()
         while True:
+            started_s = time.perf_counter()
             clock = StepClock(self._device, self._recorder)
             try:
                 computed = self._compute(clock)
@@ -142,7 +142,7 @@ class TrainingLoop:
                     raise DoesNotFit(self._out_of_memory(error)) from error
                 # nothing was changed yet: weights move only after the norm is known
                 self._optimizer.zero_grad()
-                self._halve_chunk(error)
+                self._halve_chunk(error, time.perf_counter() - started_s)
                 self._data.load_state_dict(cursor)
                 restore_random_state(random)
         rate = self._set_learning_rate()
@@ -188,25 +188,24 @@ class TrainingLoop:
         step_s, phases = clock.finish()
         self.state.step_done(computed.loss, computed.tokens, step_s)
         eta_s, spread_s = self._progress.eta(self._settings.total_steps - self.state.step)
-        self._announcer.emit(
-            StepFinished(
-                step=self.state.step,
-                total_steps=self._settings.total_steps,
-                epoch=self._data.epoch,
-                loss=computed.loss,
-                learning_rate=rate,
-                grad_norm=computed.norm,
-                tokens=computed.tokens,
-                total_tokens=self.state.total_tokens,
-                step_s=step_s,
-                tokens_per_s=computed.tokens / step_s,
-                phases_s=phases,
-                stalls_s=stalls,
-                eta_s=eta_s,
-                eta_spread_s=spread_s,
-            )
+        finished = StepFinished(
+            step=self.state.step,
+            total_steps=self._settings.total_steps,
+            epoch=self._data.epoch,
+            loss=computed.loss,
+            learning_rate=rate,
+            grad_norm=computed.norm,
+            tokens=computed.tokens,
+            total_tokens=self.state.total_tokens,
+            step_s=step_s,
+            tokens_per_s=computed.tokens / step_s,
+            phases_s=phases,
+            stalls_s=stalls,
+            eta_s=eta_s,
+            eta_spread_s=spread_s,
         )
-        self._stalls.step_took(step_s, stalls)
+        self._announcer.emit(finished)
+        self._changes.step_took(finished)
 
     def _between_steps(self) -> None:
         if self._evaluations.is_due(self.state.step):
@@ -215,6 +214,7 @@ class TrainingLoop:
             self._checkpoint()
 
     def _checkpoint(self, then: RunPhase = "training") -> None:
+        self._changes.disturbed()
         self._announcer.phase("saving")
         self._engine.flush()
         self._keeper.write(self.state, self._engine, self._data)
@@ -226,14 +226,17 @@ class TrainingLoop:
         self._stop_if_asked()
         if self._requests.take_checkpoint():
             self._checkpoint()
+        self._changes.carry_out(self.state.step)
 
     def _wait_while_paused(self) -> None:
         self._engine.flush()
         self._recorder.end_step()
+        self._changes.disturbed()
         self._announcer.phase("paused", f"after step {self.state.step}")
         while self._requests.paused:
             if self._requests.take_checkpoint():
                 self._checkpoint(then="paused")
+            self._changes.carry_out(self.state.step)
             self._requests.wait_for_change()
         self._announcer.phase("training")
 
@@ -278,7 +281,7 @@ class TrainingLoop:
             f"close other programs; {self._keeper.last_text()}"
         )
 
-    def _halve_chunk(self, error: torch.OutOfMemoryError) -> None:
+    def _halve_chunk(self, error: torch.OutOfMemoryError, lost_s: float) -> None:
         rows = self._engine.chunk_rows
         if rows <= 1:
             raise DoesNotFit(self._out_of_memory(error)) from error
@@ -289,8 +292,4 @@ class TrainingLoop:
             f"device memory ran out at step {self.state.step + 1}: the step is done again with "
             f"chunks of {rows // 2} rows instead of {rows}"
         )
-        self._announcer.advise(
-            f"memory ran out with chunks of {rows} rows",
-            gain="no step done twice",
-            how=f"placement.chunk_rows={rows // 2}",
-        )
+        self._changes.ran_out(self.state.step, rows, lost_s)

@@ -16,7 +16,9 @@ from typing import Any
 
 from fluxtrain.errors import EXIT_INTERRUPTED, EXIT_TERMINATED, Interrupted
 
-COMMANDS = ("pause", "resume", "checkpoint", "stop")
+CHANGES = ("apply", "undo")
+COMMANDS = ("pause", "resume", "checkpoint", "stop", *CHANGES)
+Ask = Callable[[str, Mapping[str, Any]], tuple[bool, str]]
 _EXIT_CODES = {
     signal.SIGINT: EXIT_INTERRUPTED,
     signal.SIGTERM: EXIT_TERMINATED,
@@ -32,17 +34,26 @@ class Requests:
         self._paused = False
         self._checkpoint = False
         self._stop_code: int | None = None
+        self._ask_change: Ask | None = None
+
+    def changes_go_to(self, ask: Ask) -> None:
+        """The run is loaded: who answers `apply` and `undo`."""
+        self._ask_change = ask
 
     def handle(self, command: str, arguments: Mapping[str, Any]) -> tuple[bool, str]:
         """Answer one control command (called from the control socket's thread)."""
         with self._changed:
             if self._stop_code is not None:
                 return False, "the run is stopping already"
-            answer = self._note(command)
+            answer = self._note(command, arguments)
             self._changed.notify_all()
         return answer
 
-    def _note(self, command: str) -> tuple[bool, str]:
+    def _note(self, command: str, arguments: Mapping[str, Any]) -> tuple[bool, str]:
+        if command in CHANGES:
+            if self._ask_change is None:
+                return False, "the run is still loading: ask again when it trains"
+            return self._ask_change(command, arguments)
         if command == "pause":
             was, self._paused = self._paused, True
             return True, "paused already" if was else "pauses after this step"

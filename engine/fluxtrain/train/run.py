@@ -26,6 +26,7 @@ from fluxtrain.train.choices import choose_course
 from fluxtrain.train.config import RunConfig
 from fluxtrain.train.ingredients import DEMO, Ingredients, load_ingredients
 from fluxtrain.train.keeping import CheckpointKeeper, newest_valid
+from fluxtrain.train.live_setup import live_changes
 from fluxtrain.train.loop import LoopSettings, TrainingLoop
 from fluxtrain.train.parameter_groups import parameter_groups
 from fluxtrain.train.placing import choose_device, decide, loaded_bytes, model_facts
@@ -110,9 +111,10 @@ class Run:
         rows = _known_rows(config, checkpoint)
         data = None if rows is None else self._batches(rows)  # refuses a batch beyond the data
         model = ingredients.loaded.model
+        facts = model_facts(model, ingredients.loaded.config, config.data.sequence_length)
         self.placement = decide(
             config,
-            model_facts(model, ingredients.loaded.config, config.data.sequence_length),
+            facts,
             machine,
             device.value,
             batch_rows=rows,
@@ -136,9 +138,10 @@ class Run:
         if checkpoint is not None:
             session.state = self.keeper.restore(checkpoint, self.engine, self.data)
             session.announcer.at_step(session.state.step)
+        changes = live_changes(config, facts, self.placement, self.engine, session.announcer)
+        session.requests.changes_go_to(changes.ask)
         self.loop = TrainingLoop(
             model=self.model,
-            engine=self.engine,
             optimizer=optimizer,
             data=self.data,
             held_out=self.held_out,
@@ -146,6 +149,7 @@ class Run:
             keeper=self.keeper,
             announcer=session.announcer,
             requests=session.requests,
+            changes=changes,
             state=session.state,
         )
 

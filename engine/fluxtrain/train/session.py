@@ -105,7 +105,10 @@ class Session:
 
     def _answer(self, command: str, arguments: dict[str, Any]) -> tuple[bool, str]:
         ok, message = self.requests.handle(command, arguments)
-        self.announcer.emit(CommandAnswered(command=command, ok=ok, message=message))
+        told = arguments if ok else {}  # what was refused may be anything
+        self.announcer.emit(
+            CommandAnswered(command=command, ok=ok, message=message, arguments=told)
+        )
         return ok, message
 
     def _record_end(self, error: BaseException | None) -> None:

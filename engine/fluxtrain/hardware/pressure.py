@@ -1,0 +1,27 @@
+"""How long programs waited for host memory, by the kernel's pressure stall information.
+
+Source: Documentation/accounting/psi.rst. `some total=` counts microseconds in which at least one
+task waited for memory: reclaim, refaults, swapping in.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+_SOME_TOTAL = re.compile(r"^some .*total=(\d+)", re.MULTILINE)
+
+
+def memory_waited_s(root: Path = Path("/")) -> float | None:
+    """Seconds since boot in which a task of this machine (or container) waited for memory.
+
+    None where the kernel does not tell. `root` is another file tree in tests.
+    """
+    for name in ("sys/fs/cgroup/memory.pressure", "proc/pressure/memory"):
+        try:
+            found = _SOME_TOTAL.search((root / name).read_text())
+        except OSError:
+            continue
+        if found is not None:
+            return int(found[1]) / 1e6
+    return None

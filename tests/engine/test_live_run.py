@@ -1,0 +1,176 @@
+"""A real run that is changed through its control socket while it trains."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fluxtrain.errors import Interrupted
+from fluxtrain.stream.engine import Engine
+from fluxtrain.telemetry import events as ev
+from fluxtrain.telemetry.control import Answer, send_command
+from fluxtrain.telemetry.journal import read_events
+from fluxtrain.train.config import load_config
+from fluxtrain.train.recovery import locate
+from fluxtrain.train.run import train
+
+MakeConfig = Callable[..., Path]
+Say = Callable[[Path], Answer]
+STEPS = 40
+
+
+def run(config: Path, run_dir: Path, resume: str | None = None) -> None:
+    settings = load_config(config, [])
+    train(settings, locate(resume, run_dir, settings))
+
+
+def events(run_dir: Path, kind: type[Any]) -> list[Any]:
+    return [event for event in read_events(run_dir / "events.ndjson") if isinstance(event, kind)]
+
+
+def say(command: str, **arguments: Any) -> Say:
+    return lambda run_dir: send_command(run_dir / "ctl.sock", command, arguments)
+
+
+class Script:
+    """Says one thing after the other, each once the step has come; steps wait for it meanwhile."""
+
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, run_dir: Path, script: list[tuple[int, Say]]
+    ) -> None:
+        self.answers: list[Answer] = []
+        self._run_dir, self._script = run_dir, dict(script)
+        self._steps = 0
+        real = Engine.clip_grad_norm
+
+        def counted(engine: Engine, max_norm: float | None) -> Any:
+            self._steps += 1
+            if self._steps in self._script:
+                said = threading.Thread(target=self._say, args=(self._script[self._steps],))
+                said.start()
+                said.join()
+            return real(engine, max_norm)
+
+        monkeypatch.setattr(Engine, "clip_grad_norm", counted)
+
+    def _say(self, what: Say) -> None:
+        self.answers.append(what(self._run_dir))
+
+
+@pytest.fixture
+def config(run_config: MakeConfig) -> Path:
+    return run_config(
+        train__steps=STEPS, train__evaluate_every="end", train__checkpoint_every="end"
+    )
+
+
+def losses(run_dir: Path) -> list[tuple[float, float | None]]:
+    return [(step.loss, step.grad_norm) for step in events(run_dir, ev.StepFinished)]
+
+
+def test_residency_changes_and_is_undone_through_the_socket_and_the_losses_keep_their_bits(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(config, tmp_path / "plain")
+    run_dir = tmp_path / "changed"
+    script = Script(
+        monkeypatch,
+        run_dir,
+        [
+            (6, say("apply", resident_blocks=2)),
+            (31, say("apply", resident_blocks=3)),
+            (32, say("undo")),
+        ],
+    )
+    run(config, run_dir)
+    assert losses(run_dir) == losses(tmp_path / "plain")
+    assert [answer.ok for answer in script.answers] == [True, False, True]
+    assert "2 blocks are at home on the host, use 0 to 2" in script.answers[1].message
+    made, undone = events(run_dir, ev.ChangeApplied)
+    assert (made.step, made.before, made.after, made.why) == (6, 0, 2, "asked")
+    assert (undone.step, undone.before, undone.after, undone.why) == (32, 2, 0, "undo")
+    (measured,) = events(run_dir, ev.ChangeMeasured)
+    assert measured.steps_before == 4  # of six the first two are warm-up
+    assert measured.steps_after == 20
+    assert measured.measured_gain == pytest.approx(1 - measured.after_s / measured.before_s)
+    answered = events(run_dir, ev.CommandAnswered)
+    assert answered[0].arguments == {"resident_blocks": 2}
+    assert answered[1].arguments == {}
+    between = [
+        sampled.weights
+        for sampled in events(run_dir, ev.ResidencySampled)
+        if made.seq < sampled.seq < undone.seq
+    ]
+    assert all(set(weights) <= {"G", ">", "C"} for weights in between)
+
+
+def test_a_chunk_applied_from_the_command_line_survives_a_resume_and_the_window_does_not(
+    run_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = run_config(
+        train__steps=STEPS, train__evaluate_every="end", train__checkpoint_every="end",
+        placement__chunk_rows=4,
+    )  # fmt: skip
+    run_dir = tmp_path / "run"
+
+    def by_command(_: Path) -> Answer:
+        done = subprocess.run(
+            [sys.executable, "-m", "fluxtrain", "apply", str(run_dir), "chunk_rows=2"],
+            capture_output=True, text=True, check=False, timeout=60,
+        )  # fmt: skip
+        return Answer(done.returncode == 0, done.stdout + done.stderr)
+
+    script = Script(
+        monkeypatch,
+        run_dir,
+        [(4, by_command), (6, say("apply", resident_blocks=1)), (9, say("stop"))],
+    )
+    with pytest.raises(Interrupted):
+        run(config, run_dir)
+    assert [answer.ok for answer in script.answers] == [True, True, True]
+    assert "chunk_rows goes from 4 to 2" in script.answers[0].message
+    run(config, run_dir, resume="auto")
+    first, second = events(run_dir, ev.Planned)
+    assert (first.chunk_rows, second.chunk_rows) == (4, 2)
+    assert (first.resident_blocks, second.resident_blocks) == (0, 0)
+    assert [step.step for step in events(run_dir, ev.StepFinished)] == list(range(1, STEPS + 1))
+
+
+def test_a_paused_run_is_changed_while_it_waits(config: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    answers: list[Answer] = []
+
+    def wait_for(kind: type[Any], **wanted: Any) -> None:
+        deadline_s = time.monotonic() + 30
+        while time.monotonic() < deadline_s:
+            if (run_dir / "events.ndjson").exists() and any(
+                all(getattr(event, name) == value for name, value in wanted.items())
+                for event in events(run_dir, kind)
+            ):
+                return
+            time.sleep(0.01)
+
+    def control() -> None:
+        wait_for(ev.PhaseChanged, phase="loading")
+        answers.append(say("apply", dance=2)(run_dir))  # loading or not: never
+        answers.append(say("pause")(run_dir))
+        wait_for(ev.PhaseChanged, phase="paused")
+        answers.append(say("apply", resident_blocks=1)(run_dir))
+        wait_for(ev.ChangeApplied)
+        answers.append(say("resume")(run_dir))
+
+    thread = threading.Thread(target=control)
+    thread.start()
+    run(config, run_dir)
+    thread.join()
+    assert [answer.ok for answer in answers] == [False, True, True, True]
+    (applied,) = [e for e in events(run_dir, ev.ChangeApplied) if e.name == "resident_blocks"]
+    steps = [step.seq for step in events(run_dir, ev.StepFinished) if step.step <= applied.step]
+    assert not steps or max(steps) < applied.seq

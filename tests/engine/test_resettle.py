@@ -1,0 +1,196 @@
+"""A change between two steps keeps the bits, and everything is accounted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fluxtrain
+from fluxtrain.errors import DoesNotFit
+from fluxtrain.memory.window import Window
+from fluxtrain.plan.facts import RowFacts
+from fluxtrain.plan.footprint import Layout
+from fluxtrain.plan.live import Ground, Knobs
+from fluxtrain.stream.engine import Engine, engine_of
+from fluxtrain.stream.grouping import facts_of
+from fluxtrain.stream.resettle import resettle
+
+LAYERS = 6
+PLANNED = Knobs(prefetch=2, resident_blocks=0, chunk_rows=2)
+
+
+def ground_of(model: nn.Module) -> Ground:
+    """Facts of a model before it is wrapped, with a row's."""
+    row = RowFacts(
+        hidden=32, vocabulary=96, sequence_length=10, dtype_bytes=4, activation_bytes=1 << 16
+    )
+    facts = facts_of(model)
+    return Ground(
+        facts=type(facts)(**{**vars(facts), "row": row}),
+        layout=Layout(offload="weights", batch_rows=4, chunk_rows=2),
+        has_gpu=False,
+        budget_bytes=None,
+    )
+
+
+def turn(engine: Engine, ground: Ground, knobs: Knobs) -> None:
+    resettle(
+        engine,
+        slots=ground.slots(knobs),
+        resident_blocks=knobs.resident_blocks,
+        chunk_rows=knobs.chunk_rows,
+        need=ground.need(knobs),
+    )
+
+
+class Training:
+    """A small model in training whose engine can be turned between its steps."""
+
+    def __init__(self, model: nn.Module, batch: Callable[..., Any]) -> None:
+        self.ground = ground_of(model)
+        self.model = fluxtrain.wrap(
+            model, device="cpu", offload="weights", chunk_rows=2, overlap=True
+        )
+        self.engine = engine_of(self.model)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        self.batch = batch
+        self.losses: list[float] = []
+
+    def steps(self, count: int) -> list[float]:
+        for _ in range(count):
+            loss = self.model(**self.batch(seed=len(self.losses))).loss
+            loss.backward()
+            self.engine.clip_grad_norm(1.0)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.losses.append(float(loss.detach()))
+        return self.losses
+
+    def weights(self) -> list[torch.Tensor]:
+        fluxtrain.sync(self.model)
+        return [p.detach().clone() for p in self.model.parameters()]
+
+
+@pytest.fixture
+def training(tiny: Any, batch: Any) -> Callable[[], Training]:
+    return lambda: Training(tiny("llama", torch.bfloat16, num_hidden_layers=LAYERS), batch)
+
+
+def test_losses_and_weights_keep_their_bits_through_changes_of_residency_and_prefetch(
+    training: Callable[[], Training],
+) -> None:
+    plain, turned = training(), training()
+    plain.steps(12)
+    for prefetch, resident in ((2, 3), (1, 3), (4, 1), (1, 0), (2, LAYERS), (5, 0)):
+        turned.steps(2)
+        knobs = Knobs(prefetch=prefetch, resident_blocks=resident, chunk_rows=2)
+        turn(turned.engine, turned.ground, knobs)
+    assert turned.losses == plain.losses
+    turned.steps(2)
+    plain.steps(2)
+    assert turned.losses == plain.losses
+    assert all(torch.equal(a, b) for a, b in zip(turned.weights(), plain.weights(), strict=True))
+
+
+def test_the_window_the_accounts_and_the_residency_are_those_of_the_new_layout(
+    training: Callable[[], Training],
+) -> None:
+    run = training()
+    run.steps(2)
+    before = run.engine.memory().device_by["weights"]
+    assert before == run.ground.need(PLANNED).weights_bytes
+    for prefetch, resident in ((2, 2), (4, 2), (1, 0), (1, LAYERS), (2, 0)):
+        knobs = Knobs(prefetch=prefetch, resident_blocks=resident, chunk_rows=2)
+        turn(run.engine, run.ground, knobs)
+        run.steps(2)
+        assert run.engine.memory().device_by["weights"] == run.ground.need(knobs).weights_bytes
+        with torch.no_grad():
+            run.model(**run.batch())  # what is resident is there when it was used
+        assert run.engine.residency().weights.startswith("G" * resident)
+        assert run.engine.plan.resident_blocks == resident
+        assert run.engine.plan.slots == len([s for s in run.engine.window.slots if not s.owner])
+        assert run.engine.plan.need == run.ground.need(knobs)
+    assert run.engine.memory().device_by["weights"] == before
+
+
+def test_resident_blocks_are_copied_once_a_step_instead_of_twice(
+    training: Callable[[], Training],
+) -> None:
+    run = training()
+    run.steps(2)
+
+    def moved() -> int:
+        before = run.engine.traffic().h2d_bytes
+        run.steps(1)
+        run.engine.flush()
+        return run.engine.traffic().h2d_bytes - before
+
+    streamed = moved()
+    turn(run.engine, run.ground, Knobs(prefetch=2, resident_blocks=LAYERS, chunk_rows=2))
+    run.steps(1)
+    every = sum(block.weight_bytes for block in run.engine.blocks)
+    assert moved() == every < streamed
+
+
+def test_another_chunk_gives_what_a_run_gives_that_starts_with_it(
+    training: Callable[[], Training],
+) -> None:
+    run, started = training(), training()
+    run.steps(3)
+    shards = [
+        (name, {key: tensor.clone() for key, tensor in tensors.items()})
+        for name, tensors in run.engine.state_shards()
+    ]
+    turn(run.engine, run.ground, Knobs(prefetch=2, resident_blocks=0, chunk_rows=4))
+    for name, tensors in shards:
+        started.engine.load_state_shard(name, tensors)
+    started.engine.chunk_rows = 4
+    started.losses = list(run.losses)
+    assert run.steps(4) == started.steps(4)
+    assert all(torch.equal(a, b) for a, b in zip(run.weights(), started.weights(), strict=True))
+
+
+def test_running_out_of_device_memory_leaves_everything_as_it_was(
+    training: Callable[[], Training], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, run = training(), training()
+    plain.steps(4)
+    run.steps(2)
+    before, plan = run.engine.memory().device_by, run.engine.plan
+    real, calls = Window.add_slot, 0
+
+    def scarce(self: Window, size_bytes: int, owner: Any = None) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise DoesNotFit("CUDA out of memory")
+        return real(self, size_bytes, owner)
+
+    monkeypatch.setattr(Window, "add_slot", scarce)
+    with pytest.raises(DoesNotFit):
+        turn(run.engine, run.ground, Knobs(prefetch=2, resident_blocks=4, chunk_rows=4))
+    assert calls == 3
+    assert run.engine.memory().device_by == before
+    assert run.engine.plan is plan
+    assert run.engine.chunk_rows == 2
+    assert run.steps(2) == plain.losses
+
+
+def test_a_slot_that_a_computation_uses_is_never_given_back(
+    training: Callable[[], Training],
+) -> None:
+    run = training()
+    run.steps(1)
+    group = next(g for g in run.engine.groups if g.kind == "block")
+    run.engine.window.take(group)
+    slot = run.engine.window.holds(group)
+    assert slot is not None
+    with pytest.raises(AssertionError, match="uses"):
+        run.engine.window.remove_slot(slot)
+    run.engine.window.release(group)
+    run.engine.window.remove_slot(slot)
+    assert run.engine.window.holds(group) is None

@@ -1,0 +1,123 @@
+"""A change is possible or refused, with the numbers, before anything is touched."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fluxtrain.errors import BadInput, DoesNotFit
+from fluxtrain.plan.live import Change, Knobs, Use, knobs_after, parse_change
+from fluxtrain.units import GIB, MIB
+from tests.unit.live_ground import BLOCK_BYTES, BLOCKS, ground
+
+
+def test_the_knobs_of_a_plan_are_those_that_it_set() -> None:
+    assert ground().planned == Knobs(prefetch=2, resident_blocks=0, chunk_rows=2)
+    assert ground(offload="max").planned.prefetch == 1
+    assert ground(resident_blocks=BLOCKS - 1).planned.resident_blocks == BLOCKS - 1
+
+
+def test_each_resident_block_takes_a_block_and_each_slot_too() -> None:
+    on = ground()
+    now = on.planned
+    more = knobs_after(on, now, Change(name="resident_blocks", value=3), Use())
+    assert on.device_growth_bytes(now, more) == 3 * BLOCK_BYTES
+    ahead = knobs_after(on, now, Change(name="prefetch", value=4), Use())
+    assert on.device_growth_bytes(now, ahead) == 2 * BLOCK_BYTES
+    assert on.slots(ahead) == 5
+
+
+def test_slots_never_outnumber_the_blocks_that_stream() -> None:
+    on = ground()
+    for resident in range(BLOCKS + 1):
+        knobs = Knobs(prefetch=4, resident_blocks=resident, chunk_rows=2)
+        assert on.slots(knobs) == min(5, BLOCKS - resident)
+        assert on.streamed(knobs) == BLOCKS - resident
+
+
+def test_what_exceeds_the_budget_is_refused_with_the_numbers() -> None:
+    on = ground(budget_bytes=2 * GIB)
+    use = Use(device_peak_bytes=2 * GIB - 250 * MIB)
+    fits = Change(name="resident_blocks", value=2)
+    assert knobs_after(on, on.planned, fits, use).resident_blocks == 2
+    with pytest.raises(DoesNotFit, match=r"300 MiB more.*2.00 GiB.*measured peak.*leaves 250 MiB"):
+        knobs_after(on, on.planned, Change(name="resident_blocks", value=3), use)
+    peak = on.need(on.planned).device_bytes
+    tight = ground(budget_bytes=peak + MIB)
+    with pytest.raises(DoesNotFit, match="predicted peak"):
+        knobs_after(tight, tight.planned, Change(name="prefetch", value=3), Use())
+
+
+def test_a_smaller_change_is_made_even_where_the_budget_is_exceeded() -> None:
+    on = ground(budget_bytes=GIB, resident_blocks=4)
+    less = Change(name="resident_blocks", value=1)
+    assert knobs_after(on, on.planned, less, Use(device_peak_bytes=2 * GIB)).resident_blocks == 1
+
+
+def test_without_a_gpu_the_host_has_to_have_room() -> None:
+    on = ground(budget_bytes=None)
+    change = Change(name="resident_blocks", value=BLOCKS)
+    knobs_after(on, on.planned, change, Use(host_available_bytes=GIB))
+    with pytest.raises(DoesNotFit, match="more host memory, and 100 MiB is free"):
+        knobs_after(on, on.planned, change, Use(host_available_bytes=100 * MIB))
+
+
+@pytest.mark.parametrize(
+    ("layout", "change", "reason"),
+    [
+        ({}, ("chunk_rows", 2), "is 2 already"),
+        ({}, ("chunk_rows", 9), "8 rows, use 1 to 8"),
+        ({}, ("chunk_rows", 0), "use 1 to 8"),
+        ({}, ("resident_blocks", 9), "8 blocks are at home on the host, use 0 to 8"),
+        ({}, ("prefetch", 8), "8 blocks stream, use 1 to 7"),
+        ({"resident_blocks": 7}, ("prefetch", 3), "1 blocks stream"),
+        ({"offload": "none"}, ("prefetch", 3), "none stream"),
+        ({"offload": "optimizer"}, ("resident_blocks", 3), "all weights stay"),
+        ({"device_groups": 5}, ("resident_blocks", 5), "4 blocks are at home"),
+    ],
+)
+def test_what_makes_no_sense_for_a_run_is_refused_with_the_reason(
+    layout: dict[str, Any], change: tuple[Any, int], reason: str
+) -> None:
+    on = ground(**layout)
+    with pytest.raises(BadInput, match=reason):
+        knobs_after(on, on.planned, Change(name=change[0], value=change[1]), Use())
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{}, {"prefetch": 1, "chunk_rows": 2}, {"offload": 3}, {"prefetch": "3"}, {"prefetch": True},
+     {"chunk_rows": 2.0}, {"chunk_rows": None}],
+)  # fmt: skip
+def test_arguments_that_are_no_change_are_refused(arguments: dict[str, Any]) -> None:
+    with pytest.raises(BadInput):
+        parse_change(arguments)
+    assert parse_change({"chunk_rows": 4}) == Change(name="chunk_rows", value=4)
+
+
+@given(
+    prefetch=st.integers(1, BLOCKS),
+    resident=st.integers(0, BLOCKS),
+    chunk=st.integers(1, 8),
+    change=st.builds(
+        Change,
+        name=st.sampled_from(["prefetch", "resident_blocks", "chunk_rows"]),
+        value=st.integers(0, 9),
+    ),
+    budget=st.integers(GIB // 2, 4 * GIB),
+)
+def test_an_accepted_change_never_exceeds_the_budget(
+    prefetch: int, resident: int, chunk: int, change: Change, budget: int
+) -> None:
+    on = ground(budget_bytes=budget)
+    now = Knobs(prefetch=prefetch, resident_blocks=resident, chunk_rows=chunk)
+    try:
+        new = knobs_after(on, now, change, Use())
+    except (BadInput, DoesNotFit):
+        return
+    need = on.need(new).device_bytes
+    assert need <= budget or need <= on.need(now).device_bytes
+    assert new == change.applied_to(now) != now

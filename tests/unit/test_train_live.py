@@ -1,0 +1,300 @@
+"""What is asked for is judged, made between two steps, measured, and undone when it was wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from fluxtrain.errors import DoesNotFit
+from fluxtrain.plan.effect import STEPS
+from fluxtrain.plan.live import Use
+from fluxtrain.telemetry import events as ev
+from fluxtrain.train.adviser import Setup
+from fluxtrain.train.live import LiveChanges
+from fluxtrain.units import GIB, MIB
+from tests.unit.live_ground import BLOCKS, ground
+
+
+class Run:
+    """A loop without an engine: steps take as long as the settings say."""
+
+    def __init__(self, **setup: Any) -> None:
+        self.events: list[Any] = []
+        self.turned: list[dict[str, int]] = []
+        self.chunk_rows, self.step = 2, 0
+        self.use = Use()
+        self.refuse = False
+        self.step_s: Callable[[dict[str, int]], float] = lambda now: 1.0
+        self.stalls: dict[str, float] = {}
+        self.live = LiveChanges(
+            replace(Setup(ground=ground(), passes=1, clips=False, rates=None), **setup),
+            self,  # type: ignore[arg-type]
+            self.turn,
+            chunk_rows=lambda: self.chunk_rows,
+            use=lambda: self.use,
+        )
+
+    def emit(self, event: ev.Event) -> None:
+        self.events.append(event)
+
+    gauge = emit
+
+    def turn(self, *, slots: int, resident_blocks: int, chunk_rows: int, need: Any) -> None:
+        if self.refuse:
+            raise DoesNotFit("CUDA out of memory")
+        self.chunk_rows = chunk_rows
+        now = {"slots": slots, "resident_blocks": resident_blocks, "chunk_rows": chunk_rows}
+        self.turned.append(now)
+
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            self.live.carry_out(self.step)
+            self.step += 1
+            now = self.turned[-1] if self.turned else {}
+            self.live.step_took(
+                ev.StepFinished(
+                    step=self.step,
+                    total_steps=999,
+                    epoch=0.0,
+                    loss=1.0,
+                    learning_rate=0.1,
+                    grad_norm=1.0,
+                    tokens=1,
+                    total_tokens=1,
+                    step_s=self.step_s(now),
+                    tokens_per_s=1.0,
+                    phases_s={"forward": 0.3, "backward": 0.7},
+                    stalls_s=self.stalls,
+                )
+            )
+
+    def told(self, kind: type[Any]) -> list[Any]:
+        return [event for event in self.events if isinstance(event, kind)]
+
+    def ask(self, **arguments: Any) -> tuple[bool, str]:
+        return self.live.ask("apply", arguments)
+
+
+def advised(faster_s: float) -> Run:
+    """A run that waits for weights, was told so, and whose step takes `faster_s` when it obeys."""
+    run = Run()
+    run.stalls = {"weights": 0.4}
+    run.step_s = lambda now: faster_s if now.get("resident_blocks") else 1.0
+    run.steps(STEPS + 2)
+    return run
+
+
+def test_a_change_waits_for_the_end_of_the_step_and_is_told() -> None:
+    run = Run()
+    run.steps(3)
+    assert run.ask(prefetch=4) == (True, "prefetch goes from 2 to 4 after this step")
+    assert not run.turned
+    run.steps(1)
+    assert run.turned == [{"slots": 5, "resident_blocks": 0, "chunk_rows": 2}]
+    (applied,) = run.told(ev.ChangeApplied)
+    assert (applied.step, applied.name, applied.before, applied.after) == (3, "prefetch", 2, 4)
+    assert (applied.why, applied.same_bits) == ("asked", True)
+    assert run.live.knobs.prefetch == 4
+
+
+def test_another_chunk_is_said_to_change_the_rounding() -> None:
+    run = Run()
+    ok, message = run.ask(chunk_rows=4)
+    assert ok
+    assert "differ by rounding" in message
+    run.steps(1)
+    assert not run.told(ev.ChangeApplied)[0].same_bits
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ({"prefetch": 99}, "8 blocks stream"),
+        ({"dance": 1}, "cannot change while a run trains"),
+        ({"advice": "resident"}, "no advice 'resident': none holds now"),
+        ({}, "one change at a time"),
+    ],
+)
+def test_what_is_impossible_is_refused_at_once_and_changes_nothing(
+    arguments: dict[str, Any], reason: str
+) -> None:
+    run = Run()
+    ok, message = run.ask(**arguments)
+    assert not ok
+    assert reason in message
+    run.steps(2)
+    assert not run.turned
+    assert not run.told(ev.ChangeApplied)
+
+
+def test_what_has_no_room_is_refused_with_the_measured_peak_once_a_step_was_seen() -> None:
+    run = Run()
+    run.use = Use(device_peak_bytes=4 * GIB - 150 * MIB)
+    run.steps(1)
+    ok, message = run.ask(resident_blocks=2)
+    assert not ok
+    assert "measured peak" in message
+    assert run.ask(resident_blocks=1)[0]
+    run.steps(1)
+    assert run.live.knobs.resident_blocks == 1
+
+
+def test_one_change_waits_at_a_time() -> None:
+    run = Run()
+    assert run.ask(prefetch=4)[0]
+    ok, message = run.ask(chunk_rows=4)
+    assert (ok, "prefetch=4 waits" in message) == (False, True)
+
+
+def test_running_out_while_applying_is_told_and_leaves_the_settings() -> None:
+    run = Run()
+    assert run.ask(resident_blocks=3)[0]
+    run.refuse = True
+    run.steps(1)
+    (refused,) = run.told(ev.ChangeRefused)
+    assert (refused.name, refused.value) == ("resident_blocks", 3)
+    assert "out of memory" in refused.because
+    assert not run.told(ev.ChangeApplied)
+    assert run.live.knobs.resident_blocks == 0
+    assert not run.live.ask("undo", {})[0]
+
+
+def test_a_change_is_measured_over_twenty_steady_steps_on_each_side() -> None:
+    run = Run()
+    run.step_s = lambda now: 0.8 if now.get("slots") == 5 else 1.0
+    run.steps(30)
+    run.ask(prefetch=4)
+    run.steps(STEPS)
+    assert not run.told(ev.ChangeMeasured)
+    assert run.told(ev.MeasuringChange)[-1].counted == STEPS - 1
+    run.steps(1)
+    (measured,) = run.told(ev.ChangeMeasured)
+    assert measured.measured_gain == pytest.approx(0.2)
+    assert (measured.steps_before, measured.steps_after) == (STEPS, STEPS)
+    assert (measured.before_s, measured.after_s) == (1.0, 0.8)
+    assert measured.verdict == "measured"
+    assert run.live.knobs.prefetch == 4
+
+
+def test_a_manual_change_that_made_it_slower_is_measured_and_kept() -> None:
+    run = Run()
+    run.step_s = lambda now: 2.0 if now else 1.0
+    run.steps(5)
+    run.ask(prefetch=1)
+    run.steps(STEPS + 5)
+    assert run.told(ev.ChangeMeasured)[0].measured_gain == pytest.approx(-1.0)
+    assert len(run.told(ev.ChangeApplied)) == 1
+
+
+def test_steps_around_evaluations_checkpoints_and_pauses_do_not_count() -> None:
+    run = Run()
+    disturbed = 0.0
+    run.step_s = lambda now: 50.0 if disturbed else 1.0
+    run.steps(5)
+    run.ask(prefetch=4)
+    run.steps(2)
+    for _ in range(STEPS - 1):
+        run.live.disturbed()
+        disturbed = 1.0
+        run.steps(1)
+        disturbed = 0.0
+        run.steps(1)
+    (measured,) = run.told(ev.ChangeMeasured)
+    assert (measured.before_s, measured.after_s) == (1.0, 1.0)
+
+
+def test_a_stalled_run_is_advised_with_a_gain_and_a_change_to_apply() -> None:
+    run = advised(0.8)
+    advice = {given.id: given for given in run.told(ev.AdviceGiven)}
+    assert advice["resident"].apply == {"resident_blocks": BLOCKS}
+    assert advice["resident"].gain_share == pytest.approx(0.2)
+    assert advice["rows"].apply == {}
+    assert advice["rows"].how == "train.batch_rows=16"
+    count = len(run.told(ev.AdviceGiven))
+    run.steps(2 * STEPS)
+    assert len(run.told(ev.AdviceGiven)) == count  # said once while it stays so
+
+
+def test_advice_that_keeps_its_word_stays() -> None:
+    run = advised(0.85)
+    assert run.ask(advice="resident")[0]
+    run.steps(STEPS + 2)
+    (measured,) = run.told(ev.ChangeMeasured)
+    assert (measured.verdict, measured.advice) == ("kept", "resident")
+    assert measured.predicted_gain == pytest.approx(0.2)
+    assert measured.measured_gain == pytest.approx(0.15)
+    assert run.live.knobs.resident_blocks == BLOCKS
+    assert ev.AdviceWithdrawn(id="resident") in run.events
+
+
+def test_advice_that_gave_less_than_half_is_undone_and_not_said_again() -> None:
+    run = advised(0.95)
+    run.ask(advice="resident")
+    run.steps(STEPS + 2)
+    assert run.told(ev.ChangeMeasured)[0].verdict == "wrong"
+    made, undone = run.told(ev.ChangeApplied)
+    assert (made.why, undone.why) == ("advice", "wrong")
+    assert (undone.before, undone.after) == (BLOCKS, 0)
+    assert run.live.knobs.resident_blocks == 0
+    run.events.clear()
+    run.steps(3 * STEPS)
+    assert all(given.id != "resident" for given in run.told(ev.AdviceGiven))
+    assert not run.live.ask("undo", {})[0]
+
+
+def test_advice_waits_while_the_last_change_is_measured_and_is_refused_for_the_next_run() -> None:
+    run = advised(0.8)
+    run.ask(prefetch=3)
+    run.steps(8)
+    ok, message = run.ask(advice="resident")
+    assert (ok, "prefetch=3 is measured (7 of 20 steps)" in message) == (False, True)
+    ok, message = run.ask(advice="rows")
+    assert (ok, "for the next run: train.batch_rows=16" in message) == (False, True)
+
+
+def test_undo_takes_back_one_change_after_the_other() -> None:
+    run = Run()
+    for change in ({"prefetch": 4}, {"resident_blocks": 2}):
+        run.ask(**change)
+        run.steps(2)
+    for name, value in (("resident_blocks", 0), ("prefetch", 2)):
+        assert run.live.ask("undo", {})[0]
+        run.steps(1)
+        last = run.told(ev.ChangeApplied)[-1]
+        assert (last.name, last.after, last.why) == (name, value, "undo")
+    assert run.live.ask("undo", {}) == (False, "nothing was changed since this process started")
+    assert run.live.knobs == ground().planned
+
+
+def test_a_chunk_that_ran_out_is_told_as_a_change_and_advised_for_the_next_run() -> None:
+    run = Run()
+    run.ask(chunk_rows=8)
+    run.steps(4)
+    run.chunk_rows = 4  # the loop halves it
+    run.live.ran_out(4, 8, lost_s=2.0)
+    applied = run.told(ev.ChangeApplied)[-1]
+    assert (applied.why, applied.before, applied.after) == ("memory", 8, 4)
+    (advice,) = [given for given in run.told(ev.AdviceGiven) if given.id == "redone"]
+    assert advice.how == "placement.chunk_rows=4"
+    assert advice.gain_share is not None
+    assert 0 < advice.gain_share <= 1
+    assert not run.live.ask("undo", {})[0]  # back to what ran out is no cure
+
+
+def test_the_end_of_the_run_tells_what_is_known_of_the_newest_change() -> None:
+    run = Run()
+    run.steps(10)
+    run.ask(prefetch=4)
+    run.steps(6)
+    run.live.finish(16)
+    (measured,) = run.told(ev.ChangeMeasured)
+    assert (measured.steps_before, measured.steps_after) == (8, 5)
+    assert measured.measured_gain == pytest.approx(0.0)
+    early = Run()
+    early.ask(prefetch=4)
+    early.steps(2)
+    early.live.finish(2)
+    assert early.told(ev.ChangeMeasured)[0].verdict == "unknown"
