@@ -49,6 +49,7 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
 
     hello: ev.Hello | None = None
     planned: ev.Planned | None = None
+    checked: ev.PlanChecked | None = None  # the plan against what was measured, at the end
     phase: ev.PhaseChanged | None = None
     step: ev.StepFinished | None = None
     memory: ev.MemorySampled | None = None
@@ -150,6 +151,7 @@ def _after_hello(state: RunState, event: ev.Hello) -> RunState:
         processes=state.processes + 1,
         started_wall_s=event.wall_s,
         planned=None,
+        checked=None,
         phase=None,
         memory=None,
         traffic=None,
@@ -278,6 +280,7 @@ _FOLDS: dict[type[Any], Callable[[RunState, Any], RunState]] = {
     ev.AdviceGiven: _after_advice,
     ev.LogWritten: _after_log,
     ev.CommandAnswered: _after_command,
+    ev.PlanChecked: lambda state, event: replace(state, checked=event),
     ev.Failed: _after_failed,
     ev.Done: _after_done,
 }

@@ -7,7 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 import torch
 from torch import nn
 
@@ -22,8 +21,12 @@ def test_the_demo_takes_the_host_memory_that_its_plan_predicts(tmp_path: Path) -
     command = [sys.executable, "-m", "fluxtrain", "train", "--demo", "--steps", "6", "--run-dir"]
     subprocess.run([*command, str(tmp_path / "run")], check=True, capture_output=True, timeout=110)
     result = json.loads((tmp_path / "run" / "result.json").read_text())
-    predicted, measured = (result[f"{name}_host_peak_bytes"] for name in ("predicted", "measured"))
-    assert predicted == pytest.approx(measured, rel=0.15)
+    rows = {row["quantity"]: row for row in result["plan"]}
+    assert abs(rows["host_peak_bytes"]["error"]) < 0.15
+    assert rows["device_peak_bytes"]["measured"] is None  # the host's memory is the device's
+    plan = json.loads((tmp_path / "run" / "plan.json").read_text())
+    assert rows["step_s"]["predicted"] == plan["step_s"]  # frozen before the first step
+    assert plan["calibration"]["rows"] == [1, 4]
 
 
 def test_weights_that_are_loaded_already_are_not_counted_twice() -> None:

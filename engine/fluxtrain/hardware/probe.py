@@ -7,7 +7,6 @@ change of the hardware, or with `fresh`.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -19,6 +18,7 @@ import msgspec
 from fluxtrain.errors import FluxTrainError
 from fluxtrain.hardware.adamw_rate import adamw_rate
 from fluxtrain.hardware.bandwidth import BUS_RATES, bus_rates, host_copy_rate, matmul_rate
+from fluxtrain.hardware.cache import cache_file, is_fresh
 from fluxtrain.hardware.disk import Disk, read_disk
 from fluxtrain.hardware.disk_rate import disk_rates
 from fluxtrain.hardware.machine import Machine, read_machine
@@ -26,11 +26,10 @@ from fluxtrain.hardware.pinning import pin_rate
 from fluxtrain.hardware.probe_table import Row, disk_rows, machine_rows, no_gpu_reason, rate_rows
 from fluxtrain.hardware.rate import Rate
 from fluxtrain.telemetry.storage import write_json
-from fluxtrain.units import GIB, duration_text
+from fluxtrain.units import duration_text
 
 PROBE_LIMIT_S = 20.0
 LAST_START_S = 15.0  # each measurement takes 5 s at most, but the bus, which is the first
-MAX_AGE_S = 7 * 86_400.0
 FORMAT = 2  # of the cache; a reader ignores another one
 GPU_RATES = (*BUS_RATES, "gpu_matmul", "pin")
 LATE = Rate(None, f"not measured: the {PROBE_LIMIT_S:g} s were used up")
@@ -180,8 +179,7 @@ def _cached(place: Path) -> Probe | None:
         kept = msgspec.json.decode(place.read_bytes(), type=_Kept)
     except (OSError, msgspec.DecodeError, UnicodeDecodeError):
         return None
-    from_the_future = kept.probe.measured_at_s > time.time() + 60  # the clock was set back
-    usable = kept.format == FORMAT and not from_the_future and kept.probe.age_s < MAX_AGE_S
+    usable = kept.format == FORMAT and is_fresh(kept.probe.measured_at_s)
     return kept.probe if usable else None
 
 
@@ -200,20 +198,8 @@ def _keep(place: Path, measured: Probe, say: Report) -> None:
 
 
 def _cache_path(machine: Machine, disk: Disk) -> Path:
-    """One file for each combination of host, CPU, memory, cards and disk."""
-    memory = machine.memory_total_bytes
-    facts = [
-        os.uname().nodename,
-        machine.cpu_name,
-        machine.cores,
-        None if memory is None else round(memory / GIB),  # a kernel update moves it by a little
-        [(gpu.uuid, gpu.name) for gpu in machine.gpus],
-        machine.driver,
-        (disk.file_system, os.stat(disk.path).st_dev),
-    ]
-    digest = hashlib.sha256(msgspec.json.encode(facts)).hexdigest()[:16]
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "fluxtrain" / f"probe-{digest}.json"
+    """One file for each machine and disk."""
+    return cache_file("probe", machine, (disk.file_system, os.stat(disk.path).st_dev))
 
 
 def _existing(folder: Path) -> Path:

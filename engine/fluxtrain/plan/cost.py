@@ -6,9 +6,14 @@
 Each phase takes as long as the slowest of what runs at once in it. The loss belongs to the forward.
 Groups on the device cost no bus and no host update; of blocks whose weights are resident only the
 updated weights are copied, once a step; streamed ones are copied for the forward and again for the
-backward, in which their gradients go home on the other lane of the bus. Updates on the device
-(hundredths of a second) and the optimizer's and the copies' share of the same host memory are not
-counted. A mixture of experts is taken as if every expert computed for every token.
+backward, in which their gradients go home on the other lane of the bus. The optimizer's and the
+copies' share of the same host memory is not counted. A mixture of experts is taken as if every
+expert computed for every token.
+
+Where a block of this model was tried on this machine (`plan/calibration.py`), its seconds take the
+place of the matmul rate and of the class's constants. Two more parts are known then, which come
+after the backward pass and overlap with nothing: updates of groups that live on the device, and
+what the host does between two steps.
 
 Without a GPU everything is done by the same cores, so nothing overlaps.
 """
@@ -18,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from fluxtrain.plan.calibration import Calibration, chunked
 from fluxtrain.plan.facts import BF16_BYTES, FP32_BYTES, GroupFacts, ModelFacts
 from fluxtrain.plan.footprint import Layout, homes, slot_count
 
@@ -54,6 +60,7 @@ class Rates:
     d2h_bytes_per_s: float | None = None
     h2d_both_bytes_per_s: float | None = None  # while the other lane is busy; None: as alone
     d2h_both_bytes_per_s: float | None = None
+    calibration: Calibration | None = None  # of the model that is planned
 
     @property
     def efficiency(self) -> Efficiency:
@@ -72,6 +79,7 @@ class Cost:
     upload_backward_s: float
     download_s: float
     host_update_s: float
+    between_s: float = 0.0  # updates on the device and the host's work between steps, if measured
     step_s: float
     tokens: int  # of one step
     binds: str  # the resource that takes the most of the step, in words
@@ -82,24 +90,32 @@ class Cost:
         return self.tokens / self.step_s
 
 
-def rates_from(per_s: Mapping[str, float | None], *, has_gpu: bool) -> Rates | str:
-    """Rates from those of a probe by name, or which one is missing and so prevents a prediction."""
-    needed: tuple[str, ...] = ("gpu_matmul", "adamw", "h2d_pinned", "d2h_pinned")
-    if not has_gpu:
-        needed = ("cpu_matmul", "adamw", "host_copy")
-    missing = [name for name in needed if not per_s.get(name)]
+def rates_from(
+    per_s: Mapping[str, float | None], *, has_gpu: bool, calibration: Calibration | None = None
+) -> Rates | str:
+    """Rates from those of a probe by name, or which one is missing and so prevents a prediction.
+
+    With a `calibration` no matmul rate is needed, and its own rate of AdamW counts.
+    """
+    known = {name: float(rate) for name, rate in per_s.items() if rate}
+    if calibration is not None and calibration.adamw_per_s:
+        known["adamw"] = calibration.adamw_per_s
+    matmul = "gpu_matmul" if has_gpu else "cpu_matmul"
+    needed = ["adamw", "h2d_pinned", "d2h_pinned"] if has_gpu else ["adamw", "host_copy"]
+    needed += [] if calibration is not None else [matmul]
+    missing = [name for name in needed if name not in known]
     if missing:
         return f"not measured on this machine: {', '.join(missing)}"
-    known = {name: float(rate) for name, rate in per_s.items() if rate}
     return Rates(
         has_gpu=has_gpu,
-        matmul_per_s=known[needed[0]],
+        matmul_per_s=known.get(matmul, float("inf")),
         adamw_per_s=known["adamw"],
         copy_bytes_per_s=known.get("host_copy", float("inf")),
         h2d_bytes_per_s=known.get("h2d_pinned"),
         d2h_bytes_per_s=known.get("d2h_pinned"),
         h2d_both_bytes_per_s=known.get("h2d_both_ways"),
         d2h_both_bytes_per_s=known.get("d2h_both_ways"),
+        calibration=calibration,
     )
 
 
@@ -108,6 +124,7 @@ def cost(
 ) -> Cost:
     """Seconds of one optimizer step of `passes` batches. `exact`: updates wait for the norm."""
     forward_s, head_s, backward_s = _compute(facts, layout, rates)
+    between_s = _between(facts, layout, rates)
     update_s = _host_update(facts, layout, rates)
     once, streamed, home = _traffic(facts, layout)
     carried = _boundary_bytes(facts, layout)
@@ -121,15 +138,15 @@ def cost(
     backward = {"compute": backward_s, "uploads": uploads[1], "downloads": downloads[1]}
     phases = [dict(forward) for _ in range(passes)] + [backward] * passes
     if not rates.has_gpu:
-        seconds = sum(sum(phase.values()) for phase in phases) + update_s
+        seconds = sum(sum(phase.values()) for phase in phases) + update_s + between_s
         binding = _binding([*phases, {"update": update_s}], together=False)
     elif exact:
         phases[0]["update"] = update_s
-        seconds = sum(max(phase.values()) for phase in phases)
+        seconds = sum(max(phase.values()) for phase in phases) + between_s
         binding = _binding(phases, together=True)
     else:
         alone_s = sum(max(phase.values()) for phase in phases)
-        seconds = max(alone_s, update_s)
+        seconds = max(alone_s, update_s) + between_s
         binding = "update" if update_s > alone_s else _binding(phases, together=True)
     row = facts.row
     assert row is not None
@@ -141,6 +158,7 @@ def cost(
         upload_backward_s=passes * uploads[1],
         download_s=passes * sum(downloads),
         host_update_s=update_s,
+        between_s=between_s,
         step_s=seconds,
         tokens=passes * layout.batch_rows * row.sequence_length,
         binds=_words(binding, has_gpu=rates.has_gpu),
@@ -148,9 +166,16 @@ def cost(
 
 
 def _compute(facts: ModelFacts, layout: Layout, rates: Rates) -> tuple[float, float, float]:
-    """Seconds of the blocks' forward, the head with its gradient, and the blocks' backward."""
+    """Seconds of the blocks' forward, of what stands outside them, and of the backward pass."""
     row = facts.row
     assert row is not None, "time needs to know the rows"
+    tried, batch, chunk = rates.calibration, layout.batch_rows, layout.chunk_rows
+    if tried is not None:
+        return (
+            facts.layers * chunked(tried.forward, batch, chunk),
+            tried.outside_forward.at(batch),
+            facts.layers * chunked(tried.backward, batch, chunk) + tried.outside_backward.at(batch),
+        )
     tokens = layout.batch_rows * row.sequence_length
     blocks = [group for group in facts.groups if group.kind == "block"]
     trained = sum(group.trained_bf16 + group.trained_fp32 for group in blocks)
@@ -169,6 +194,17 @@ def _compute(facts: ModelFacts, layout: Layout, rates: Rates) -> tuple[float, fl
         head_passes * head * tokens / reached,
         backward * tokens / reached + beside_s * 3 / 4,
     )
+
+
+def _between(facts: ModelFacts, layout: Layout, rates: Rates) -> float:
+    """Seconds after the backward pass that overlap with nothing: the norm, the host's share of the
+    optimizer, and updates on the device, whichever of the last two takes longer."""
+    tried = rates.calibration
+    if tried is None:
+        return 0.0
+    at_device = homes(facts, layout)[0]
+    updated = sum(group.trained_bf16 + group.trained_fp32 for group in at_device)
+    return max(facts.layers * tried.between_block_s, updated * tried.device_update_s)
 
 
 def _frozen(group: GroupFacts, dtype_bytes: int) -> int:

@@ -87,6 +87,12 @@ class Planned(Event, frozen=True, kw_only=True, tag="planned"):
     host_bytes: int | None  # predicted peak
     choices: tuple[ChoiceMade, ...] = ()
     device_groups: int = 0  # first parts of the model that live on the device with their states
+    step_s: float | None = None  # predicted, as the next three; None where rates are not known
+    tokens_per_s: float | None = None
+    eta_s: float | None = None  # of all steps, without evaluations and checkpoints
+    disk_bytes: int | None = None
+    binds: str = ""  # the resource that takes the most of a step, in words
+    constants: str = ""  # where the numbers that time is computed from come from
 
 
 class PhaseChanged(Event, frozen=True, kw_only=True, tag="phase"):
@@ -297,6 +303,21 @@ class CommandAnswered(Event, frozen=True, kw_only=True, tag="command"):
     arguments: dict[str, int | str] = {}
 
 
+class Compared(msgspec.Struct, frozen=True, kw_only=True):
+    """One quantity of the plan: device_peak_bytes, host_peak_bytes or step_s."""
+
+    quantity: str
+    predicted: float | None
+    measured: float | None
+    error: float | None  # (predicted - measured) / measured
+
+
+class PlanChecked(Event, frozen=True, kw_only=True, tag="plan_checked"):
+    """The plan against what the run took, once its last step is done."""
+
+    rows: tuple[Compared, ...]
+
+
 class Failed(Event, frozen=True, kw_only=True, tag="failed"):
     """The run ends with an error."""
 
@@ -321,5 +342,5 @@ AnyEvent = (
     Hello | Planned | PhaseChanged | StepFinished | MemorySampled | TrafficSampled
     | ResidencySampled | MovesMade | Heartbeat | EvaluationFinished | CheckpointWritten
     | SampleGenerated | AdviceGiven | AdviceWithdrawn | ChangeApplied | ChangeRefused
-    | MeasuringChange | ChangeMeasured | LogWritten | CommandAnswered | Failed | Done
+    | MeasuringChange | ChangeMeasured | LogWritten | CommandAnswered | PlanChecked | Failed | Done
 )  # fmt: skip

@@ -198,6 +198,16 @@ class PlacementSettings(Section):
         default="auto",
         description="rows computed at once inside a block; auto chooses from free memory",
     )
+    device_groups: Annotated[int, Field(ge=0)] | Auto = Field(
+        default="auto",
+        description="so many first parts of the model (embedding, then blocks) live on the device "
+        "with their gradients and optimizer states; auto chooses from free memory",
+    )
+    resident_blocks: Annotated[int, Field(ge=0)] | Auto = Field(
+        default="auto",
+        description="of so many of the other blocks the weights stay on the device; auto chooses "
+        "from free memory",
+    )
     budget_gib: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
         default=None, description="device memory that may be used, in GiB; all of it when left out"
     )

@@ -20,6 +20,7 @@ from fluxtrain.telemetry.events import (
     Hello,
     LogWritten,
     PhaseChanged,
+    PlanChecked,
     Planned,
     SampleGenerated,
     StepFinished,
@@ -111,8 +112,36 @@ def _planned(event: Event) -> str:
         f"{event.sequence_length} tokens a step, chunks of {event.chunk_rows}; device memory "
         f"{bytes_text(event.device_bytes)}, host memory {bytes_text(event.host_bytes)}"
     ]
+    if event.step_s is not None:
+        lines.append(
+            f"  predicted: {duration_text(event.step_s)} a step, "
+            f"{count_text(event.tokens_per_s)} tokens/s, {duration_text(event.eta_s)} in all, "
+            f"bound by {event.binds}; from {event.constants}"
+        )
     lines += [f"  {c.name} = {c.value}: {c.because}" for c in event.choices]
     return "\n".join(lines)
+
+
+def _plan_checked(event: Event) -> str | None:
+    assert isinstance(event, PlanChecked)
+    known = [row for row in event.rows if row.error is not None]
+    parts = [
+        f"{_QUANTITIES.get(row.quantity, row.quantity)} {_amount(row.quantity, row.predicted)} and "
+        f"{_amount(row.quantity, row.measured)} ({row.error:+.1%})"
+        for row in known
+    ]
+    return f"predicted and measured: {'; '.join(parts)}" if parts else None
+
+
+def _amount(quantity: str, value: float | None) -> str:
+    return bytes_text(value) if quantity.endswith("_bytes") else duration_text(value)
+
+
+_QUANTITIES = {
+    "device_peak_bytes": "device memory",
+    "host_peak_bytes": "host memory",
+    "step_s": "a step",
+}
 
 
 def _step(event: Event) -> str:
@@ -221,5 +250,6 @@ _LINES: dict[type[Event], Callable[[Event], str | None]] = {
     ChangeRefused: _change_refused,
     ChangeMeasured: _change_measured,
     LogWritten: _log,
+    PlanChecked: _plan_checked,
     Done: _done,
 }

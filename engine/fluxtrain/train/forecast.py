@@ -6,12 +6,15 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from fluxtrain.plan.cost import Cost, Rates, cost, rates_from
+from fluxtrain.plan.cost import Cost, Rates, cost
 from fluxtrain.plan.facts import ModelFacts, Room, Wishes
 from fluxtrain.plan.footprint import Layout, passing_bytes
 from fluxtrain.plan.placement import RunPlacement
 from fluxtrain.plan.ranked import Dial, RankedPlan
 from fluxtrain.plan.search import Search
+from fluxtrain.train.config import RunConfig
+from fluxtrain.train.constants import Constants
+from fluxtrain.train.placing import wishes_of
 from fluxtrain.units import GIB, bytes_text, count_text, duration_text
 
 
@@ -26,20 +29,38 @@ class Forecast:
     passes: int  # batches a step
     exact: bool  # updates wait for the norm of all gradients
     keep_checkpoints: int
+    constants: Constants
 
-    def told(self, per_s: Mapping[str, float | None], steps: int) -> dict[str, Any]:
+    def told(self, steps: int) -> dict[str, Any]:
         """Time and ranked plans as plain values; None and the reason where rates are missing."""
-        disk = {"disk_bytes": self._disk_bytes()}
-        rates = rates_from(per_s, has_gpu=self.room.has_gpu)
+        rates = self._rates
         if isinstance(rates, str):
-            return {**disk, "predicted": None, "predicted_because": rates, "plans": []}
-        found = cost(self.facts, self._layout(), rates, exact=self.exact, passes=self.passes)
+            return {
+                "disk_bytes": self.disk_bytes,
+                "predicted": None,
+                "predicted_because": rates,
+                "plans": [],
+            }
         return {
-            **disk,
-            "predicted": {**_time(found, steps), "parts_s": _parts(found)},
-            "predicted_because": "computed from this machine's measured rates",
+            "disk_bytes": self.disk_bytes,
+            **self.time(steps),
             "plans": [self._ranked(plan, steps) for plan in self._dial(rates).plans()],
         }
+
+    def time(self, steps: int) -> dict[str, Any]:
+        """`predicted` time of the placement alone, with the reason."""
+        rates = self._rates
+        if isinstance(rates, str):
+            return {"predicted": None, "predicted_because": rates}
+        found = cost(self.facts, self._layout(), rates, exact=self.exact, passes=self.passes)
+        return {
+            "predicted": {**_time(found, steps), "parts_s": _parts(found)},
+            "predicted_because": self.constants.source,
+        }
+
+    @property
+    def _rates(self) -> Rates | str:
+        return self.constants.rates(has_gpu=self.room.has_gpu)
 
     def _layout(self) -> Layout:
         placed = self.placement
@@ -80,11 +101,33 @@ class Forecast:
             "settings": settings,
         }
 
-    def _disk_bytes(self) -> int:
+    @property
+    def disk_bytes(self) -> int:
         """Kept checkpoints, one that is being written, and the model at the end."""
         weights = sum(group.weight_bytes for group in self.facts.groups)
         states = sum(group.state_bytes for group in self.facts.groups)
         return (self.keep_checkpoints + 1) * (weights + states) + weights
+
+
+def forecast_of(
+    config: RunConfig,
+    facts: ModelFacts,
+    placement: RunPlacement,
+    room: Room,
+    constants: Constants,
+) -> Forecast:
+    """What is asked for a run as `config` says."""
+    wishes = wishes_of(config, placement.batch_rows, None)
+    return Forecast(
+        facts=facts,
+        room=room,
+        wishes=replace(wishes, budget_bytes=placement.budget_bytes),
+        placement=placement,
+        passes=config.train.accumulation,
+        exact=config.train.max_grad_norm is not None or config.train.accumulation > 1,
+        keep_checkpoints=config.train.keep_checkpoints,
+        constants=constants,
+    )
 
 
 def plan_lines(told: Mapping[str, Any]) -> list[str]:
@@ -92,7 +135,10 @@ def plan_lines(told: Mapping[str, Any]) -> list[str]:
     disk = f"disk for checkpoints and the model {bytes_text(told['disk_bytes'])}"
     if told["predicted"] is None:
         return [f"{disk}; time is not predicted: {told['predicted_because']}"]
-    lines = [f"{disk}; {_time_text(told['predicted'])}"]
+    lines = [
+        f"{disk}; {_time_text(told['predicted'])}",
+        f"time from {told['predicted_because']}",
+    ]
     if not told["plans"]:
         return lines
     lines += ["", f"plans by their memory, each with {told['plans'][0]['batch_rows']} rows a step"]

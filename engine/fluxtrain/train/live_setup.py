@@ -9,14 +9,12 @@ import torch
 
 from fluxtrain.hardware.gpu import Gpus
 from fluxtrain.hardware.machine import read_machine
-from fluxtrain.hardware.probe import known_rates
-from fluxtrain.plan.cost import Rates, rates_from
+from fluxtrain.plan.cost import Rates
 from fluxtrain.plan.facts import ModelFacts
 from fluxtrain.plan.footprint import Layout
 from fluxtrain.plan.live import Ground, Use
 from fluxtrain.plan.placement import RunPlacement
 from fluxtrain.stream.resettle import resettle
-from fluxtrain.telemetry.rundir import runs_root
 from fluxtrain.train.adviser import Setup
 from fluxtrain.train.announce import Announcer
 from fluxtrain.train.config import RunConfig
@@ -32,8 +30,9 @@ def live_changes(
     placement: RunPlacement,
     engine: Engine,
     announcer: Announcer,
+    rates: Rates | str,
 ) -> LiveChanges:
-    """What may change of a run that is placed and wrapped."""
+    """What may change of a run that is placed and wrapped; `rates` as the plan has them."""
     has_gpu = engine.device.torch_device.type == "cuda"
     ground = Ground(
         facts=facts,
@@ -53,7 +52,7 @@ def live_changes(
         ground=ground,
         passes=config.train.accumulation,
         clips=config.train.max_grad_norm is not None,
-        rates=_rates(has_gpu=has_gpu),
+        rates=None if isinstance(rates, str) else rates,
     )
     return LiveChanges(
         setup,
@@ -62,13 +61,6 @@ def live_changes(
         chunk_rows=lambda: engine.chunk_rows,
         use=partial(_use, engine.device.torch_device),
     )
-
-
-def _rates(*, has_gpu: bool) -> Rates | None:
-    """As `fluxtrain probe` measured them on this machine."""
-    known = {name: rate.per_s for name, rate in known_rates(runs_root()).items()}
-    rates = rates_from(known, has_gpu=has_gpu)
-    return None if isinstance(rates, str) else rates
 
 
 def _use(device: torch.device) -> Use:

@@ -77,6 +77,7 @@ class TrainingLoop:
         self._changes = changes
         self._progress = Progress()
         self.state = state
+        self.steps_s: list[float] = []  # of this process
 
     def run(self) -> None:
         """Train to the last step; its checkpoint and evaluation are done when this returns.
@@ -186,6 +187,7 @@ class TrainingLoop:
     def _report(self, clock: StepClock, computed: Computed, rate: float) -> None:
         stalls = self._engine.take_stalls()
         step_s, phases = clock.finish()
+        self.steps_s.append(step_s)
         self.state.step_done(computed.loss, computed.tokens, step_s)
         eta_s, spread_s = self._progress.eta(self._settings.total_steps - self.state.step)
         finished = StepFinished(

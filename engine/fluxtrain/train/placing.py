@@ -104,6 +104,8 @@ def wishes_of(config: RunConfig, batch_rows: int | None, data_rows: int | None) 
         boundaries=wished.boundaries,
         batch_rows=batch_rows,
         chunk_rows=None if wished.chunk_rows == "auto" else wished.chunk_rows,
+        device_groups=None if wished.device_groups == "auto" else wished.device_groups,
+        resident_blocks=None if wished.resident_blocks == "auto" else wished.resident_blocks,
         budget_bytes=None if wished.budget_gib is None else int(wished.budget_gib * GIB),
         data_rows=data_rows,
         accumulates=config.train.accumulation > 1,

@@ -19,18 +19,20 @@ from fluxtrain.hardware.probe import Report, probe
 from fluxtrain.methods.demo_model import demo_config as demo_shape
 from fluxtrain.methods.model_files import check_model_folder
 from fluxtrain.methods.models import unloadable
-from fluxtrain.plan.facts import ModelFacts, Room
+from fluxtrain.plan.facts import Room
 from fluxtrain.plan.machine_file import PlannedMachine
 from fluxtrain.plan.placement import RunPlacement
 from fluxtrain.telemetry.events import ChoiceMade
 from fluxtrain.telemetry.rundir import runs_root
 from fluxtrain.train.choices import choose_course
 from fluxtrain.train.config import RunConfig, settings
-from fluxtrain.train.forecast import Forecast, plan_lines
+from fluxtrain.train.constants import Constants, known_constants
+from fluxtrain.train.forecast import forecast_of, plan_lines
 from fluxtrain.train.ingredients import DEMO
-from fluxtrain.train.placing import choose_device, decide, model_facts, room_of, wishes_of
+from fluxtrain.train.placing import choose_device, decide, model_facts, room_of
 from fluxtrain.units import bytes_text, count_text
 
+ASSUMED = "the rates in the file and constants of this class of machines"
 DEMO_TOKENS = 510_000  # about what the standard library's docstrings come to
 
 
@@ -50,21 +52,27 @@ def preview(
     room = _room(config, elsewhere, device.value)
     model, dtype = _empty_model(config, weightless=elsewhere is not None)
     length = config.data.sequence_length
-    facts = model_facts(model, model.config, length)
-    rows = max(1, round(_tokens(config) * (1 - config.data.held_out) / length))
     batch = config.train.batch_rows
+    wished_rows = None if batch == "auto" else batch
+    facts = model_facts(model, model.config, length)
+    if elsewhere is not None:
+        constants = Constants(per_s=per_s, source=ASSUMED)
+    else:
+        constants = known_constants(facts, machine, device.value, wished_rows, per_s)
+    facts = constants.applied(facts)
+    rows = max(1, round(_tokens(config) * (1 - config.data.held_out) / length))
     _refuse_a_batch_beyond(rows, config)
     placement = decide(
         config,
         facts,
         machine,
         device.value,
-        batch_rows=None if batch == "auto" else batch,
+        batch_rows=wished_rows,
         data_rows=max(1, rows // config.train.accumulation),
         room=room,
     )
     where = room or room_of(machine, device.value)
-    forecast = _forecast(config, facts, placement, where)
+    forecast = forecast_of(config, facts, placement, where, constants)
     step_rows = placement.batch_rows * config.train.accumulation
     course = choose_course(
         config.train,
@@ -72,7 +80,7 @@ def preview(
         fresh_weights=config.model.path == DEMO,
     )
     choices: tuple[ChoiceMade, ...] = (device, *placement.choices, *course.choices)
-    told = forecast.told(per_s, course.total_steps)
+    told = forecast.told(course.total_steps)
     return {
         "model": {
             "name": Path(config.model.path).name,
@@ -151,21 +159,6 @@ def _measured(
         return read_machine(), elsewhere.per_s
     found = probe(runs_root(), report=report)
     return found.machine, {name: rate.per_s for name, rate in found.rates.items()}
-
-
-def _forecast(
-    config: RunConfig, facts: ModelFacts, placement: RunPlacement, room: Room
-) -> Forecast:
-    wishes = wishes_of(config, placement.batch_rows, None)
-    return Forecast(
-        facts=facts,
-        room=room,
-        wishes=replace(wishes, budget_bytes=placement.budget_bytes),
-        placement=placement,
-        passes=config.train.accumulation,
-        exact=config.train.max_grad_norm is not None or config.train.accumulation > 1,
-        keep_checkpoints=config.train.keep_checkpoints,
-    )
 
 
 def _device_of(config: RunConfig, elsewhere: PlannedMachine) -> ChoiceMade:

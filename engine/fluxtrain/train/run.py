@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import torch
 from torch import nn
 from transformers import PreTrainedModel
@@ -17,19 +18,37 @@ from fluxtrain.methods.export import save_model
 from fluxtrain.methods.kernels import choose_kernels
 from fluxtrain.methods.sampling import sample_text
 from fluxtrain.optim import schedule
+from fluxtrain.plan.facts import ModelFacts
 from fluxtrain.plan.placement import RunPlacement
-from fluxtrain.telemetry.events import ChoiceMade, Hello, Planned, SampleGenerated
+from fluxtrain.plan.prediction import compared, steady_step_s
+from fluxtrain.telemetry.events import (
+    ChoiceMade,
+    Hello,
+    PlanChecked,
+    Planned,
+    SampleGenerated,
+)
 from fluxtrain.train import keeping
 from fluxtrain.train.cadence import Cadence
 from fluxtrain.train.checkpoint import Checkpoint, read_checkpoint, remove_unfinished
 from fluxtrain.train.choices import choose_course
 from fluxtrain.train.config import RunConfig
+from fluxtrain.train.constants import Constants, measured_constants
+from fluxtrain.train.device_budget import hold_to_budget
+from fluxtrain.train.forecast import forecast_of
 from fluxtrain.train.ingredients import DEMO, Ingredients, load_ingredients
 from fluxtrain.train.keeping import CheckpointKeeper, newest_valid
 from fluxtrain.train.live_setup import live_changes
 from fluxtrain.train.loop import LoopSettings, TrainingLoop
 from fluxtrain.train.parameter_groups import parameter_groups
-from fluxtrain.train.placing import choose_device, decide, loaded_bytes, model_facts
+from fluxtrain.train.peaks import measured_peaks
+from fluxtrain.train.placing import (
+    choose_device,
+    decide,
+    loaded_bytes,
+    model_facts,
+    room_of,
+)
 from fluxtrain.train.randomness import seed_everything
 from fluxtrain.train.recovery import Target
 from fluxtrain.train.run_files import (
@@ -112,18 +131,21 @@ class Run:
         data = None if rows is None else self._batches(rows)  # refuses a batch beyond the data
         model = ingredients.loaded.model
         facts = model_facts(model, ingredients.loaded.config, config.data.sequence_length)
+        kernels = choose_kernels(config.model.kernels, model, device.value)
+        self._constants = self._measured(facts, machine, device.value, rows)
+        self._facts = self._constants.applied(facts)
         self.placement = decide(
             config,
-            facts,
+            self._facts,
             machine,
             device.value,
             batch_rows=rows,
             data_rows=max(1, len(ingredients.data.trained) // config.train.accumulation),
-            loaded_bytes=loaded_bytes(model),
+            loaded_bytes=loaded_bytes(model) - self._constants.still_to_come_bytes,
         )
+        self._room = room_of(machine, device.value)
         self.batch_rows = self.placement.batch_rows
         self.data = data or self._batches(self.batch_rows)
-        kernels = choose_kernels(config.model.kernels, model, device.value)
         self._choices = (device, kernels, *self.placement.choices)
         self.course = choose_course(
             config.train,
@@ -138,7 +160,10 @@ class Run:
         if checkpoint is not None:
             session.state = self.keeper.restore(checkpoint, self.engine, self.data)
             session.announcer.at_step(session.state.step)
-        changes = live_changes(config, facts, self.placement, self.engine, session.announcer)
+        rates = self._constants.rates(has_gpu=self._room.has_gpu)
+        changes = live_changes(
+            config, self._facts, self.placement, self.engine, session.announcer, rates
+        )
         session.requests.changes_go_to(changes.ask)
         self.loop = TrainingLoop(
             model=self.model,
@@ -152,6 +177,20 @@ class Run:
             changes=changes,
             state=session.state,
         )
+
+    def _measured(
+        self, facts: ModelFacts, machine: Machine, device: str, rows: int | None
+    ) -> Constants:
+        """The constants of the plan; a block is tried now unless that was done before."""
+        if device == "cuda":
+            hold_to_budget(self._config.placement.budget_gib)
+        self._session.announcer.phase("loading", "trying one block")
+        ingredients = self._ingredients
+
+        def batch_of(count: int) -> Batch:
+            return next(iter(in_order(ingredients.data.trained, count)))
+
+        return measured_constants(facts, machine, device, rows, ingredients.loaded.model, batch_of)
 
     def make_keeper(self) -> CheckpointKeeper:
         """What writes this run's checkpoints."""
@@ -184,6 +223,9 @@ class Run:
             )
         )
         plan = self.placement
+        forecast = forecast_of(self._config, self._facts, plan, self._room, self._constants)
+        time = forecast.time(self.course.total_steps)
+        told = time["predicted"] or {}
         planned = Planned(
             offload=plan.offload,
             batch_rows=plan.batch_rows,
@@ -197,8 +239,14 @@ class Run:
             device_budget_bytes=plan.budget_bytes,
             host_bytes=plan.host_bytes,
             choices=(*self._choices, *self.course.choices),
+            step_s=told.get("seconds_per_step"),
+            tokens_per_s=told.get("tokens_per_s"),
+            eta_s=told.get("eta_s"),
+            disk_bytes=forecast.disk_bytes,
+            binds=told.get("binds", ""),
+            constants=time["predicted_because"],
         )
-        write_plan_file(session.run_dir, planned, plan.need)
+        write_plan_file(session.run_dir, planned, plan, told.get("parts_s", {}), self._constants)
         session.announcer.emit(planned)
         self._planned = planned
 
@@ -220,14 +268,25 @@ class Run:
         self.measure()
 
     def measure(self) -> None:
-        """Put the measured peaks beside the predicted ones."""
-        session = self._session
-        memory = session.gauges.memory()
+        """Put what was predicted beside what was measured: journal, console and result.json."""
+        session, planned = self._session, self._planned
+        peaks = measured_peaks(self.engine)
+        rows = compared(
+            {
+                "device_peak_bytes": planned.device_bytes,
+                "host_peak_bytes": planned.host_bytes,
+                "step_s": planned.step_s,
+            },
+            {**peaks, "step_s": steady_step_s(self.loop.steps_s)},
+        )
+        session.announcer.emit(PlanChecked(rows=rows))
         session.measured = {
-            "predicted_device_peak_bytes": self._planned.device_bytes,
-            "measured_device_peak_bytes": memory.device_peak_bytes,
-            "predicted_host_peak_bytes": self._planned.host_bytes,
-            "measured_host_peak_bytes": memory.host_peak_bytes,
+            "predicted_device_peak_bytes": planned.device_bytes,
+            "measured_device_peak_bytes": session.gauges.memory().device_peak_bytes,
+            "predicted_host_peak_bytes": planned.host_bytes,
+            "measured_host_peak_bytes": peaks["host_peak_bytes"],
+            "device_reserved_peak_bytes": peaks["device_reserved_peak_bytes"],
+            "plan": msgspec.to_builtins(rows),
         }
 
     def _batches(self, rows: int) -> BatchSource:

@@ -11,11 +11,12 @@ import msgspec
 
 import fluxtrain
 from fluxtrain.hardware.machine import Machine
-from fluxtrain.plan.footprint import Footprint
+from fluxtrain.plan.placement import RunPlacement
 from fluxtrain.telemetry.events import Hello, Planned
 from fluxtrain.telemetry.process import ProcessMark
 from fluxtrain.telemetry.rundir import RunDir
 from fluxtrain.train.config import RunConfig
+from fluxtrain.train.constants import Constants
 from fluxtrain.train.step_clock import PHASES
 
 if TYPE_CHECKING:
@@ -36,12 +37,27 @@ def write_run_file(run_dir: RunDir, config: RunConfig, machine: Machine) -> None
     run_dir.write_json(run_dir.run, content)
 
 
-def write_plan_file(run_dir: RunDir, planned: Planned, need: Footprint) -> None:
-    """plan.json: the whole plan, also where the event had to be shortened."""
+def write_plan_file(
+    run_dir: RunDir,
+    planned: Planned,
+    placement: RunPlacement,
+    parts_s: dict[str, float],
+    constants: Constants,
+) -> None:
+    """plan.json: the whole plan, also where the event had to be shortened, frozen before the first
+    step with what it was computed from."""
     content: dict[str, Any] = msgspec.to_builtins(planned)
     for stamp in ("seq", "t_s", "wall_s", "dropped", "event"):
         content.pop(stamp, None)
-    run_dir.write_json(run_dir.plan, {**content, "need": asdict(need)})
+    content |= {
+        "need": asdict(placement.need),
+        "process_bytes": placement.process_bytes,
+        "passing_bytes": placement.passing_bytes,
+        "parts_s": parts_s,
+        "per_s": dict(constants.per_s),
+        "calibration": msgspec.to_builtins(constants.calibration),
+    }
+    run_dir.write_json(run_dir.plan, content)
 
 
 def first_hello(config: RunConfig, run_dir: RunDir, machine: str) -> Hello:

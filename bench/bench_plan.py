@@ -1,0 +1,206 @@
+"""Predicted against measured: the plans of real trainings, each through the command line.
+
+    python bench/bench_plan.py --device cpu --out DIR     models made on the spot, some minutes
+    python bench/bench_plan.py --device cuda --out DIR    shapes of bench/shapes.yaml, some minutes
+
+Each case of bench/plan_cases.yaml is one `fluxtrain train` in a process of its own, with a cache of
+its own, so that it tries its block itself right before it trains. What a run predicted was frozen
+in plan.json before its first step; what it took is in result.json. `--again N` trains every case N
+times and shows the run whose step time is the middle one (a shared machine is noisy).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from tokenizers import ByteLevelBPETokenizer
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+HERE = Path(__file__).parent
+GIB = 1 << 30
+TEXT_BYTES = 2 << 20
+LIMITS = {  # of the error, by quantity and device
+    "device_peak_bytes": {"cuda": 0.05, "cpu": 0.05},
+    "host_peak_bytes": {"cuda": 0.05, "cpu": 0.05},
+    "step_s": {"cuda": 0.15, "cpu": 0.25},
+}
+
+
+def write_text(folder: Path) -> Path:
+    """The standard library's own source as one training text."""
+    library = Path(sysconfig.get_paths()["stdlib"])
+    text = "\n\n".join(p.read_text(errors="ignore") for p in sorted(library.glob("*.py")))
+    path = folder / "text.txt"
+    path.write_text(text[:TEXT_BYTES], encoding="utf-8")
+    return path
+
+
+def write_model(shape: dict[str, Any], dtype: str, device: str, text: Path, folder: Path) -> None:
+    """A model folder with random weights and a tokenizer of 4,000 entries."""
+    tokenizer = ByteLevelBPETokenizer()
+    tokenizer.train([str(text)], vocab_size=4000, special_tokens=["<|endoftext|>"])
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer._tokenizer, eos_token="<|endoftext|>", pad_token="<|endoftext|>"
+    ).save_pretrained(folder)
+    config = Qwen2Config(**shape, eos_token_id=0, bos_token_id=0, pad_token_id=0)
+    torch.manual_seed(0)
+    torch.set_default_dtype(getattr(torch, dtype))
+    with torch.device(device):
+        model = Qwen2ForCausalLM(config)
+    torch.set_default_dtype(torch.float32)
+    model.save_pretrained(folder)
+    del model
+    if device == "cuda":
+        torch.cuda.empty_cache()
+
+
+def configuration(case: dict[str, Any], device: str, steps: int, text: Path) -> dict[str, Any]:
+    """What `fluxtrain train` is told."""
+    placement = {
+        key: case[key] for key in ("offload", "device_groups", "resident_blocks") if key in case
+    }
+    placement |= {"chunk_rows": case["chunk"]} if "chunk" in case else {}
+    placement |= {"budget_gib": case["budget_gib"]} if "budget_gib" in case else {}
+    return {
+        "model": {"path": case["model"]},
+        "data": {"path": str(text), "sequence_length": case["sequence"]},
+        "train": {
+            "steps": steps,
+            "batch_rows": case["batch"],
+            "accumulation": case.get("accumulation", 1),
+            "evaluate_every": "end",
+            "checkpoint_every": "end",
+        },
+        "placement": {"device": device, **placement},
+    }
+
+
+def run(case: dict[str, Any], device: str, steps: int, text: Path, folder: Path) -> dict[str, Any]:
+    """Train one case; its plan and its result, or what went wrong."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text(
+        yaml.safe_dump(configuration(case, device, steps, text)), encoding="utf-8"
+    )
+    command = [sys.executable, "-m", "fluxtrain", "train", str(folder / "config.yaml")]
+    started_s = time.monotonic()
+    with (folder / "train.log").open("wb") as log:
+        code = subprocess.run(
+            [*command, "--run-dir", str(folder / "run")],
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            check=False,
+            env={**os.environ, "XDG_CACHE_HOME": str(folder / "cache")},
+        ).returncode
+    seconds = time.monotonic() - started_s
+    if code:
+        tail = (folder / "train.log").read_text().splitlines()[-3:]
+        return {"case": case, "exit_code": code, "seconds": seconds, "log": tail}
+    plan = json.loads((folder / "run" / "plan.json").read_text())
+    result = json.loads((folder / "run" / "result.json").read_text())
+    shutil.rmtree(folder / "run" / "checkpoints", ignore_errors=True)
+    shutil.rmtree(folder / "run" / "model", ignore_errors=True)
+    return {
+        "case": case,
+        "exit_code": 0,
+        "seconds": seconds,
+        "load": os.getloadavg()[0],
+        "plan": plan,
+        "result": result,
+        "steps": _step_phases(folder / "run" / "events.ndjson"),
+    }
+
+
+def _step_phases(journal: Path) -> list[dict[str, Any]]:
+    """Seconds of some steady steps by phase and stall, to look for what a forecast misses."""
+    events = (json.loads(line) for line in journal.read_text().splitlines())
+    steps = [event for event in events if event.get("event") == "step"]
+    keys = ("step", "step_s", "phases_s", "stalls_s")
+    return [{key: step[key] for key in keys} for step in steps[-5:]]
+
+
+def middle_of(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """The run whose step time is the median; a failed one is shown first."""
+    failed = [one for one in runs if one["exit_code"]]
+    if failed:
+        return failed[0]
+    return sorted(runs, key=lambda one: _rows(one)["step_s"]["measured"])[(len(runs) - 1) // 2]
+
+
+def _rows(one: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {row["quantity"]: row for row in one["result"]["plan"]}
+
+
+def line(one: dict[str, Any], device: str) -> str:
+    """One row of the table."""
+    case = one["case"]
+    name = f"{case['shape']}, {case['batch']} x {case['sequence']}"
+    if "accumulation" in case:
+        name += f" x {case['accumulation']}"
+    limit = f"{case['budget_gib']} GiB" if "budget_gib" in case else "-"
+    if one["exit_code"]:
+        return f"| {name} | {limit} | failed with {one['exit_code']}: {one['log'][-1]} | | | |"
+    plan = one["plan"]
+    where = f"{plan['offload']}, {plan['device_groups']}+{plan['resident_blocks']}"
+    where += f", chunk {plan['chunk_rows']}"
+    cells = [name, limit, where]
+    for quantity, row in _rows(one).items():
+        cells.append(_cell(quantity, row, LIMITS[quantity][device]))
+    return f"| {' | '.join(cells)} |"
+
+
+def _cell(quantity: str, row: dict[str, Any], limit: float) -> str:
+    if row["error"] is None:
+        return "-"
+    scale, unit = (GIB, "GiB") if quantity.endswith("bytes") else (1.0, "s")
+    verdict = "" if abs(row["error"]) <= limit else " MISSED"
+    values = f"{row['predicted'] / scale:.3f} / {row['measured'] / scale:.3f} {unit}"
+    return f"{values} ({row['error']:+.1%}{verdict})"
+
+
+def main() -> None:
+    """Write the models, train the cases, print the table; details go to OUT/plan.json."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--steps", type=int, default=16)
+    parser.add_argument("--again", type=int, default=1)
+    parser.add_argument("--only", type=int, nargs="*", help="numbers of cases, from 0")
+    parser.add_argument("--cases", type=Path, default=HERE / "plan_cases.yaml")
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    told = yaml.safe_load(options.cases.read_text())["gpu" if options.device == "cuda" else "cpu"]
+    shapes = told.get("shapes") or yaml.safe_load((HERE / "shapes.yaml").read_text())
+    text = write_text(options.out)
+    done: list[dict[str, Any]] = []
+    print("| case | budget | plan | VRAM | host | seconds a step |\n|---|---|---|---|---|---|")
+    for number, case in enumerate(told["cases"]):
+        if options.only is not None and number not in options.only:
+            continue
+        default = "bfloat16" if options.device == "cuda" else "float32"
+        dtype = case.get("dtype", default)
+        folder = options.out / f"model-{case['shape']}-{dtype}"
+        if not folder.exists():
+            write_model(shapes[case["shape"]], dtype, options.device, text, folder)
+        case["model"] = str(folder)
+        place = options.out / f"case-{number}"
+        runs = [run(case, options.device, options.steps, text, place) for _ in range(options.again)]
+        one = middle_of(runs)
+        done += runs
+        print(line(one, options.device), flush=True)
+        (options.out / "plan.json").write_text(json.dumps(done, indent=1))
+
+
+if __name__ == "__main__":
+    main()

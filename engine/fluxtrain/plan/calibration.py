@@ -1,0 +1,73 @@
+"""What one block of a model really took on a machine. Pure values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """`base + slope * rows`: seconds (or bytes) of some rows that are computed at once."""
+
+    base: float
+    slope: float
+
+    def at(self, rows: int) -> float:
+        """For `rows`; nothing for none."""
+        return self.base + self.slope * rows if rows else 0.0
+
+
+def line_through(few: tuple[int, float], many: tuple[int, float]) -> Line:
+    """The line through (rows, value) at two sizes, `many` the larger, with nothing below zero.
+
+    Noise can make the smaller size look dearer a row than the line allows; then the larger, which
+    was measured over more work, decides alone.
+    """
+    (few_rows, few_value), (many_rows, many_value) = few, many
+    if many_rows <= few_rows:
+        return Line(base=0.0, slope=many_value / many_rows)
+    slope = (many_value - few_value) / (many_rows - few_rows)
+    slope = min(max(slope, 0.0), many_value / many_rows)
+    return Line(base=many_value - slope * many_rows, slope=slope)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """Seconds of one block and of what stands outside the blocks, and bytes of activations.
+
+    A block's lines are over the rows of one chunk, the others over those of a batch.
+    """
+
+    forward: Line  # one block
+    backward: Line  # one block: recomputed, gradients of inputs and of weights
+    outside_forward: Line  # embedding, masks, last norm, head and loss with its gradient
+    outside_backward: Line  # gradients of head and embedding on their way to their sums
+    activation_bytes: int  # of one block and row, at the peak of its backward pass
+    between_block_s: float = 0.0  # norm and the host's share of the optimizer, for each block
+    device_update_s: float = 0.0  # for each parameter whose states live on a GPU
+    adamw_per_s: float | None = None  # parameters, at the size of this model; None: as probed
+    runtime_bytes: int = 0  # what the process grew by when it first computed
+    rows: tuple[int, int]  # of the two chunks
+    measured_at_s: float  # Unix time
+    measuring_s: float
+
+
+def chunked(line: Line, batch_rows: int, chunk_rows: int) -> float:
+    """`line` over a batch in chunks, of which the last may be smaller."""
+    whole, left = divmod(batch_rows, max(1, min(chunk_rows, batch_rows)))
+    return whole * line.at(min(chunk_rows, batch_rows)) + line.at(left)
+
+
+def trial_rows(sequence_length: int, batch_rows: int | None, chunk_tokens: int) -> tuple[int, int]:
+    """Rows of the two chunks that are tried: about what a run takes, and a quarter of it."""
+    many = 1 << (max(1, chunk_tokens // sequence_length).bit_length() - 1)
+    if batch_rows is not None:
+        many = min(many, batch_rows)
+    many = max(2, many)
+    return max(1, many // 4), many
+
+
+def median(values: Sequence[float]) -> float:
+    """The middle one; of an even number the lower, which other programs disturbed less."""
+    return sorted(values)[(len(values) - 1) // 2]

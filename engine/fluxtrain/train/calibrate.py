@@ -1,0 +1,270 @@
+"""Run one block for real before training: what it takes on this machine, for the planner.
+
+A miniature of the model (its edges, and one of its blocks twice) goes through the engine as the run
+will, at two chunk sizes, all of it on the device so that no copy is in the times. Weights are the
+model's own; nothing of the model itself is touched, and the random state is as it was afterwards.
+"""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import gc
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import torch
+from torch import Tensor, nn
+
+import fluxtrain
+from fluxtrain.data.batches import Batch
+from fluxtrain.errors import FluxTrainError, UnsupportedModel
+from fluxtrain.plan.calibration import Calibration, line_through, median
+from fluxtrain.stream.blocks import take_apart
+from fluxtrain.stream.rng import randomness_kept
+
+if TYPE_CHECKING:
+    from fluxtrain.stream.engine import Engine
+
+COPIES = 2  # of the block: the second starts as every block but the first does
+REPEATS = 8
+LIMIT_S = 0.6  # for the repeats at one size; the last may end later
+ALL_CHECKED = 3  # recomputes after which the engine stops to compare them with the forward
+
+
+class NotCalibrated(FluxTrainError):
+    """Why a block could not be tried; the planner goes on with what it knew."""
+
+
+def calibrate(
+    model: nn.Module,
+    batch_of: Callable[[int], Batch],
+    device: torch.device,
+    rows: tuple[int, int],
+) -> Calibration:
+    """Time a block, and what stands outside the blocks, at chunks of `rows` rows.
+
+    `batch_of` gives real rows. Raises NotCalibrated with the reason: blocks in several lists, or
+    too little memory for the miniature.
+    """
+    started_s = time.monotonic()
+    process = psutil.Process()
+    before_bytes = process.memory_info().rss
+    try:
+        with randomness_kept(device):
+            few, many = _trials(model, batch_of, device, rows)
+    except torch.OutOfMemoryError as error:
+        raise NotCalibrated("one block beside the head does not fit on the device") from error
+    except UnsupportedModel as error:
+        raise NotCalibrated(str(error)) from error
+    finally:
+        _give_back(device)
+
+    def line(of: Callable[[_Trial], float]) -> Any:
+        return line_through((few.rows, of(few)), (many.rows, of(many)))
+
+    return Calibration(
+        forward=line(lambda trial: trial.median("forward")),
+        backward=line(lambda trial: trial.median("backward")),
+        outside_forward=line(lambda trial: trial.median("outside_forward")),
+        outside_backward=line(lambda trial: trial.median("outside_backward")),
+        activation_bytes=round(line(lambda trial: float(trial.activation_bytes)).slope),
+        between_block_s=many.median("between"),
+        device_update_s=many.median("update"),
+        runtime_bytes=max(0, process.memory_info().rss - before_bytes),
+        rows=(few.rows, many.rows),
+        measured_at_s=time.time(),
+        measuring_s=time.monotonic() - started_s,
+    )
+
+
+@dataclass
+class _Trial:
+    """What the repeats at one size took, by what took it."""
+
+    rows: int
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+    activation_bytes: int = 0
+
+    def took(self, **parts: float) -> None:
+        for name, seconds in parts.items():
+            self.seconds.setdefault(name, []).append(seconds)
+
+    def median(self, name: str) -> float:
+        return median(self.seconds[name])
+
+
+def _trials(
+    model: nn.Module,
+    batch_of: Callable[[int], Batch],
+    device: torch.device,
+    rows: tuple[int, int],
+) -> tuple[_Trial, _Trial]:
+    from fluxtrain.stream.engine import engine_of
+
+    mini = _miniature(model, device)
+    blocks = [module for _, module in take_apart(mini).blocks]
+    fluxtrain.wrap(mini, device=device, offload="none", chunk_rows=max(rows))
+    engine = engine_of(mini)
+    try:
+        for unit in engine.units:
+            unit.checked = ALL_CHECKED
+        mini.train()
+        bench = _Bench(mini, engine, blocks, device)
+        few, many = (bench.trial(batch_of(count)) for count in rows)
+    finally:
+        fluxtrain.unwrap(mini)
+    return few, many
+
+
+def _miniature(model: nn.Module, device: torch.device) -> nn.Module:
+    """A copy of `model` on `device` with `COPIES` of its middle block in place of all of them."""
+    parts = take_apart(model)
+    lists = {name.rpartition(".")[0] for name, _ in parts.blocks}
+    if len(lists) != 1:
+        raise NotCalibrated(f"its blocks stand in {len(lists)} lists")
+    listed = model.get_submodule(lists.pop())
+    block = parts.blocks[len(parts.blocks) // 2][1]
+    copies = [copy.deepcopy(block, _on(device, block.parameters())) for _ in range(COPIES)]
+    short = nn.Sequential(*copies) if isinstance(listed, nn.Sequential) else nn.ModuleList(copies)
+    inside = {id(parameter) for parameter in listed.parameters()}
+    outside = (p for p in model.parameters() if id(p) not in inside)
+    return copy.deepcopy(model, {**_on(device, outside), id(listed): short})
+
+
+def _on(device: torch.device, parameters: Iterable[nn.Parameter]) -> dict[int, Any]:
+    """What `deepcopy` takes for these parameters: copies that never exist twice on the host."""
+    return {
+        id(p): nn.Parameter(p.detach().to(device, copy=True), requires_grad=p.requires_grad)
+        for p in parameters
+    }
+
+
+class _Bench:
+    """Steps of the miniature, taken apart at the borders of its blocks."""
+
+    def __init__(
+        self, mini: nn.Module, engine: Engine, blocks: list[nn.Module], device: torch.device
+    ) -> None:
+        self._mini, self._engine, self._device = mini, engine, device
+        self._on_gpu = device.type == "cuda"
+        self._marks: dict[str, list[Any]] = {}
+        self._held_bytes = 0
+        self._trial = _Trial(0)
+        trained = [p for block in blocks for p in block.parameters() if p.requires_grad]
+        self._updated = sum(p.numel() for p in trained)
+        self._optimizer = torch.optim.AdamW(trained, lr=1e-5) if trained else None
+        for block in blocks:
+            block.register_forward_pre_hook(self._enters, with_kwargs=True)
+            block.register_forward_hook(self._leaves)
+
+    def trial(self, batch: Batch) -> _Trial:
+        """Repeats with the rows of `batch`, after one that only warms up."""
+        trial = self._trial = _Trial(int(batch.input_ids.shape[0]))
+        self._engine.chunk_rows = trial.rows
+        self._step(batch)
+        trial.seconds.clear()
+        started_s = time.perf_counter()
+        for _ in range(REPEATS):
+            self._step(batch)
+            if time.perf_counter() - started_s > LIMIT_S:
+                break
+        return trial
+
+    def _step(self, batch: Batch) -> None:
+        self._marks = {}
+        self._mark("start")
+        loss = self._mini(**batch.inputs()).loss
+        self._mark("loss")
+        loss.backward()
+        self._mark("end")
+        self._wait()
+        forward_s = self._between("enters", "leaves")
+        backward_s = self._between("backward enters", "backward leaves")
+        self._trial.took(
+            forward=forward_s / COPIES,
+            backward=backward_s / COPIES,
+            outside_forward=max(0.0, self._between("start", "loss") - forward_s),
+            outside_backward=max(0.0, self._between("loss", "end") - backward_s),
+        )
+        self._update()
+
+    def _update(self) -> None:
+        """The norm and the optimizer; updates on a GPU, for on a host they are timed elsewhere."""
+        started_s = time.perf_counter()
+        self._engine.clip_grad_norm(1.0).value()
+        if self._on_gpu and self._optimizer is not None:
+            self._optimizer.step()
+            self._optimizer.zero_grad()
+        host_s = time.perf_counter() - started_s
+        self._wait()
+        both_s = time.perf_counter() - started_s
+        self._trial.took(
+            between=host_s / COPIES if self._on_gpu else 0.0,
+            update=both_s / self._updated if self._on_gpu and self._updated else 0.0,
+        )
+        for parameter in self._mini.parameters():
+            parameter.grad = None
+
+    def _enters(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._mark("enters")
+        hidden = _first_tensor((*args, *kwargs.values()))
+        hidden.register_hook(lambda _: self._backward_left())
+
+    def _leaves(self, _: nn.Module, args: tuple[Any, ...], out: Any) -> None:
+        self._mark("leaves")
+        hidden = _first_tensor(out if isinstance(out, tuple) else (out,))
+        hidden.register_hook(lambda _: self._backward_enters())
+
+    def _backward_enters(self) -> None:
+        self._mark("backward enters")
+        if self._on_gpu:
+            torch.cuda.reset_peak_memory_stats(self._device)
+            self._held_bytes = torch.cuda.memory_allocated(self._device)
+
+    def _backward_left(self) -> None:
+        self._mark("backward leaves")
+        if self._on_gpu:
+            peak = torch.cuda.max_memory_allocated(self._device) - self._held_bytes
+            self._trial.activation_bytes = max(self._trial.activation_bytes, peak)
+
+    def _mark(self, name: str) -> None:
+        """The time now: the host's, or that of the device's stream."""
+        now: Any = time.perf_counter()
+        if self._on_gpu:
+            now = torch.cuda.Event(enable_timing=True)
+            now.record(torch.cuda.current_stream(self._device))
+        self._marks.setdefault(name, []).append(now)
+
+    def _between(self, start: str, end: str) -> float:
+        """Seconds from each mark `start` to its mark `end`, added up."""
+        pairs = zip(self._marks[start], self._marks[end], strict=True)
+        if self._on_gpu:
+            return float(sum(before.elapsed_time(after) for before, after in pairs)) / 1e3
+        return float(sum(after - before for before, after in pairs))
+
+    def _wait(self) -> None:
+        if self._on_gpu:
+            torch.cuda.synchronize(self._device)
+
+
+def _first_tensor(values: tuple[Any, ...]) -> Tensor:
+    """The hidden states: the first input (or output) that a gradient reaches."""
+    for value in values:
+        if isinstance(value, Tensor) and value.requires_grad:
+            return value
+    raise NotCalibrated("no gradient reaches its blocks")
+
+
+def _give_back(device: torch.device) -> None:
+    """Free what the miniature held: the plan counts what is free."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+    with suppress(OSError, AttributeError):  # another C library: its allocator keeps some pages
+        ctypes.CDLL(None).malloc_trim(0)

@@ -1,0 +1,188 @@
+"""The measured constants of a plan: rates of the machine, and one block of this model tried on it.
+
+They are kept beside the probe's rates, for as long, one file for each machine and model shape, and
+never come from a training of the same case.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import msgspec
+import torch
+
+from fluxtrain.data.batches import Batch
+from fluxtrain.errors import FluxTrainError
+from fluxtrain.hardware.adamw_rate import LEAST_PARAMETERS, PARAMETERS, adamw_rate
+from fluxtrain.hardware.bandwidth import bus_rates, host_copy_rate
+from fluxtrain.hardware.cache import cache_file, is_fresh
+from fluxtrain.hardware.machine import Machine
+from fluxtrain.hardware.probe import known_rates, sustained_threads
+from fluxtrain.plan.calibration import Calibration, trial_rows
+from fluxtrain.plan.cost import Rates, rates_from
+from fluxtrain.plan.facts import ModelFacts
+from fluxtrain.plan.search import CHUNK_TOKENS
+from fluxtrain.telemetry.rundir import runs_root
+from fluxtrain.telemetry.storage import write_json
+from fluxtrain.train.calibrate import NotCalibrated, calibrate
+from fluxtrain.units import duration_text
+
+FORMAT = 1  # of the file; a reader ignores another one
+
+
+@dataclass(frozen=True, kw_only=True)
+class Constants:
+    """What the time of a plan is computed from."""
+
+    per_s: Mapping[str, float | None]  # by the probe's names
+    calibration: Calibration | None = None
+    source: str  # in words
+    is_new: bool = False  # measured by this process
+
+    @property
+    def still_to_come_bytes(self) -> int:
+        """What this process will grow by when it first computes, unless it has."""
+        tried = self.calibration
+        return 0 if tried is None or self.is_new else tried.runtime_bytes
+
+    def rates(self, *, has_gpu: bool) -> Rates | str:
+        """For the cost model, or what is missing."""
+        return rates_from(self.per_s, has_gpu=has_gpu, calibration=self.calibration)
+
+    def applied(self, facts: ModelFacts) -> ModelFacts:
+        """`facts` with the activations that were measured, where they were."""
+        tried, row = self.calibration, facts.row
+        if tried is None or row is None or not tried.activation_bytes:
+            return facts
+        return replace(facts, row=replace(row, activation_bytes=tried.activation_bytes))
+
+
+class _Kept(msgspec.Struct, frozen=True):
+    format: int
+    per_s: dict[str, float]
+    calibration: Calibration
+
+
+def known_constants(
+    facts: ModelFacts,
+    machine: Machine,
+    device: str,
+    batch_rows: int | None,
+    per_s: Mapping[str, float | None] | None = None,
+) -> Constants:
+    """What was measured before: a block of this shape, else the probe's rates (`per_s`, or those
+    that are kept) with the constants of this class of machines."""
+    found = _read(_place(facts, machine, device, batch_rows))
+    probed = _probed() if per_s is None else per_s
+    if found is None:
+        return Constants(
+            per_s=probed,
+            source="rates of the machine and constants of its class: no block of this model was "
+            "tried here yet, which `fluxtrain train` does",
+        )
+    return Constants(
+        per_s={**found.per_s, **probed},
+        calibration=found.calibration,
+        source=f"one block, tried {_when(found.calibration)}",
+    )
+
+
+def measured_constants(
+    facts: ModelFacts,
+    machine: Machine,
+    device: str,
+    batch_rows: int | None,
+    model: torch.nn.Module,
+    batch_of: Callable[[int], Batch],
+) -> Constants:
+    """As `known_constants`, but what is not known is measured now, in a few seconds, and kept."""
+    known = known_constants(facts, machine, device, batch_rows)
+    if known.calibration is not None:
+        return known
+    assert facts.row is not None
+    rows = trial_rows(facts.row.sequence_length, batch_rows, CHUNK_TOKENS)
+    try:
+        tried = calibrate(model, batch_of, torch.device(device), rows)
+    except NotCalibrated as reason:
+        return replace(known, source=f"{known.source} ({reason})")
+    tried = replace(tried, adamw_per_s=_adamw_per_s(facts, machine))
+    rates = _missing_rates(known.per_s, machine, device)
+    _write(_place(facts, machine, device, batch_rows), _Kept(FORMAT, rates, tried))
+    return Constants(
+        per_s={**rates, **known.per_s},
+        calibration=tried,
+        source=f"one block, tried {_when(tried)}",
+        is_new=True,
+    )
+
+
+def _when(tried: Calibration) -> str:
+    few, many = tried.rows
+    return (
+        f"with {few} and {many} rows before a training on this machine, in "
+        f"{duration_text(tried.measuring_s)}"
+    )
+
+
+def _probed() -> dict[str, float | None]:
+    return {name: rate.per_s for name, rate in known_rates(runs_root()).items()}
+
+
+def _missing_rates(
+    known: Mapping[str, float | None], machine: Machine, device: str
+) -> dict[str, float]:
+    """The copies' rates, where no probe measured them."""
+    if device == "cuda":
+        names = ("h2d_pinned", "d2h_pinned")
+        found = {} if all(known.get(name) for name in names) else bus_rates()
+    else:
+        missing = not known.get("host_copy")
+        threads = sustained_threads(machine)
+        found = {"host_copy": host_copy_rate(threads=threads)} if missing else {}
+    return {name: rate.per_s for name, rate in found.items() if rate.per_s}
+
+
+def _adamw_per_s(facts: ModelFacts, machine: Machine) -> float | None:
+    """The native optimizer over as much memory as this model's states take, up to what is beyond
+    any cache."""
+    trained = sum(group.trained_bf16 + group.trained_fp32 for group in facts.groups)
+    found = adamw_rate(
+        machine.memory_available_bytes,
+        parameters=min(max(trained, LEAST_PARAMETERS), PARAMETERS),
+        threads=sustained_threads(machine),
+    )
+    return found.per_s
+
+
+def _place(facts: ModelFacts, machine: Machine, device: str, batch_rows: int | None) -> Path:
+    """The file of this machine, device, model shape and size of the trial."""
+    row = facts.row
+    assert row is not None
+    blocks = [group for group in facts.groups if group.kind == "block"]
+    middle = blocks[len(blocks) // 2]
+    edges = [(g.weight_bytes, g.users) for g in facts.groups if g.kind == "edge"]
+    shape = (middle.weight_bytes, middle.trained_bf16, middle.trained_fp32, edges, facts.layers)
+    rows = (row.hidden, row.vocabulary, row.sequence_length, row.dtype_bytes)
+    trial = trial_rows(row.sequence_length, batch_rows, CHUNK_TOKENS)
+    threads = torch.get_num_threads()
+    return cache_file("block", machine, device, shape, rows, trial, threads, str(torch.__version__))
+
+
+def _read(place: Path) -> _Kept | None:
+    try:
+        kept = msgspec.json.decode(place.read_bytes(), type=_Kept)
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+        return None
+    usable = kept.format == FORMAT and is_fresh(kept.calibration.measured_at_s)
+    return kept if usable else None
+
+
+def _write(place: Path, kept: _Kept) -> None:
+    """A cache that cannot be written costs a new measurement next time, no more."""
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        write_json(place, kept)
+    except (OSError, FluxTrainError):
+        return

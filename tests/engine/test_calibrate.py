@@ -1,0 +1,145 @@
+"""One block is tried before a training: nothing of the model changes, and what is kept is used."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from fluxtrain.data.batches import Batch
+from fluxtrain.hardware.machine import Machine, read_machine
+from fluxtrain.plan.facts import ModelFacts
+from fluxtrain.train import constants as constants_module
+from fluxtrain.train.calibrate import NotCalibrated, calibrate
+from fluxtrain.train.config import demo_config
+from fluxtrain.train.constants import known_constants, measured_constants
+from fluxtrain.train.placing import model_facts
+from fluxtrain.train.preview import preview
+
+Tiny = Callable[..., PreTrainedModel]
+LENGTH = 12
+
+
+def batch_of(rows: int) -> Batch:
+    ids = torch.randint(0, 60, (rows, LENGTH), generator=torch.Generator().manual_seed(0))
+    positions = torch.arange(LENGTH).expand(rows, LENGTH)
+    count = rows * (LENGTH - 1)
+    return Batch(
+        input_ids=ids, labels=ids, position_ids=positions, predicted=count, step_predicted=count,
+        tokens=ids.numel(),
+    )  # fmt: skip
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
+    """This one, with nothing measured on it before."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return read_machine()
+
+
+def facts_of(model: Any) -> ModelFacts:
+    return model_facts(model, model.config, LENGTH)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gpt2"])
+def test_the_model_and_the_random_state_are_as_before(tiny: Tiny, family: str) -> None:
+    model = tiny(family, torch.float32)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    classes = [type(parameter) for parameter in model.parameters()]
+    state = torch.get_rng_state()
+    tried = calibrate(model, batch_of, torch.device("cpu"), (1, 4))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert [type(parameter) for parameter in model.parameters()] == classes
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert tried.rows == (1, 4)
+    for line in (tried.forward, tried.backward, tried.outside_forward):
+        assert line.at(4) > 0
+    assert tried.backward.at(4) < tried.measuring_s
+
+
+def test_blocks_in_several_lists_are_told_not_guessed() -> None:
+    class TwoLists(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+            self.b = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    with pytest.raises(NotCalibrated, match="2 lists"):
+        calibrate(TwoLists(), batch_of, torch.device("cpu"), (1, 2))
+
+
+def test_what_was_tried_is_kept_and_used_by_plan_and_train(tiny: Tiny, machine: Machine) -> None:
+    model = tiny("llama", torch.float32)
+    facts = facts_of(model)
+    unknown = known_constants(facts, machine, "cpu", 4)
+    assert unknown.calibration is None
+    assert "no block of this model was tried" in unknown.source
+    tried = measured_constants(facts, machine, "cpu", 4, model, batch_of)
+    assert tried.is_new
+    assert tried.calibration is not None
+    assert tried.calibration.adamw_per_s
+    again = known_constants(facts, machine, "cpu", 4)
+    assert again.calibration == tried.calibration
+    assert again.still_to_come_bytes == tried.calibration.runtime_bytes
+    assert "one block, tried with 1 and 4 rows" in again.source
+    assert measured_constants(facts, machine, "cpu", 4, model, _never).calibration is not None
+    assert known_constants(facts_of(tiny("qwen2", torch.float32)), machine, "cpu", 4) == unknown
+    assert known_constants(facts, machine, "cpu", 2).calibration is None  # other rows, not tried
+
+
+def _never(_: int) -> Batch:
+    raise AssertionError("a block was tried a second time")
+
+
+def test_an_old_or_damaged_file_is_measured_again(
+    tiny: Tiny, machine: Machine, tmp_path: Path
+) -> None:
+    model = tiny("llama", torch.float32)
+    facts = facts_of(model)
+    measured_constants(facts, machine, "cpu", 4, model, batch_of)
+    (file,) = (tmp_path / "cache" / "fluxtrain").glob("block-*.json")
+    kept = json.loads(file.read_text())
+    kept["calibration"]["measured_at_s"] = time.time() - 8 * 86_400
+    file.write_text(json.dumps(kept))
+    assert known_constants(facts, machine, "cpu", 4).calibration is None
+    file.write_text("{")
+    assert known_constants(facts, machine, "cpu", 4).calibration is None
+
+
+def test_a_block_that_cannot_be_tried_leaves_the_class_constants(
+    tiny: Tiny, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise NotCalibrated("one block beside the head does not fit on the device")
+
+    monkeypatch.setattr(constants_module, "calibrate", refuse)
+    model = tiny("llama", torch.float32)
+    found = measured_constants(facts_of(model), machine, "cpu", 4, model, batch_of)
+    assert found.calibration is None
+    assert "does not fit on the device" in found.source
+
+
+def test_measured_activations_replace_the_estimate(tiny: Tiny, machine: Machine) -> None:
+    model = tiny("llama", torch.float32)
+    facts = facts_of(model)
+    tried = measured_constants(facts, machine, "cpu", 4, model, batch_of)
+    assert tried.applied(facts) == facts  # without a GPU nobody counts them
+    assert tried.calibration is not None
+    on_gpu = replace(tried, calibration=replace(tried.calibration, activation_bytes=777))
+    row = on_gpu.applied(facts).row
+    assert row is not None
+    assert row.activation_bytes == 777
+
+
+def test_plan_says_where_its_constants_come_from(machine: Machine) -> None:
+    plan = preview(demo_config())
+    assert "no block of this model was tried" in plan["predicted_because"]
