@@ -8,8 +8,8 @@ from typing import Literal
 
 from textual.binding import Binding
 
-Group = Literal["Screens", "Run", "Chart", "View", "App"]
-GROUPS: tuple[Group, ...] = ("Screens", "Run", "Chart", "View", "App")
+Group = Literal["Screens", "Run", "Runs", "Chart", "View", "App"]
+GROUPS: tuple[Group, ...] = ("Screens", "Run", "Runs", "Chart", "View", "App")
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +95,14 @@ ACTIONS: tuple[Action, ...] = (
            "by_tokens", ("loss",), rank=58),
     Action("compare", "v", "compare", "Compare with another run, or with none", "Chart",
            "compare", ("loss",), rank=73),
+    Action("resume_run", "r", "resume", "Go on with the selected run from its checkpoint", "Runs",
+           "resume_run", ("runs",), rank=75, changes_run=True),
+    Action("compare_run", "v", "compare", "Draw the selected run beside the one on screen", "Runs",
+           "compare_run", ("runs",), rank=74),
+    Action("clone_run", "e", "clone", "The wizard, filled with the selected run's settings", "Runs",
+           "clone_run", ("runs",), rank=73),
+    Action("delete_run", "D,delete", "delete", "Delete the selected run (asks, with its size)",
+           "Runs", "delete_run", ("runs",), rank=71),
     Action("older", "comma", "older", "Older steps among the last 256", "Chart", "look(-10)",
            ("transfer",), rank=36),
     Action("newer", "full_stop", "newer", "Newer steps; at the end the list follows the run",

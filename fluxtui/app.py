@@ -17,8 +17,7 @@ from fluxtui.screens.log import LogScreen
 from fluxtui.screens.plan import PlanScreen
 from fluxtui.screens.run_screen import RunScreen
 from fluxtui.screens.runs import RunsScreen
-from fluxtui.verbs.charts import ChartVerbs
-from fluxtui.verbs.run import RunVerbs
+from fluxtui.verbs.runs import RunsVerbs
 from fluxtui.verbs.saving import SavingVerbs
 from fluxtui.verbs.views import ViewVerbs
 
@@ -36,7 +35,7 @@ SCREENS: dict[str, type[RunScreen]] = {
 }
 
 
-class FluxApp(RunVerbs, ChartVerbs, ViewVerbs, SavingVerbs):
+class FluxApp(RunsVerbs, ViewVerbs, SavingVerbs):
     """Draws a run. Leaving it never touches the training."""
 
     TITLE = "FluxTrain"

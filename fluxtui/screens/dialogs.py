@@ -11,6 +11,7 @@ from textual.containers import Vertical
 from textual.screen import ModalScreen
 from textual.widgets import Static
 
+from fluxtrain.units import bytes_text
 from fluxtui.actions import ACTIONS, GROUPS, Action
 from fluxtui.panels import PANELS
 from fluxtui.widgets.scrolling import ScrollingLines
@@ -49,6 +50,33 @@ class StopDialog(ModalScreen[bool]):
     def action_answer(self, stop: bool) -> None:
         """Close with the answer."""
         self.dismiss(stop)
+
+
+class DeleteDialog(ModalScreen[bool]):
+    """Delete a run? `y` deletes, anything else does not."""
+
+    DEFAULT_CSS = DIALOG_CSS.format(name="DeleteDialog", width=72)
+    BINDINGS = [
+        Binding("y", "answer(True)", "Delete", show=False),
+        Binding("n,escape,enter,q,D", "answer(False)", "Keep", show=False),
+    ]
+
+    def __init__(self, name: str, size_bytes: int, step: int | None) -> None:
+        super().__init__()
+        self._run, self._size_bytes, self._step = name, size_bytes, step
+
+    def compose(self) -> ComposeResult:
+        done = "" if self._step is None else f" of {self._step} steps"
+        size = bytes_text(self._size_bytes)
+        text = f"{size}: checkpoints, model and log{done}.\nThey cannot be brought back.\n"
+        with Vertical(classes="dialog"):
+            yield Static(f"Delete {self._run}?\n", markup=False)
+            yield Static(text, markup=False)
+            yield Static("[b]y[/b] delete      [b]n[/b] keep")
+
+    def action_answer(self, delete: bool) -> None:
+        """Close with the answer."""
+        self.dismiss(delete)
 
 
 class HelpScreen(ModalScreen[None]):

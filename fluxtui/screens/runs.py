@@ -13,7 +13,7 @@ from fluxtui.screens.run_screen import RunScreen
 from fluxtui.state.view import View
 from fluxtui.themes import Palette
 from fluxtui.widgets.lines import Lines
-from fluxtui.widgets.run_rows import columns, run_row
+from fluxtui.widgets.run_rows import columns, run_detail, run_row
 from fluxtui.widgets.scrolling import ScrollingLines
 from fluxtui.widgets.spans import BLANK, Line
 
@@ -25,6 +25,7 @@ class RunsScreen(RunScreen):
 
     NAME = "runs"
     AUTO_FOCUS = "#body"
+    DEFAULT_CSS = "RunsScreen > #detail { height: 4; }"
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,6 +34,7 @@ class RunsScreen(RunScreen):
     def compose_body(self) -> ComposeResult:
         yield Lines(id="columns", classes="chrome")
         yield ScrollingLines(id="body", cursor=True)
+        yield Lines(id="detail")
 
     def on_mount(self) -> None:
         self._look()
@@ -53,6 +55,16 @@ class RunsScreen(RunScreen):
         self.runs = runs
         self.draw()
 
+    @property
+    def selected(self) -> RunSummary | None:
+        """The run under the cursor."""
+        at = self.query_one("#body", ScrollingLines).cursor or 0
+        return self.runs[at] if at < len(self.runs) else None
+
+    def look_again(self) -> None:
+        """Read the folder now: something in it has changed."""
+        self._look()
+
     def draw_body(self, view: View, palette: Palette) -> None:
         body = self.query_one("#body", ScrollingLines)
         width = body.size.width
@@ -61,6 +73,11 @@ class RunsScreen(RunScreen):
         lines = [run_row(run, attached, view.wall_s or time.time(), width) for run in self.runs]
         empty: list[Line] = [BLANK, (("  no runs here yet: n makes one", "dim"),)]
         body.show_all(lines or empty, palette)
+        detail = [] if self.selected is None else run_detail(self.selected, width)
+        self.query_one("#detail", Lines).show(detail, palette)
+
+    def on_scrolling_lines_scrolled(self, event: ScrollingLines.Scrolled) -> None:
+        self.draw()
 
     def on_scrolling_lines_chosen(self, event: ScrollingLines.Chosen) -> None:
         if event.index < len(self.runs):

@@ -66,13 +66,17 @@ class RunVerbs(Shell):
 
     def action_new_run(self) -> None:
         """The wizard; what it launches is attached."""
+        if self.view.read_only:
+            self.notify("this view is read-only", title="Cannot start a run", severity="warning")
+            return
         if self._make_wizard is None:
             from fluxtui.wizard.screen import WizardScreen
 
             self._make_wizard = WizardScreen
-        self.push_screen(self._make_wizard(), self._launched)
+        self.push_screen(self._make_wizard(), self.take_launch)
 
-    def _launched(self, launch: Any) -> None:
+    def take_launch(self, launch: Any) -> None:
+        """What the wizard ended with: start it and show it; None is nothing."""
         if launch is None:
             if self._source is None:
                 self.exit()  # there is nothing behind the wizard to go back to

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from fluxtrain.units import count_text
 from fluxtui.actions import ACTIONS, Action, footer_actions
@@ -13,6 +14,7 @@ from fluxtui.state.view import View
 from fluxtui.widgets.spans import Line, Span, dropped_to_fit, joined, spread, width_of, wrapped
 
 NOTICE_ROWS = 3
+OWN_RANK = 70  # from here on a key is what its screen is for
 STATUS_MARKS: dict[str, Span] = {
     "waiting": ("◌", "dim"),
     "running": ("●", "good"),
@@ -102,15 +104,36 @@ def notice_lines(view: View, width: int) -> list[Line]:
 def footer_line(
     screen: str, width: int, paused: bool = False, registry: Sequence[Action] = ACTIONS
 ) -> Line:
-    """The keys of this screen; the least important are left out when room is short."""
+    """The keys of this screen; the least important are left out when room is short.
+
+    The names of the screens give way to the keys that only this screen has.
+    """
     actions = footer_actions(screen, registry)
-    shown = list(actions)
-    while shown and width_of(_keys(shown, screen, paused)) > width:
-        shown.remove(min(shown, key=lambda action: action.rank))
+    shown = _fitting(actions, screen, paused, width)
+    missed = [action for action in actions if action not in shown]
+    if any(action.screens and action.rank >= OWN_RANK for action in missed):
+        shown = _fitting(_without_names(actions), screen, paused, width)
     return _keys(shown, screen, paused)
 
 
-def _keys(actions: list[Action], screen: str, paused: bool) -> Line:
+def _fitting(actions: Sequence[Action], screen: str, paused: bool, width: int) -> list[Action]:
+    shown = list(actions)
+    while shown and width_of(_keys(shown, screen, paused)) > width:
+        shown.remove(min(shown, key=lambda action: action.rank))
+    return shown
+
+
+def _without_names(actions: Sequence[Action]) -> list[Action]:
+    """One entry, such as "1-7 screens", for all keys that bring a screen."""
+    shows = [action for action in actions if action.id.startswith("show_")]
+    rest = [action for action in actions if action not in shows]
+    if not shows:
+        return rest
+    keys = f"{shows[0].key_text}-{shows[-1].key_text}"
+    return [replace(shows[0], id="screens", keys=keys, label="screens"), *rest]
+
+
+def _keys(actions: Sequence[Action], screen: str, paused: bool) -> Line:
     spans: list[Span] = [(" ", "text")]
     for action in actions:
         here = action.id == f"show_{screen}"

@@ -7,20 +7,23 @@ from pathlib import Path
 from fluxtrain.telemetry.rundir import RunSummary
 from fluxtrain.units import UNKNOWN, duration_text
 from fluxtui.panels.panel import number_text, whole_text
-from fluxtui.widgets.spans import Line, fitted
+from fluxtui.widgets.spans import Line, fitted, wrapped
 
 STATE_ROLES = {
     "running": "good", "finished": "text", "failed": "bad", "interrupted": "warn", "dead": "bad",
     "new": "dim",
 }  # fmt: skip
 OTHER_CELLS = 71
+DETAIL_ROWS = 4
+FIXED_CELLS = 60
+NOTE_CELLS = 5
 
 
 def columns(width: int) -> Line:
     """The names of the columns."""
     text = (
         f"   {'state':<12}{'run':<{_name_cells(width)}}{'step':>13}  {'loss':>8}  "
-        f"{'left':>9}  {'age':>7}  model"
+        f"{'left':>9}  {'age':>7}  {'model' if _has_note(width) else ''}"
     )
     return fitted(((text, "dim"),), width)
 
@@ -30,7 +33,7 @@ def run_row(run: RunSummary, attached: Path | None, now_s: float, width: int) ->
     here = attached is not None and Path(run.path) == attached
     cells = _name_cells(width)
     step = UNKNOWN if run.step is None else f"{run.step}/{run.total_steps or UNKNOWN}"
-    note = run.message or run.model or ""
+    note = (run.message or run.model or "") if _has_note(width) else ""
     return fitted(
         (
             (" ▸ " if here else "   ", "accent"),
@@ -46,6 +49,16 @@ def run_row(run: RunSummary, attached: Path | None, now_s: float, width: int) ->
     )
 
 
+def run_detail(run: RunSummary, width: int) -> list[Line]:
+    """What the row has no room for: where the run lies, what it trains, how it ended."""
+    facts = " · ".join(filter(None, (run.model, run.method, run.path)))
+    message = wrapped(run.message, width - 4)[: DETAIL_ROWS - 1]
+    return [
+        (("   ", "text"), (facts, "dim")),
+        *((("   ", "text"), (part, STATE_ROLES[run.state])) for part in message),
+    ]
+
+
 def left_text(run: RunSummary, now_s: float) -> str:
     """The time a running run still needs, by its newest step; "-" for all others."""
     if run.state != "running" or run.eta_s is None:
@@ -55,6 +68,11 @@ def left_text(run: RunSummary, now_s: float) -> str:
 
 def _age_text(seconds: float) -> str:
     return duration_text(max(0.0, seconds)) if seconds >= 1.0 else "now"
+
+
+def _has_note(width: int) -> bool:
+    """Whether a word of the model or the message would be seen at all."""
+    return width - FIXED_CELLS - _name_cells(width) >= NOTE_CELLS
 
 
 def _name_cells(width: int) -> int:

@@ -279,6 +279,28 @@ def test_a_killed_trainer_is_seen_by_the_app(desk: Desk) -> None:
     assert "dead" in terminal.text
 
 
+def test_a_killed_run_is_gone_on_with_from_the_list_while_others_watch(desk: Desk) -> None:
+    every_step = ("--set", "train.checkpoint_every=2")
+    terminal = desk.open("--demo", "--steps", "100000", *TINY, *every_step)
+    terminal.until("checkpoint of")
+    killed = desk.trainer_pid()
+    os.kill(killed, signal.SIGKILL)
+    terminal.until("DEAD")
+    terminal.press("7")
+    terminal.until("r resume")
+    terminal.press("r")
+    terminal.until("RUNNING", "of step")
+    assert desk.trainer_pid() != killed
+    watching = desk.open("--attach", "last", "--read-only", size=(80, 24))
+    watching.until("READ-ONLY", "RUNNING")
+    watching.press("Q")
+    watching.until("read-only")
+    terminal.process.kill()  # the one who resumed it
+    assert desk.run_dir().liveness() == "running"
+    watching.press("q")
+    assert watching.ends() == 0
+
+
 def test_a_killed_app_leaves_the_trainer_running_to_its_end(desk: Desk) -> None:
     terminal = desk.open("--demo", "--steps", "60", *TINY)
     terminal.until("RUNNING")

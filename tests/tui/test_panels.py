@@ -9,6 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from fluxtrain.telemetry import events as ev
+from fluxtrain.telemetry.rundir import RunSummary
 from fluxtui.actions import ACTIONS, bindings, find, footer_actions
 from fluxtui.panels import PANELS
 from fluxtui.panels.memory import parts_of
@@ -23,6 +24,7 @@ from fluxtui.state.run import RunState
 from fluxtui.state.view import View
 from fluxtui.widgets.chrome import footer_line, header_line, notice_lines, status_line
 from fluxtui.widgets.framed import framed
+from fluxtui.widgets.run_rows import run_detail
 from fluxtui.widgets.spans import Line, width_of
 
 STATES = ("waiting", "running", "stale", "failed", "finished")
@@ -253,6 +255,15 @@ def test_replay_read_only_and_corruption_are_told(made: ModuleType) -> None:
     assert "REPLAY" in text and "READ-ONLY" in text and "3 corrupt lines" in text
 
 
+def test_a_runs_detail_says_how_it_ended_and_where_it_lies() -> None:
+    run = RunSummary(
+        run_id="a", path="/runs/a", state="failed", started_s=0.0, updated_s=0.0, model="demo",
+        method="full", message="the loss is nan: lower train.learning_rate (now 3e-4)",
+    )  # fmt: skip
+    text = whole(run_detail(run, 50))
+    assert "demo · full · /runs/a" in text and "the loss is nan" in text and "3e-4" in text
+
+
 def test_the_status_line_says_the_essentials(made: ModuleType) -> None:
     text = text_of(status_line(view_of(made, "running"), 58))
     for part in ("RUNNING", "80/200", "loss 3.689", "ETA"):
@@ -282,6 +293,13 @@ def test_the_footer_keeps_the_important_keys_when_short() -> None:
     assert "d detach" in short and "export" not in short and "export" in wide
     assert "resume" in text_of(footer_line("dashboard", 200, paused=True))
     assert [action.label for action in footer_actions("log")].count("filter") == 1
+
+
+def test_the_names_of_screens_give_way_to_the_keys_of_this_one() -> None:
+    wide, narrow = text_of(footer_line("runs", 200)), text_of(footer_line("runs", 80))
+    assert "7 Runs" in wide and "D delete" in wide
+    assert "1-7 screens" in narrow and "7 Runs" not in narrow
+    assert all(key in narrow for key in ("r resume", "v compare", "e clone", "D delete"))
 
 
 def test_the_plan_gives_every_choice_with_its_reason(made: ModuleType) -> None:
