@@ -5,17 +5,37 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuProcess:
+    """A process that holds memory of the GPU."""
+
+    pid: int
+    name: str = ""  # "" where it is not ours to see: another user's, or outside of our container
+    memory_bytes: int | None = None
+    is_trainer: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GpuSample:
-    """One GPU at one moment."""
+    """One GPU at one moment; None is what the card does not tell."""
 
     name: str
-    utilisation: float | None  # 0 to 1
-    memory_used_bytes: int | None
-    memory_total_bytes: int | None
-    power_w: float | None
-    power_limit_w: float | None
-    temperature_c: float | None
+    utilisation: float | None = None  # 0 to 1
+    memory_used_bytes: int | None = None
+    memory_total_bytes: int | None = None
+    power_w: float | None = None
+    power_limit_w: float | None = None
+    temperature_c: float | None = None
+    clock_mhz: int | None = None  # of the multiprocessors
+    clock_limit_mhz: int | None = None
+    memory_clock_mhz: int | None = None
+    throttled_by: tuple[str, ...] | None = None  # () is at full speed
+    processes: tuple[GpuProcess, ...] | None = None
+
+    @property
+    def others(self) -> tuple[GpuProcess, ...]:
+        """The processes that are not the trainer."""
+        return tuple(one for one in self.processes or () if not one.is_trainer)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,6 @@ from fluxtui.panels.residency import tiles
 from fluxtui.screens.dialogs import help_lines
 from fluxtui.screens.plan import plan_lines
 from fluxtui.state.link import Link
-from fluxtui.state.machine import GpuSample, MachineSample
 from fluxtui.state.run import RunState
 from fluxtui.state.view import View
 from fluxtui.widgets.chrome import footer_line, header_line, notice_lines, status_line
@@ -208,16 +207,6 @@ def test_a_long_block_name_keeps_its_end(made: ModuleType) -> None:
     move = replace(made.moves(3).moves[0], block="model.language_model.layers.17.mlp")
     assert " layers.17.mlp " in text_of(row(move, 50)) and width_of(row(move, 50)) <= 50
     assert "…" in text_of(row(replace(move, block="x" * 60), 50))
-
-
-def test_the_machine_shows_a_gpu_only_when_there_is_one(made: ModuleType) -> None:
-    view = view_of(made, "running")
-    sample = MachineSample(view.wall_s, 0.5, 16, 4 << 30, 8 << 30, 1 << 30, 1.5)
-    gpu = GpuSample("NVIDIA H200", 0.91, 1, 2, 398.0, 700.0, 71.0)
-    without = drawn(changed(view, machine_sample=sample), "machine", 46, 8)
-    with_gpu = drawn(changed(view, machine_sample=changed(sample, gpu=gpu)), "machine", 46, 8)
-    assert "GPU" not in without and "1.5 cores" in without and "50%" in without
-    assert "398 W" in with_gpu and "71 °C" in with_gpu and "91%" in with_gpu
 
 
 def test_advice_stays_on_top_of_the_log(made: ModuleType) -> None:

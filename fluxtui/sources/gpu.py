@@ -1,0 +1,125 @@
+"""Samples of the first GPU through NVML, where there is a driver."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterable
+from types import ModuleType
+from typing import Any, TypeVar
+
+import psutil
+
+from fluxtui.state.machine import GpuProcess, GpuSample
+
+Value = TypeVar("Value")
+
+# Bits of nvmlDeviceGetCurrentClocksEventReasons (nvml.h). Idle (0x1), clocks that the user set
+# (0x2, 0x100) and sync boost (0x10) are no throttling.
+THROTTLING = {
+    0x4: "power limit",
+    0x8: "hardware slowdown",
+    0x20: "heat",
+    0x40: "heat (hardware)",
+    0x80: "power brake",
+}
+
+
+class GpuReader:
+    """`read` gives a sample and never raises; it is silent for good when there is no driver."""
+
+    def __init__(self) -> None:
+        self._nvml: ModuleType | None = None
+        self._handle: object = None
+        try:
+            nvml = importlib.import_module("pynvml")
+        except ImportError:
+            return
+        try:
+            nvml.nvmlInit()
+            self._handle = nvml.nvmlDeviceGetHandleByIndex(0)
+            self._nvml = nvml
+        except nvml.NVMLError:
+            return
+
+    def read(self, trainer_pid: int | None = None) -> GpuSample | None:
+        """One sample, None without a GPU."""
+        nvml = self._nvml
+        if nvml is None:
+            return None
+        ask = self._asked
+        memory = ask("nvmlDeviceGetMemoryInfo")
+        rates = ask("nvmlDeviceGetUtilizationRates")
+        heat_c = ask("nvmlDeviceGetTemperature", 0)
+        name = ask("nvmlDeviceGetName")
+        return GpuSample(
+            name=str(name or "GPU"),
+            utilisation=None if rates is None else rates.gpu / 100.0,
+            memory_used_bytes=None if memory is None else int(memory.used),
+            memory_total_bytes=None if memory is None else int(memory.total),
+            power_w=_thousandth(ask("nvmlDeviceGetPowerUsage")),
+            power_limit_w=_thousandth(ask("nvmlDeviceGetEnforcedPowerLimit")),
+            temperature_c=None if heat_c is None else float(heat_c),
+            clock_mhz=ask("nvmlDeviceGetClockInfo", 1),  # NVML_CLOCK_SM
+            clock_limit_mhz=ask("nvmlDeviceGetMaxClockInfo", 1),
+            memory_clock_mhz=ask("nvmlDeviceGetClockInfo", 2),  # NVML_CLOCK_MEM
+            throttled_by=self._throttled_by(),
+            processes=self._processes(trainer_pid),
+        )
+
+    def _throttled_by(self) -> tuple[str, ...] | None:
+        bits = self._asked("nvmlDeviceGetCurrentClocksEventReasons")
+        if bits is None:  # older drivers know it by its former name
+            bits = self._asked("nvmlDeviceGetCurrentClocksThrottleReasons")
+        return None if bits is None else throttling(int(bits))
+
+    def _processes(self, trainer_pid: int | None) -> tuple[GpuProcess, ...] | None:
+        computing = self._asked("nvmlDeviceGetComputeRunningProcesses")
+        drawing = self._asked("nvmlDeviceGetGraphicsRunningProcesses")
+        if computing is None and drawing is None:
+            return None
+        return processes_of([*(computing or ()), *(drawing or ())], trainer_pid, name_of)
+
+    def _asked(self, name: str, *arguments: object) -> Any:
+        """The answer of NVML, None where the card, the driver or the library has none."""
+        question = getattr(self._nvml, name, None)
+        assert self._nvml is not None
+        if question is None:
+            return None
+        try:
+            return question(self._handle, *arguments)
+        except self._nvml.NVMLError:
+            return None
+
+
+def throttling(bits: int) -> tuple[str, ...]:
+    """What holds the clocks down, in words; () at full speed."""
+    return tuple(word for bit, word in THROTTLING.items() if bits & bit)
+
+
+def processes_of(
+    found: Iterable[Any], trainer_pid: int | None, name: Callable[[int], str]
+) -> tuple[GpuProcess, ...]:
+    """NVML's entries, one a process, the largest first."""
+    by_pid: dict[int, int | None] = {}
+    for one in found:
+        used = one.usedGpuMemory
+        by_pid[one.pid] = max(by_pid.get(one.pid) or 0, used) if used is not None else None
+    ordered = sorted(by_pid.items(), key=lambda item: -(item[1] or 0))
+    return tuple(
+        GpuProcess(
+            pid=pid, name=name(pid), memory_bytes=used or None, is_trainer=pid == trainer_pid
+        )
+        for pid, used in ordered
+    )
+
+
+def name_of(pid: int) -> str:
+    """The name of a process; "" where we may not or cannot see it."""
+    try:
+        return str(psutil.Process(pid).name())
+    except psutil.Error:
+        return ""
+
+
+def _thousandth(value: int | None) -> float | None:
+    return None if value is None else value / 1000.0
