@@ -17,6 +17,7 @@ from fluxtui.screens.log import LogScreen
 from fluxtui.screens.plan import PlanScreen
 from fluxtui.screens.run_screen import RunScreen
 from fluxtui.screens.runs import RunsScreen
+from fluxtui.verbs.advice import AdviceVerbs
 from fluxtui.verbs.runs import RunsVerbs
 from fluxtui.verbs.saving import SavingVerbs
 from fluxtui.verbs.views import ViewVerbs
@@ -35,7 +36,7 @@ SCREENS: dict[str, type[RunScreen]] = {
 }
 
 
-class FluxApp(RunsVerbs, ViewVerbs, SavingVerbs):
+class FluxApp(AdviceVerbs, RunsVerbs, ViewVerbs, SavingVerbs):
     """Draws a run. Leaving it never touches the training."""
 
     TITLE = "FluxTrain"

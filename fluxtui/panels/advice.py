@@ -1,29 +1,29 @@
-"""Advice with its measured cause, the predicted gain and the setting to change."""
+"""Advice with its measured cause and predicted gain, and what became of the newest change."""
 
 from __future__ import annotations
 
 from fluxtrain.telemetry.events import AdviceGiven
 from fluxtui.panels.panel import Panel
+from fluxtui.panels.trials import asked_line, promise, trial_line
+from fluxtui.state.changes import ranked
 from fluxtui.state.view import View
 from fluxtui.widgets.spans import Line, wrapped
 
 
 def body(view: View, width: int, height: int) -> list[Line]:
-    """Newest first, wrapped."""
-    lines: list[Line] = []
-    for given in reversed(view.state.advice):
+    """The change under way, then advice, the best first."""
+    newest = view.state.changes.newest
+    changed = [line for line in (asked_line(view), newest and trial_line(newest)) if line]
+    lines: list[Line] = [((" ", "text"), *line) for line in changed]
+    for given in ranked(view.state.advice):
         lines.extend(rows(given, width))
     return lines[:height] or [((" none so far", "dim"),)]
 
 
-def rows(given: AdviceGiven, width: int) -> list[Line]:
-    """One piece of advice: the text, then gain and setting."""
-    lines: list[Line] = []
-    for i, part in enumerate(wrapped(given.text, width - 2)):
-        lines.append((("▲ " if i == 0 else "  ", "accent"), (part, "text")))
-    note = " · ".join(part for part in (given.gain, given.how) if part)
-    lines.extend((("  ", "text"), (part, "good")) for part in wrapped(note, width - 2))
-    return lines
+def rows(given: AdviceGiven, width: int, mark: str = "▲") -> list[Line]:
+    """One piece of advice: what it promises, then the reason, wrapped."""
+    lines: list[Line] = [((f"{mark} ", "accent"), *promise(given))]
+    return lines + [(("  ", "text"), (part, "dim")) for part in wrapped(given.text, width - 2)]
 
 
 PANEL = Panel("advice", "Advice", body, about="what would make this run faster, and by how much")

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from fluxtui.panels.trials import headline
 from fluxtui.screens import arrangement
 from fluxtui.screens.arrangement import Arrangement
 from fluxtui.screens.panel_screen import PanelScreen
+from fluxtui.state.view import View
+from fluxtui.widgets.spans import Line
 
 
 class Dashboard(PanelScreen):
@@ -19,6 +22,10 @@ class Dashboard(PanelScreen):
 
     def places(self, width: int, height: int) -> Arrangement:
         return arrangement.dashboard(width, height)
+
+    def notices(self, view: View, width: int) -> list[Line]:
+        line = headline(view, width)
+        return [*super().notices(view, width), *([line] if line else [])]
 
 
 class MemoryScreen(PanelScreen):

@@ -1,13 +1,18 @@
-"""Screen 6: what was chosen and why, prediction against measurement, and advice."""
+"""Screen 6: advice and what became of it, prediction against measurement, every choice and why."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from statistics import median
 
 from textual.app import ComposeResult
 
 from fluxtrain.telemetry.events import Planned
-from fluxtrain.units import UNKNOWN, bytes_text
+from fluxtrain.units import UNKNOWN, bytes_text, duration_text
 from fluxtui.panels.advice import rows as advice_rows
+from fluxtui.panels.trials import asked_line, trial_line, why_not
 from fluxtui.screens.run_screen import RunScreen
+from fluxtui.state.changes import ranked
 from fluxtui.state.run import RunState
 from fluxtui.state.view import View
 from fluxtui.themes import Palette
@@ -16,10 +21,12 @@ from fluxtui.widgets.spans import BLANK, Line, wrapped
 
 WIDEST_TEXT = 110
 NAME_CELLS = 22
+TRIALS_SHOWN = 6
+WARMING_STEPS = 3  # as the trainer leaves out of what it compares
 
 
 class PlanScreen(RunScreen):
-    """The plan that the run follows, each choice with its reason."""
+    """The plan that the run follows, each choice with its reason, and what would be better."""
 
     NAME = "plan"
     AUTO_FOCUS = "#body"
@@ -29,32 +36,54 @@ class PlanScreen(RunScreen):
 
     def draw_body(self, view: View, palette: Palette) -> None:
         body = self.query_one("#body", ScrollingLines)
-        body.show_all(plan_lines(view.state, min(WIDEST_TEXT, body.size.width - 4)), palette)
+        body.show_all(plan_lines(view, min(WIDEST_TEXT, body.size.width - 4)), palette)
 
 
-def plan_lines(state: RunState, width: int) -> list[Line]:
+def plan_lines(view: View, width: int) -> list[Line]:
     """The whole screen as lines."""
-    planned = state.planned
+    planned = view.state.planned
     if planned is None:
         return [BLANK, (("  the trainer has not planned yet", "dim"),)]
-    lines = [BLANK, _title("What the run does"), *_facts(planned), BLANK]
+    lines = [BLANK, *_advice(view, width), *_changes(view)]
+    lines += [_title("What the run does"), *_facts(view.state, planned), BLANK]
+    lines += [_title("Predicted and measured"), *_comparison(view.state, planned, width), BLANK]
     if planned.choices:
         lines.append(_title("What was chosen, and why"))
-        for choice in planned.choices:
-            lines.append((*_name(choice.name), (choice.value, "strong")))
-            room = max(20, width - NAME_CELLS - 2)
-            lines += [
-                ((" " * (NAME_CELLS + 2), "text"), (part, "dim"))
-                for part in wrapped(choice.because, room)
-            ]
-        lines.append(BLANK)
-    lines += [_title("Predicted and measured"), *_comparison(state, planned), BLANK]
-    lines.append(_title("Advice"))
-    if not state.advice:
-        lines.append((("  none so far", "dim"),))
-    for given in reversed(state.advice):
-        lines += [(("  ", "text"), *spans) for spans in advice_rows(given, width)]
+    for choice in planned.choices:
+        lines.append((*_name(choice.name), (choice.value, "strong")))
+        lines += _indented(choice.because, width)
     return lines
+
+
+def _indented(text: str, width: int) -> list[Line]:
+    """Below a value, wrapped."""
+    room = max(20, width - NAME_CELLS - 2)
+    return [((" " * (NAME_CELLS + 2), "text"), (part, "dim")) for part in wrapped(text, room)]
+
+
+def _advice(view: View, width: int) -> list[Line]:
+    """Pieces of advice, the best first; the selected one is marked."""
+    held = ranked(view.state.advice)
+    because = why_not(view)
+    note = f"  cannot be applied: {because}" if because and held else ""
+    lines: list[Line] = [(*_title("Advice"), (note, "warn"))]
+    if not held:
+        lines.append((("  none so far: it follows from the last 20 steady steps", "dim"),))
+    selected = min(view.advice_at, len(held) - 1)
+    for at, given in enumerate(held):
+        mark = "▸" if at == selected else " "
+        lines += [(("  ", "text"), *spans) for spans in advice_rows(given, width, mark)]
+    return [*lines, BLANK]
+
+
+def _changes(view: View) -> list[Line]:
+    """What was changed while it trains, the newest first; nothing when nothing was."""
+    waiting = asked_line(view)
+    trials = view.state.changes.trials[::-1][:TRIALS_SHOWN]
+    lines = [line for line in (waiting, *map(trial_line, trials)) if line]
+    if not lines:
+        return []
+    return [_title("Changed while it trains"), *((("  ", "text"), *line) for line in lines), BLANK]
 
 
 def _title(text: str) -> Line:
@@ -65,34 +94,74 @@ def _name(text: str) -> Line:
     return ((f"  {text:<{NAME_CELLS}}", "text"),)
 
 
-def _facts(planned: Planned) -> list[Line]:
+def _facts(state: RunState, planned: Planned) -> list[Line]:
+    now = state.changes.now
+    ahead = max(0, planned.slots - 1)
     pairs = (
-        ("offload", planned.offload),
-        ("batch", f"{planned.batch_rows} rows of {planned.sequence_length} tokens"),
-        ("chunks", f"{planned.chunk_rows} rows at a time"),
-        ("accumulation", str(planned.accumulation)),
-        ("resident blocks", str(planned.resident_blocks)),
-        ("device slots", str(planned.slots)),
-        ("updated on the device", f"{planned.device_groups} groups of parameters"),
+        ("offload", planned.offload, None),
+        ("batch", f"{planned.batch_rows} rows of {planned.sequence_length} tokens", None),
+        ("accumulation", str(planned.accumulation), None),
+        ("chunk_rows", str(planned.chunk_rows), now.get("chunk_rows")),
+        ("resident_blocks", str(planned.resident_blocks), now.get("resident_blocks")),
+        ("prefetch", str(ahead), now.get("prefetch")),
+        ("updated on the device", f"{planned.device_groups} groups of parameters", None),
     )
-    return [(*_name(name), (value, "strong")) for name, value in pairs]
+    return [(*_name(name), *_value(value, changed)) for name, value, changed in pairs]
 
 
-def _comparison(state: RunState, planned: Planned) -> list[Line]:
+def _value(planned: str, changed: int | None) -> Line:
+    """As planned, or as it was changed to."""
+    if changed is None or str(changed) == planned:
+        return ((planned, "strong"),)
+    return ((str(changed), "strong"), (f"  planned {planned}", "dim"))
+
+
+def _comparison(state: RunState, planned: Planned, width: int) -> list[Line]:
+    """Peaks and the median step against the plan; final once the run has compared them itself."""
     memory = state.memory
-    pairs = (
-        ("device peak", planned.device_bytes, memory.device_peak_bytes if memory else None),
-        ("host peak", planned.host_bytes, memory.host_peak_bytes if memory else None),
-    )
-    head: Line = (*_name(""), (f"{'predicted':>12}", "dim"), (f"{'measured':>12}", "dim"))
-    return [head, *(_compared(name, wanted, found) for name, wanted, found in pairs)]
+    found = {
+        "device_peak_bytes": memory.device_peak_bytes if memory else None,
+        "host_peak_bytes": memory.host_peak_bytes if memory else None,
+        "step_s": _steady_step_s(state),
+    }
+    wanted = {
+        "device_peak_bytes": planned.device_bytes,
+        "host_peak_bytes": planned.host_bytes,
+        "step_s": planned.step_s,
+    }
+    for row in state.checked.rows if state.checked else ():
+        wanted[row.quantity], found[row.quantity] = row.predicted, row.measured
+    names = (f"{'predicted':>12}", f"{'measured':>12}", f"{'error':>9}")
+    so_far = "" if state.checked or state.done else "  so far"
+    lines: list[Line] = [(*_name(""), *((name, "dim") for name in names), (so_far, "dim"))]
+    lines += [
+        _compared(label, wanted[name], found[name], text_of)
+        for name, label, text_of in (
+            ("device_peak_bytes", "device peak", bytes_text),
+            ("host_peak_bytes", "host peak", bytes_text),
+            ("step_s", "median step", duration_text),
+        )
+    ]
+    notes = [f"bound by {planned.binds}" if planned.binds else "", planned.constants]
+    return lines + _indented("; ".join(note for note in notes if note), width)
 
 
-def _compared(name: str, wanted: int | None, found: int | None) -> Line:
-    off = f"{(found / wanted - 1) * 100:+.1f}%" if wanted and found else UNKNOWN
+def _steady_step_s(state: RunState) -> float | None:
+    """The median of the last steps, without the first few of a run."""
+    steps = [step.step_s for step in state.steps if step.step > WARMING_STEPS]
+    return median(steps) if steps else None
+
+
+def _compared(
+    name: str,
+    wanted: float | None,
+    found: float | None,
+    text_of: Callable[[float | None], str],
+) -> Line:
+    error = f"{(wanted / found - 1) * 100:+.1f}%" if wanted and found else UNKNOWN
     return (
         *_name(name),
-        (f"{bytes_text(wanted):>12}", "text"),
-        (f"{bytes_text(found):>12}", "strong"),
-        (f"{off:>9}", "dim"),
+        (f"{text_of(wanted):>12}", "text"),
+        (f"{text_of(found):>12}", "strong"),
+        (f"{error:>9}", "dim"),
     )

@@ -12,6 +12,7 @@ from fluxtui.state.view import View
 from fluxtui.themes import Palette
 from fluxtui.widgets.chrome import footer_line, header_line, notice_lines, status_line
 from fluxtui.widgets.lines import Lines
+from fluxtui.widgets.spans import Line
 
 if TYPE_CHECKING:
     from fluxtui.app import FluxApp
@@ -59,7 +60,7 @@ class RunScreen(Screen[None]):
         top = status_line(view, width) if tiny else header_line(view, width)
         self.query_one("#top", Lines).show([top], palette)
         notice = self.query_one("#notice", Lines)
-        sentences = [] if tiny else notice_lines(view, width)
+        sentences = [] if tiny else self.notices(view, width)
         if notice.styles.height is None or notice.styles.height.value != len(sentences):
             notice.styles.height = len(sentences)
             self.call_after_refresh(self.draw)  # the body has another size now
@@ -70,6 +71,10 @@ class RunScreen(Screen[None]):
         keys = footer_line(self.NAME, width, paused, self.flux.actions)
         self.query_one("#keys", Lines).show([keys], palette)
         self.draw_body(view, palette)
+
+    def notices(self, view: View, width: int) -> list[Line]:
+        """What stands below the header; nothing when all is well."""
+        return notice_lines(view, width)
 
     def draw_body(self, view: View, palette: Palette) -> None:
         """Draw what is between header and footer."""

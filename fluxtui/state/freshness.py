@@ -7,6 +7,7 @@ from typing import TypeVar
 from fluxtrain.telemetry.events import (
     Event,
     Heartbeat,
+    MeasuringChange,
     MemorySampled,
     MovesMade,
     ResidencySampled,
@@ -23,6 +24,7 @@ LIMITS_S: dict[type[Event], float] = {
     ResidencySampled: 10.0,
     MovesMade: 10.0,
     Heartbeat: HEARTBEAT_LATE_S,
+    MeasuringChange: float("inf"),  # a count of steps is true until the next step
 }
 SLOWEST_STEP_FACTOR = 5.0  # a step's rates hold until a few more steps should have ended
 STEP_FLOOR_S = 30.0

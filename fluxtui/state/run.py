@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from fluxtrain.telemetry import events as ev
 from fluxtrain.units import bytes_text, duration_text
+from fluxtui.state.changes import Changes, with_advice, without_advice
 from fluxtui.state.history import Curve, History
 
 Level = Literal["debug", "info", "warning", "error"]
@@ -19,7 +20,6 @@ LOG_LIMIT = 2000
 MOVES_LIMIT = 512
 RATES_LIMIT = 600
 STEPS_LIMIT = 256
-ADVICE_LIMIT = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class LogLine:
 
     wall_s: float
     level: Level
-    kind: str  # log, phase, checkpoint, evaluation, advice, command, sample, failed, done
+    kind: str  # log, phase, checkpoint, evaluation, advice, change, command, sample, failed, done
     text: str
 
 
@@ -75,6 +75,7 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
     moves: History[ev.Move] = field(default_factory=lambda: History(MOVES_LIMIT))
     log: History[LogLine] = field(default_factory=lambda: History(LOG_LIMIT))
     advice: tuple[ev.AdviceGiven, ...] = ()
+    changes: Changes = field(default_factory=Changes)
     processes: int = 0  # how many trainers wrote to this journal: more than one after a resume
     seen: int = 0
     dropped: int = 0
@@ -157,6 +158,8 @@ def _after_hello(state: RunState, event: ev.Hello) -> RunState:
         traffic=None,
         residency=None,
         made=None,
+        advice=(),
+        changes=Changes(),
         heartbeat=None,
         failed=None,
         done=None,
@@ -235,9 +238,34 @@ def _after_sample(state: RunState, event: ev.SampleGenerated) -> RunState:
 
 
 def _after_advice(state: RunState, event: ev.AdviceGiven) -> RunState:
-    others = tuple(given for given in state.advice if given.text != event.text)
-    state = replace(state, advice=(*others, event)[-ADVICE_LIMIT:])
+    state = replace(state, advice=with_advice(state.advice, event))
     return _logged(state, event, "info", "advice", event.text)
+
+
+def _after_withdrawn(state: RunState, event: ev.AdviceWithdrawn) -> RunState:
+    return replace(state, advice=without_advice(state.advice, event.id))
+
+
+def _after_change(state: RunState, event: ev.ChangeApplied) -> RunState:
+    reason = {"advice": "as advised", "undo": "undone", "wrong": "undone, it gave too little",
+              "memory": "device memory ran out"}.get(event.why, "as asked")  # fmt: skip
+    text = f"after step {event.step}: {event.name} {event.before} -> {event.after}, {reason}"
+    state = replace(state, changes=state.changes.made(event))
+    return _logged(state, event, "info", "change", text)
+
+
+def _after_refusal(state: RunState, event: ev.ChangeRefused) -> RunState:
+    text = f"after step {event.step}: {event.name}={event.value} was not made: {event.because}"
+    state = replace(state, changes=state.changes.not_made(event))
+    return _logged(state, event, "warning", "change", text)
+
+
+def _after_measured(state: RunState, event: ev.ChangeMeasured) -> RunState:
+    gain = "too few steps to tell" if event.measured_gain is None else f"{event.measured_gain:+.1%}"
+    promised = "" if event.predicted_gain is None else f", {event.predicted_gain:+.1%} predicted"
+    text = f"{event.name} {event.before} -> {event.after}: {gain}{promised}"
+    state = replace(state, changes=state.changes.verdict(event))
+    return _logged(state, event, "warning" if event.verdict == "wrong" else "info", "change", text)
 
 
 def _after_log(state: RunState, event: ev.LogWritten) -> RunState:
@@ -247,7 +275,8 @@ def _after_log(state: RunState, event: ev.LogWritten) -> RunState:
 def _after_command(state: RunState, event: ev.CommandAnswered) -> RunState:
     level: Level = "info" if event.ok else "warning"
     text = f"{event.command}: {event.message}"
-    return _logged(replace(state, answer=event), event, level, "command", text)
+    state = replace(state, answer=event, changes=state.changes.answered(event))
+    return _logged(state, event, level, "command", text)
 
 
 def _after_failed(state: RunState, event: ev.Failed) -> RunState:
@@ -278,6 +307,11 @@ _FOLDS: dict[type[Any], Callable[[RunState, Any], RunState]] = {
     ev.CheckpointWritten: _after_checkpoint,
     ev.SampleGenerated: _after_sample,
     ev.AdviceGiven: _after_advice,
+    ev.AdviceWithdrawn: _after_withdrawn,
+    ev.ChangeApplied: _after_change,
+    ev.ChangeRefused: _after_refusal,
+    ev.ChangeMeasured: _after_measured,
+    ev.MeasuringChange: lambda state, event: replace(state, changes=state.changes.measuring(event)),
     ev.LogWritten: _after_log,
     ev.CommandAnswered: _after_command,
     ev.PlanChecked: lambda state, event: replace(state, checked=event),

@@ -47,6 +47,7 @@ class View:
     wall_s: float = 0.0  # the clock on the wall
     chart: ChartSettings = field(default_factory=ChartSettings)
     read_only: bool = False
+    advice_at: int = 0  # which piece of advice is selected, the best first
     compared: Compared | None = None
 
     @property

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from fluxtrain.errors import FluxTrainError
 from fluxtrain.telemetry.control import send_command
 from fluxtrain.telemetry.rundir import RunDir
+from fluxtui.panels.trials import why_not
 from fluxtui.screens.dialogs import StopDialog
 from fluxtui.shell import Shell
 
@@ -34,30 +35,31 @@ class RunVerbs(Shell):
 
     def action_command(self, command: str) -> None:
         """Send a command to the trainer without blocking; its answer is shown."""
+        self.send(command)
+
+    def send(self, command: str, arguments: dict[str, Any] | None = None) -> None:
+        """As `action_command`, with arguments."""
         if not self._may_command(command) or self.run_dir is None:
             return
         socket = RunDir(self.run_dir).socket
         self.run_worker(
-            lambda: self._ask(socket, command), thread=True, exclusive=False, group="commands"
-        )
+            lambda: self._ask(socket, command, arguments),
+            thread=True, exclusive=False, group="commands",
+        )  # fmt: skip
 
     def _may_command(self, command: str) -> bool:
-        reason = None
+        reason = why_not(self.view)
         if self._source is None:
             reason = "no run is attached"
-        elif self.view.read_only:
-            reason = "this view is read-only"
-        elif not self._source.controllable:
+        elif not self._source.controllable and not self.view.read_only:
             reason = "this is a recording"
-        elif self.view.status.ended:
-            reason = f"the run has ended ({self.view.status.word.lower()})"
-        if reason is not None:
+        if reason:
             self.notify(reason, title=f"Cannot {command}", severity="warning")
-        return reason is None
+        return not reason
 
-    def _ask(self, socket: Path, command: str) -> None:
+    def _ask(self, socket: Path, command: str, arguments: dict[str, Any] | None) -> None:
         try:
-            answer = send_command(socket, command)
+            answer = send_command(socket, command, arguments)
         except FluxTrainError as error:
             self.call_from_thread(self.notify, str(error), title=command, severity="error")
             return

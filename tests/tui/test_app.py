@@ -291,7 +291,7 @@ async def test_an_unknown_theme_is_told_and_the_default_used(run: Path, made: Mo
 
 async def test_help_shows_every_key_and_closes(run: Path, made: ModuleType) -> None:
     app = app_on(run, made)
-    async with app.run_test(size=(120, 60)) as pilot:
+    async with app.run_test(size=(120, 80)) as pilot:
         await drawn(pilot)
         await pilot.press("question_mark")
         await until(pilot, lambda: isinstance(app.screen, HelpScreen))

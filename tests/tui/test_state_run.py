@@ -288,6 +288,7 @@ def test_an_event_is_told_in_words(event: ev.AnyEvent, level: str, text: str) ->
 
 @pytest.mark.parametrize("kind", sorted(LIMITS_S, key=lambda kind: kind.__name__))
 def test_samples_are_no_lines_of_the_log(made: ModuleType, kind: type[ev.Event]) -> None:
-    samples = [event for event in made.training(5) if isinstance(event, kind)]
+    measuring = ev.MeasuringChange(name="prefetch", counted=1, wanted=20)
+    samples = [event for event in [*made.training(5), measuring] if isinstance(event, kind)]
     assert samples
     assert len(RunState().after_all(samples).log) == 0

@@ -1,0 +1,92 @@
+"""Advice and changes in words: what is promised, what was asked, what it gave."""
+
+from __future__ import annotations
+
+from fluxtrain.telemetry.events import AdviceGiven
+from fluxtrain.units import duration_text
+from fluxtui.actions import find
+from fluxtui.state.changes import Trial, ranked
+from fluxtui.state.view import View
+from fluxtui.widgets.spans import Line, Span, fitted
+
+SHOWN_FOR_STEPS = 20  # a verdict on the dashboard
+
+
+def why_not(view: View) -> str:
+    """Why this run cannot be changed from here; "" when it can."""
+    if view.read_only:
+        return "this view is read-only"
+    if view.link.replay:
+        return "this is a recording"
+    if view.status.ended:
+        return f"the run has ended ({view.status.word.lower()})"
+    return ""
+
+
+def promise(given: AdviceGiven) -> Line:
+    """The gain and the change, and whether it can be made now."""
+    gain = given.gain if given.gain_share is None else f"{given.gain_share:+.1%}"
+    when: Span = (f"{find('apply_advice').key_text} applies it", "key")
+    if not given.apply:
+        when = ("for the next run", "dim")
+    spans = ((gain, "good"), (given.how, "strong"), when)
+    return tuple(part for text, role in spans if text for part in ((text, role), ("  ", "text")))
+
+
+def trial_line(trial: Trial) -> Line:
+    """A change and what became of it."""
+    change = trial.change
+    head: Line = ((f"{change.name} {change.before} → {change.after}  ", "strong"),)
+    return (*head, _outcome(trial))
+
+
+def _outcome(trial: Trial) -> Span:
+    change, found, undone = trial.change, trial.measured, trial.undone
+    if change.why == "memory":
+        return f"device memory ran out after step {change.step}", "warn"
+    gain = None if found is None else found.measured_gain
+    told = "" if gain is None else f"gained {gain:+.1%}"
+    if gain is not None and change.predicted_gain is not None:
+        told += f" of {change.predicted_gain:+.1%} predicted"
+    if undone is not None:
+        return f"{told or 'not measured'}, undone after step {undone.step}", "warn"
+    if found is None:
+        counting = f", measuring {trial.counted}/{trial.wanted}" if trial.wanted else ""
+        return f"made after step {change.step}{counting}", "accent"
+    if gain is None:
+        return "too few steady steps to tell what it gave", "dim"
+    times = f" ({duration_text(found.before_s)} → {duration_text(found.after_s)} a step)"
+    return told + times, "good" if gain > 0 and found.verdict != "wrong" else "bad"
+
+
+def asked_line(view: View) -> Line:
+    """What was asked for and waits for the end of the step, or could not be made; else nothing."""
+    changes = view.state.changes
+    if changes.asked is not None:
+        return (("asked: ", "dim"), (changes.asked.message, "accent"))
+    if changes.refused is not None:
+        refused = changes.refused
+        return ((f"{refused.name}={refused.value} not made: {refused.because}", "warn"),)
+    return ()
+
+
+def headline(view: View, width: int) -> Line:
+    """For the dashboard: the change under way, its verdict, or the best advice; else nothing."""
+    if view.status.kind not in ("running", "paused"):
+        return ()
+    found = asked_line(view) or _newest_trial(view) or _best(view)
+    return fitted(((" ▲ ", "accent"), *found), width) if found else ()
+
+
+def _newest_trial(view: View) -> Line:
+    trial, step = view.state.changes.newest, view.state.step
+    if trial is None or step is None:
+        return ()
+    ends = [one.step for one in (trial.measured, trial.undone, trial.change) if one is not None]
+    counting = trial.measured is None and trial.undone is None and trial.change.why != "memory"
+    return trial_line(trial) if counting or step.step - max(ends) < SHOWN_FOR_STEPS else ()
+
+
+def _best(view: View) -> Line:
+    live = [given for given in ranked(view.state.advice) if given.apply]
+    return (*promise(live[0]), (live[0].text, "dim")) if live else ()
