@@ -128,6 +128,7 @@ def test_only_the_newest_are_kept(tmp_path: Path) -> None:
         ("model", "Other", "model was 'Tiny' and is 'Other'"),
         ("train.eps", 1e-6, "train.eps was 1e-08 and is 1e-06"),
         ("train.new", 1, "train.new was None and is 1"),
+        ("train.states", "8bit", "train.states was 'fp32' and is '8bit'"),  # older than the setting
     ],
 )
 def test_another_run_is_refused_before_anything_changes(

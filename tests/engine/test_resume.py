@@ -228,6 +228,23 @@ def test_an_evaluation_that_a_stop_cut_short_is_done_when_the_run_goes_on(
     assert_same_run(tmp_path / "whole", run_dir)
 
 
+@pytest.mark.parametrize("states", ["bf16", "8bit"])
+def test_narrow_optimizer_states_come_back_exactly(
+    run_config: RunConfig, tmp_path: Path, states: str
+) -> None:
+    settings = {"train__states": states, "model__path": "demo", "train__steps": 4}
+    config = run_config(train__checkpoint_every=2, **settings)
+    run_dir = tmp_path / "run"
+    reference(config, run_dir)
+    before = weights(run_dir)
+    shards = [load_file(path) for path in (run_dir / "checkpoints").rglob("*.safetensors")]
+    held = {key.rsplit(".", 1)[-1] for shard in shards for key in shard}
+    assert {"bf16": "m_bf16", "8bit": "m_codes"}[states] in held
+    assert finished("train", "--resume", run_dir / "checkpoints" / "step-00000002") == 0
+    assert all(len(said) == 1 for said in curve(run_dir).values())
+    assert all(torch.equal(before[name], value) for name, value in weights(run_dir).items())
+
+
 def test_a_run_goes_on_from_a_named_checkpoint(run_config: RunConfig, tmp_path: Path) -> None:
     config = run_config(train__steps=6, train__checkpoint_every=2, train__keep_checkpoints=3)
     run_dir = tmp_path / "run"
@@ -246,6 +263,7 @@ def test_a_run_goes_on_from_a_named_checkpoint(run_config: RunConfig, tmp_path: 
         ({"train__batch_rows": 2}, "batch_rows was 4 and is 2"),
         ({"data__sequence_length": 16}, "data.sequence_length was 32 and is 16"),
         ({"data__seed": 1}, "data.seed was 0 and is 1"),
+        ({"train__states": "8bit"}, "train.states was 'fp32' and is '8bit'"),
     ],
 )
 def test_a_resume_with_other_settings_says_what_differs(

@@ -237,6 +237,23 @@ def test_a_host_that_is_too_small_is_told_what_the_device_leaves_to_it() -> None
     assert "of device memory" not in str(refused.value)
 
 
+def test_a_host_that_is_too_small_for_fp32_states_is_told_of_8_bit_ones() -> None:
+    facts = qwen()
+    large = tuple(
+        replace(g, narrow=g.trained_bf16) if g.name != "norm" else g for g in facts.groups
+    )
+    facts = replace(facts, groups=large)
+    with pytest.raises(DoesNotFit) as refused:
+        place(facts, gpu(8, host_gib=16), Wishes())
+    told = str(refused.value)
+    assert "host memory" in told
+    assert "train.states=8bit fits: optimizer states of 8 bits take" in told
+    narrow = place(facts.with_states("8bit"), gpu(8, host_gib=16), Wishes())
+    assert narrow.need.arena_bytes < 8.1 * sum(g.trained_bf16 for g in facts.groups)
+    with pytest.raises(DoesNotFit, match=r": states=8bit fits"):
+        place_for_any_rows(replace(facts, row=None), gpu(8, host_gib=16), Wishes())
+
+
 def test_a_length_that_would_fit_is_named() -> None:
     long = qwen(sequence_length=1 << 17)
     with pytest.raises(DoesNotFit, match=r"data\.sequence_length=\d+ fits"):

@@ -6,11 +6,14 @@ device it is one contiguous range of bytes, split into segments:
     [ trained bf16 | trained fp32 | frozen, any dtype ]
 
 A trained bf16 segment is the `hi` half of fp32 masters (design: `lo`, `m` and `v` complete it to
-12 bytes a parameter, a bf16 gradient to 14); a trained fp32 segment is its own master.
+12 bytes a parameter, a bf16 gradient to 14); a trained fp32 segment is its own master. With moments
+in 8 bits it is 6 and 8; parameters of few elements then lie in segments of their own with fp32
+moments.
 """
 
 from __future__ import annotations
 
+import zlib
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Literal
@@ -20,8 +23,16 @@ from torch import Tensor, nn
 
 from fluxtrain.errors import UnsupportedModel
 from fluxtrain.memory.arena import HostArena, aligned, device_flat, own_storage_view
+from fluxtrain.plan import states as state_formats
+from fluxtrain.plan.states import STATE_BLOCK, StateFormat
 
 Home = Literal["host", "device"]
+SCALES = ("m_scale", "v_scale")
+_MOMENT_DTYPES: dict[StateFormat, torch.dtype] = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "8bit": torch.uint8,
+}
 TRAINED_DTYPES = (torch.bfloat16, torch.float32)
 
 
@@ -50,20 +61,33 @@ class Member:
         """This member's range of a flat tensor of its segment, in its own shape."""
         return flat[self.offset : self.offset + self.count].view(self.shape)
 
+    def states(self) -> dict[str, Tensor]:
+        """Views of this member's optimizer state by name: `lo`, `m`, `v` in its shape, and the
+        scales of 8-bit moments (blocks,); empty before the first step."""
+        first, stop = self.offset // STATE_BLOCK, -(-(self.offset + self.count) // STATE_BLOCK)
+        return {
+            name: flat[first:stop] if name in SCALES else self.slice(flat)
+            for name, flat in self.segment.states().items()
+        }
+
 
 @dataclass(eq=False)
 class Segment:
-    """Members of one dtype that lie next to each other."""
+    """Members of one dtype, and one format of optimizer states, that lie next to each other."""
 
     dtype: torch.dtype
     trained: bool
+    format: StateFormat = "fp32"  # of the moments
+    seed: int = 0  # of the moments' random rounding
     wire_offset_bytes: int = 0
     elements: int = 0  # with padding between members
     members: list[Member] = field(default_factory=list)
     weights: Tensor | None = None  # (elements,) at home: `hi`, or the fp32 master
     lo: Tensor | None = None  # (elements,) int16
-    m: Tensor | None = None  # (elements,) fp32
+    m: Tensor | None = None  # (elements,) fp32, bf16, or 8-bit codes
     v: Tensor | None = None
+    m_scale: Tensor | None = None  # (blocks,) fp32, of 8-bit codes
+    v_scale: Tensor | None = None
     narrow: Tensor | None = None  # (elements,) gradients at home in the segment's dtype
     wide: Tensor | None = None  # the same in fp32, once a second backward pass has added to them
     is_wide: bool = False  # which of the two holds this step's gradients
@@ -77,6 +101,17 @@ class Segment:
         """True when the weights are the upper halves of fp32 masters."""
         return self.dtype == torch.bfloat16
 
+    def states(self) -> dict[str, Tensor]:
+        """The optimizer state by name; empty before the first step."""
+        named = {name: getattr(self, name) for name in ("lo", "m", "v", *SCALES)}
+        return {name: flat for name, flat in named.items() if flat is not None}
+
+    def allot(self, itemsize: int, count: int) -> int:
+        """Where the next member begins after one of `count` elements at the end of this."""
+        if self.format == "8bit":  # a block of states belongs to one parameter
+            return -(-count // STATE_BLOCK) * STATE_BLOCK
+        return aligned(count * itemsize) // itemsize
+
     @property
     def gradient(self) -> Tensor:
         """This step's gradients at home (elements,)."""
@@ -88,9 +123,12 @@ class Segment:
 class Group:
     """Parameters that are copied, computed with and updated together."""
 
-    def __init__(self, name: str, kind: Literal["block", "edge"]) -> None:
+    def __init__(
+        self, name: str, kind: Literal["block", "edge"], states: StateFormat = "fp32"
+    ) -> None:
         self.name = name
         self.kind = kind
+        self.states = states
         self.home: Home = "host"
         self.members: list[Member] = []
         self.segments: list[Segment] = []
@@ -117,6 +155,16 @@ class Group:
         return sum(s.elements for s in self.trained)
 
     @property
+    def narrow_elements(self) -> int:
+        """Trained elements whose moments may be kept in fewer bits than fp32."""
+        members = [(s, m) for s in self.trained for m in s.members]
+        return sum(
+            s.allot(s.dtype.itemsize, m.count)
+            for s, m in members
+            if m.count >= state_formats.LEAST_NARROW
+        )
+
+    @property
     def count(self) -> int:
         return sum(m.count for m in self.members)
 
@@ -130,7 +178,7 @@ class Group:
 
     @property
     def state_bytes(self) -> int:
-        return sum(t.nbytes for s in self.trained for t in (s.lo, s.m, s.v) if t is not None)
+        return sum(flat.nbytes for s in self.trained for flat in s.states().values())
 
     @property
     def gradient_bytes(self) -> int:
@@ -158,8 +206,8 @@ class Group:
                 f"{name} is {parameter.dtype} and trained; bfloat16 and float32 can be trained: "
                 f"convert first, model.to(torch.bfloat16)"
             )
-        segment = self._segment(parameter.dtype, trained)
-        itemsize = parameter.dtype.itemsize
+        large = trained and parameter.numel() >= state_formats.LEAST_NARROW
+        segment = self._segment(parameter.dtype, trained, self.states if large else "fp32")
         member = Member(
             parameter,
             name,
@@ -170,7 +218,7 @@ class Group:
             len(self.members),
         )
         segment.members.append(member)
-        segment.elements += aligned(parameter.numel() * itemsize) // itemsize
+        segment.elements += segment.allot(parameter.dtype.itemsize, parameter.numel())
         self.members.append(member)
         return member
 
@@ -178,8 +226,11 @@ class Group:
         """Fix the layout, allocate the weights' memory and move the weights into it."""
         self.home, self._device, self._pin = home, device, pin
         order = {torch.bfloat16: 0, torch.float32: 1}
-        self.segments.sort(key=lambda s: (not s.trained, order.get(s.dtype, 2), str(s.dtype)))
+        self.segments.sort(
+            key=lambda s: (not s.trained, order.get(s.dtype, 2), str(s.dtype), s.format)
+        )
         for segment in self.segments:
+            segment.seed = zlib.crc32(f"{self.name} {segment.dtype}".encode())
             segment.wire_offset_bytes = self.wire_bytes
             self.wire_bytes += aligned(segment.size_bytes)
         spans = [(s.dtype, s.elements, s.wire_offset_bytes) for s in self.segments]
@@ -216,22 +267,26 @@ class Group:
         for segment in self.trained:
             if segment.m is not None:
                 continue
-            n = segment.elements
-            size = aligned(4 * n)
-            spans = [(torch.float32, n, 0), (torch.float32, n, size)]
+            n, dtype = segment.elements, _MOMENT_DTYPES[segment.format]
+            wanted = {"m": (dtype, n), "v": (dtype, n)}
             if segment.split:
-                spans.append((torch.int16, n, 2 * size))
-            total = 2 * size + (aligned(2 * n) if segment.split else 0)
+                wanted["lo"] = (torch.int16, n)
+            if segment.format == "8bit":
+                wanted |= dict.fromkeys(SCALES, (torch.float32, -(-n // STATE_BLOCK)))
+            spans, total = [], 0
+            for kind, count in wanted.values():
+                spans.append((kind, count, total))
+                total += aligned(kind.itemsize * count)
             _, flats = self._allocate(total, spans, pin=False)
-            segment.m, segment.v = flats[0], flats[1]
-            segment.lo = flats[2] if segment.split else None
+            for name, flat in zip(wanted, flats, strict=True):
+                setattr(segment, name, flat)
 
     def forget_moments(self, member: Member) -> None:
         """Its optimizer state starts anew; the master stays (updates must be done)."""
         member.step = 0
-        for flat in (member.segment.m, member.segment.v):
-            if flat is not None:
-                member.slice(flat).zero_()
+        for name, view in member.states().items():
+            if name != "lo":
+                view.zero_()
 
     def ensure_gradient(self) -> None:
         """Allocate the gradients' memory at home in each segment's dtype."""
@@ -259,11 +314,11 @@ class Group:
                 segment.narrow.copy_(segment.gradient)
                 segment.is_wide = False
 
-    def _segment(self, dtype: torch.dtype, trained: bool) -> Segment:
+    def _segment(self, dtype: torch.dtype, trained: bool, states: StateFormat) -> Segment:
         for segment in self.segments:
-            if segment.dtype == dtype and segment.trained == trained:
+            if (segment.dtype, segment.trained, segment.format) == (dtype, trained, states):
                 return segment
-        self.segments.append(Segment(dtype, trained))
+        self.segments.append(Segment(dtype, trained, states))
         return self.segments[-1]
 
     def _allocate(

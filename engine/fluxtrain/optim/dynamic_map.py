@@ -18,7 +18,9 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-BLOCK = 256  # elements that share one scale
+from fluxtrain.plan.states import STATE_BLOCK
+
+BLOCK = STATE_BLOCK
 LEAST_SCALE = 2.0**-126
 _DECADES = 7
 _SIGNED_BITS, _UNSIGNED_BITS = 16, 15  # of a slope: times a code it has 24 bits at most

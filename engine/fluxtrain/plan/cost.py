@@ -30,8 +30,7 @@ from fluxtrain.plan.footprint import Layout, homes, slot_count
 FORWARD_PASSES = 2  # operations a weight and token
 BACKWARD_PASSES = 6  # recomputed forward, gradients of inputs and of weights
 FROZEN_BACKWARD_PASSES = 4  # no gradients of weights
-BF16_UPDATE_BYTES = 26  # read and written for each parameter: what the measured rate counts
-FP32_UPDATE_BYTES = 28
+BF16_UPDATE_BYTES = 26  # for each parameter with fp32 moments: what the measured rate counts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,11 +213,7 @@ def _frozen(group: GroupFacts, dtype_bytes: int) -> int:
 
 def _host_update(facts: ModelFacts, layout: Layout, rates: Rates) -> float:
     """Seconds of AdamW on the groups at home; the measured rate moves 26 bytes a parameter."""
-    at_home = homes(facts, layout)[1]
-    moved = sum(
-        BF16_UPDATE_BYTES * group.trained_bf16 + FP32_UPDATE_BYTES * group.trained_fp32
-        for group in at_home
-    )
+    moved = sum(group.update_bytes for group in homes(facts, layout)[1])
     return moved / BF16_UPDATE_BYTES / rates.adamw_per_s
 
 

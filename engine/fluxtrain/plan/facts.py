@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
+from fluxtrain.plan.states import StateFormat, moment_bytes
+
 Offload = Literal["none", "optimizer", "weights", "max"]
 Boundaries = Literal["device", "host"]
 OFFLOADS: tuple[Offload, ...] = ("none", "optimizer", "weights", "max")  # least offload first
@@ -13,10 +15,8 @@ OFFLOADS: tuple[Offload, ...] = ("none", "optimizer", "weights", "max")  # least
 FP32_BYTES = 4
 BF16_BYTES = 2
 
-# Optimizer state beside the weight itself, bytes a trained parameter: bf16 keeps the lower half of
-# an fp32 master, m and v (2 + 4 + 4); fp32 is its own master (4 + 4). The gradient comes on top.
-BF16_STATE_BYTES = 10
-FP32_STATE_BYTES = 8
+# Beside a bf16 weight its optimizer state keeps the lower half of the fp32 master.
+LOW_HALF_BYTES = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,11 +32,25 @@ class GroupFacts:
     trained_bf16: int = 0
     trained_fp32: int = 0
     users: int = 1  # parts that compute with it: a tied embedding has two
+    states: StateFormat = "fp32"  # how the moments of `narrow` elements are kept
+    narrow: int = 0  # trained elements of large parameters; the others' moments are always fp32
+
+    @cached_property
+    def moment_bytes(self) -> int:
+        """Both moments of AdamW."""
+        wide = self.trained_bf16 + self.trained_fp32 - self.narrow
+        return moment_bytes(self.states, self.narrow) + moment_bytes("fp32", wide)
 
     @cached_property
     def state_bytes(self) -> int:
-        """Optimizer states."""
-        return BF16_STATE_BYTES * self.trained_bf16 + FP32_STATE_BYTES * self.trained_fp32
+        """Optimizer states: with a bf16 weight 10 bytes (fp32 moments), 6 (bf16) or 4 (8 bits)."""
+        return LOW_HALF_BYTES * self.trained_bf16 + self.moment_bytes
+
+    @cached_property
+    def update_bytes(self) -> int:
+        """Read and written by one update: masters and moments twice, gradients once."""
+        masters = FP32_BYTES * (self.trained_bf16 + self.trained_fp32)
+        return 2 * (masters + self.moment_bytes) + self.rounded_bytes
 
     @cached_property
     def rounded_bytes(self) -> int:
@@ -54,7 +68,8 @@ class GroupFacts:
         return self.rounded_bytes + wide
 
     def home_bytes(self, *, accumulates: bool = False) -> int:
-        """Weights, states and gradients: 14 bytes a trained bf16 parameter, 16 an fp32 one."""
+        """Weights, states and gradients: 14 bytes a trained bf16 parameter, 16 an fp32 one; with
+        8-bit states 8 and 10."""
         return self.weight_bytes + self.state_bytes + self.gradient_bytes(accumulates=accumulates)
 
 
@@ -94,6 +109,10 @@ class ModelFacts:
     def layers(self) -> int:
         """Number of blocks."""
         return sum(group.kind == "block" for group in self.groups)
+
+    def with_states(self, states: StateFormat) -> ModelFacts:
+        """The same model with its optimizer states kept so."""
+        return replace(self, groups=tuple(replace(g, states=states) for g in self.groups))
 
     @cached_property
     def home_bytes(self) -> int:

@@ -89,6 +89,14 @@ def _cure(search: Search) -> str:
             value = None if setting.chosen is None else getattr(layout, setting.chosen)
             found = " left out fits" if value is None else f"={value} fits"
             return (setting.in_wrap if row is None else setting.in_run) + found
+    narrow = replace(search, facts=search.facts.with_states("8bit"))
+    layout = narrow.find()
+    if layout is not None:
+        need = narrow.need(layout)
+        return (
+            f"{'states' if row is None else 'train.states'}=8bit fits: optimizer states of 8 bits "
+            f"take {bytes_text(need.host_bytes)} of host memory"
+        )
     if row is not None:
         length = row.sequence_length // 2
         while length >= SHORTEST_TOKENS:

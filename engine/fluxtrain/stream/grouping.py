@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import torch
 from torch import nn
 
 from fluxtrain.memory.arena import aligned
 from fluxtrain.memory.group import Group
 from fluxtrain.plan.facts import GroupFacts, ModelFacts
+from fluxtrain.plan.states import StateFormat
 from fluxtrain.stream.blocks import Parts, take_apart
 
 _HEAD_COLUMNS = 8192  # an edge Linear this wide is taken for a language model's head
@@ -16,7 +19,9 @@ _LOOSE_COPIES = 4  # weight, gradient and the two moments of torch's own AdamW
 Borrowed = dict[str, dict[Group, list[int]]]  # part -> groups of others -> member indices
 
 
-def group_parameters(model: nn.Module, parts: Parts) -> tuple[dict[str, Group], Borrowed]:
+def group_parameters(
+    model: nn.Module, parts: Parts, states: StateFormat = "fp32"
+) -> tuple[dict[str, Group], Borrowed]:
     """One group a part, in forward order; a parameter that several parts share belongs to the
     first of the edges, then blocks."""
     groups: dict[str, Group] = {}
@@ -24,7 +29,7 @@ def group_parameters(model: nn.Module, parts: Parts) -> tuple[dict[str, Group], 
     home: dict[int, tuple[Group, int]] = {}
     kinds = [(n, m, "edge") for n, m in parts.edges] + [(n, m, "block") for n, m in parts.blocks]
     for name, module, kind in kinds:
-        group = groups[name] = Group(name, "edge" if kind == "edge" else "block")
+        group = groups[name] = Group(name, "edge" if kind == "edge" else "block", states)
         group.users = 1
         for own_name, parameter in module.named_parameters():
             if id(parameter) not in home:
@@ -48,10 +53,10 @@ def is_head(model: nn.Module, module: nn.Module) -> bool:
     return type(module) is nn.Linear and (module is output or module.out_features >= _HEAD_COLUMNS)
 
 
-def facts_of(model: nn.Module) -> ModelFacts:
+def facts_of(model: nn.Module, states: StateFormat = "fp32") -> ModelFacts:
     """Sizes of a model before it is wrapped, also of one on the meta device."""
     parts = take_apart(model)
-    groups, borrowed = group_parameters(model, parts)
+    groups, borrowed = group_parameters(model, parts, states)
     return model_facts(model, parts, groups, borrowed)
 
 
@@ -76,12 +81,16 @@ def model_facts(
 
 
 def _group_facts(group: Group) -> GroupFacts:
-    elements = {segment.dtype: segment.elements for segment in group.trained}
+    elements: Counter[torch.dtype] = Counter()
+    for segment in group.trained:
+        elements[segment.dtype] += segment.elements
     return GroupFacts(
         name=group.name,
         kind="block" if group.kind == "block" else "edge",
         weight_bytes=sum(aligned(segment.size_bytes) for segment in group.segments),
-        trained_bf16=elements.get(torch.bfloat16, 0),
-        trained_fp32=elements.get(torch.float32, 0),
+        trained_bf16=elements[torch.bfloat16],
+        trained_fp32=elements[torch.float32],
         users=group.users,
+        states=group.states,
+        narrow=group.narrow_elements,
     )

@@ -15,10 +15,17 @@ from torch.optim import Optimizer
 
 from fluxtrain.errors import MisusedModel
 from fluxtrain.memory.group import Member
+from fluxtrain.optim.dynamic_map import dequantise, quantise
 from fluxtrain.stream.parameter import Owner, owner_of
 from fluxtrain.stream.writes import check_writes, fingerprint
 
 KEY = "fluxtrain"
+_NAMES = {
+    "m": "exp_avg",
+    "v": "exp_avg_sq",
+    "m_scale": "exp_avg_scale",
+    "v_scale": "exp_avg_sq_scale",
+}
 Entries = list[tuple[Owner, dict[str, Any], int]]
 _exporting: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
@@ -73,16 +80,8 @@ def _before_export(optimizer: Optimizer) -> None:
 
 
 def _entry(member: Member) -> dict[str, Any]:
-    segment = member.segment
-    assert segment.m is not None and segment.v is not None
-    entry: dict[str, Any] = {
-        "step": member.step,
-        "exp_avg": member.slice(segment.m),
-        "exp_avg_sq": member.slice(segment.v),
-    }
-    if segment.lo is not None:
-        entry["lo"] = member.slice(segment.lo)
-    return entry
+    views = {_NAMES.get(name, name): view for name, view in member.states().items()}
+    return {"step": member.step, **views}
 
 
 def import_state(optimizer: Optimizer, entries: Entries) -> None:
@@ -129,13 +128,34 @@ def _take(owner: Owner, entry: dict[str, Any]) -> None:
         )
     owner.engine.flush()
     owner.group.ensure_state()
-    assert segment.m is not None and segment.v is not None
     with torch.no_grad():
-        member.slice(segment.m).copy_(entry["exp_avg"])
-        member.slice(segment.v).copy_(entry["exp_avg_sq"])
+        _take_moments(member, entry)
         if segment.lo is not None:
             _take_lower_half(owner, segment.lo, entry)
     member.step = int(entry["step"])
+
+
+def _take_moments(member: Member, entry: dict[str, Any]) -> None:
+    """As they are, or from one format into another through fp32."""
+    views = member.states()
+    for name, signed in (("m", True), ("v", False)):
+        key = _NAMES[name]
+        to, source, scales = views[name], entry[key], entry.get(f"{key}_scale")
+        if to.dtype == source.dtype:
+            to.copy_(source)
+            if scales is not None:
+                views[f"{name}_scale"].copy_(scales)
+            continue
+        flat = source.reshape(-1).to(to.device)
+        wide = flat.float()
+        if scales is not None:
+            wide = dequantise(flat, scales.to(to.device), signed=signed)
+        if to.dtype == torch.uint8:
+            codes, fresh = quantise(wide, signed=signed)
+            to.copy_(codes.view(to.shape))
+            views[f"{name}_scale"].copy_(fresh)
+        else:
+            to.copy_(wide.view(to.shape))
 
 
 def _take_lower_half(owner: Owner, lo: Tensor, entry: dict[str, Any]) -> None:

@@ -10,15 +10,26 @@ from torch import Tensor
 
 from fluxtrain.errors import BadInput
 from fluxtrain.memory.group import Group, Member
+from fluxtrain.plan.states import StateFormat
 
 if TYPE_CHECKING:
     from fluxtrain.stream.engine import Engine
 
 _STEP = "step"
+_NAMES: dict[StateFormat, dict[str, str]] = {
+    "fp32": {"m": "m", "v": "v"},
+    "bf16": {"m": "m_bf16", "v": "v_bf16"},
+    "8bit": {
+        "m": "m_codes",
+        "v": "v_codes",
+        "m_scale": "m_scales",
+        "v_scale": "v_scales",
+    },
+}
 
 
 def state_shards(engine: Engine) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """(shard name, tensors): weights, `lo`, `m`, `v` of every parameter and its step count.
+    """(shard name, tensors): weights, `lo`, both moments of every parameter and its step count.
 
     Waits for updates first. On the host the tensors are views of the arenas: write them out before
     the next optimizer step. Loose parameters stand in a shard of their own.
@@ -42,6 +53,12 @@ def load_state_shard(engine: Engine, name: str, tensors: dict[str, Tensor]) -> N
         raise BadInput(f"the checkpoint has a part {name!r} that this model does not have")
     expected = {key for member in group.members for key in _keys(member)}
     extra = sorted(set(tensors) - expected)
+    found = {f for f, names in _NAMES.items() for key in extra if key.endswith(f".{names['m']}")}
+    if found:
+        raise BadInput(
+            f"the checkpoint's part {name!r} holds {found.pop()} optimizer states, and this model "
+            f"is wrapped for {group.states}: use the states it was made with"
+        )
     if extra:
         raise BadInput(
             f"the checkpoint's part {name!r} holds {extra[0]!r}, which this model does not have: "
@@ -62,15 +79,17 @@ def _load_state(engine: Engine, group: Group, member: Member, tensors: dict[str,
     engine.owners[group][member.index].stepper = None  # whichever optimizer comes next goes on
     if member.step:
         group.ensure_state()
-    for key, flat in _states(member).items():
+    for key, view in _states(member).items():
         if member.step:
-            _copy(member.slice(flat), tensors, f"{member.name}.{key}", group.name)
+            _copy(view, tensors, f"{member.name}.{key}", group.name)
         else:
-            member.slice(flat).zero_()
+            view.zero_()
 
 
 def _keys(member: Member) -> list[str]:
-    return [f"{member.name}.{key}" for key in ("weight_bits", _STEP, "lo", "m", "v")]
+    """Under which a member's tensors stand: other formats of moments have other names."""
+    keys = ["weight_bits", _STEP, "lo", *_NAMES[member.segment.format].values()]
+    return [f"{member.name}.{key}" for key in keys]
 
 
 def _group_tensors(group: Group) -> dict[str, Tensor]:
@@ -79,15 +98,14 @@ def _group_tensors(group: Group) -> dict[str, Tensor]:
         tensors[f"{member.name}.weight_bits"] = group.home_views[member.index]
         if member.trained and group.has_state:
             tensors[f"{member.name}.{_STEP}"] = torch.tensor([member.step])
-            for key, flat in _states(member).items():
-                tensors[f"{member.name}.{key}"] = member.slice(flat)
+            for key, view in _states(member).items():
+                tensors[f"{member.name}.{key}"] = view
     return tensors
 
 
 def _states(member: Member) -> dict[str, Tensor]:
-    segment = member.segment
-    named = {"lo": segment.lo, "m": segment.m, "v": segment.v}
-    return {key: flat for key, flat in named.items() if flat is not None}
+    names = _NAMES[member.segment.format]
+    return {names.get(name, name): view for name, view in member.states().items()}
 
 
 def _copy(to: Tensor, tensors: dict[str, Tensor], key: str, shard: str) -> None:

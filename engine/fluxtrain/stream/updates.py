@@ -18,8 +18,10 @@ from fluxtrain.memory.gradients import Arrival, Gradients
 from fluxtrain.memory.group import Group, Member, Segment
 from fluxtrain.memory.recorder import Recorder
 from fluxtrain.memory.worker import Worker
-from fluxtrain.optim.fused_device import update_resident_
-from fluxtrain.optim.split_adamw import Hyper, update_, update_f32_
+from fluxtrain.optim.reference import rounding
+from fluxtrain.optim.split_adamw import Hyper
+from fluxtrain.optim.stepping import Flat, step_on_device_, step_on_host_
+from fluxtrain.plan.states import STATE_BLOCK
 from fluxtrain.stream.norm import GradNorm
 
 
@@ -143,31 +145,32 @@ def _clip(norm: GradNorm | None) -> float:
     return scale
 
 
-def _slices(part: Range) -> tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor]:
+def _flat(part: Range) -> Flat:
+    """The range's slices of its segment's tensors."""
     s, cut = part.segment, slice(part.start, part.stop)
+    blocks = slice(part.start // STATE_BLOCK, -(-part.stop // STATE_BLOCK))
     assert s.weights is not None and s.m is not None and s.v is not None
-    lo = s.lo[cut] if s.lo is not None else None
-    return s.weights[cut], lo, s.m[cut], s.v[cut], part.gradient[cut]
+    return Flat(
+        weights=s.weights[cut],
+        lo=s.lo[cut] if s.lo is not None else None,
+        m=s.m[cut],
+        v=s.v[cut],
+        m_scale=s.m_scale[blocks] if s.m_scale is not None else None,
+        v_scale=s.v_scale[blocks] if s.v_scale is not None else None,
+        gradient=part.gradient[cut],
+        rounding=rounding(s.seed, part.step, part.start),
+    )
 
 
 def _on_host(part: Range, clip: float) -> None:
-    weights, lo, m, v, gradient = _slices(part)
-    scale = part.scale * clip
-    if lo is None:
-        update_f32_(weights, m, v, gradient, hyper=part.hyper, step=part.step, grad_scale=scale)
-    else:
-        update_(weights, lo, m, v, gradient, hyper=part.hyper, step=part.step, grad_scale=scale)
+    step_on_host_(_flat(part), hyper=part.hyper, step=part.step, scale=part.scale * clip)
 
 
 def _on_device(work: list[Range], norm: GradNorm | None) -> None:
     """Queued on the computation's stream; nothing is read back."""
     if not work:
         return
-    device = _slices(work[0])[0].device
+    device = _flat(work[0]).weights.device
     clip = norm.device_scale() if norm is not None else torch.ones((), device=device)
     for part in work:
-        weights, lo, m, v, gradient = _slices(part)
-        update_resident_(
-            weights, lo, m, v, gradient,
-            hyper=part.hyper, step=part.step, scale=part.scale, clip=clip,
-        )  # fmt: skip
+        step_on_device_(_flat(part), hyper=part.hyper, step=part.step, scale=part.scale, clip=clip)

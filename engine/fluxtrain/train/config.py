@@ -151,6 +151,12 @@ class TrainSettings(Section):
     )
     betas: tuple[float, float] = Field(default=(0.9, 0.999), description="AdamW's two decay rates")
     eps: float = Field(default=1e-8, gt=0, allow_inf_nan=False, description="AdamW's epsilon")
+    states: Literal["fp32", "bf16", "8bit"] = Field(
+        default="fp32",
+        description="how AdamW's two moments are kept: fp32 takes 8 bytes a parameter, bf16 "
+        "(rounded at random) 4, 8bit (block-wise, as bitsandbytes does it) 2; parameters below "
+        "4096 elements keep fp32",
+    )
     max_grad_norm: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
         default=1.0,
         description="the global gradient norm is clipped to this; null only measures it, and each "

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from fluxtrain.stream.engine import Engine
 
 PERIOD_S = 600.0
+_BEFORE = {"train.states": "fp32"}  # what checkpoints from before a setting existed were made with
 SHARE = 0.05  # of the time, at most, goes into checkpoints that nobody asked for
 
 
@@ -131,6 +132,7 @@ def newest_valid(root: Path, warn: Callable[[str], None]) -> Checkpoint | None:
 
 
 def _refuse_other_run(path: Path, old: dict[str, Any], new: dict[str, Any]) -> None:
+    old = {**_BEFORE, **old}
     different = [key for key in old.keys() | new.keys() if old.get(key) != new.get(key)]
     if not different:
         return

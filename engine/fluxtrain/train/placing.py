@@ -15,6 +15,7 @@ from fluxtrain.hardware.machine import Machine
 from fluxtrain.plan.facts import ModelFacts, Room, RowFacts, Wishes
 from fluxtrain.plan.footprint import Layout, activation_estimate, passing_bytes
 from fluxtrain.plan.placement import RunPlacement, place
+from fluxtrain.plan.states import StateFormat
 from fluxtrain.stream.grouping import facts_of
 from fluxtrain.telemetry.events import ChoiceMade
 from fluxtrain.train.config import RunConfig
@@ -35,10 +36,12 @@ def choose_device(config: RunConfig) -> ChoiceMade:
     )
 
 
-def model_facts(model: nn.Module, config: Any, sequence_length: int) -> ModelFacts:
+def model_facts(
+    model: nn.Module, config: Any, sequence_length: int, states: StateFormat = "fp32"
+) -> ModelFacts:
     """Sizes of a causal language model and of one row, also of a model on the meta device.
 
-    `config` is its Hugging Face configuration.
+    `config` is its Hugging Face configuration, `states` how AdamW's moments are kept.
     """
     text = config.get_text_config()
     hidden = int(text.hidden_size)
@@ -51,7 +54,7 @@ def model_facts(model: nn.Module, config: Any, sequence_length: int) -> ModelFac
         dtype_bytes=dtype_bytes,
         activation_bytes=activation_estimate(hidden, intermediate, sequence_length, dtype_bytes),
     )
-    return replace(facts_of(model), row=row)
+    return replace(facts_of(model, states), row=row)
 
 
 def decide(

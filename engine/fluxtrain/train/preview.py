@@ -54,7 +54,7 @@ def preview(
     length = config.data.sequence_length
     batch = config.train.batch_rows
     wished_rows = None if batch == "auto" else batch
-    facts = model_facts(model, model.config, length)
+    facts = model_facts(model, model.config, length, config.train.states)
     if elsewhere is not None:
         constants = Constants(per_s=per_s, source=ASSUMED)
     else:

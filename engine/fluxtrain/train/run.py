@@ -21,6 +21,7 @@ from fluxtrain.optim import schedule
 from fluxtrain.plan.facts import ModelFacts
 from fluxtrain.plan.placement import RunPlacement
 from fluxtrain.plan.prediction import compared, steady_step_s
+from fluxtrain.plan.states import StateFormat
 from fluxtrain.telemetry.events import (
     ChoiceMade,
     Hello,
@@ -96,7 +97,7 @@ def train(
         def fits(empty: PreTrainedModel) -> None:
             decide(
                 config,
-                model_facts(empty, empty.config, config.data.sequence_length),
+                _facts(empty, empty.config, config),
                 machine,
                 device.value,
                 batch_rows=1,  # the rows that are asked for are judged when the data is known
@@ -130,7 +131,7 @@ class Run:
         rows = _known_rows(config, checkpoint)
         data = None if rows is None else self._batches(rows)  # refuses a batch beyond the data
         model = ingredients.loaded.model
-        facts = model_facts(model, ingredients.loaded.config, config.data.sequence_length)
+        facts = _facts(model, ingredients.loaded.config, config)
         kernels = choose_kernels(config.model.kernels, model, device.value)
         self._constants = self._measured(facts, machine, device.value, rows)
         self._facts = self._constants.applied(facts)
@@ -152,7 +153,7 @@ class Run:
             steps_per_epoch=self.data.steps_per_epoch,
             fresh_weights=config.model.path == DEMO,
         )
-        self.model, self.engine = _wrapped(model, device.value, self.placement)
+        self.model, self.engine = _wrapped(model, device.value, self.placement, config.train.states)
         self.keeper = self.make_keeper()
         session.gauges.watch(self.engine, self.keeper)
         session.timeline.watch(self.engine.device.recorder)
@@ -343,7 +344,13 @@ def _known_rows(config: RunConfig, checkpoint: Checkpoint | None) -> int | None:
     return int(checkpoint.trainer_state()["fingerprint"]["batch_rows"])
 
 
-def _wrapped(model: nn.Module, device: str, placement: RunPlacement) -> tuple[nn.Module, Engine]:
+def _facts(model: nn.Module, model_config: Any, config: RunConfig) -> ModelFacts:
+    return model_facts(model, model_config, config.data.sequence_length, config.train.states)
+
+
+def _wrapped(
+    model: nn.Module, device: str, placement: RunPlacement, states: StateFormat
+) -> tuple[nn.Module, Engine]:
     from fluxtrain.stream.engine import engine_of
 
     wrapped = fluxtrain.wrap(
@@ -356,6 +363,7 @@ def _wrapped(model: nn.Module, device: str, placement: RunPlacement) -> tuple[nn
         device_groups=placement.device_groups,
         resident_blocks=placement.resident_blocks,
         boundaries=placement.boundaries,
+        states=states,
     )
     return wrapped, engine_of(wrapped)
 
@@ -376,7 +384,7 @@ def _fingerprint(config: RunConfig, model: nn.Module, batch_rows: int) -> dict[s
     settings = config.train.model_dump(mode="json")
     keys = (
         "accumulation", "learning_rate", "schedule", "warmup_steps", "weight_decay", "no_decay",
-        "betas", "eps", "max_grad_norm", "seed",
+        "betas", "eps", "states", "max_grad_norm", "seed",
     )  # fmt: skip
     return {
         "model": _model_digest(model),

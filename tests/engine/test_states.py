@@ -1,0 +1,327 @@
+"""Optimizer states of 8 bits and of bf16: whole steps, placements, checkpoints, state_dict."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fluxtrain
+from fluxtrain.errors import BadInput
+from fluxtrain.memory.group import Group
+from fluxtrain.optim import reference
+from fluxtrain.optim.clip import clip_scale
+from fluxtrain.optim.hyper import Hyper, coefficients
+from fluxtrain.optim.reference import States8, rounding
+from fluxtrain.plan import states as state_formats
+from fluxtrain.plan.facts import GroupFacts
+from fluxtrain.stream.engine import engine_of
+from fluxtrain.stream.grouping import facts_of
+
+FORMATS = pytest.mark.parametrize("states", ["bf16", "8bit"])
+DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+MAX_NORM = 0.5
+LEAST = 100  # matrices of the tiny models are narrow, their norms are not
+
+
+@pytest.fixture(autouse=True)
+def small_parameters_are_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state_formats, "LEAST_NARROW", LEAST)
+
+
+def adamw(model: nn.Module) -> torch.optim.AdamW:
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    vectors = [p for p in model.parameters() if p.dim() <= 1]
+    groups = [
+        {"params": matrices, "weight_decay": 0.1, "lr": 2e-3},
+        {"params": vectors, "weight_decay": 0.0, "lr": 5e-3},
+    ]
+    return torch.optim.AdamW(groups, betas=(0.9, 0.98))
+
+
+def train(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batch: Any,
+    steps: range,
+    *,
+    passes: int = 1,
+) -> list[Tensor]:
+    losses = []
+    for step in steps:
+        for part in range(passes):
+            loss = model(**batch("llama", seed=10 * step + part)).loss / passes
+            loss.backward()
+            losses.append(loss.detach().clone())
+        torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def weights_of(model: nn.Module) -> list[Tensor]:
+    engine_of(model).flush()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def same(one: list[Tensor], other: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+class Oracle:
+    """AdamW by `optim/reference.py` on each group's segments as a whole."""
+
+    def __init__(self, groups: list[Group]) -> None:
+        self.segments = [s for g in groups for s in g.trained]
+        self.master = [s.weights.float().clone() for s in self.segments]
+        self.states: list[Any] = []
+        for segment in self.segments:
+            n = segment.elements
+            if segment.format == "8bit":
+                code, scale = torch.zeros(n, dtype=torch.uint8), torch.zeros(-(-n // 256))
+                self.states.append(States8(code, code.clone(), scale, scale.clone()))
+            else:
+                dtype = torch.bfloat16 if segment.format == "bf16" else torch.float32
+                self.states.append((torch.zeros(n, dtype=dtype), torch.zeros(n, dtype=dtype)))
+
+    def step(self, hyper: Hyper, step: int, scale: float) -> None:
+        c = coefficients(hyper, step, scale)
+        for i, segment in enumerate(self.segments):
+            args = (self.master[i], self.states[i], segment.gradient, c)
+            if segment.format == "8bit":
+                self.master[i], self.states[i] = reference.adamw8(*args)
+            elif segment.format == "bf16":
+                key = rounding(segment.seed, step, 0)
+                self.master[i], *self.states[i] = reference.adamw16(
+                    args[0], *args[1], *args[2:], key
+                )
+            else:
+                self.master[i], *self.states[i] = reference.adamw(args[0], *args[1], *args[2:])
+            if segment.split:
+                self.master[i] = reference.decode(*reference.encode(self.master[i]))
+
+    def agrees(self) -> bool:
+        masters = [
+            s.weights if s.lo is None else reference.decode(s.weights, s.lo) for s in self.segments
+        ]
+        states = [
+            torch.equal(a, getattr(s, name))
+            for s, held in zip(self.segments, self.states, strict=True)
+            for name, a in zip(("m", "v", "m_scale", "v_scale"), held, strict=False)
+        ]
+        return same(masters, self.master) and all(states)
+
+
+@FORMATS
+@DTYPES
+@pytest.mark.parametrize("offload", ["weights", "none"])
+def test_clipped_steps_equal_the_oracle(
+    states: str, dtype: torch.dtype, offload: str, tiny: Any, batch: Any
+) -> None:
+    model = fluxtrain.wrap(tiny("llama", dtype), offload=offload, chunk_rows=2, states=states)
+    engine = engine_of(model)
+    formats = {s.format for g in engine.groups for s in g.trained}
+    assert formats == {states, "fp32"}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.1)
+    oracle = Oracle(engine.groups)
+    hyper = Hyper(2e-3, (0.9, 0.999), 1e-8, 0.1)
+    for step in range(1, 9):
+        model(**batch("llama", seed=step)).loss.backward()
+        norm = engine.clip_grad_norm(MAX_NORM).value()
+        for group in engine.groups:
+            engine.gradients.wait(group)
+        oracle.step(hyper, step, clip_scale(norm, MAX_NORM))
+        optimizer.step()
+        assert oracle.agrees()
+        optimizer.zero_grad()
+
+
+@FORMATS
+@DTYPES
+def test_every_placement_trains_to_the_same_bits(
+    states: str, dtype: torch.dtype, tiny: Any, batch: Any
+) -> None:
+    results = []
+    for options in (
+        {"offload": "weights"},
+        {"offload": "weights", "device_groups": 2, "overlap": True},
+        {"offload": "none"},
+        {"offload": "max", "overlap": True},
+    ):
+        model = fluxtrain.wrap(tiny("llama", dtype), chunk_rows=2, states=states, **options)
+        losses = train(model, adamw(model), batch, range(5))
+        results.append((losses, weights_of(model)))
+    for losses, weights in results[1:]:
+        assert same(losses, results[0][0])
+        assert same(weights, results[0][1])
+
+
+@FORMATS
+def test_eager_steps_equal_exact_ones_without_clipping(states: str, tiny: Any, batch: Any) -> None:
+    results = []
+    for eager in (False, True):
+        model = fluxtrain.wrap(tiny("llama", torch.bfloat16), chunk_rows=2, states=states)
+        optimizer = adamw(model)
+        for step in range(4):
+            loss = model(**batch("llama", seed=step)).loss
+            if eager:
+                engine_of(model).begin_eager_step(optimizer)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append(weights_of(model))
+    assert same(*results)
+
+
+@FORMATS
+def test_accumulated_gradients_update_narrow_states_too(
+    states: str, tiny: Any, batch: Any
+) -> None:
+    model = fluxtrain.wrap(tiny("llama", torch.bfloat16), chunk_rows=2, states=states)
+    losses = train(model, adamw(model), batch, range(6), passes=2)
+    assert all(bool(torch.isfinite(loss)) for loss in losses)
+    assert losses[-1] < losses[0]
+
+
+@FORMATS
+@DTYPES
+def test_a_training_saved_and_loaded_goes_on_with_the_same_bits(
+    states: str, dtype: torch.dtype, tiny: Any, batch: Any
+) -> None:
+    """By the engine's shards, and by state_dict() of model and optimizer."""
+    model = fluxtrain.wrap(tiny("llama", dtype), chunk_rows=2, states=states)
+    optimizer = adamw(model)
+    train(model, optimizer, batch, range(3))
+    shards = [
+        (name, {key: tensor.clone() for key, tensor in tensors.items()})
+        for name, tensors in engine_of(model).state_shards()
+    ]
+    plain = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    expected = train(model, optimizer, batch, range(3, 6))
+
+    by_shards = fluxtrain.wrap(tiny("llama", dtype), chunk_rows=2, states=states)
+    for name, tensors in shards:
+        engine_of(by_shards).load_state_shard(name, tensors)
+    assert same(train(by_shards, adamw(by_shards), batch, range(3, 6)), expected)
+    assert same(weights_of(by_shards), weights_of(model))
+
+    by_dict = fluxtrain.wrap(tiny("llama", dtype), chunk_rows=2, states=states)
+    other = adamw(by_dict)
+    by_dict.load_state_dict(plain[0])
+    other.load_state_dict(plain[1])
+    assert same(train(by_dict, other, batch, range(3, 6)), expected)
+
+
+@pytest.mark.parametrize("source", ["fp32", "bf16", "8bit"])
+@pytest.mark.parametrize("target", ["fp32", "bf16", "8bit"])
+def test_an_optimizers_state_is_taken_over_into_another_format(
+    source: str, target: str, tiny: Any, batch: Any
+) -> None:
+    model = fluxtrain.wrap(tiny("llama"), chunk_rows=2, states=source)
+    optimizer = adamw(model)
+    train(model, optimizer, batch, range(3))
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    expected = train(model, optimizer, batch, range(3, 8))
+    into = fluxtrain.wrap(tiny("llama"), chunk_rows=2, states=target)
+    other = adamw(into)
+    into.load_state_dict(saved[0])
+    other.load_state_dict(saved[1])
+    losses = train(into, other, batch, range(3, 8))
+    for got, wanted in zip(losses, expected, strict=True):
+        assert float(got) == pytest.approx(float(wanted), rel=0.02)
+    assert same(losses[:1], expected[:1])
+
+
+def test_torchs_own_state_is_taken_into_8_bits(tiny: Any, batch: Any) -> None:
+    plain = tiny("llama")
+    theirs = adamw(plain)
+    for step in range(3):
+        plain(**batch("llama", seed=10 * step)).loss.backward()
+        theirs.step()
+        theirs.zero_grad()
+    model = fluxtrain.wrap(tiny("llama"), chunk_rows=2, states="8bit")
+    model.load_state_dict(plain.state_dict())
+    optimizer = adamw(model)
+    optimizer.load_state_dict(theirs.state_dict())
+    before = plain(**batch("llama", seed=77)).loss
+    assert float(train(model, optimizer, batch, range(3, 12))[-1]) < float(before.detach())
+
+
+def test_a_shard_with_other_states_is_refused_with_both_names(tiny: Any, batch: Any) -> None:
+    model = fluxtrain.wrap(tiny("llama"), chunk_rows=2, states="8bit")
+    train(model, adamw(model), batch, range(1))
+    shards = list(engine_of(model).state_shards())
+    other = fluxtrain.wrap(tiny("llama"), chunk_rows=2)
+    with pytest.raises(BadInput, match="holds 8bit optimizer states, .* wrapped for fp32"):
+        for name, tensors in shards:
+            engine_of(other).load_state_shard(name, tensors)
+
+
+def test_8_bit_states_take_two_bytes_and_a_scale_a_parameter(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.undo()
+    group = Group("block", "block", "8bit")
+    group.add(nn.Parameter(torch.zeros(64, 1000, dtype=torch.bfloat16)), "weight")
+    group.add(nn.Parameter(torch.zeros(1000, dtype=torch.bfloat16)), "norm")
+    group.settle("host", torch.device("cpu"), pin=False)
+    group.ensure_state()
+    n = 64_000
+    assert [(s.format, s.elements) for s in group.trained] == [("8bit", n), ("fp32", 1024)]
+    assert group.state_bytes == 4 * n + 2 * 4 * n // 256 + 10 * 1024
+
+
+@FORMATS
+def test_the_predicted_bytes_are_those_that_training_holds(
+    states: Any, tiny: Any, batch: Any
+) -> None:
+    facts = facts_of(tiny("llama", torch.bfloat16), states)
+    assert facts == facts_of(tiny("llama", torch.bfloat16)).with_states(states) or states == "8bit"
+    model = fluxtrain.wrap(tiny("llama", torch.bfloat16), chunk_rows=2, states=states)
+    train(model, adamw(model), batch, range(1))
+    assert engine_of(model).memory().host_arena_bytes == facts.home_bytes
+
+
+@pytest.mark.parametrize(
+    ("states", "kept", "moved"), [("fp32", 14, 26), ("bf16", 10, 18), ("8bit", 8, 14)]
+)
+def test_bytes_a_parameter_follow_from_the_format(states: Any, kept: int, moved: int) -> None:
+    n = 1 << 20
+    facts = GroupFacts(
+        name="block", kind="block", weight_bytes=2 * n, trained_bf16=n, states=states, narrow=n
+    )
+    scales = 8 * n // 256 if states == "8bit" else 0
+    assert facts.home_bytes() == kept * n + scales
+    assert facts.update_bytes == moved * n + 2 * scales
+
+
+def test_blocks_of_states_never_span_two_parameters() -> None:
+    group = Group("block", "block", "8bit")
+    for count in (300, 100, 1000, 257):
+        group.add(nn.Parameter(torch.ones(count)), f"w{count}")
+    group.settle("host", torch.device("cpu"), pin=False)
+    group.ensure_state()
+    assert all(member.offset % 256 == 0 for member in group.members)
+    scales = [member.states()["m_scale"] for member in group.members]
+    assert [s.numel() for s in scales] == [2, 1, 4, 2]
+    for scale in scales:
+        scale.fill_(1.0)
+    group.forget_moments(group.members[2])
+    assert [float(s.sum()) for s in scales] == [2, 1, 0, 2]
+
+
+def test_an_unknown_format_is_refused(tiny: Any) -> None:
+    with pytest.raises(BadInput, match="states is 'fp8': use one of fp32, bf16, 8bit"):
+        fluxtrain.wrap(tiny("llama"), states="fp8")
+
+
+@FORMATS
+def test_unwrap_leaves_the_current_weights(states: str, tiny: Any, batch: Any) -> None:
+    model = fluxtrain.wrap(tiny("llama", torch.bfloat16), chunk_rows=2, states=states)
+    train(model, adamw(model), batch, range(2))
+    expected = weights_of(model)
+    fluxtrain.unwrap(model)
+    assert same([p.detach() for p in model.parameters()], expected)
