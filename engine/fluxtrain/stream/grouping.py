@@ -7,10 +7,11 @@ from collections import Counter
 import torch
 from torch import nn
 
+from fluxtrain.errors import BadInput
 from fluxtrain.memory.arena import aligned
 from fluxtrain.memory.group import Group
 from fluxtrain.plan.facts import GroupFacts, ModelFacts
-from fluxtrain.plan.states import StateFormat
+from fluxtrain.plan.states import STATE_FORMATS, StateFormat
 from fluxtrain.stream.blocks import Parts, take_apart
 
 _HEAD_COLUMNS = 8192  # an edge Linear this wide is taken for a language model's head
@@ -24,6 +25,8 @@ def group_parameters(
 ) -> tuple[dict[str, Group], Borrowed]:
     """One group a part, in forward order; a parameter that several parts share belongs to the
     first of the edges, then blocks."""
+    if states not in STATE_FORMATS:
+        raise BadInput(f"states is {states!r}: use one of {', '.join(STATE_FORMATS)}")
     groups: dict[str, Group] = {}
     borrowed: Borrowed = {}
     home: dict[int, tuple[Group, int]] = {}

@@ -16,7 +16,7 @@ from fluxtrain.memory.device import open_device
 from fluxtrain.memory.group import Group
 from fluxtrain.plan.facts import Room, Wishes
 from fluxtrain.plan.placement import place_for_any_rows
-from fluxtrain.plan.states import STATE_FORMATS, StateFormat
+from fluxtrain.plan.states import StateFormat
 from fluxtrain.stream.adoption import install as install_adoption
 from fluxtrain.stream.arguments import to_device
 from fluxtrain.stream.block import Unit
@@ -57,7 +57,6 @@ def wrap(
     gradients and optimizer states (None: with `weights` by memory, with `none` all, else 0).
     boundaries: where blocks' inputs wait for the backward pass, `device` or `host` (`auto`: on the
     host with `max`, else on the device).
-
     states: how AdamW's two moments are kept: `fp32`, `bf16` (rounded at random) or `8bit`
     (block-wise, the meaning of bitsandbytes' 8-bit AdamW); small parameters keep fp32.
 
@@ -66,8 +65,6 @@ def wrap(
     if "_fluxtrain_engine" in model.__dict__:
         return model
     _refuse_unsupported(model)
-    if states not in STATE_FORMATS:
-        raise BadInput(f"states is {states!r}: use one of {', '.join(STATE_FORMATS)}")
     parts = take_apart(model)
     torch_device = _compute_device(device)
     groups, borrowed = group_parameters(model, parts, states)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
 from torch import nn
 
+import fluxtrain
 from fluxtrain.hardware.device import check_accelerator
 from fluxtrain.hardware.machine import Machine
 from fluxtrain.plan.facts import ModelFacts, Room, RowFacts, Wishes
@@ -21,6 +22,9 @@ from fluxtrain.telemetry.events import ChoiceMade
 from fluxtrain.train.config import RunConfig
 from fluxtrain.train.device_budget import hold_to_budget
 from fluxtrain.units import GIB
+
+if TYPE_CHECKING:
+    from fluxtrain.stream.engine import Engine
 
 
 def choose_device(config: RunConfig) -> ChoiceMade:
@@ -55,6 +59,11 @@ def model_facts(
         activation_bytes=activation_estimate(hidden, intermediate, sequence_length, dtype_bytes),
     )
     return replace(facts_of(model, states), row=row)
+
+
+def model_facts_for(config: RunConfig, model: nn.Module, model_config: Any) -> ModelFacts:
+    """The same for rows and optimizer states as a run's configuration asks for them."""
+    return model_facts(model, model_config, config.data.sequence_length, config.train.states)
 
 
 def decide(
@@ -118,6 +127,27 @@ def wishes_of(config: RunConfig, batch_rows: int | None, data_rows: int | None) 
 def loaded_bytes(model: nn.Module) -> int:
     """Weights that are in host memory now; parameters that are tied count once."""
     return sum(p.nbytes for p in model.parameters() if p.device.type == "cpu")
+
+
+def wrapped(
+    config: RunConfig, model: nn.Module, device: str, placement: RunPlacement
+) -> tuple[nn.Module, Engine]:
+    """The model as `placement` says, and its engine."""
+    from fluxtrain.stream.engine import engine_of
+
+    streamed = fluxtrain.wrap(
+        model,
+        device=device,
+        offload=placement.offload,
+        chunk_rows=placement.chunk_rows,
+        overlap=True,
+        budget_bytes=placement.budget_bytes,
+        device_groups=placement.device_groups,
+        resident_blocks=placement.resident_blocks,
+        boundaries=placement.boundaries,
+        states=config.train.states,
+    )
+    return streamed, engine_of(streamed)
 
 
 def _usual_dtype_bytes(model: nn.Module) -> int:

@@ -29,7 +29,7 @@ from fluxtrain.train.config import RunConfig, settings
 from fluxtrain.train.constants import Constants, known_constants
 from fluxtrain.train.forecast import forecast_of, plan_lines
 from fluxtrain.train.ingredients import DEMO
-from fluxtrain.train.placing import choose_device, decide, model_facts, room_of
+from fluxtrain.train.placing import choose_device, decide, model_facts_for, room_of
 from fluxtrain.units import bytes_text, count_text
 
 ASSUMED = "the rates in the file and constants of this class of machines"
@@ -54,7 +54,7 @@ def preview(
     length = config.data.sequence_length
     batch = config.train.batch_rows
     wished_rows = None if batch == "auto" else batch
-    facts = model_facts(model, model.config, length, config.train.states)
+    facts = model_facts_for(config, model, model.config)
     if elsewhere is not None:
         constants = Constants(per_s=per_s, source=ASSUMED)
     else:

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-import fluxtrain
 from fluxtrain.data.batches import Batch, BatchSource, in_order
 from fluxtrain.hardware.machine import Machine, read_machine
 from fluxtrain.methods.export import save_model
@@ -19,9 +18,7 @@ from fluxtrain.methods.kernels import choose_kernels
 from fluxtrain.methods.sampling import sample_text
 from fluxtrain.optim import schedule
 from fluxtrain.plan.facts import ModelFacts
-from fluxtrain.plan.placement import RunPlacement
 from fluxtrain.plan.prediction import compared, steady_step_s
-from fluxtrain.plan.states import StateFormat
 from fluxtrain.telemetry.events import (
     ChoiceMade,
     Hello,
@@ -47,8 +44,9 @@ from fluxtrain.train.placing import (
     choose_device,
     decide,
     loaded_bytes,
-    model_facts,
+    model_facts_for,
     room_of,
+    wrapped,
 )
 from fluxtrain.train.randomness import seed_everything
 from fluxtrain.train.recovery import Target
@@ -62,7 +60,7 @@ from fluxtrain.train.session import Session
 from fluxtrain.units import count_text
 
 if TYPE_CHECKING:
-    from fluxtrain.stream.engine import Engine
+    pass
 
 EVALUATION_SHARE = 0.1  # of the time, at most, goes into evaluations that nobody set
 
@@ -97,7 +95,7 @@ def train(
         def fits(empty: PreTrainedModel) -> None:
             decide(
                 config,
-                _facts(empty, empty.config, config),
+                model_facts_for(config, empty, empty.config),
                 machine,
                 device.value,
                 batch_rows=1,  # the rows that are asked for are judged when the data is known
@@ -131,7 +129,7 @@ class Run:
         rows = _known_rows(config, checkpoint)
         data = None if rows is None else self._batches(rows)  # refuses a batch beyond the data
         model = ingredients.loaded.model
-        facts = _facts(model, ingredients.loaded.config, config)
+        facts = model_facts_for(config, model, ingredients.loaded.config)
         kernels = choose_kernels(config.model.kernels, model, device.value)
         self._constants = self._measured(facts, machine, device.value, rows)
         self._facts = self._constants.applied(facts)
@@ -153,7 +151,7 @@ class Run:
             steps_per_epoch=self.data.steps_per_epoch,
             fresh_weights=config.model.path == DEMO,
         )
-        self.model, self.engine = _wrapped(model, device.value, self.placement, config.train.states)
+        self.model, self.engine = wrapped(config, model, device.value, self.placement)
         self.keeper = self.make_keeper()
         session.gauges.watch(self.engine, self.keeper)
         session.timeline.watch(self.engine.device.recorder)
@@ -342,30 +340,6 @@ def _known_rows(config: RunConfig, checkpoint: Checkpoint | None) -> int | None:
     if checkpoint is None:
         return None
     return int(checkpoint.trainer_state()["fingerprint"]["batch_rows"])
-
-
-def _facts(model: nn.Module, model_config: Any, config: RunConfig) -> ModelFacts:
-    return model_facts(model, model_config, config.data.sequence_length, config.train.states)
-
-
-def _wrapped(
-    model: nn.Module, device: str, placement: RunPlacement, states: StateFormat
-) -> tuple[nn.Module, Engine]:
-    from fluxtrain.stream.engine import engine_of
-
-    wrapped = fluxtrain.wrap(
-        model,
-        device=device,
-        offload=placement.offload,
-        chunk_rows=placement.chunk_rows,
-        overlap=True,
-        budget_bytes=placement.budget_bytes,
-        device_groups=placement.device_groups,
-        resident_blocks=placement.resident_blocks,
-        boundaries=placement.boundaries,
-        states=states,
-    )
-    return wrapped, engine_of(wrapped)
 
 
 def _optimizer(config: RunConfig, model: nn.Module, rate: float) -> torch.optim.Optimizer:
