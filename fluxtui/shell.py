@@ -154,6 +154,7 @@ class Shell(App[None]):
             state=news.state,
             link=news.link,
             machine_sample=news.machine,
+            timeline=news.timeline,
             wall_s=self._wall_clock(),
         )
         self.redraw()

@@ -6,6 +6,7 @@ from fluxtui.panels import (
     advice,
     bus,
     categories,
+    lanes,
     log,
     loss,
     machine,
@@ -28,6 +29,7 @@ PANELS: dict[str, Panel] = {
     for panel in (
         progress.PANEL, memory.PANEL, residency.PANEL, loss.PANEL, bus.PANEL, machine.PANEL,
         moves.PANEL, step.PANEL, log.PANEL, advice.PANEL, memory_history.PANEL, categories.PANEL,
-        rates.PANEL, readout.PANEL, stalls.PANEL, recent_steps.PANEL, GRAD_NORM, LEARNING_RATE,
+        rates.PANEL, readout.PANEL, stalls.PANEL, recent_steps.PANEL, lanes.PANEL,
+        GRAD_NORM, LEARNING_RATE,
     )
 }  # fmt: skip

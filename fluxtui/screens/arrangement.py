@@ -13,6 +13,10 @@ BOXED = (100, 34)  # from here on there is room for borders
 THREE_COLUMNS = (170, 46)
 SMALL_CHARTS_FROM_ROWS = 30
 READOUT_ROWS = 4
+STEPS_FROM_ROWS = 32
+LANES_ROWS = 12  # with its frame: six lanes, times, letters, waits, bound
+TALL_LANES_FROM_ROWS = 50
+LANES_ON_DASHBOARD_FROM_ROWS = 38
 
 
 class Rect(NamedTuple):
@@ -73,7 +77,8 @@ def _two_columns(width: int, height: int) -> Arrangement:
     """Boxes: full-width facts on top, charts and lists in two columns, the step below."""
     left = width * 61 // 100
     right = width - left
-    rest = height - (4 + 5 + 5 + 4)
+    foot, rows = _foot(height)
+    rest = height - (4 + 5 + 5 + rows)
     low = max(6, rest * 7 // 20)
     high = rest - low
     bus = min(high - 6, 8) if high >= 14 else high - 6
@@ -88,15 +93,21 @@ def _two_columns(width: int, height: int) -> Arrangement:
         "machine": Place(Rect(left, y + bus, right, machine), "box"),
         "moves": Place(Rect(0, y + high, left, low), "box"),
         "log": Place(Rect(left, y + high, right, low), "box"),
-        "step": Place(Rect(0, height - 4, width, 4), "box"),
+        foot: Place(Rect(0, height - rows, width, rows), "box"),
     }
+
+
+def _foot(height: int) -> tuple[str, int]:
+    """What tells of the last step, and its rows: its lanes where there is room, else its phases."""
+    return ("lanes", 7) if height >= LANES_ON_DASHBOARD_FROM_ROWS else ("step", 4)
 
 
 def _three_columns(width: int, height: int) -> Arrangement:
     """As two columns, with advice beside the blocks and the log on its own."""
     left = width * 60 // 100
     right = width - left
-    rest = height - (4 + 5 + 5 + 4)
+    foot, rows = _foot(height)
+    rest = height - (4 + 5 + 5 + rows)
     low = rest * 2 // 5
     high = rest - low
     y = 14
@@ -111,7 +122,7 @@ def _three_columns(width: int, height: int) -> Arrangement:
         "advice": Place(Rect(left, y + high // 2, right, high - high // 2), "box"),
         "moves": Place(Rect(0, y + high, third, low), "box"),
         "log": Place(Rect(third, y + high, width - third, low), "box"),
-        "step": Place(Rect(0, height - 4, width, 4), "box"),
+        foot: Place(Rect(0, height - rows, width, rows), "box"),
     }
 
 
@@ -128,15 +139,20 @@ def memory(width: int, height: int) -> Arrangement:
 
 
 def transfer(width: int, height: int) -> Arrangement:
-    """Rates beside stalls, the last steps beside the moves."""
+    """Rates beside stalls, the lanes of a step, and where there is room the steps and moves."""
     left = width * 62 // 100
-    high = max(8, height * 9 // 20)
-    return {
+    middle = LANES_ROWS if height < TALL_LANES_FROM_ROWS else 2 * LANES_ROWS - 5
+    low = (height - middle) // 2 if height >= STEPS_FROM_ROWS else 0
+    high = height - middle - low
+    places = {
         "rates": Place(Rect(0, 0, left, high), "box"),
         "stalls": Place(Rect(left, 0, width - left, high), "box"),
-        "recent_steps": Place(Rect(0, high, left, height - high), "box"),
-        "moves": Place(Rect(left, high, width - left, height - high), "box"),
+        "lanes": Place(Rect(0, high, width, middle), "box"),
     }
+    if low:
+        places["recent_steps"] = Place(Rect(0, high + middle, left, low), "box")
+        places["moves"] = Place(Rect(left, high + middle, width - left, low), "box")
+    return places
 
 
 def loss(width: int, height: int) -> Arrangement:

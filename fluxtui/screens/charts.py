@@ -17,7 +17,7 @@ class Dashboard(PanelScreen):
     MAIN = "loss"
     SHOWN = (
         "progress", "memory", "residency", "loss", "bus", "machine", "moves", "log", "advice",
-        "step",
+        "step", "lanes",
     )  # fmt: skip
 
     def places(self, width: int, height: int) -> Arrangement:
@@ -40,11 +40,11 @@ class MemoryScreen(PanelScreen):
 
 
 class TransferScreen(PanelScreen):
-    """Screen 3: both directions over time, stalls by cause, the last steps one by one."""
+    """Screen 3: both directions over time, stalls by cause, the lanes of a step, the last steps."""
 
     NAME = "transfer"
-    MAIN = "rates"
-    SHOWN = ("rates", "stalls", "recent_steps", "moves")
+    MAIN = "lanes"
+    SHOWN = ("rates", "stalls", "lanes", "recent_steps", "moves")
 
     def places(self, width: int, height: int) -> Arrangement:
         return arrangement.transfer(width, height)

@@ -5,13 +5,16 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from fluxtrain.telemetry.ring import RingReader
+from fluxtrain.telemetry.rundir import RunDir
 from fluxtui.sources.machine import MachineSampler
 from fluxtui.sources.source import RunSource
 from fluxtui.state.link import Link
 from fluxtui.state.machine import MachineSample
 from fluxtui.state.run import RunState
+from fluxtui.state.timeline import Timeline
 
 MACHINE_PERIOD_S = 1.0
 
@@ -24,6 +27,7 @@ class News:
     state: RunState
     link: Link
     machine: MachineSample | None
+    timeline: Timeline = field(default_factory=Timeline)
 
 
 def follow(
@@ -39,6 +43,8 @@ def follow(
     """
     state = RunState()
     machine: MachineSample | None = None
+    timeline = Timeline()
+    ring = RingReader(RunDir(source.run_dir).timeline) if source.run_dir is not None else None
     said_s = sampled_s = float("-inf")
     while not stop.is_set():
         batch = source.poll()
@@ -49,7 +55,9 @@ def follow(
             machine = sampler.sample(state.hello.pid if state.hello else None)
         if now_s - said_s >= period_s:
             said_s = now_s
-            say(News(source, state, batch.link, machine))
+            if ring is not None and ring.poll():
+                timeline = Timeline(ring.exists, ring.steps)
+            say(News(source, state, batch.link, machine, timeline))
         if not batch.more:
             stop.wait(period_s)
     source.close()

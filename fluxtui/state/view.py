@@ -12,6 +12,7 @@ from fluxtui.state.link import Link
 from fluxtui.state.machine import MachineSample
 from fluxtui.state.run import RunState
 from fluxtui.state.status import Status, status_of
+from fluxtui.state.timeline import Timeline
 
 Kind = TypeVar("Kind", bound=Event)
 MACHINE_LIMIT_S = 5.0
@@ -49,6 +50,7 @@ class View:
     read_only: bool = False
     advice_at: int = 0  # which piece of advice is selected, the best first
     compared: Compared | None = None
+    timeline: Timeline = field(default_factory=Timeline)
 
     @property
     def now_s(self) -> float:

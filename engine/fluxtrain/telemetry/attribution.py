@@ -120,9 +120,7 @@ def _bound(length_s: float, busy_s: dict[str, float], waits_s: dict[str, float])
         return "gpu", f"{LANE_NAMES['gpu']} {duration_text(busy_s['gpu'])} of {whole}"
     waited = duration_text(by_lane[worst])
     if worst == "host":
-        return worst, (
-            f"host, {waited} of {whole} in which it queues work, or computes outside the blocks"
-        )
+        return worst, f"host, nothing recorded runs for {waited} of {whole}"
     return worst, (
         f"{LANE_NAMES[worst]} {duration_text(busy_s[worst])} of {whole}, "
         f"the computation waits {waited} for it"

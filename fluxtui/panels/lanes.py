@@ -1,0 +1,188 @@
+"""What every stream and thread did during one step, one lane below the other over its time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+
+from fluxtrain.telemetry.attribution import attribute
+from fluxtrain.telemetry.lanes import StepLanes
+from fluxtrain.telemetry.ring import Recorded
+from fluxtrain.units import duration_text
+from fluxtui.panels.panel import Panel, pair, share_text
+from fluxtui.panels.step import body as phases_body
+from fluxtui.panels.step import heading as phases_heading
+from fluxtui.state.timeline import chosen
+from fluxtui.state.view import View
+from fluxtui.widgets.lane_bars import Kind, bar, cells_of, ruler
+from fluxtui.widgets.spans import BLANK, Line, dropped_to_fit, fitted, wrapped
+
+LABEL_CELLS = 5
+SECONDS_FROM_CELLS = 90
+SHOWN = ("gpu", "wait", "h2d", "d2h", "cpu", "disk")
+LABELS = {"gpu": "gpu", "h2d": "h2d", "d2h": "d2h", "cpu": "cpu", "disk": "disk", "wait": "wait"}
+ROLES = {"gpu": "device", "h2d": "device", "d2h": "host", "cpu": "update", "disk": "disk"}
+KINDS = {
+    "forward": Kind("F", "forward", "forward"),
+    "head": Kind("H", "accent", "head"),
+    "backward": Kind("B", "backward", "backward"),
+    "gradients": Kind("G", "gradients", "gradients"),
+    "update": Kind("U", "update", "update"),
+    "weights": Kind("W", "weights", "weights"),
+    "activations": Kind("A", "activations", "activations"),
+    "checkpoint": Kind("C", "disk", "checkpoint"),
+    "evaluation": Kind("E", "evaluation", "evaluation"),
+}
+TALLEST = 3
+BOUND_IN_HEADING_CELLS = 110  # from here on the heading has room for what binds the step
+
+
+def heading(view: View, width: int) -> Line:
+    """Which step, how long, and what bound it."""
+    found = _shown(view)
+    if isinstance(found, str):
+        return phases_heading(view, width)
+    looking_back = view.chart.last_step is not None
+    parts: list[Line] = [
+        ((f"step {found.head.step}", "warn" if looking_back else "text"),),
+        ((duration_text(found.head.length_s), "strong"),),
+    ]
+    if looking_back:
+        parts.append((("looking back", "warn"),))
+    if width >= BOUND_IN_HEADING_CELLS - 20:  # beside the title
+        parts.append((("bound ", "dim"), (_because(found), "text")))
+    return dropped_to_fit(parts, width)
+
+
+def body(view: View, width: int, height: int) -> list[Line]:
+    """The lanes; then, as far as there is room, waits by cause, times, bound and letters."""
+    found = _shown(view)
+    if isinstance(found, str):
+        return _without_lanes(view, found, width, height)
+    on_gpu = view.state.hello is None or view.state.hello.device != "cpu"
+    return list(_drawn(found, width, height, on_gpu))[:height]
+
+
+def _without_lanes(view: View, why: str, width: int, height: int) -> list[Line]:
+    """The phases of the last step, which the journal has, and why there is no more."""
+    told: list[Line] = [((text, "dim"),) for text in wrapped(why, max(1, width))]
+    if view.chart.last_step is not None or view.state.step is None:
+        return told[:height]
+    phases = phases_body(view, width, 2)
+    return [*phases, *told][:height] if height > len(phases) else phases[:height]
+
+
+def _shown(view: View) -> Recorded | str:
+    until = view.state.step.step if view.link.replay and view.state.step else None
+    if view.link.replay and view.state.step is None:
+        return "no step so far"
+    return chosen(view.timeline, view.chart.last_step, until)
+
+
+@lru_cache(maxsize=64)
+def _because(found: Recorded) -> str:
+    return attribute(found.lanes).because
+
+
+@lru_cache(maxsize=16)
+def _drawn(found: Recorded, width: int, height: int, on_gpu: bool) -> tuple[Line, ...]:
+    step = found.lanes
+    lanes = _lanes_for(step, height)
+    foot = _foot(found, width, height - len(lanes))
+    rows = max(1, min(TALLEST, (height - len(foot)) // max(1, len(lanes))))
+    lines: list[Line] = []
+    for lane in lanes:
+        lines += _lane(step, lane, width, rows, on_gpu)
+    return (*lines, *foot)
+
+
+def _lanes_for(step: StepLanes, height: int) -> list[str]:
+    """All lanes where there is room; else without the waits, then without those at rest."""
+    busy = {one.lane for one in step.intervals}
+    lanes = [lane for lane in SHOWN if lane != "wait"]
+    if height >= len(SHOWN) + 2 and "stall" in busy:
+        return list(SHOWN)
+    if height < len(lanes):
+        lanes = [lane for lane in lanes if lane in busy or lane == "gpu"]
+    return lanes[:height]
+
+
+def _lane(step: StepLanes, lane: str, width: int, rows: int, on_gpu: bool) -> list[Line]:
+    """A label, the bar (in the gpu's, stalls show as "!"), and how much of the step it is busy."""
+    wide = width >= SECONDS_FROM_CELLS
+    room = width - LABEL_CELLS - (16 if wide else 6)
+    if room < 4:
+        return [fitted(((LABELS[lane], "text"),), width)]
+    own = "stall" if lane == "wait" else lane
+    intervals = [one for one in step.intervals if one.lane == own]
+    if lane == "gpu":
+        waits = [one for one in step.intervals if one.lane == "stall"]
+        intervals += [one._replace(kind=f"!{one.kind}") for one in waits]
+    bars = bar(cells_of(intervals, step.length_s, room), _kind_of(lane))
+    found = attribute(step)
+    waited_s = sum(found.waits_s.values()) - found.waits_s.get("host", 0.0)
+    busy_s = waited_s if lane == "wait" else found.busy_s[lane]
+    share = share_text(busy_s / step.length_s if step.length_s > 0 else None)
+    numbers = f"{share:>6}" + (f"{duration_text(busy_s) if busy_s else '0 s':>10}" if wide else "")
+    name = LABELS[lane] if on_gpu or lane != "gpu" else "dev"
+    first: Line = ((f"{name:<{LABEL_CELLS}}", ROLES.get(lane, "stall")), *bars, (numbers, "text"))
+    again: Line = ((" " * LABEL_CELLS, "text"), *_unlabelled(bars))
+    return [first, *[again] * (rows - 1)]
+
+
+def _unlabelled(bars: Line) -> Line:
+    """The bar once more, without words in it."""
+    return tuple(
+        (" " * len(text), role) if role.startswith("on:") else (text, role) for text, role in bars
+    )
+
+
+def _kind_of(lane: str) -> Callable[[str], Kind]:
+    def kind(name: str) -> Kind:
+        if name.startswith("!"):
+            return Kind("!", "stall", f"waits for {name[1:]}")
+        known = KINDS.get(name, Kind((name[:1] or "?").upper(), "other", name))
+        return Kind(known.letter.lower(), "stall", known.label) if lane == "wait" else known
+
+    return kind
+
+
+def _ruled(step: StepLanes, width: int) -> Line:
+    room = width - LABEL_CELLS - (16 if width >= SECONDS_FROM_CELLS else 6)
+    return ((" " * LABEL_CELLS, "axis"), *ruler(step.length_s, room)) if room >= 14 else BLANK
+
+
+def _foot(found: Recorded, width: int, room: int) -> list[Line]:
+    """Times, letters, waits, bound; where not all fit, what tells more stays."""
+    step = found.lanes
+    wanted = [(2, _waits_line(step, width)), (0, _ruled(step, width)), (1, _legend(step, width))]
+    if width < BOUND_IN_HEADING_CELLS:
+        wanted.insert(0, (3, fitted(pair("bound", _because(found)), width)))
+    return [one for _, one in sorted(wanted[: max(0, room)], key=lambda place: place[0])]
+
+
+def _waits_line(step: StepLanes, width: int) -> Line:
+    """What the computation waited for, the longest first."""
+    waits = sorted(attribute(step).waits_s.items(), key=lambda wait: -wait[1])
+    whole_s = sum(seconds for _, seconds in waits)
+    parts = [pair(cause, duration_text(seconds), "text") for cause, seconds in waits]
+    return dropped_to_fit([pair("waits", duration_text(whole_s)), *parts], width)
+
+
+def _legend(step: StepLanes, width: int) -> Line:
+    """The letters that are in use, and what a record left out."""
+    used = dict.fromkeys(one.kind for one in step.intervals if one.lane in LABELS)
+    parts: list[Line] = [
+        ((f" {KINDS[kind].letter} ", f"on:{KINDS[kind].role}"), (f" {KINDS[kind].label}", "dim"))
+        for kind in KINDS
+        if kind in used
+    ]
+    if any(one.lane == "stall" for one in step.intervals):
+        parts.append(((" ! ", "on:stall"), (" waits", "dim")))
+    if step.merged or step.late or step.dropped:
+        told = f"{step.merged} merged, {step.late + step.dropped} left out"
+        parts.append(((told, "warn"),))
+    return dropped_to_fit(parts, width)
+
+
+PANEL = Panel("lanes", "Lanes", body, heading, about="what every stream did during one step")
