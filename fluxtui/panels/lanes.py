@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import lru_cache
 
-from fluxtrain.telemetry.attribution import attribute
-from fluxtrain.telemetry.lanes import StepLanes
+from fluxtrain.telemetry.attribution import Attribution, attribute
+from fluxtrain.telemetry.lanes import StepLanes, without_evaluation
 from fluxtrain.telemetry.ring import Recorded
 from fluxtrain.units import duration_text
 from fluxtui.panels.panel import Panel, pair, share_text
@@ -31,7 +31,6 @@ KINDS = {
     "weights": Kind("W", "weights", "weights"),
     "activations": Kind("A", "activations", "activations"),
     "checkpoint": Kind("C", "disk", "checkpoint"),
-    "evaluation": Kind("E", "evaluation", "evaluation"),
 }
 TALLEST = 3
 BOUND_IN_HEADING_CELLS = 110  # from here on the heading has room for what binds the step
@@ -45,12 +44,12 @@ def heading(view: View, width: int) -> Line:
     looking_back = view.chart.last_step is not None
     parts: list[Line] = [
         ((f"step {found.head.step}", "warn" if looking_back else "text"),),
-        ((duration_text(found.head.length_s), "strong"),),
+        ((duration_text(_attributed(found).length_s), "strong"),),
     ]
     if looking_back:
         parts.append((("looking back", "warn"),))
     if width >= BOUND_IN_HEADING_CELLS - 20:  # beside the title
-        parts.append((("bound ", "dim"), (_because(found), "text")))
+        parts.append((("bound ", "dim"), (_attributed(found).because, "text")))
     return dropped_to_fit(parts, width)
 
 
@@ -80,19 +79,19 @@ def _shown(view: View) -> Recorded | str:
 
 
 @lru_cache(maxsize=64)
-def _because(found: Recorded) -> str:
-    return attribute(found.lanes).because
+def _attributed(found: Recorded) -> Attribution:
+    return attribute(found.lanes)
 
 
 @lru_cache(maxsize=16)
 def _drawn(found: Recorded, width: int, height: int, on_gpu: bool) -> tuple[Line, ...]:
-    step = found.lanes
+    step, _ = without_evaluation(found.lanes)
     lanes = _lanes_for(step, height)
     foot = _foot(found, width, height - len(lanes))
     rows = max(1, min(TALLEST, (height - len(foot)) // max(1, len(lanes))))
     lines: list[Line] = []
     for lane in lanes:
-        lines += _lane(step, lane, width, rows, on_gpu)
+        lines += _lane(step, _attributed(found), lane, width, rows, on_gpu)
     return (*lines, *foot)
 
 
@@ -107,7 +106,9 @@ def _lanes_for(step: StepLanes, height: int) -> list[str]:
     return lanes[:height]
 
 
-def _lane(step: StepLanes, lane: str, width: int, rows: int, on_gpu: bool) -> list[Line]:
+def _lane(
+    step: StepLanes, found: Attribution, lane: str, width: int, rows: int, on_gpu: bool
+) -> list[Line]:
     """A label, the bar (in the gpu's, stalls show as "!"), and how much of the step it is busy."""
     wide = width >= SECONDS_FROM_CELLS
     room = width - LABEL_CELLS - (16 if wide else 6)
@@ -119,7 +120,6 @@ def _lane(step: StepLanes, lane: str, width: int, rows: int, on_gpu: bool) -> li
         waits = [one for one in step.intervals if one.lane == "stall"]
         intervals += [one._replace(kind=f"!{one.kind}") for one in waits]
     bars = bar(cells_of(intervals, step.length_s, room), _kind_of(lane))
-    found = attribute(step)
     waited_s = sum(found.waits_s.values()) - found.waits_s.get("host", 0.0)
     busy_s = waited_s if lane == "wait" else found.busy_s[lane]
     share = share_text(busy_s / step.length_s if step.length_s > 0 else None)
@@ -154,18 +154,24 @@ def _ruled(step: StepLanes, width: int) -> Line:
 
 def _foot(found: Recorded, width: int, room: int) -> list[Line]:
     """Times, letters, waits, bound; where not all fit, what tells more stays."""
-    step = found.lanes
-    wanted = [(2, _waits_line(step, width)), (0, _ruled(step, width)), (1, _legend(step, width))]
+    step, _ = without_evaluation(found.lanes)
+    wanted = [
+        (2, _waits_line(_attributed(found), width)),
+        (0, _ruled(step, width)),
+        (1, _legend(step, width)),
+    ]
     if width < BOUND_IN_HEADING_CELLS:
-        wanted.insert(0, (3, fitted(pair("bound", _because(found)), width)))
+        wanted.insert(0, (3, fitted(pair("bound", _attributed(found).because), width)))
     return [one for _, one in sorted(wanted[: max(0, room)], key=lambda place: place[0])]
 
 
-def _waits_line(step: StepLanes, width: int) -> Line:
-    """What the computation waited for, the longest first."""
-    waits = sorted(attribute(step).waits_s.items(), key=lambda wait: -wait[1])
+def _waits_line(found: Attribution, width: int) -> Line:
+    """What the computation waited for, the longest first; and what is not drawn."""
+    waits = sorted(found.waits_s.items(), key=lambda wait: -wait[1])
     whole_s = sum(seconds for _, seconds in waits)
     parts = [pair(cause, duration_text(seconds), "text") for cause, seconds in waits]
+    if found.evaluation_s > 0:
+        parts.insert(0, pair("then evaluation", duration_text(found.evaluation_s), "evaluation"))
     return dropped_to_fit([pair("waits", duration_text(whole_s)), *parts], width)
 
 

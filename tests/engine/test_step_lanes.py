@@ -24,6 +24,7 @@ from fluxtrain.telemetry.journal import read_events
 from fluxtrain.telemetry.lanes import BUSY_LANES, Interval, StepLanes
 from fluxtrain.telemetry.ring import read_ring
 from fluxtrain.train.config import load_config
+from fluxtrain.train.evaluate import evaluate
 from fluxtrain.train.recovery import locate
 from fluxtrain.train.run import train
 
@@ -281,3 +282,18 @@ def test_a_trained_run_gives_a_summary_and_a_trace_and_train_writes_one_itself(
     refused = fluxtrain("train", config, "--run-dir", tmp_path / "b", "--trace", tmp_path)
     assert refused.returncode == 2 and refused.stderr.count("\n") == 1
     assert not (tmp_path / "b").exists()
+
+
+def test_what_an_evaluation_waited_for_is_no_stall_of_the_next_step(
+    run_config: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def waiting(model: torch.nn.Module, *arguments: Any) -> Any:
+        engine_of(model).device.stalls.add("weights", 1000.0)
+        return evaluate(model, *arguments)
+
+    monkeypatch.setattr("fluxtrain.train.loop.evaluate", waiting)
+    config = load_config(run_config(train__steps=3, train__evaluate_every=1), [])
+    train(config, locate(None, tmp_path / "run", config))
+    told = list(read_events(tmp_path / "run" / "events.ndjson"))
+    stalls_s = [sum(e.stalls_s.values()) for e in told if isinstance(e, StepFinished)]
+    assert len(stalls_s) == 3 and max(stalls_s) < 1000

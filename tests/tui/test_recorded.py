@@ -16,7 +16,7 @@ from fluxtui.widgets.framed import framed
 from fluxtui.widgets.spans import width_of
 
 RECORDED = Path(__file__).parent / "recorded"
-RUNS = ("demo", "killed", "resumed", "diverged", "h200")
+RUNS = ("demo", "killed", "resumed", "diverged", "h200", "streamed")
 
 
 def events_of(run: str) -> list[ev.AnyEvent]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from fluxtrain.telemetry.lanes import BUSY_LANES, Interval, StepLanes
+from fluxtrain.telemetry.lanes import BUSY_LANES, Interval, StepLanes, without_evaluation
 from fluxtrain.units import duration_text
 
 LANE_NAMES = {
@@ -36,6 +36,7 @@ class Attribution:
     waits_s: dict[str, float]  # of the computation, by cause; host: nothing else was recorded
     bound: str  # the lane that a shorter step needs first
     because: str
+    evaluation_s: float = 0.0  # that followed; in none of the above
 
     def waits_for(self, lane: str) -> float:
         """Seconds that the computation waited for a lane."""
@@ -50,6 +51,7 @@ def attribute(step: StepLanes) -> Attribution:
     drives it, the disk, the data; what is left is that thread's own work. A stall for weights
     during which no copy runs and the optimizer does is a wait for the update that the copy needs.
     """
+    step, evaluation_s = without_evaluation(step)
     lanes = {lane: _of(step.intervals, lane) for lane in BUSY_LANES}
     stalled = _union([_span(one) for one in step.intervals if one.lane == "stall"])
     computing = _minus(lanes["gpu"], stalled)
@@ -72,12 +74,13 @@ def attribute(step: StepLanes) -> Attribution:
     return Attribution(
         step=step.step, length_s=step.length_s, busy_s=busy_s,
         work_s=_work(step.intervals, stalled), waits_s=waits_s, bound=bound, because=because,
+        evaluation_s=evaluation_s,
     )  # fmt: skip
 
 
 def median_step(steps: Sequence[StepLanes]) -> StepLanes:
-    """The step of median length (of two, the longer). There must be one."""
-    return sorted(steps, key=lambda one: one.length_s)[len(steps) // 2]
+    """The step of median length without evaluation (of two, the longer). There must be one."""
+    return sorted(steps, key=lambda one: without_evaluation(one)[0].length_s)[len(steps) // 2]
 
 
 def summary_lines(found: Attribution, title: str) -> list[str]:
@@ -86,7 +89,8 @@ def summary_lines(found: Attribution, title: str) -> list[str]:
         f"{kind} {duration_text(s)}"
         for kind, s in sorted(found.work_s.items(), key=lambda p: -p[1])
     )
-    lines = [f"{title}: step {found.step}, {duration_text(found.length_s)}"]
+    after = f", then {duration_text(found.evaluation_s)} of evaluation" * (found.evaluation_s > 0)
+    lines = [f"{title}: step {found.step}, {duration_text(found.length_s)}{after}"]
     for lane in BUSY_LANES:
         busy_s, waits_s = found.busy_s[lane], found.waits_for(lane)
         note = work if lane == "gpu" else ""

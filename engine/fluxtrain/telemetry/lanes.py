@@ -150,6 +150,24 @@ def unpacked(record: bytes) -> StepLanes:
     )  # fmt: skip
 
 
+def without_evaluation(step: StepLanes) -> tuple[StepLanes, float]:
+    """The step as if no evaluation had followed it, and the seconds that this took away.
+
+    An evaluation comes after a step's update is done and may last as long as a hundred steps; what
+    comes after it (a checkpoint) moves forward.
+    """
+    found = next((one for one in step.intervals if one.kind == "evaluation"), None)
+    if found is None:
+        return step, 0.0
+    gone_s = found.duration_s
+    kept = [
+        one._replace(start_s=one.start_s - gone_s) if one.start_s >= found.stop_s else one
+        for one in step.intervals
+        if one is not found
+    ]
+    return replace(step, length_s=step.length_s - gone_s, intervals=tuple(kept)), gone_s
+
+
 def merged_to_fit(
     intervals: Sequence[Interval], limit: int
 ) -> tuple[list[Interval], int, float, int]:

@@ -111,11 +111,10 @@ class TrainingLoop:
         started_s = time.perf_counter()
         self._changes.disturbed()
         self._announcer.phase("evaluating")
-        with (
-            self._engine.evaluating(),
-            self._recorder.as_one("evaluation"),
-        ):  # the loss in chunks, or logits would not fit
+        # the loss in chunks, or logits would not fit
+        with self._engine.evaluating(), self._recorder.as_one("evaluation"):
             result = evaluate(self._model, self._held_out(), self._stopping)
+        self._engine.take_stalls()  # they are not the next step's
         if result is not None:
             self.state.evaluated(result.loss)
             self._announcer.emit(
