@@ -44,7 +44,7 @@ PICTURES = (
     Picture("dashboard-failed", run="diverged", until_share=None),
     Picture("dashboard-resumed", run="resumed", until_share=None),
     Picture("memory", screen="memory"),
-    Picture("transfer", screen="transfer"),
+    Picture("transfer", run="streamed", screen="transfer", until_share=None, keys=("left",) * 5),
     Picture("loss", screen="loss"),
     Picture("log", screen="log", until_share=None),
     Picture("plan", screen="plan"),

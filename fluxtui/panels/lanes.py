@@ -9,7 +9,7 @@ from fluxtrain.telemetry.attribution import Attribution, attribute
 from fluxtrain.telemetry.lanes import StepLanes, without_evaluation
 from fluxtrain.telemetry.ring import Recorded
 from fluxtrain.units import duration_text
-from fluxtui.panels.panel import Panel, pair, share_text
+from fluxtui.panels.panel import Panel, pair, share_text, stale_note
 from fluxtui.panels.step import body as phases_body
 from fluxtui.panels.step import heading as phases_heading
 from fluxtui.state.timeline import chosen
@@ -48,6 +48,8 @@ def heading(view: View, width: int) -> Line:
     ]
     if looking_back:
         parts.append((("looking back", "warn"),))
+    elif view.fresh(view.state.step) is None:
+        parts.append(stale_note(view.age_s(view.state.step)))
     if width >= BOUND_IN_HEADING_CELLS - 20:  # beside the title
         parts.append((("bound ", "dim"), (_attributed(found).because, "text")))
     return dropped_to_fit(parts, width)

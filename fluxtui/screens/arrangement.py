@@ -16,7 +16,7 @@ READOUT_ROWS = 4
 STEPS_FROM_ROWS = 32
 LANES_ROWS = 12  # with its frame: six lanes, times, letters, waits, bound
 TALL_LANES_FROM_ROWS = 50
-LANES_ON_DASHBOARD_FROM_ROWS = 38
+LANES_ON_DASHBOARD_FROM_ROWS = 36
 
 
 class Rect(NamedTuple):

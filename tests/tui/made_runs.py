@@ -10,6 +10,8 @@ import msgspec
 from msgspec.structs import replace
 
 from fluxtrain.telemetry import events as ev
+from fluxtrain.telemetry.lanes import Interval, StepLanes
+from fluxtrain.telemetry.ring import RingWriter
 
 GIB = 1 << 30
 START_S = 1_700_000_000.0
@@ -154,4 +156,36 @@ def failed() -> list[ev.AnyEvent]:
 def write(path: Path, events: Iterable[ev.AnyEvent]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(b"".join(msgspec.json.encode(event) + b"\n" for event in events))
+    return path
+
+
+def lanes(number: int) -> StepLanes:
+    """A step of 900 ms whose forward waits for updates and whose backward for a copy."""
+    found = [Interval("host", "data", "", 0.0, 0.002)]
+    for i in range(BLOCKS):
+        name, start = f"layers.{i}", 0.03 * i + 0.02
+        found += [
+            Interval("cpu", "update", name, start - 0.02, 0.026, began_before=i == 0),
+            Interval("stall", "weights", "", start, 0.008),
+            Interval("h2d", "weights", name, start + 0.004, 0.004),
+            Interval("gpu", "forward", name, start + 0.008, 0.022),
+        ]
+    found.append(Interval("gpu", "head", "lm_head", 0.26, 0.08))
+    for i in reversed(range(BLOCKS)):
+        name, start = f"layers.{i}", 0.34 + 0.065 * (BLOCKS - 1 - i)
+        found += [
+            Interval("h2d", "weights", name, start - 0.03, 0.004),
+            Interval("gpu", "backward", name, start, 0.055),
+            Interval("gpu", "gradients", name, start + 0.055, 0.01),
+            Interval("d2h", "gradients", name, start + 0.06, 0.012),
+        ]
+    return StepLanes(step=number, wall_s=START_S + number, length_s=0.9, intervals=found)
+
+
+def write_ring(path: Path, steps: Iterable[int]) -> Path:
+    """The lanes of these steps as a ring."""
+    ring = RingWriter(path)
+    for number in steps:
+        ring.write(lanes(number))
+    ring.close()
     return path

@@ -42,6 +42,8 @@ def app_in(made: ModuleType, folder: Path, state: str, **options: Any) -> FluxAp
         "schema": [made.hello(schema="2.0")],
     }
     journal = made.write(run / "events.ndjson", events.get(state, made.training(80)))
+    if state not in ("waiting", "schema"):
+        made.write_ring(run / "timeline.ring", range(70, 201 if state == "done" else 81))
     last_s = made.training(80)[-1].wall_s
     source: RunSource = Judged(run)
     if state == "replay":
