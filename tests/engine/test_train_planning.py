@@ -165,7 +165,7 @@ class FakeEngine:
     def residency(self) -> Any:
         return SimpleNamespace(
             weights="GC", gradients="..", optimizer="CC", weights_bytes=1, gradients_bytes=2,
-            optimizer_bytes=3,
+            optimizer_bytes=3, blocks=(),
         )  # fmt: skip
 
     def take_moves(self, limit: int) -> Any:

@@ -11,7 +11,8 @@ import torch
 
 from fluxtrain.memory.device import Ticket
 from fluxtrain.memory.group import Group
-from fluxtrain.telemetry.events import Move
+from fluxtrain.stream.block_runs import runs_of
+from fluxtrain.telemetry.events import BlockRun, Move
 
 if TYPE_CHECKING:
     from fluxtrain.stream.engine import Engine
@@ -41,6 +42,7 @@ class Residency:
     weights_bytes: int
     gradients_bytes: int
     optimizer_bytes: int
+    blocks: tuple[BlockRun, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -130,6 +132,7 @@ class Accounts:
             sum(g.wire_bytes for g in engine.groups),
             sum(g.gradient_bytes for g in engine.groups),
             sum(g.state_bytes for g in engine.groups),
+            runs_of((g.name, g.wire_bytes, g.gradient_bytes, g.state_bytes) for g in blocks),
         )
 
     def memory(self) -> MemoryUse:

@@ -155,6 +155,17 @@ class TrafficSampled(Gauge, frozen=True, kw_only=True, tag="traffic"):
     d2h_ceiling_bytes_per_s: float | None = None
 
 
+class BlockRun(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """`count` blocks in a row, each of these bytes; `{}` in the name is `first` and so on."""
+
+    name: str
+    first: int
+    count: int
+    weights_bytes: int
+    gradients_bytes: int
+    optimizer_bytes: int
+
+
 class ResidencySampled(Gauge, frozen=True, kw_only=True, tag="residency"):
     """One letter a block: G device, C host, N disk, > to the device, < to the host, . absent."""
 
@@ -164,6 +175,7 @@ class ResidencySampled(Gauge, frozen=True, kw_only=True, tag="residency"):
     weights_bytes: int
     gradients_bytes: int
     optimizer_bytes: int
+    blocks: tuple[BlockRun, ...] = ()  # the blocks behind the letters, in their order
 
 
 class Move(msgspec.Struct, frozen=True, kw_only=True, array_like=True):

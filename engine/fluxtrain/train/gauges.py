@@ -123,6 +123,7 @@ class GaugeThread:
                 weights_bytes=place.weights_bytes,
                 gradients_bytes=place.gradients_bytes,
                 optimizer_bytes=place.optimizer_bytes,
+                blocks=place.blocks,
             )
         )
         moves, total = engine.take_moves(_MOVES_A_FRAME)
