@@ -121,7 +121,7 @@ class Shell(App[None]):
         """Follow another run from its beginning."""
         self._stop_following.set()
         self._source = source
-        chart = replace(self.view.chart, last_step=None, crosshair=None)
+        chart = replace(self.view.chart, last_step=None, crosshair=None, block=None)
         self.view = View(read_only=self.view.read_only, chart=chart)
         self._follow(source)
         self.action_show("dashboard")

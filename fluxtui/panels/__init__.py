@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fluxtui.panels import (
     advice,
+    block,
     bus,
     categories,
     lanes,
@@ -29,7 +30,7 @@ PANELS: dict[str, Panel] = {
     for panel in (
         progress.PANEL, memory.PANEL, residency.PANEL, loss.PANEL, bus.PANEL, machine.PANEL,
         moves.PANEL, step.PANEL, log.PANEL, advice.PANEL, memory_history.PANEL, categories.PANEL,
-        rates.PANEL, readout.PANEL, stalls.PANEL, recent_steps.PANEL, lanes.PANEL,
+        block.PANEL, rates.PANEL, readout.PANEL, stalls.PANEL, recent_steps.PANEL, lanes.PANEL,
         GRAD_NORM, LEARNING_RATE,
     )
 }  # fmt: skip

@@ -1,44 +1,59 @@
-"""Device memory over time against the plan and the budget, and the host's resident set."""
+"""Device memory by category and the host's over time, each against its plan."""
 
 from __future__ import annotations
 
 from fluxtrain.units import bytes_text
+from fluxtui.panels.memory import CATEGORIES, LETTERS
 from fluxtui.panels.panel import Panel
 from fluxtui.state.view import View
 from fluxtui.widgets.spans import Line, dropped_to_fit
-from fluxtui.widgets.timeline import Track, timeline
+from fluxtui.widgets.stack import Layer, stacked
 
 NOTHING: list[Line] = [((" no sample so far", "dim"),)]
+TWO_FROM_ROWS = 10
 
 
 def heading(view: View, width: int) -> Line:
-    """Which line is which."""
-    return dropped_to_fit(
-        [
-            (("⠒", "smooth"), (" device", "text")),
-            (("⠒", "workspace"), (" host", "text")),
-            (("╌", "evaluation"), (" plan of the device", "dim")),
-        ],
-        width,
-    )
+    """Which colour is which, and the dashes of the plan."""
+    newest = view.state.memory
+    shown = [name for name in CATEGORIES if newest and newest.device_by.get(name)]
+    categories = [((LETTERS[name], f"on:{name}"), (f" {name}", "dim")) for name in shown]
+    return dropped_to_fit([(("╌", "evaluation"), (" plan", "dim")), *categories], width)
 
 
 def body(view: View, width: int, height: int) -> list[Line]:
     """Device above host where there is room, else the device alone."""
     samples = list(view.state.memories)
     if len(samples) < 2:
-        return NOTHING
+        return NOTHING[:height]
     times = [sample.wall_s for sample in samples]
-    planned = view.state.planned.device_bytes if view.state.planned else None
-    used = Track([sample.device_used_bytes for sample in samples], "smooth")
-    host = Track([sample.host_rss_bytes for sample in samples], "workspace")
-    upper = height - height // 2 if height >= 10 else height
-    lines = timeline(times, [used], width, upper, bytes_text, planned, 1024.0)
+    planned = view.state.planned
+    known = [name for name in CATEGORIES if any(sample.device_by.get(name) for sample in samples)]
+    device = [
+        Layer([float(s.device_by.get(name, 0)) for s in samples], name, LETTERS[name])
+        for name in known
+    ]
+    arenas = [float(min(s.host_arena_bytes, s.host_rss_bytes or 0)) for s in samples]
+    rest = [float(s.host_rss_bytes or 0) - a for s, a in zip(samples, arenas, strict=True)]
+    upper = height - height // 2 if height >= TWO_FROM_ROWS else height
+    limit = planned.device_bytes if planned else None
+    lines = stacked(times, device, width, upper, bytes_text, limit)
     if height > upper:
-        lines += timeline(times, [host], width, height - upper, bytes_text, thousand=1024.0)
-    return lines
+        host = [Layer(arenas, "host", "C"), Layer(rest, "other", "P")]
+        limit = planned.host_bytes if planned else None
+        title: Line = (
+            (" host  ", "title"), ("C", "on:host"), (" arenas  ", "dim"), ("P", "on:other"),
+            (" the rest of the process", "dim"),
+        )  # fmt: skip
+        lines.append(title)
+        lines += stacked(times, host, width, height - upper - 1, bytes_text, limit)
+    return lines[:height]
 
 
 PANEL = Panel(
-    "memory_history", "Over time", body, heading, about="memory of device and host over time"
+    "memory_history",
+    "Over time",
+    body,
+    heading,
+    about="memory by category over time, with the plan",
 )

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 from fluxtrain.units import UNKNOWN, bytes_text
 from fluxtui.panels.panel import Panel, stale_note
-from fluxtui.state.view import View
+from fluxtui.state.view import ChartSettings, View
 from fluxtui.widgets.spans import Line, Span, dropped_to_fit, line, spread
 
 ROLES = {"G": "device", "C": "host", "N": "disk", ">": "flight", "<": "flight", ".": "absent"}
@@ -45,34 +46,54 @@ def body(view: View, width: int, height: int) -> list[Line]:
     room = width - LABEL_CELLS - TALLY_CELLS
     lines: list[Line] = []
     for name, letters, size_bytes in rows:
-        left: Line = ((f" {name:<{LABEL_CELLS - 2}} ", "dim"), *tiles(letters, room))
+        chosen = view.chart.block
+        left: Line = ((f" {name:<{LABEL_CELLS - 2}} ", "dim"), *tiles(letters, room, chosen))
         lines.append(spread(left, _tally(letters, size_bytes), width))
     return lines[:height]
 
 
-def tiles(letters: str, room: int) -> Line:
-    """The letters as coloured tiles; as wide as there is room for, grouped when there is none."""
+def tiles(letters: str, room: int, chosen: int | None = None) -> Line:
+    """The letters as coloured tiles; as wide as there is room for, grouped when there is none.
+
+    The chosen block's tile is marked.
+    """
     if not letters or room <= 0:
         return ((UNKNOWN, "dim"),)
     if len(letters) > room:
         size = -(-len(letters) // room)
         letters = "".join(_majority(letters[i : i + size]) for i in range(0, len(letters), size))
         return (*_plain(letters), (f" ×{size}", "dim"))
-    cells = min(WIDEST_TILE, room // len(letters))
-    if cells < 3:
-        return _plain(letters)
+    cells = tile_cells(len(letters), room)
+    if cells == 1:
+        return _plain(letters, chosen)
     spans: list[Span] = []
-    for letter in letters:
-        role = ROLES.get(letter, "absent")
-        spans.append((letter.center(cells - 1), "absent" if letter == "." else f"tile:{role}"))
+    for i, letter in enumerate(letters):
+        role = "absent" if letter == "." else f"tile:{ROLES.get(letter, 'absent')}"
+        spans.append((letter.center(cells - 1), "selected" if i == chosen else role))
         spans.append((" ", "text"))
     return tuple(spans)
 
 
-def _plain(letters: str) -> Line:
+def tile_cells(count: int, room: int) -> int:
+    """The width of a block's tile: one cell without a gap, or three and more with one."""
+    cells = min(WIDEST_TILE, room // max(1, count))
+    return cells if cells >= 3 else 1
+
+
+def pick(view: View, width: int, height: int, x: int, y: int) -> ChartSettings | None:
+    """A click looks into the block under the pointer."""
+    sample = view.fresh(view.state.residency)
+    room = width - LABEL_CELLS - TALLY_CELLS
+    if sample is None or not 0 < len(sample.weights) <= room or x < LABEL_CELLS:
+        return None
+    at = (x - LABEL_CELLS) // tile_cells(len(sample.weights), room)
+    return replace(view.chart, block=at) if at < len(sample.weights) else None
+
+
+def _plain(letters: str, chosen: int | None = None) -> Line:
     spans: list[Span] = []
-    for letter in letters:
-        role = ROLES.get(letter, "absent")
+    for i, letter in enumerate(letters):
+        role = "selected" if i == chosen else ROLES.get(letter, "absent")
         if spans and spans[-1][1] == role:
             spans[-1] = (spans[-1][0] + letter, role)
         else:
@@ -96,5 +117,10 @@ def _tally(letters: str, size_bytes: int) -> Line:
 
 
 PANEL = Panel(
-    "residency", "Blocks", body, heading, about="where each block's tensors are: G device, C host"
+    "residency",
+    "Blocks",
+    body,
+    heading,
+    about="where each block's tensors are: G device, C host",
+    pick=pick,
 )

@@ -17,6 +17,8 @@ STEPS_FROM_ROWS = 32
 LANES_ROWS = 12  # with its frame: six lanes, times, letters, waits, bound
 TALL_LANES_FROM_ROWS = 50
 LANES_ON_DASHBOARD_FROM_ROWS = 36
+CATEGORY_ROWS = 15
+BLOCK_ROWS = 9
 
 
 class Rect(NamedTuple):
@@ -127,15 +129,23 @@ def _three_columns(width: int, height: int) -> Arrangement:
 
 
 def memory(width: int, height: int) -> Arrangement:
-    """The bar on top, history beside the categories, the blocks below."""
-    left = width * 62 // 100
+    """The bar on top, history beside the categories and one block, all blocks below.
+
+    Where it is low the categories give way: the bar names them too.
+    """
+    left = width * (62 if width >= BOXED[0] else 54) // 100
+    right = width - left
     middle = height - 5 - 5
-    return {
+    table = CATEGORY_ROWS if middle >= CATEGORY_ROWS + BLOCK_ROWS else 0
+    places = {
         "memory": Place(Rect(0, 0, width, 5), "box"),
         "memory_history": Place(Rect(0, 5, left, middle), "box"),
-        "categories": Place(Rect(left, 5, width - left, middle), "box"),
+        "block": Place(Rect(left, 5 + table, right, middle - table), "box"),
         "residency": Place(Rect(0, 5 + middle, width, 5), "box"),
     }
+    if table:
+        places["categories"] = Place(Rect(left, 5, right, table), "box")
+    return places
 
 
 def transfer(width: int, height: int) -> Arrangement:

@@ -29,11 +29,11 @@ class Dashboard(PanelScreen):
 
 
 class MemoryScreen(PanelScreen):
-    """Screen 2: the device's memory and the host's over time, by category, and the blocks."""
+    """Screen 2: memory of device and host over time, by category, by block, and one block."""
 
     NAME = "memory"
     MAIN = "memory_history"
-    SHOWN = ("memory", "memory_history", "categories", "residency")
+    SHOWN = ("memory", "memory_history", "categories", "residency", "block")
 
     def places(self, width: int, height: int) -> Arrangement:
         return arrangement.memory(width, height)

@@ -27,6 +27,7 @@ class ChartSettings:
     zoom: float = 1.0  # the share of the steps that is drawn, the newest
     last_step: int | None = None  # the newest of the steps that are looked through; None follows
     crosshair: int | None = None  # the step whose values are read; None shows no crosshair
+    block: int | None = None  # the block that is looked into
     by_tokens: bool = False  # the x axis counts trained tokens instead of steps
 
 
@@ -101,6 +102,13 @@ class View:
             at = min(at, bisect_left(ends, self.chart.crosshair))
         stride = max(1, round(len(buckets) * self.chart.zoom / 100))
         return buckets[max(0, min(len(buckets) - 1, at + by * stride))].last
+
+    def block_moved(self, by: int) -> int | None:
+        """The block `by` places on; None while no block is known."""
+        sample = self.state.residency
+        if sample is None or not sample.weights:
+            return None
+        return max(0, min(len(sample.weights) - 1, (self.chart.block or 0) + by))
 
     def age_s(self, event: Event | None) -> float | None:
         return age_s(event, self.now_s)

@@ -68,6 +68,10 @@ class ChartVerbs(Shell):
         """Move the crosshair by hundredths of the shown curve; 0 hides it."""
         self.look_at(crosshair=self.view.crosshair_moved(by) if by else None)
 
+    def action_block(self, by: int) -> None:
+        """Look into another block."""
+        self.look_at(block=self.view.block_moved(by))
+
     def look_at(self, chart: ChartSettings | None = None, **changes: Any) -> None:
         """Draw with other chart settings; smoothing and scale are kept for the next start."""
         chart = replace(chart or self.view.chart, **changes)

@@ -48,7 +48,7 @@ def timeline(
             (t, value) for t, value in zip(times, track.values, strict=True) if value is not None
         ]
         canvas.draw(Series([p[0] for p in pairs], [p[1] for p in pairs], track.role))
-    labels = _labels(window, height - 1, write, thousand)
+    labels = axis_labels(window, height - 1, write, thousand)
     lines: list[Line] = [
         (
             (f"{labels.get(row, ''):>{AXIS_CELLS - 1}} ", "axis"),
@@ -57,12 +57,13 @@ def timeline(
         )
         for row, dots in enumerate(canvas.lines())
     ]
-    return [*lines, _ages(times[-1] - times[0], width)]
+    return [*lines, ages(times[-1] - times[0], width)]
 
 
-def _labels(
+def axis_labels(
     window: Window, rows: int, write: Callable[[float | None], str], thousand: float
 ) -> dict[int, str]:
+    """Round values by the row that they stand at; `thousand` is 1024 for bytes."""
     unit = 1.0
     while window.y_high >= unit * thousand:
         unit *= thousand
@@ -74,7 +75,8 @@ def _labels(
     }
 
 
-def _ages(span_s: float, width: int) -> Line:
+def ages(span_s: float, width: int) -> Line:
+    """The x axis: how long ago its left end is."""
     start, end = f"{duration_text(span_s)} ago", "newest"
     rule = "─" * max(0, width - AXIS_CELLS - 1 - len(start) - len(end))
     return fitted(

@@ -90,6 +90,12 @@ def residency(number: int = 0) -> ev.ResidencySampled:
     return ev.ResidencySampled(
         weights="".join(weights), gradients="G" + "C" * (BLOCKS - 1), optimizer="C" * BLOCKS,
         weights_bytes=8_400_000, gradients_bytes=8_400_000, optimizer_bytes=42_000_000,
+        blocks=(
+            ev.BlockRun(
+                name="layers.{}", first=0, count=BLOCKS, weights_bytes=1_050_000,
+                gradients_bytes=1_050_000, optimizer_bytes=5_250_000,
+            ),
+        ),
     )  # fmt: skip
 
 

@@ -1,0 +1,125 @@
+"""One block: where its parts are, their bytes, and its latest copies with their cause."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fluxtrain.telemetry.events import Move, ResidencySampled
+from fluxtrain.units import UNKNOWN, bytes_text, duration_text
+from fluxtui.panels.moves import ARROWS
+from fluxtui.panels.moves import ROLES as WAY_ROLES
+from fluxtui.panels.panel import Panel, stale_note
+from fluxtui.panels.residency import CLASSES, ROLES
+from fluxtui.state.view import View
+from fluxtui.widgets.spans import Line, dropped_to_fit, fitted
+
+WORDS = {
+    "G": "device", "C": "host", "N": "disk", ">": "on its way in", "<": "on its way home",
+    ".": "not there",
+}  # fmt: skip
+
+
+def heading(view: View, width: int) -> Line:
+    """Which block, and how another one is chosen."""
+    sample = view.fresh(view.state.residency)
+    if sample is None:
+        return stale_note(view.age_s(view.state.residency))
+    at = selected(view, sample)
+    name = name_of(sample, at)
+    parts: list[Line] = [((f"{at + 1} of {len(sample.weights)}", "strong"),)]
+    if name:
+        parts.append(((name, "text"),))
+    return dropped_to_fit([*parts, (("← → choose", "dim"),)], width)
+
+
+def body(view: View, width: int, height: int) -> list[Line]:
+    """A line a class, then the latest copies, newest first."""
+    sample = view.fresh(view.state.residency)
+    if sample is None:
+        labels: list[Line] = [((f" {name:<10}", "dim"), (UNKNOWN, "dim")) for name in CLASSES]
+        return labels[:height]
+    at = selected(view, sample)
+    sizes = bytes_of(sample, at)
+    letters = (sample.weights, sample.gradients, sample.optimizer)
+    lines = [
+        _class_line(name, row[at] if at < len(row) else ".", size, width)
+        for name, row, size in zip(CLASSES, letters, sizes, strict=True)
+    ]
+    name = name_of(sample, at)
+    moves = [move for move in view.state.moves if name and move.block == name]
+    lines.append(_copies_line(moves, width))
+    room = max(0, height - len(lines))
+    lines += [_move_line(move, width) for move in reversed(moves[-room:] if room else [])]
+    return lines[:height]
+
+
+def selected(view: View, sample: ResidencySampled) -> int:
+    """The index of the chosen block, the first one without a choice."""
+    return max(0, min(view.chart.block or 0, len(sample.weights) - 1))
+
+
+def name_of(sample: ResidencySampled, at: int) -> str:
+    """The block's name in the model; "" where the trainer did not tell it."""
+    for run in sample.blocks:
+        if at < run.count:
+            return run.name.replace("{}", str(run.first + at))
+        at -= run.count
+    return ""
+
+
+def bytes_of(sample: ResidencySampled, at: int) -> tuple[int | None, int | None, int | None]:
+    """Bytes of its weights, gradients and optimizer state; None where the trainer did not tell."""
+    for run in sample.blocks:
+        if at < run.count:
+            return run.weights_bytes, run.gradients_bytes, run.optimizer_bytes
+        at -= run.count
+    return None, None, None
+
+
+def _class_line(name: str, letter: str, size: int | None, width: int) -> Line:
+    role = ROLES.get(letter, "absent")
+    return dropped_to_fit(
+        [
+            (
+                (f" {letter} ", "absent" if letter == "." else f"tile:{role}"),
+                (f" {name:<10}", "dim"),
+            ),
+            ((f"{bytes_text(size):>9}", "dim" if size is None else "strong"),),
+            ((WORDS.get(letter, letter), role if letter != "." else "dim"),),
+        ],
+        width,
+    )
+
+
+def _copies_line(moves: Sequence[Move], width: int) -> Line:
+    """How many copies of it are among the latest that were told, in and out."""
+    if not moves:
+        return fitted(((" no copy of it among the latest", "dim"),), width)
+    inward = sum(move.direction.endswith(">G") for move in moves)
+    return dropped_to_fit(
+        [
+            ((" latest copies", "title"),),
+            ((f"{inward}", "strong"), (" in", "dim")),
+            ((f"{len(moves) - inward}", "strong"), (" out", "dim")),
+            ((f"steps {moves[0].step}-{moves[-1].step}", "dim"),),
+        ],
+        width,
+    )
+
+
+def _move_line(move: Move, width: int) -> Line:
+    return dropped_to_fit(
+        [
+            ((f"{move.step:>6}", "dim"),),
+            ((ARROWS.get(move.direction, move.direction), WAY_ROLES.get(move.direction, "text")),),
+            ((f"{bytes_text(move.bytes):>8}", "text"),),
+            ((f"{duration_text(move.duration_s):>7}", "dim"),),
+            ((f"{move.what:<11}", "dim"),),
+            ((move.cause, "text"),),
+        ],
+        width,
+        gap=" ",
+    )
+
+
+PANEL = Panel("block", "Block", body, heading, about="one block: its bytes, where they are, copies")
