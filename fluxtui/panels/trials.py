@@ -49,7 +49,8 @@ def _outcome(trial: Trial) -> Span:
     if gain is not None and change.predicted_gain is not None:
         told += f" of {change.predicted_gain:+.1%} predicted"
     if undone is not None:
-        return f"{told or 'not measured'}, undone after step {undone.step}", "warn"
+        wrong = "wrong: " if undone.why == "wrong" else ""
+        return f"{wrong}{told or 'not measured'}, undone after step {undone.step}", "warn"
     if found is None:
         counting = f", measuring {trial.counted}/{trial.wanted}" if trial.wanted else ""
         return f"made after step {change.step}{counting}", "accent"

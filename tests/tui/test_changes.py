@@ -141,7 +141,7 @@ def test_changes_are_in_the_log_with_their_numbers(made: ModuleType) -> None:
         (Trial(MADE, measured=measured(None, "unknown")), "too few steady steps"),
         (
             Trial(MADE, measured=measured(0.01, "wrong"), undone=undone()),
-            "gained +1.0% of +8.0% predicted, undone after step 101",
+            "wrong: gained +1.0% of +8.0% predicted, undone after step 101",
         ),
         (Trial(MADE, undone=undone("undo", 83)), "not measured, undone after step 83"),
         (

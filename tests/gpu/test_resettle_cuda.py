@@ -1,0 +1,140 @@
+"""Changes between two steps on a real GPU: bits stay, memory comes back, no room is undone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import fluxtrain
+from fluxtrain.errors import DoesNotFit
+from fluxtrain.plan.facts import RowFacts
+from fluxtrain.plan.footprint import Layout
+from fluxtrain.plan.live import Ground, Knobs
+from fluxtrain.stream.engine import Engine, engine_of
+from fluxtrain.stream.grouping import facts_of
+from fluxtrain.stream.resettle import resettle
+from fluxtrain.units import MIB
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+
+LAYERS = 6
+PLANNED = Knobs(prefetch=2, resident_blocks=0, chunk_rows=2)
+
+
+@pytest.fixture(autouse=True)
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+class Training:
+    """Blocks of 25 MiB in bf16, streamed through three slots."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        model: nn.Module = LlamaForCausalLM(
+            LlamaConfig(
+                hidden_size=1024,
+                intermediate_size=2816,
+                num_hidden_layers=LAYERS,
+                num_attention_heads=8,
+                num_key_value_heads=8,
+                vocab_size=1024,
+                max_position_embeddings=256,
+            )
+        ).to(torch.bfloat16)
+        row = RowFacts(
+            hidden=1024, vocabulary=1024, sequence_length=64, dtype_bytes=2,
+            activation_bytes=4 * MIB,
+        )  # fmt: skip
+        layout = Layout(offload="weights", batch_rows=8, chunk_rows=2)
+        facts = replace(facts_of(model), row=row)
+        self.ground = Ground(facts=facts, layout=layout, has_gpu=True, budget_bytes=None)
+        self.model = fluxtrain.wrap(
+            model.train(), device="cuda", offload="weights", chunk_rows=2, overlap=True,
+            device_groups=0, resident_blocks=0,
+        )  # fmt: skip
+        self.engine: Engine = engine_of(self.model)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        self.losses: list[float] = []
+
+    def steps(self, count: int) -> list[float]:
+        for _ in range(count):
+            torch.manual_seed(len(self.losses))
+            ids = torch.randint(0, 1024, (8, 64))
+            loss = self.model(input_ids=ids, labels=ids).loss
+            loss.backward()
+            self.engine.clip_grad_norm(0.5)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.losses.append(float(loss.detach()))
+        return self.losses
+
+    def turn(self, knobs: Knobs) -> None:
+        resettle(
+            self.engine,
+            slots=self.ground.slots(knobs),
+            resident_blocks=knobs.resident_blocks,
+            chunk_rows=knobs.chunk_rows,
+            need=self.ground.need(knobs),
+        )
+
+    def weights_bytes(self) -> int:
+        return self.engine.memory().device_by["weights"]
+
+
+def test_losses_keep_their_bits_through_changes_of_residency_and_prefetch() -> None:
+    plain, turned = Training(), Training()
+    plain.steps(10)
+    for prefetch, resident in ((2, 3), (4, 0), (1, 4), (2, LAYERS), (2, 0)):
+        turned.steps(2)
+        turned.turn(Knobs(prefetch=prefetch, resident_blocks=resident, chunk_rows=2))
+    assert turned.losses == plain.losses
+    assert turned.steps(2) == plain.steps(2)
+
+
+def test_memory_is_what_the_layout_says_and_comes_back() -> None:
+    run = Training()
+    run.steps(2)
+    torch.cuda.synchronize()
+    before, allocated = run.weights_bytes(), torch.cuda.memory_allocated()
+    assert before == run.ground.need(PLANNED).weights_bytes
+    more = Knobs(prefetch=2, resident_blocks=3, chunk_rows=2)
+    run.turn(more)
+    run.steps(1)
+    grown = run.ground.device_growth_bytes(PLANNED, more)
+    assert run.weights_bytes() - before == grown
+    peak = run.engine.memory().device_peak_bytes
+    run.turn(PLANNED)
+    run.steps(2)
+    torch.cuda.synchronize()
+    assert run.weights_bytes() == before
+    assert torch.cuda.memory_allocated() == pytest.approx(allocated, abs=2 * MIB)
+    assert run.engine.memory().device_peak_bytes >= peak  # the run's peak is not forgotten
+
+
+def test_a_change_that_runs_out_of_device_memory_is_undone() -> None:
+    plain, run = Training(), Training()
+    plain.steps(4)
+    run.steps(2)
+    before, plan = run.weights_bytes(), run.engine.plan
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(0).total_memory
+    capped = torch.cuda.memory_reserved() + 60 * MIB
+    torch.cuda.set_per_process_memory_fraction(capped / total)
+    with pytest.raises(DoesNotFit):
+        run.turn(Knobs(prefetch=2, resident_blocks=LAYERS, chunk_rows=2))
+    torch.cuda.set_per_process_memory_fraction(1.0)
+    assert (run.weights_bytes(), run.engine.plan) == (before, plan)
+    assert run.steps(2) == plain.losses
