@@ -1,0 +1,47 @@
+"""Records the lanes of a benchmark's steps as a run does, and says what bound the median one."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from fluxtrain.stream.engine import Engine
+from fluxtrain.telemetry.attribution import attribute, median_step
+from fluxtrain.telemetry.ring import read_ring
+from fluxtrain.telemetry.trace import write_trace
+from fluxtrain.train.timeline import TimelineThread
+
+WARM_UP_STEPS = 3
+
+
+class StepTimeline:
+    """The timeline thread of a run, for a loop that is no run."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="fluxtrain-bench-")
+        self._ring = Path(self._folder.name) / "timeline.ring"
+        self._engine = engine
+        self._thread = TimelineThread(self._ring, print)
+        self._thread.watch(engine.device.recorder)
+
+    def begins(self, step: int) -> None:
+        """Step `step` (from 1) begins."""
+        self._engine.device.recorder.begin_step(step)
+
+    def close(self, trace: Path | None = None, name: str = "bench") -> dict[str, Any]:
+        """Write the trace, if one is wanted; where the median step's time went."""
+        self._engine.flush()
+        self._thread.close()
+        steps = read_ring(self._ring)
+        self._folder.cleanup()
+        if trace is not None:
+            write_trace(trace, steps, name)
+        if len(steps) <= WARM_UP_STEPS:
+            return {}
+        found = attribute(median_step(steps[WARM_UP_STEPS:]))
+        return {
+            "bound": found.because,
+            "busy_s": {lane: round(seconds, 3) for lane, seconds in found.busy_s.items()},
+            "waits_s": {cause: round(seconds, 3) for cause, seconds in found.waits_s.items()},
+        }
