@@ -24,6 +24,7 @@ import psutil
 import pynvml
 import torch
 import yaml
+from step_timeline import StepTimeline
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from fluxtrain.methods.kernels import choose_kernels
@@ -102,6 +103,7 @@ def main() -> None:
     parser.add_argument("--kernels", default="auto", choices=("auto", "liger", "torch"))
     parser.add_argument("--boundaries", default="auto", choices=("auto", "device", "host"))
     parser.add_argument("--profile", type=Path, help="write a torch profile of one step there")
+    parser.add_argument("--trace", type=Path, help="write a Perfetto trace of the steps there")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     watch = MemoryWatch()
@@ -167,6 +169,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     )
     setup_s = time.perf_counter() - started_s
     tokens = corpus(model.config.vocab_size)
+    timeline = StepTimeline(engine) if engine else None
     losses: list[torch.Tensor] = []
     read: list[float] = []
     ended_s = [time.perf_counter()]
@@ -174,6 +177,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         ids = batch(tokens, step, options.batch, options.sequence).cuda()
         if engine and step == options.steps - 1:
             engine.take_stalls()
+        if timeline is not None:
+            timeline.begins(step + 1)
         with profiled(options.profile if step == options.steps - 1 else None):
             losses.append(one_step(model, engine, optimizer, ids, eager=options.eager))
         if step > 0:  # one step late, as the trainer does, so that the device never waits for it
@@ -182,10 +187,12 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     read.append(float(losses[-1]))
     times = [end - start for start, end in itertools.pairwise(ended_s)]
     stalls = {} if engine is None else engine.take_stalls()
+    bound = {} if timeline is None else timeline.close(options.trace, options.shape)
     return report(options, model, engine, plan, times, read) | {
         "setup_s": round(setup_s, 1),
         "kernels": kernels,
         "last_step_stalls_s": {k: round(v, 3) for k, v in stalls.items()},
+        **bound,
     }
 
 

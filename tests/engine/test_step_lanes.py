@@ -95,7 +95,7 @@ def test_a_streamed_block_is_copied_computed_sent_home_and_updated_in_this_order
         assert update.start_s >= home.stop_s
 
 
-@pytest.mark.parametrize("offload", ["none", "weights", "max"])
+@pytest.mark.parametrize("offload", ["none", "optimizer", "weights", "max"])
 def test_no_interval_leaves_its_step_or_is_negative_and_no_lane_is_busier_than_the_step(
     tiny: Make, batch: MakeBatch, offload: str
 ) -> None:
@@ -203,7 +203,10 @@ class Never:
         return False
 
 
-def test_what_is_never_known_holds_up_two_steps_and_is_then_counted_as_late() -> None:
+def test_what_is_never_known_holds_up_some_steps_and_is_then_counted_as_late(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("fluxtrain.memory.step_cutter._MOST_WAITING", 2)
     recorder = Recorder(HostClock())
     cutter = StepCutter(recorder)
     recorder.begin_step(1)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fluxtrain.memory.recorder import Border, Instant, Note, Recorder
 from fluxtrain.telemetry.lanes import Interval, StepLanes
 
-_MOST_WAITING = 2  # ended steps; the oldest is then cut without the times that are still unknown
+_MOST_WAITING = 8  # ended steps; the oldest is then cut without the times that are still unknown
 
 
 @dataclass(frozen=True, slots=True)

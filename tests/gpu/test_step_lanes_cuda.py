@@ -1,0 +1,180 @@
+"""The lanes of steps on a real GPU: the clocks agree, the order holds, nothing waits."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import fluxtrain
+from fluxtrain.memory.device import CudaDevice
+from fluxtrain.memory.recorder import CudaClock, Recorder
+from fluxtrain.memory.step_cutter import StepCutter
+from fluxtrain.stream.engine import Engine, engine_of
+from fluxtrain.telemetry.attribution import attribute
+from fluxtrain.telemetry.lanes import BUSY_LANES, Interval, StepLanes
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+DEVICE = torch.device("cuda")
+CLOCKS_S = 2e-3  # how far the GPU's clock may be off the host's
+LAYERS = 6
+
+
+@pytest.fixture
+def no_synchronisation() -> Iterator[None]:
+    torch.cuda.set_sync_debug_mode("error")
+    yield
+    torch.cuda.set_sync_debug_mode("default")
+
+
+def cut(cutter: StepCutter, count: int) -> list[StepLanes]:
+    found: list[StepLanes] = []
+    until_s = time.monotonic() + 20
+    while len(found) < count and time.monotonic() < until_s:
+        found += cutter.ready()
+        time.sleep(0.001)
+    assert len(found) == count
+    return found
+
+
+def trained(offload: str, steps: int = 5) -> tuple[list[StepLanes], Engine]:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=1024, intermediate_size=4096, num_hidden_layers=LAYERS, num_attention_heads=8,
+        num_key_value_heads=8, vocab_size=2048, max_position_embeddings=512,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).to(torch.bfloat16).train()
+    model = fluxtrain.wrap(model, device="cuda", offload=offload, overlap=True)
+    engine = engine_of(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    recorder, cutter = engine.device.recorder, StepCutter(engine.device.recorder)
+    found: list[StepLanes] = []
+    for step in range(1, steps + 1):
+        recorder.begin_step(step)
+        ids = torch.randint(0, 2048, (8, 256))
+        model(input_ids=ids, labels=ids).loss.backward()
+        engine.clip_grad_norm(1.0).value()
+        optimizer.step()
+        optimizer.zero_grad()
+        found += cutter.ready()
+    engine.flush()
+    recorder.end_step()
+    return found + cut(cutter, steps - len(found)), engine
+
+
+def of(step: StepLanes, lane: str, kind: str, name: str) -> list[Interval]:
+    wanted = (lane, kind, name)
+    return [one for one in step.intervals if (one.lane, one.kind, one.name) == wanted]
+
+
+def test_a_computation_is_where_the_host_saw_it() -> None:
+    recorder = Recorder(CudaClock(DEVICE))
+    cutter = StepCutter(recorder)
+    torch.cuda._sleep(1000)
+    torch.cuda.synchronize()
+    seen: list[tuple[float, float]] = []
+    begun_s = []
+    for step in range(1, 6):
+        begun_s.append(time.perf_counter())
+        recorder.begin_step(step)
+        time.sleep(0.01)
+        before_s, start = time.perf_counter(), recorder.instant()
+        torch.cuda._sleep(40_000_000)
+        recorder.computed("forward", "a", start)
+        torch.cuda.synchronize()
+        seen.append((before_s - begun_s[-1], time.perf_counter() - begun_s[-1]))
+    recorder.end_step()
+    for step, (before_s, after_s) in zip(cut(cutter, 5), seen, strict=True):
+        (one,) = step.intervals
+        assert one.start_s == pytest.approx(before_s, abs=CLOCKS_S)
+        assert one.stop_s == pytest.approx(after_s, abs=CLOCKS_S)
+
+
+def test_recording_and_cutting_never_synchronise(no_synchronisation: None) -> None:
+    recorder = Recorder(CudaClock(DEVICE))
+    cutter = StepCutter(recorder)
+    recorder.begin_step(1)
+    start = recorder.instant()
+    torch.cuda._sleep(400_000_000)
+    recorder.computed("forward", "a", start)
+    recorder.begin_step(2)
+    before_s = time.perf_counter()
+    assert cutter.ready() == []  # the GPU is still at it
+    assert time.perf_counter() - before_s < 0.02
+    recorder.end_step()
+    assert [step.step for step in cut(cutter, 2)] == [1, 2]
+
+
+def test_the_events_of_a_step_are_used_again() -> None:
+    clock = CudaClock(DEVICE)
+    recorder, held = Recorder(clock), []
+    cutter = StepCutter(recorder)
+    for step in range(1, 8):
+        recorder.begin_step(step)
+        for _ in range(50):
+            recorder.computed("forward", "a", recorder.instant())
+        torch.cuda.synchronize()
+        cutter.ready()
+        held.append(len(clock._pool))
+    assert held[-1] == held[3] >= 100
+
+
+@pytest.mark.parametrize("offload", ["weights", "max", "optimizer", "none"])
+def test_lanes_of_a_streamed_model_are_whole_and_in_order(offload: str) -> None:
+    steps, _ = trained(offload)
+    assert [step.step for step in steps] == [1, 2, 3, 4, 5]
+    for step in steps[1:]:
+        assert (step.merged, step.late, step.dropped) == (0, 0, 0)
+        for one in step.intervals:
+            assert one.start_s >= 0 and one.duration_s >= 0
+            assert one.stop_s <= step.length_s + 1e-6
+        found = attribute(step)
+        assert found.busy_s["gpu"] + sum(found.waits_s.values()) == pytest.approx(step.length_s)
+        assert all(found.busy_s[lane] <= step.length_s + 1e-6 for lane in BUSY_LANES)
+        for i in range(LAYERS):
+            name = f"model.layers.{i}"
+            (forward,), (backward,) = (
+                of(step, "gpu", kind, name) for kind in ("forward", "backward")
+            )
+            assert forward.stop_s <= backward.start_s
+            for home in of(step, "d2h", "gradients", name):
+                assert home.start_s >= backward.stop_s - 1e-5
+    lanes = {one.lane for step in steps for one in step.intervals}
+    assert ("h2d" in lanes) == (offload != "none")
+    assert ("cpu" in lanes) == (offload != "none")
+
+
+def test_an_update_begins_after_its_gradients_are_at_home() -> None:
+    steps, _ = trained("weights")
+    for step, following in itertools.pairwise(steps[1:]):
+        for i in range(LAYERS):
+            name = f"model.layers.{i}"
+            home = max(one.stop_s for one in of(step, "d2h", "gradients", name))
+            later = [
+                one._replace(start_s=one.start_s + step.length_s)
+                for one in of(following, "cpu", "update", name)
+                if not one.began_before
+            ]
+            updates = [u for u in of(step, "cpu", "update", name) if not u.began_before] + later
+            assert any(one.start_s >= home - CLOCKS_S for one in updates)
+
+
+def test_borders_on_the_gpu_and_on_the_host_do_not_drift_apart() -> None:
+    device = CudaDevice(DEVICE)
+    clock = device.recorder.clock
+    for _ in range(200):
+        torch.cuda._sleep(2_000_000)
+        border = clock.border(1)
+        torch.cuda.synchronize()
+        clock.instant()  # sees that the border has passed
+        now_s = time.perf_counter()
+        at_s = clock.settle(border)
+        assert at_s is not None and now_s - 0.01 <= at_s <= now_s
+    device.close()
