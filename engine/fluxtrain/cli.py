@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 EXIT_CODES = (
     "Exit codes: 0 finished; 1 a bug of FluxTrain; 2 bad configuration or input; 3 does not fit in "
-    "memory; 4 diverged; 5 no space left on disk; 130 interrupted and 143 terminated, both after "
-    "the checkpoint was written."
+    "memory or on the disk; 4 diverged; 5 no space left on disk; 130 interrupted and 143 "
+    "terminated, both after the checkpoint was written."
 )
 
 app = typer.Typer(
@@ -111,6 +111,9 @@ def plan(  # noqa: PLR0917 - typer reads the options from the signature
     machine: Annotated[
         Path | None, typer.Option("--machine", help="another machine: probe --json of it")
     ] = None,
+    run_dir: Annotated[
+        Path | None, typer.Option("--run-dir", help="where it would live, for its disk")
+    ] = None,
     json: Json = False,
     progress: Progress = False,
     debug: Debug = False,
@@ -123,9 +126,8 @@ def plan(  # noqa: PLR0917 - typer reads the options from the signature
     from fluxtrain.train.preview import preview, table
 
     elsewhere = None if machine is None else read_machine_file(machine)
-    found = preview(
-        chosen, elsewhere, report=_complain if progress or sys.stderr.isatty() else None
-    )
+    report = _complain if progress or sys.stderr.isatty() else None
+    found = preview(chosen, elsewhere, report, run_dir)
     if json:
         _print_json(found)
     else:

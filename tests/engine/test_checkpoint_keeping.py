@@ -5,18 +5,23 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from fluxtrain.errors import BadInput
+import fluxtrain
+from fluxtrain.errors import BadInput, NoSpace
+from fluxtrain.memory.recorder import HostClock, Recorder
+from fluxtrain.stream.engine import engine_of
 from fluxtrain.telemetry import events as ev
+from fluxtrain.train import keeping
 from fluxtrain.train.announce import Announcer
 from fluxtrain.train.cadence import Cadence
-from fluxtrain.train.checkpoint import Damaged, list_checkpoints, read_checkpoint
-from fluxtrain.train.keeping import CheckpointKeeper
+from fluxtrain.train.checkpoint import Damaged, list_checkpoints, read_checkpoint, write_checkpoint
+from fluxtrain.train.keeping import TRAINER_BYTES, CheckpointKeeper
 from fluxtrain.train.run_state import RunState
 
 
@@ -27,9 +32,13 @@ class FakeEngine:
         generator = torch.Generator().manual_seed(seed)
         self.shards = {n: {"w": torch.randn(5, generator=generator)} for n in ("a", "b.0")}
         self.chunk_rows = 4
+        self.device = SimpleNamespace(recorder=Recorder(HostClock()))
 
     def state_shards(self) -> Iterator[tuple[str, dict[str, Tensor]]]:
         yield from self.shards.items()
+
+    def shard_bytes(self) -> int:
+        return 40
 
     def load_state_shard(self, name: str, tensors: dict[str, Tensor]) -> None:
         self.shards[name] = {key: value.clone() for key, value in tensors.items()}
@@ -152,3 +161,54 @@ def test_damage_after_the_check_is_still_reported_as_damage(tmp_path: Path) -> N
     (checkpoint.path / "shard-00001.safetensors").write_bytes(b"cut")
     with pytest.raises(Damaged, match="step-00000005"):
         made.restore(checkpoint, FakeEngine(2), FakeData())
+
+
+# --- room on the disk -----------------------------------------------------------------------------
+
+NEED = 40 + TRAINER_BYTES
+
+
+def free(monkeypatch: pytest.MonkeyPatch, root: Path, room_for: int) -> None:
+    """A disk with room for so many checkpoints."""
+
+    def bytes_left(_: Path) -> int:
+        return (room_for - len(list_checkpoints(root))) * NEED
+
+    monkeypatch.setattr(keeping, "free_bytes", bytes_left)
+
+
+def test_an_older_checkpoint_makes_room_for_the_next_and_that_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, kept = keeper(tmp_path)
+    free(monkeypatch, tmp_path, 2)
+    for step in (5, 10, 15):
+        made.write(state_at(step), FakeEngine(step), FakeData())
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000015", "step-00000010"]
+    said = [event.text for event in kept.events if isinstance(event, ev.LogWritten)]
+    assert len(said) == 1 and "step-00000005 was removed" in said[0]
+
+
+def test_a_checkpoint_that_cannot_fit_is_refused_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, _ = keeper(tmp_path)
+    free(monkeypatch, tmp_path, 1)
+    first = made.write(state_at(5), FakeEngine(1), FakeData())
+    monkeypatch.setattr(keeping, "write_checkpoint", None)  # would raise another error
+    with pytest.raises(NoSpace, match=r"needs 1.00 MiB and 0 B is free.*step-00000005") as raised:
+        made.write(state_at(10), FakeEngine(1), FakeData())
+    assert raised.value.exit_code == 5
+    assert read_checkpoint(first.path).step == 5, "the newest one stays in any case"
+
+
+def test_the_size_that_is_asked_for_is_the_size_that_is_written(tiny: Any, tmp_path: Path) -> None:
+    model = fluxtrain.wrap(tiny("llama"))
+    optimizer = torch.optim.AdamW(model.parameters())
+    ids = torch.arange(32).reshape(2, 16)
+    model(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+    engine = engine_of(model)
+    written = write_checkpoint(tmp_path, 1, engine.state_shards(), {})
+    assert written.bytes <= engine.shard_bytes() + TRAINER_BYTES
+    assert written.bytes >= 0.9 * engine.shard_bytes()

@@ -5,7 +5,8 @@ What `fluxtrain probe --json` prints is such a file. The least is
     {"machine": {"memory_total_bytes": 68719476736, "gpus": [{"memory_total_bytes": 25757220864}]},
      "rates": {"gpu_matmul": 1.6e14, "adamw": 1.5e9, "h2d_pinned": 2.5e10, "d2h_pinned": 2.5e10}}
 
-with rates in bytes, operations and parameters a second; each may also be an object with `per_s`.
+and perhaps `"disk": {"free_bytes": 2000000000000}`, with rates in bytes, operations and parameters
+a second; each may also be an object with `per_s`.
 Without a GPU `gpus` is empty and the rates are `cpu_matmul`, `adamw` and `host_copy`. Without rates
 there is a plan, but no time.
 """
@@ -20,6 +21,7 @@ from typing import Any
 
 from fluxtrain.errors import BadInput
 from fluxtrain.plan.facts import Room
+from fluxtrain.plan.guard import UNKNOWN_DISK, DiskRoom
 from fluxtrain.units import bytes_text
 
 
@@ -30,6 +32,7 @@ class PlannedMachine:
     line: str  # for people
     room: Room
     per_s: dict[str, float | None]  # rates by the probe's names
+    disk: DiskRoom = UNKNOWN_DISK
 
 
 def read_machine_file(path: Path) -> PlannedMachine:
@@ -57,6 +60,7 @@ def read_machine_file(path: Path) -> PlannedMachine:
         line=f"{path.name}: {bytes_text(host)} host memory, {card}",
         room=Room(device_free_bytes=device, host_available_bytes=host),
         per_s={name: _per_s(name, rate, path) for name, rate in rates.items()},
+        disk=_disk(found.get("disk"), path),
     )
 
 
@@ -65,6 +69,20 @@ def _part(found: Any, name: str, path: Path) -> Mapping[str, Any]:
     if not isinstance(part, dict):
         raise BadInput(f"{path} has no {name!r}: write it with `fluxtrain probe --json`")
     return part
+
+
+def _disk(part: Any, path: Path) -> DiskRoom:
+    """Its disk, as far as the file tells."""
+    free = part.get("free_bytes") if isinstance(part, dict) else None
+    if free is None:
+        return UNKNOWN_DISK
+    if not isinstance(free, int | float) or isinstance(free, bool) or free < 0:
+        raise BadInput(f"{path}: free_bytes of the disk is {free!r}: use a number, or leave it out")
+    return DiskRoom(
+        path=f"the runs' folder of {path.name}",
+        free_bytes=int(free),
+        in_memory=part.get("in_memory") is True,
+    )
 
 
 def _bytes(part: Any, names: tuple[str, ...], path: Path) -> int:

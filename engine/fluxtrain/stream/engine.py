@@ -283,6 +283,11 @@ class Engine:
     def state_shards(self) -> Iterator[tuple[str, dict[str, Tensor]]]:
         return state_shards(self)
 
+    def shard_bytes(self) -> int:
+        """What all shards take now, at most."""
+        groups = sum(group.wire_bytes + group.state_bytes for group in self.groups)
+        return groups + sum(parameter.nbytes for parameter in self.loose)
+
     def load_state_shard(self, name: str, tensors: dict[str, Tensor]) -> None:
         load_state_shard(self, name, tensors)
 

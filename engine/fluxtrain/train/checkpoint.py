@@ -148,10 +148,14 @@ def prune(root: Path, keep: int, step: int) -> None:
     """
     past = [path for path in list_checkpoints(root) if path.name <= step_folder(root, step).name]
     for path in past[keep:]:
-        # renamed first: a kill in the middle must not leave half a checkpoint under its name
-        doomed = path.with_name(f"{_TEMPORARY}old-{path.name}")
-        path.rename(doomed)
-        shutil.rmtree(doomed, ignore_errors=True)
+        remove(path)
+
+
+def remove(path: Path) -> None:
+    """Remove a checkpoint; renamed first, as a kill must not leave half of one under its name."""
+    doomed = path.with_name(f"{_TEMPORARY}old-{path.name}")
+    path.rename(doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
 
 
 def remove_unfinished(root: Path) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from fluxtrain.errors import EXIT_INTERRUPTED, Interrupted
+from fluxtrain.plan.guard import UNKNOWN_DISK, DiskRoom
 from fluxtrain.telemetry.events import AnyEvent, PhaseChanged, StepFinished
 from fluxtrain.telemetry.journal import read_events
 from fluxtrain.telemetry.rundir import RunDir
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from fluxtrain.data.batches import Batch, BatchSource
     from fluxtrain.stream.engine import Engine
     from fluxtrain.train.run_state import RunState
+    from fluxtrain.train.session import Session
 
 STEPS = 3
 
@@ -50,6 +52,11 @@ class NothingKept(CheckpointKeeper):
 
 class DryRun(Run):
     """A run that ends with its last step."""
+
+    @staticmethod
+    def files(session: Session) -> DiskRoom:
+        """None are written."""
+        return UNKNOWN_DISK
 
     def make_keeper(self) -> CheckpointKeeper:
         """One that keeps nothing."""

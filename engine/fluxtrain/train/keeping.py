@@ -7,8 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fluxtrain.errors import BadInput
+from fluxtrain.errors import BadInput, NoSpace
 from fluxtrain.telemetry.events import CheckpointWritten
+from fluxtrain.telemetry.storage import free_bytes
 from fluxtrain.train.announce import Announcer
 from fluxtrain.train.cadence import Cadence
 from fluxtrain.train.checkpoint import (
@@ -18,10 +19,12 @@ from fluxtrain.train.checkpoint import (
     load_shard_tensors,
     prune,
     read_checkpoint,
+    remove,
     write_checkpoint,
 )
 from fluxtrain.train.randomness import random_state, restore_random_state
 from fluxtrain.train.run_state import RunState
+from fluxtrain.units import bytes_text
 
 if TYPE_CHECKING:
     from fluxtrain.data.batches import BatchSource
@@ -29,6 +32,7 @@ if TYPE_CHECKING:
 
 PERIOD_S = 600.0
 _BEFORE = {"train.states": "fp32"}  # what checkpoints from before a setting existed were made with
+TRAINER_BYTES = 1 << 20  # of a checkpoint beside weights and states, at most
 SHARE = 0.05  # of the time, at most, goes into checkpoints that nobody asked for
 
 
@@ -64,6 +68,7 @@ class CheckpointKeeper:
         if self.last is not None and self.last.step == state.step:
             return self.last
         started_s = time.monotonic()
+        self._make_room(engine.shard_bytes() + TRAINER_BYTES)
         content = {
             "run": state.to_json(),
             "random": random_state(),
@@ -105,6 +110,31 @@ class CheckpointKeeper:
         self._cadence.done(checkpoint.step, 0.0)
         return RunState.from_json(content["run"])
 
+    def _make_room(self, needed_bytes: int) -> None:
+        """Before anything is written: what does not fit is refused, or older checkpoints go first.
+
+        The newest one stays in any case. Raises NoSpace.
+        """
+        free = free_bytes(self._root)
+        if free is None or free >= needed_bytes:
+            return
+        older = list_checkpoints(self._root)[1:]
+        for path in reversed(older):
+            remove(path)
+            free = free_bytes(self._root)
+            self._announcer.warn(
+                f"{path.name} was removed to make room for the next checkpoint "
+                f"({bytes_text(needed_bytes)} needed, {bytes_text(free)} free now): lower "
+                "train.keep_checkpoints or free some space to keep more"
+            )
+            if free is None or free >= needed_bytes:
+                return
+        raise NoSpace(
+            f"the next checkpoint needs {bytes_text(needed_bytes)} and {bytes_text(free)} is free "
+            f"under {self._root}: free some space, then go on with --resume; nothing was written, "
+            f"{self.last_text()}"
+        )
+
     def last_text(self) -> str:
         """The last good checkpoint in words, for messages."""
         if self.last is None:
@@ -132,7 +162,7 @@ def newest_valid(root: Path, warn: Callable[[str], None]) -> Checkpoint | None:
 
 
 def _refuse_other_run(path: Path, old: dict[str, Any], new: dict[str, Any]) -> None:
-    old = {**_BEFORE, **old}
+    old, new = {**_BEFORE, **old}, {**_BEFORE, **new}
     different = [key for key in old.keys() | new.keys() if old.get(key) != new.get(key)]
     if not different:
         return

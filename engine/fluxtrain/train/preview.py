@@ -28,6 +28,7 @@ from fluxtrain.train.choices import choose_course
 from fluxtrain.train.config import RunConfig, settings
 from fluxtrain.train.constants import Constants, known_constants
 from fluxtrain.train.forecast import forecast_of, plan_lines
+from fluxtrain.train.guarding import disk_room, refuse_what_does_not_fit
 from fluxtrain.train.ingredients import DEMO
 from fluxtrain.train.placing import choose_device, decide, model_facts_for, room_of
 from fluxtrain.units import bytes_text, count_text
@@ -37,12 +38,16 @@ DEMO_TOKENS = 510_000  # about what the standard library's docstrings come to
 
 
 def preview(
-    config: RunConfig, elsewhere: PlannedMachine | None = None, report: Report | None = None
+    config: RunConfig,
+    elsewhere: PlannedMachine | None = None,
+    report: Report | None = None,
+    run_dir: Path | None = None,
 ) -> dict[str, Any]:
     """The plan as plain values; the data's size is estimated from a glance at it.
 
     `elsewhere` is the machine to plan for, None this one; then a model folder needs no weights.
     `report` is told what is being measured when this machine's rates are not known yet.
+    `run_dir` is where the run will live, None where runs usually do.
 
     Raises:
         BadInput, DoesNotFit: as the run would.
@@ -72,6 +77,8 @@ def preview(
         room=room,
     )
     where = room or room_of(machine, device.value)
+    disk = elsewhere.disk if elsewhere else disk_room(run_dir or runs_root())
+    refuse_what_does_not_fit(config, facts, placement, where.host_available_bytes, disk)
     forecast = forecast_of(config, facts, placement, where, constants)
     step_rows = placement.batch_rows * config.train.accumulation
     course = choose_course(

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from fluxtrain.data.batches import Batch, BatchSource, in_order
 from fluxtrain.hardware.machine import Machine, read_machine
@@ -18,6 +18,7 @@ from fluxtrain.methods.kernels import choose_kernels
 from fluxtrain.methods.sampling import sample_text
 from fluxtrain.optim import schedule
 from fluxtrain.plan.facts import ModelFacts
+from fluxtrain.plan.guard import DiskRoom
 from fluxtrain.plan.prediction import compared, steady_step_s
 from fluxtrain.telemetry.events import (
     ChoiceMade,
@@ -34,6 +35,7 @@ from fluxtrain.train.config import RunConfig
 from fluxtrain.train.constants import Constants, measured_constants
 from fluxtrain.train.device_budget import hold_to_budget
 from fluxtrain.train.forecast import forecast_of
+from fluxtrain.train.guarding import disk_room, refuse_before_loading, refuse_what_does_not_fit
 from fluxtrain.train.ingredients import DEMO, Ingredients, load_ingredients
 from fluxtrain.train.keeping import CheckpointKeeper, newest_valid
 from fluxtrain.train.live_setup import live_changes
@@ -80,6 +82,7 @@ def train(
     Raises:
         FluxTrainError: with the exit code; the run directory holds the record of it.
     """
+    made = kind or Run
     machine = read_machine()
     limit = machine.memory_total_bytes
     with Session(target.run_dir, live_fd=live_fd, json=json, host_limit_bytes=limit) as session:
@@ -91,19 +94,10 @@ def train(
         checkpoint = _checkpoint_of(target, session)
         device = choose_device(config)
         seed_everything(config.train.seed)
-
-        def fits(empty: PreTrainedModel) -> None:
-            decide(
-                config,
-                model_facts_for(config, empty, empty.config),
-                machine,
-                device.value,
-                batch_rows=1,  # the rows that are asked for are judged when the data is known
-                data_rows=1,
-            )
-
+        files = made.files(session)
+        fits = partial(refuse_before_loading, config, machine, device.value, files)
         ingredients = load_ingredients(config, fits)
-        run = (kind or Run)(config, ingredients, session, checkpoint, machine, device)
+        run = made(config, ingredients, session, checkpoint, machine, device)
         run.announce(hello)
         session.signals.deferred = True
         run.loop.run()
@@ -113,6 +107,11 @@ def train(
 
 class Run:
     """A run that is loaded, wrapped and, after a resume, restored."""
+
+    @staticmethod
+    def files(session: Session) -> DiskRoom:
+        """Where the run writes, for the guard."""
+        return disk_room(session.run_dir.path)
 
     def __init__(
         self,
@@ -143,6 +142,8 @@ class Run:
             loaded_bytes=loaded_bytes(model) - self._constants.still_to_come_bytes,
         )
         self._room = room_of(machine, device.value)
+        room = machine.memory_available_bytes
+        refuse_what_does_not_fit(config, facts, self.placement, room, self.files(session))
         self.batch_rows = self.placement.batch_rows
         self.data = data or self._batches(self.batch_rows)
         self._choices = (device, kernels, *self.placement.choices)

@@ -1,0 +1,159 @@
+"""Refuses a run before anything is loaded when host memory or the disk of the run cannot hold it.
+
+The placement rule looks at the step; a run also loads, evaluates, keeps checkpoints and saves a
+model. Evaluation needs nothing that a step does not (its loss is computed in the same chunks).
+Pure functions: sizes in, `DoesNotFit` out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from fluxtrain.errors import DoesNotFit
+from fluxtrain.plan.facts import ModelFacts
+from fluxtrain.units import MIB, bytes_text, count_text
+
+JOURNAL_BYTES = 8 * MIB  # about two hours of samples, once a second
+STEP_BYTES = 1024  # of a step's event
+EVERY_CHECKPOINT = 1 << 30  # a run that writes as many as it wants
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiskNeed:
+    """What a run writes; at its fullest the kept checkpoints are there and one is being written."""
+
+    checkpoint_bytes: int
+    kept: int
+    written: int = EVERY_CHECKPOINT  # checkpoints in the whole run, at most
+    model_bytes: int = 0
+    journal_bytes: int = JOURNAL_BYTES
+    parameters: int = 0
+
+    @property
+    def copies(self) -> int:
+        """Checkpoints on the disk at once."""
+        return max(1, min(self.kept + 1, self.written))
+
+    @property
+    def total_bytes(self) -> int:
+        """All of it."""
+        return self.copies * self.checkpoint_bytes + self.model_bytes + self.journal_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiskRoom:
+    """The file system of the run directory."""
+
+    path: str
+    free_bytes: int | None  # None: unknown, taken as enough
+    held_bytes: int = 0  # this run's own checkpoints and model, which new ones replace
+    in_memory: bool = False  # what is written takes host memory
+    kind: str | None = None
+
+
+UNKNOWN_DISK = DiskRoom(path="", free_bytes=None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostNeed:
+    """Host memory at the fullest moment of a run."""
+
+    home_bytes: int  # arenas and boundaries
+    passing_bytes: int  # weights of the device that pass through the host: loading and saving
+    parameters: int = 0
+
+    @property
+    def total_bytes(self) -> int:
+        """All of it."""
+        return self.home_bytes + self.passing_bytes
+
+
+def disk_need(facts: ModelFacts, *, kept: int, written: int, steps: int) -> DiskNeed:
+    """Sizes of a run's files from those of its model."""
+    weights = sum(group.weight_bytes for group in facts.groups) + facts.loose_bytes
+    states = sum(group.state_bytes for group in facts.groups)
+    return DiskNeed(
+        checkpoint_bytes=weights + states,
+        kept=kept,
+        written=written,
+        model_bytes=weights,
+        journal_bytes=JOURNAL_BYTES + STEP_BYTES * steps,
+        parameters=parameters_of(facts),
+    )
+
+
+def parameters_of(facts: ModelFacts) -> int:
+    """Trained parameters in groups: what sizes are proportional to."""
+    return sum(group.trained_bf16 + group.trained_fp32 for group in facts.groups)
+
+
+def refuse_disk(need: DiskNeed, room: DiskRoom) -> None:
+    """Raise `DoesNotFit` when the run's files do not fit, with what would."""
+    if room.free_bytes is None:
+        return
+    may_take = room.free_bytes + room.held_bytes
+    if need.total_bytes <= may_take:
+        return
+    count = f"{need.copies} checkpoint{'s' * (need.copies > 1)}"
+    being = f" ({need.kept} kept, one being written)" if need.copies == need.kept + 1 else ""
+    held = f" beside {bytes_text(room.held_bytes)} of this run" if room.held_bytes else ""
+    raise DoesNotFit(
+        f"the run does not fit its disk: {count} of {bytes_text(need.checkpoint_bytes)}{being}, "
+        f"the model of {bytes_text(need.model_bytes)} and a journal of "
+        f"{bytes_text(need.journal_bytes)} need {bytes_text(need.total_bytes)}, and "
+        f"{bytes_text(room.free_bytes)} is free in {_place(room)}{held}: "
+        + "; or ".join(_disk_cures(need, may_take))
+    )
+
+
+def refuse_host(
+    need: HostNeed, available_bytes: int | None, disk: DiskNeed, room: DiskRoom
+) -> None:
+    """Raise `DoesNotFit` when host memory cannot hold the run; files on a RAM disk are in it."""
+    if available_bytes is None:
+        return
+    files = max(0, disk.total_bytes - room.held_bytes) if room.in_memory else 0
+    total = need.total_bytes + files
+    if total <= available_bytes:
+        return
+    parts = [f"weights, states, gradients and activations {bytes_text(need.home_bytes)}"]
+    if need.passing_bytes:
+        parts.append(f"weights while they are loaded and saved {bytes_text(need.passing_bytes)}")
+    if files:
+        parts.append(f"files in {_place(room)} {bytes_text(files)}")
+    cures = [f"free {bytes_text(total - available_bytes)}"]
+    if need.total_bytes <= available_bytes:
+        cures.insert(0, "choose a --run-dir on a disk, which fits")
+    if need.parameters:
+        cures.append(_smaller(need.parameters, available_bytes / total))
+    raise DoesNotFit(
+        f"the run does not fit host memory: {', '.join(parts)} need {bytes_text(total)}, and "
+        f"{bytes_text(available_bytes)} is available: {'; or '.join(cures)}"
+    )
+
+
+def _disk_cures(need: DiskNeed, may_take_bytes: int) -> Iterator[str]:
+    for kept in range(need.kept - 1, 0, -1):
+        fewer = replace(need, kept=kept)
+        if fewer.total_bytes <= may_take_bytes:
+            yield f"train.keep_checkpoints={kept} fits with {bytes_text(fewer.total_bytes)}"
+            break
+    else:
+        last = replace(need, written=1)
+        if last.total_bytes <= may_take_bytes:
+            yield f"train.checkpoint_every=end fits with {bytes_text(last.total_bytes)}"
+    yield f"free {bytes_text(need.total_bytes - may_take_bytes)}"
+    yield "choose another disk with --run-dir"
+    left = may_take_bytes - need.journal_bytes
+    if need.parameters and left > 0:
+        yield _smaller(need.parameters, left / (need.total_bytes - need.journal_bytes))
+
+
+def _smaller(parameters: int, share: float) -> str:
+    return f"choose a model of about {count_text(int(parameters * share))} parameters"
+
+
+def _place(room: DiskRoom) -> str:
+    kind = "" if room.kind is None else f" ({room.kind})"
+    return f"{room.path}{kind}"

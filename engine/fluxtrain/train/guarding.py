@@ -1,0 +1,90 @@
+"""Asks the guard for `train`, before anything is loaded, and for `plan`."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from transformers import PreTrainedModel
+
+from fluxtrain.hardware.disk import read_disk
+from fluxtrain.hardware.machine import Machine
+from fluxtrain.plan.facts import ModelFacts
+from fluxtrain.plan.guard import (
+    EVERY_CHECKPOINT,
+    DiskRoom,
+    HostNeed,
+    disk_need,
+    parameters_of,
+    refuse_disk,
+    refuse_host,
+)
+from fluxtrain.plan.placement import Placement
+from fluxtrain.telemetry.rundir import RunDir
+from fluxtrain.train.config import RunConfig
+from fluxtrain.train.placing import decide, model_facts_for
+
+
+def refuse_what_does_not_fit(
+    config: RunConfig,
+    facts: ModelFacts,
+    placement: Placement,
+    available_bytes: int | None,
+    disk: DiskRoom,
+) -> None:
+    """Raise `DoesNotFit` when host memory or the disk cannot hold the run as it is placed.
+
+    available_bytes: of host memory, before anything of the model is loaded.
+    """
+    steps = config.train.steps or 0
+    files = disk_need(
+        facts, kept=config.train.keep_checkpoints, written=_written(config, steps), steps=steps
+    )
+    refuse_disk(files, disk)
+    need = HostNeed(
+        home_bytes=placement.need.host_bytes,
+        passing_bytes=placement.passing_bytes,
+        parameters=parameters_of(facts),
+    )
+    refuse_host(need, available_bytes, files, disk)
+
+
+def refuse_before_loading(
+    config: RunConfig, machine: Machine, device: str, disk: DiskRoom, empty: PreTrainedModel
+) -> None:
+    """The same from a model without its weights, with one row a step: the rows that are asked for
+    are judged when the data is known."""
+    facts = model_facts_for(config, empty, empty.config)
+    placement = decide(config, facts, machine, device, batch_rows=1, data_rows=1)
+    refuse_what_does_not_fit(config, facts, placement, machine.memory_available_bytes, disk)
+
+
+def disk_room(folder: Path) -> DiskRoom:
+    """The disk of a run directory, which need not be there yet, and what the run has on it."""
+    disk, run = read_disk(folder), RunDir(folder)
+    return DiskRoom(
+        path=disk.path,
+        free_bytes=disk.free_bytes,
+        held_bytes=_size_bytes(run.checkpoints) + _size_bytes(run.model),
+        in_memory=disk.in_memory is True,
+        kind=disk.file_system,
+    )
+
+
+def _written(config: RunConfig, steps: int) -> int:
+    """How many checkpoints the whole run writes at most, unless somebody asks for more."""
+    every = config.train.checkpoint_every
+    if every == "end":
+        return 1
+    if every == "auto" or not steps:
+        return EVERY_CHECKPOINT
+    return -(-steps // every)
+
+
+def _size_bytes(folder: Path) -> int:
+    """Of all files below a folder; 0 where there is none."""
+    return sum(
+        os.lstat(os.path.join(place, name)).st_size
+        for place, _, names in os.walk(folder)
+        for name in names
+    )

@@ -1,0 +1,145 @@
+"""The guard: what a run writes and holds beyond its steps, refused with what would fit."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fluxtrain.errors import EXIT_DOES_NOT_FIT, BadInput, DoesNotFit
+from fluxtrain.plan.facts import GroupFacts, ModelFacts
+from fluxtrain.plan.guard import (
+    JOURNAL_BYTES,
+    STEP_BYTES,
+    UNKNOWN_DISK,
+    DiskNeed,
+    DiskRoom,
+    HostNeed,
+    disk_need,
+    refuse_disk,
+    refuse_host,
+)
+from fluxtrain.plan.machine_file import read_machine_file
+from fluxtrain.units import GIB, MIB
+
+NEED = DiskNeed(checkpoint_bytes=6 * GIB, kept=3, model_bytes=GIB, parameters=1_000_000_000)
+NO_FILES = DiskNeed(checkpoint_bytes=0, kept=1, journal_bytes=0)
+
+
+def room(free_bytes: int | None, **fields: object) -> DiskRoom:
+    return replace(DiskRoom(path="/runs", free_bytes=free_bytes), **fields)  # type: ignore[arg-type]
+
+
+def refusal(need: DiskNeed, free: DiskRoom) -> str:
+    with pytest.raises(DoesNotFit) as raised:
+        refuse_disk(need, free)
+    assert raised.value.exit_code == EXIT_DOES_NOT_FIT
+    return str(raised.value)
+
+
+# --- the disk -------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_is_weights_and_states_and_one_is_written_beside_the_kept_ones() -> None:
+    group = GroupFacts(name="b", kind="block", weight_bytes=2 * 1000, trained_bf16=1000)
+    facts = ModelFacts(groups=(group, group), loose_bytes=500)
+    need = disk_need(facts, kept=2, written=100, steps=50)
+    assert need.checkpoint_bytes == 2 * 12 * 1000 + 500
+    assert need.model_bytes == 2 * 2 * 1000 + 500
+    assert need.journal_bytes == JOURNAL_BYTES + 50 * STEP_BYTES
+    assert need.total_bytes == 3 * need.checkpoint_bytes + need.model_bytes + need.journal_bytes
+
+
+def test_a_run_that_writes_few_checkpoints_needs_no_room_for_more() -> None:
+    assert replace(NEED, written=1).copies == 1
+    assert replace(NEED, written=3).copies == 3
+    assert replace(NEED, written=30).copies == 4
+
+
+def test_room_to_the_byte_is_enough_and_one_less_is_not() -> None:
+    refuse_disk(NEED, room(NEED.total_bytes))
+    refuse_disk(NEED, room(None))
+    refuse_disk(NEED, UNKNOWN_DISK)
+    refusal(NEED, room(NEED.total_bytes - 1))
+
+
+def test_what_the_run_has_there_already_is_replaced_and_counts_as_room() -> None:
+    refuse_disk(NEED, room(NEED.total_bytes - 12 * GIB, held_bytes=12 * GIB))
+    assert "beside 12.0 GiB of this run" in refusal(
+        NEED, room(NEED.total_bytes - 13 * GIB, held_bytes=12 * GIB)
+    )
+
+
+def test_the_refusal_has_the_numbers_and_the_most_checkpoints_that_would_fit() -> None:
+    text = refusal(NEED, room(20 * GIB, kind="ext4"))
+    assert text == (
+        "the run does not fit its disk: 4 checkpoints of 6.00 GiB (3 kept, one being written), the "
+        "model of 1.00 GiB and a journal of 8.00 MiB need 25.0 GiB, and 20.0 GiB is free in /runs "
+        "(ext4): train.keep_checkpoints=2 fits with 19.0 GiB; or free 5.01 GiB; or choose another "
+        "disk with --run-dir; or choose a model of about 800 M parameters"
+    )
+
+
+@pytest.mark.parametrize("free_gib", [7.5, 12.9])
+def test_where_no_second_checkpoint_fits_the_last_one_alone_is_offered(free_gib: float) -> None:
+    text = refusal(NEED, room(int(free_gib * GIB)))
+    assert "train.checkpoint_every=end fits with 7.01 GiB" in text
+    assert "keep_checkpoints" not in text
+
+
+def test_every_setting_that_is_offered_fits() -> None:
+    for free in range(0, 25 * GIB, GIB // 2):
+        text = refusal(NEED, room(free))
+        if "train.keep_checkpoints=" in text:
+            kept = int(text.partition("train.keep_checkpoints=")[2].partition(" ")[0])
+            refuse_disk(replace(NEED, kept=kept), room(free))
+            if kept + 1 < NEED.kept:
+                refusal(replace(NEED, kept=kept + 1), room(free))
+        if "train.checkpoint_every=end" in text:
+            refuse_disk(replace(NEED, written=1), room(free))
+            refusal(replace(NEED, kept=1), room(free))
+
+
+# --- host memory ----------------------------------------------------------------------------------
+
+
+def test_weights_on_their_way_count_beside_what_is_at_home() -> None:
+    need = HostNeed(home_bytes=10 * GIB, passing_bytes=4 * GIB, parameters=1_000_000_000)
+    refuse_host(need, 14 * GIB, NO_FILES, UNKNOWN_DISK)
+    refuse_host(need, None, NO_FILES, UNKNOWN_DISK)
+    with pytest.raises(DoesNotFit) as raised:
+        refuse_host(need, 12 * GIB, NO_FILES, UNKNOWN_DISK)
+    assert str(raised.value) == (
+        "the run does not fit host memory: weights, states, gradients and activations 10.0 GiB, "
+        "weights while they are loaded and saved 4.00 GiB need 14.0 GiB, and 12.0 GiB is "
+        "available: free 2.00 GiB; or choose a model of about 857 M parameters"
+    )
+
+
+def test_files_on_a_ram_disk_take_host_memory() -> None:
+    need = HostNeed(home_bytes=10 * GIB, passing_bytes=0)
+    ram = room(64 * GIB, in_memory=True, kind="tmpfs")
+    refuse_host(need, 30 * GIB, NEED, room(64 * GIB))
+    refuse_host(need, 36 * GIB, NEED, ram)
+    with pytest.raises(DoesNotFit, match=r"files in /runs \(tmpfs\) 25.0 GiB.*--run-dir on a disk"):
+        refuse_host(need, 30 * GIB, NEED, ram)
+    refuse_host(need, 30 * GIB, NEED, replace(ram, held_bytes=6 * GIB))
+
+
+# --- another machine's disk -----------------------------------------------------------------------
+
+
+def test_a_machine_file_may_tell_its_disk(tmp_path: Path) -> None:
+    path = tmp_path / "other.json"
+    machine = {"machine": {"memory_total_bytes": 64 * GIB, "gpus": []}}
+    path.write_text(json.dumps(machine))
+    assert read_machine_file(path).disk == UNKNOWN_DISK
+    path.write_text(json.dumps({**machine, "disk": {"free_bytes": 2 * MIB, "in_memory": True}}))
+    disk = read_machine_file(path).disk
+    assert (disk.free_bytes, disk.in_memory) == (2 * MIB, True)
+    assert "other.json" in disk.path
+    path.write_text(json.dumps({**machine, "disk": {"free_bytes": "much"}}))
+    with pytest.raises(BadInput, match="'much'"):
+        read_machine_file(path)
