@@ -288,7 +288,8 @@ def apply(
     change: Annotated[
         str,
         typer.Argument(
-            metavar="NAME=N", help="prefetch, resident_blocks or chunk_rows; or advice=ID"
+            metavar="NAME=N",
+            help="prefetch, resident_blocks, device_groups or chunk_rows; or advice=ID",
         ),
     ],
     json: Json = False,

@@ -104,7 +104,7 @@ def _facts(state: RunState, planned: Planned) -> list[Line]:
         ("chunk_rows", str(planned.chunk_rows), now.get("chunk_rows")),
         ("resident_blocks", str(planned.resident_blocks), now.get("resident_blocks")),
         ("prefetch", str(ahead), now.get("prefetch")),
-        ("updated on the device", f"{planned.device_groups} groups of parameters", None),
+        ("device_groups", str(planned.device_groups), now.get("device_groups")),
     )
     return [(*_name(name), *_value(value, changed)) for name, value, changed in pairs]
 

@@ -11,6 +11,7 @@ from torch import nn
 
 import fluxtrain
 from fluxtrain.errors import DoesNotFit
+from fluxtrain.memory.group import Group
 from fluxtrain.memory.window import Window
 from fluxtrain.plan.facts import RowFacts
 from fluxtrain.plan.footprint import Layout
@@ -38,11 +39,13 @@ def ground_of(model: nn.Module) -> Ground:
 
 
 def turn(engine: Engine, ground: Ground, knobs: Knobs) -> None:
+    layout = ground.layout_with(knobs)
     resettle(
         engine,
+        device_groups=layout.device_groups,
+        resident_blocks=layout.resident_blocks,
         slots=ground.slots(knobs),
-        resident_blocks=knobs.resident_blocks,
-        chunk_rows=knobs.chunk_rows,
+        chunk_rows=layout.chunk_rows,
         need=ground.need(knobs),
     )
 
@@ -194,3 +197,63 @@ def test_a_slot_that_a_computation_uses_is_never_given_back(
     run.engine.window.release(group)
     run.engine.window.remove_slot(slot)
     assert run.engine.window.holds(group) is None
+
+
+def test_whole_parts_move_to_the_device_and_back_with_the_same_bits(
+    training: Callable[[], Training],
+) -> None:
+    plain, turned = training(), training()
+    plain.steps(10)
+    planned = turned.engine.memory()
+    for device_groups, resident in ((3, 0), (3, 2), (LAYERS + 3, 0), (1, 1), (0, 0)):
+        turned.steps(2)
+        knobs = Knobs(
+            prefetch=2, resident_blocks=resident, chunk_rows=2, device_groups=device_groups
+        )
+        turn(turned.engine, turned.ground, knobs)
+        used, need = turned.engine.memory().device_by, turned.ground.need(knobs)
+        assert (used["weights"], used["optimizer"]) == (need.weights_bytes, need.optimizer_bytes)
+        assert used["gradients"] <= need.gradients_bytes
+        letters = turned.engine.residency().optimizer
+        assert letters == ("G" * max(0, device_groups - 1))[:LAYERS].ljust(LAYERS, "C")
+    assert turned.losses == plain.losses
+    assert turned.steps(2) == plain.steps(2)
+    assert all(torch.equal(a, b) for a, b in zip(turned.weights(), plain.weights(), strict=True))
+    assert turned.engine.memory().device_by["weights"] == planned.device_by["weights"]
+
+
+def test_a_moved_state_is_the_optimizers_and_survives_its_export(
+    training: Callable[[], Training],
+) -> None:
+    plain, turned = training(), training()
+    turned.steps(2)
+    knobs = Knobs(prefetch=2, resident_blocks=0, chunk_rows=2, device_groups=4)
+    turn(turned.engine, turned.ground, knobs)
+    turned.optimizer.load_state_dict(turned.optimizer.state_dict())
+    assert turned.steps(2) == plain.steps(4)
+    assert all(torch.equal(a, b) for a, b in zip(turned.weights(), plain.weights(), strict=True))
+
+
+def test_no_room_for_a_part_leaves_every_part_where_it_was(
+    training: Callable[[], Training], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, run = training(), training()
+    plain.steps(4)
+    run.steps(2)
+    before = run.engine.memory().device_by
+    real, calls = Group._allocate, 0
+
+    def scarce(self: Group, *args: Any, **options: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 5:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return real(self, *args, **options)
+
+    monkeypatch.setattr(Group, "_allocate", scarce)
+    knobs = Knobs(prefetch=1, resident_blocks=1, chunk_rows=2, device_groups=3)
+    with pytest.raises(DoesNotFit, match="find no room"):
+        turn(run.engine, run.ground, knobs)
+    assert run.engine.memory().device_by == before
+    assert run.engine.plan.device_groups == 0
+    assert run.steps(2) == plain.losses

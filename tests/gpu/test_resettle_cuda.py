@@ -81,11 +81,13 @@ class Training:
         return self.losses
 
     def turn(self, knobs: Knobs) -> None:
+        layout = self.ground.layout_with(knobs)
         resettle(
             self.engine,
+            device_groups=layout.device_groups,
+            resident_blocks=layout.resident_blocks,
             slots=self.ground.slots(knobs),
-            resident_blocks=knobs.resident_blocks,
-            chunk_rows=knobs.chunk_rows,
+            chunk_rows=layout.chunk_rows,
             need=self.ground.need(knobs),
         )
 
@@ -101,6 +103,21 @@ def test_losses_keep_their_bits_through_changes_of_residency_and_prefetch() -> N
         turned.turn(Knobs(prefetch=prefetch, resident_blocks=resident, chunk_rows=2))
     assert turned.losses == plain.losses
     assert turned.steps(2) == plain.steps(2)
+
+
+def test_whole_parts_move_to_the_gpu_and_back_with_the_same_bits() -> None:
+    plain, turned = Training(), Training()
+    plain.steps(10)
+    for device_groups in (3, LAYERS + 3, 1, 0):
+        turned.steps(2)
+        knobs = Knobs(prefetch=2, resident_blocks=0, chunk_rows=2, device_groups=device_groups)
+        turned.turn(knobs)
+        need = turned.ground.need(knobs)
+        used = turned.engine.memory().device_by
+        assert (used["weights"], used["optimizer"]) == (need.weights_bytes, need.optimizer_bytes)
+    assert turned.steps(2) == plain.losses
+    for a, b in zip(turned.model.parameters(), plain.model.parameters(), strict=True):
+        assert torch.equal(a.detach().cpu(), b.detach().cpu())
 
 
 def test_memory_is_what_the_layout_says_and_comes_back() -> None:

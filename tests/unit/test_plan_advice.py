@@ -9,14 +9,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fluxtrain.plan.advice import LEAST_GAIN, MOST_ADVICE, Advice, RunFacts, advise
+from fluxtrain.plan.advice import (
+    LEAST_GAIN,
+    MOST_ADVICE,
+    Advice,
+    RunFacts,
+    advise,
+    promising,
+)
 from fluxtrain.plan.live import Change, Use, knobs_after
 from fluxtrain.units import GIB, MIB
 from tests.unit.live_ground import BLOCK_BYTES, BLOCKS, RATES, facts, ground, steps
 
 
 def by_id(given_facts: RunFacts) -> dict[str, Advice]:
-    return {advice.id: advice for advice in advise(given_facts)}
+    return {advice.id: advice for advice in promising(given_facts)}
 
 
 def waiting(**stalls: float) -> Any:
@@ -67,6 +74,20 @@ def test_a_larger_chunk_is_advised_where_it_fits_and_never_one_that_ran_out() ->
     assert again.change == Change(name="chunk_rows", value=4)
     assert "chunk" not in by_id(facts(failed_chunk_rows=4))
     assert "chunk" not in by_id(facts(rates=None))
+
+
+def test_spare_memory_takes_whole_parts_where_the_cost_model_says_that_this_is_faster() -> None:
+    slow = replace(RATES, adamw_per_s=2e8)  # the host's update is what the step waits for
+    wide = ground(budget_bytes=12 * GIB)
+    run = facts(wide, steps=waiting(update=0.4, weights=0.1), rates=slow)
+    found = by_id(run)["device"]
+    assert found.change == Change(name="device_groups", value=BLOCKS + 2)
+    assert found.gain == pytest.approx(0.5)  # never more than is waited for
+    told = {advice.id for advice in advise(run)}
+    assert "device" in told and "resident" not in told  # the same memory is promised once
+    assert "device" not in by_id(replace(run, ground=ground(budget_bytes=None)))
+    tight = ground(budget_bytes=int(ground().need(ground().planned).device_bytes / 0.9) + 16)
+    assert "device" not in by_id(replace(run, ground=tight))
 
 
 def test_waiting_for_the_update_names_the_price_of_clipping() -> None:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fluxtrain.errors import BadInput, DoesNotFit
-from fluxtrain.plan.live import Change, Knobs, Use, knobs_after, parse_change
+from fluxtrain.plan.live import KNOBS, Change, Knobs, Use, knobs_after, parse_change
 from fluxtrain.units import GIB, MIB
 from tests.unit.live_ground import BLOCK_BYTES, BLOCKS, ground
 
@@ -28,6 +28,20 @@ def test_each_resident_block_takes_a_block_and_each_slot_too() -> None:
     ahead = knobs_after(on, now, Change(name="prefetch", value=4), Use())
     assert on.device_growth_bytes(now, ahead) == 2 * BLOCK_BYTES
     assert on.slots(ahead) == 5
+
+
+def test_a_part_on_the_device_takes_its_states_and_gradients_there_and_frees_the_host() -> None:
+    on = ground(budget_bytes=16 * GIB)
+    now = on.planned
+    new = knobs_after(on, now, Change(name="device_groups", value=3), Use())
+    parts = on.facts.groups[:3]
+    there = parts[0].weight_bytes  # the embedding's weights were on the device before
+    staging = 2 * parts[0].rounded_bytes  # and its gradients left through buffers of their own
+    grown = sum(part.home_bytes() for part in parts) - there - staging
+    assert on.device_growth_bytes(now, new) == grown
+    assert on.need(now).host_bytes - on.need(new).host_bytes == sum(p.home_bytes() for p in parts)
+    full = Knobs(prefetch=2, resident_blocks=BLOCKS, chunk_rows=2, device_groups=3)
+    assert on.layout_with(full).resident_blocks == BLOCKS - 2  # those that are left at home
 
 
 def test_slots_never_outnumber_the_blocks_that_stream() -> None:
@@ -77,6 +91,8 @@ def test_without_a_gpu_the_host_has_to_have_room() -> None:
         ({"offload": "none"}, ("prefetch", 3), "none stream"),
         ({"offload": "optimizer"}, ("resident_blocks", 3), "all weights stay"),
         ({"device_groups": 5}, ("resident_blocks", 5), "4 blocks are at home"),
+        ({}, ("device_groups", 11), "the model has 10 parts, use 0 to 10"),
+        ({"offload": "none"}, ("device_groups", 2), "all weights stay"),
     ],
 )
 def test_what_makes_no_sense_for_a_run_is_refused_with_the_reason(
@@ -104,8 +120,8 @@ def test_arguments_that_are_no_change_are_refused(arguments: dict[str, Any]) -> 
     chunk=st.integers(1, 8),
     change=st.builds(
         Change,
-        name=st.sampled_from(["prefetch", "resident_blocks", "chunk_rows"]),
-        value=st.integers(0, 9),
+        name=st.sampled_from(KNOBS),
+        value=st.integers(0, 10),
     ),
     budget=st.integers(GIB // 2, 4 * GIB),
 )

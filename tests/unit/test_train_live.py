@@ -42,7 +42,9 @@ class Run:
 
     gauge = emit
 
-    def turn(self, *, slots: int, resident_blocks: int, chunk_rows: int, need: Any) -> None:
+    def turn(
+        self, *, device_groups: int, resident_blocks: int, slots: int, chunk_rows: int, need: Any
+    ) -> None:
         if self.refuse:
             raise DoesNotFit("CUDA out of memory")
         self.chunk_rows = chunk_rows

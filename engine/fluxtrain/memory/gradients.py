@@ -133,6 +133,10 @@ class Gradients:
         if arrival is not None:
             arrival.wait()
 
+    def stage_only(self, sizes: set[int]) -> None:
+        """Give back staging buffers of other sizes; what left through them has arrived."""
+        self._staging = {size: ring for size, ring in self._staging.items() if size in sizes}
+
     def _buffer(self, group: Group) -> Tensor:
         """A flat fp32 buffer; groups with several users keep one of their own while open."""
         n = group.trained_elements

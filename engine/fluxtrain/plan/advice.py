@@ -6,6 +6,7 @@ updates and gradients, F and B its forward and backward without waiting for weig
 | rule      | predicted seconds a step saves                                                    |
 |-----------|-----------------------------------------------------------------------------------|
 | resident  | the copies that fall away, W at most (W / 2 where trained weights still go up once) |
+| device    | by the cost model, W + U + G at most                                              |
 | prefetch  | half of what is waited for although the copies would fit beside the computing      |
 | chunk     | by the cost model, whose launches are paid for each chunk                           |
 | eager     | min(U, B): without clipping updates run beside the backward pass                    |
@@ -32,6 +33,7 @@ from fluxtrain.units import bytes_text, duration_text
 
 LEAST_GAIN = 0.02
 MOST_ADVICE = 3
+_SAME_MEMORY = ("resident", "device")
 ROOM_SHARE = 0.9  # of the budget; the rest is for fragmentation
 
 
@@ -90,7 +92,14 @@ class Advice:
 
 
 def advise(facts: RunFacts) -> tuple[Advice, ...]:
-    """The few changes that promise the most, the best first."""
+    """The few changes that promise the most, the best first; one for the same spare memory."""
+    found = promising(facts)
+    lesser = [advice for advice in found if advice.id in _SAME_MEMORY][1:]
+    return tuple(advice for advice in found if advice not in lesser)[:MOST_ADVICE]
+
+
+def promising(facts: RunFacts) -> list[Advice]:
+    """All that is worth saying, the best first."""
     found = [advice for rule in _RULES if (advice := rule(facts)) is not None]
     worth = [
         advice
@@ -98,7 +107,7 @@ def advise(facts: RunFacts) -> tuple[Advice, ...]:
         if (advice.gain >= LEAST_GAIN or advice.id == "redone")
         and advice.change not in facts.disproved
     ]
-    return tuple(sorted(worth, key=lambda advice: -advice.gain)[:MOST_ADVICE])
+    return sorted(worth, key=lambda advice: -advice.gain)
 
 
 def _resident(facts: RunFacts) -> Advice | None:
@@ -107,7 +116,7 @@ def _resident(facts: RunFacts) -> Advice | None:
     streamed = ground.streamed(knobs)
     if not streamed or waited_s <= 0:
         return None
-    for count in range(ground.home_blocks, knobs.resident_blocks, -1):
+    for count in range(ground.home_blocks(knobs), knobs.resident_blocks, -1):
         change = Change(name="resident_blocks", value=count)
         if _fits(facts, change):
             break
@@ -125,6 +134,31 @@ def _resident(facts: RunFacts) -> Advice | None:
         because=f"{_share_of(facts, waited_s)} waiting for copies of weights, and "
         f"{bytes_text(growth)} for {more} of {streamed} streamed blocks is free",
         gain=saved_s / facts.steps.step_s,
+        change=change,
+    )
+
+
+def _device(facts: RunFacts) -> Advice | None:
+    """Copies and updates are waited for and there is room: parts that need neither."""
+    ground, knobs, steps = facts.ground, facts.knobs, facts.steps
+    waited_s = sum(steps.stalls_s.values())
+    if facts.rates is None or not ground.has_gpu or waited_s <= 0:
+        return None
+    for count in range(len(ground.facts.groups), knobs.device_groups, -1):
+        change = Change(name="device_groups", value=count)
+        if _fits(facts, change):
+            break
+    else:
+        return None
+    before = _step_s(facts, ground.layout_with(knobs))
+    after = _step_s(facts, ground.layout_with(change.applied_to(knobs)))
+    growth = ground.device_growth_bytes(knobs, change.applied_to(knobs))
+    return Advice(
+        id="device",
+        because=f"{_share_of(facts, waited_s)} waiting for copies and updates, and "
+        f"{bytes_text(growth)} for {count - knobs.device_groups} more parts with their optimizer "
+        "states is free on the device",
+        gain=min(1.0 - after / before, waited_s / steps.step_s),
         change=change,
     )
 
@@ -271,7 +305,7 @@ def _redone(facts: RunFacts) -> Advice | None:
 
 
 _RULES: tuple[Callable[[RunFacts], Advice | None], ...] = (
-    _resident, _prefetch, _chunk, _eager, _rows, _data, _memory, _redone,
+    _resident, _device, _prefetch, _chunk, _eager, _rows, _data, _memory, _redone,
 )  # fmt: skip
 
 
@@ -299,7 +333,7 @@ def _free_bytes(facts: RunFacts) -> float:
 
 
 def _blocks(facts: RunFacts) -> list[GroupFacts]:
-    at_home = homes(facts.ground.facts, facts.ground.layout)[1]
+    at_home = homes(facts.ground.facts, facts.ground.layout_with(facts.knobs))[1]
     return [group for group in at_home if group.kind == "block"]
 
 

@@ -4,6 +4,7 @@
 |-------------------|---------------------------------------------|------------------------|
 | `prefetch`        | blocks copied ahead of the one that computes | yes                    |
 | `resident_blocks` | blocks whose weights stay on the device      | yes                    |
+| `device_groups`   | first parts that live there with their states | yes                   |
 | `chunk_rows`      | rows computed at once inside a block         | no, summed in another order |
 """
 
@@ -25,7 +26,7 @@ from fluxtrain.plan.footprint import (
 )
 from fluxtrain.units import bytes_text
 
-KnobName = Literal["prefetch", "resident_blocks", "chunk_rows"]
+KnobName = Literal["prefetch", "resident_blocks", "device_groups", "chunk_rows"]
 KNOBS: tuple[KnobName, ...] = get_args(KnobName)
 
 
@@ -34,8 +35,9 @@ class Knobs:
     """What a run can change between two steps, as it is now."""
 
     prefetch: int  # blocks copied ahead, where so many stream
-    resident_blocks: int
+    resident_blocks: int  # of those at home on the host, where there are so many
     chunk_rows: int
+    device_groups: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,20 +79,22 @@ class Ground:
             prefetch=max(1, slot_count(self.facts, self.layout) - 1),
             resident_blocks=self.layout.resident_blocks,
             chunk_rows=self.layout.chunk_rows,
+            device_groups=self.layout.device_groups,
         )
 
-    @property
-    def home_blocks(self) -> int:
+    def home_blocks(self, knobs: Knobs) -> int:
         """Blocks at home on the host, which may be resident or stream."""
-        return sum(group.kind == "block" for group in homes(self.facts, self.layout)[1])
+        moved = replace(self.layout, device_groups=knobs.device_groups)
+        return sum(group.kind == "block" for group in homes(self.facts, moved)[1])
 
     def layout_with(self, knobs: Knobs) -> Layout:
         """The layout that `knobs` make."""
         return replace(
             self.layout,
             slots=knobs.prefetch + 1,
-            resident_blocks=knobs.resident_blocks,
+            resident_blocks=min(knobs.resident_blocks, self.home_blocks(knobs)),
             chunk_rows=knobs.chunk_rows,
+            device_groups=knobs.device_groups,
         )
 
     def slots(self, knobs: Knobs) -> int:
@@ -145,8 +149,11 @@ def _check_range(ground: Ground, now: Knobs, change: Change) -> None:
         raise BadInput(
             f"{change}: with offload={layout.offload} all weights stay on the device, none stream"
         )
-    if change.name == "resident_blocks":
-        home = ground.home_blocks
+    if change.name == "device_groups":
+        parts = len(ground.facts.groups)
+        _between(change, 0, parts, f"the model has {parts} parts")
+    elif change.name == "resident_blocks":
+        home = ground.home_blocks(now)
         _between(change, 0, home, f"{home} blocks are at home on the host")
     elif streamed < 2:
         raise BadInput(f"{change}: {streamed} blocks stream, so none can be copied ahead")

@@ -7,6 +7,7 @@ stands under another key is restored as it is. Plain `exp_avg` states are still 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -64,6 +65,17 @@ def attach_state(optimizer: Optimizer, entries: Entries) -> None:
     if optimizer not in _exporting:
         _exporting.add(optimizer)
         optimizer.register_state_dict_pre_hook(_before_export)
+
+
+def renew_state(owners: Iterable[Owner]) -> None:
+    """The parameters' states have moved to other memory: what stands under our key follows."""
+    steppers = {owner.stepper() for owner in owners if owner.stepper is not None}
+    for optimizer in steppers - {None}:
+        assert optimizer is not None
+        held = held_state(optimizer)
+        for owner, _, index in wrapped_parameters(optimizer):
+            if index in held:
+                held[index] = _entry(owner.member)
 
 
 def _before_export(optimizer: Optimizer) -> None:

@@ -1,9 +1,9 @@
-"""Another window or another chunk for an engine that trains, between two optimizer steps.
+"""Another placement or another chunk for an engine that trains, between two optimizer steps.
 
-Which blocks keep their weights on the device, and how many slots the others share, decides only
-when bytes are copied: the results keep their bits. Another chunk changes the order in which the
-rows' gradients are summed, so results are those of a run that has that chunk, within rounding of
-this one.
+Where weights and states live, which blocks stay on the device and how many slots the others share
+decides only what is copied when, and where the same update is computed: the results keep their
+bits. Another chunk changes the order in which the rows' gradients are summed, so results are those
+of a run that has that chunk, within rounding of this one.
 """
 
 from __future__ import annotations
@@ -15,30 +15,46 @@ import torch
 
 from fluxtrain.errors import DoesNotFit
 from fluxtrain.memory.group import Group
+from fluxtrain.memory.moving import new_home
 from fluxtrain.memory.window import Slot
 from fluxtrain.plan.footprint import Footprint
+from fluxtrain.stream.optimizer_state import renew_state
 
 if TYPE_CHECKING:
     from fluxtrain.stream.engine import Engine
 
 
 def resettle(
-    engine: Engine, *, slots: int, resident_blocks: int, chunk_rows: int, need: Footprint
+    engine: Engine,
+    *,
+    device_groups: int,
+    resident_blocks: int,
+    slots: int,
+    chunk_rows: int,
+    need: Footprint,
 ) -> None:
-    """Give `engine` this window and chunk; between two steps, by the thread that drives it.
+    """Give `engine` this placement and chunk; between two steps, by the thread that drives it.
 
-    slots: shared by the blocks that are not resident; resident_blocks: the first so many of the
-    blocks that are at home on the host; need: the predicted peaks of all that, for the accounts.
+    device_groups: the first so many groups live on the device; resident_blocks: the first so many
+    of the blocks at home on the host keep their weights there too; slots: shared by the other
+    blocks; need: the predicted peaks of all that, for the accounts.
 
-    New slots are allocated before any other is given back, so that running out of device memory
-    leaves everything as it was. Raises DoesNotFit then.
+    New memory is taken before any is given back, so that running out of it leaves everything as it
+    was. Raises DoesNotFit then.
     """
-    blocks = [g for g in engine.groups if g.home == "host" and g.kind == "block"]
-    resident, streamed = blocks[:resident_blocks], blocks[resident_blocks:]
     engine.flush()  # copies under way may wait for updates
+    for group in engine.groups:
+        engine.gradients.wait(group)
+    device, at_home = engine.groups[:device_groups], engine.groups[device_groups:]
+    blocks = [group for group in at_home if group.kind == "block"]
+    edges = [group for group in at_home if group.kind == "edge"]
     fresh: list[Slot] = []
     try:
-        gone = _owned(engine, resident, fresh) + _shared(engine, streamed, slots, fresh)
+        gone = _owned(engine, [*edges, *blocks[:resident_blocks]], fresh)
+        gone += _shared(engine, blocks[resident_blocks:], slots, fresh)
+        moves = [new_home(g, "device", pin=False) for g in device if g.home == "host"]
+        pin = engine.device.pins
+        moves += [new_home(g, "host", pin=pin) for g in at_home if g.home == "device"]
     except DoesNotFit:
         for slot in fresh:
             engine.window.remove_slot(slot)
@@ -47,24 +63,33 @@ def resettle(
         raise
     for slot in gone:
         engine.window.remove_slot(slot)
-    if gone:
-        gone.clear()
-        _give_back(engine)
+    for move in moves:
+        move()
+    if moves:
+        renew_state(owner for owners in engine.owners.values() for owner in owners.values())
+    engine.gradients.stage_only({s.size_bytes for group in at_home for s in group.trained})
+    gone.clear()
+    moves.clear()
+    _give_back(engine)
     _measure_peak_anew(engine)
-    engine.plan = replace(engine.plan, slots=slots, resident_blocks=resident_blocks, need=need)
+    engine.plan = replace(
+        engine.plan,
+        device_groups=device_groups,
+        resident_blocks=resident_blocks,
+        slots=slots,
+        need=need,
+    )
     engine.chunk_rows = chunk_rows
     engine.copy_ahead_for_the_next_step()
 
 
-def _owned(engine: Engine, resident: list[Group], fresh: list[Slot]) -> list[Slot]:
-    """A slot of its own for each resident block; returns those of blocks that are no longer."""
+def _owned(engine: Engine, keepers: list[Group], fresh: list[Slot]) -> list[Slot]:
+    """A slot of its own for each keeper; returns those of groups that are none any more."""
     owned = {slot.owner: slot for slot in engine.window.slots if slot.owner is not None}
-    for group in resident:
+    for group in keepers:
         if group not in owned:
             fresh.append(engine.window.add_slot(group.wire_bytes, owner=group))
-    return [
-        slot for group, slot in owned.items() if group.kind == "block" and group not in resident
-    ]
+    return [slot for group, slot in owned.items() if group not in keepers]
 
 
 def _shared(engine: Engine, streamed: list[Group], count: int, fresh: list[Slot]) -> list[Slot]:

@@ -251,7 +251,7 @@ class ChangeApplied(Event, frozen=True, kw_only=True, tag="change"):
     """The running training was changed between two steps."""
 
     step: int  # the last one before the change
-    name: str  # prefetch, resident_blocks, chunk_rows
+    name: str  # prefetch, resident_blocks, device_groups, chunk_rows
     before: int
     after: int
     why: Literal["asked", "advice", "undo", "wrong", "memory"]  # wrong: it gave too little

@@ -28,14 +28,20 @@ from fluxtrain.train.announce import Announcer
 from fluxtrain.train.steady import SteadySteps
 
 Why = Literal["asked", "advice", "undo", "wrong", "memory"]
-SAME_BITS = frozenset({"prefetch", "resident_blocks"})
+SAME_BITS = frozenset({"prefetch", "resident_blocks", "device_groups"})
 
 
 class Turn(Protocol):
     """Gives the engine another window and chunk; raises DoesNotFit and leaves it as it was."""
 
     def __call__(
-        self, *, slots: int, resident_blocks: int, chunk_rows: int, need: Footprint
+        self,
+        *,
+        device_groups: int,
+        resident_blocks: int,
+        slots: int,
+        chunk_rows: int,
+        need: Footprint,
     ) -> None: ...
 
 
@@ -175,10 +181,12 @@ class LiveChanges:
         change, now = wish.change, self.knobs
         try:
             new = knobs_after(self._ground, now, change, self._known_use())
+            layout = self._ground.layout_with(new)
             self._turn(
+                device_groups=layout.device_groups,
+                resident_blocks=layout.resident_blocks,
                 slots=self._ground.slots(new),
-                resident_blocks=new.resident_blocks,
-                chunk_rows=new.chunk_rows,
+                chunk_rows=layout.chunk_rows,
                 need=self._ground.need(new),
             )
         except (BadInput, DoesNotFit) as error:
