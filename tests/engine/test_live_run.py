@@ -50,13 +50,13 @@ class Script:
         self._steps = 0
         real = Engine.clip_grad_norm
 
-        def counted(engine: Engine, max_norm: float | None) -> Any:
+        def counted(engine: Engine, max_norm: float | None, losses: Any = ()) -> Any:
             self._steps += 1
             if self._steps in self._script:
                 said = threading.Thread(target=self._say, args=(self._script[self._steps],))
                 said.start()
                 said.join()
-            return real(engine, max_norm)
+            return real(engine, max_norm, losses)
 
         monkeypatch.setattr(Engine, "clip_grad_norm", counted)
 

@@ -25,6 +25,7 @@ from fluxtrain.telemetry.journal import read_events
 from fluxtrain.train.config import RunConfig, load_config
 from fluxtrain.train.evaluate import evaluate
 from fluxtrain.train.ingredients import load_ingredients
+from fluxtrain.train.loop import TrainingLoop
 from fluxtrain.train.parameter_groups import parameter_groups
 from fluxtrain.train.recovery import locate
 from fluxtrain.train.run import train
@@ -179,24 +180,29 @@ def test_no_training_row_is_evaluated_and_evaluating_changes_nothing(
     assert without[-1].evaluation_loss is None
 
 
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("limit", ["1.0", "null"])
 @pytest.mark.parametrize("what", ["loss", "norm"])
 def test_a_divergence_stops_before_the_update_and_names_the_last_checkpoint(
-    run_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
-) -> None:
+    run_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    what: str, limit: str, late: bool,
+) -> None:  # fmt: skip
+    if limit == "null" and what == "norm":
+        return  # known to be too late: the next test
     steps, real = 0, Engine.clip_grad_norm
+    if late:
+        monkeypatch.setattr(TrainingLoop, "_reads_at_once", lambda _: False)
 
-    class Broken:
-        def value(self) -> float:
-            return math.inf
-
-    def clip(self: Engine, max_norm: float | None) -> Any:
+    def clip(self: Engine, max_norm: float | None, losses: Any = ()) -> Any:
         nonlocal steps
         steps += 1
-        norm = real(self, max_norm)
-        return Broken() if what == "norm" and steps == 4 else norm
+        if what == "norm" and steps == 4:
+            self.groups[1].members[0].parameter.grad.fill_(math.inf)  # type: ignore[union-attr]
+        return real(self, max_norm, losses)
 
     monkeypatch.setattr(Engine, "clip_grad_norm", clip)
     rates = ["train.learning_rate=1e15", "train.warmup_steps=0"] if what == "loss" else []
+    rates.append(f"train.max_grad_norm={limit}")
     with pytest.raises(Diverged) as caught:
         run(run_config(train__steps=8, train__checkpoint_every=1), tmp_path / "run", *rates)
     assert caught.value.exit_code == 4
@@ -210,6 +216,51 @@ def test_a_divergence_stops_before_the_update_and_names_the_last_checkpoint(
     assert json.loads((tmp_path / "run" / "error.json").read_text())["kind"] == "Diverged"
 
 
+def test_numbers_that_are_read_a_step_late_are_the_same(
+    run_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = run_config(train__steps=7, train__evaluate_every=3, train__checkpoint_every=4)
+    told = []
+    for late in (False, True):
+        if late:
+            monkeypatch.setattr(TrainingLoop, "_reads_at_once", lambda _: False)
+        events = run(config, tmp_path / str(late), "train.max_grad_norm=0.5")
+        steps = of(ev.StepFinished, events)
+        assert [step.step for step in steps] == [1, 2, 3, 4, 5, 6, 7]
+        told.append(
+            [(s.loss, s.grad_norm, s.learning_rate, s.epoch, s.total_tokens) for s in steps]
+            + [(e.step, e.loss) for e in of(ev.EvaluationFinished, events)]
+            + [(e.step,) for e in of(ev.CheckpointWritten, events)]
+        )
+    assert told[0] == told[1]
+
+
+@pytest.mark.parametrize("command", ["stop", "checkpoint"])
+def test_a_request_between_late_steps_finds_every_step_told(
+    run_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    monkeypatch.setattr(TrainingLoop, "_reads_at_once", lambda _: False)
+    asked, real = [], TrainingLoop._compute
+
+    def compute(self: TrainingLoop, clock: Any) -> Any:
+        asked.append(len(asked) + 1)
+        if len(asked) == 3:
+            assert self._requests.handle(command, {})[0]
+        return real(self, clock)
+
+    monkeypatch.setattr(TrainingLoop, "_compute", compute)
+    config = run_config(train__steps=6, train__checkpoint_every="end")
+    if command == "stop":
+        with pytest.raises(Interrupted):
+            run(config, tmp_path / "run")
+    else:
+        run(config, tmp_path / "run")
+    events = list(read_events(tmp_path / "run" / "events.ndjson"))
+    told = [step.step for step in of(ev.StepFinished, events)]
+    assert told == list(range(1, (4 if command == "stop" else 7)))
+    assert of(ev.CheckpointWritten, events)[0].step == 3
+
+
 def test_a_step_that_runs_out_of_memory_is_done_again_in_smaller_chunks(
     run_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -217,12 +268,12 @@ def test_a_step_that_runs_out_of_memory_is_done_again_in_smaller_chunks(
     undisturbed = of(ev.StepFinished, run(config, tmp_path / "undisturbed"))
     real, calls = Engine.clip_grad_norm, 0
 
-    def clip(self: Engine, max_norm: float | None) -> Any:
+    def clip(self: Engine, max_norm: float | None, losses: Any = ()) -> Any:
         nonlocal calls
         calls += 1
         if calls == 3:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-        return real(self, max_norm)
+        return real(self, max_norm, losses)
 
     monkeypatch.setattr(Engine, "clip_grad_norm", clip)
     events = run(config, tmp_path / "run")
@@ -238,7 +289,7 @@ def test_a_step_that_runs_out_of_memory_is_done_again_in_smaller_chunks(
 def test_out_of_memory_with_one_row_at_a_time_does_not_fit(
     run_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def clip(self: Engine, max_norm: float | None) -> Any:
+    def clip(self: Engine, max_norm: float | None, losses: Any = ()) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
     monkeypatch.setattr(Engine, "clip_grad_norm", clip)

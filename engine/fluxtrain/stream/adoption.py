@@ -36,6 +36,7 @@ from fluxtrain.stream.writes import check_writes
 
 if TYPE_CHECKING:
     from fluxtrain.stream.engine import Engine
+    from fluxtrain.stream.norm import GradNorm
 
 
 @functools.cache
@@ -184,7 +185,7 @@ class EagerStep:
     `optimizer.step()` ends it and updates what is left.
     """
 
-    def __init__(self, optimizer: Optimizer, engine: Engine) -> None:
+    def __init__(self, optimizer: Optimizer, engine: Engine, guard: GradNorm | None = None) -> None:
         entries = wrapped_parameters(optimizer)
         if not _adoptable(optimizer):
             raise MisusedModel(
@@ -192,6 +193,7 @@ class EagerStep:
             )
         _prepare(optimizer, entries)
         self.updated: set[Group] = set()
+        self.guard = guard  # of the loss; nothing is updated where it is not finite
         self._engine = engine
         self._work: dict[Group, list[tuple[Owner, Hyper]]] = {}
         for owner, options, _ in entries:
@@ -207,7 +209,7 @@ class EagerStep:
             owner.member.step += 1
         self.updated.add(group)
         hypers = {owner.member.index: hyper for owner, hyper in mine}
-        self._engine.updates.submit(group, hypers, None)
+        self._engine.updates.submit(group, hypers, self.guard)
 
     def end(self) -> None:
         """Drop the references to the optimizer's parameters."""

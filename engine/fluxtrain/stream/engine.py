@@ -198,8 +198,11 @@ class Engine:
         measured: Tensor = torch.linalg.vector_norm(stored(member), dtype=torch.float32)
         return measured * abs(member.gradient_scale)
 
-    def clip_grad_norm(self, max_norm: float | None) -> GradNorm:
-        """Measure the global norm; the next optimizer step scales by it. None only measures."""
+    def clip_grad_norm(self, max_norm: float | None, losses: Sequence[Tensor] = ()) -> GradNorm:
+        """Measure the global norm; the next optimizer step scales by it. None only measures.
+
+        `losses` are read with it; the step is not made where norm or losses are not finite.
+        """
         parts: list[Tensor] = []
         for group in self.groups:
             members = [m for m in group.members if m.has_gradient]
@@ -214,7 +217,7 @@ class Engine:
             if parameter.grad is not None:
                 parts.append(torch.linalg.vector_norm(parameter.grad, dtype=torch.float32))
         device = self.device.torch_device
-        self.norm = GradNorm(self.device, [p.to(device) for p in parts], max_norm)
+        self.norm = GradNorm(self.device, [p.to(device) for p in parts], max_norm, losses)
         return self.norm
 
     def take_in(self, owner: Owner, parameter: nn.Parameter) -> None:
@@ -291,14 +294,17 @@ class Engine:
     def load_state_shard(self, name: str, tensors: dict[str, Tensor]) -> None:
         load_state_shard(self, name, tensors)
 
-    def begin_eager_step(self, optimizer: torch.optim.Optimizer) -> None:
+    def begin_eager_step(
+        self, optimizer: torch.optim.Optimizer, loss: Tensor | None = None
+    ) -> None:
         """Before the only backward pass of a step without clipping: update each group as soon as
         its gradients are complete. `optimizer.step()` ends it. The hyperparameters are read now.
 
         Weights change during the backward pass: two forwards before it, or a norm to clip by, would
         give wrong results (the first raises, the second is the caller's to keep).
         """
-        self.eager = EagerStep(optimizer, self)
+        guard = None if loss is None else GradNorm(self.device, [], None, [loss])
+        self.eager = EagerStep(optimizer, self, guard)
 
     @property
     def partly_updated(self) -> bool:

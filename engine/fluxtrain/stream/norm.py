@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -12,40 +13,58 @@ from fluxtrain.optim.clip import clip_scale
 
 
 class GradNorm:
-    """2-norm over all gradients of a step (before clipping), on its way to the host."""
+    """2-norm over all gradients of a step (before clipping), on its way to the host.
 
-    def __init__(self, device: Device, parts: list[Tensor], max_norm: float | None) -> None:
+    `losses` (scalars) travel with it. With a limit or losses it guards the update: where norm or
+    losses are not finite, the scale is NaN, and nothing is updated.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        parts: list[Tensor],
+        max_norm: float | None,
+        losses: Sequence[Tensor] = (),
+    ) -> None:
         self.max_norm = max_norm
+        self._guards = max_norm is not None or bool(losses)
         total = (
             torch.linalg.vector_norm(torch.cat([p.reshape(-1) for p in parts]), dtype=torch.float32)
             if parts
             else torch.zeros((), device=device.torch_device)
         )
-        self.on_device = total  # scalar, fp32
+        told = torch.stack([total, *(loss.detach().float() for loss in losses)])
+        self._on_device = told  # norm, losses; fp32
         self._on_device_scale: Tensor | None = None
-        self._host = torch.empty(1, pin_memory=device.pins)
-        self._ticket: Ticket = device.download(self._host, total.reshape(1))
+        self._host = torch.empty(len(told), pin_memory=device.pins)
+        self._ticket: Ticket = device.download(self._host, told)
 
     def value(self) -> float:
         """The norm; waits until the backward pass has finished."""
         self._ticket.wait_host()
         return float(self._host[0])
 
+    def losses(self) -> list[float]:
+        """The losses, in nats a token; waits as `value` does."""
+        self._ticket.wait_host()
+        return [float(loss) for loss in self._host[1:]]
+
     def scale(self) -> float:
-        """What gradients are multiplied by: 1 without clipping; NaN when the norm is not finite."""
+        """What gradients are multiplied by: 1 without clipping, NaN where nothing may happen."""
         norm = self.value()
-        if self.max_norm is not None and not math.isfinite(norm):
+        if self._guards and not bool(torch.isfinite(self._host).all()):
             return math.nan
         return clip_scale(norm, self.max_norm)
 
     def device_scale(self) -> Tensor:
         """`scale()` as an fp32 scalar on the device, computed there with the same roundings."""
         if self._on_device_scale is None:
-            norm = self.on_device
-            if self.max_norm is None:
-                self._on_device_scale = torch.ones_like(norm)
-            else:
+            norm = self._on_device[0]
+            ratio = torch.ones_like(norm)
+            if self.max_norm is not None:
                 limit = torch.full_like(norm, self.max_norm)
                 ratio = torch.clamp(limit / (norm + 1e-6), max=1.0)
-                self._on_device_scale = torch.where(torch.isfinite(norm), ratio, torch.nan)
+            if self._guards:
+                ratio = torch.where(torch.isfinite(self._on_device).all(), ratio, torch.nan)
+            self._on_device_scale = ratio
         return self._on_device_scale

@@ -137,6 +137,11 @@ class LiveChanges:
 
     # -- carried out, by the training loop
 
+    @property
+    def waiting(self) -> bool:
+        """Whether a change waits for the end of the step."""
+        return bool(self._wishes)
+
     def carry_out(self, step: int) -> None:
         """Make what waits, if anything does; between two steps."""
         with self._lock:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from fluxtrain.data.batches import Batch, BatchSource
-from fluxtrain.errors import Diverged, DoesNotFit, Interrupted
+from fluxtrain.errors import Diverged, DoesNotFit, FluxTrainError, Interrupted
 from fluxtrain.stream.engine import engine_of
 from fluxtrain.telemetry.events import EvaluationFinished, RunPhase, StepFinished
 from fluxtrain.train.announce import Announcer
@@ -20,6 +20,7 @@ from fluxtrain.train.evaluate import evaluate
 from fluxtrain.train.keeping import CheckpointKeeper
 from fluxtrain.train.live import LiveChanges
 from fluxtrain.train.progress import Progress
+from fluxtrain.train.queued import Computed, QueuedStep
 from fluxtrain.train.randomness import random_state, restore_random_state
 from fluxtrain.train.requests import Requests
 from fluxtrain.train.run_state import RunState
@@ -34,15 +35,6 @@ class LoopSettings:
     max_grad_norm: float | None
     evaluations: Cadence
     learning_rate_at: Callable[[int], float]  # of step 0, 1, ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class Computed:
-    """What forward and backward gave: loss in nats a token, norm before clipping, tokens seen."""
-
-    loss: float
-    norm: float
-    tokens: int
 
 
 class TrainingLoop:
@@ -76,6 +68,8 @@ class TrainingLoop:
         self._requests = requests
         self._changes = changes
         self._progress = Progress()
+        self._queued: QueuedStep | None = None  # its numbers are read after the next is queued
+        self._settled_s: float | None = None  # when the numbers of the last one were read
         self.state = state
         self.steps_s: list[float] = []  # of this process
 
@@ -92,17 +86,27 @@ class TrainingLoop:
         self._announcer.phase("training")
         if self.state.step > 0 and self._evaluations.is_due(self.state.step):
             self.evaluate()  # a stop cut it short before the checkpoint that this run resumed from
-        while self.state.step < self._settings.total_steps:
-            started_s = time.perf_counter()
-            self._attend_requests()
-            self._recorder.begin_step(self.state.step + 1)
-            self._step()
-            self._between_steps()
-            self._progress.step_took(time.perf_counter() - started_s)
+        try:
+            while self._step_number < self._settings.total_steps:
+                started_s = time.perf_counter()
+                self._attend_requests()
+                self._recorder.begin_step(self._step_number + 1)
+                self._step()
+                self._between_steps()
+                self._progress.step_took(time.perf_counter() - started_s)
+            self._settle()
+        except FluxTrainError:
+            self._settle()  # a step that was made is told of, and one that was refused says why
+            raise
         self._changes.finish(self.state.step)
         self._engine.flush()
         self._recorder.end_step()
         self._stop_if_asked()
+
+    @property
+    def _step_number(self) -> int:
+        """Steps that were done or queued."""
+        return self.state.step if self._queued is None else self._queued.number
 
     def evaluate(self) -> None:
         """Evaluate the model as it is, unless this step was evaluated before."""
@@ -129,14 +133,29 @@ class TrainingLoop:
         self._announcer.phase("training")
 
     def _step(self) -> None:
-        """One optimizer step; its forward and backward again when device memory runs out."""
+        """Queue one optimizer step, and read the numbers of the one before, which came meanwhile:
+        the device never waits for the host to look at them."""
+        queued = self._compute_until_it_fits()
+        self._optimizer.step()  # in the background; the next forward waits block by block
+        self._optimizer.zero_grad()
+        queued.clock.ends("optimizer")
+        self._settle()
+        self._queued = queued
+        if self._reads_at_once():
+            self._settle()
+
+    def _reads_at_once(self) -> bool:
+        """On the CPU the numbers are here already."""
+        return self._device.type == "cpu"
+
+    def _compute_until_it_fits(self) -> QueuedStep:
+        """Forward and backward, again with smaller chunks when device memory runs out."""
         random, cursor = random_state(), self._data.state_dict()
         while True:
             started_s = time.perf_counter()
             clock = StepClock(self._device, self._recorder)
             try:
-                computed = self._compute(clock)
-                break
+                return self._compute(clock)
             except torch.OutOfMemoryError as error:
                 if self._engine.partly_updated:
                     raise DoesNotFit(self._out_of_memory(error)) from error
@@ -145,61 +164,67 @@ class TrainingLoop:
                 self._halve_chunk(error, time.perf_counter() - started_s)
                 self._data.load_state_dict(cursor)
                 restore_random_state(random)
-        rate = self._set_learning_rate()
-        self._refuse_divergence(computed)
-        self._optimizer.step()  # in the background; the next forward waits block by block
-        self._optimizer.zero_grad()
-        clock.ends("optimizer")
-        self._report(clock, computed, rate)
 
-    def _compute(self, clock: StepClock) -> Computed:
-        """Forward and backward over the whole step; the norm waits for the last gradient."""
+    def _compute(self, clock: StepClock) -> QueuedStep:
+        """Forward and backward over the whole step; the update will wait for the norm."""
         batches = self._data.next_step()
         clock.ends("data")
+        limit = self._settings.max_grad_norm
+        eager = limit is None and len(batches) == 1
+        rate = self._set_learning_rate()
         losses = []
         for batch in batches:
             loss = self._model(**batch.inputs()).loss
             clock.ends("forward")
-            if self._settings.max_grad_norm is None and len(batches) == 1:
-                self._begin_eager_step(loss)
+            if eager:  # nothing has to wait for the norm: groups are updated as gradients arrive
+                self._engine.begin_eager_step(self._optimizer, loss)
             loss.backward()
             losses.append(loss.detach())
             clock.ends("backward")
-        norm = self._engine.clip_grad_norm(self._settings.max_grad_norm)
-        computed = Computed(
-            # each part is divided by the tokens of the whole step already
-            loss=math.fsum(float(loss) for loss in losses),
-            norm=norm.value(),
-            tokens=sum(batch.tokens for batch in batches),
-        )
+        norm = self._engine.clip_grad_norm(limit, losses)
         clock.ends("backward")
-        return computed
+        return QueuedStep(
+            number=self._step_number + 1,
+            tokens=sum(batch.tokens for batch in batches),
+            epoch=self._data.epoch,
+            learning_rate=rate,
+            eager=eager,
+            norm=norm,
+            clock=clock,
+        )
 
-    def _begin_eager_step(self, loss: torch.Tensor) -> None:
-        """Without clipping nothing has to wait for the norm: groups are updated as their gradients
-        arrive. What can be refused is refused before."""
-        self._set_learning_rate()
-        if not math.isfinite(float(loss.detach())):
-            raise Diverged(self._divergence(float(loss.detach()), math.nan))
-        self._engine.begin_eager_step(self._optimizer)
+    def _settle(self) -> None:
+        """Read the numbers of the queued step and tell them.
 
-    def _report(self, clock: StepClock, computed: Computed, rate: float) -> None:
+        Raises:
+            Diverged: they are not finite; the update refused them too.
+        """
+        queued, self._queued = self._queued, None
+        if queued is None:
+            return
+        computed = queued.read()
+        if not computed.is_finite:
+            raise Diverged(self._divergence(queued, computed))
+        self._report(queued, computed)
+
+    def _report(self, queued: QueuedStep, computed: Computed) -> None:
         stalls = self._engine.take_stalls()
-        step_s, phases = clock.finish()
+        step_s, phases = queued.clock.finish(self._settled_s)
+        self._settled_s = time.perf_counter()
         self.steps_s.append(step_s)
-        self.state.step_done(computed.loss, computed.tokens, step_s)
+        self.state.step_done(computed.loss, queued.tokens, step_s)
         eta_s, spread_s = self._progress.eta(self._settings.total_steps - self.state.step)
         finished = StepFinished(
             step=self.state.step,
             total_steps=self._settings.total_steps,
-            epoch=self._data.epoch,
+            epoch=queued.epoch,
             loss=computed.loss,
-            learning_rate=rate,
+            learning_rate=queued.learning_rate,
             grad_norm=computed.norm,
-            tokens=computed.tokens,
+            tokens=queued.tokens,
             total_tokens=self.state.total_tokens,
             step_s=step_s,
-            tokens_per_s=computed.tokens / step_s,
+            tokens_per_s=queued.tokens / step_s,
             phases_s=phases,
             stalls_s=stalls,
             eta_s=eta_s,
@@ -209,9 +234,13 @@ class TrainingLoop:
         self._changes.step_took(finished)
 
     def _between_steps(self) -> None:
-        if self._evaluations.is_due(self.state.step):
+        evaluates = self._evaluations.is_due(self._step_number)
+        saves = self._keeper.is_due(self._step_number)
+        if evaluates or saves:
+            self._settle()
+        if evaluates:
             self.evaluate()
-        if self._keeper.is_due(self.state.step):
+        if saves:
             self._checkpoint()
 
     def _checkpoint(self, then: RunPhase = "training") -> None:
@@ -222,6 +251,8 @@ class TrainingLoop:
         self._announcer.phase(then)
 
     def _attend_requests(self) -> None:
+        if self._requests.waiting or self._changes.waiting:
+            self._settle()
         if self._requests.paused:
             self._wait_while_paused()
         self._stop_if_asked()
@@ -255,28 +286,24 @@ class TrainingLoop:
         raise Interrupted(f"stopped after step {self.state.step}: {self._keeper.last_text()}", code)
 
     def _set_learning_rate(self) -> float:
-        rate = self._settings.learning_rate_at(self.state.step)
+        rate = self._settings.learning_rate_at(self._step_number)
         for group in self._optimizer.param_groups:
             group["lr"] = rate
         return rate
 
-    def _refuse_divergence(self, computed: Computed) -> None:
-        if not (math.isfinite(computed.loss) and math.isfinite(computed.norm)):
-            raise Diverged(self._divergence(computed.loss, computed.norm))
-
-    def _divergence(self, loss: float, norm: float) -> str:
-        applied = "was applied in part" if self._engine.partly_updated else "was not applied"
-        rate = self._optimizer.param_groups[0]["lr"]
+    def _divergence(self, queued: QueuedStep, computed: Computed) -> str:
+        in_part = queued.eager and math.isfinite(computed.loss)
+        applied = "was applied in part" if in_part else "was not applied"
         return (
-            f"the loss is {loss:g} and the gradient norm {norm:g} at step {self.state.step + 1} "
-            f"(learning rate {rate:.3g}): this update {applied}; "
+            f"the loss is {computed.loss:g} and the gradient norm {computed.norm:g} at step "
+            f"{queued.number} (learning rate {queued.learning_rate:.3g}): this update {applied}; "
             f"{self._keeper.last_text()}; lower train.learning_rate, lengthen train.warmup_steps, "
             "or look for broken rows in the data"
         )
 
     def _out_of_memory(self, error: torch.OutOfMemoryError) -> str:
         return (
-            f"device memory ran out at step {self.state.step + 1} with chunks of "
+            f"device memory ran out at step {self._step_number + 1} with chunks of "
             f"{self._engine.chunk_rows} rows ({str(error).splitlines()[0]}): set a smaller "
             "placement.chunk_rows, shorten data.sequence_length, set placement.offload=max, or "
             f"close other programs; {self._keeper.last_text()}"
@@ -290,7 +317,7 @@ class TrainingLoop:
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
         self._announcer.warn(
-            f"device memory ran out at step {self.state.step + 1}: the step is done again with "
+            f"device memory ran out at step {self._step_number + 1}: the step is done again with "
             f"chunks of {rows // 2} rows instead of {rows}"
         )
-        self._changes.ran_out(self.state.step, rows, lost_s)
+        self._changes.ran_out(self._step_number, rows, lost_s)

@@ -78,6 +78,11 @@ class Requests:
         return self._stop_code
 
     @property
+    def waiting(self) -> bool:
+        """Whether anything was asked for that the loop has to look at."""
+        return self._paused or self._checkpoint or self._stop_code is not None
+
+    @property
     def paused(self) -> bool:
         return self._paused and self._stop_code is None
 

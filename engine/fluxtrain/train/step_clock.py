@@ -12,11 +12,11 @@ PHASES = ("data", "forward", "backward", "optimizer", "other")
 
 
 class StepClock:
-    """Marks the ends of phases; on CUDA the border of forward and backward is timed on the device.
+    """Marks the ends of phases; on CUDA forward and backward are timed by the device's own events.
 
-    The host runs ahead of the device, so its clock cannot see where forward ends. The loop reads
-    the gradient norm after the backward pass, which waits for the device; the wall time up to there
-    is then divided as the device's own events say.
+    There the host runs up to a step ahead of the device, so a step lasts from the moment when the
+    one before was seen to have ended, and of the host's own phases only what the device was not
+    busy in counts.
     """
 
     def __init__(self, device: torch.device, recorder: Recorder | None = None) -> None:
@@ -38,20 +38,36 @@ class StepClock:
             event.record(self._stream)
             self._events.append((phase, event))
 
-    def finish(self) -> tuple[float, dict[str, float]]:
-        """The seconds of the step and its partition; call it after the device was waited for."""
-        total_s = time.perf_counter() - self._started_s
-        spent = dict(self._spent_s)
+    def finish(self, before_s: float | None = None) -> tuple[float, dict[str, float]]:
+        """The seconds of the step and its partition; call it after the device was waited for.
+
+        before_s: when the step before was finished (`time.perf_counter`).
+        """
+        now_s = time.perf_counter()
+        total_s = now_s - max(self._started_s, before_s or 0.0)
         if self._events:
-            both_s = spent["forward"] + spent["backward"]
-            spent["forward"] = min(both_s, self._forward_on_device_s())
-            spent["backward"] = both_s - spent["forward"]
+            return total_s, self._divided(total_s)
+        spent = dict(self._spent_s)
         spent["other"] += max(0.0, total_s - sum(spent.values()))
         return total_s, spent
 
-    def _forward_on_device_s(self) -> float:
+    def _divided(self, total_s: float) -> dict[str, float]:
+        device = {phase: self._on_device_s(phase) for phase in ("forward", "backward")}
+        squeeze = min(1.0, total_s / max(sum(device.values()), 1e-9))
+        spent = dict.fromkeys(PHASES, 0.0)
+        left_s = total_s
+        for phase, seconds in device.items():
+            spent[phase] = seconds * squeeze
+            left_s -= spent[phase]
+        for phase in ("data", "optimizer"):
+            spent[phase] = max(0.0, min(self._spent_s[phase], left_s))
+            left_s -= spent[phase]
+        spent["other"] = max(0.0, left_s)
+        return spent
+
+    def _on_device_s(self, phase: str) -> float:
         pairs = zip(self._events, self._events[1:], strict=False)
         milliseconds = [
-            start.elapsed_time(end) for (_, start), (phase, end) in pairs if phase == "forward"
+            start.elapsed_time(end) for (_, start), (ended, end) in pairs if ended == phase
         ]
         return float(sum(milliseconds)) / 1e3

@@ -1,0 +1,40 @@
+"""A step whose work is queued on the device and whose numbers have not been read yet."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from fluxtrain.stream.norm import GradNorm
+from fluxtrain.train.step_clock import StepClock
+
+
+@dataclass(frozen=True, kw_only=True)
+class Computed:
+    """What a step gave: loss in nats a token, norm before clipping."""
+
+    loss: float
+    norm: float
+
+    @property
+    def is_finite(self) -> bool:
+        """False where the step must not be made."""
+        return math.isfinite(self.loss) and math.isfinite(self.norm)
+
+
+@dataclass(frozen=True, kw_only=True)
+class QueuedStep:
+    """Forward, backward and update are queued; `read` waits for the numbers."""
+
+    number: int  # of the step, from 1
+    tokens: int
+    epoch: float
+    learning_rate: float
+    eager: bool  # updated as gradients arrived
+    norm: GradNorm  # travels with the losses
+    clock: StepClock
+
+    def read(self) -> Computed:
+        """Wait for the backward pass; each part's loss is divided by the tokens of the whole step
+        already."""
+        return Computed(loss=math.fsum(self.norm.losses()), norm=self.norm.value())
