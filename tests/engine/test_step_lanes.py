@@ -27,6 +27,7 @@ from fluxtrain.train.config import load_config
 from fluxtrain.train.evaluate import evaluate
 from fluxtrain.train.recovery import locate
 from fluxtrain.train.run import train
+from fluxtrain.train.timeline import TimelineThread
 
 BLOCKS = ("model.layers.0", "model.layers.1", "model.layers.2")
 Make = Callable[..., PreTrainedModel]
@@ -300,3 +301,27 @@ def test_what_an_evaluation_waited_for_is_no_stall_of_the_next_step(
     told = list(read_events(tmp_path / "run" / "events.ndjson"))
     stalls_s = [sum(e.stalls_s.values()) for e in told if isinstance(e, StepFinished)]
     assert len(stalls_s) == 3 and max(stalls_s) < 1000
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyError("a bug")])
+def test_a_timeline_that_fails_on_the_way_is_told_once_and_stops_recording(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    said: list[str] = []
+    recorder = Recorder(HostClock())
+    thread = TimelineThread(tmp_path / "timeline.ring", said.append)
+    monkeypatch.setattr("fluxtrain.telemetry.ring.RingWriter.write", fail)
+    thread.watch(recorder)
+    recorder.begin_step(1)
+    recorder.begin_step(2)
+    until_s = time.monotonic() + 10
+    while not said and time.monotonic() < until_s:
+        time.sleep(0.01)
+    recorder.begin_step(3)
+    recorder.host_did("data", 1.0, 2.0)
+    assert not recorder.notes and not recorder.recording
+    thread.close()
+    assert len(said) == 1 and "timeline.ring" in said[0] and "goes on" in said[0]

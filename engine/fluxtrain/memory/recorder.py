@@ -152,9 +152,17 @@ class Recorder:
         self.notes: deque[Note | Border] = deque()
         self.recording = False
         self.dropped = 0  # notes that found no room
+        self._stopped = False
+
+    def stop(self) -> None:
+        """Nobody reads the notes any more: none is made from now on."""
+        self._stopped, self.recording = True, False
+        self.notes.clear()
 
     def begin_step(self, step: int) -> None:
         """Step `step` (from 1) begins; the one before ends."""
+        if self._stopped:
+            return
         self.recording = True
         self.notes.append(self.clock.border(step))
 

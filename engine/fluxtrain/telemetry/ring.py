@@ -80,19 +80,11 @@ class Recorded:
     """One step as it lies in the ring; its intervals are unpacked when they are asked for."""
 
     record: bytes
-
-    @property
-    def head(self) -> Head:
-        return _head(self.record)
+    head: Head
 
     @property
     def lanes(self) -> StepLanes:
         return _lanes(self.record)
-
-
-@lru_cache(maxsize=1024)
-def _head(record: bytes) -> Head:
-    return head_of(record)
 
 
 @lru_cache(maxsize=4)
@@ -148,7 +140,9 @@ class RingReader:
         self._seen = seen
         newest = max(self._records, default=0)
         self._records = {n: r for n, r in sorted(self._records.items()) if n > newest - SLOTS}
-        self.steps = _without_superseded([Recorded(record) for record in self._records.values()])
+        self.steps = _without_superseded(
+            [Recorded(record, head_of(record)) for record in self._records.values()]
+        )
         return True
 
 

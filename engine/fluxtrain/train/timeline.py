@@ -32,17 +32,18 @@ class TimelineThread:
 
     def watch(self, recorder: Recorder) -> None:
         """Keep what `recorder` notes from now on."""
+        self._recorder = recorder
         try:
             self._ring = RingWriter(self._path)
         except OSError as error:
             self._give_up(error)
             return
-        self._recorder, self._cutter = recorder, StepCutter(recorder)
+        self._cutter = StepCutter(recorder)
         self._thread.start()
 
     def close(self) -> None:
         """Write what is left; the ring ends with the last whole step."""
-        if self._recorder is None or self._stopped.is_set():
+        if self._recorder is None or self._ring is None or self._stopped.is_set():
             return
         self._recorder.end_step()
         self._stopped.set()
@@ -52,6 +53,7 @@ class TimelineThread:
             self._keep()
             time.sleep(0.001)
         self._keep(final=True)
+        self._recorder.stop()
         if self._ring is not None:
             self._ring.close()
 
@@ -60,19 +62,19 @@ class TimelineThread:
             self._keep()
 
     def _keep(self, *, final: bool = False) -> None:
-        assert self._cutter is not None
-        for step in self._cutter.ready(final=final):
-            if self._ring is None:
-                continue
-            try:
+        if self._cutter is None or self._ring is None:
+            return
+        try:
+            for step in self._cutter.ready(final=final):
                 self._ring.write(step)
-            except OSError as error:
-                self._ring.close()
-                self._ring = None
-                self._give_up(error)
+        except Exception as error:  # noqa: BLE001 - what watches a training must not end it
+            self._give_up(error)
 
-    def _give_up(self, error: OSError) -> None:
-        self._warn(
-            f"the step timeline is not kept: {self._path.name}: {error.strerror or error}; the "
-            "training goes on"
-        )
+    def _give_up(self, error: Exception) -> None:
+        if self._recorder is not None:
+            self._recorder.stop()
+        if self._ring is not None:
+            self._ring.close()
+            self._ring = None
+        why = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+        self._warn(f"the step timeline is not kept: {self._path.name}: {why}; the training goes on")
