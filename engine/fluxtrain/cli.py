@@ -219,7 +219,7 @@ def doctor(
 
 @app.command()
 def trace(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="a run directory or its name")],
+    run: Named,
     output: Annotated[
         Path | None,
         typer.Option("--output", "-o", metavar="FILE", help="default: RUN/trace.json.gz"),
@@ -232,27 +232,13 @@ def trace(
 
     Works while the run trains, and after whatever ended it.
     """
-    from dataclasses import asdict
+    from fluxtrain.telemetry.trace_command import exported, summarised
 
-    from fluxtrain.telemetry.attribution import attribute, median_step, summary_lines
-    from fluxtrain.telemetry.trace import VIEWER, recorded_steps, write_trace
-
-    run_dir, steps = recorded_steps(run)
-    if summary:
-        last, median = attribute(steps[-1]), attribute(median_step(steps))
-        if json:
-            _print_json({"steps": len(steps), "last": asdict(last), "median": asdict(median)})
-            return
-        _say("\n".join(summary_lines(last, "last")))
-        _say("\n".join(summary_lines(median, f"median of {len(steps)}")))
-        return
-    path = output or run_dir.path / "trace.json.gz"
-    size = write_trace(path, steps, run_dir.run_id)
-    facts = {"path": str(path), "bytes": size, "steps": len(steps)}
+    text, facts = summarised(run) if summary else exported(run, output)
     if json:
         _print_json(facts)
     else:
-        _say(f"{path}: {len(steps)} steps; open it at {VIEWER}")
+        _say(text)
 
 
 @app.command()

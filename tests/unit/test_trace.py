@@ -38,6 +38,7 @@ STEPS = [
 
 def run_with(path: Path, steps: list[StepLanes]) -> RunDir:
     path.mkdir()
+    (path / "run.json").write_text("{}")
     ring = RingWriter(path / "timeline.ring")
     for step in steps:
         ring.write(step)
@@ -126,9 +127,10 @@ def test_a_missing_run_one_without_a_ring_and_an_empty_ring_are_told_apart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FLUXTRAIN_RUNS", str(tmp_path))
-    with pytest.raises(BadInput, match="there is no run"):
+    with pytest.raises(BadInput, match="no run 'nope'"):
         recorded_steps("nope")
     (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "run.json").write_text("{}")
     with pytest.raises(BadInput, match="earlier version"):
         recorded_steps("old")
     run_with(tmp_path / "fresh", [])

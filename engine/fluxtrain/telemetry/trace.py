@@ -18,9 +18,10 @@ from typing import Any, BinaryIO, cast
 import msgspec
 
 from fluxtrain.errors import BadInput, FluxTrainError
+from fluxtrain.telemetry.finding import find_run
 from fluxtrain.telemetry.lanes import LANES, StepLanes
 from fluxtrain.telemetry.ring import RingReader, read_ring
-from fluxtrain.telemetry.rundir import RunDir, runs_root
+from fluxtrain.telemetry.rundir import RunDir
 from fluxtrain.telemetry.storage import NO_SPACE_ERRNOS, storage_error
 
 THREADS = {
@@ -33,16 +34,14 @@ _PROCESS = 1
 
 
 def recorded_steps(run: str | Path) -> tuple[RunDir, list[StepLanes]]:
-    """The run that is meant (a directory, or a name below the runs folder) and its last steps.
+    """The run that is meant (see `finding`) and its last steps.
 
     Raises:
         BadInput: there is no such run, or it has no timeline.
     """
     run_dir = RunDir(run)
-    if not run_dir.path.is_dir():
-        run_dir = RunDir(runs_root() / run)
-    if not run_dir.path.is_dir():
-        raise BadInput(f"there is no run {run}: `fluxtrain runs` lists those below {runs_root()}")
+    if not run_dir.timeline.exists():
+        run_dir = RunDir(find_run(str(run)))
     reader = RingReader(run_dir.timeline)
     reader.poll()
     if not reader.exists:
