@@ -1,31 +1,42 @@
-"""The native optimizer against the memory's own speed: `make bench-cpu`.
+"""The native optimizer against the memory's own speed, and the engine's own cost.
 
-Each kernel is timed beside `stream_split`, which reads and writes what AdamW on split masters does
-and computes nothing, so its rate is the most that memory allows. Best of several rounds, because
-other programs can only make a round slower.
+    make bench-cpu
+
+Each kernel is timed beside a stream that reads and writes what it does and computes nothing, so
+that its rate is the most that memory allows. Kernels and streams take turns, and every number is a
+median of rounds: on a machine that is shared, ratios of neighbours mean more than rates.
+
+The engine's cost is a wrapped model of tiny blocks against the plain model with the same
+recomputation: microseconds a block, forward and backward, that a block of any size pays.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import statistics
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
+import fluxtrain
 from fluxtrain import _native
 from fluxtrain.optim.hyper import Hyper
+from fluxtrain.optim.narrow_adamw import update8_, update16_
+from fluxtrain.optim.reference import States8, rounding
 from fluxtrain.optim.split_adamw import accumulate_, encode, sum_squares, update_, update_f32_
+from fluxtrain.plan.states import STATE_BLOCK
 
-SPLIT_BYTES = 26  # per element: hi, lo, m, v read and written, a bf16 gradient read
-F32_BYTES = 28  # p, m, v read and written, an fp32 gradient read
 HYPER = Hyper(lr=1e-4)
+BLOCKS, WIDTH, ROWS = 24, 64, 8
 
 
 class Arena:
-    """One block's host arena of `n` elements with a gradient in both widths."""
+    """One block's host arena of `n` elements in every format, with a gradient in both widths."""
 
     def __init__(self, n: int) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -35,16 +46,34 @@ class Arena:
         self.m, self.v = torch.zeros(n), torch.zeros(n)
         self.grad_f32 = torch.randn(n, generator=generator) * 1e-3
         self.grad = self.grad_f32.bfloat16()
+        self.m16, self.v16 = (torch.zeros(n, dtype=torch.bfloat16) for _ in range(2))
+        codes = [torch.zeros(n, dtype=torch.uint8) for _ in range(2)]
+        scales = [torch.zeros(-(-n // STATE_BLOCK)) for _ in range(2)]
+        self.states8 = States8(*codes, *scales)
         self.step = 0
 
-    def stream(self, threads: int) -> None:
-        pointers = (x.data_ptr() for x in (self.hi, self.lo, self.m, self.v, self.grad))
-        _native.kernel("stream_split")(*pointers, self.n, threads)
+    def stream(self, name: str, m: Tensor, v: Tensor, threads: int) -> None:
+        pointers = (x.data_ptr() for x in (self.hi, self.lo, m, v, self.grad))
+        _native.kernel(name)(*pointers, self.n, threads)
 
     def split(self, grad: Tensor, threads: int) -> None:
         self.step += 1
         state = (self.hi, self.lo, self.m, self.v)
         update_(*state, grad, hyper=HYPER, step=self.step, threads=threads)
+
+    def split16(self, threads: int) -> None:
+        self.step += 1
+        update16_(
+            self.hi, self.lo, self.m16, self.v16, self.grad, rounding(0, self.step, 0),
+            hyper=HYPER, step=self.step, threads=threads,
+        )  # fmt: skip
+
+    def split8(self, threads: int) -> None:
+        self.step += 1
+        update8_(
+            self.hi, self.lo, self.states8, self.grad,
+            hyper=HYPER, step=self.step, threads=threads,
+        )  # fmt: skip
 
     def f32(self, threads: int) -> None:
         self.step += 1
@@ -52,62 +81,115 @@ class Arena:
         update_f32_(*state, self.grad_f32, hyper=HYPER, step=self.step, threads=threads)
 
 
-def best_seconds(run: Callable[[], object], rounds: int) -> float:
-    """The fastest of `rounds` calls after one that is not counted."""
-    run()
-    seconds = []
-    for _ in range(rounds):
-        start = time.perf_counter()
-        run()
-        seconds.append(time.perf_counter() - start)
-    return min(seconds)
+@dataclass(frozen=True)
+class Row:
+    """One kernel: what it moves for each element, and the stream that moves as much."""
+
+    name: str
+    element_bytes: float
+    run: Callable[[int], object]
+    stream: str | None = None
 
 
-def kernels(arena: Arena, threads: int) -> list[tuple[str, int, Callable[[], object]]]:
-    """Name, bytes an element and call of everything that is held against the stream."""
+def rows_of(a: Arena) -> list[Row]:
+    """Everything that is measured."""
+    codes = (a.states8.m, a.states8.v)
     return [
-        ("adamw split, bf16 grad", SPLIT_BYTES, lambda: arena.split(arena.grad, threads)),
-        ("adamw split, f32 grad", SPLIT_BYTES + 2, lambda: arena.split(arena.grad_f32, threads)),
-        ("adamw f32", F32_BYTES, lambda: arena.f32(threads)),
-        ("accumulate bf16", 10, lambda: accumulate_(arena.p, arena.grad, threads=threads)),
-        ("sum of squares bf16", 2, lambda: sum_squares(arena.grad, threads=threads)),
+        Row("stream, fp32 states", 26, lambda t: a.stream("stream_split", a.m, a.v, t)),
+        Row("stream, bf16 states", 18, lambda t: a.stream("stream16", a.m16, a.v16, t)),
+        Row("stream, 8-bit states", 14, lambda t: a.stream("stream8", *codes, t)),
+        Row("adamw, fp32 states", 26, lambda t: a.split(a.grad, t), "stream, fp32 states"),
+        Row("adamw, bf16 states", 18, a.split16, "stream, bf16 states"),
+        Row("adamw, 8-bit states", 14.06, a.split8, "stream, 8-bit states"),
+        Row("adamw, f32 grad", 28, lambda t: a.split(a.grad_f32, t)),
+        Row("adamw, f32 weights", 28, a.f32),
+        Row("accumulate bf16", 10, lambda t: accumulate_(a.p, a.grad, threads=t)),
+        Row("sum of squares bf16", 2, lambda t: sum_squares(a.grad, threads=t)),
     ]
 
 
-def measure(arena: Arena, isas: list[str], threads: int, rounds: int) -> None:
-    """Print the stream's row, then one per instruction set and kernel; the last column is the
-    rate in bytes against the stream's."""
-    best = _native.set_isa(_native.ISA_NAMES[-1])
-    stream_s = best_seconds(lambda: arena.stream(threads), rounds)
-    stream_bytes_per_s = arena.n * SPLIT_BYTES / stream_s
-    rows = [(best, "stream (no arithmetic)", SPLIT_BYTES, stream_s)]
-    for isa in isas:
-        used = _native.set_isa(isa)
-        for name, element_bytes, run in kernels(arena, threads):
-            rows.append((used, name, element_bytes, best_seconds(run, rounds)))
-    for used, name, element_bytes, seconds in rows:
-        bytes_per_s = arena.n * element_bytes / seconds
+def medians(runs: list[Callable[[], object]], rounds: int) -> list[float]:
+    """Seconds of each, called in turn; the first round is not counted."""
+    seconds: list[list[float]] = [[] for _ in runs]
+    for round_number in range(rounds + 1):
+        for run, taken in zip(runs, seconds, strict=True):
+            start = time.perf_counter()
+            run()
+            if round_number:
+                taken.append(time.perf_counter() - start)
+    return [statistics.median(taken) for taken in seconds]
+
+
+def measure(arena: Arena, threads: int, rounds: int) -> None:
+    """Print one line a kernel; the last columns are rates against its stream's, and against AdamW
+    with fp32 states."""
+    rows = rows_of(arena)
+    calls = [lambda row=row: row.run(threads) for row in rows]  # type: ignore[misc]
+    seconds = dict(zip((row.name for row in rows), medians(calls, rounds), strict=True))
+    for row in rows:
+        per_s = arena.n / seconds[row.name]
+        stream = f"{seconds[row.stream] / seconds[row.name]:8.2f}" if row.stream else " " * 8
+        against = seconds["adamw, fp32 states"] / seconds[row.name]
         print(
-            f"{used:8} {threads:7d}  {name:24} {arena.n / seconds / 1e9:8.3f} "
-            f"{bytes_per_s / 1e9:8.1f} {bytes_per_s / stream_bytes_per_s:8.2f}"
+            f"{_native.isa():8} {threads:7d}  {row.name:24} {per_s / 1e9:8.3f} "
+            f"{per_s * row.element_bytes / 1e9:8.1f} {stream} "
+            + (f"{against:9.2f}" if row.name.startswith("adamw") else ""),
+            flush=True,
         )
 
 
+class Plain(nn.Module):
+    """Blocks that compute next to nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(BLOCKS))
+        self.recompute = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.recompute else block(x)
+        return x.square().mean()
+
+
+def engine_overhead_us(offload: str, rounds: int) -> tuple[float, float]:
+    """Microseconds a block, forward and backward: of the plain model that recomputes, and what the
+    engine adds."""
+    torch.set_num_threads(1)
+    plain, wrapped = Plain(), Plain()
+    plain.recompute = True
+    fluxtrain.wrap(wrapped, device="cpu", offload=offload, chunk_rows=ROWS)
+    x = torch.randn(ROWS, WIDTH)
+
+    def pass_of(model: nn.Module) -> None:
+        model(x.clone().requires_grad_()).backward()
+        model.zero_grad()
+
+    both = medians([lambda: pass_of(plain), lambda: pass_of(wrapped)], rounds)
+    fluxtrain.unwrap(wrapped)
+    return both[0] / BLOCKS * 1e6, (both[1] - both[0]) / BLOCKS * 1e6
+
+
 def main() -> None:
-    """Parse the command line and print the table."""
+    """Parse the command line and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--million", type=float, default=32.0, help="elements, in millions")
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--isa", nargs="*", default=None, choices=_native.ISA_NAMES)
     parser.add_argument("--threads", type=int, nargs="*", default=None)
     arguments = parser.parse_args()
     everything = len(os.sched_getaffinity(0))
     arena = Arena(int(arguments.million * 1e6))
     print(f"{arena.n / 1e6:.0f} M elements, {everything} processors")
-    print("isa      threads  kernel                   Gparam/s     GB/s  /stream")
-    isas = arguments.isa or [_native.isa()]
-    for threads in arguments.threads or sorted({1, everything}):
-        measure(arena, isas, threads, arguments.rounds)
+    print("isa      threads  kernel                   Gparam/s     GB/s  /stream /fp32 states")
+    for isa in arguments.isa or [_native.set_isa(_native.ISA_NAMES[-1])]:
+        _native.set_isa(isa)
+        for threads in arguments.threads or sorted({1, max(1, everything // 2), everything}):
+            measure(arena, threads, arguments.rounds)
+    print("\nthe engine's cost on this processor, microseconds a block, forward and backward")
+    for offload in ("none", "weights"):
+        plain, added = engine_overhead_us(offload, 5 * arguments.rounds)
+        print(f"offload {offload:8} {added:8.0f} beside {plain:.0f} of the plain model")
 
 
 if __name__ == "__main__":

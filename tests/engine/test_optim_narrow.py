@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
 from fluxtrain import _native
 from fluxtrain.optim import dynamic_map, reference
@@ -18,7 +18,7 @@ from fluxtrain.optim.dynamic_map import BLOCK
 from fluxtrain.optim.hyper import Hyper, coefficients
 from fluxtrain.optim.narrow_adamw import update8_, update8_by_torch_, update16_, update16_by_torch_
 from fluxtrain.optim.reference import Rounding, States8, rounding
-from fluxtrain.optim.split_adamw import decode, encode, update_
+from fluxtrain.optim.split_adamw import decode, encode, update_, update_f32_
 
 ISAS = pytest.mark.parametrize("isa", _native.ISA_NAMES)
 SIGNS = pytest.mark.parametrize("signed", [True, False])
@@ -409,3 +409,47 @@ def test_states_that_do_not_match_are_refused_before_memory_is_touched() -> None
     with pytest.raises(TypeError, match="grad"):
         update16_(torch.zeros(4), None, torch.zeros(4).bfloat16(), torch.zeros(4).bfloat16(),
                   torch.zeros(4).bfloat16(), Rounding(0, 1, 2), hyper=HYPER, step=1)  # fmt: skip
+
+
+@SIGNS
+def test_a_kernels_guess_lies_beside_the_nearest_code(signed: bool) -> None:
+    """What a kernel on another device searches with: a guess, and exact borders to correct it."""
+    table = dynamic_map.search_table(signed=signed)
+    begins, slopes, offsets, borders = table[:7], table[8:16], table[16:24], table[25:]
+    exact = borders[:-1].contiguous()
+    beside = (exact.view(torch.int32)[:, None] + torch.arange(-20, 21)).flatten()
+    bits = torch.cat([beside, torch.randint(0, 0x3F800001, (200_000,))]).to(torch.int32)
+    x = bits.view(torch.float32)
+    decade = (x[:, None] >= begins).sum(1)
+    guess = (x * slopes[decade] + offsets[decade]).int()
+    wanted = torch.searchsorted(exact, x, right=True)
+    assert table.numel() == 25 + (129 if signed else 256)
+    assert int((guess - wanted).abs().max()) <= 1
+    assert int(guess.min()) >= 0
+
+
+def test_bitsandbytes_trains_to_nearly_the_same() -> None:
+    """Its search for codes is approximate on a processor, so only scales are compared closely."""
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    n = 16 * BLOCK
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(n, generator=generator) * 0.02
+    theirs = nn.Parameter(start.clone())
+    optimizer = bitsandbytes.optim.AdamW8bit([theirs], lr=1e-3, weight_decay=0.1)
+    ours, wide = start.clone(), start.clone()
+    states = States8(*(torch.zeros(n, dtype=torch.uint8) for _ in range(2)),
+                     *(torch.zeros(16) for _ in range(2)))  # fmt: skip
+    m, v = torch.zeros(n), torch.zeros(n)
+    hyper = Hyper(lr=1e-3, weight_decay=0.1)
+    sizes = 10.0 ** (torch.rand(n, generator=generator) * 3 - 5)
+    for step in range(1, 31):
+        grad = (torch.randn(n, generator=generator) + 1) * sizes
+        theirs.grad = grad.clone()
+        optimizer.step()
+        update8_(ours, None, states, grad, hyper=hyper, step=step)
+        update_f32_(wide, m, v, grad, hyper=hyper, step=step)
+    held = optimizer.state[theirs]
+    assert torch.allclose(held["qmap1"], dynamic_map.values(signed=True), rtol=1e-4)
+    assert torch.allclose(held["qmap2"], dynamic_map.values(signed=False), rtol=1e-4)
+    assert torch.allclose(held["absmax1"], states.m_scale, rtol=1e-3)
+    assert (ours - wide).norm() <= (theirs.detach() - wide).norm()

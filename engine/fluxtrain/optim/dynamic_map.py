@@ -66,6 +66,29 @@ def _borders(signed: bool) -> Tensor:
     return torch.stack(found)
 
 
+def search_table(*, signed: bool) -> Tensor:
+    """For kernels: where the next decade begins (8 fp32), slope and offset of a guess at the number
+    of codes between zero and x within a decade (8 and 8), minus infinity, and the exact borders.
+
+    The guess is the nearest code's number, or one beside it.
+    """
+    borders = [*_borders(signed).tolist(), math.inf]
+    begins, slopes, offsets = [], [], []
+    for decade in range(_DECADES):
+        count = (1 if signed else 2) << decade
+        first = 1 + (1 if signed else 2) * ((1 << decade) - 1)
+        begins.append(borders[first + count - 1])
+        below = borders[max(0, first - 1 + (decade > 0))]
+        if decade == 0:  # below its first value lies zero, at another distance
+            slopes.append((count + 0.75) / (begins[0] - below))
+        else:
+            slopes.append(1 / (borders[first + 1] - below))
+        # A border has the number above it; past the last one of a decade comes a longer gap.
+        offsets.append(first + (0.75 if decade else 0.0) - below * slopes[-1])
+    table = [*begins, math.inf, *slopes, 0.0, *offsets, len(borders) - 1.0, -math.inf, *borders]
+    return torch.tensor(table, dtype=torch.float32)
+
+
 def nearest(x: Tensor, *, signed: bool) -> Tensor:
     """The code (uint8) of the value nearest to each finite fp32 `x` in [-1, 1] ([0, 1] unsigned).
 

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from fluxtrain.optim.fused_device import update_resident_
+from fluxtrain.optim.fused_narrow import update8_resident_, update16_resident_
 from fluxtrain.optim.hyper import Hyper
-from fluxtrain.optim.narrow_adamw import update8_, update8_by_torch_, update16_, update16_by_torch_
+from fluxtrain.optim.narrow_adamw import update8_, update16_
 from fluxtrain.optim.reference import Rounding, States8
 from fluxtrain.optim.split_adamw import update_, update_f32_
 
@@ -60,17 +61,15 @@ def step_on_device_(flat: Flat, *, hyper: Hyper, step: int, scale: float, clip: 
             f.weights, f.lo, f.m, f.v, f.gradient, hyper=hyper, step=step, scale=scale, clip=clip
         )
         return
-    if not bool(torch.isfinite(clip)):
-        return
-    factor = float(clip) * scale
     if not f.weights.is_cuda:
-        step_on_host_(flat, hyper=hyper, step=step, scale=factor)
+        if bool(torch.isfinite(clip)):
+            step_on_host_(flat, hyper=hyper, step=step, scale=float(clip) * scale)
     elif states8 is not None:
-        update8_by_torch_(
-            f.weights, f.lo, states8, f.gradient, hyper=hyper, step=step, grad_scale=factor
+        update8_resident_(
+            f.weights, f.lo, states8, f.gradient, hyper=hyper, step=step, scale=scale, clip=clip
         )
     else:
-        update16_by_torch_(
+        update16_resident_(
             f.weights, f.lo, f.m, f.v, f.gradient, f.rounding,
-            hyper=hyper, step=step, grad_scale=factor,
+            hyper=hyper, step=step, scale=scale, clip=clip,
         )  # fmt: skip

@@ -1,0 +1,221 @@
+"""AdamW with 8-bit or bf16 states of blocks that live on a GPU: one Triton kernel a range.
+
+The order of operations is that of native/include/flux_native.h, as in `fused_device`; an 8-bit code
+is guessed within its decade and corrected by the exact borders of the map, so codes too equal the
+host's. One pass moves 14 (8 bits) or 18 bytes a parameter.
+
+Without Triton the same is done with torch operations, and the host then waits for the device once.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fluxtrain.optim import dynamic_map
+from fluxtrain.optim.hyper import Hyper, coefficients
+from fluxtrain.optim.narrow_adamw import update8_by_torch_, update16_by_torch_
+from fluxtrain.optim.reference import Rounding, States8
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # torch's CPU builds come without it
+    triton = None
+
+_ROWS = 4  # blocks of 256 elements a program
+_ELEMENTS = 1024
+
+if triton is not None:
+
+    @triton.jit  # type: ignore[untyped-decorator]
+    def _master(weight, low, at, inside, SPLIT: tl.constexpr):  # type: ignore[no-untyped-def]
+        if SPLIT:
+            top = tl.load(weight + at, mask=inside, other=0)
+            rest = tl.where((top & 0x7FFF) == 0, 0, tl.load(low + at, mask=inside, other=0))
+            p = ((top.to(tl.int32) << 16) + rest.to(tl.int32)).to(tl.float32, bitcast=True)
+        else:
+            p = tl.load(weight + at, mask=inside, other=0.0)
+        return p
+
+    @triton.jit
+    def _quiet(x):  # type: ignore[no-untyped-def]
+        bits = x.to(tl.int32, bitcast=True)
+        return tl.where(x == x, bits, 0x7FC00000).to(tl.float32, bitcast=True)
+
+    @triton.jit  # type: ignore[untyped-decorator]
+    def _keep(weight, low, at, inside, p, SPLIT: tl.constexpr):  # type: ignore[no-untyped-def]
+        p = _quiet(p)
+        if SPLIT:
+            bits = p.to(tl.int32, bitcast=True)
+            tl.store(weight + at, ((bits + 0x8000) >> 16).to(tl.int16), mask=inside)
+            tl.store(low + at, bits.to(tl.int16), mask=inside)
+        else:
+            tl.store(weight + at, p, mask=inside)
+
+    @triton.jit
+    def _nearest(y, table):  # type: ignore[no-untyped-def]
+        """How many codes lie between zero and the one nearest to y, in [0, 1]; see `_table`."""
+        decade = (y >= tl.load(table)).to(tl.int32)
+        for i in tl.static_range(1, 7):
+            decade += (y >= tl.load(table + i)).to(tl.int32)
+        slope, offset = tl.load(table + 8 + decade), tl.load(table + 16 + decade)
+        k = (y * slope + offset).to(tl.int32)
+        borders = table + 25  # the one below k = 0 lies before it
+        k = tl.where(y >= tl.load(borders + k), k + 1, k)
+        return tl.where(y < tl.load(borders + k - 1), k - 1, k)
+
+    @triton.jit  # type: ignore[untyped-decorator]
+    def _adamw8(  # type: ignore[no-untyped-def]
+        weight, low, m_at, v_at, m_scale_at, v_scale_at, gradient, clip_at, n,
+        m_values, v_values, m_table, v_table,
+        sign, decay, beta1, one_minus_beta1, beta2, one_minus_beta2, step_size, rsqrt2, eps,
+        SPLIT: tl.constexpr, ROWS: tl.constexpr,
+    ):  # fmt: skip
+        block = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+        at = block[:, None] * 256 + tl.arange(0, 256)[None, :]
+        clip = tl.load(clip_at)
+        inside = (at < n) & (clip == clip)  # a norm that is not finite leaves everything as it is
+        begun = (block * 256 < n) & (clip == clip)
+        m_scale = tl.load(m_scale_at + block, mask=begun, other=0.0)
+        v_scale = tl.load(v_scale_at + block, mask=begun, other=0.0)
+        m = tl.load(m_values + tl.load(m_at + at, mask=inside, other=127).to(tl.int32))
+        v = tl.load(v_values + tl.load(v_at + at, mask=inside, other=0).to(tl.int32))
+        g = tl.load(gradient + at, mask=inside, other=0.0).to(tl.float32) * (clip * sign)
+        p = _master(weight, low, at, inside, SPLIT)
+        m = (m * m_scale[:, None]) * beta1 + g * one_minus_beta1
+        v = (v * v_scale[:, None]) * beta2 + (g * one_minus_beta2) * g
+        p = p * decay - tl.div_rn(m * step_size, tl.sqrt_rn(v) * rsqrt2 + eps)
+        _keep(weight, low, at, inside, p, SPLIT)
+        finite = (tl.abs(m) < float("inf")) & (v < float("inf")) & inside
+        m = tl.where(finite, m, 0.0)
+        v = tl.where(finite, v, 0.0)
+        m_scale = tl.maximum(tl.max(tl.abs(m), 1), 1.1754943508222875e-38)
+        v_scale = tl.maximum(tl.max(v, 1), 1.1754943508222875e-38)
+        tl.store(m_scale_at + block, m_scale, mask=begun)
+        tl.store(v_scale_at + block, v_scale, mask=begun)
+        one = tl.full((ROWS,), 1.0, tl.float32)
+        x = tl.abs(m) * tl.div_rn(one, m_scale)[:, None]
+        k = _nearest(x, m_table)
+        code = tl.where(m.to(tl.int32, bitcast=True) < 0, tl.maximum(127 - k, 0), 127 + k)
+        tl.store(m_at + at, code.to(tl.uint8), mask=inside)
+        y = v * tl.div_rn(one, v_scale)[:, None]
+        k = _nearest(y, v_table)
+        tl.store(v_at + at, tl.where(y > 0, tl.maximum(k, 1), k).to(tl.uint8), mask=inside)
+
+    # The keys differ from step to step: a kernel compiled for the values of one would be of no use.
+    @triton.jit(do_not_specialize=["first_element", "first_key", "second_key"])  # type: ignore[untyped-decorator]
+    def _adamw16(  # type: ignore[no-untyped-def]
+        weight, low, m_at, v_at, gradient, clip_at, n, first_element, first_key, second_key,
+        sign, decay, beta1, one_minus_beta1, beta2, one_minus_beta2, step_size, rsqrt2, eps,
+        SPLIT: tl.constexpr, BLOCK: tl.constexpr,
+    ):  # fmt: skip
+        at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        clip = tl.load(clip_at)
+        inside = (at < n) & (clip == clip)
+        m = tl.load(m_at + at, mask=inside, other=0).to(tl.int32) << 16
+        v = tl.load(v_at + at, mask=inside, other=0).to(tl.int32) << 16
+        g = tl.load(gradient + at, mask=inside, other=0.0).to(tl.float32) * (clip * sign)
+        p = _master(weight, low, at, inside, SPLIT)
+        m = m.to(tl.float32, bitcast=True) * beta1 + g * one_minus_beta1
+        v = v.to(tl.float32, bitcast=True) * beta2 + (g * one_minus_beta2) * g
+        p = p * decay - tl.div_rn(m * step_size, tl.sqrt_rn(v) * rsqrt2 + eps)
+        _keep(weight, low, at, inside, p, SPLIT)
+        x = (at + first_element).to(tl.uint32) ^ first_key.to(tl.uint32)
+        x = x ^ (x >> 16)
+        x = x * tl.full((BLOCK,), 0x21F0AAAD, tl.uint32)
+        x = x ^ (x >> 15)
+        x = x ^ second_key.to(tl.uint32)
+        x = x * tl.full((BLOCK,), 0xD35A2D97, tl.uint32)
+        x = x ^ (x >> 15)
+        low_half = (x & 0xFFFF).to(tl.int32)
+        high_half = (x >> 16).to(tl.int32)
+        m_bits = _quiet(m).to(tl.int32, bitcast=True) + low_half
+        v_bits = _quiet(v).to(tl.int32, bitcast=True) + high_half
+        tl.store(m_at + at, (m_bits >> 16).to(tl.int16), mask=inside)
+        tl.store(v_at + at, (v_bits >> 16).to(tl.int16), mask=inside)
+
+
+def update8_resident_(
+    weights: Tensor,
+    lo: Tensor | None,
+    states: States8,
+    gradient: Tensor,
+    *,
+    hyper: Hyper,
+    step: int,
+    scale: float,
+    clip: Tensor,
+) -> None:
+    """One AdamW step with 8-bit states in place on flat device tensors; as `update_resident_`.
+
+    weights bfloat16 with `lo`, or float32; states: codes uint8, scales float32 (blocks,); clip 0-d
+    fp32 on the device, never read back; NaN leaves everything as it is.
+    """
+    if triton is None:
+        if bool(torch.isfinite(clip)):
+            factor = float(clip) * scale
+            update8_by_torch_(
+                weights, lo, states, gradient, hyper=hyper, step=step, grad_scale=factor
+            )
+        return
+    c = coefficients(hyper, step, scale)
+    n, device = weights.numel(), weights.device
+    words: Any = weights.view(torch.int16) if lo is not None else weights
+    _adamw8[(-(-n // (_ROWS * dynamic_map.BLOCK)),)](
+        words, lo if lo is not None else words, *states, gradient, clip, n,
+        _values(True, device), _values(False, device), _table(True, device), _table(False, device),
+        *c, SPLIT=lo is not None, ROWS=_ROWS, num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+def update16_resident_(
+    weights: Tensor,
+    lo: Tensor | None,
+    m: Tensor,
+    v: Tensor,
+    gradient: Tensor,
+    rounding: Rounding,
+    *,
+    hyper: Hyper,
+    step: int,
+    scale: float,
+    clip: Tensor,
+) -> None:
+    """One AdamW step with bfloat16 states rounded at random; otherwise as `update8_resident_`."""
+    if triton is None:
+        if bool(torch.isfinite(clip)):
+            factor = float(clip) * scale
+            update16_by_torch_(
+                weights, lo, m, v, gradient, rounding, hyper=hyper, step=step, grad_scale=factor
+            )
+        return
+    c = coefficients(hyper, step, scale)
+    n = weights.numel()
+    words: Any = weights.view(torch.int16) if lo is not None else weights
+    _adamw16[(-(-n // _ELEMENTS),)](
+        words, lo if lo is not None else words, m.view(torch.int16), v.view(torch.int16),
+        gradient, clip, n, *(_signed(word) for word in rounding),
+        *c, SPLIT=lo is not None, BLOCK=_ELEMENTS, num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+def _signed(word: int) -> int:
+    """The same 32 bits as a number that Triton takes for an int32."""
+    return word - (1 << 32) if word >= 1 << 31 else word
+
+
+@lru_cache(maxsize=32)
+def _values(signed: bool, device: torch.device) -> Tensor:
+    return dynamic_map.values(signed=signed).to(device)
+
+
+@lru_cache(maxsize=32)
+def _table(signed: bool, device: torch.device) -> Tensor:
+    """What `_nearest` reads: the seven least values of a next decade (8), slope (8) and offset (8)
+    of the guess within a decade, minus infinity, and the exact borders between codes."""
+    found = dynamic_map.search_table(signed=signed)
+    return found.to(device)
