@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+
 from textual.app import ComposeResult
 from textual.widgets import Input
 
 from fluxtui.panels.log import row
 from fluxtui.screens.run_screen import RunScreen
+from fluxtui.state.log_filter import LogFilter
 from fluxtui.state.view import View
 from fluxtui.themes import Palette
 from fluxtui.widgets.lines import Lines
 from fluxtui.widgets.scrolling import ScrollingLines
-from fluxtui.widgets.spans import Line, dropped_to_fit
+from fluxtui.widgets.spans import Line, Span, dropped_to_fit
 
 
 class LogScreen(RunScreen):
-    """The run's log. Words of the filter must all be in a line; level and kind count as words."""
+    """The run's log, filtered by words, level and kind; what was searched for is marked."""
 
     NAME = "log"
     AUTO_FOCUS = "#body"
@@ -26,7 +31,7 @@ class LogScreen(RunScreen):
 
     def __init__(self) -> None:
         super().__init__()
-        self.wanted = ""
+        self.wanted = LogFilter()
         self.newest = ""  # the last line that the filter lets through
         self.following = True
 
@@ -38,14 +43,13 @@ class LogScreen(RunScreen):
     def draw_body(self, view: View, palette: Palette) -> None:
         body = self.query_one("#body", ScrollingLines)
         width = body.size.width
-        words = self.wanted.lower().split()
-        entries = [
-            entry
-            for entry in view.state.log
-            if all(word in f"{entry.level} {entry.kind} {entry.text}".lower() for word in words)
-        ]
+        entries = [entry for entry in view.state.log if self.wanted.passes(entry)]
         self.newest = entries[-1].text if entries else ""
-        lines = [(("  ", "text"), *row(entry, width - 4, dates=width >= 100)) for entry in entries]
+        words = self.wanted.words
+        lines = [
+            marked((("  ", "text"), *row(entry, width - 4, dates=width >= 100)), words)
+            for entry in entries
+        ]
         body.show_all(lines, palette, at_end=self.following)
         self.query_one("#summary", Lines).show(
             [_summary(self.wanted, len(entries), len(view.state.log), self.following, width)],
@@ -58,13 +62,23 @@ class LogScreen(RunScreen):
         field.add_class("-open")
         field.focus()
 
+    def next_level(self) -> None:
+        """Only lines from one level higher up."""
+        self.wanted = self.wanted.next_level()
+        self.draw()
+
+    def next_kind(self) -> None:
+        """Only lines of the next kind."""
+        self.wanted = self.wanted.next_kind(self.flux.view.state.log)
+        self.draw()
+
     def toggle_following(self) -> None:
         """Stay at the newest line, or stay where one reads."""
         self.following = not self.following
         self.draw()
 
     def on_input_changed(self, event: Input.Changed) -> None:
-        self.wanted = event.value
+        self.wanted = replace(self.wanted, text=event.value)
         self.draw()
 
     def on_input_submitted(self) -> None:
@@ -73,6 +87,7 @@ class LogScreen(RunScreen):
     def key_escape(self) -> None:
         """Drop the filter."""
         self.query_one("#wanted", Input).value = ""
+        self.wanted = LogFilter()
         self._close_filter()
 
     def on_scrolling_lines_scrolled(self, event: ScrollingLines.Scrolled) -> None:
@@ -85,9 +100,33 @@ class LogScreen(RunScreen):
         self.call_after_refresh(self.draw)
 
 
-def _summary(wanted: str, shown: int, all_lines: int, following: bool, width: int) -> Line:
+def marked(spans: Line, words: Sequence[str]) -> Line:
+    """The line with every occurrence of a word marked."""
+    if not words:
+        return spans
+    pattern = re.compile("|".join(re.escape(word) for word in words), re.IGNORECASE)
+    found: list[Span] = []
+    for text, role in spans:
+        end = 0
+        for match in pattern.finditer(text):
+            if match.start() > end:
+                found.append((text[end : match.start()], role))
+            found.append((match[0], "selected"))
+            end = match.end()
+        if end < len(text):
+            found.append((text[end:], role))
+    return tuple(found)
+
+
+def _summary(wanted: LogFilter, shown: int, all_lines: int, following: bool, width: int) -> Line:
     parts: list[Line] = [((f"  {all_lines} lines", "dim"),)]
-    if wanted:
-        parts = [((f"  {shown} of {all_lines} lines with ", "dim"), (wanted, "accent"))]
+    if wanted != LogFilter():
+        parts = [((f"  {shown} of {all_lines} lines", "dim"),)]
+    if wanted.text:
+        parts.append((("with ", "dim"), (wanted.text, "accent")))
+    if wanted.least != "debug":
+        parts.append((("level ", "dim"), (f"{wanted.least} and up", "accent")))
+    if wanted.kind:
+        parts.append((("only ", "dim"), (wanted.kind, "accent")))
     parts.append((("following the newest", "good"),) if following else (("held here", "warn"),))
     return dropped_to_fit(parts, width)

@@ -21,6 +21,16 @@ class ViewVerbs(Shell):
         if isinstance(self.screen, LogScreen):
             self.screen.open_filter()
 
+    def action_log_level(self) -> None:
+        """Lines of the log from a higher level up, then all again."""
+        if isinstance(self.screen, LogScreen):
+            self.screen.next_level()
+
+    def action_log_kind(self) -> None:
+        """Lines of one kind after the other, then all again."""
+        if isinstance(self.screen, LogScreen):
+            self.screen.next_kind()
+
     def action_follow(self) -> None:
         """Follow the log's end, or not."""
         if isinstance(self.screen, LogScreen):

@@ -337,7 +337,7 @@ async def test_the_log_filters_and_follows(run: Path, made: ModuleType) -> None:
         await pilot.pause(0.2)
         text = text_of(app)
         assert "step 80: checkpoint" in text and "held-out" not in text
-        assert "2 of 9 lines with checkpoint" in text
+        assert "2 of 9 lines  with checkpoint" in text
         screen = app.screen
         assert isinstance(screen, LogScreen)
         await pilot.press("s")
