@@ -66,6 +66,8 @@ ACTIONS: tuple[Action, ...] = (
            "show('plan')", rank=87),
     Action("show_runs", "7", "Runs", "All runs of this folder; attach to one", "Screens",
            "show('runs')", rank=86),
+    Action("settings", "S", "settings", "Theme, refresh rate, low bandwidth, keys", "Screens",
+           "show('settings')", rank=12),
     Action("pause", "p", "pause", "Pause the run, or go on with it", "Run", "pause",
            rank=70, changes_run=True),
     Action("checkpoint", "c", "checkpoint", "Write a checkpoint after this step", "Run",
@@ -137,9 +139,10 @@ ACTIONS: tuple[Action, ...] = (
     Action("follow", "s", "follow", "Stay at the newest line, or let go of it", "View", "follow",
            ("log",), rank=71),
     Action("theme", "t", "theme", "The next colour theme", "View", "next_theme", rank=30),
-    Action("export", "x", "export", "Save this screen as an SVG picture", "View", "export",
-           rank=15),
-    Action("table", "X", "csv", "Save the numbers behind this screen as CSV", "View", "table"),
+    Action("export", "x", "export", "Save the focused panel, else the screen, as SVG", "View",
+           "export", rank=15),
+    Action("table", "X", "csv", "Save the focused panel's numbers, else the screen's, as CSV",
+           "View", "table"),
     Action("copy", "Y", "copy", "Copy: the log's newest line, else how to attach this run", "View",
            "copy"),
     Action("palette", "ctrl+p,colon", "cmds", "Find and run any of these by name", "App",
@@ -170,6 +173,11 @@ def screens_of_actions(registry: Sequence[Action] = ACTIONS) -> dict[str, frozen
         wider = not action.screens or found.get(name) == frozenset()
         found[name] = frozenset() if wider else found.get(name, frozenset()) | set(action.screens)
     return found
+
+
+def overlap(one: Action, other: Action) -> bool:
+    """Whether there is a screen where both work, so that they cannot share a key."""
+    return not one.screens or not other.screens or bool(set(one.screens) & set(other.screens))
 
 
 def key_names(keys: Iterable[str]) -> list[str]:

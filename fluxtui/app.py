@@ -17,6 +17,7 @@ from fluxtui.screens.log import LogScreen
 from fluxtui.screens.plan import PlanScreen
 from fluxtui.screens.run_screen import RunScreen
 from fluxtui.screens.runs import RunsScreen
+from fluxtui.screens.settings import SettingsScreen
 from fluxtui.verbs.advice import AdviceVerbs
 from fluxtui.verbs.runs import RunsVerbs
 from fluxtui.verbs.saving import SavingVerbs
@@ -32,6 +33,7 @@ SCREENS: dict[str, type[RunScreen]] = {
         LogScreen,
         PlanScreen,
         RunsScreen,
+        SettingsScreen,
     )
 }
 
@@ -78,7 +80,7 @@ class FluxApp(AdviceVerbs, RunsVerbs, ViewVerbs, SavingVerbs):
         """The palette: the registry, and each theme by its title."""
         name = screen.NAME if isinstance(screen, RunScreen) else ""
         run = partial(self.call_later, self.run_action)
-        return palette_commands(self.actions, name, self._themes, run, self._choose_theme)
+        return palette_commands(self.actions, name, self._themes, run, self.choose_theme)
 
 
 _SCREENS_OF = screens_of_actions()

@@ -5,6 +5,8 @@
     theme = "flux-light"
     smooth = true
     log_scale = false
+    by_tokens = false
+    refresh_hz = 4.0
     low_bandwidth = false
 
     [keys]
@@ -18,15 +20,16 @@ import json
 import os
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fluxtui.actions import ACTIONS, key_names
+from fluxtui.actions import ACTIONS, find, key_names, overlap
 from fluxtui.themes import DEFAULT_THEME
 
 _KEY = re.compile(r"((ctrl|shift|alt)\+)*([a-z0-9_]+|\S)")
+LEAST_HZ, MOST_HZ = 0.2, 20.0
 _TABLE = re.compile(r"^\s*\[")
 
 
@@ -37,8 +40,35 @@ class Settings:
     theme: str = DEFAULT_THEME
     smooth: bool = True
     log_scale: bool = False
+    by_tokens: bool = False
+    refresh_hz: float = 4.0
     low_bandwidth: bool = False
     keys: Mapping[str, str] = field(default_factory=dict)  # action id -> keys, with commas between
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """What a setting can be in the app, in order, and what it does."""
+
+    values: tuple[Any, ...]  # () for themes: those that are installed
+    about: str
+
+    def turned(self, value: object, by: int, values: Sequence[Any] = ()) -> Any:
+        """The value `by` places on, around the end; the first for one that is not among them."""
+        every = self.values or tuple(values)
+        at = every.index(value) + by if value in every else 0
+        return every[at % len(every)]
+
+
+OFF_ON = (False, True)
+CHOICES: dict[str, Choices] = {
+    "theme": Choices((), "colours; your own lie in themes/ beside the settings"),
+    "refresh_hz": Choices((1.0, 2.0, 4.0, 8.0), "times a second that the screen is drawn"),
+    "low_bandwidth": Choices(OFF_ON, "once a second, 16 colours, no animation: for slow lines"),
+    "smooth": Choices(OFF_ON, "the loss with its moving average"),
+    "log_scale": Choices(OFF_ON, "a logarithmic loss axis"),
+    "by_tokens": Choices(OFF_ON, "curves over trained tokens instead of steps"),
+}
 
 
 def settings_path(environment: Mapping[str, str] = os.environ) -> Path:
@@ -64,7 +94,7 @@ def load_settings(path: Path) -> tuple[Settings, list[str]]:
             continue
         if name not in defaults:
             problems.append(f"{name}: there is no such setting ({', '.join(defaults)})")
-        elif type(value) is not type(defaults[name]):
+        elif not _fits(value, name, defaults[name]):
             problems.append(f"{name} = {value!r}: something like {defaults[name]!r} is needed")
         else:
             chosen[name] = value
@@ -73,6 +103,13 @@ def load_settings(path: Path) -> tuple[Settings, list[str]]:
         problems.append("keys: a table [keys] is needed")
         keys = {}
     return Settings(**chosen, keys=_usable_keys(keys, problems)), problems
+
+
+def _fits(value: object, name: str, default: object) -> bool:
+    """Whether a value of the file can be used: of the same type, and a rate within its bounds."""
+    if name == "refresh_hz":
+        return isinstance(value, int | float) and LEAST_HZ <= value <= MOST_HZ and value is not True
+    return type(value) is type(default)
 
 
 def _usable_keys(wanted: Mapping[str, object], problems: list[str]) -> dict[str, str]:
@@ -88,7 +125,9 @@ def _usable_keys(wanted: Mapping[str, object], problems: list[str]) -> dict[str,
             problems.append(f"keys.{name} = {keys!r}: keys look like 'x', 'X', 'f5' or 'ctrl+q'")
             continue
         named = set(key_names(parts))
-        other = next((i for i, held in taken.items() if i != name and held & named), None)
+        mine = find(name)
+        holders = (i for i, held in taken.items() if i != name and held & named)
+        other = next((i for i in holders if overlap(mine, find(i))), None)
         if other is not None:
             problems.append(f"keys.{name} = {keys!r}: {other} has this key; give it another first")
             continue

@@ -24,10 +24,17 @@ from fluxtui.sources.journal import JournalSource
 from fluxtui.sources.machine import MachineSampler
 from fluxtui.sources.source import RunSource
 from fluxtui.state.view import ChartSettings, View
-from fluxtui.themes import DEFAULT_THEME, PLAIN, Palette, ThemeFile, load_themes
+from fluxtui.themes import (
+    DEFAULT_THEME,
+    PLAIN,
+    PLAIN_THEME,
+    Palette,
+    ThemeFile,
+    load_themes,
+    theme_folders,
+)
 
 StartScreen = Literal["dashboard", "memory", "transfer", "loss", "log", "plan", "runs", "wizard"]
-REFRESH_HZ = 4.0
 LOW_BANDWIDTH_HZ = 1.0
 
 
@@ -38,7 +45,7 @@ class Shell(App[None]):
         source: the run to follow; None starts without one (the wizard, or the list of runs).
         start_screen: what is shown first.
         read_only: refuse everything that would change the run.
-        low_bandwidth: draw once a second.
+        low_bandwidth: draw once a second and in plain colours, whatever the settings say.
         theme_name: a theme of `themes/`; an unknown name falls back to the default and says so.
         settings_file: where the user's choices are kept; None keeps none.
         wall_clock: Unix time (tests give their own).
@@ -76,7 +83,10 @@ class Shell(App[None]):
             load_settings(settings_file) if settings_file else (Settings(), [])
         )
         self.actions: tuple[Action, ...] = rebound(self.settings.keys)
-        chart = ChartSettings(smooth=self.settings.smooth, log_scale=self.settings.log_scale)
+        kept = self.settings
+        chart = ChartSettings(
+            smooth=kept.smooth, log_scale=kept.log_scale, by_tokens=kept.by_tokens
+        )
         self.view = View(read_only=read_only, chart=chart)
         self.palette: Palette = PLAIN
         self.runs_folder = runs_folder or runs_root()
@@ -84,8 +94,7 @@ class Shell(App[None]):
         self._source = source
         self._start_screen = start_screen
         self._theme_name = theme_name or self.settings.theme
-        slow = low_bandwidth or self.settings.low_bandwidth
-        self._period_s = 1.0 / (LOW_BANDWIDTH_HZ if slow else REFRESH_HZ)
+        self._asked_for_low_bandwidth = low_bandwidth
         self._wall_clock = wall_clock
         self._sampler = MachineSampler() if sample_machine else None
         self._make_wizard = make_wizard
@@ -96,21 +105,39 @@ class Shell(App[None]):
         self._stop_following.set()
 
     def _load_themes(self) -> None:
-        self._themes, problems = load_themes()
+        self._themes, problems = load_themes(theme_folders(self._settings_file))
         for theme in self._themes.values():
             self.register_theme(theme.theme)
         if self._theme_name not in self._themes:
             problems.append(f"there is no theme {self._theme_name!r}: {', '.join(self._themes)}")
             self._theme_name = DEFAULT_THEME
         if self._theme_name in self._themes:
-            self._set_theme(self._theme_name)
+            self.use_colours()
         for problem in problems:
             self.notify(problem, title="Theme left out", severity="warning")
 
-    def _set_theme(self, name: str) -> None:
+    @property
+    def low_bandwidth(self) -> bool:
+        """Few bytes to the terminal: asked for at the start, or in the settings."""
+        return self._asked_for_low_bandwidth or self.settings.low_bandwidth
+
+    def period_s(self) -> float:
+        """The time between two drawings."""
+        return 1.0 / (LOW_BANDWIDTH_HZ if self.low_bandwidth else self.settings.refresh_hz)
+
+    def use_colours(self) -> None:
+        """Draw in the chosen theme, or in plain colours where bytes are dear."""
+        plain = self.low_bandwidth and PLAIN_THEME in self._themes
+        name = PLAIN_THEME if plain else self._theme_name
+        self.animation_level = "none" if self.low_bandwidth else "full"
         self.theme = name
         self.palette = self._themes[name].palette
         self.redraw()
+
+    @property
+    def settings_file(self) -> Path | None:
+        """Where the settings are kept; None keeps none."""
+        return self._settings_file
 
     @property
     def run_dir(self) -> Path | None:
@@ -136,7 +163,7 @@ class Shell(App[None]):
     def _follow(self, source: RunSource) -> None:
         stop = self._stop_following = threading.Event()
         self.run_worker(
-            lambda: follow(source, self._say, stop, self._period_s, self._sampler),
+            lambda: follow(source, self._say, stop, self.period_s, self._sampler),
             thread=True, exclusive=False, group="follow", name="follower",
         )  # fmt: skip
 

@@ -1,35 +1,36 @@
-"""What a screen shows as rows for other programs: CSV, units in the names of the columns."""
+"""What a panel or a screen shows as rows for other programs: CSV, units in the names of columns."""
 
 from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict as fields_of
 from typing import Any
 
 from msgspec.structs import asdict
 
 from fluxtrain.telemetry.events import Event
+from fluxtui.panels.block import bytes_of, name_of
+from fluxtui.state.history import Curve
 from fluxtui.state.run import RunState
+from fluxtui.state.view import View
+
+Row = Mapping[str, Any]
 
 _LEFT_OUT = ("seq", "t_s", "dropped")
 
 
-def csv_of(screen: str, state: RunState) -> str:
-    """The histories behind a screen: memory and transfer samples, the log, else the steps."""
-    if screen == "memory":
-        return _written(_rows(state.memories))
-    if screen == "transfer":
-        return _written(_rows(state.traffics))
-    if screen == "log":
-        return _written(
-            {"wall_s": one.wall_s, "level": one.level, "kind": one.kind, "text": one.text}
-            for one in state.log
-        )
-    return _written(_rows(state.steps))
+def csv_of(name: str, view: View) -> str:
+    """The numbers behind a panel or a screen; those of the steps where it has none of its own."""
+    return _written(_TABLES.get(name, _steps)(view))
 
 
-def _rows(events: Iterable[Event]) -> Iterable[dict[str, Any]]:
+def _steps(view: View) -> Iterable[Row]:
+    return _events(view.state.steps)
+
+
+def _events(events: Iterable[Event]) -> Iterable[Row]:
     for event in events:
         yield dict(_flat(asdict(event)))
 
@@ -42,7 +43,75 @@ def _flat(fields: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
             yield name, value
 
 
-def _written(rows: Iterable[Mapping[str, Any]]) -> str:
+def _loss(view: View) -> Iterable[Row]:
+    """The whole run's loss, with the evaluations at their steps."""
+    evaluations = dict(view.state.evaluations)
+    for row in _curve(view.state.loss, "loss"):
+        steps = range(row["first_step"], row["last_step"] + 1)
+        found = next((evaluations[step] for step in steps if step in evaluations), None)
+        yield {**row, "evaluation_loss": found}
+
+
+def _curve(curve: Curve, name: str) -> Iterable[dict[str, Any]]:
+    """Each point of a curve: one step, or the mean of those that share a point in a long run."""
+    for bucket in curve.buckets:
+        yield {
+            "first_step": bucket.first, "last_step": bucket.last, f"{name}_mean": bucket.mean,
+            f"{name}_low": bucket.low, f"{name}_high": bucket.high, f"{name}_ema": bucket.smooth,
+        }  # fmt: skip
+
+
+def _blocks(view: View) -> Iterable[Row]:
+    sample = view.state.residency
+    if sample is None:
+        return
+    for at, weights in enumerate(sample.weights):
+        sizes = bytes_of(sample, at)
+        yield {
+            "block": at, "name": name_of(sample, at), "weights": weights,
+            "gradients": sample.gradients[at : at + 1], "optimizer": sample.optimizer[at : at + 1],
+            "weights_bytes": sizes[0], "gradients_bytes": sizes[1], "optimizer_bytes": sizes[2],
+        }  # fmt: skip
+
+
+def _machine(view: View) -> Iterable[Row]:
+    if view.machine is not None:
+        facts = fields_of(view.machine)
+        gpu = facts.pop("gpu") or {}
+        gpu.pop("processes", None)
+        yield {**facts, **{f"gpu.{name}": value for name, value in gpu.items()}}
+
+
+def _log(view: View) -> Iterable[Row]:
+    for one in view.state.log:
+        yield {"wall_s": one.wall_s, "level": one.level, "kind": one.kind, "text": one.text}
+
+
+def _choices(state: RunState) -> Iterable[Row]:
+    return (asdict(choice) for choice in state.planned.choices) if state.planned else ()
+
+
+_TABLES: dict[str, Callable[[View], Iterable[Row]]] = {
+    "loss": _loss,
+    "grad_norm": lambda view: _curve(view.state.grad_norm, "grad_norm"),
+    "learning_rate": lambda view: _curve(view.state.learning_rate, "learning_rate"),
+    "memory": lambda view: _events(view.state.memories),
+    "memory_history": lambda view: _events(view.state.memories),
+    "categories": lambda view: _events(view.state.memories),
+    "transfer": lambda view: _events(view.state.traffics),
+    "bus": lambda view: _events(view.state.traffics),
+    "rates": lambda view: _events(view.state.traffics),
+    "moves": lambda view: (asdict(move) for move in view.state.moves),
+    "residency": _blocks,
+    "block": _blocks,
+    "machine": _machine,
+    "log": _log,
+    "advice": lambda view: _events(view.state.advice),
+    "plan": lambda view: _choices(view.state),
+}
+
+
+def _written(rows: Iterable[Row]) -> str:
     kept = list(rows)
     columns = list(dict.fromkeys(name for one in kept for name in one))
     out = io.StringIO()

@@ -23,6 +23,7 @@ from textual.theme import Theme
 from fluxtrain.errors import BadInput
 
 DEFAULT_THEME = "flux-dark"
+PLAIN_THEME = "sixteen"  # the fewest bytes a colour
 TILE_SHARE = 0.26
 SOFT_SHARE = 0.62
 ROLES = (
@@ -114,10 +115,15 @@ class ThemeFile:
     path: Path
 
 
-def theme_folders() -> list[Path]:
-    """Where themes are: the packaged copy first, then the checkout's, so edits are live there."""
+def theme_folders(settings_file: Path | None = None) -> list[Path]:
+    """Where themes are: the user's beside the settings, the packaged copy, the checkout's.
+
+    The first theme of a name is the one that counts, so a user can replace any.
+    """
     here = Path(__file__).resolve().parent
-    return [folder for folder in (here / "themes", here.parent / "themes") if folder.is_dir()]
+    own = [settings_file.parent / "themes"] if settings_file else []
+    places = [*own, here / "themes", here.parent / "themes"]
+    return [folder for folder in places if folder.is_dir()]
 
 
 def load_themes(

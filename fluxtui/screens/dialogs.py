@@ -80,18 +80,22 @@ class DeleteDialog(ModalScreen[bool]):
 
 
 class HelpScreen(ModalScreen[None]):
-    """Keys from the registry, and what the panels show."""
+    """The keys of one screen from the registry, and what its panels show."""
 
     DEFAULT_CSS = DIALOG_CSS.format(name="HelpScreen", width=78)
     BINDINGS = [Binding("escape,question_mark,q,enter", "dismiss", "Close", show=False)]
     AUTO_FOCUS = "#help"
+
+    def __init__(self, screen: str = "", panels: Sequence[str] = ()) -> None:
+        super().__init__()
+        self._of, self._panels = screen, panels
 
     def compose(self) -> ComposeResult:
         with Vertical(classes="dialog"):
             yield ScrollingLines(id="help")
 
     def on_mount(self) -> None:
-        self.query_one("#help").styles.height = len(help_lines(self._actions))
+        self.query_one("#help").styles.height = len(self._lines)
         self.call_after_refresh(self.draw)
 
     def on_resize(self) -> None:
@@ -100,28 +104,36 @@ class HelpScreen(ModalScreen[None]):
     def draw(self) -> None:
         """Draw what fits; the rest scrolls."""
         palette = cast("FluxApp", self.app).palette.over("surface")
-        lines = help_lines(self._actions)
-        self.query_one("#help", ScrollingLines).show_all(lines, palette)
+        self.query_one("#help", ScrollingLines).show_all(self._lines, palette)
 
     @property
-    def _actions(self) -> Sequence[Action]:
-        return cast("FluxApp", self.app).actions
+    def _lines(self) -> list[Line]:
+        return help_lines(cast("FluxApp", self.app).actions, self._of, self._panels)
 
 
-def help_lines(actions: Sequence[Action] = ACTIONS) -> list[Line]:
-    """All keys by group, then the panels and the letters."""
+def help_lines(
+    actions: Sequence[Action] = ACTIONS, screen: str = "", panels: Sequence[str] = tuple(PANELS)
+) -> list[Line]:
+    """The keys by group, then the panels and the letters; of all screens without a `screen`."""
     lines: list[Line] = []
     for group in GROUPS:
-        lines.append(((group, "accent"),))
-        lines += [
-            ((f"  {action.all_keys_text:<8}", "key"), (action.about, "text"))
+        shown = [
+            action
             for action in actions
-            if action.group == group
+            if action.group == group and (not screen or action.works_on(screen))
         ]
-        lines.append(BLANK)
-    lines.append((("Panels", "accent"), ("   tab goes from one to the next", "dim")))
-    lines += [
-        ((f"  {panel.title:<15}", "strong"), (panel.about, "text")) for panel in PANELS.values()
-    ]
+        if shown:
+            lines.append(((group, "accent"),))
+            lines += [
+                ((f"  {action.all_keys_text:<8}", "key"), (f" {action.about}", "text"))
+                for action in shown
+            ]
+            lines.append(BLANK)
+    if panels:
+        lines.append((("Panels", "accent"), ("   tab goes from one to the next", "dim")))
+        lines += [
+            ((f"  {PANELS[name].title:<15}", "strong"), (f" {PANELS[name].about}", "text"))
+            for name in panels
+        ]
     letters = "  G device  C host  N disk  > to the device  < to the host  - not known now"
     return [*lines, BLANK, (("Letters", "accent"),), ((letters, "text"),)]

@@ -126,6 +126,13 @@ class PanelScreen(RunScreen):
             panel.display = panel.id in places  # what has no place takes no focus either
             panel.draw(view, palette, places)
 
+    @property
+    def panel_in_focus(self) -> str | None:
+        """The panel that has the whole screen or the focus; None when all of them are meant."""
+        maximised = self.query_one(PanelGrid).maximised
+        focused = self.focused
+        return maximised or (focused.panel.id if isinstance(focused, PanelLines) else None)
+
     def toggle_maximised(self) -> None:
         """The focused panel gets the whole screen, or gives it back."""
         grid = self.query_one(PanelGrid)

@@ -34,10 +34,10 @@ def follow(
     source: RunSource,
     say: Callable[[News], None],
     stop: threading.Event,
-    period_s: float,
+    period_s: Callable[[], float],
     sampler: MachineSampler | None,
 ) -> None:
-    """Until `stop`: fold what `source` has and `say` the result every `period_s` at most.
+    """Until `stop`: fold what `source` has and `say` the result every `period_s()` at most.
 
     Runs in a thread of its own; the fold is pure, so the state may be read while the next is made.
     """
@@ -53,11 +53,11 @@ def follow(
         if sampler is not None and now_s - sampled_s >= MACHINE_PERIOD_S:
             sampled_s = now_s
             machine = sampler.sample(state.hello.pid if state.hello else None)
-        if now_s - said_s >= period_s:
+        if now_s - said_s >= period_s():
             said_s = now_s
             if ring is not None and ring.poll():
                 timeline = Timeline(ring.exists, ring.steps)
             say(News(source, state, batch.link, machine, timeline))
         if not batch.more:
-            stop.wait(period_s)
+            stop.wait(period_s())
     source.close()

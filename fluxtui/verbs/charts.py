@@ -76,7 +76,7 @@ class ChartVerbs(Shell):
         """Draw with other chart settings; smoothing and scale are kept for the next start."""
         chart = replace(chart or self.view.chart, **changes)
         self.view = replace(self.view, chart=chart)
-        self._keep(smooth=chart.smooth, log_scale=chart.log_scale)
+        self._keep(smooth=chart.smooth, log_scale=chart.log_scale, by_tokens=chart.by_tokens)
         self.redraw()
 
     def action_compare(self) -> None:
@@ -95,7 +95,7 @@ class ChartVerbs(Shell):
             source = self._other = JournalSource(run_dir)
             stop = self._stop_comparing = threading.Event()
             self.run_worker(
-                lambda: follow(source, self._say_other, stop, COMPARED_PERIOD_S, None),
+                lambda: follow(source, self._say_other, stop, lambda: COMPARED_PERIOD_S, None),
                 thread=True, exclusive=False, group="compare", name="comparer",
             )  # fmt: skip
         self.redraw()

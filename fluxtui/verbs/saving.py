@@ -5,10 +5,14 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
+from fluxtui.panels import PANELS
 from fluxtui.screens.log import LogScreen
+from fluxtui.screens.panel_screen import PanelScreen
 from fluxtui.screens.run_screen import RunScreen
 from fluxtui.shell import Shell
 from fluxtui.tables import csv_of
+from fluxtui.widgets.framed import framed
+from fluxtui.widgets.picture import svg_of
 
 
 class SavingVerbs(Shell):
@@ -24,22 +28,47 @@ class SavingVerbs(Shell):
             self.notify(text, title="Copied", markup=False)
 
     def action_table(self) -> None:
-        """Save the numbers behind the screen as CSV where the app was started."""
-        name = self.screen.NAME if isinstance(self.screen, RunScreen) else ""
-        run_id = self.view.state.hello.run_id if self.view.state.hello else "run"
-        path = Path(f"{Path(run_id).name}-{name}.csv")
-        try:
-            path.write_text(csv_of(name, self.view.state), "utf-8")
-        except OSError as error:
-            self.notify(str(error), title="Not saved", severity="error")
-        else:
-            self.notify(str(path), title="Saved")
+        """The numbers behind the panel in focus, else behind the screen, as CSV."""
+        name = self._panel_in_focus() or self._screen_name()
+        self._save(f"{name}.csv", csv_of(name, self.view))
 
     def action_export(self) -> None:
-        """Save the screen as SVG where the app was started."""
+        """The panel in focus, else the whole screen, as SVG."""
+        name = self._panel_in_focus()
+        if name is None:
+            self._save(f"{self._screen_name()}.svg", self.export_screenshot(title=self._run_name()))
+            return
+        size = self.screen.query_one(f"#{name}").size
+        panel = PANELS[name]
+        lines = framed(panel, self.view, size.width, size.height, "box")
+        title = f"{self._run_name()} {panel.title}"
+        self._save(f"{name}.svg", svg_of(lines, self.palette, size.width, title))
+
+    def _panel_in_focus(self) -> str | None:
+        return self.screen.panel_in_focus if isinstance(self.screen, PanelScreen) else None
+
+    def _screen_name(self) -> str:
+        return self.screen.NAME if isinstance(self.screen, RunScreen) else "screen"
+
+    def _run_name(self) -> str:
+        hello = self.view.state.hello
+        return Path(hello.run_id).name if hello else "run"
+
+    def _save(self, name: str, text: str) -> None:
+        """Write where the app was started; what is there already is kept."""
+        path = free_path(Path(f"{self._run_name()}-{name}"))
         try:
-            path = self.save_screenshot(path=".")
+            path.write_text(text, "utf-8")
         except OSError as error:
-            self.notify(str(error), title="Not saved", severity="error")
+            self.notify(str(error), title="Not saved", severity="error", markup=False)
         else:
-            self.notify(path, title="Saved")
+            self.notify(str(path), title="Saved", markup=False)
+
+
+def free_path(wanted: Path) -> Path:
+    """`wanted`, or the same with -2, -3, ... where that name is taken."""
+    path, number = wanted, 1
+    while path.exists():
+        number += 1
+        path = wanted.with_name(f"{wanted.stem}-{number}{wanted.suffix}")
+    return path

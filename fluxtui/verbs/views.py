@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
+
 from fluxtui.screens.dialogs import HelpScreen
 from fluxtui.screens.log import LogScreen
 from fluxtui.screens.panel_screen import PanelScreen
+from fluxtui.screens.run_screen import RunScreen
+from fluxtui.settings import CHOICES, Choices
 from fluxtui.shell import Shell
 
 
@@ -38,16 +43,41 @@ class ViewVerbs(Shell):
 
     def action_next_theme(self) -> None:
         """The next theme in the order of names."""
-        names = sorted(self._themes)
-        if names:
-            at = names.index(self.theme) if self.theme in names else -1
-            self._choose_theme(names[(at + 1) % len(names)])
-            self.notify(self._themes[self.theme].title, title="Theme", timeout=2)
+        self.turn_setting("theme", 1)
+        said = self._themes[self._theme_name].title if self._themes else ""
+        if self.low_bandwidth:
+            said = f"{said}, once low bandwidth is off"
+        self.notify(said, title="Theme", timeout=2)
 
-    def _choose_theme(self, name: str) -> None:
-        self._set_theme(name)
+    def choose_theme(self, name: str) -> None:
+        """Draw in this theme from now on."""
+        self._theme_name = name
         self._keep(theme=name)
+        self.use_colours()
+
+    def setting_choices(self) -> Mapping[str, Choices]:
+        """The settings that can be changed in the app."""
+        return CHOICES
+
+    def turn_setting(self, name: str, by: int) -> None:
+        """Give a setting its next or its last value, at once and for the next start."""
+        value = getattr(self.settings, name)
+        if name == "theme":
+            value = self._theme_name
+        new = CHOICES[name].turned(value, by, sorted(self._themes))
+        if name == "theme":
+            self.choose_theme(new)
+            return
+        self._keep(**{name: new})
+        if name in ("smooth", "log_scale", "by_tokens"):
+            self.view = replace(self.view, chart=replace(self.view.chart, **{name: new}))
+        if name == "low_bandwidth":
+            self._asked_for_low_bandwidth = False  # what is chosen now outweighs the command line
+        self.use_colours()
 
     def action_help(self) -> None:
-        """Keys and panels."""
-        self.push_screen(HelpScreen())
+        """The keys and the panels of the screen in front."""
+        screen = self.screen
+        name = screen.NAME if isinstance(screen, RunScreen) else ""
+        panels = screen.SHOWN if isinstance(screen, PanelScreen) else ()
+        self.push_screen(HelpScreen(name, panels))

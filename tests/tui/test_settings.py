@@ -1,8 +1,8 @@
-"""Settings that last, keys that a user changed, and taking text and numbers out of the app."""
+"""Settings that last, are changed in the app, and keys and themes of a user's own."""
 
 from __future__ import annotations
 
-import csv
+import dataclasses
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,13 +12,12 @@ from typing import Any
 import pytest
 from textual.pilot import Pilot
 
-from fluxtui.actions import ACTIONS, find
+from fluxtui.actions import ACTIONS
 from fluxtui.app import FluxApp
 from fluxtui.screens.run_screen import RunScreen
-from fluxtui.settings import Settings, load_settings, save_settings, settings_path
+from fluxtui.screens.settings import SettingsScreen
+from fluxtui.settings import CHOICES, Settings, load_settings, save_settings, settings_path
 from fluxtui.sources.journal import JournalSource
-from fluxtui.state.run import RunState
-from fluxtui.tables import csv_of
 from fluxtui.widgets.lines import Lines
 
 
@@ -111,6 +110,10 @@ def test_a_file_that_is_no_toml_is_told_and_never_overwritten(file: Path) -> Non
         ('[keys]\nstop = "a b"', "keys look like"),
         ('[keys]\nstop = ""', "keys look like"),
         ('[keys]\nstop = "p"', "pause has this key"),
+        ('[keys]\nstop = "r"', "resume_run has this key"),
+        ("refresh_hz = 0", "refresh_hz = 0"),
+        ("refresh_hz = true", "refresh_hz = True"),
+        ("refresh_hz = 1000.0", "refresh_hz = 1000.0"),
         ('[keys]\nstop = "?"', "help has this key"),
     ],
 )
@@ -120,6 +123,26 @@ def test_a_bad_entry_is_told_and_the_others_are_kept(file: Path, text: str, said
     settings, problems = load_settings(file)
     assert len(problems) == 1 and said in problems[0]
     assert settings == Settings(log_scale=True)
+
+
+def test_two_actions_of_different_screens_may_share_a_key(file: Path) -> None:
+    file.parent.mkdir(parents=True)
+    file.write_text('[keys]\nlog_kind = "r"\n')
+    settings, problems = load_settings(file)
+    assert problems == [] and settings.keys == {"log_kind": "r"}
+
+
+def test_values_go_round_and_an_unknown_one_becomes_the_first() -> None:
+    rates = CHOICES["refresh_hz"]
+    assert [rates.turned(4.0, by) for by in (1, -1, 2)] == [8.0, 2.0, 1.0]
+    assert rates.turned(3.3, 1) == 1.0
+    assert CHOICES["theme"].turned("b", 1, ["a", "b"]) == "a"
+    assert CHOICES["theme"].turned("gone", -1, ["a", "b"]) == "a"
+
+
+def test_every_setting_but_the_keys_can_be_changed_in_the_app() -> None:
+    fields = {field.name for field in dataclasses.fields(Settings)}
+    assert set(CHOICES) == fields - {"keys"}
 
 
 def test_no_two_actions_of_one_screen_share_a_key() -> None:
@@ -151,60 +174,78 @@ async def test_a_users_key_acts_and_is_shown_and_the_old_one_is_free(
     made: ModuleType, tmp_path: Path, file: Path
 ) -> None:
     file.parent.mkdir(parents=True)
-    file.write_text('[keys]\nshow_log = "L"\nfly = "x"\n')
+    file.write_text('[keys]\nshow_log = "Z"\nfly = "x"\n')
     app = app_on(made, tmp_path, file)
     async with app.run_test(size=(120, 40)) as pilot:
         await drawn(pilot)
         assert any("keys.fly" in note.message for note in app._notifications)
-        assert "L Log" in app.screen.query_one("#keys", Lines).text
+        assert "Z Log" in app.screen.query_one("#keys", Lines).text
         await pilot.press("5")
         assert isinstance(app.screen, RunScreen) and app.screen.NAME == "dashboard"
-        await pilot.press("L")
+        await pilot.press("Z")
         await until(pilot, lambda: isinstance(app.screen, RunScreen) and app.screen.NAME == "log")
 
 
-async def test_copying_takes_the_newest_line_of_the_log_else_how_to_attach(
-    made: ModuleType, tmp_path: Path
+async def test_a_setting_is_changed_with_the_arrows_at_once_and_kept(
+    made: ModuleType, tmp_path: Path, file: Path
 ) -> None:
-    app = app_on(made, tmp_path, None)
+    app = app_on(made, tmp_path, file)
     async with app.run_test(size=(120, 40)) as pilot:
         await drawn(pilot)
-        key = find("copy").keys
-        await pilot.press(key)
-        assert app.clipboard == f"fluxtrain-tui --attach {tmp_path / 'demo'}"
-        await pilot.press("5")
+        await pilot.press("S")
+        await until(pilot, lambda: isinstance(app.screen, SettingsScreen))
         await pilot.pause(0.2)
-        await pilot.press(key)
-        assert app.clipboard == list(app.view.state.log)[-1].text
+        names = list(CHOICES)
+        await pilot.press(*["j"] * names.index("refresh_hz"), "right")
+        assert app.period_s() == 1 / 8
+        await pilot.press("h", "left")
+        assert app.period_s() == 1 / 2
+        await pilot.press(*["j"] * 5, "l")
+        assert app.view.chart.by_tokens
+        text = app.screen.query_one("#body", Lines).text
+        assert "‹ 2 ›" in text and "by tokens       ‹ on ›" in text
+        assert str(file) in app.screen.query_one("#keys-in-use", Lines).text
+    settings, problems = load_settings(file)
+    assert (settings.refresh_hz, settings.by_tokens, problems) == (2.0, True, [])
 
 
-@pytest.mark.parametrize(
-    ("screen", "column"),
-    [("loss", "phases_s.forward"), ("memory", "device_by.optimizer"),
-     ("transfer", "h2d_bytes_per_s"), ("log", "text")],
-)  # fmt: skip
-def test_a_table_has_a_row_for_each_sample(made: ModuleType, screen: str, column: str) -> None:
-    state = RunState().after_all(made.training(40))
-    rows = list(csv.DictReader(csv_of(screen, state).splitlines()))
-    if screen == "log":
-        assert [row[column] for row in rows] == [entry.text for entry in state.log]
-    else:
-        assert len(rows) == 40 and all(float(row[column]) >= 0 for row in rows)
-
-
-def test_the_table_of_steps_holds_what_was_measured(made: ModuleType) -> None:
-    state = RunState().after_all(made.training(40))
-    rows = list(csv.DictReader(csv_of("loss", state).splitlines()))
-    assert [float(row["loss"]) for row in rows] == [step.loss for step in state.steps]
-    assert csv_of("loss", RunState()) == "\n"
-
-
-async def test_a_key_saves_the_table_where_the_app_was_started(
-    made: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+async def test_low_bandwidth_draws_rarely_and_plainly_until_it_is_turned_off(
+    made: ModuleType, tmp_path: Path, file: Path
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    app = app_on(made, tmp_path, None)
+    app = app_on(made, tmp_path, file, low_bandwidth=True)
     async with app.run_test(size=(120, 40)) as pilot:
         await drawn(pilot)
-        await pilot.press("X")
-        await until(pilot, lambda: list(tmp_path.glob("*-dashboard.csv")) != [])
+        assert (app.period_s(), app.theme, app.animation_level) == (1.0, "sixteen", "none")
+        await pilot.press("S")
+        await until(pilot, lambda: isinstance(app.screen, SettingsScreen))
+        app.turn_setting("low_bandwidth", 1)
+        app.turn_setting("low_bandwidth", 1)
+        assert (app.period_s(), app.theme) == (0.25, "flux-dark")
+
+
+async def test_a_users_themes_are_found_and_a_bad_one_is_told_and_skipped(
+    made: ModuleType, tmp_path: Path, file: Path
+) -> None:
+    own = file.parent / "themes"
+    own.mkdir(parents=True)
+    shipped = (Path(__file__).parents[2] / "themes" / "flux-dark.toml").read_text()
+    (own / "mine.toml").write_text(shipped.replace('"flux-dark"', '"mine"'))
+    (own / "broken.toml").write_text("[colors]\n")
+    app = app_on(made, tmp_path, file, theme_name="mine")
+    async with app.run_test(size=(120, 40)) as pilot:
+        await drawn(pilot)
+        assert app.theme == "mine"
+        assert any("broken.toml" in note.message for note in app._notifications)
+
+
+async def test_a_theme_of_the_users_own_replaces_one_that_comes_along(
+    made: ModuleType, tmp_path: Path, file: Path
+) -> None:
+    own = file.parent / "themes"
+    own.mkdir(parents=True)
+    shipped = (Path(__file__).parents[2] / "themes" / "flux-dark.toml").read_text()
+    (own / "any.toml").write_text(shipped.replace("#0d1117", "#000000"))
+    app = app_on(made, tmp_path, file)
+    async with app.run_test(size=(120, 40)) as pilot:
+        await drawn(pilot)
+        assert app.current_theme.background == "#000000"

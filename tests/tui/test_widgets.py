@@ -253,4 +253,4 @@ def test_low_bandwidth_draws_once_a_second(tmp_path: Path) -> None:
 
     slow = FluxApp(None, low_bandwidth=True, runs_folder=tmp_path, sample_machine=False)
     fast = FluxApp(None, runs_folder=tmp_path, sample_machine=False)
-    assert (slow._period_s, fast._period_s) == (1.0, 0.25)
+    assert (slow.period_s(), fast.period_s()) == (1.0, 0.25)

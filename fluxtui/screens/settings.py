@@ -1,0 +1,105 @@
+"""The settings: what can be chosen, changed with the arrow keys, and the keys as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from textual.app import ComposeResult
+from textual.binding import Binding
+
+from fluxtui.actions import Action
+from fluxtui.screens.run_screen import RunScreen
+from fluxtui.settings import CHOICES, Settings
+from fluxtui.state.view import View
+from fluxtui.themes import Palette
+from fluxtui.widgets.scrolling import ScrollingLines
+from fluxtui.widgets.spans import BLANK, Line, fitted
+
+NAME_CELLS = 16
+VALUE_CELLS = 18
+
+
+class SettingsScreen(RunScreen):
+    """One line a setting; left and right change it, and it is kept at once."""
+
+    NAME = "settings"
+    AUTO_FOCUS = "#body"
+    DEFAULT_CSS = """
+    SettingsScreen > #body { height: auto; }
+    SettingsScreen > #keys-in-use { height: 1fr; width: 1fr; }
+    SettingsScreen.-tiny > #keys-in-use { display: none; }
+    """
+    BINDINGS = [
+        Binding("left,h", "turn(-1)", "before", show=False),
+        Binding("right,l,enter", "turn(1)", "next", show=False),
+    ]
+
+    def compose_body(self) -> ComposeResult:
+        yield ScrollingLines(id="body", cursor=True)
+        yield ScrollingLines(id="keys-in-use")
+
+    def draw_body(self, view: View, palette: Palette) -> None:
+        body = self.query_one("#body", ScrollingLines)
+        choices = self.flux.setting_choices()
+        body.styles.height = len(choices) + 1
+        width = body.size.width
+        rows = [setting_row(self.flux.settings, name, width) for name in choices]
+        body.show_all(rows, palette)
+        place = str(self.flux.settings_file or "nowhere: this app keeps no settings")
+        keys = self.query_one("#keys-in-use", ScrollingLines)
+        keys.show_all(key_lines(self.flux.actions, place, keys.size.width), palette)
+
+    def action_turn(self, by: int) -> None:
+        """The next or the last value of the setting under the cursor."""
+        names = list(self.flux.setting_choices())
+        at = self.query_one("#body", ScrollingLines).cursor or 0
+        self.flux.turn_setting(names[min(at, len(names) - 1)], by)
+
+    def on_scrolling_lines_chosen(self, event: ScrollingLines.Chosen) -> None:
+        self.action_turn(1)
+
+
+def setting_row(settings: Settings, name: str, width: int) -> Line:
+    """Name, value between arrows, and what it does."""
+    value = shown(getattr(settings, name))
+    return fitted(
+        (
+            (f"  {name.replace('_', ' '):<{NAME_CELLS}}", "text"),
+            (f"‹ {value} ›".ljust(VALUE_CELLS), "strong"),
+            (f" {CHOICES[name].about}", "dim"),
+        ),
+        width,
+    )
+
+
+def shown(value: object) -> str:
+    """A value in words."""
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def key_lines(actions: Sequence[Action], place: str, width: int) -> list[Line]:
+    """Every action with its keys and the id by which its keys can be changed."""
+    lines: list[Line] = [
+        BLANK,
+        fitted((("  Kept in ", "dim"), (place, "text")), width),
+        fitted(
+            (("  Other keys: a table [keys] there, such as ", "dim"), ('stop = "ctrl+q"', "text")),
+            width,
+        ),
+        BLANK,
+        fitted(((f"  {'keys':<16}{'id':<22}what", "dim"),), width),
+    ]
+    for action in actions:
+        lines.append(
+            fitted(
+                (
+                    (f"  {action.all_keys_text:<16}", "key"),
+                    (f"{action.id:<22}", "text"),
+                    (action.about, "dim"),
+                ),
+                width,
+            )
+        )
+    return lines
