@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import lru_cache
 
 from fluxtrain.telemetry.attribution import Attribution, attribute
-from fluxtrain.telemetry.lanes import StepLanes, without_evaluation
+from fluxtrain.telemetry.lanes import Interval, StepLanes, without_evaluation
 from fluxtrain.telemetry.ring import Recorded
 from fluxtrain.units import duration_text
 from fluxtui.panels.panel import Panel, pair, share_text, stale_note
@@ -33,6 +33,7 @@ KINDS = {
     "checkpoint": Kind("C", "disk", "checkpoint"),
 }
 TALLEST = 3
+LONGEST_FROM_ROWS = 6
 BOUND_IN_HEADING_CELLS = 110  # from here on the heading has room for what binds the step
 
 
@@ -94,7 +95,8 @@ def _drawn(found: Recorded, width: int, height: int, on_gpu: bool) -> tuple[Line
     lines: list[Line] = []
     for lane in lanes:
         lines += _lane(step, _attributed(found), lane, width, rows, on_gpu)
-    return (*lines, *foot)
+    lines += foot
+    return (*lines, *_longest(step, width, height - len(lines) - 1, on_gpu))
 
 
 def _lanes_for(step: StepLanes, height: int) -> list[str]:
@@ -126,10 +128,18 @@ def _lane(
     busy_s = waited_s if lane == "wait" else found.busy_s[lane]
     share = share_text(busy_s / step.length_s if step.length_s > 0 else None)
     numbers = f"{share:>6}" + (f"{duration_text(busy_s) if busy_s else '0 s':>10}" if wide else "")
-    name = LABELS[lane] if on_gpu or lane != "gpu" else "dev"
-    first: Line = ((f"{name:<{LABEL_CELLS}}", ROLES.get(lane, "stall")), *bars, (numbers, "text"))
+    first: Line = (
+        (f"{_label(lane, on_gpu):<{LABEL_CELLS}}", ROLES.get(lane, "stall")),
+        *bars,
+        (numbers, "text"),
+    )
     again: Line = ((" " * LABEL_CELLS, "text"), *_unlabelled(bars))
     return [first, *[again] * (rows - 1)]
+
+
+def _label(lane: str, on_gpu: bool) -> str:
+    """Without a GPU the computation runs on a device that is none."""
+    return LABELS[lane] if on_gpu or lane != "gpu" else "dev"
 
 
 def _unlabelled(bars: Line) -> Line:
@@ -165,6 +175,30 @@ def _foot(found: Recorded, width: int, room: int) -> list[Line]:
     if width < BOUND_IN_HEADING_CELLS:
         wanted.insert(0, (3, fitted(pair("bound", _attributed(found).because), width)))
     return [one for _, one in sorted(wanted[: max(0, room)], key=lambda place: place[0])]
+
+
+def _longest(step: StepLanes, width: int, rows: int, on_gpu: bool) -> list[Line]:
+    """Which blocks took longest, where there is much room left."""
+    if rows < LONGEST_FROM_ROWS:
+        return []
+    ranked = sorted((one for one in step.intervals if one.lane in LABELS), key=_by_duration)
+    lines: list[Line] = [BLANK, fitted((("the longest, and when they began", "dim"),), width)]
+    for one in ranked[: rows - 1]:
+        share = share_text(one.duration_s / step.length_s if step.length_s > 0 else None)
+        text: Line = (
+            (f"{_label(one.lane, on_gpu):<{LABEL_CELLS}}", ROLES.get(one.lane, "stall")),
+            (f"{one.kind:<12}", "text"),
+            (f"{duration_text(one.duration_s):>9}", "strong"),
+            (f"{share:>7}", "dim"),
+            (f"{duration_text(one.start_s) if one.start_s > 0 else '0 s':>10}  ", "dim"),
+            (one.name, "text"),
+        )
+        lines.append(fitted(text, width))
+    return lines
+
+
+def _by_duration(one: Interval) -> float:
+    return -one.duration_s
 
 
 def _waits_line(found: Attribution, width: int) -> Line:

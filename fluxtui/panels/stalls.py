@@ -10,6 +10,7 @@ from fluxtui.widgets.bars import gauge
 from fluxtui.widgets.spans import BLANK, Line, dropped_to_fit, fitted
 
 BAR_FROM_CELLS = 44
+MEAN_FROM_CELLS = 37
 
 
 def heading(view: View, width: int) -> Line:
@@ -31,8 +32,9 @@ def body(view: View, width: int, height: int) -> list[Line]:
         last = waited_text(step.stalls_s.get(cause, 0.0)) if step else UNKNOWN
         mean = waited_text(waited_s / len(steps)) if steps else UNKNOWN
         room = width - 40 if width >= BAR_FROM_CELLS else 0
+        between: Line = ((f"{mean:>9}", "text"),) if width >= MEAN_FROM_CELLS else ()
         text: Line = (
-            (f"{cause:<11}", "text"), (f"{last:>8}", "strong"), (f"{mean:>9}", "text"),
+            (f"{cause:<11}", "text"), (f"{last:>8}", "strong"), *between,
             (f"{share_text(share):>7}  ", "dim"),
         )  # fmt: skip
         lines.append(fitted((*text, *gauge(share, room, "stall")), width))

@@ -16,6 +16,7 @@ READOUT_ROWS = 4
 STEPS_FROM_ROWS = 32
 LANES_ROWS = 12  # with its frame: six lanes, times, letters, waits, bound
 TALL_LANES_FROM_ROWS = 50
+TALL_LANES_ROWS = 17  # each lane two rows high
 LANES_ON_DASHBOARD_FROM_ROWS = 36
 CATEGORY_ROWS = 15
 BLOCK_ROWS = 9
@@ -151,7 +152,7 @@ def memory(width: int, height: int) -> Arrangement:
 def transfer(width: int, height: int) -> Arrangement:
     """Rates beside stalls, the lanes of a step, and where there is room the steps and moves."""
     left = width * 62 // 100
-    middle = LANES_ROWS if height < TALL_LANES_FROM_ROWS else 2 * LANES_ROWS - 5
+    middle = LANES_ROWS if height < TALL_LANES_FROM_ROWS else TALL_LANES_ROWS
     low = (height - middle) // 2 if height >= STEPS_FROM_ROWS else 0
     high = height - middle - low
     places = {

@@ -110,6 +110,14 @@ def test_a_stall_is_marked_and_its_cause_is_named_without_colour(
     assert "!" in small or "waits" in small
 
 
+def test_a_panel_in_full_names_the_longest_with_their_blocks() -> None:
+    rows = drawn(recorded(last_step=19), height=36).splitlines()
+    start = next(i for i, row in enumerate(rows) if "the longest" in row)
+    assert "backward" in rows[start + 1] and "model.layers." in rows[start + 1]
+    assert all("%" in row for row in rows[start + 1 : -1])
+    assert "the longest" not in drawn(recorded(last_step=19))
+
+
 def test_what_a_record_left_out_is_told(made: ModuleType, tmp_path: Path) -> None:
     one = Interval("gpu", "forward", "a", 0.0, 1.0)
     view = made_view(made, tmp_path, one, late=2, dropped=1, merged=7)
