@@ -23,7 +23,7 @@ from fluxtui.wizard.answers import (
     with_data,
     with_model,
 )
-from fluxtui.wizard.configuring import SETTINGS, answers_from_config
+from fluxtui.wizard.configuring import SETTINGS, answers_from_file
 
 if TYPE_CHECKING:
     from fluxtrain.telemetry.launch import TrainerProcess
@@ -106,25 +106,18 @@ def answers_of(options: argparse.Namespace) -> Answers | None:
     """
     if options.demo and options.config:
         raise BadInput(f"--demo and {options.config} were both given: leave one out")
-    answers = _from_file(options.config, options.set) if options.config else Answers()
-    answers = dataclasses.replace(answers, overrides=tuple(options.set))
+    given = tuple(options.set)
+    answers = answers_from_file(options.config, given) if options.config else Answers()
+    answers = dataclasses.replace(answers, overrides=given)
     if options.model is not None:
         answers = with_model(answers, options.model)
     if options.data is not None:
         answers = with_data(answers, options.data)
-    given = {field: getattr(options, field) for field in SETTINGS}
+    settings = {field: getattr(options, field) for field in SETTINGS}
     answers = dataclasses.replace(
-        answers, **{field: value for field, value in given.items() if value is not None}
+        answers, **{field: value for field, value in settings.items() if value is not None}
     )
     return None if answers == Answers() else answers
-
-
-def _from_file(path: str, overrides: list[str]) -> Answers:
-    from fluxtrain.train.config import load_config
-    from fluxtrain.train.config_text import parse_yaml, read_text
-
-    load_config(path, overrides)  # all that is wrong with it is said now
-    return answers_from_config(parse_yaml(read_text(Path(path)), path))
 
 
 def _train_headless(answers: Answers) -> int:

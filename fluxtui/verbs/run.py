@@ -83,8 +83,11 @@ class RunVerbs(Shell):
             if self._source is None:
                 self.exit()  # there is nothing behind the wizard to go back to
             return
-        from fluxtui.wizard.launching import begin
+        from fluxtui.wizard.launching import Attach, begin
 
+        if isinstance(launch, Attach):
+            self.attach_to(launch.run_dir)
+            return
         try:
             self.trainer = begin(launch)
         except FluxTrainError as error:

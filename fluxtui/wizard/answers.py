@@ -11,14 +11,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-ModelSource = Literal["demo", "folder", "hub"]
+StartSource = Literal["new", "resume", "attach", "file"]
+ModelSource = Literal["demo", "recent", "folder", "hub"]
 DataSource = Literal["demo", "path"]
 Method = Literal["full"]
 Offload = Literal["auto", "none", "optimizer", "weights", "max"]
-StepName = Literal["model", "data", "method", "plan", "launch"]
+Dial = Literal["auto", "fast", "balanced", "fit"]
+StepName = Literal["start", "model", "data", "method", "hardware", "strategy", "preview", "launch"]
 
 STEPS: tuple[StepName, ...] = get_args(StepName)
 OFFLOADS: tuple[Offload, ...] = get_args(Offload)
+METHODS: tuple[Method, ...] = get_args(Method)
+DIAL: tuple[Dial, ...] = get_args(Dial)
 DEMO = "demo"
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -29,8 +33,10 @@ class Answers:
     """Every answer of the wizard. The defaults are the demo, so accepting them all starts it.
 
     Attributes:
-        model_folder, model_hub, data_path: kept when another source is chosen, so that nothing
-            typed is lost.
+        resume_run, attach_run, config_path, model_recent, model_folder, model_hub, data_path: kept
+            when another source is chosen, so that nothing typed is lost.
+        loaded_from: the configuration file that `base` was read from.
+        dial, dial_settings: the chosen one of the ranked plans, and the settings it consists of.
         sequence_length, batch_rows, chunk_rows, steps: None leaves them to the trainer.
         base: a configuration file the answers were read from; keys that the wizard does not ask
             for are carried through unchanged.
@@ -38,12 +44,20 @@ class Answers:
         step: where the user is.
     """
 
+    start: StartSource = "new"
+    resume_run: str = ""
+    attach_run: str = ""
+    config_path: str = ""
+    loaded_from: str = ""
     model_source: ModelSource = "demo"
+    model_recent: str = ""
     model_folder: str = ""
     model_hub: str = ""
     data_source: DataSource = "demo"
     data_path: str = ""
     method: Method = "full"
+    dial: Dial = "auto"
+    dial_settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     offload: Offload = "auto"
     sequence_length: int | None = None
     batch_rows: int | None = None
@@ -51,20 +65,22 @@ class Answers:
     steps: int | None = None
     overrides: tuple[str, ...] = ()
     base: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    step: StepName = "model"
+    step: StepName = "start"
 
     @property
     def model_path(self) -> str:
         """What the configuration calls `model.path`."""
         if self.model_source == "demo":
             return DEMO
+        if self.model_source == "recent":
+            return self.model_recent
         hub = self.model_source == "hub"
-        return self.model_hub.strip() if hub else _expanded(self.model_folder)
+        return self.model_hub.strip() if hub else expanded(self.model_folder)
 
     @property
     def data_file(self) -> str:
         """What the configuration calls `data.path`."""
-        return DEMO if self.data_source == "demo" else _expanded(self.data_path)
+        return DEMO if self.data_source == "demo" else expanded(self.data_path)
 
     @property
     def is_demo(self) -> bool:
@@ -94,21 +110,33 @@ def hub_id_problem(text: str) -> str | None:
     return None
 
 
-def neighbour(step: StepName, offset: int) -> StepName | None:
+def route(answers: Answers) -> tuple[StepName, ...]:
+    """The steps that these answers lead through: a run that goes on has all its answers."""
+    return ("start", "launch") if answers.start == "resume" else STEPS
+
+
+def neighbour(answers: Answers, offset: int) -> StepName | None:
     """The step `offset` places on; None beyond either end."""
-    index = STEPS.index(step) + offset
-    return STEPS[index] if 0 <= index < len(STEPS) else None
+    steps = route(answers)
+    index = (steps.index(answers.step) if answers.step in steps else 0) + offset
+    return steps[index] if 0 <= index < len(steps) else None
 
 
 def model_answer(path: str) -> dict[str, Any]:
     """The fields of the answers that a `model.path` means: `demo`, a folder, or a hub id."""
     if path == DEMO:
         return {"model_source": "demo"}
-    is_folder = path.startswith((".", "/", "~")) or Path(path).is_dir() or path.count("/") != 1
-    if is_folder:
-        return {"model_source": "folder", "model_folder": path}
-    return {"model_source": "hub", "model_hub": path}
+    if is_hub_id(path):
+        return {"model_source": "hub", "model_hub": path}
+    return {"model_source": "folder", "model_folder": path}
 
 
-def _expanded(path: str) -> str:
+def is_hub_id(path: str) -> bool:
+    """A `model.path` that names a hub model and no folder."""
+    looks_local = path.startswith((".", "/", "~")) or path.count("/") != 1
+    return not looks_local and not Path(path).is_dir()
+
+
+def expanded(path: str) -> str:
+    """`path` as typed, without blanks around it and with the home folder for `~`."""
     return str(Path(path.strip()).expanduser()) if path.strip() else ""

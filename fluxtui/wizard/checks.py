@@ -11,8 +11,11 @@ import os
 from collections.abc import Mapping
 
 from fluxtrain.errors import BadInput
-from fluxtui.wizard.answers import Answers, hub_id_problem
+from fluxtrain.telemetry.rundir import RunDir
+from fluxtui.wizard.answers import Answers, hub_id_problem, is_hub_id
+from fluxtui.wizard.configuring import answers_from_file
 from fluxtui.wizard.data_facts import Sample, demo_samples, read_data_file
+from fluxtui.wizard.known_runs import RESUMABLE, run_rows
 from fluxtui.wizard.model_facts import cached_hub_folder, read_model_folder
 
 _DEMO_MODEL = (
@@ -36,15 +39,36 @@ class Check:
     error: str | None = None
     open: bool = False
     samples: tuple[Sample, ...] = ()
+    loaded: Answers | None = None  # what a configuration file says
+
+
+def check_start(answers: Answers) -> Check:
+    """Look at the run or the configuration file that the user wants to begin with."""
+    if answers.start == "new":
+        return Check()
+    if answers.start == "file":
+        return _check_file(answers)
+    path = answers.resume_run if answers.start == "resume" else answers.attach_run
+    if not path:
+        return Check(error="choose another line: there is nothing to choose from", open=True)
+    try:
+        run = RunDir(path).summary()
+    except OSError as error:
+        return Check(error=f"{path} cannot be read: {error.strerror}")
+    if answers.start == "resume" and run.state not in RESUMABLE:
+        return Check(error=f"{run.run_id} is {run.state}: attach to it instead")
+    return Check(facts=run_rows(run))
 
 
 def check_model(answers: Answers, environment: Mapping[str, str] = os.environ) -> Check:
     """Look at the chosen model without loading it."""
     if answers.model_source == "demo":
         return Check(facts=_DEMO_MODEL)
+    if answers.model_source == "recent" and not answers.model_path:
+        return Check(error="no model was trained here yet: choose another line", open=True)
     trusted = answers.base.get("model", {}).get("trust_remote_code") is True
     try:
-        if answers.model_source == "hub":
+        if answers.model_source == "hub" or is_hub_id(answers.model_path):
             return _check_hub(answers.model_path, trusted, environment)
         facts = read_model_folder(answers.model_path, trusted)
     except BadInput as error:
@@ -54,6 +78,8 @@ def check_model(answers: Answers, environment: Mapping[str, str] = os.environ) -
 
 def check_data(answers: Answers) -> Check:
     """Look at the chosen data: format, size and the first documents."""
+    if answers.sequence_length is not None and answers.sequence_length < 2:
+        return Check(error="a row needs 2 tokens at least, one to see and one to predict")
     if answers.data_source == "demo":
         return Check(facts=_DEMO_DATA, samples=demo_samples())
     try:
@@ -61,6 +87,17 @@ def check_data(answers: Answers) -> Check:
     except BadInput as error:
         return Check(error=str(error), open=not answers.data_file)
     return Check(facts=facts.rows(), samples=facts.samples)
+
+
+def _check_file(answers: Answers) -> Check:
+    if not answers.config_path.strip():
+        return Check(error="type the path of a configuration file, such as run.yaml", open=True)
+    try:
+        loaded = answers_from_file(answers.config_path, answers.overrides)
+    except BadInput as error:
+        return Check(error=str(error))
+    facts = (("model", loaded.model_path), ("data", loaded.data_file))
+    return Check(facts=facts, loaded=loaded)
 
 
 def _check_hub(hub_id: str, trusted: bool, environment: Mapping[str, str]) -> Check:

@@ -1,11 +1,13 @@
-"""Answers to the trainer's configuration and back. Pure: no file is read here."""
+"""Answers to the trainer's configuration and back."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from fluxtui.wizard.answers import DEMO, Answers, model_answer
+from fluxtui.wizard.answers import DEMO, Answers, expanded, model_answer
 
 SETTINGS: dict[str, str] = {
     "sequence_length": "data.sequence_length",
@@ -18,9 +20,10 @@ UNSET = (None, "auto")  # the trainer chooses
 
 
 def chosen_settings(answers: Answers) -> dict[str, Any]:
-    """The settings that the user chose, by their dotted keys."""
+    """The settings that the user chose, by their dotted keys; a plan's come before single ones."""
     values = {key: getattr(answers, field) for field, key in SETTINGS.items()}
-    return {key: value for key, value in values.items() if value not in UNSET}
+    single = {key: value for key, value in values.items() if value not in UNSET}
+    return {**answers.dial_settings, **single}
 
 
 def configuration(answers: Answers) -> dict[str, Any]:
@@ -37,7 +40,7 @@ def configuration(answers: Answers) -> dict[str, Any]:
     _set(merged, "data.path", answers.data_file)
     _set(merged, "method.name", answers.method)
     chosen = chosen_settings(answers)
-    for key in SETTINGS.values():
+    for key in dict.fromkeys((*SETTINGS.values(), *chosen)):
         section, _, name = key.partition(".")
         if key in chosen:
             _set(merged, key, chosen[key])
@@ -71,7 +74,24 @@ def answers_from_config(config: Mapping[str, Any]) -> Answers:
         method=config.get("method", {}).get("name", "full"),
         **{field: value for field, value in values.items() if value not in UNSET},
         base=dict(config),
-        step="plan",
+        step="strategy",
+    )
+
+
+def answers_from_file(path: str, overrides: tuple[str, ...] = ()) -> Answers:
+    """Read a configuration file and check it as the trainer would.
+
+    Raises:
+        BadInput: all that is wrong with it, or with `overrides`.
+    """
+    from fluxtrain.train.config import load_config
+    from fluxtrain.train.config_text import parse_yaml, read_text
+
+    place = Path(expanded(path))
+    load_config(place, list(overrides))
+    answers = answers_from_config(parse_yaml(read_text(place), str(place)))
+    return dataclasses.replace(
+        answers, start="file", config_path=path, loaded_from=path, overrides=overrides
     )
 
 

@@ -11,18 +11,22 @@ from pathlib import Path
 from typing import Any, get_args
 
 from fluxtui.wizard.answers import (
+    DIAL,
+    METHODS,
     OFFLOADS,
     STEPS,
     Answers,
     DataSource,
-    Method,
     ModelSource,
+    StartSource,
 )
 
 _ALLOWED: dict[str, tuple[str, ...]] = {
+    "start": get_args(StartSource),
     "model_source": get_args(ModelSource),
     "data_source": get_args(DataSource),
-    "method": get_args(Method),
+    "method": METHODS,
+    "dial": DIAL,
     "offload": OFFLOADS,
     "step": STEPS,
 }
@@ -41,7 +45,7 @@ def save_draft(answers: Answers, path: Path) -> bool:
 
     A draft is a convenience: a full disk or a read-only home must not stop the wizard.
     """
-    fields = {**dataclasses.asdict(answers), "base": dict(answers.base)}
+    fields = dataclasses.asdict(answers)
     temporary = path.with_suffix(f".{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -61,7 +65,7 @@ def load_draft(path: Path) -> Answers | None:
     except (OSError, ValueError):
         return None
     answers = _answers(fields) if isinstance(fields, dict) else None
-    if answers is None or dataclasses.replace(answers, step="model") == Answers():
+    if answers is None or dataclasses.replace(answers, step="start") == Answers():
         return None
     return answers
 
@@ -88,6 +92,6 @@ def _acceptable(name: str, value: object) -> bool:
         return value is None or (isinstance(value, int) and value > 0)
     if name == "overrides":
         return isinstance(value, list) and all(isinstance(item, str) for item in value)
-    if name == "base":
+    if name in ("base", "dial_settings"):
         return isinstance(value, dict)
     return isinstance(value, str)

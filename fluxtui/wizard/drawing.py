@@ -16,31 +16,39 @@ from fluxtui.wizard.answers import STEPS, StepName
 from fluxtui.wizard.data_facts import Sample
 
 MUTED = "dim"
+CURSOR = "▸ "
 TITLES: dict[StepName, str] = {
+    "start": "Start",
     "model": "Model",
     "data": "Data",
     "method": "Method",
-    "plan": "Plan",
+    "hardware": "Hardware",
+    "strategy": "Strategy",
+    "preview": "Preview",
     "launch": "Launch",
 }
+SHORT_TITLES: dict[StepName, str] = {
+    **TITLES, "hardware": "Host", "strategy": "Plan", "preview": "Check"
+}  # fmt: skip
 
 
-def stepper(current: StepName, width: int) -> Content:
-    """Three lines: the product, a rule in five parts, and the names of the steps."""
-    position = STEPS.index(current)
-    counter = f"step {position + 1} of {len(STEPS)}"
+def stepper(current: StepName, width: int, steps: Sequence[StepName] = STEPS) -> Content:
+    """Three lines: the product, a rule in as many parts as steps, and the names of the steps."""
+    position = steps.index(current)
+    counter = f"step {position + 1} of {len(steps)}"
     gap = " " * max(1, width - len("FluxTrain  new run") - len(counter))
     head = Content.assemble(
         ("FluxTrain", "bold $accent"), ("  new run", MUTED), gap, (counter, "bold")
     )
-    part = max(6, (width - len(STEPS) + 1) // len(STEPS))
+    part = max(3, (width - len(steps) + 1) // len(steps))
+    titles = TITLES if part >= 2 + max(map(len, TITLES.values())) else SHORT_TITLES
     rules, names = [], []
-    for index, step in enumerate(STEPS):
+    for index, step in enumerate(steps):
         done, here = index < position, index == position
         style = "bold $accent" if here else "$success" if done else MUTED
         rules.append(Content.styled(("━" if done or here else "─") * part, style))
         mark = "✓" if done else "●" if here else "○"
-        names.append(Content.styled(f"{mark} {TITLES[step]}".ljust(part), style))
+        names.append(Content.styled(f"{mark} {titles[step]}"[:part].ljust(part), style))
     space = Content(" ")
     return Content("\n").join([head, space.join(rules), space.join(names)])
 
@@ -60,6 +68,12 @@ def footer(keys: Sequence[tuple[str, str]], machine: Sequence[str], width: int) 
         facts.pop()
     gap = " " * max(0, width - len(left.plain) - len(right))
     return Content.assemble(("─" * width + "\n", MUTED), left, gap, (right, MUTED))
+
+
+def heading(text: str, hint: str, width: int) -> Content:
+    """A heading; its hint only where there is room for all of it."""
+    shown = f"   {hint}" if hint and len(text) + 3 + len(hint) <= width else ""
+    return Content.assemble((text, "bold"), (shown, MUTED))
 
 
 def paragraph(text: str, width: int, style: str = "") -> Content:
@@ -90,6 +104,17 @@ def facts(rows: Sequence[tuple[str, str]], width: int) -> Content:
         for index, (name, value) in enumerate(rows)
     ]
     return Content("\n").join(lines)
+
+
+def pairs(rows: Sequence[tuple[str, str]], width: int) -> Content:
+    """Names and values under each other."""
+    name_width = max((len(name) for name, _ in rows), default=0) + 2
+    return Content("\n").join(
+        Content.assemble(
+            (name.ljust(name_width), MUTED), (shortened(value, width - name_width), "bold")
+        )
+        for name, value in rows
+    )
 
 
 def table(rows: Sequence[tuple[str, str, str]], width: int) -> Content:

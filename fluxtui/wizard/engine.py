@@ -5,10 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
+import signal
 import sys
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fluxtrain.errors import EXIT_BUG, FluxTrainError
+
+_LINE_LIMIT_BYTES = 1 << 24  # of a line on standard error
 
 
 class EngineRefused(FluxTrainError):
@@ -19,32 +24,33 @@ class EngineRefused(FluxTrainError):
         self.exit_code = exit_code
 
 
-async def ask_engine(*arguments: str, program: tuple[str, ...] = ()) -> dict[str, Any]:
+async def ask_engine(
+    *arguments: str,
+    program: tuple[str, ...] = (),
+    said: Callable[[str], None] = lambda line: None,
+    environment: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
     """Run `fluxtrain ARGUMENTS` and return the JSON object it prints.
 
-    Cancelling the task ends the process. `program` replaces the engine in tests.
+    Cancelling the task ends the process. `said` gets every line of its standard error as it comes;
+    `environment` is added to ours; `program` replaces the engine in tests.
 
     Raises:
         EngineRefused: the process failed, or printed something else than a JSON object.
     """
-    command = program or (sys.executable, "-m", "fluxtrain")
-    process = await asyncio.create_subprocess_exec(
-        *command,
-        *arguments,
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-        start_new_session=True,
-    )
+    command = (*(program or (sys.executable, "-P", "-m", "fluxtrain")), *arguments)
+    starting = asyncio.ensure_future(_started(command, {**os.environ, **(environment or {})}))
+    ended = asyncio.ensure_future(_ended(starting, said))
     try:
-        output, errors = await process.communicate()
+        code, output, errors = await asyncio.shield(ended)
     except asyncio.CancelledError:
+        process = await starting
         with contextlib.suppress(ProcessLookupError):
-            process.kill()
-        await process.communicate()  # to the end of its pipes, so that nothing is left open
+            os.killpg(process.pid, signal.SIGKILL)  # its helpers too
+        await ended  # to the end of its pipes, so that nothing is left open
         raise
-    if process.returncode:
-        raise EngineRefused(last_words(errors, process.returncode), process.returncode)
+    if code:
+        raise EngineRefused(last_words(errors, code), code)
     try:
         answer = json.loads(output)
     except ValueError:
@@ -52,6 +58,46 @@ async def ask_engine(*arguments: str, program: tuple[str, ...] = ()) -> dict[str
     if not isinstance(answer, dict):
         raise EngineRefused("the engine's answer is not a JSON object", EXIT_BUG)
     return answer
+
+
+async def _started(
+    command: Sequence[str], environment: Mapping[str, str]
+) -> asyncio.subprocess.Process:
+    return await asyncio.create_subprocess_exec(
+        *command,
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        start_new_session=True,
+        env=environment,
+        limit=_LINE_LIMIT_BYTES,
+    )
+
+
+async def _ended(
+    starting: asyncio.Future[asyncio.subprocess.Process], said: Callable[[str], None]
+) -> tuple[int, bytes, bytes]:
+    """Exit code, standard output and standard error."""
+    process = await starting
+    output, errors = await asyncio.gather(_all(process.stdout), _lines(process.stderr, said))
+    return await process.wait(), output, errors
+
+
+async def _all(stream: asyncio.StreamReader | None) -> bytes:
+    assert stream is not None
+    return await stream.read()
+
+
+async def _lines(stream: asyncio.StreamReader | None, said: Callable[[str], None]) -> bytes:
+    """Everything of `stream`; each line is told when it comes."""
+    assert stream is not None
+    read = []
+    async for line in stream:
+        read.append(line)
+        text = line.decode(errors="replace").strip()
+        if text:
+            said(text)
+    return b"".join(read)
 
 
 def last_words(errors: bytes, exit_code: int) -> str:

@@ -36,6 +36,16 @@ class Launch:
         return shlex.join(["fluxtrain", "train", *arguments])
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Attach:
+    """The user wants to watch a run."""
+
+    run_dir: Path
+
+
+Outcome = Launch | Attach
+
+
 def engine_arguments(answers: Answers, config: Path) -> list[str]:
     """What follows `fluxtrain train` or `fluxtrain plan`; a demo needs no `config`."""
     source = ["--demo"] if answers.is_demo else [str(config)]
@@ -44,6 +54,8 @@ def engine_arguments(answers: Answers, config: Path) -> list[str]:
 
 def command_text(answers: Answers) -> str:
     """The run as a command that a person can copy, with its configuration in config.yaml."""
+    if answers.start == "resume":
+        return shlex.join(["fluxtrain", "train", "--resume", answers.resume_run])
     return shlex.join(["fluxtrain", "train", *engine_arguments(answers, Path(CONFIG_NAME))])
 
 
@@ -57,10 +69,15 @@ def run_name(answers: Answers) -> str:
 def prepare(answers: Answers, root: Path | None = None) -> Launch:
     """Make a run directory below `root` and write the configuration into it.
 
+    A run that goes on has its directory and its configuration.
+
     Raises:
         BadInput: the directory cannot be made or written.
         NoSpace: the disk is full.
     """
+    if answers.start == "resume":
+        path = Path(answers.resume_run)
+        return Launch(run_dir=path, arguments=("--resume", str(path)), config_text="")
     run = RunDir.create(root, run_name(answers))
     config = run.path / CONFIG_NAME
     text = yaml_text(answers)

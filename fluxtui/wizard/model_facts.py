@@ -40,11 +40,11 @@ class ModelFacts:
         weights = ", ".join(filter(None, (self.dtype, bytes_text(self.weight_bytes))))
         rows = (
             ("architecture", self.architecture),
-            ("parameters", count_text(self.parameters) if self.parameters else ""),
+            ("parameters", count_text(self.parameters) if self.parameters else "not known"),
             ("blocks", f"{self.blocks}{width}" if self.blocks else ""),
             ("weights", weights),
             ("context", f"{self.context:,} tokens" if self.context else ""),
-            ("licence", self.licence or ""),
+            ("licence", self.licence or "not stated"),
         )
         return tuple((name, value) for name, value in rows if value)
 
@@ -89,7 +89,7 @@ def _facts(folder: Path, files: ModelFiles) -> ModelFacts:
         blocks=_first_int(shape, "num_hidden_layers", "n_layer", "num_layers"),
         hidden=_first_int(shape, "hidden_size", "n_embd", "d_model"),
         context=_first_int(shape, "max_position_embeddings", "n_positions", "n_ctx"),
-        licence=_licence(folder),
+        licence=_licence(folder, config),
         warnings=_warnings(files),
     )
 
@@ -107,14 +107,18 @@ def _first_int(config: Mapping[str, Any], *names: str) -> int | None:
     return next((config[name] for name in names if isinstance(config.get(name), int)), None)
 
 
-def _licence(folder: Path) -> str | None:
-    """The licence that the front matter of the model card names."""
+def _licence(folder: Path, config: Mapping[str, Any]) -> str | None:
+    """The licence that the configuration or the front matter of the model card names."""
+    if isinstance(config.get("license"), str):
+        return str(config["license"])
     try:
         with (folder / "README.md").open(encoding="utf-8", errors="replace") as card:
             head = card.read(_CARD_BYTES)
     except OSError:
         return None
-    for line in head.splitlines():
-        if line.startswith("license:"):
-            return line.partition(":")[2].strip().strip("'\"") or None
+    front = head.removeprefix("---").partition("\n---")[0] if head.startswith("---") else ""
+    values = dict(line.split(":", 1) for line in front.splitlines() if ":" in line)
+    for key in ("license_name", "license"):  # `license: other` comes with the name beside it
+        if name := values.get(key, "").strip().strip("'\""):
+            return name
     return None

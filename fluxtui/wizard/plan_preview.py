@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from fluxtrain.units import count_text
+
+Fit = Literal["fits", "fits with offload", "does not fit"]
 
 _DEFAULT_REASON = "the default"
 
@@ -18,6 +20,30 @@ class ReasonedChoice:
     name: str
     value: str
     because: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Predicted:
+    """How long a step takes, and why."""
+
+    step_s: float
+    tokens_per_s: float
+    eta_s: float
+    binds: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RankedPlan:
+    """One of the plans between as fast as possible and as small as possible."""
+
+    name: str
+    offload: str
+    batch_rows: int
+    chunk_rows: int
+    device_bytes: int | None
+    host_bytes: int | None
+    predicted: Predicted
+    settings: Mapping[str, Any]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,6 +63,12 @@ class PlanPreview:
     host_limit_bytes: int | None
     choices: tuple[ReasonedChoice, ...]
     changed: Mapping[str, Any]
+    batch_rows: int | None = None
+    chunk_rows: int | None = None
+    disk_bytes: int | None = None
+    predicted: Predicted | None = None
+    predicted_because: str = ""
+    ranked: tuple[RankedPlan, ...] = ()
 
     @property
     def config_text(self) -> str:
@@ -56,6 +88,13 @@ class PlanPreview:
             _over(self.device_bytes, self.device_budget_bytes)
             or _over(self.host_bytes, self.host_limit_bytes)
         )
+
+    @property
+    def fit(self) -> Fit:
+        """Whether it fits, and whether that takes host memory beside the GPU's."""
+        if not self.fits:
+            return "does not fit"
+        return "fits" if self.device == "cpu" or self.offload == "none" else "fits with offload"
 
 
 def read_plan(answer: Mapping[str, Any]) -> PlanPreview:
@@ -79,6 +118,34 @@ def read_plan(answer: Mapping[str, Any]) -> PlanPreview:
         host_limit_bytes=_number(answer, "host_limit_bytes"),
         choices=choices,
         changed=_changed(answer.get("settings") or ()),
+        batch_rows=_number(answer, "batch_rows"),
+        chunk_rows=_number(answer, "chunk_rows"),
+        disk_bytes=_number(answer, "disk_bytes"),
+        predicted=_predicted(answer["predicted"]) if answer.get("predicted") else None,
+        predicted_because=str(answer.get("predicted_because") or ""),
+        ranked=tuple(_ranked(plan) for plan in answer.get("plans") or ()),
+    )
+
+
+def _predicted(told: Mapping[str, Any]) -> Predicted:
+    return Predicted(
+        step_s=told["seconds_per_step"],
+        tokens_per_s=told["tokens_per_s"],
+        eta_s=told["eta_s"],
+        binds=str(told.get("binds", "")),
+    )
+
+
+def _ranked(plan: Mapping[str, Any]) -> RankedPlan:
+    return RankedPlan(
+        name=plan["name"],
+        offload=str(plan.get("offload", "")),
+        batch_rows=plan["batch_rows"],
+        chunk_rows=plan["chunk_rows"],
+        device_bytes=_number(plan, "device_bytes"),
+        host_bytes=_number(plan, "host_bytes"),
+        predicted=_predicted(plan),
+        settings=dict(plan["settings"]),
     )
 
 

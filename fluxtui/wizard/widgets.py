@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 
 from textual import events
@@ -14,6 +13,7 @@ from textual.message import Message
 from textual.reactive import reactive
 from textual.widget import Widget
 
+from fluxtui.wizard.asking import Option
 from fluxtui.wizard.drawing import MUTED
 
 Draw = Callable[[int], Content]
@@ -43,15 +43,6 @@ class Drawn(Widget):
         return self._draw(self.content_size.width)
 
 
-@dataclasses.dataclass(frozen=True)
-class Option:
-    """One line of a list: what is chosen, its name, and what it means."""
-
-    id: str
-    title: str
-    text: str
-
-
 class ChoiceList(Widget, can_focus=True):
     """A short list with one choice; the arrow keys and the mouse change it."""
 
@@ -63,26 +54,40 @@ class ChoiceList(Widget, can_focus=True):
     chosen: reactive[int] = reactive(0)
 
     class Chosen(Message):
-        """The user chose another line."""
+        """The user chose another line of this list."""
 
-        def __init__(self, option: Option) -> None:
+        def __init__(self, choices: ChoiceList, option: Option) -> None:
             super().__init__()
+            self.choices = choices
             self.option = option
 
-    def __init__(self, options: Sequence[Option], *, id: str | None = None) -> None:
+    def __init__(
+        self, options: Sequence[Option], *, empty: str = "", id: str | None = None
+    ) -> None:
+        """`empty` is shown while there is nothing to choose from."""
         super().__init__(id=id)
         self.options = tuple(options)
+        self._empty = empty
 
     def show(self, option_id: str) -> None:
-        """Choose the line with this id, without telling anybody."""
-        self.chosen = [option.id for option in self.options].index(option_id)
+        """Choose the line with this id, without telling anybody; the first one if it is gone."""
+        ids = [option.id for option in self.options]
+        self.chosen = ids.index(option_id) if option_id in ids else 0
+
+    def offer(self, options: Sequence[Option]) -> None:
+        """Other lines to choose from."""
+        self.options = tuple(options)
+        self.chosen = min(self.chosen, max(0, len(self.options) - 1))
+        self.refresh(layout=True)
 
     def get_content_height(self, container: Size, viewport: Size, width: int) -> int:
         """One line an option."""
-        return len(self.options)
+        return max(1, len(self.options))
 
     def render(self) -> RenderResult:
         """The options; the chosen one has a mark, and a bright one while it has the focus."""
+        if not self.options:
+            return Content.styled(f"  {self._empty}", MUTED)
         title_width = max(len(option.title) for option in self.options) + 3
         lines = []
         for index, option in enumerate(self.options):
@@ -110,4 +115,4 @@ class ChoiceList(Widget, can_focus=True):
         index = max(0, min(len(self.options) - 1, index))
         if index != self.chosen:
             self.chosen = index
-            self.post_message(self.Chosen(self.options[index]))
+            self.post_message(self.Chosen(self, self.options[index]))

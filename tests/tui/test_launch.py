@@ -82,7 +82,7 @@ def test_flags_win_over_the_configuration_file(tmp_path: Path) -> None:
     config.write_text("model: {path: o/n}\ntrain: {steps: 3, seed: 9}\n")
     answers = launch.answers_of(options(str(config), "--steps", "5"))
     assert answers is not None
-    assert (answers.model_hub, answers.steps, answers.step) == ("o/n", 5, "plan")
+    assert (answers.model_hub, answers.steps, answers.step) == ("o/n", 5, "strategy")
     assert answers.base["train"]["seed"] == 9
 
 

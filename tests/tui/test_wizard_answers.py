@@ -79,7 +79,7 @@ def test_a_draft_brings_back_every_answer(
 ) -> None:
     path = tmp_path_factory.mktemp("state") / "deep" / "draft.json"
     assert save_draft(answers, path)
-    untouched = dataclasses.replace(answers, step="model") == Answers()
+    untouched = dataclasses.replace(answers, step="start") == Answers()
     assert load_draft(path) == (None if untouched else answers)
 
 
@@ -176,12 +176,17 @@ def test_hub_ids_are_accepted() -> None:
 
 
 def test_steps_have_neighbours_inside_the_wizard_only() -> None:
-    assert neighbour("model", -1) is None
-    assert neighbour("launch", 1) is None
-    walked = ["model"]
-    while (step := neighbour(walked[-1], 1)) is not None:  # type: ignore[arg-type]
-        walked.append(step)
-    assert tuple(walked) == STEPS
+    assert neighbour(Answers(), -1) is None
+    assert neighbour(Answers(step="launch"), 1) is None
+    walked = [Answers()]
+    while (step := neighbour(walked[-1], 1)) is not None:
+        walked.append(Answers(step=step))
+    assert tuple(answers.step for answers in walked) == STEPS
+
+
+def test_a_run_that_goes_on_has_no_more_questions() -> None:
+    assert neighbour(Answers(start="resume"), 1) == "launch"
+    assert neighbour(Answers(start="resume", step="launch"), -1) == "start"
 
 
 @pytest.mark.parametrize(

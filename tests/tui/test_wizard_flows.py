@@ -59,15 +59,15 @@ async def test_a_folder_and_a_file_lead_to_a_configuration_the_trainer_loads(
     data = folder / "chat.jsonl"
     turns = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]
     data.write_text(json.dumps({"messages": turns}) + "\n")
-    async with opened(folder) as wizard:
-        await wizard.press("down", *str(model))
+    async with opened(folder, Answers(step="model"), size=(80, 50)) as wizard:
+        await wizard.press("down", "down", *str(model))
         await wizard.until(lambda: "LlamaForCausalLM" in wizard.text())
         assert "256" in wizard.text(), "both tensors are counted"
         await wizard.press("enter")
         await wizard.until(lambda: wizard.step == "data")
         await wizard.press("down", *str(data))
-        await wizard.until(lambda: "▌ assistant: So." in wizard.text())
-        assert "  user: Why?" in wizard.text()
+        await wizard.until(lambda: "▌ So it is.<|end|>" in wizard.text())
+        assert "<|user|>Why?" in wizard.text(), "as the engine says that the model sees it"
         await wizard.go_to("launch")
         await wizard.press("enter")
         await wizard.until(lambda: wizard.app.ended_with)
@@ -82,8 +82,8 @@ async def test_a_truncated_shard_is_told_while_the_folder_is_typed(
 ) -> None:
     shard = model / "model.safetensors"
     os.truncate(shard, shard.stat().st_size - 1)
-    async with opened(folder) as wizard:
-        await wizard.press("down", *str(model))
+    async with opened(folder, Answers(step="model")) as wizard:
+        await wizard.press("down", "down", *str(model))
         await wizard.until(lambda: "cut off" in wizard.text())
         await wizard.press("enter")
         await wizard.pilot.pause()
@@ -144,7 +144,7 @@ async def test_a_draft_that_had_reached_the_launch_is_planned_again_first(
     save_draft(Answers(offload="max", step="launch"), folder / "draft.json")
     async with opened(folder) as wizard:
         await wizard.press("enter")
-        await wizard.until(lambda: wizard.step == "plan" and wizard.screen.plan)
+        await wizard.until(lambda: wizard.step == "strategy" and wizard.plan)
         asked = [line for line in wizard.asked() if line[0] == "plan"]
         assert "placement.offload=max" in asked[-1]
 
@@ -153,12 +153,13 @@ async def test_a_changed_answer_ends_the_plan_that_was_being_made(
     folder: Path, opened: Opened
 ) -> None:
     (folder / "hold").touch()
-    async with opened(folder, Answers(step="plan")) as wizard:
-        await wizard.until(lambda: (folder / "asked").exists() and len(wizard.asked()) == 2)
-        await wizard.press("right", "right", "right")
+    async with opened(folder, Answers(step="strategy")) as wizard:
+        await wizard.until(lambda: wizard.screen.background.plan.state.pending)
+        await wizard.press("o", "o", "o")
         (folder / "hold").unlink()
-        await wizard.until(lambda: wizard.screen.plan)
-        assert "placement.offload=weights" in wizard.asked()[-1], "the last answers are planned"
+        await wizard.until(lambda: wizard.plan)
+        plans = [asked for asked in wizard.asked() if asked[0] == "plan"]
+        assert "placement.offload=weights" in plans[-1], "the last answers are planned"
 
 
 async def test_enter_twice_at_the_launch_starts_one_run(folder: Path, opened: Opened) -> None:
@@ -249,7 +250,8 @@ async def test_the_wizard_draws_in_every_theme(
     async with app.run_test(size=(80, 24)) as pilot:
         await pilot.pause()
         wizard = driven(app, pilot, folder, wizard_pilot)
-        await wizard.press("down")
+        await wizard.go_to("model")
+        await wizard.press("down", "down")
         await wizard.until(lambda: "▸ Folder" in wizard.text())
         await wizard.press(*"/no", "enter")
         await wizard.until(lambda: "✗ /no does not exist" in wizard.text())

@@ -14,7 +14,8 @@ from textual.widgets import Input
 from fluxtui.wizard.answers import STEPS, Answers
 from fluxtui.wizard.draft import load_draft, save_draft
 from fluxtui.wizard.offer import DraftOffer
-from fluxtui.wizard.steps import PlanStep, complete_path
+from fluxtui.wizard.steps.paths import complete_path
+from fluxtui.wizard.steps.strategy import StrategyStep
 
 Opened = Callable[..., AbstractAsyncContextManager[Any]]
 
@@ -23,7 +24,7 @@ async def test_enter_alone_starts_the_demo(folder: Path, opened: Opened) -> None
     async with opened(folder) as wizard:
         for number, step in enumerate(STEPS, start=1):
             await wizard.until(lambda step=step: wizard.step == step)
-            assert f"step {number} of 5" in wizard.text()
+            assert f"step {number} of 8" in wizard.text()
             await wizard.press("enter")
         await wizard.until(lambda: wizard.app.ended_with)
         [launch] = wizard.app.ended_with
@@ -35,7 +36,7 @@ async def test_enter_alone_starts_the_demo(folder: Path, opened: Opened) -> None
 
 async def test_the_machine_is_measured_from_the_first_moment(folder: Path, opened: Opened) -> None:
     async with opened(folder) as wizard:
-        await wizard.until(lambda: ["probe", "--json"] in wizard.asked())
+        await wizard.until(lambda: ["probe", "--json", "--progress"] in wizard.asked())
 
 
 async def test_escape_goes_back_and_loses_nothing(folder: Path, opened: Opened) -> None:
@@ -67,21 +68,21 @@ async def test_escape_at_the_first_step_leaves_without_a_run(folder: Path, opene
 async def test_an_answer_that_cannot_be_used_is_refused_in_place(
     folder: Path, opened: Opened
 ) -> None:
-    async with opened(folder) as wizard:
-        await wizard.press("down")
+    async with opened(folder, Answers(step="model")) as wizard:
+        await wizard.press("down", "down")
         await wizard.until(lambda: "type the path of a folder" in wizard.text())
         await wizard.press(*"/no/such", "enter")
         await wizard.until(lambda: "✗" in wizard.text())
         assert "/no/such does not exist" in wizard.text()
         assert wizard.step == "model"
-        await wizard.press("shift+tab", "up")
+        await wizard.press("shift+tab", "up", "up")
         assert wizard.screen.answers.model_source == "demo"
         await wizard.go_to("data")
 
 
 async def test_enter_on_an_empty_field_goes_into_it(folder: Path, opened: Opened) -> None:
-    async with opened(folder) as wizard:
-        await wizard.press("down", "down", "enter")
+    async with opened(folder, Answers(step="model")) as wizard:
+        await wizard.press("down", "down", "down", "enter")
         focused = wizard.app.focused
         assert isinstance(focused, Input)
         assert focused.id == "model_hub-input"
@@ -105,31 +106,32 @@ async def test_a_corrected_answer_is_accepted(folder: Path, opened: Opened) -> N
 
 
 async def test_the_plan_shows_every_choice_with_its_reason(folder: Path, opened: Opened) -> None:
-    async with opened(folder) as wizard:
-        await wizard.go_to("plan")
-        await wizard.until(lambda: "Chosen for you" in wizard.text())
-        for shown in (
-            "batch rows",
-            "1,024 tokens make a step",
-            "1.00 MiB of 1.00 GiB",
-            "200 steps",
-        ):
-            assert shown in wizard.text()
+    async with opened(folder, size=(80, 40)) as wizard:
+        await wizard.go_to("strategy")
+        await wizard.until(lambda: "Chosen for you: why?" in wizard.text())
+        assert "1,024 tokens make a step" in wizard.text()
+        assert "two chunks keep the device busy" not in wizard.text()
+        await wizard.press("down")
+        await wizard.until(lambda: "two chunks keep the device busy" in wizard.text())
+        assert "1,024 tokens make a step" not in wizard.text()
+        await wizard.press("w")
+        await wizard.until(lambda: "1,024 tokens make a step" in wizard.text())
+        assert "two chunks keep the device busy" in wizard.text()
 
 
 async def test_the_wizard_stays_alive_while_the_engine_plans(folder: Path, opened: Opened) -> None:
     (folder / "hold").touch()
     async with opened(folder) as wizard:
-        for step in ("data", "method", "plan"):
+        for step in ("model", "data", "method", "hardware", "strategy"):
             await wizard.press("enter")
             await wizard.until(lambda step=step: wizard.step == step)
         await wizard.until(lambda: "The engine reads the model" in wizard.text())
         await wizard.press("escape")
-        assert wizard.step == "method", "keys work while the plan is made"
+        assert wizard.step == "hardware", "keys work while the plan is made"
         await wizard.press("enter", "enter")
         await wizard.until(lambda: "goes on by itself" in wizard.text())
         (folder / "hold").unlink()
-        await wizard.until(lambda: wizard.step == "launch")
+        await wizard.until(lambda: wizard.step == "preview")
         plans = [asked for asked in wizard.asked() if asked[0] == "plan"]
         assert len(plans) == 1, "the same answers are planned once"
 
@@ -139,43 +141,40 @@ async def test_a_plan_that_is_refused_says_why_and_holds_the_wizard(
 ) -> None:
     plan = (folder / "plan.json").read_text()
     (folder / "plan.json").unlink()
-    async with opened(folder) as wizard:
-        await wizard.press("enter")
-        await wizard.until(lambda: wizard.step == "data")
-        await wizard.press("enter")
-        await wizard.until(lambda: wizard.step == "method")
+    async with opened(folder, Answers(step="method")) as wizard:
+        await wizard.until(lambda: "NOT KNOWN" in wizard.text())
         await wizard.press("enter", "enter")
         await wizard.until(lambda: "80 GiB" in wizard.text())
         await wizard.press("enter")
-        assert wizard.step == "plan"
+        assert wizard.step == "strategy"
         (folder / "plan.json").write_text(plan)
         await wizard.press("r")
-        await wizard.until(lambda: "Chosen for you" in wizard.text())
+        await wizard.until(lambda: "Chosen for you: why?" in wizard.text())
 
 
 async def test_a_plan_over_the_limit_holds_the_wizard(folder: Path, opened: Opened) -> None:
     plan = json.loads((folder / "plan.json").read_text())
     (folder / "plan.json").write_text(json.dumps({**plan, "host_bytes": 2**40}))
-    async with opened(folder, Answers(step="plan")) as wizard:
+    async with opened(folder, Answers(step="strategy")) as wizard:
         await wizard.until(lambda: "does not fit" in wizard.text())
         await wizard.press("enter")
         await wizard.pilot.pause()
-        assert wizard.step == "plan"
+        assert wizard.step == "strategy"
 
 
 async def test_offload_and_steps_can_be_changed_and_are_planned_again(
     folder: Path, opened: Opened
 ) -> None:
     async with opened(folder) as wizard:
-        await wizard.go_to("plan")
-        await wizard.until(lambda: wizard.screen.plan)
-        await wizard.press("right")
+        await wizard.go_to("strategy")
+        await wizard.until(lambda: wizard.plan)
+        await wizard.press("o")
         assert wizard.screen.answers.offload == "none"
         await wizard.press("s", *"12", "enter")
         assert wizard.screen.answers.steps == 12
-        assert wizard.step == "plan", "Enter in the field closes the field only"
-        await wizard.until(lambda: wizard.screen.plan)
-        await wizard.until(lambda: len(wizard.asked()) >= 3)
+        assert wizard.step == "strategy", "Enter in the field closes the field only"
+        await wizard.until(lambda: wizard.plan)
+        await wizard.until(lambda: "train.steps=12" in wizard.asked()[-1])
         last = wizard.asked()[-1]
         assert last[:2] == ["plan", "--demo"]
         assert {"placement.offload=none", "train.steps=12"} <= set(last)
@@ -186,11 +185,11 @@ async def test_offload_and_steps_can_be_changed_and_are_planned_again(
 async def test_a_number_of_steps_that_is_none_is_refused_and_escape_keeps_the_old_one(
     folder: Path, opened: Opened
 ) -> None:
-    async with opened(folder, Answers(steps=9, step="plan")) as wizard:
+    async with opened(folder, Answers(steps=9, step="strategy")) as wizard:
         await wizard.press("s", "backspace", "0", "enter")
-        assert wizard.screen.query_one(PlanStep).asks_for_steps
+        assert wizard.screen.query_one(StrategyStep).asks_for_a_number
         await wizard.press("escape")
-        assert wizard.step == "plan"
+        assert wizard.step == "strategy"
         assert wizard.screen.answers.steps == 9
 
 
@@ -246,7 +245,7 @@ async def test_a_run_folder_that_cannot_be_written_is_told_at_the_launch(
 async def test_the_launch_shows_command_and_yaml(folder: Path, opened: Opened) -> None:
     data = folder / "tales.txt"
     data.write_text("Once upon a time.\n")
-    answers = Answers(data_source="path", data_path=str(data), step="plan")
+    answers = Answers(data_source="path", data_path=str(data), step="strategy")
     async with opened(folder, answers, size=(120, 40)) as wizard:
         await wizard.go_to("launch")
         assert "fluxtrain train config.yaml" in wizard.text()
@@ -262,13 +261,14 @@ async def test_every_step_draws_in_every_size(
             await wizard.go_to(step)
             lines = wizard.text().splitlines()
             assert len(lines) == size[1]
-            assert f"step {STEPS.index(step) + 1} of 5" in lines[1]
+            above = 0 if size[1] < 30 else 1
+            assert f"step {STEPS.index(step) + 1} of 8" in lines[above]
             assert "enter" in lines[-1]
 
 
 async def test_a_click_chooses(folder: Path, opened: Opened) -> None:
-    async with opened(folder) as wizard:
-        await wizard.pilot.click("#model ChoiceList", offset=(4, 2))
+    async with opened(folder, Answers(step="model")) as wizard:
+        await wizard.pilot.click("#model-choices", offset=(4, 3))
         assert wizard.screen.answers.model_source == "hub"
 
 

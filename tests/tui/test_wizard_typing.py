@@ -11,11 +11,12 @@ from textual.events import Key
 from textual.widgets import Input
 
 from fluxtui.wizard.answers import Answers
-from fluxtui.wizard.steps import Answered, SourceStep
+from fluxtui.wizard.steps.source import SourceStep
+from fluxtui.wizard.steps.step import Answered
 from fluxtui.wizard.widgets import ChoiceList
 
 Opened = Callable[..., AbstractAsyncContextManager[Any]]
-FOLDER = Answers(model_source="folder")
+FOLDER = Answers(model_source="folder", step="model")
 
 
 def field(wizard: Any) -> Input:

@@ -17,7 +17,7 @@ from fluxtui.wizard.answers import Answers
 from fluxtui.wizard.launching import Launch
 from fluxtui.wizard.screen import WizardScreen
 
-# Stands in for the engine's two questions; what it was asked is kept beside it. The real engine is
+# Stands in for the engine's answers; what it was asked is kept beside it. The real engine is
 # asked in test_end_to_end.py.
 ENGINE = """
 import json, pathlib, sys, time
@@ -27,6 +27,9 @@ with open(here / "asked", "a") as asked:
 if sys.argv[1] == "plan":
     while (here / "hold").exists():
         time.sleep(0.02)
+print("step 1/3", file=sys.stderr, flush=True)
+while sys.argv[1] == "dry-run" and (here / "hold-trial").exists():
+    time.sleep(0.02)
 answer = here / (sys.argv[1] + ".json")
 if not answer.exists():
     sys.exit("error: the model needs 80 GiB and 24 GiB is free")
@@ -37,7 +40,48 @@ PLAN = {
     "device_budget_bytes": 2**30, "host_bytes": 2**21, "host_limit_bytes": 2**31,
     "model": {"name": "demo", "parameters": 5_800_000, "blocks": 6},
     "settings": [{"key": "model.path", "value": "demo", "changed": False}],
-    "choices": [{"name": "batch_rows", "value": "8", "because": "1,024 tokens make a step"}],
+    "choices": [
+        {"name": "batch_rows", "value": "8", "because": "1,024 tokens make a step"},
+        {"name": "chunk_rows", "value": "4", "because": "two chunks keep the device busy"},
+    ],
+    "batch_rows": 8, "chunk_rows": 4, "disk_bytes": 2**22,
+    "predicted": {"seconds_per_step": 0.5, "tokens_per_s": 2000.0, "eta_s": 100.0,
+                  "binds": "the processor"},
+    "plans": [
+        {"name": name, "offload": offload, "batch_rows": 8, "chunk_rows": chunk,
+         "device_bytes": size, "host_bytes": 2**21, "seconds_per_step": 0.5 / chunk,
+         "tokens_per_s": 500.0 * chunk, "eta_s": 400.0 / chunk, "binds": "the processor",
+         "settings": {"train.batch_rows": 8, "placement.chunk_rows": chunk}}
+        for name, offload, chunk, size in (("fast", "weights", 4, 2**20),
+                                           ("balanced", "weights", 2, 2**19),
+                                           ("fit", "max", 1, 2**18))
+    ],
+}  # fmt: skip
+INSPECTION = {
+    "sequence_length": 128, "sampled_documents": 4, "sampled_share": 0.25,
+    "estimated_documents": 16, "estimated_tokens": 1600, "estimated_rows": 13,
+    "learnt_share": 0.5, "cut_documents_share": 0.25, "padding_share": 0.1,
+    "lengths": [10, 40, 150, 200],
+    "samples": [
+        {"tokens": 10, "shown_tokens": 10, "learnt_tokens": 4,
+         "pieces": [{"text": "<|user|>Why?", "learnt": False},
+                    {"text": "So it is.<|end|>", "learnt": True}]},
+    ],
+}  # fmt: skip
+TRIAL = {
+    "steps": 3, "total_steps": 200, "eta_s": {"predicted": 100.0, "low": 90.0, "high": 120.0},
+    "seconds_per_step": {"predicted": 0.5, "measured": 0.55},
+    "device_bytes": {"predicted": 2**20, "measured": 2**20, "limit": 2**30},
+    "host_bytes": {"predicted": 2**21, "measured": 2**22, "limit": 2**31},
+}  # fmt: skip
+PROBE = {
+    "machine": {"cores": 2, "instruction_set": "avx2", "memory_total_bytes": 2**33,
+                "memory_available_bytes": 2**32, "memory_limit_bytes": None, "gpus": [],
+                "unknown": {"gpus": "no driver"}},
+    "disk": {"path": "/runs", "free_bytes": 2**40, "file_system": "ext4"},
+    "rates": {"host_copy": {"per_s": 1e10, "how": "256 MiB"},
+              "h2d_pinned": {"per_s": None, "how": "not measured: no driver"}},
+    "measured_at_s": 0.0,
 }  # fmt: skip
 
 
@@ -67,6 +111,10 @@ class Wizard:
     def step(self) -> str:
         return self.screen.answers.step
 
+    @property
+    def plan(self) -> Any:
+        return self.screen.background.plan.state.value
+
     async def press(self, *keys: str) -> None:
         await self.pilot.press(*keys)
 
@@ -81,8 +129,8 @@ class Wizard:
     async def go_to(self, step: str) -> None:
         while self.step != step:
             before = self.step
-            if before == "plan":
-                await self.until(lambda: self.screen.plan)
+            if before in ("strategy", "preview"):
+                await self.until(lambda: self.plan)
             await self.press("enter")
             await self.until(lambda before=before: self.step != before)
 
@@ -96,10 +144,11 @@ class Wizard:
 
 
 def furnish(tmp_path: Path) -> Path:
-    """A folder with a stand-in engine that plans and measures."""
+    """A folder with a stand-in engine that answers everything."""
     (tmp_path / "engine.py").write_text(ENGINE)
-    (tmp_path / "plan.json").write_text(json.dumps(PLAN))
-    (tmp_path / "probe.json").write_text("{}")
+    answers = {"plan": PLAN, "probe": PROBE, "inspect": INSPECTION, "dry-run": TRIAL}
+    for name, answer in answers.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(answer))
     return tmp_path
 
 

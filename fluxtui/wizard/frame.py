@@ -1,0 +1,174 @@
+"""The frame of the wizard: its pages, the rail of steps above and the keys below."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import ClassVar
+
+from textual import work
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Horizontal, VerticalScroll
+from textual.content import Content
+from textual.screen import Screen
+from textual.widgets import ContentSwitcher
+
+from fluxtrain.telemetry.rundir import RunSummary, runs_root
+from fluxtui.wizard import drawing, questions
+from fluxtui.wizard.answers import Answers, route
+from fluxtui.wizard.asking import Option
+from fluxtui.wizard.background import Background
+from fluxtui.wizard.checks import Check
+from fluxtui.wizard.keys import KEYS, TRYING
+from fluxtui.wizard.known_runs import (
+    known_runs,
+    recent_models,
+    run_option,
+    runs_to_resume,
+    runs_to_watch,
+)
+from fluxtui.wizard.launching import Outcome
+from fluxtui.wizard.pages.aside import aside
+from fluxtui.wizard.pages.data import data_page
+from fluxtui.wizard.pages.found import found_page
+from fluxtui.wizard.pages.hardware import hardware_page
+from fluxtui.wizard.pages.launch import launch_page
+from fluxtui.wizard.pages.method import method_page
+from fluxtui.wizard.pages.preview import preview_page
+from fluxtui.wizard.steps.source import SourceStep
+from fluxtui.wizard.steps.step import DrawnStep, Step
+from fluxtui.wizard.steps.strategy import StrategyStep
+from fluxtui.wizard.view import View
+from fluxtui.wizard.widgets import Drawn
+
+
+class WizardFrame(Screen[Outcome | None]):
+    """Holds the answers and what is known about them, and draws the step that they are at."""
+
+    DEFAULT_CSS = """
+    WizardFrame { layout: vertical; }
+    WizardFrame #stepper { height: 3; margin: 1 2 1 2; }
+    WizardFrame.-short #stepper { margin: 0 2 1 2; }
+    WizardFrame #middle { height: 1fr; }
+    WizardFrame ContentSwitcher { width: 1fr; height: 1fr; max-width: 92; margin: 0 2; }
+    WizardFrame #aside-box { display: none; }
+    WizardFrame.-wide #aside-box {
+        display: block; width: 42; padding: 0 2; margin-right: 1;
+    }
+    WizardFrame #footer { height: 2; margin: 0 2; }
+    WizardFrame.-short SourceStep Input {
+        height: 1; border: none; border-left: tall $secondary; margin-bottom: 0;
+    }
+    WizardFrame.-short SourceStep Input:focus { border-left: tall $accent; }
+    WizardFrame.-short SourceStep Input.-refused { border-left: tall $error; }
+    WizardFrame.-short SourceStep > ChoiceList { margin-bottom: 0; }
+    WizardFrame.-short SourceStep > Drawn { margin-bottom: 0; }
+    """
+    HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (104, "-wide")]
+    VERTICAL_BREAKPOINTS = [(0, "-short"), (30, "-high")]
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("enter", "next", "next"),
+        Binding("escape", "back", "back"),
+    ]
+
+    def __init__(self, answers: Answers, root: Path | None, engine: tuple[str, ...]) -> None:
+        super().__init__()
+        self.answers = answers
+        self.root = root or runs_root()
+        self.background = Background(self, self.heard, engine)
+        self.checks: dict[str, Check | None] = {"start": None, "model": None, "data": None}
+        self.runs: tuple[RunSummary, ...] = ()
+        self.goes_on = False  # Enter was pressed before the plan was there
+        self.launch_error: str | None = None
+        self.free_disk_bytes: int | None = None
+
+    def compose(self) -> ComposeResult:
+        yield Drawn(self._draw_stepper, id="stepper")
+        with Horizontal(id="middle"):
+            with ContentSwitcher(initial=self.answers.step):
+                yield SourceStep(questions.START, found_page)
+                yield SourceStep(questions.MODEL, found_page)
+                yield SourceStep(questions.DATA, data_page)
+                yield DrawnStep("method", method_page)
+                yield DrawnStep("hardware", hardware_page)
+                yield StrategyStep()
+                yield DrawnStep("preview", preview_page)
+                yield DrawnStep("launch", launch_page)
+            with VerticalScroll(id="aside-box", can_focus=False):
+                yield Drawn(lambda width: aside(self.view, width), id="aside")
+        yield Drawn(self._draw_footer, id="footer")
+
+    def begin(self) -> None:
+        """Begin to measure the machine and to look at earlier runs."""
+        self.title = "FluxTrain"
+        self.background.measure()
+        self._read_runs()
+        self.set_interval(0.25, self._tick)
+
+    def on_unmount(self) -> None:
+        """Remove the scratch folder."""
+        self.background.close()
+
+    @property
+    def current(self) -> Step:
+        """The step on screen."""
+        return self.query_one(f"#{self.answers.step}", Step)
+
+    @property
+    def view(self) -> View:
+        """What the pages draw."""
+        asked = self.background
+        return View(
+            answers=self.answers,
+            checks=self.checks,
+            probe=asked.probe.state,
+            inspection=asked.inspection.state,
+            plan=asked.plan.state,
+            trial=asked.trial.state,
+            cards=asked.cards,
+            runs=self.runs,
+            goes_on=self.goes_on,
+            launch_error=self.launch_error,
+            root=self.root,
+            free_disk_bytes=self.free_disk_bytes,
+            wide=self.has_class("-wide"),
+        )
+
+    def heard(self) -> None:
+        """The engine has said something."""
+        if self.is_mounted:
+            self.redraw()
+
+    def redraw(self) -> None:
+        """Draw what is known now."""
+        self.current.show(self.view)
+        for name in ("stepper", "footer"):
+            self.query_one(f"#{name}").refresh()
+        self.query_one("#aside", Drawn).refresh(layout=True)
+
+    @work(exclusive=True, group="runs")
+    async def _read_runs(self) -> None:
+        """Earlier runs, and the models that they trained."""
+        runs = await asyncio.to_thread(known_runs, self.root)
+        models = await asyncio.to_thread(recent_models, runs)
+        self.runs = tuple(runs)
+        start, model = (self.query_one(f"#{name}", SourceStep) for name in ("start", "model"))
+        start.offer("resume", [run_option(run) for run in runs_to_resume(runs)])
+        start.offer("attach", [run_option(run) for run in runs_to_watch(runs)])
+        model.offer("recent", [Option(path, Path(path).name, path) for path in models])
+        self.redraw()
+
+    def _tick(self) -> None:
+        """A clock runs on the page while the engine is asked."""
+        if self.background.busy:
+            self.current.show(self.view)
+
+    def _draw_stepper(self, width: int) -> Content:
+        return drawing.stepper(self.answers.step, width, route(self.answers))
+
+    def _draw_footer(self, width: int) -> Content:
+        wide = self.has_class("-wide")  # there the machine has a place of its own
+        trying = self.background.trial.state.pending
+        keys = TRYING if trying else KEYS[self.answers.step]
+        return drawing.footer(keys, () if wide else self.view.machine_lines, width)

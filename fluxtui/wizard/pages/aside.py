@@ -1,0 +1,29 @@
+"""The column beside the question on a wide screen: the run so far, and this machine."""
+
+from __future__ import annotations
+
+from textual.content import Content
+
+from fluxtui.wizard import drawing
+from fluxtui.wizard.pages.launch import summary_rows
+from fluxtui.wizard.pages.preview import equivalent
+from fluxtui.wizard.view import View
+
+
+def aside(view: View, width: int) -> Content:
+    """The command and the file at the end; before, the answers and the machine."""
+    if view.answers.step in ("preview", "launch") and view.answers.start != "resume":
+        return equivalent(view, width)
+    lines = [Content.styled("Your run", "bold"), Content("")]
+    for name, value in summary_rows(view):
+        check = view.checks.get(name)
+        wrong = check is not None and check.error is not None
+        lines.append(
+            Content.assemble(
+                (name.ljust(10), drawing.MUTED),
+                (drawing.shortened(value or "-", width - 10), "$error" if wrong else "bold"),
+            )
+        )
+    lines += [Content(""), Content.styled("This machine", "bold"), Content("")]
+    lines += [drawing.paragraph(line, width) for line in view.machine_lines]
+    return Content("\n").join(lines)

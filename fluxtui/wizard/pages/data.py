@@ -1,0 +1,70 @@
+"""What was found about the data: facts, its lengths, and samples as the model will see them."""
+
+from __future__ import annotations
+
+from textual.content import Content
+
+from fluxtui.wizard import drawing
+from fluxtui.wizard.checks import Check
+from fluxtui.wizard.inspection import Inspection, histogram, histogram_lines
+from fluxtui.wizard.pages.found import found_page
+from fluxtui.wizard.pages.waiting import pending
+from fluxtui.wizard.view import View
+
+HISTOGRAM_LINES = 3
+SAMPLE_LINES = 8
+LEGEND = "▌ is learnt, the rest is only seen"
+
+
+def data_page(view: View, width: int) -> Content:
+    """The answer's check, and what the engine makes of the data."""
+    check, asked = view.checks.get("data"), view.inspection
+    parts = [found_page(view, width)]
+    if check is None or check.error:
+        return parts[0]
+    if asked.value is not None:
+        parts += [_lengths(asked.value, width), _samples(asked.value, width)]
+    elif asked.refusal is not None:
+        parts.append(drawing.problem(asked.refusal, width))
+    else:
+        if asked.pending:
+            parts.append(pending("The engine reads the first documents", asked, width))
+        parts.append(_first_documents(check, width))
+    return Content("\n\n").join(part for part in parts if part.plain)
+
+
+def _lengths(found: Inspection, width: int) -> Content:
+    bars = histogram(found.lengths, found.sequence_length, min(width, 72))
+    drawn = histogram_lines(bars, found.sequence_length, HISTOGRAM_LINES)
+    rows = [(name, value) for name, value in found.rows()]
+    return Content("\n").join(
+        [
+            drawing.heading("Lengths", "documents by tokens", width),
+            *(_bar_line(line, bars.marked) for line in drawn[:-1]),
+            Content.styled(drawn[-1], drawing.MUTED),
+            drawing.pairs(rows, width),
+        ]
+    )
+
+
+def _bar_line(line: str, marked: int) -> Content:
+    return Content.assemble(
+        (line[:marked], "$accent"), (line[marked], "bold $warning"), (line[marked + 1 :], "$accent")
+    )
+
+
+def _samples(found: Inspection, width: int) -> Content:
+    lines = [drawing.heading("As the model sees it", LEGEND, width)]
+    for number, sample in enumerate(found.samples, start=1):
+        lines += [
+            drawing.paragraph(f"sample {number}: {sample.title}", width, drawing.MUTED),
+            drawing.samples([sample.pieces], width, SAMPLE_LINES),
+        ]
+    return Content("\n").join(lines)
+
+
+def _first_documents(check: Check, width: int) -> Content:
+    if not check.samples:
+        return Content("")
+    title = drawing.heading("First documents", LEGEND, width)
+    return Content("\n").join([title, drawing.samples(check.samples, width, SAMPLE_LINES // 2)])

@@ -1,0 +1,22 @@
+"""What was found about an answer."""
+
+from __future__ import annotations
+
+from textual.content import Content
+
+from fluxtui.wizard import drawing
+from fluxtui.wizard.view import View
+
+
+def found_page(view: View, width: int) -> Content:
+    """What is known about the answer of the step on screen."""
+    check = view.checks.get(view.answers.step)
+    if check is None:
+        return Content.styled("looking ...", drawing.MUTED)
+    if check.error and check.open:
+        return drawing.paragraph(check.error, width, drawing.MUTED)
+    if check.error:
+        return drawing.problem(check.error, width)
+    lines = [drawing.facts(check.facts, width)] if check.facts else []
+    lines += [drawing.caution(warning, width) for warning in check.warnings]
+    return Content("\n").join(lines)

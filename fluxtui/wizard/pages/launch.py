@@ -1,0 +1,77 @@
+"""The last page: everything once more, and Enter starts it."""
+
+from __future__ import annotations
+
+from textual.content import Content
+
+from fluxtrain.units import bytes_text
+from fluxtui.wizard import drawing
+from fluxtui.wizard.known_runs import run_rows
+from fluxtui.wizard.launching import command_text
+from fluxtui.wizard.pages.preview import time_line, yaml_block
+from fluxtui.wizard.view import View
+
+OWN_PROCESS = "in a process of its own: closing this app does not stop it"
+
+
+def launch_page(view: View, width: int) -> Content:
+    """The run in words, where it goes, and the command."""
+    going_on = view.answers.start == "resume"
+    lines = [Content.styled("Ready to go on" if going_on else "Ready", "bold"), Content("")]
+    for message in launch_problems(view):
+        lines += [drawing.problem(message, width), Content("")]
+    verb = "Enter goes on with the run" if going_on else "Enter starts the training"
+    lines += [
+        drawing.pairs(resumed_rows(view) if going_on else launch_rows(view), width),
+        Content(""),
+        Content.assemble(("▸ ", "bold $accent"), (verb, "bold $accent")),
+        drawing.paragraph(OWN_PROCESS, width, drawing.MUTED),
+        Content(""),
+        Content.styled("The same from a shell", "bold"),
+        drawing.paragraph(command_text(view.answers), width, "$accent"),
+    ]
+    if not (view.wide or going_on):
+        lines += [Content(""), yaml_block(view)]
+    return Content("\n").join(lines)
+
+
+def launch_problems(view: View) -> list[str]:
+    """Why the run cannot start, or would fail at once."""
+    data = view.inspection.refusal if view.answers.start != "resume" else None
+    return [message for message in (view.launch_error, data) if message]
+
+
+def launch_rows(view: View) -> list[tuple[str, str]]:
+    """The answers in words, what they lead to, and where the run lives."""
+    rows = [*summary_rows(view), ("runs in", str(view.root))]
+    if view.plan.value is not None:
+        what, _, when = time_line(view).partition(": ")
+        rows.append((what, when))
+    if view.free_disk_bytes is not None:
+        rows.append(("free disk", bytes_text(view.free_disk_bytes)))
+    return rows
+
+
+def summary_rows(view: View) -> list[tuple[str, str]]:
+    """The answers in words."""
+    answers, plan = view.answers, view.plan.value
+    steps = answers.steps if plan is None or plan.steps is None else plan.steps
+    offload: str = answers.offload
+    if plan is not None and plan.offload and plan.offload != offload:
+        offload = f"{plan.offload} ({offload})"
+    return [
+        ("model", answers.model_path),
+        ("data", answers.data_file),
+        ("method", answers.method),
+        ("strategy", answers.dial),
+        ("offload", offload),
+        ("steps", "auto" if steps is None else f"{steps:,}"),
+    ]
+
+
+def resumed_rows(view: View) -> list[tuple[str, str]]:
+    """What is known about the run that goes on."""
+    for run in view.runs:
+        if run.path == view.answers.resume_run:
+            return list(run_rows(run))
+    return [("run", view.answers.resume_run)]

@@ -1,0 +1,155 @@
+"""The whole run before it starts: memory, disk, time, what is not a default, and a dry run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from textual.content import Content
+
+from fluxtrain.units import bytes_text, duration_text
+from fluxtui.wizard import drawing
+from fluxtui.wizard.configuring import yaml_text
+from fluxtui.wizard.launching import command_text
+from fluxtui.wizard.pages.waiting import pending, refused
+from fluxtui.wizard.plan_preview import PlanPreview
+from fluxtui.wizard.trial import Trial
+from fluxtui.wizard.view import View
+
+CURE = "Press esc to change an answer, or r to ask again."
+
+
+def preview_page(view: View, width: int) -> Content:
+    """Bars with margins, time, disk, differences from the defaults, and predicted = measured?"""
+    asked = view.plan
+    if asked.refusal is not None:
+        return refused(asked.refusal, CURE, width)
+    if asked.value is None:
+        return pending("The engine reads the model and measures what is free", asked, width)
+    plan = asked.value
+    parts = [
+        Content("\n").join([Content.styled("Before it starts", "bold"), *_bars(view, plan, width)]),
+        Content("\n").join(
+            drawing.paragraph(line, width) for line in (time_line(view), disk_line(plan))
+        ),
+        Content("\n").join([_trial_title(view, width), _trial(view, width)]),
+        Content("\n").join([Content.styled("Not the defaults", "bold"), _changed(plan, width)]),
+    ]
+    if not view.wide:
+        parts.append(equivalent(view, width))
+    return Content("\n\n").join(parts)
+
+
+def bar_rows(view: View, plan: PlanPreview) -> list[tuple[str, int | None, int | None]]:
+    """Name, what is taken and what there is, of each memory."""
+    device = "VRAM" if plan.device == "cuda" else "buffers"
+    return [
+        (device, plan.device_bytes, plan.device_budget_bytes),
+        ("RAM", plan.host_bytes, plan.host_limit_bytes),
+        ("disk", plan.disk_bytes, view.free_disk_bytes),
+    ]
+
+
+def margin_text(used: int | None, limit: int | None) -> str:
+    """How much is left over."""
+    if used is None or not limit:
+        return ""
+    return f"{bytes_text(limit - used)} left" if used <= limit else ""
+
+
+def time_line(view: View) -> str:
+    """The run's time as an interval, once three steps were tried; as predicted before."""
+    plan, trial = view.plan.value, view.trial.value
+    if trial is not None:
+        return f"time: {trial.eta}, by the speed of the dry run"
+    if plan is None or plan.predicted is None:
+        why = plan.predicted_because if plan else "there is no plan yet"
+        return f"time: not predicted: {why}"
+    return f"time: about {duration_text(plan.predicted.eta_s)}, predicted; a dry run tells how far"
+
+
+def disk_line(plan: PlanPreview) -> str:
+    """What is written to the disk."""
+    return (
+        f"disk: checkpoints and the trained model take {bytes_text(plan.disk_bytes)}; each "
+        "checkpoint is written anew and the oldest removed"
+    )
+
+
+def changed_rows(changed: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The settings that are not the defaults."""
+    return [(key, str(value)) for key, value in changed.items()]
+
+
+def equivalent(view: View, width: int) -> Content:
+    """The same run as a command and as YAML."""
+    return Content("\n").join(
+        [
+            Content.assemble(("The same from a shell", "bold"), ("   m copies it", drawing.MUTED)),
+            drawing.paragraph(command_text(view.answers), width, "$accent"),
+            Content(""),
+            yaml_block(view),
+        ]
+    )
+
+
+def yaml_block(view: View) -> Content:
+    """The configuration file."""
+    text = "\n".join(f"  {line}" for line in config_text(view).rstrip().splitlines())
+    title = drawing.heading("config.yaml", "y copies it", 80)
+    return Content("\n").join([title, Content(text)])
+
+
+def config_text(view: View) -> str:
+    """The YAML of the run. The demo needs none, so its own settings come from the plan."""
+    plan = view.plan.value
+    demo = view.answers.is_demo and plan is not None
+    return plan.config_text if demo and plan is not None else yaml_text(view.answers)
+
+
+def _bars(view: View, plan: PlanPreview, width: int) -> list[Content]:
+    lines = []
+    for name, used, limit in bar_rows(view, plan):
+        bar = drawing.memory_bar(name, used, limit, width - 16)
+        left = margin_text(used, limit)
+        lines.append(Content.assemble(bar, (f"  {left}" if left else "", drawing.MUTED)))
+    return lines
+
+
+def _trial_title(view: View, width: int) -> Content:
+    hint = "esc ends it" if view.trial.pending else "t trains three real steps; nothing is kept"
+    return drawing.heading("Dry run", hint, width)
+
+
+def _trial(view: View, width: int) -> Content:
+    asked = view.trial
+    if asked.refusal is not None:
+        return drawing.problem(asked.refusal, width)
+    if asked.value is not None:
+        return _compared(asked.value, width)
+    if asked.pending:
+        return pending("Training three steps", asked, width)
+    return Content.styled("  not tried yet", drawing.MUTED)
+
+
+def _compared(trial: Trial, width: int) -> Content:
+    lines = [Content.styled(f"  {'':<14}{'predicted':>12}{'measured':>12}", drawing.MUTED)]
+    for row in trial.rows:
+        lines.append(
+            Content.assemble(
+                (f"  {row.name:<14}", drawing.MUTED),
+                f"{row.predicted:>12}",
+                (f"{row.measured:>12}", "bold"),
+                (f"  {row.difference}", drawing.MUTED),
+            )
+        )
+    if trial.over_limit:
+        lines.append(drawing.problem("more than there is: turn the dial to fit", width))
+    return Content("\n").join(lines)
+
+
+def _changed(plan: PlanPreview, width: int) -> Content:
+    rows = changed_rows(plan.changed)
+    if not rows:
+        return Content.styled("  everything is at its default", drawing.MUTED)
+    return drawing.pairs(rows, width)

@@ -1,0 +1,161 @@
+"""The strategy: the dial from fast to fit, the ranked plans as cards, and why each choice."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from textual.content import Content
+
+from fluxtrain.units import bytes_text, count_text, duration_text
+from fluxtui.wizard import drawing
+from fluxtui.wizard.answers import DIAL, Answers
+from fluxtui.wizard.pages.waiting import pending, refused
+from fluxtui.wizard.plan_preview import PlanPreview, RankedPlan, ReasonedChoice
+from fluxtui.wizard.view import View
+
+CARD_LEAST = 22  # columns of a card with its border
+CURE = "Press esc to change an answer, o for another offload setting, or r to ask again."
+OVER = "this does not fit: turn the dial to fit, press o for more offload, or esc"
+
+
+def strategy_page(view: View, width: int, *, cursor: int = 0, why: bool = False) -> Content:
+    """Everything that can be chosen about where the bytes live and how many rows a step has.
+
+    The choice at `cursor` shows its reason; with `why` all of them do.
+    """
+    head = [dial_line(view.answers, width), Content("")]
+    if view.cards:
+        head += [cards(view, width), Content("")]
+    asked = view.plan
+    if asked.refusal is not None:
+        return Content("\n").join([*head, refused(asked.refusal, CURE, width)])
+    if asked.value is None:
+        note = "goes on by itself when the plan is there" if view.goes_on else ""
+        what = "The engine reads the model and measures what is free"
+        return Content("\n").join([*head, pending(what, asked, width, note)])
+    plan = asked.value
+    if not view.cards:
+        head += [Content.styled(f"no ranked plans: {plan.predicted_because}", drawing.MUTED)]
+    if not plan.fits:
+        head += [drawing.problem(OVER, width)]
+    head += [numbers_line(view.answers, plan, width), Content("")]
+    return Content("\n").join([*head, *_reasons(plan.choices, width, cursor, why)])
+
+
+def dial_line(answers: Answers, width: int) -> Content:
+    """The dial with its stops; the chosen one stands between arrows."""
+    parts: list[Content | tuple[str, str]] = [("Strategy  ", "bold")]
+    for stop in DIAL:
+        here = stop == answers.dial
+        text = f"‹ {stop} ›" if here else f"  {stop}  "
+        parts.append((text, "bold $accent" if here else drawing.MUTED))
+    hint = "  ← → from fast to fit"
+    if sum(len(part[0]) for part in parts if isinstance(part, tuple)) + len(hint) <= width:
+        parts.append((hint, drawing.MUTED))
+    return Content.assemble(*parts)
+
+
+def cards(view: View, width: int) -> Content:
+    """The ranked plans beside each other, or under each other where there is no room."""
+    gap = 1
+    room = (width - gap * (len(view.cards) - 1)) // len(view.cards)
+    if room < CARD_LEAST:
+        return Content("\n").join(_card_row(view, card, width) for card in view.cards)
+    drawn = [_card(view, card, min(room, 30)) for card in view.cards]
+    return Content("\n").join(Content(" " * gap).join(lines) for lines in zip(*drawn, strict=True))
+
+
+def card_facts(card: RankedPlan, device: str) -> list[tuple[str, str]]:
+    """What a card says: name and value."""
+    told = card.predicted
+    return [
+        ("tokens/s", count_text(told.tokens_per_s)),
+        ("step", duration_text(told.step_s)),
+        ("VRAM" if device == "cuda" else "buffers", bytes_text(card.device_bytes)),
+        ("RAM", bytes_text(card.host_bytes)),
+        ("run", duration_text(told.eta_s)),
+        ("bound by", told.binds.removeprefix("the ")),
+    ]
+
+
+def numbers_line(answers: Answers, plan: PlanPreview, width: int) -> Content:
+    """Batch, chunk, steps and offload with the keys that change them."""
+    entries = (
+        ("b", "batch", answers.batch_rows, plan.batch_rows),
+        ("c", "chunk", answers.chunk_rows, plan.chunk_rows),
+        ("s", "steps", answers.steps, plan.steps),
+        ("o", "offload", None if answers.offload == "auto" else answers.offload, plan.offload),
+    )
+    lines, used = [Content("")], 0
+    for key, name, chosen, planned in entries:
+        value = planned if chosen is None else chosen
+        text = f"{value:,}" if isinstance(value, int) else str(value or "-")
+        entry = Content.assemble(
+            (key, "bold $accent"),
+            (f" {name} ", drawing.MUTED),
+            (text, "bold"),
+            ("" if chosen is None else " set", drawing.MUTED),
+            "   ",
+        )
+        if used + len(entry.plain) > width:
+            lines, used = [*lines, Content("")], 0
+        lines[-1] += entry
+        used += len(entry.plain)
+    return Content("\n").join(lines)
+
+
+def _reasons(
+    choices: Sequence[ReasonedChoice], width: int, cursor: int, why: bool
+) -> list[Content]:
+    """Every choice; the reason under the one with the cursor, or under all of them."""
+    hint = "w fewer" if why else "↑↓ choose, w all reasons"
+    lines = [drawing.heading("Chosen for you: why?", hint, width)]
+    name_width = max((len(choice.name) for choice in choices), default=0) + 2
+    for index, choice in enumerate(choices):
+        here = index == cursor
+        lines.append(
+            Content.assemble(
+                (drawing.CURSOR if here else "  ", "bold $accent"),
+                (choice.name.ljust(name_width), "" if here else drawing.MUTED),
+                (drawing.shortened(choice.value, width - name_width - 2), "bold"),
+            )
+        )
+        if here or why:
+            reason = drawing.paragraph(choice.because, width - 4, "" if here else drawing.MUTED)
+            lines.append(Content("\n").join(Content("    ") + line for line in reason.split("\n")))
+    return lines
+
+
+def _card(view: View, card: RankedPlan, width: int) -> list[Content]:
+    """A card as lines with a border; a chosen one has a double border and a mark."""
+    chosen = card.name == view.answers.dial
+    corners = "╔═╗║╚╝" if chosen else "┌─┐│└┘"
+    style = "bold $accent" if chosen else drawing.MUTED
+    inner = width - 4
+    device = view.plan.value.device if view.plan.value else ""
+    title = f"{corners[1]} {'▸ ' if chosen else ''}{card.name} "
+    lines = [Content.styled(f"{corners[0]}{title.ljust(width - 2, corners[1])}{corners[2]}", style)]
+    side = Content.styled(corners[3], style)
+    for name, value in card_facts(card, device):
+        room = inner - 9
+        lines.append(
+            Content.assemble(
+                side, f" {name:<9}", (drawing.shortened(value, room).ljust(room), "bold"), " ", side
+            )
+        )
+    return [*lines, Content.styled(corners[4] + corners[1] * (width - 2) + corners[5], style)]
+
+
+def _card_row(view: View, card: RankedPlan, width: int) -> Content:
+    chosen = card.name == view.answers.dial
+    told = card.predicted
+    text = (
+        f"{count_text(told.tokens_per_s)} tokens/s, {bytes_text(card.device_bytes)}, "
+        f"{duration_text(told.eta_s)}"
+    )
+    mark = "▸ " if chosen else "  "
+    return Content.assemble(
+        (mark, "bold $accent"),
+        (card.name.ljust(10), "bold"),
+        drawing.shortened(text, width - 12),
+    )

@@ -1,0 +1,33 @@
+"""While the engine is asked, and when it refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from textual.content import Content
+
+from fluxtui.wizard import drawing
+from fluxtui.wizard.asked import Asked
+
+_SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
+
+
+def pending(what: str, asked: Asked[Any], width: int, note: str = "") -> Content:
+    """The engine is at work: what at, for how long, and its newest words."""
+    mark = _SPINNER[int(asked.waited_s * 4) % len(_SPINNER)]
+    line = f"{what}  {asked.waited_s:.0f} s"
+    lines = [Content.assemble((f"{mark} ", "$accent"), drawing.shortened(line, width - 2))]
+    for text in filter(None, (asked.said, note)):
+        lines.append(Content.styled(f"  {drawing.shortened(text, width - 2)}", drawing.MUTED))
+    return Content("\n").join(lines)
+
+
+def refused(message: str, cure: str, width: int) -> Content:
+    """Why there is no answer, and what can be done here."""
+    return Content("\n").join(
+        [
+            drawing.problem(message, width),
+            Content(""),
+            drawing.paragraph(cure, width, drawing.MUTED),
+        ]
+    )

@@ -1,0 +1,39 @@
+"""Completing paths as they are typed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+
+from textual.suggester import Suggester
+
+
+class PathSuggester(Suggester):
+    """Completes a path with the first name in its folder that begins like it."""
+
+    def __init__(self, folders_only: bool) -> None:
+        super().__init__(use_cache=False, case_sensitive=True)
+        self._folders_only = folders_only
+
+    async def get_suggestion(self, value: str) -> str | None:
+        """The completed path; listing a folder may be slow, so it happens in a thread."""
+        return await asyncio.to_thread(complete_path, value, self._folders_only)
+
+
+def complete_path(value: str, folders_only: bool) -> str | None:
+    """`value` completed to an existing path, or None; hidden names only when asked for."""
+    if not value.strip():
+        return None
+    head, begun = os.path.split(value)
+    try:
+        with os.scandir(Path(head or ".").expanduser()) as entries:
+            names = sorted(
+                entry.name + ("/" if entry.is_dir() else "")
+                for entry in entries
+                if entry.name.startswith(begun) and (entry.is_dir() or not folders_only)
+            )
+    except OSError:
+        return None
+    shown = [name for name in names if begun or not name.startswith(".")]
+    return os.path.join(head, shown[0]) if shown else None

@@ -1,0 +1,99 @@
+"""What all steps are: a page that draws a `View` and says what the user wants."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Literal
+
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import VerticalScroll
+from textual.content import Content
+from textual.message import Message
+
+from fluxtui.wizard.answers import StepName
+from fluxtui.wizard.view import View
+from fluxtui.wizard.widgets import Drawn
+
+Wish = Literal["measure", "plan", "try", "copy yaml", "copy command"]
+DrawPage = Callable[[View, int], Content]
+
+
+class Answered(Message):
+    """The user changed these fields of the answers."""
+
+    def __init__(self, changes: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.changes = changes
+
+
+class Wished(Message):
+    """The user wants something done that is no answer."""
+
+    def __init__(self, wish: Wish) -> None:
+        super().__init__()
+        self.wish = wish
+
+
+class Step(VerticalScroll, can_focus=False):
+    """One page of the wizard."""
+
+    DEFAULT_CSS = """
+    Step { height: 1fr; scrollbar-size-vertical: 1; scrollbar-background: $background; }
+    Step > Drawn, Step > ChoiceList { margin-bottom: 1; }
+    """
+    name_of_step: StepName
+
+    def __init__(self, name: StepName) -> None:
+        super().__init__(id=name)
+        self.name_of_step = name
+        self.view = View()
+
+    def show(self, view: View) -> None:
+        """Draw this."""
+        self.view = view
+        for drawn in self.query(Drawn):
+            drawn.refresh(layout=True)
+
+    def take_focus(self) -> None:
+        """Put the focus where the first key press is wanted."""
+
+    def leave(self) -> bool:
+        """Escape was pressed: True when it was for something inside this page."""
+        return False
+
+
+class DrawnStep(Step, can_focus=True):
+    """A page that is only drawn; its keys say wishes, and it scrolls."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("up,k", "scroll_up", "scroll", show=False),
+        Binding("down,j", "scroll_down", "scroll", show=False),
+        Binding("r", "again", "again", show=False),
+        Binding("t", "wish('try')", "dry run", show=False),
+        Binding("y", "wish('copy yaml')", "copy YAML", show=False),
+        Binding("m", "wish('copy command')", "copy command", show=False),
+    ]
+    AGAIN: ClassVar[dict[str, Wish]] = {"hardware": "measure", "method": "plan", "preview": "plan"}
+    ON_PREVIEW = ("try", "copy yaml", "copy command")
+
+    def __init__(self, name: StepName, draw: DrawPage) -> None:
+        super().__init__(name)
+        self._draw = draw
+
+    def compose(self) -> ComposeResult:
+        yield Drawn(lambda width: self._draw(self.view, width))
+
+    def take_focus(self) -> None:
+        """The page itself, so that its keys work."""
+        self.focus()
+
+    def action_again(self) -> None:
+        """Ask the engine for this page's facts once more."""
+        if self.name_of_step in self.AGAIN:
+            self.post_message(Wished(self.AGAIN[self.name_of_step]))
+
+    def action_wish(self, wish: Wish) -> None:
+        """Say what the user wants, where this page offers it."""
+        if self.name_of_step in ("preview", "launch") and wish in self.ON_PREVIEW:
+            self.post_message(Wished(wish))

@@ -1,0 +1,51 @@
+"""Everything that the wizard's pages draw, as one value."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+
+from fluxtrain.telemetry.rundir import RunSummary
+from fluxtui.wizard.answers import Answers
+from fluxtui.wizard.asked import Asked
+from fluxtui.wizard.checks import Check
+from fluxtui.wizard.inspection import Inspection
+from fluxtui.wizard.machine import MachineFacts
+from fluxtui.wizard.plan_preview import PlanPreview, RankedPlan
+from fluxtui.wizard.trial import Trial
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class View:
+    """The answers, and what the engine said about them.
+
+    Attributes:
+        checks: by step; None while the answer is being looked at.
+        cards: the ranked plans of the newest plan in which none of them was chosen.
+        goes_on: Enter was pressed before the plan was there.
+        root: the folder of the runs.
+    """
+
+    answers: Answers = dataclasses.field(default_factory=Answers)
+    checks: Mapping[str, Check | None] = dataclasses.field(default_factory=dict)
+    probe: Asked[MachineFacts] = dataclasses.field(default_factory=Asked)
+    inspection: Asked[Inspection] = dataclasses.field(default_factory=Asked)
+    plan: Asked[PlanPreview] = dataclasses.field(default_factory=Asked)
+    trial: Asked[Trial] = dataclasses.field(default_factory=Asked)
+    cards: tuple[RankedPlan, ...] = ()
+    runs: tuple[RunSummary, ...] = ()
+    goes_on: bool = False
+    launch_error: str | None = None
+    root: Path = Path("runs")
+    free_disk_bytes: int | None = None
+    wide: bool = False
+
+    @property
+    def machine_lines(self) -> tuple[str, ...]:
+        """This machine in a few words, or that it is being measured."""
+        if self.probe.value is not None:
+            return self.probe.value.lines
+        if self.probe.refusal is not None:
+            return ("not measured", self.probe.refusal)
+        return (self.probe.said or "measuring ...",)

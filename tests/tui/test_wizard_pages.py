@@ -1,0 +1,260 @@
+"""The wizard's pages as functions of what is known: true to it, within their width."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import ModuleType
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from textual.content import Content
+
+from fluxtrain.errors import EXIT_BUG, EXIT_DOES_NOT_FIT
+from fluxtui.wizard.answers import Answers
+from fluxtui.wizard.asked import Asked
+from fluxtui.wizard.checks import Check
+from fluxtui.wizard.data_facts import Piece
+from fluxtui.wizard.inspection import histogram, histogram_lines, read_inspection
+from fluxtui.wizard.machine import read_machine_facts
+from fluxtui.wizard.pages.aside import aside
+from fluxtui.wizard.pages.data import data_page
+from fluxtui.wizard.pages.hardware import hardware_page
+from fluxtui.wizard.pages.launch import launch_page
+from fluxtui.wizard.pages.method import fit_words, method_page
+from fluxtui.wizard.pages.preview import preview_page
+from fluxtui.wizard.pages.strategy import strategy_page
+from fluxtui.wizard.plan_preview import read_plan
+from fluxtui.wizard.trial import read_trial
+from fluxtui.wizard.view import View
+
+WIDTHS = (56, 76, 92, 160)
+PAGES = (data_page, hardware_page, launch_page, method_page, preview_page, strategy_page)
+
+
+@pytest.fixture
+def known(wizard_pilot: ModuleType) -> View:
+    """Everything was asked and answered."""
+    plan = read_plan(wizard_pilot.PLAN)
+    return View(
+        checks={"data": Check(facts=(("format", "jsonl"),))},
+        probe=Asked(value=read_machine_facts(wizard_pilot.PROBE)),
+        inspection=Asked(value=read_inspection(wizard_pilot.INSPECTION)),
+        plan=Asked(value=plan),
+        trial=Asked(value=read_trial(wizard_pilot.TRIAL)),
+        cards=plan.ranked,
+        answers=Answers(step="data"),
+        free_disk_bytes=1 << 40,
+    )
+
+
+def widest(content: Content) -> int:
+    return max(len(line) for line in content.plain.split("\n"))
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("page", PAGES)
+def test_every_page_keeps_its_width(page: Any, width: int, known: View) -> None:
+    assert widest(page(known, width)) <= width
+    assert page(View(), width).plain, "and says something when nothing is known"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_refusal_is_told_on_every_page_that_needs_the_answer(page: Any) -> None:
+    refused: Asked[Any] = Asked(refusal="the model needs 80 GiB", exit_code=EXIT_DOES_NOT_FIT)
+    view = View(
+        answers=Answers(step="data"), checks={"data": Check()}, plan=refused, inspection=refused,
+        probe=refused, trial=refused,
+    )  # fmt: skip
+    assert "the model needs 80 GiB" in page(view, 80).plain
+
+
+# --- data -----------------------------------------------------------------------------------------
+
+
+def test_what_is_learnt_is_marked_by_a_bar_and_the_rest_is_not(known: View) -> None:
+    lines = [line.rstrip() for line in data_page(known, 80).plain.split("\n")]
+    assert "▌ So it is.<|end|>" in lines
+    assert "  <|user|>Why?" in lines
+    assert "sample 1: 10 tokens, 4 learnt" in lines
+
+
+def test_the_share_that_is_cut_and_the_estimate_are_told(known: View) -> None:
+    shown = data_page(known, 80).plain
+    assert "25% of the documents are longer than a row" in shown
+    assert "about 13 rows of 128, 90% full" in shown
+    assert "about 16 documents, 1.60 k tokens: from the first 4" in shown
+
+
+@given(
+    lengths=st.lists(st.integers(1, 100_000), min_size=1, max_size=300),
+    row=st.integers(2, 8192),
+    columns=st.integers(20, 120),
+)
+def test_a_histogram_counts_every_document_and_marks_the_row(
+    lengths: list[int], row: int, columns: int
+) -> None:
+    found = histogram(lengths, row, columns)
+    assert sum(found.counts) == len(lengths)
+    assert found.marked * found.limit <= row * columns < (found.marked + 1) * found.limit
+    *bars, axis = histogram_lines(found, row, 3)
+    assert {len(line) for line in (*bars, axis)} == {columns}
+    assert all(line[found.marked] == "│" for line in bars)
+    for column, count in enumerate(found.counts):
+        drawn = column == found.marked or bars[-1][column] != " "
+        assert drawn or count == 0, "one document is seen too"
+
+
+def test_a_length_beyond_the_last_column_is_told_with_a_plus() -> None:
+    lengths = [10] * 200 + [1_000_000]
+    axis = histogram_lines(histogram(lengths, 64, 60), 64, 3)[-1]
+    assert axis.endswith("+")
+    assert "64 = a row" in axis
+
+
+def test_samples_keep_their_stretches(wizard_pilot: ModuleType) -> None:
+    [sample] = read_inspection(wizard_pilot.INSPECTION).samples
+    assert sample.pieces == (Piece("<|user|>Why?", False), Piece("So it is.<|end|>", True))
+    part = dataclasses.replace(sample, tokens=5000, shown_tokens=2048)
+    assert part.title == "5,000 tokens, 4 learnt, the first 2,048 shown"
+
+
+# --- method and hardware --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"device": "cpu", "offload": "weights"}, "fits"),
+        ({"device": "cuda", "offload": "none"}, "fits"),
+        ({"device": "cuda", "offload": "weights"}, "fits with offload"),
+        ({"device": "cuda", "device_bytes": 1 << 40}, "does not fit"),
+    ],
+)
+def test_a_card_says_whether_the_method_fits(
+    changes: dict[str, Any], words: str, wizard_pilot: ModuleType
+) -> None:
+    view = View(plan=Asked(value=read_plan({**wizard_pilot.PLAN, **changes})))
+    assert fit_words(view) == words
+    assert words.upper() in method_page(view, 80).plain
+
+
+def test_a_model_that_does_not_fit_is_told_from_an_engine_that_failed() -> None:
+    needs = View(plan=Asked(refusal="needs 80 GiB", exit_code=EXIT_DOES_NOT_FIT))
+    broken = View(plan=Asked(refusal="a bug", exit_code=EXIT_BUG))
+    assert fit_words(needs) == "does not fit"
+    assert fit_words(broken) == "not known"
+
+
+def test_the_machine_is_told_with_its_limits_and_who_else_uses_the_gpu() -> None:
+    gpu = {
+        "index": 0, "name": "RTX 4090", "memory_total_bytes": 24 << 30,
+        "memory_free_bytes": 20 << 30, "other_processes": [{"pid": 77, "used_bytes": 3 << 30}],
+    }  # fmt: skip
+    facts = read_machine_facts({
+        "machine": {
+            "cores": 8, "cpu_quota": 4, "cpu_name": "EPYC", "memory_total_bytes": 64 << 30,
+            "memory_available_bytes": 60 << 30, "memory_limit_bytes": 64 << 30,
+            "memory_installed_bytes": 128 << 30, "gpus": [gpu], "memlock_limit_bytes": 8 << 20,
+        },
+        "rates": {"pin": {"per_s": 2.1e9, "how": "1.00 GiB locked"}},
+        "measured_at_s": 1000.0,
+    })  # fmt: skip
+    shown = hardware_page(View(probe=Asked(value=facts)), 120).plain
+    for text in (
+        "EPYC; limited to 4 (cgroup)", "limited to 64.0 GiB (cgroup); 128 GiB installed",
+        "20.0 GiB free", "process 77 (3.00 GiB)", "limit 8.00 MiB", "pinned at 2.10 GB/s",
+        "1 other programs use GPU 0",
+    ):  # fmt: skip
+        assert text in shown
+    assert facts.age_text(1060.0) == "rates measured 1m 00s ago"
+
+
+def test_a_rate_that_was_not_measured_says_why_and_shows_no_number(known: View) -> None:
+    row = next(row for row in known.probe.value.rows if row[0] == "not measured")  # type: ignore[union-attr]
+    assert row[1:] == ("-", "bus to the GPU: no driver")
+
+
+def test_a_machine_that_did_not_say_anything_has_no_rows() -> None:
+    facts = read_machine_facts({})
+    assert facts.rows == ()
+    assert facts.age_text() == "the rates were not measured"
+
+
+# --- strategy and preview -------------------------------------------------------------------------
+
+
+def test_the_cards_show_speed_memory_time_and_what_binds(known: View) -> None:
+    shown = strategy_page(known, 92).plain
+    for text in ("fast", "2.00 k", "1.00 MiB", "1m 40s", "processor", "balanced", "fit"):
+        assert text in shown
+    narrow = strategy_page(known, 56).plain
+    assert "balanced  1.00 k tokens/s" in narrow, "under each other where there is no room"
+
+
+def test_the_chosen_card_is_marked_without_colour(known: View) -> None:
+    chosen = dataclasses.replace(known, answers=Answers(dial="balanced"))
+    shown = strategy_page(chosen, 92).plain
+    assert "‹ balanced ›" in shown
+    assert "▸ balanced" in shown
+    assert "╔" in shown
+
+
+def test_a_number_that_was_set_is_told_from_a_chosen_one(known: View) -> None:
+    mine = dataclasses.replace(known, answers=Answers(batch_rows=16))
+    shown = strategy_page(mine, 92).plain
+    assert "b batch 16 set" in shown
+    assert "c chunk 4   " in shown
+
+
+def test_without_rates_there_are_no_cards_and_the_reason_is_told(
+    known: View, wizard_pilot: ModuleType
+) -> None:
+    answer = {**wizard_pilot.PLAN, "predicted": None, "predicted_because": "adamw is unknown",
+              "plans": []}  # fmt: skip
+    view = dataclasses.replace(known, plan=Asked(value=read_plan(answer)), cards=())
+    assert "no ranked plans: adamw is unknown" in strategy_page(view, 92).plain
+    untried = dataclasses.replace(view, trial=Asked())
+    assert "not predicted: adamw is unknown" in preview_page(untried, 92).plain
+
+
+def test_the_preview_has_margins_and_the_time_as_an_interval_once_it_was_tried(
+    known: View,
+) -> None:
+    shown = preview_page(known, 92).plain
+    assert "1.00 TiB left" in shown
+    assert "200 steps take 1m 30s to 2m 00s, by the speed of the dry run" in shown
+    untried = preview_page(dataclasses.replace(known, trial=Asked()), 92).plain
+    assert "about 1m 40s, predicted" in untried
+    assert "not tried yet" in untried
+
+
+def test_measured_stands_beside_predicted_with_the_difference(known: View) -> None:
+    shown = preview_page(known, 92).plain
+    assert "host memory       2.00 MiB    4.00 MiB  +100%" in shown
+    assert "more than there is" not in shown
+
+
+def test_a_trial_over_the_limit_says_so(known: View, wizard_pilot: ModuleType) -> None:
+    host = {"predicted": 1, "measured": 10, "limit": 5}
+    trial = read_trial({**wizard_pilot.TRIAL, "host_bytes": host})
+    shown = preview_page(dataclasses.replace(known, trial=Asked(value=trial)), 92).plain
+    assert "more than there is" in shown
+
+
+def test_the_yaml_is_in_the_column_beside_where_there_is_one(known: View) -> None:
+    answers = Answers(step="preview", data_source="path", data_path="/d.txt")
+    wide = dataclasses.replace(known, wide=True, answers=answers)
+    assert "config.yaml" not in preview_page(wide, 92).plain
+    assert "path: /d.txt" in aside(wide, 40).plain
+    assert "path: /d.txt" in preview_page(dataclasses.replace(wide, wide=False), 92).plain
+    assert "Your run" in aside(View(), 40).plain
+
+
+def test_data_that_the_engine_refuses_is_told_at_the_launch() -> None:
+    view = View(inspection=Asked(refusal="has no chat template"))
+    assert "has no chat template" in launch_page(view, 80).plain
+    going_on = dataclasses.replace(view, answers=Answers(start="resume", resume_run="/runs/a"))
+    assert "has no chat template" not in launch_page(going_on, 80).plain
+    assert "fluxtrain train --resume /runs/a" in launch_page(going_on, 80).plain
