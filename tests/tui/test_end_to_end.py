@@ -165,15 +165,18 @@ def desk(tmp_path: Path) -> Iterator[Desk]:
 
 def test_enter_alone_leads_from_the_wizard_to_a_finished_training(desk: Desk) -> None:
     terminal = desk.open("--steps", "4", *TINY, size=(80, 24))
-    terminal.until("step 1 of 5", "Which model shall learn?", "✓ architecture")
-    terminal.press("\r")
-    terminal.until("step 2 of 5", "✓ format")
-    terminal.press("\r")
-    terminal.until("step 3 of 5")
-    terminal.press("\r")
-    terminal.until("step 4 of 5", "Chosen for you")
-    terminal.press("\r")
-    terminal.until("step 5 of 5", "Enter starts the training", "train.steps=4")
+    for step, shown in (
+        ("step 1 of 8", "What would you like to do?"),
+        ("step 2 of 8", "✓ architecture"),
+        ("step 3 of 8", "learnt  "),
+        ("step 4 of 8", "FITS"),
+        ("step 5 of 8", "rates measured"),
+        ("step 6 of 8", "Chosen for you: why?"),
+        ("step 7 of 8", "Before it starts"),
+    ):
+        terminal.until(step, shown)
+        terminal.press("\r")
+    terminal.until("step 8 of 8", "Enter starts the training", "train.steps=4")
     terminal.press("\r")
     terminal.until("FINISHED", "4/4")
     terminal.press("q")
@@ -196,17 +199,17 @@ def test_an_own_file_from_a_configuration_is_planned_by_the_real_engine_and_trai
         "train: {batch_rows: 2, evaluate_every: end, checkpoint_every: end}\n"
     )
     terminal = desk.open(str(config), "--steps", "3")
-    terminal.until("step 4 of 5", "Chosen for you", "batch rows")
-    terminal.press("\x1b")
-    terminal.until("step 3 of 5")
-    terminal.press("\x1b")
-    terminal.until("step 2 of 5", "✓ format", "200", "▌ Once upon a time")
-    for number in (3, 4):
+    terminal.until("step 6 of 8", "Chosen for you: why?", "batch rows")
+    for number in (5, 4, 3):
+        terminal.press("\x1b")
+        terminal.until(f"step {number} of 8")
+    terminal.until("✓ format", "200 documents", "sample 1:", "▌ ce upon a time")
+    for number in (4, 5, 6, 7):
         terminal.press("\r")
-        terminal.until(f"step {number} of 5")
-    terminal.until("Chosen for you")
+        terminal.until(f"step {number} of 8")
+    terminal.until("Before it starts", "sequence_length: 32")
     terminal.press("\r")
-    terminal.until("step 5 of 5", "sequence_length: 32")
+    terminal.until("step 8 of 8", "sequence_length: 32")
     terminal.press("\r")
     terminal.until("FINISHED", "3/3")
     terminal.press("q")
@@ -222,14 +225,16 @@ def test_an_answer_that_the_engine_refuses_is_told_in_the_wizard(
     config = tmp_path / "c.yaml"
     config.write_text("model: {path: /no/such/model}\n")
     terminal = desk.open(str(config), size=(80, 24))
-    terminal.until("step 4 of 5", "✗", "/no/such/model")
+    terminal.until("step 6 of 8", "✗", "/no/such/model")
     assert "Traceback" not in terminal.text
 
 
 def test_answers_survive_a_killed_wizard(desk: Desk) -> None:
     first = desk.open(size=(80, 24))
+    first.until("What would you like to do?")
+    first.press("\r")
     first.until("Which model shall learn?")
-    first.press("\x1b[B")  # down
+    first.press("\x1b[B\x1b[B")  # down, down
     first.until("▸ Folder")
     first.press("/models/mine")
     first.until("/models/mine does not exist")
@@ -238,7 +243,7 @@ def test_answers_survive_a_killed_wizard(desk: Desk) -> None:
     second = desk.open(size=(80, 24))
     second.until("Unfinished answers", "/models/mine")
     second.press("\r")
-    second.until("step 1 of 5", "▸ Folder", "/models/mine does not exist")
+    second.until("step 2 of 8", "▸ Folder", "/models/mine does not exist")
 
 
 def test_a_detached_training_goes_on_and_can_be_watched_and_stopped(desk: Desk) -> None:
@@ -340,7 +345,7 @@ def test_the_first_paint_costs_little(desk: Desk) -> None:
     def first_paint_cpu_s() -> float:
         """Processor time, as other tests share this machine's clock."""
         terminal = desk.open()
-        terminal.until("Which model shall learn?")
+        terminal.until("What would you like to do?")
         times = psutil.Process(terminal.process.pid).cpu_times()
         terminal.press("\x1b")
         assert terminal.ends() == 0
