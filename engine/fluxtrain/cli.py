@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import json as json_module
-import os
 import sys
-import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
 from fluxtrain.errors import (
-    EXIT_BAD_INPUT,
-    EXIT_BUG,
     EXIT_FINISHED,
-    EXIT_INTERRUPTED,
     BadInput,
     FluxTrainError,
-    Interrupted,
 )
+from fluxtrain.spoken import complain, print_json, say, silent, tell
 
 if TYPE_CHECKING:
     from fluxtrain.train.config import RunConfig
@@ -93,11 +88,11 @@ def train(  # noqa: PLR0913, PLR0917 - typer reads the options from the signatur
             raise BadInput(f"{target.run_dir.path} holds no run: name a CONFIG.yaml, or use --demo")
         chosen = stored_config(target.run_dir, overrides)
     if not json and live_fd is None:
-        _say(f"run: {target.run_dir.path}")
-        _say(f"watch it with: fluxtrain-tui --attach {target.run_dir.path}")
+        say(f"run: {target.run_dir.path}")
+        say(f"watch it with: fluxtrain-tui --attach {target.run_dir.path}")
     from fluxtrain.train.run import train as train_run
 
-    with traced(target.run_dir, trace, _complain):
+    with traced(target.run_dir, trace, complain):
         train_run(chosen, target, live_fd=live_fd, json=json)
 
 
@@ -126,12 +121,12 @@ def plan(  # noqa: PLR0917 - typer reads the options from the signature
     from fluxtrain.train.preview import preview, table
 
     elsewhere = None if machine is None else read_machine_file(machine)
-    report = _complain if progress or sys.stderr.isatty() else None
+    report = complain if progress or sys.stderr.isatty() else None
     found = preview(chosen, elsewhere, report, run_dir)
     if json:
-        _print_json(found)
+        print_json(found)
     else:
-        _say(table(found))
+        say(table(found))
 
 
 @app.command(epilog=EXIT_CODES)
@@ -150,9 +145,9 @@ def inspect(
 
     found = inspection.inspect(chosen)
     if json:
-        _print_json(found)
+        print_json(found)
     else:
-        _say(inspection.page(found))
+        say(inspection.page(found))
 
 
 @app.command("dry-run", epilog=EXIT_CODES)
@@ -172,9 +167,9 @@ def dry_run(
 
     found = trial.dry_run(chosen)
     if json:
-        _print_json(found)
+        print_json(found)
     else:
-        _say(trial.table(found))
+        say(trial.table(found))
 
 
 @app.command()
@@ -188,12 +183,12 @@ def probe(
     from fluxtrain.hardware.probe import probe as measure
     from fluxtrain.telemetry.rundir import runs_root
 
-    found = measure(runs_root(), fresh=fresh, report=None if json and not progress else _complain)
+    found = measure(runs_root(), fresh=fresh, report=None if json and not progress else complain)
     if json:
         lines = [" ".join(part for part in row if part) for row in found.table()]
-        _print_json({"lines": lines, **json_module.loads(found.to_json())})
+        print_json({"lines": lines, **json_module.loads(found.to_json())})
     else:
-        _say(found.text())
+        say(found.text())
 
 
 @app.command()
@@ -210,8 +205,8 @@ def doctor(
     from fluxtrain.doctor.screen import screen
     from fluxtrain.telemetry.rundir import runs_root
 
-    report = examine(runs_root(), fresh=fresh, say=_silent if json else _complain)
-    _say(report.to_json() if json else screen(report))
+    report = examine(runs_root(), fresh=fresh, say=silent if json else complain)
+    say(report.to_json() if json else screen(report))
     if report.failed:
         names = ", ".join(test.name for test in report.failed)
         raise FluxTrainError(f"self-tests failed: {names}: please report what stands above")
@@ -236,9 +231,9 @@ def trace(
 
     text, facts = summarised(run) if summary else exported(run, output)
     if json:
-        _print_json(facts)
+        print_json(facts)
     else:
-        _say(text)
+        say(text)
 
 
 @app.command()
@@ -246,7 +241,7 @@ def schema() -> None:
     """Print the JSON schema of the configuration."""
     from fluxtrain.train.config import json_schema
 
-    _print_json(json_schema())
+    print_json(json_schema())
 
 
 @app.command()
@@ -258,14 +253,14 @@ def runs(json: Json = False, debug: Debug = False) -> None:
 
     found = list_runs()
     if json:
-        _print_json([msgspec.to_builtins(run) for run in found])
+        print_json([msgspec.to_builtins(run) for run in found])
         return
     if not found:
-        _say(f"no runs below {runs_root()}")
+        say(f"no runs below {runs_root()}")
     for run in found:
         loss = "-" if run.loss is None else f"{run.loss:.4f}"
         progress = f"{run.step or 0}/{run.total_steps or '?'}"
-        _say(f"{run.run_id:40} {run.state:12} step {progress:14} loss {loss:8} {run.model or '-'}")
+        say(f"{run.run_id:40} {run.state:12} step {progress:14} loss {loss:8} {run.model or '-'}")
 
 
 @app.command(epilog=EXIT_CODES)
@@ -302,11 +297,11 @@ def _command(run: str, command: str, arguments: dict[str, Any], *, json: bool) -
 
     answer = send_command(RunDir(find_run(run)).socket, command, arguments)
     if json:
-        _print_json({"ok": answer.ok, "message": answer.message})
+        print_json({"ok": answer.ok, "message": answer.message})
     if not answer.ok:
         raise BadInput(answer.message)
     if not json:
-        _say(answer.message)
+        say(answer.message)
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:
@@ -316,49 +311,9 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         app(given, standalone_mode=False)
         code = EXIT_FINISHED
     except BaseException as error:  # noqa: BLE001 - every ending becomes a documented exit code
-        code = _tell(error, debug="--debug" in given)
+        code = tell(error, debug="--debug" in given)
     sys.stdout.flush()
     sys.exit(code)
-
-
-def _tell(error: BaseException, *, debug: bool) -> int:
-    """Say in one line what happened; the traceback only for --debug. Returns the exit code."""
-    if isinstance(error, typer.Exit):
-        return int(error.exit_code)
-    if isinstance(error, KeyboardInterrupt | typer.Abort):
-        _complain("interrupted before anything was started")
-        return EXIT_INTERRUPTED
-    if (usage := _usage_message(error)) is not None:
-        _complain(usage)
-        return EXIT_BAD_INPUT
-    from fluxtrain.train.failures import as_told
-
-    if debug:
-        traceback.print_exception(error)
-    told = as_told(error)
-    if told is not None:
-        kind = "stopped" if isinstance(told, Interrupted) else "error"
-        _complain(_one_line(f"{kind}: {told}"))
-        return told.exit_code
-    _complain(_one_line(f"this is a bug of FluxTrain: {type(error).__name__}: {error}"))
-    for note in getattr(error, "__notes__", ["run it again with --debug for the traceback"]):
-        _complain(note)
-    return EXIT_BUG
-
-
-def _one_line(text: str) -> str:
-    """`text` without line ends, and without the codes that a terminal obeys (names of files)."""
-    joined = " ".join(text.split("\n"))
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in joined)
-
-
-def _usage_message(error: BaseException) -> str | None:
-    """What typer's own parser objects to; its exception classes are private, their methods not."""
-    write = getattr(error, "format_message", None)
-    if write is None:
-        return None
-    message = str(write())
-    return f"error: {message} (see `fluxtrain --help`)" if message else ""
 
 
 def _chosen_config(path: Path | None, demo: bool, overrides: list[str]) -> RunConfig | None:
@@ -378,24 +333,3 @@ def _overrides(sets: list[str] | None, steps: int | None, device: str | None) ->
     if device is not None:
         overrides.append(f"placement.device={device}")
     return overrides
-
-
-def _print_json(value: Any) -> None:
-    _say(json_module.dumps(value, indent=2))
-
-
-def _say(text: str) -> None:
-    """To standard output; a reader that left (a pager) is no error of ours."""
-    try:
-        print(text, flush=True)
-    except BrokenPipeError:
-        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - until the exit
-
-
-def _silent(_: str) -> None:
-    """Programs read one JSON value and no progress."""
-
-
-def _complain(text: str) -> None:
-    if text:
-        print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,76 @@
+"""What the `fluxtrain` command says: answers to standard output, the rest to standard error."""
+
+from __future__ import annotations
+
+import json as json_module
+import os
+import sys
+import traceback
+from typing import Any
+
+import typer
+
+from fluxtrain.errors import EXIT_BAD_INPUT, EXIT_BUG, EXIT_INTERRUPTED, Interrupted
+
+
+def tell(error: BaseException, *, debug: bool) -> int:
+    """Say in one line what happened; the traceback only for --debug. Returns the exit code."""
+    if isinstance(error, typer.Exit):
+        return int(error.exit_code)
+    if isinstance(error, KeyboardInterrupt | typer.Abort):
+        complain("interrupted before anything was started")
+        return EXIT_INTERRUPTED
+    if (usage := _usage_message(error)) is not None:
+        complain(usage)
+        return EXIT_BAD_INPUT
+    from fluxtrain.train.failures import as_told
+
+    if debug:
+        traceback.print_exception(error)
+    told = as_told(error)
+    if told is not None:
+        kind = "stopped" if isinstance(told, Interrupted) else "error"
+        complain(_one_line(f"{kind}: {told}"))
+        return told.exit_code
+    complain(_one_line(f"this is a bug of FluxTrain: {type(error).__name__}: {error}"))
+    for note in getattr(error, "__notes__", ["run it again with --debug for the traceback"]):
+        complain(note)
+    return EXIT_BUG
+
+
+def _one_line(text: str) -> str:
+    """`text` without line ends, and without the codes that a terminal obeys (names of files)."""
+    joined = " ".join(text.split("\n"))
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in joined)
+
+
+def _usage_message(error: BaseException) -> str | None:
+    """What typer's own parser objects to; its exception classes are private, their methods not."""
+    write = getattr(error, "format_message", None)
+    if write is None:
+        return None
+    message = str(write())
+    return f"error: {message} (see `fluxtrain --help`)" if message else ""
+
+
+def print_json(value: Any) -> None:
+    """To standard output, for programs."""
+    say(json_module.dumps(value, indent=2))
+
+
+def say(text: str) -> None:
+    """To standard output; a reader that left (a pager) is no error of ours."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - until the exit
+
+
+def silent(_: str) -> None:
+    """Programs read one JSON value and no progress."""
+
+
+def complain(text: str) -> None:
+    """To standard error; nothing for an empty text."""
+    if text:
+        print(text, file=sys.stderr, flush=True)
