@@ -12,7 +12,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from fluxtui.app import FluxApp, StartScreen
+from fluxtui.app import FluxApp
+from fluxtui.shell import StartScreen
 from fluxtui.sources.replay import ReplaySource
 
 ROOT = Path(__file__).parent.parent
@@ -47,7 +48,8 @@ PICTURES = (
     Picture("transfer", run="streamed", screen="transfer", until_share=None, keys=("left",) * 5),
     Picture("loss", screen="loss"),
     Picture("log", screen="log", until_share=None),
-    Picture("plan", screen="plan"),
+    Picture("plan", run="changed", screen="plan", until_share=0.52),
+    Picture("advice", run="changed", until_share=0.29),
     Picture("gpu-dashboard", run="h200", until_share=0.35),
     Picture("gpu-dashboard-80x24", run="h200", size=(80, 24), until_share=0.35),
     Picture("gpu-memory", run="h200", screen="memory", until_share=0.35),

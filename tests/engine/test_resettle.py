@@ -13,6 +13,7 @@ import fluxtrain
 from fluxtrain.errors import DoesNotFit
 from fluxtrain.memory.group import Group
 from fluxtrain.memory.window import Window
+from fluxtrain.plan import states as state_formats
 from fluxtrain.plan.facts import RowFacts
 from fluxtrain.plan.footprint import Layout
 from fluxtrain.plan.live import Ground, Knobs
@@ -24,12 +25,12 @@ LAYERS = 6
 PLANNED = Knobs(prefetch=2, resident_blocks=0, chunk_rows=2)
 
 
-def ground_of(model: nn.Module) -> Ground:
+def ground_of(model: nn.Module, states: Any) -> Ground:
     """Facts of a model before it is wrapped, with a row's."""
     row = RowFacts(
         hidden=32, vocabulary=96, sequence_length=10, dtype_bytes=4, activation_bytes=1 << 16
     )
-    facts = facts_of(model)
+    facts = facts_of(model, states)
     return Ground(
         facts=type(facts)(**{**vars(facts), "row": row}),
         layout=Layout(offload="weights", batch_rows=4, chunk_rows=2),
@@ -53,10 +54,10 @@ def turn(engine: Engine, ground: Ground, knobs: Knobs) -> None:
 class Training:
     """A small model in training whose engine can be turned between its steps."""
 
-    def __init__(self, model: nn.Module, batch: Callable[..., Any]) -> None:
-        self.ground = ground_of(model)
+    def __init__(self, model: nn.Module, batch: Callable[..., Any], states: Any = "fp32") -> None:
+        self.ground = ground_of(model, states)
         self.model = fluxtrain.wrap(
-            model, device="cpu", offload="weights", chunk_rows=2, overlap=True
+            model, device="cpu", offload="weights", chunk_rows=2, overlap=True, states=states
         )
         self.engine = engine_of(self.model)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
@@ -79,8 +80,12 @@ class Training:
 
 
 @pytest.fixture
-def training(tiny: Any, batch: Any) -> Callable[[], Training]:
-    return lambda: Training(tiny("llama", torch.bfloat16, num_hidden_layers=LAYERS), batch)
+def training(tiny: Any, batch: Any) -> Callable[..., Training]:
+    def fresh(states: Any = "fp32") -> Training:
+        model = tiny("llama", torch.bfloat16, num_hidden_layers=LAYERS)
+        return Training(model, batch, states)
+
+    return fresh
 
 
 def test_losses_and_weights_keep_their_bits_through_changes_of_residency_and_prefetch(
@@ -199,10 +204,12 @@ def test_a_slot_that_a_computation_uses_is_never_given_back(
     assert run.engine.window.holds(group) is None
 
 
+@pytest.mark.parametrize("states", ["fp32", "bf16", "8bit"])
 def test_whole_parts_move_to_the_device_and_back_with_the_same_bits(
-    training: Callable[[], Training],
+    training: Callable[..., Training], monkeypatch: pytest.MonkeyPatch, states: str
 ) -> None:
-    plain, turned = training(), training()
+    monkeypatch.setattr(state_formats, "LEAST_NARROW", 100)
+    plain, turned = training(states), training(states)
     plain.steps(10)
     planned = turned.engine.memory()
     for device_groups, resident in ((3, 0), (3, 2), (LAYERS + 3, 0), (1, 1), (0, 0)):

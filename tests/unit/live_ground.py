@@ -47,7 +47,7 @@ def ground(*, trained: bool = True, budget_bytes: int | None = 4 * GIB, **layout
 
 
 RATES = Rates(
-    has_gpu=True, matmul_per_s=1e14, adamw_per_s=4e9, h2d_bytes_per_s=10e9, d2h_bytes_per_s=10e9
+    has_gpu=True, matmul_per_s=4e13, adamw_per_s=4e9, h2d_bytes_per_s=10e9, d2h_bytes_per_s=10e9
 )
 
 

@@ -77,7 +77,7 @@ def test_a_larger_chunk_is_advised_where_it_fits_and_never_one_that_ran_out() ->
 
 
 def test_spare_memory_takes_whole_parts_where_the_cost_model_says_that_this_is_faster() -> None:
-    slow = replace(RATES, adamw_per_s=2e8)  # the host's update is what the step waits for
+    slow = replace(RATES, adamw_per_s=4e8)  # the host's update is what the step waits for
     wide = ground(budget_bytes=12 * GIB)
     run = facts(wide, steps=waiting(update=0.4, weights=0.1), rates=slow)
     found = by_id(run)["device"]
@@ -88,6 +88,14 @@ def test_spare_memory_takes_whole_parts_where_the_cost_model_says_that_this_is_f
     assert "device" not in by_id(replace(run, ground=ground(budget_bytes=None)))
     tight = ground(budget_bytes=int(ground().need(ground().planned).device_bytes / 0.9) + 16)
     assert "device" not in by_id(replace(run, ground=tight))
+
+
+def test_a_cost_model_that_is_far_from_the_measured_step_is_not_believed() -> None:
+    run = facts()
+    assert "chunk" in by_id(run)
+    for seconds in (run.steps.step_s * 4, run.steps.step_s / 4):
+        off = replace(run.steps, step_s=seconds)
+        assert "chunk" not in by_id(replace(run, steps=off))
 
 
 def test_waiting_for_the_update_names_the_price_of_clipping() -> None:

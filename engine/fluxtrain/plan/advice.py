@@ -15,7 +15,8 @@ updates and gradients, F and B its forward and backward without waiting for weig
 | memory    | the time in which the host waited for memory (pressure stall information)           |
 | redone    | the time of attempts that ran out of device memory                                 |
 
-Nothing is said without such a number, and nothing below `LEAST_GAIN` but what keeps a step from
+The cost model is only believed where it is near the step that was measured. Nothing is said without
+such a number, and nothing below `LEAST_GAIN` but what keeps a step from
 being done twice.
 """
 
@@ -27,13 +28,14 @@ from dataclasses import dataclass, field, replace
 from fluxtrain.errors import FluxTrainError
 from fluxtrain.plan.cost import Rates, cost
 from fluxtrain.plan.facts import GroupFacts
-from fluxtrain.plan.footprint import Layout, homes
+from fluxtrain.plan.footprint import homes
 from fluxtrain.plan.live import Change, Ground, Knobs, Use, knobs_after
 from fluxtrain.units import bytes_text, duration_text
 
 LEAST_GAIN = 0.02
 MOST_ADVICE = 3
 _SAME_MEMORY = ("resident", "device")
+MODEL_OFF = 2.0  # times the measured step, either way, up to which the cost model is believed
 ROOM_SHARE = 0.9  # of the budget; the rest is for fragmentation
 
 
@@ -142,7 +144,8 @@ def _device(facts: RunFacts) -> Advice | None:
     """Copies and updates are waited for and there is room: parts that need neither."""
     ground, knobs, steps = facts.ground, facts.knobs, facts.steps
     waited_s = sum(steps.stalls_s.values())
-    if facts.rates is None or not ground.has_gpu or waited_s <= 0:
+    before = _modelled_step_s(facts)
+    if before is None or not ground.has_gpu or waited_s <= 0:
         return None
     for count in range(len(ground.facts.groups), knobs.device_groups, -1):
         change = Change(name="device_groups", value=count)
@@ -150,8 +153,7 @@ def _device(facts: RunFacts) -> Advice | None:
             break
     else:
         return None
-    before = _step_s(facts, ground.layout_with(knobs))
-    after = _step_s(facts, ground.layout_with(change.applied_to(knobs)))
+    after = _step_s(facts, change.applied_to(knobs))
     growth = ground.device_growth_bytes(knobs, change.applied_to(knobs))
     return Advice(
         id="device",
@@ -186,7 +188,8 @@ def _prefetch(facts: RunFacts) -> Advice | None:
 def _chunk(facts: RunFacts) -> Advice | None:
     """A larger chunk fits: fewer launches."""
     knobs, batch = facts.knobs, facts.ground.layout.batch_rows
-    if facts.rates is None or knobs.chunk_rows >= batch:
+    before = _modelled_step_s(facts)
+    if before is None or knobs.chunk_rows >= batch:
         return None
     limit = batch if facts.failed_chunk_rows is None else facts.failed_chunk_rows - 1
     rows = knobs.chunk_rows
@@ -198,8 +201,7 @@ def _chunk(facts: RunFacts) -> Advice | None:
     if rows == knobs.chunk_rows:
         return None
     change = Change(name="chunk_rows", value=rows)
-    before = _step_s(facts, facts.ground.layout_with(knobs))
-    after = _step_s(facts, facts.ground.layout_with(change.applied_to(knobs)))
+    after = _step_s(facts, change.applied_to(knobs))
     chunks = -(-batch // knobs.chunk_rows)
     return Advice(
         id="chunk",
@@ -349,10 +351,20 @@ def _up(rates: Rates) -> float:
     return rates.h2d_bytes_per_s or rates.copy_bytes_per_s
 
 
-def _step_s(facts: RunFacts, layout: Layout) -> float:
+def _modelled_step_s(facts: RunFacts) -> float | None:
+    """What the cost model says of the step as it is; None where that is far from what is measured,
+    or rates are not known: its word about another step is then worth nothing."""
+    if facts.rates is None:
+        return None
+    seconds = _step_s(facts, facts.knobs)
+    return seconds if 1 / MODEL_OFF < seconds / facts.steps.step_s < MODEL_OFF else None
+
+
+def _step_s(facts: RunFacts, knobs: Knobs) -> float:
     assert facts.rates is not None
     exact = facts.clips or facts.passes > 1
     ground = facts.ground
+    layout = ground.layout_with(knobs)
     return cost(ground.facts, layout, facts.rates, exact=exact, passes=facts.passes).step_s
 
 
