@@ -12,6 +12,7 @@ from msgspec.structs import asdict
 
 from fluxtrain.telemetry.events import Event
 from fluxtui.panels.block import bytes_of, name_of
+from fluxtui.panels.lanes import shown
 from fluxtui.state.history import Curve
 from fluxtui.state.run import RunState
 from fluxtui.state.view import View
@@ -74,6 +75,18 @@ def _blocks(view: View) -> Iterable[Row]:
         }  # fmt: skip
 
 
+def _lanes(view: View) -> Iterable[Row]:
+    """The intervals of the step on screen."""
+    found = shown(view)
+    if isinstance(found, str):
+        return
+    for one in found.lanes.intervals:
+        yield {
+            "step": found.head.step, "lane": one.lane, "kind": one.kind, "block": one.name,
+            "start_s": one.start_s, "duration_s": one.duration_s, "merged": one.pieces - 1,
+        }  # fmt: skip
+
+
 def _machine(view: View) -> Iterable[Row]:
     if view.machine is not None:
         facts = fields_of(view.machine)
@@ -101,6 +114,7 @@ _TABLES: dict[str, Callable[[View], Iterable[Row]]] = {
     "transfer": lambda view: _events(view.state.traffics),
     "bus": lambda view: _events(view.state.traffics),
     "rates": lambda view: _events(view.state.traffics),
+    "lanes": _lanes,
     "moves": lambda view: (asdict(move) for move in view.state.moves),
     "residency": _blocks,
     "block": _blocks,

@@ -39,7 +39,7 @@ BOUND_IN_HEADING_CELLS = 110  # from here on the heading has room for what binds
 
 def heading(view: View, width: int) -> Line:
     """Which step, how long, and what bound it."""
-    found = _shown(view)
+    found = shown(view)
     if isinstance(found, str):
         return phases_heading(view, width)
     looking_back = view.chart.last_step is not None
@@ -58,7 +58,7 @@ def heading(view: View, width: int) -> Line:
 
 def body(view: View, width: int, height: int) -> list[Line]:
     """The lanes; then, as far as there is room, waits by cause, times, bound and letters."""
-    found = _shown(view)
+    found = shown(view)
     if isinstance(found, str):
         return _without_lanes(view, found, width, height)
     on_gpu = view.state.hello is None or view.state.hello.device != "cpu"
@@ -74,7 +74,8 @@ def _without_lanes(view: View, why: str, width: int, height: int) -> list[Line]:
     return [*phases, *told][:height] if height > len(phases) else phases[:height]
 
 
-def _shown(view: View) -> Recorded | str:
+def shown(view: View) -> Recorded | str:
+    """The step on screen, or in words why there is none."""
     until = view.state.step.step if view.link.replay and view.state.step else None
     if view.link.replay and view.state.step is None:
         return "no step so far"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from fluxtui.state.link import Link
 from fluxtui.state.run import RunState
 from fluxtui.state.timeline import Timeline, chosen
 from fluxtui.state.view import ChartSettings, View
+from fluxtui.tables import csv_of
 from fluxtui.themes import ROLES
 from fluxtui.widgets.framed import framed
 from fluxtui.widgets.lane_bars import Kind, bar, cells_of, ruler
@@ -116,6 +118,15 @@ def test_a_panel_in_full_names_the_longest_with_their_blocks() -> None:
     assert "backward" in rows[start + 1] and "model.layers." in rows[start + 1]
     assert all("%" in row for row in rows[start + 1 : -1])
     assert "the longest" not in drawn(recorded(last_step=19))
+
+
+def test_the_lanes_on_screen_are_saved_as_rows() -> None:
+    rows = list(csv.DictReader(csv_of("lanes", recorded(last_step=19)).splitlines()))
+    step = recorded().timeline.at(19)
+    assert step is not None and len(rows) == len(step.lanes.intervals)
+    assert {row["step"] for row in rows} == {"19"}
+    assert sum(float(row["duration_s"]) for row in rows if row["lane"] == "gpu") > 0
+    assert csv_of("lanes", View()) == "\n"
 
 
 def test_what_a_record_left_out_is_told(made: ModuleType, tmp_path: Path) -> None:
