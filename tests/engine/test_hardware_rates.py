@@ -66,13 +66,17 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Runtime:
             cudaHostRegister=answer("register", error), cudaHostUnregister=answer("unregister", 0)
         )
 
-        def stale(*_: Any) -> None:
-            calls.append("synchronize")
-            raise RuntimeError("CUDA error: out of memory")
+        def kernel(*_: Any, **__: Any) -> torch.Tensor:
+            """Reads the stale error, which clears it."""
+            calls.append("kernel")
+            if calls.count("kernel") == 1:
+                raise RuntimeError("CUDA error: out of memory")
+            return torch.empty(1)
 
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-        monkeypatch.setattr(torch.cuda, "synchronize", stale)
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda: calls.append("synchronize"))
+        monkeypatch.setattr(torch, "ones", kernel)
         monkeypatch.setattr(torch, "zeros", lambda *_, **__: None)
         return calls
 
@@ -104,7 +108,7 @@ def test_a_refused_page_lock_names_the_limit_and_leaves_no_error_behind(
     calls = cuda(2)
     limited_to(monkeypatch, 8 * MIB)
     rate = pin_rate(sample_bytes=LEAST_BYTES)
-    assert calls == ["register", "synchronize"]
+    assert calls == ["register", "kernel", "kernel", "synchronize"]
     assert rate.per_s is None
     assert "refused to lock 64.0 MiB (error 2), the limit is 8.00 MiB" in rate.how
 

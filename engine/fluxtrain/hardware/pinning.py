@@ -40,16 +40,18 @@ def pin_rate(available_bytes: int | None = None, *, sample_bytes: int = SAMPLE_B
         if error == 0:
             cuda.cudaHostUnregister(ctypes.addressof(anchor))
         else:
-            _forget_cuda_error()
+            forget_cuda_error()
         del anchor  # it keeps the mapping open
     sample = bytes_text(sample_bytes)
     if error:
-        return Rate(None, f"not measured: CUDA refused to lock {sample} (error {error}){_limit()}")
-    return Rate(sample_bytes / taken_s, f"{sample} locked{_limit(sample_bytes)}")
+        return Rate(
+            None, f"not measured: CUDA refused to lock {sample} (error {error}){lock_limit_text()}"
+        )
+    return Rate(sample_bytes / taken_s, f"{sample} locked{lock_limit_text(sample_bytes)}")
 
 
-def _limit(locked_bytes: int | None = None) -> str:
-    """What RLIMIT_MEMLOCK has to do with it."""
+def lock_limit_text(locked_bytes: int | None = None) -> str:
+    """What RLIMIT_MEMLOCK has to do with it; nothing where it is unlimited."""
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     if limit == resource.RLIM_INFINITY:
         return ""
@@ -58,11 +60,14 @@ def _limit(locked_bytes: int | None = None) -> str:
     return f", the limit is {bytes_text(limit)}"
 
 
-def _forget_cuda_error() -> None:
-    """A failed page-lock leaves an error that the next CUDA call would report as its own."""
+def forget_cuda_error() -> None:
+    """A failed page-lock leaves an error that the next kernel would report as its own: the check
+    after a kernel's launch reads the error and clears it."""
     import torch
 
-    try:
-        torch.cuda.synchronize()
-    except RuntimeError:
-        return
+    for _ in range(2):  # the second time shows that it is gone
+        try:
+            torch.ones(1, device="cuda").add_(1)
+            torch.cuda.synchronize()
+        except RuntimeError:
+            continue

@@ -13,6 +13,8 @@ import mmap
 import torch
 from torch import Tensor
 
+from fluxtrain.memory import page_locks
+
 _HUGE_PAGE_BYTES = 2 << 20
 ALIGNMENT_BYTES = 128
 
@@ -36,24 +38,17 @@ class HostArena:
             with contextlib.suppress(OSError):  # a kernel without huge pages: only speed is lost
                 self._map.madvise(mmap.MADV_HUGEPAGE)
         self._address = torch.frombuffer(self._map, dtype=torch.uint8, count=1).data_ptr()
-        self.pinned_bytes = size_bytes if pin and size_bytes and self._register() else 0
+        locked = pin and size_bytes > 0 and page_locks.LOCKS.lock(self._address, size_bytes)
+        self.pinned_bytes = size_bytes if locked else 0
+        self._unlock = page_locks.LOCKS.unlock  # of those that locked it
 
     def tensor(self, dtype: torch.dtype, count: int, offset_bytes: int) -> Tensor:
         """A flat tensor (count,) over this arena's memory, alive as long as it is referenced."""
         return torch.frombuffer(self._map, dtype=dtype, count=count, offset=offset_bytes)
 
-    def _register(self) -> bool:
-        """Page-lock the mapping; False when the system refuses (a limit, or no memory)."""
-        error = torch.cuda.cudart().cudaHostRegister(self._address, self.size_bytes, 0)
-        if int(error) == 0:
-            return True
-        with contextlib.suppress(RuntimeError):
-            torch.cuda.synchronize()  # reports the stale error that a failed page-lock leaves
-        return False
-
     def __del__(self) -> None:
         if getattr(self, "pinned_bytes", 0):
-            torch.cuda.cudart().cudaHostUnregister(self._address)
+            self._unlock(self._address)
 
 
 def device_flat(device: torch.device, size_bytes: int) -> Tensor:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fluxtrain.memory.device import Device, Ticket
+from fluxtrain.memory.page_locks import host_empty
 
 LEAVING = 2  # at most so many on their way home: the host must not run further ahead of the copies
 _AHEAD = 1  # brought back before they are asked for
@@ -50,7 +51,7 @@ class BoundaryPark:
         gone: dict[int, Parked] = {}
         for i, (tensor, needed) in enumerate(zip(tensors, needs, strict=True)):
             if needed and tensor.is_contiguous():
-                host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self._device.pins)
+                host = host_empty(tensor.shape, tensor.dtype, pin=self._device.pins)
                 source = tensor.detach()
                 ticket = self._device.download(host, source)
                 self._device.recorder.copied("d2h", "activations", "", ticket)

@@ -7,7 +7,6 @@ A `Ticket` is one copy under way; all waiting goes through it.
 
 from __future__ import annotations
 
-import ctypes
 import threading
 import time
 from collections import deque
@@ -19,8 +18,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from fluxtrain.memory import page_locks
 from fluxtrain.memory.recorder import CudaClock, HostClock, Instant, Recorder
+from fluxtrain.memory.staging import Staging, Wait, host_copy
 from fluxtrain.memory.worker import Worker
+
+Copy = Callable[[Tensor, Tensor], None]  # (to, from)
 
 
 class Ticket(Protocol):
@@ -144,6 +147,7 @@ class CpuDevice:
         self.stalls = Stalls(self.recorder)
         self._up = Worker("flux-upload")
         self._down = Worker("flux-download")
+        self._staging = (Staging(), Staging()) if self.pins else None
 
     def upload(
         self, to: Tensor, source: Tensor, after: Future[None] | None, free: Any,
@@ -154,12 +158,21 @@ class CpuDevice:
                 after.result()
             if follows is not None:
                 follows.wait_host()
-            return _memory_copy(to, source)
+            return _timed(copy, to, source)
 
+        copy = self._copying(source, 0)
         return _CpuTicket(self._up.submit(job), self.stalls)
 
     def download(self, to: Tensor, source: Tensor) -> Ticket:
-        return _CpuTicket(self._down.submit(partial(_memory_copy, to, source)), self.stalls)
+        copy = self._copying(to, 1)
+        return _CpuTicket(self._down.submit(partial(_timed, copy, to, source)), self.stalls)
+
+    def _copying(self, home: Tensor, way: int) -> Copy:
+        """How to copy from (way 0) or to (1) host memory `home`."""
+        if self._staging is None or page_locks.LOCKS.holds(home):
+            return host_copy
+        through = self._staging[way]
+        return partial(through.down if way else through.up, send=_sent)
 
     def mark(self) -> None:
         return None
@@ -169,12 +182,17 @@ class CpuDevice:
         self._down.close()
 
 
-def _memory_copy(to: Tensor, source: Tensor) -> tuple[float, float]:
-    """One-threaded copy of equal sizes that does not hold the GIL; when it began and ended."""
+def _timed(copy: Copy, to: Tensor, source: Tensor) -> tuple[float, float]:
+    """Copy; when that began and ended."""
     started_s = time.perf_counter()
-    assert to.nbytes == source.nbytes
-    ctypes.memmove(to.data_ptr(), source.data_ptr(), source.nbytes)
+    copy(to, source)
     return started_s, time.perf_counter()
+
+
+def _sent(to: Tensor, source: Tensor) -> Wait:
+    """A copy that is made at once."""
+    host_copy(to, source)
+    return lambda: None
 
 
 class _CudaTicket:
@@ -252,12 +270,18 @@ class CudaDevice:
         self.stalls = Stalls(self.recorder)
         self._up = torch.cuda.Stream(self.torch_device)
         self._down = torch.cuda.Stream(self.torch_device)
+        self._staging = (Staging(), Staging())  # now: later the system may refuse its page locks
+        self._up_thread, self._down_thread = Worker("flux-staged-up"), Worker("flux-staged-down")
 
     def upload(
         self, to: Tensor, source: Tensor, after: Future[None] | None, free: Any,
         follows: Ticket | None = None,
     ) -> Ticket:  # fmt: skip
         ticket = _CudaTicket(self.stalls)
+        if not page_locks.LOCKS.holds(source):
+            work = partial(self._staged_up, ticket, to, source, after, free, follows)
+            self._up_thread.submit(work)
+            return ticket
 
         def issue(done: Future[None] | None) -> None:
             if done is not None and done.exception() is not None:
@@ -265,7 +289,7 @@ class CudaDevice:
                 return
             if free is not None:
                 self._up.wait_event(free)
-            if isinstance(follows, _CudaTicket):  # downloads are issued at once
+            if isinstance(follows, _CudaTicket):  # to locked memory, so it was issued at once
                 self._up.wait_event(follows.end)
             ticket.issue(self._up, lambda: _queue_copy(to, source))
 
@@ -277,9 +301,38 @@ class CudaDevice:
 
     def download(self, to: Tensor, source: Tensor) -> Ticket:
         ticket = _CudaTicket(self.stalls)
+        if not page_locks.LOCKS.holds(to):
+            work = partial(self._staged_down, ticket, to, source, self.mark())
+            self._down_thread.submit(work)
+            return ticket
         self._down.wait_event(self.mark())
         ticket.issue(self._down, lambda: _queue_copy(to, source))
         return ticket
+
+    def _staged_up(
+        self, ticket: _CudaTicket, to: Tensor, source: Tensor, after: Future[None] | None,
+        free: Any, follows: Ticket | None,
+    ) -> None:  # fmt: skip
+        """On a thread: from memory that is not page-locked, which is read here and now."""
+        try:
+            if after is not None:
+                after.result()
+            if follows is not None:
+                follows.wait_host()
+        except BaseException as error:
+            ticket.fail(error)
+            raise
+        if free is not None:
+            self._up.wait_event(free)
+        ticket.issue(self._up, lambda: self._staging[0].up(to, source, partial(_send, self._up)))
+
+    def _staged_down(
+        self, ticket: _CudaTicket, to: Tensor, source: Tensor, point: torch.cuda.Event
+    ) -> None:
+        """On a thread: to memory that is not page-locked; issued once the bytes are there."""
+        self._down.wait_event(point)
+        send = partial(_send, self._down)
+        ticket.issue(self._down, lambda: self._staging[1].down(to, source, send))
 
     def mark(self) -> torch.cuda.Event:
         event = torch.cuda.Event()
@@ -287,12 +340,22 @@ class CudaDevice:
         return event
 
     def close(self) -> None:
+        self._up_thread.close()
+        self._down_thread.close()
         self._up.synchronize()
         self._down.synchronize()
 
 
 def _queue_copy(to: Tensor, source: Tensor) -> None:
     to.copy_(source, non_blocking=True)
+
+
+def _send(stream: torch.cuda.Stream, to: Tensor, source: Tensor) -> Wait:
+    """Queue a copy on `stream`, which is the current one; the result waits for it."""
+    _queue_copy(to, source)
+    event = torch.cuda.Event()
+    event.record(stream)
+    return event.synchronize
 
 
 def open_device(torch_device: torch.device) -> Device:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fluxtrain.memory.device import Device, Ticket
+from fluxtrain.memory.page_locks import host_empty
 from fluxtrain.optim.clip import clip_scale
 
 
@@ -36,7 +37,7 @@ class GradNorm:
         told = torch.stack([total, *(loss.detach().float() for loss in losses)])
         self._on_device = told  # norm, losses; fp32
         self._on_device_scale: Tensor | None = None
-        self._host = torch.empty(len(told), pin_memory=device.pins)
+        self._host = host_empty(told.shape, torch.float32, pin=device.pins)
         self._ticket: Ticket = device.download(self._host, told)
 
     def value(self) -> float:

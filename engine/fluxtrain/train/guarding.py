@@ -1,15 +1,18 @@
-"""Asks the guard for `train`, before anything is loaded, and for `plan`."""
+"""Asks the guard for `train`, before anything is loaded, and for `plan`; tells what is locked."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from transformers import PreTrainedModel
 
 from fluxtrain.hardware.disk import read_disk
 from fluxtrain.hardware.machine import Machine
 from fluxtrain.plan.facts import ModelFacts
+from fluxtrain.plan.footprint import Layout
 from fluxtrain.plan.guard import (
     EVERY_CHECKPOINT,
     DiskRoom,
@@ -19,10 +22,15 @@ from fluxtrain.plan.guard import (
     refuse_disk,
     refuse_host,
 )
+from fluxtrain.plan.page_locks import page_lock_choice, refused_before, wanted_bytes
 from fluxtrain.plan.placement import Placement
+from fluxtrain.telemetry.events import ChoiceMade
 from fluxtrain.telemetry.rundir import RunDir
 from fluxtrain.train.config import RunConfig
 from fluxtrain.train.placing import decide, model_facts_for
+
+if TYPE_CHECKING:
+    from fluxtrain.stream.engine import Engine
 
 
 def refuse_what_does_not_fit(
@@ -57,6 +65,30 @@ def refuse_before_loading(
     facts = model_facts_for(config, empty, empty.config)
     placement = decide(config, facts, machine, device, batch_rows=1, data_rows=1)
     refuse_what_does_not_fit(config, facts, placement, machine.memory_available_bytes, disk)
+
+
+def page_locks_planned(
+    facts: ModelFacts, placement: Placement, device: str, per_s: Mapping[str, float | None]
+) -> tuple[ChoiceMade, ...]:
+    """What a run on a GPU will page-lock, as far as the probe knows."""
+    if device != "cuda":
+        return ()
+    layout = Layout(offload=placement.offload, device_groups=placement.device_groups)
+    wanted = wanted_bytes(facts, layout)
+    return (page_lock_choice(wanted, refused_before(wanted, per_s), per_s),)
+
+
+def page_locks_of(engine: Engine, per_s: Mapping[str, float | None]) -> tuple[ChoiceMade, ...]:
+    """What is page-locked of a wrapped model; gradients go the way of their weights."""
+    if not engine.device.pins:
+        return ()
+    wanted = refused = 0
+    for group in engine.groups:
+        if group.home == "host":
+            size = group.wire_bytes + sum(segment.size_bytes for segment in group.trained)
+            wanted += size
+            refused += 0 if group.pinned_bytes else size
+    return (page_lock_choice(wanted, refused, per_s),)
 
 
 def disk_room(folder: Path) -> DiskRoom:

@@ -28,7 +28,7 @@ from fluxtrain.train.choices import choose_course
 from fluxtrain.train.config import RunConfig, settings
 from fluxtrain.train.constants import Constants, known_constants
 from fluxtrain.train.forecast import forecast_of, plan_lines
-from fluxtrain.train.guarding import disk_room, refuse_what_does_not_fit
+from fluxtrain.train.guarding import disk_room, page_locks_planned, refuse_what_does_not_fit
 from fluxtrain.train.ingredients import DEMO
 from fluxtrain.train.placing import choose_device, decide, model_facts_for, room_of
 from fluxtrain.units import bytes_text, count_text
@@ -86,7 +86,12 @@ def preview(
         steps_per_epoch=max(1, -(-rows // step_rows)),
         fresh_weights=config.model.path == DEMO,
     )
-    choices: tuple[ChoiceMade, ...] = (device, *placement.choices, *course.choices)
+    choices: tuple[ChoiceMade, ...] = (
+        device,
+        *placement.choices,
+        *page_locks_planned(facts, placement, device.value, per_s),
+        *course.choices,
+    )
     told = forecast.told(course.total_steps)
     return {
         "model": {

@@ -35,7 +35,12 @@ from fluxtrain.train.config import RunConfig
 from fluxtrain.train.constants import Constants, measured_constants
 from fluxtrain.train.device_budget import hold_to_budget
 from fluxtrain.train.forecast import forecast_of
-from fluxtrain.train.guarding import disk_room, refuse_before_loading, refuse_what_does_not_fit
+from fluxtrain.train.guarding import (
+    disk_room,
+    page_locks_of,
+    refuse_before_loading,
+    refuse_what_does_not_fit,
+)
 from fluxtrain.train.ingredients import DEMO, Ingredients, load_ingredients
 from fluxtrain.train.keeping import CheckpointKeeper, newest_valid
 from fluxtrain.train.live_setup import live_changes
@@ -153,6 +158,7 @@ class Run:
             fresh_weights=config.model.path == DEMO,
         )
         self.model, self.engine = wrapped(config, model, device.value, self.placement)
+        self._choices += page_locks_of(self.engine, self._constants.per_s)
         self.keeper = self.make_keeper()
         session.gauges.watch(self.engine, self.keeper)
         session.timeline.watch(self.engine.device.recorder)

@@ -1,0 +1,111 @@
+"""Page locks: host memory that a GPU copies from and to at full speed, while they are granted.
+
+Locks are the process's own: limits (RLIMIT_MEMLOCK, the driver's, half of Windows' memory on WSL2)
+count all of them together. After the first refusal nobody asks again, since each failed attempt
+takes as long as a granted one, until all locks were given back. What is not locked is copied
+through `Staging`.
+"""
+
+from __future__ import annotations
+
+import bisect
+import logging
+import threading
+
+import torch
+from torch import Tensor
+
+from fluxtrain.hardware.pinning import forget_cuda_error, lock_limit_text
+from fluxtrain.units import bytes_text
+
+_LOG = logging.getLogger("fluxtrain")
+
+
+class PageLocks:
+    """Locks ranges of host memory with CUDA; `limit_bytes` is a limit that is known beforehand."""
+
+    def __init__(self, limit_bytes: int | None = None) -> None:
+        self.limit_bytes = limit_bytes
+        self.locked_bytes = 0
+        self.refused_bytes = 0
+        self._sizes: dict[int, int] = {}  # by address
+        self._starts: list[int] = []  # addresses in order
+        self._guard = threading.RLock()  # the collector may free an arena while another is locked
+
+    def lock(self, address: int, size_bytes: int) -> bool:
+        """Lock a range; False when the system refuses, now or before."""
+        with self._guard:
+            asked = not self.refused_bytes and self._within(size_bytes)
+            if asked and self._register(address, size_bytes):
+                self._sizes[address] = size_bytes
+                bisect.insort(self._starts, address)
+                self.locked_bytes += size_bytes
+                return True
+            self._refused(size_bytes)
+            return False
+
+    def unlock(self, address: int) -> None:
+        """Give a range back that was locked."""
+        with self._guard:
+            size_bytes = self._sizes.pop(address, None)
+            if size_bytes is not None:
+                self._starts.remove(address)
+                self.locked_bytes -= size_bytes
+                self._unregister(address)
+            if not self._sizes:
+                self.refused_bytes = 0
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Uninitialised host memory, locked if that is granted."""
+        size_bytes = torch.Size(shape).numel() * dtype.itemsize
+        if not self.refused_bytes and self._within(size_bytes):
+            try:
+                return torch.empty(shape, dtype=dtype, pin_memory=True)
+            except RuntimeError:
+                forget_cuda_error()
+        if not self.refused_bytes:
+            self._refused(size_bytes)
+        return torch.empty(shape, dtype=dtype)
+
+    def holds(self, memory: Tensor) -> bool:
+        """Is this host memory page-locked, by us or by torch's own allocator?"""
+        address = memory.data_ptr()
+        with self._guard:
+            before = bisect.bisect_right(self._starts, address)
+            start = self._starts[before - 1] if before else address
+            if start <= address < start + self._sizes.get(start, 0):
+                return True
+        return self._locked_by_torch(memory)
+
+    def _refused(self, size_bytes: int) -> None:
+        if not self.refused_bytes:
+            _LOG.warning(
+                "%s of host memory are page-locked and %s more were refused%s: what is not locked "
+                "is copied through page-locked buffers, more slowly. Allow more: `ulimit -l "
+                "unlimited`, `docker run --ulimit memlock=-1`, on WSL2 memory= in .wslconfig",
+                bytes_text(self.locked_bytes), bytes_text(size_bytes), lock_limit_text(),
+            )  # fmt: skip
+        self.refused_bytes += max(1, size_bytes)
+
+    def _within(self, size_bytes: int) -> bool:
+        return self.limit_bytes is None or self.locked_bytes + size_bytes <= self.limit_bytes
+
+    def _locked_by_torch(self, memory: Tensor) -> bool:
+        return memory.is_pinned()
+
+    def _register(self, address: int, size_bytes: int) -> bool:
+        if int(torch.cuda.cudart().cudaHostRegister(address, size_bytes, 0)) == 0:
+            return True
+        forget_cuda_error()
+        return False
+
+    def _unregister(self, address: int) -> None:
+        torch.cuda.cudart().cudaHostUnregister(address)
+
+
+LOCKS = PageLocks()  # of this process
+
+
+def host_empty(shape: tuple[int, ...], dtype: torch.dtype, *, pin: bool) -> Tensor:
+    """Uninitialised host memory; `pin`: locked, if that is granted."""
+    return LOCKS.empty(shape, dtype) if pin else torch.empty(shape, dtype=dtype)

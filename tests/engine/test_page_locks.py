@@ -1,0 +1,151 @@
+"""Page locks that are refused part-way: the rest is copied through a ring, with the same bits."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fluxtrain
+from fluxtrain.memory import device as devices
+from fluxtrain.memory import page_locks
+from fluxtrain.memory.page_locks import PageLocks
+from fluxtrain.memory.staging import Staging, host_copy
+from fluxtrain.stream.engine import engine_of
+from fluxtrain.train.guarding import page_locks_of
+
+KIB = 1 << 10
+
+
+class FakeLocks(PageLocks):
+    """A system that locks `grants` bytes and then says no, whatever is known beforehand."""
+
+    def __init__(self, grants: int, limit_bytes: int | None = None) -> None:
+        super().__init__(limit_bytes)
+        self.grants = grants
+        self.attempts = 0
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype)
+
+    def _locked_by_torch(self, memory: Tensor) -> bool:
+        return False
+
+    def _register(self, address: int, size_bytes: int) -> bool:
+        self.attempts += 1
+        return self.locked_bytes + size_bytes <= self.grants
+
+    def _unregister(self, address: int) -> None:
+        pass
+
+
+@pytest.fixture
+def system(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., FakeLocks]]:
+    """`system(grants)`: the device locks its memory, and so much is granted."""
+    monkeypatch.setattr(devices, "Staging", partial(Staging, 4 * KIB))  # many pieces a group
+
+    def make(grants: int, limit_bytes: int | None = None) -> FakeLocks:
+        made = FakeLocks(grants, limit_bytes)
+        monkeypatch.setattr(devices.CpuDevice, "pins", True)
+        monkeypatch.setattr(page_locks, "LOCKS", made)
+        return made
+
+    yield make
+    gc.collect()  # arenas give their locks back to the system that granted them
+
+
+def trained(model: nn.Module, inputs: dict[str, Tensor]) -> list[Any]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses: list[Any] = []
+    for _ in range(4):
+        loss = model(**inputs).loss
+        loss.backward()
+        losses.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+@pytest.mark.parametrize("offload", ["weights", "max"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("grants", [0, 20 * KIB, 130 * KIB, 1 << 30])
+def test_training_goes_on_with_the_same_bits_wherever_the_locks_end(
+    grants: int,
+    dtype: torch.dtype,
+    offload: str,
+    tiny: Any,
+    batch: Any,
+    system: Any,
+    same: Any,
+    weights: Any,
+) -> None:
+    plain = fluxtrain.wrap(tiny("llama", dtype), offload=offload, overlap=True)
+    expected = trained(plain, batch())
+    locks = system(grants)
+    model = fluxtrain.wrap(tiny("llama", dtype), offload=offload, overlap=True)
+    assert trained(model, batch()) == expected
+    same(weights(model), weights(plain))
+    assert (locks.refused_bytes == 0) == (grants == 1 << 30)
+    assert locks.locked_bytes <= grants
+
+
+def test_after_the_first_refusal_nobody_asks_again_and_it_is_said_once(
+    tiny: Any, batch: Any, system: Any, caplog: Any
+) -> None:
+    locks = system(60 * KIB)
+    model = fluxtrain.wrap(tiny("llama"), offload="weights")
+    asked = locks.attempts
+    trained(model, batch())
+    assert locks.attempts == asked
+    assert caplog.text.count("page-locked and") == 1
+    assert "ulimit -l" in caplog.text
+    del model
+    gc.collect()
+    assert locks.locked_bytes == 0 and locks.refused_bytes == 0, "the next model may ask"
+
+
+def test_a_limit_that_is_known_is_kept_without_asking(tiny: Any, system: Any) -> None:
+    locks = system(1 << 30, limit_bytes=60 * KIB)
+    model = fluxtrain.wrap(tiny("llama"), offload="weights")
+    assert 0 < locks.locked_bytes <= 60 * KIB
+    assert locks.refused_bytes > 0
+    choice = page_locks_of(engine_of(model), {"h2d_pinned": 2e6, "h2d_pageable": 1e6})[0]
+    assert "refuses" in choice.because and "more a step" in choice.because
+    assert "1.00 MB/s instead of 2.00 MB/s" in choice.because
+
+
+def test_without_a_gpu_nothing_is_locked_and_nothing_is_said(tiny: Any) -> None:
+    assert page_locks_of(engine_of(fluxtrain.wrap(tiny("llama"))), {}) == ()
+
+
+@pytest.mark.parametrize("size", [0, 1, 4095, 4096, 4097, 20_000])
+@pytest.mark.parametrize("pieces", [1, 2, 3])
+def test_the_ring_copies_every_byte_of_any_size(size: int, pieces: int, system: Any) -> None:
+    """Copies that are late: a buffer is not written again before the copy from it has passed."""
+    late: list[tuple[Tensor, Tensor]] = []
+
+    def send(to: Tensor, source: Tensor) -> Callable[[], None]:
+        late.append((to, source))
+
+        def wait() -> None:
+            while late:
+                host_copy(*late.pop(0))
+
+        return wait
+
+    system(1 << 20)
+    ring = Staging(4096, pieces)
+    source = torch.randint(0, 255, (size,), dtype=torch.uint8)
+    up, down = torch.zeros_like(source), torch.zeros_like(source)
+    ring.up(up, source, send)
+    for passed in ring._passed:
+        passed()
+    assert torch.equal(up, source)
+    ring.down(down, source, send)
+    assert not late and torch.equal(down, source)
