@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fluxtrain.errors import EXIT_BUG, EXIT_FINISHED, BadInput, FluxTrainError
-from fluxtrain.telemetry.finding import find_run
+from fluxtrain.telemetry.finding import LAST, find_run
 from fluxtrain.telemetry.rundir import RunDir, runs_root
 from fluxtui.wizard.answers import (
     OFFLOADS,
@@ -56,7 +56,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("config", nargs="?", metavar="CONFIG.yaml", help="open it in the wizard")
     add = parser.add_argument
-    add("--attach", metavar="RUN", help="watch a run: its id, its folder, or `last`")
+    attach = "watch a run: its id, its folder, or `last`, which is also the default"
+    add("--attach", metavar="RUN", nargs="?", const=LAST, help=attach)
     add("--demo", action="store_true", help="start the demo at once")
     add("--yes", "-y", action="store_true", help="start at once with every default")
     add("--headless", action="store_true", help="train here without the app, printing lines")
@@ -73,7 +74,8 @@ def _parser() -> argparse.ArgumentParser:
     look = parser.add_argument_group("the screen")
     look.add_argument("--theme", metavar="NAME", help="a theme of themes/")
     look.add_argument("--read-only", action="store_true", help="watch, change nothing")
-    look.add_argument("--low-bandwidth", action="store_true", help="draw once a second")
+    slow = "draw once a second and in plain colours"
+    look.add_argument("--low-bandwidth", action="store_true", help=slow)
     return parser
 
 

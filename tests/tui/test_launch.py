@@ -142,8 +142,9 @@ def test_an_unknown_run_is_code_2_with_the_nearest_names(
 def test_without_any_run_the_last_one_is_unknown(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert launch.main(["--attach", "last"]) == 2
-    assert "there are no runs" in capsys.readouterr().err
+    for arguments in (["--attach", "last"], ["--attach"]):
+        assert launch.main(arguments) == 2
+        assert "'last'" in (said := capsys.readouterr().err) and "there are no runs" in said
 
 
 @pytest.mark.parametrize("term", ["dumb", ""])

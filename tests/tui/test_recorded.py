@@ -9,6 +9,7 @@ import pytest
 from fluxtrain.telemetry import events as ev
 from fluxtrain.telemetry.reader import JournalFollower
 from fluxtui.panels import PANELS
+from fluxtui.panels.block import bytes_of, name_of
 from fluxtui.state.link import Link
 from fluxtui.state.run import RunState
 from fluxtui.state.view import View
@@ -16,7 +17,7 @@ from fluxtui.widgets.framed import framed
 from fluxtui.widgets.spans import width_of
 
 RECORDED = Path(__file__).parent / "recorded"
-RUNS = ("demo", "killed", "resumed", "diverged", "h200", "streamed", "changed")
+RUNS = ("demo", "killed", "resumed", "diverged", "h200", "streamed", "changed", "blocks")
 
 
 def events_of(run: str) -> list[ev.AnyEvent]:
@@ -120,3 +121,17 @@ def test_wrong_advice_of_a_real_run_was_undone_and_a_manual_change_taken_back() 
     assert wrong.measured.measured_gain < 0.5 * (wrong.measured.predicted_gain or 0)
     assert [trial.undone and trial.undone.why for trial in trials] == ["wrong", "undo"]
     assert manual.measured is not None and manual.measured.verdict == "measured"
+
+
+def test_a_real_trainer_tells_each_blocks_name_and_bytes() -> None:
+    view = view_of("blocks")
+    sample = view.state.residency
+    assert sample is not None
+    names = [name_of(sample, i) for i in range(len(sample.weights))]
+    assert names == [f"model.layers.{i}" for i in range(6)]
+    for i in range(len(names)):
+        weights, gradients, optimizer = bytes_of(sample, i)
+        assert weights and gradients and optimizer
+        assert any(move.block == names[i] and move.what == "weights" for move in view.state.moves)
+    moved = {m.bytes for m in view.state.moves if m.block == names[0] and m.what == "weights"}
+    assert moved == {bytes_of(sample, 0)[0]}, "what is copied is what a block has"

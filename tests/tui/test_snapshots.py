@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from textual.pilot import Pilot
 
+from fluxtrain.telemetry.rundir import RunSummary
 from fluxtui.app import FluxApp
 from fluxtui.sources.journal import JournalSource
 from fluxtui.sources.replay import ReplaySource
@@ -101,6 +102,82 @@ def test_each_other_screen(
 ) -> None:
     app = app_in(made, tmp_path, "running", start_screen=screen)
     assert snap_compare(app, terminal_size=SIZES[1], run_before=settled("running"))
+
+
+def shown(*keys: str) -> Callable[[Pilot[None]], Awaitable[None]]:
+    """Settled, then these keys, then settled again."""
+
+    async def run_before(pilot: Pilot[None]) -> None:
+        await settled("running")(pilot)
+        for key in keys:
+            await pilot.press(key)
+            await pilot.pause(0.1)
+        await pilot.pause(0.7)
+
+    return run_before
+
+
+IN_USE = {
+    "crosshair": ("4", "left", "H", "H"),
+    "block": ("2", "right", "l", "l"),
+    "searched": ("5", "slash", *"held-out", "enter"),
+}
+
+
+@pytest.mark.parametrize("size", SIZES[:2], ids=["80x24", "120x40"])
+@pytest.mark.parametrize("name", IN_USE)
+def test_a_screen_in_use(
+    snap_compare: Compare, made: ModuleType, tmp_path: Path, name: str, size: tuple[int, int]
+) -> None:
+    app = app_in(made, tmp_path, "running")
+    assert snap_compare(app, terminal_size=size, run_before=shown(*IN_USE[name]))
+
+
+def test_the_settings(snap_compare: Compare, made: ModuleType, tmp_path: Path) -> None:
+    app = app_in(made, tmp_path, "running")
+    assert snap_compare(app, terminal_size=SIZES[0], run_before=shown("S", "j"))
+
+
+def test_the_loss_beside_another_run(
+    snap_compare: Compare, made: ModuleType, tmp_path: Path
+) -> None:
+    made.write(tmp_path / "other" / "events.ndjson", made.training(120))
+    app = app_in(made, tmp_path, "running", start_screen="loss", runs_folder=tmp_path)
+
+    async def run_before(pilot: Pilot[None]) -> None:
+        await settled("running")(pilot)
+        app.compare_with(tmp_path / "other")
+        await pilot.press("b", "left", "H", "H")
+        await pilot.pause(0.8)
+
+    assert snap_compare(app, terminal_size=SIZES[1], run_before=run_before)
+
+
+def test_the_list_of_runs(
+    snap_compare: Compare, made: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def listed(root: Path) -> list[RunSummary]:
+        newest_s = made.training(80)[-1].wall_s
+        shared = {"started_s": 0.0, "model": "llama-demo", "method": "full", "total_steps": 200}
+        return [
+            RunSummary(
+                run_id=name, path=f"/runs/{name}", state=state, step=step, loss=3.5,
+                updated_s=newest_s - age_s, eta_s=eta_s, stepped_s=newest_s, message=message,
+                **shared,
+            )
+            for name, state, step, age_s, eta_s, message in (
+                ("20261121-031500-demo", "running", 80, 0.2, 108.0, ""),
+                ("20261120-220100-demo", "finished", 200, 18000.0, None, ""),
+                ("20261120-210000-demo", "failed", 81, 22000.0, None,
+                 "the loss is nan at step 81: lower train.learning_rate (now 3e-4)"),
+                ("20261119-120000-demo", "dead", 40, 90000.0, None, ""),
+            )
+        ]  # fmt: skip
+
+    monkeypatch.setattr("fluxtui.screens.runs.list_runs", listed)
+    app = app_in(made, tmp_path, "running", start_screen="runs")
+    run_before = shown("j", "j")
+    assert snap_compare(app, terminal_size=SIZES[1], run_before=run_before)
 
 
 @pytest.mark.parametrize("key", ["Q", "question_mark", "f"])
