@@ -23,12 +23,14 @@ def why_not(view: View) -> str:
     return ""
 
 
-def promise(given: AdviceGiven) -> Line:
+def promise(given: AdviceGiven, *, only_watching: bool = False) -> Line:
     """The gain and the change, and whether it can be made now."""
     gain = given.gain if given.gain_share is None else f"{given.gain_share:+.1%}"
     when: Span = (f"{find('apply_advice').key_text} applies it", "key")
     if not given.apply:
         when = ("for the next run", "dim")
+    elif only_watching:
+        when = ("while it trains", "dim")
     spans = ((gain, "good"), (given.how, "strong"), when)
     return tuple(part for text, role in spans if text for part in ((text, role), ("  ", "text")))
 
@@ -90,4 +92,6 @@ def _newest_trial(view: View) -> Line:
 
 def _best(view: View) -> Line:
     live = [given for given in ranked(view.state.advice) if given.apply]
-    return (*promise(live[0]), (live[0].text, "dim")) if live else ()
+    if not live:
+        return ()
+    return (*promise(live[0], only_watching=bool(why_not(view))), (live[0].text, "dim"))

@@ -72,7 +72,8 @@ def _advice(view: View, width: int) -> list[Line]:
     selected = min(view.advice_at, len(held) - 1)
     for at, given in enumerate(held):
         mark = "▸" if at == selected else " "
-        lines += [(("  ", "text"), *spans) for spans in advice_rows(given, width, mark)]
+        told = advice_rows(given, width, mark, only_watching=bool(because))
+        lines += [(("  ", "text"), *spans) for spans in told]
     return [*lines, BLANK]
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from fluxtrain.errors import Interrupted
 from fluxtrain.stream.engine import Engine
@@ -174,3 +175,31 @@ def test_a_paused_run_is_changed_while_it_waits(config: Path, tmp_path: Path) ->
     (applied,) = [e for e in events(run_dir, ev.ChangeApplied) if e.name == "resident_blocks"]
     steps = [step.seq for step in events(run_dir, ev.StepFinished) if step.step <= applied.step]
     assert not steps or max(steps) < applied.seq
+
+
+def test_a_step_without_room_for_one_row_gives_up_resident_blocks_and_keeps_its_bits(
+    run_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = run_config(
+        train__steps=12, train__evaluate_every="end", train__checkpoint_every="end",
+        placement__chunk_rows=1,
+    )  # fmt: skip
+    run(config, tmp_path / "plain")
+    run_dir = tmp_path / "scarce"
+    Script(monkeypatch, run_dir, [(3, say("apply", resident_blocks=2))])
+    real, calls = Engine.clip_grad_norm, 0
+
+    def scarce(engine: Engine, *args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls in (7, 8):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return real(engine, *args)
+
+    monkeypatch.setattr(Engine, "clip_grad_norm", scarce)
+    run(config, run_dir)
+    assert losses(run_dir) == losses(tmp_path / "plain")
+    made = [(e.before, e.after, e.why) for e in events(run_dir, ev.ChangeApplied)]
+    assert made == [(0, 2, "asked"), (2, 1, "memory"), (1, 0, "memory")]
+    warnings = [log.text for log in events(run_dir, ev.LogWritten) if log.level == "warning"]
+    assert any("resident_blocks 1 instead of 2" in text for text in warnings)

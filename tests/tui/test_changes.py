@@ -209,7 +209,11 @@ def test_the_plan_screen_says_why_nothing_can_be_applied(
 ) -> None:
     view = view_after(made, RESIDENT, **options)
     assert why_not(view) == reason
-    assert ("cannot be applied" in words(*plan_lines(view, 100))) == bool(reason)
+    text = words(*plan_lines(view, 100))
+    assert ("cannot be applied" in text) == bool(reason)
+    assert (
+        ("a applies it" in text) == ("a applies it" in words(headline(view, 100))) != bool(reason)
+    )
 
 
 def test_a_run_that_ended_says_so(made: ModuleType) -> None:

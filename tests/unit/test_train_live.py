@@ -275,8 +275,8 @@ def test_a_chunk_that_ran_out_is_told_as_a_change_and_advised_for_the_next_run()
     run = Run()
     run.ask(chunk_rows=8)
     run.steps(4)
-    run.chunk_rows = 4  # the loop halves it
-    run.live.ran_out(4, 8, lost_s=2.0)
+    assert run.live.make_room(4, lost_s=2.0) == "chunks of 4 rows instead of 8"
+    assert run.chunk_rows == 4
     applied = run.told(ev.ChangeApplied)[-1]
     assert (applied.why, applied.before, applied.after) == ("memory", 8, 4)
     (advice,) = [given for given in run.told(ev.AdviceGiven) if given.id == "redone"]
@@ -284,6 +284,28 @@ def test_a_chunk_that_ran_out_is_told_as_a_change_and_advised_for_the_next_run()
     assert advice.gain_share is not None
     assert 0 < advice.gain_share <= 1
     assert not run.live.ask("undo", {})[0]  # back to what ran out is no cure
+
+
+def test_below_one_row_resident_blocks_go_then_parts_of_the_device_then_nothing() -> None:
+    run = Run(ground=ground(chunk_rows=1, resident_blocks=3, device_groups=2))
+    run.chunk_rows = 1
+    said = [run.live.make_room(0, lost_s=1.0) for _ in range(5)]
+    assert said == [
+        "resident_blocks 1 instead of 3",
+        "resident_blocks 0 instead of 1",
+        "device_groups 1 instead of 2",
+        "device_groups 0 instead of 1",
+        None,
+    ]
+    assert {change.why for change in run.told(ev.ChangeApplied)} == {"memory"}
+    assert run.live.knobs == replace(ground().planned, chunk_rows=1)
+
+
+def test_parts_of_the_device_stay_when_the_host_has_no_room_for_them() -> None:
+    run = Run(ground=ground(chunk_rows=1, device_groups=4))
+    run.chunk_rows, run.use = 1, Use(host_available_bytes=10 * MIB)
+    assert run.live.make_room(0, lost_s=1.0) is None
+    assert not run.turned
 
 
 def test_the_end_of_the_run_tells_what_is_known_of_the_newest_change() -> None:

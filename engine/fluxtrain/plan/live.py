@@ -166,6 +166,19 @@ def _between(change: Change, low: int, high: int, because: str) -> None:
         raise BadInput(f"{change}: {because}, use {low} to {high}")
 
 
+def rungs(ground: Ground, now: Knobs) -> list[Change]:
+    """What to give up when device memory runs out in a step: half of the chunk, and of the smallest
+    chunk half of the resident blocks, else of the parts on the device."""
+    if now.chunk_rows > 1:
+        return [Change(name="chunk_rows", value=now.chunk_rows // 2)]
+    layout = ground.layout_with(now)
+    if layout.offload not in ("weights", "max"):
+        return []
+    kept = {"resident_blocks": layout.resident_blocks, "device_groups": layout.device_groups}
+    names: tuple[KnobName, ...] = ("resident_blocks", "device_groups")
+    return [Change(name=name, value=kept[name] // 2) for name in names if kept[name]]
+
+
 def refuse_without_room(ground: Ground, now: Knobs, new: Knobs, use: Use) -> None:
     """Raise DoesNotFit, with the numbers, when `new` is predicted to exceed what there is."""
     growth = ground.device_growth_bytes(now, new)

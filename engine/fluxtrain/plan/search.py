@@ -119,7 +119,6 @@ class Search:
         first = Layout(
             offload="none",
             accumulates=self.wishes.accumulates,
-            eager=self.wishes.eager,
             boundaries="host" if self.wishes.boundaries == "host" else "device",
         )
         if self.facts.row is None:

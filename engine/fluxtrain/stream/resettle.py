@@ -43,8 +43,7 @@ def resettle(
     was. Raises DoesNotFit then.
     """
     engine.flush()  # copies under way may wait for updates
-    for group in engine.groups:
-        engine.gradients.wait(group)
+    engine.gradients.drain()
     device, at_home = engine.groups[:device_groups], engine.groups[device_groups:]
     blocks = [group for group in at_home if group.kind == "block"]
     edges = [group for group in at_home if group.kind == "edge"]

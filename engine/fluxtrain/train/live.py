@@ -15,7 +15,15 @@ from typing import Any, Literal, Protocol
 from fluxtrain.errors import BadInput, DoesNotFit, FluxTrainError
 from fluxtrain.plan.effect import STEPS, Effect
 from fluxtrain.plan.footprint import Footprint
-from fluxtrain.plan.live import Change, Knobs, Use, knobs_after, parse_change
+from fluxtrain.plan.live import (
+    Change,
+    Knobs,
+    Use,
+    knobs_after,
+    parse_change,
+    refuse_without_room,
+    rungs,
+)
 from fluxtrain.telemetry.events import (
     ChangeApplied,
     ChangeMeasured,
@@ -165,15 +173,24 @@ class LiveChanges:
         with self._lock:
             self._steady.disturb()
 
-    def ran_out(self, step: int, rows: int, lost_s: float) -> None:
-        """Device memory ran out with chunks of `rows`; the loop halved them and lost `lost_s`."""
+    def make_room(self, step: int, lost_s: float) -> str | None:
+        """Device memory ran out in the step after `step`, `lost_s` after it began: give up what
+        the rules say, so that it can be done again. In words what; None when nothing is left."""
         with self._lock:
+            for change in rungs(self._ground, self.knobs):
+                before = getattr(self._ground.layout_with(self.knobs), change.name)
+                if self._gave_up(change):
+                    break
+            else:
+                return None
             self._stop_measuring(step)
-            self._made = [made for made in self._made if made.wish.change.name != "chunk_rows"]
-            change = Change(name="chunk_rows", value=self._chunk_rows())
-            self._tell_applied(Wish(change=change, why="memory"), rows, step)
+            self._made = [made for made in self._made if made.wish.change.name != change.name]
+            self._tell_applied(Wish(change=change, why="memory"), before, step)
             self._steady.restart()
-            self._adviser.ran_out(rows, lost_s, change.value)
+            if change.name == "chunk_rows":
+                self._adviser.ran_out(before, lost_s, change.value)
+                return f"chunks of {change.value} rows instead of {before}"
+            return f"{change.name} {change.value} instead of {before}"
 
     def finish(self, step: int) -> None:
         """The run ends: tell what a change under measurement was worth so far."""
@@ -182,18 +199,32 @@ class LiveChanges:
 
     # -- inside
 
+    def _gave_up(self, change: Change) -> bool:
+        """Whether a rung could be taken: what leaves the device must find room on the host."""
+        now, new = self.knobs, change.applied_to(self.knobs)
+        try:
+            refuse_without_room(self._ground, now, new, replace(self._use(), device_peak_bytes=0))
+            self._turn_to(new)
+        except DoesNotFit:
+            return False
+        return True
+
+    def _turn_to(self, new: Knobs) -> None:
+        layout = self._ground.layout_with(new)
+        self._turn(
+            device_groups=layout.device_groups,
+            resident_blocks=layout.resident_blocks,
+            slots=self._ground.slots(new),
+            chunk_rows=layout.chunk_rows,
+            need=self._ground.need(new),
+        )
+        self._knobs, self._peak_is_known = new, False
+
     def _make(self, wish: Wish, step: int) -> None:
         change, now = wish.change, self.knobs
         try:
             new = knobs_after(self._ground, now, change, self._known_use())
-            layout = self._ground.layout_with(new)
-            self._turn(
-                device_groups=layout.device_groups,
-                resident_blocks=layout.resident_blocks,
-                slots=self._ground.slots(new),
-                chunk_rows=layout.chunk_rows,
-                need=self._ground.need(new),
-            )
+            self._turn_to(new)
         except (BadInput, DoesNotFit) as error:
             self._announcer.emit(
                 ChangeRefused(
@@ -206,7 +237,6 @@ class LiveChanges:
             )
             return
         self._stop_measuring(step)
-        self._knobs, self._peak_is_known = new, False
         before = getattr(now, change.name)
         self._tell_applied(wish, before, step)
         self._adviser.withdraw(wish.advice)

@@ -80,7 +80,7 @@ class TrainingLoop:
             Interrupted: a stop was asked for; the checkpoint is written.
             Diverged: before the update that would have spread it.
             NoSpace: a checkpoint or the journal could not be written.
-            DoesNotFit: memory ran out with one row at a time.
+            DoesNotFit: memory ran out, and there was nothing left to give up.
         """
         self._model.train()
         self._announcer.phase("training")
@@ -161,7 +161,7 @@ class TrainingLoop:
                     raise DoesNotFit(self._out_of_memory(error)) from error
                 # nothing was changed yet: weights move only after the norm is known
                 self._optimizer.zero_grad()
-                self._halve_chunk(error, time.perf_counter() - started_s)
+                self._make_room(error, time.perf_counter() - started_s)
                 self._data.load_state_dict(cursor)
                 restore_random_state(random)
 
@@ -258,7 +258,8 @@ class TrainingLoop:
         self._stop_if_asked()
         if self._requests.take_checkpoint():
             self._checkpoint()
-        self._changes.carry_out(self.state.step)
+        if self._queued is None:  # else it came just now: after the next step
+            self._changes.carry_out(self.state.step)
 
     def _wait_while_paused(self) -> None:
         self._engine.flush()
@@ -309,15 +310,11 @@ class TrainingLoop:
             f"close other programs; {self._keeper.last_text()}"
         )
 
-    def _halve_chunk(self, error: torch.OutOfMemoryError, lost_s: float) -> None:
-        rows = self._engine.chunk_rows
-        if rows <= 1:
+    def _make_room(self, error: torch.OutOfMemoryError, lost_s: float) -> None:
+        given_up = self._changes.make_room(self._step_number, lost_s)
+        if given_up is None:
             raise DoesNotFit(self._out_of_memory(error)) from error
-        self._engine.chunk_rows = rows // 2
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
         self._announcer.warn(
             f"device memory ran out at step {self._step_number + 1}: the step is done again with "
-            f"chunks of {rows // 2} rows instead of {rows}"
+            f"{given_up}"
         )
-        self._changes.ran_out(self._step_number, rows, lost_s)
