@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fluxtrain.memory.device import Device, Ticket
+from fluxtrain.memory.gradient_ring import GradientRing
 from fluxtrain.memory.group import Group, Member, Segment
 
 _LARGE_BYTES = 128 << 20  # one staging buffer is enough for groups that are this rare and large
@@ -59,6 +60,7 @@ class Gradients:
         self._scratch: Tensor | None = None  # shared by groups that finish within their backward
         self._open: dict[Group, _Sum] = {}
         self._staging: dict[int, _Ring] = {}  # by size
+        self._ring = GradientRing()
         self.arrivals: dict[Group, Arrival] = {}
 
     @property
@@ -101,14 +103,21 @@ class Gradients:
     def open_groups(self) -> list[Group]:
         return list(self._open)
 
-    def finish(self, group: Group) -> None:
-        """The group's backward is done: round, take the norms, and send the sum home."""
+    def finish(self, group: Group, *, passing: bool = False) -> None:
+        """The group's backward is done: round, take the norms, and send the sum home.
+
+        passing: the group's update follows at once, so that its gradients need memory only until
+        then; waits for an earlier group's update when all of that memory is lent.
+        """
         total = self._open.pop(group, None)
         if total is None:
             return
         members = [m for s in group.trained for m in s.members if m.index in total.touched]
         self._clear_untouched(group, total)
-        group.ensure_gradient()
+        if passing and group.home == "host":
+            self._ring.lend(group)
+        else:
+            group.ensure_gradient()
         if group.home == "device":
             self._keep(group, total, members)
         elif group.has_gradient:

@@ -296,6 +296,16 @@ class Group:
                 _, flats = self._allocate(aligned(segment.size_bytes), span, pin=self._pin)
                 segment.narrow = flats[0]
 
+    @property
+    def holds_gradient_memory(self) -> bool:
+        """Is there memory at home for its gradients?"""
+        return all(segment.narrow is not None for segment in self.trained)
+
+    def take_gradient_memory(self, other: Group) -> None:
+        """That of a group with segments of the same sizes, whose gradients are used up."""
+        for mine, theirs in zip(self.trained, other.trained, strict=True):
+            mine.narrow, theirs.narrow = theirs.narrow, None
+
     def widen_gradient(self, segment: Segment) -> None:
         """Keep this step's gradients of the segment in fp32 (several backward passes a step)."""
         if segment.is_wide or segment.dtype == torch.float32:

@@ -146,3 +146,4 @@ class Wishes:
     budget_bytes: int | None = None
     data_rows: int | None = None  # rows of one epoch
     accumulates: bool = False  # several backward passes a step
+    eager: bool = False  # groups are updated as their gradients arrive

@@ -18,6 +18,7 @@ the "device" is a buffer in host memory, so its bytes count as the host's.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -25,6 +26,7 @@ from fluxtrain.plan.facts import FP32_BYTES, Boundaries, GroupFacts, ModelFacts,
 
 SLOTS: dict[Offload, int] = {"none": 0, "optimizer": 0, "weights": 3, "max": 2}
 LARGE_STAGING_BYTES = 128 << 20  # one buffer is enough for gradients this large, else two
+LARGE_GRADIENT_BYTES = 512 << 20
 BOUNDARIES_IN_FLIGHT = 3  # on the device when the boundaries themselves are on the host
 HIDDEN_IN_FLIGHT = 4  # the loss's hidden gradient, once more in fp32 while it is scaled, the result
 LOGITS_CHUNK_BYTES = 256 << 20  # fp32 logits of one chunk of tokens
@@ -48,6 +50,7 @@ class Layout:
     batch_rows: int = 0  # 0: not known
     chunk_rows: int = 0
     accumulates: bool = False  # several backward passes a step
+    eager: bool = False  # groups are updated as their gradients arrive: those at home pass through
     slots: int | None = None  # for the blocks that are not resident; None: as `offload` says
 
     @property
@@ -103,13 +106,27 @@ def footprint(facts: ModelFacts, layout: Layout, *, has_gpu: bool) -> Footprint:
         "boundaries_bytes": _boundaries_on_device(facts, layout),
         "workspace_bytes": _workspace(facts, layout, shared, has_gpu=has_gpu),
     }
-    arenas = sum(g.home_bytes(accumulates=wide) for g in at_home)
+    arenas = sum(g.weight_bytes + g.state_bytes for g in at_home)
+    arenas += _gradients_at_home(at_home, layout)
     host = arenas + _boundaries_on_host(facts, layout, pinned=has_gpu)
     return Footprint(
         **device,
         arena_bytes=arenas,
         host_bytes=host if has_gpu else host + sum(device.values()),
     )
+
+
+def ring_depth(gradient_bytes: int) -> int:
+    """Buffers of one size that the gradients of an eager step pass through at home: one on its way,
+    one being used up, one for jitter; of the largest (embedding, head), which come alone, one."""
+    return 1 if gradient_bytes >= LARGE_GRADIENT_BYTES else 3
+
+
+def _gradients_at_home(at_home: Sequence[GroupFacts], layout: Layout) -> int:
+    if not layout.eager:
+        return sum(g.gradient_bytes(accumulates=layout.accumulates) for g in at_home)
+    alike = Counter((g.trained_bf16, g.trained_fp32, g.rounded_bytes) for g in at_home)
+    return sum(min(count, ring_depth(size)) * size for (_, _, size), count in alike.items())
 
 
 def homes(

@@ -69,7 +69,7 @@ class _Setting:
 
 def _cure(search: Search) -> str:
     wishes, row = search.wishes, search.facts.row
-    kept = Wishes(data_rows=wishes.data_rows, accumulates=wishes.accumulates)
+    kept = Wishes(data_rows=wishes.data_rows, accumulates=wishes.accumulates, eager=wishes.eager)
     no_residents = replace(wishes, device_groups=None, resident_blocks=None)
     settings = (
         _Setting(

@@ -119,6 +119,7 @@ class Search:
         first = Layout(
             offload="none",
             accumulates=self.wishes.accumulates,
+            eager=self.wishes.eager,
             boundaries="host" if self.wishes.boundaries == "host" else "device",
         )
         if self.facts.row is None:

@@ -200,6 +200,11 @@ class EagerStep:
             if owner.engine is engine:
                 self._work.setdefault(owner.group, []).append((owner, _hyper(options)))
 
+    def uses_up(self, group: Group) -> bool:
+        """Does nobody need the group's gradients after its update?"""
+        stepped = {owner.member.index for owner, _ in self._work.get(group, ())}
+        return all(m.index in stepped for s in group.trained for m in s.members)
+
     def take(self, group: Group) -> None:
         """The group's gradients are complete: queue its update."""
         mine = [(o, h) for o, h in self._work.get(group, ()) if o.member.has_gradient]
@@ -212,7 +217,11 @@ class EagerStep:
         self._engine.updates.submit(group, hypers, self.guard)
 
     def end(self) -> None:
-        """Drop the references to the optimizer's parameters."""
+        """The step is over: gradients that were used up are gone, and so are the references to the
+        optimizer's parameters."""
+        for group in self.updated:
+            if group.home == "host" and self.uses_up(group):
+                self._engine.gradients.forget(group)
         self._work.clear()
 
 

@@ -162,6 +162,11 @@ class Engine:
 
     def gradient_of(self, group: Group, member: Member) -> Tensor:
         self.gradients.wait(group)
+        if not group.holds_gradient_memory:
+            raise MisusedModel(
+                f"the gradient of {member.name} in {group.name} was used up: in an eager step each "
+                "group is updated as its gradients arrive, and their memory serves the next group"
+            )
         return HostGradient.over(stored(member), self.owners[group][member.index])
 
     def set_gradient(self, group: Group, member: Member, value: Tensor | None) -> None:
@@ -351,7 +356,8 @@ class Engine:
     def _finish(self, group: Group) -> None:
         if not self.gradients.is_open(group):
             return
-        self.gradients.finish(group)
+        passing = self.eager is not None and self.eager.uses_up(group)
+        self.gradients.finish(group, passing=passing)
         for member in group.members:
             hooks = getattr(member.parameter, "_post_accumulate_grad_hooks", None)
             for key, hook in list((hooks or {}).items()):

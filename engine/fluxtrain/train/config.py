@@ -177,6 +177,11 @@ class TrainSettings(Section):
         default=2, description="how many of the newest checkpoints are kept"
     )
 
+    @property
+    def updates_eagerly(self) -> bool:
+        """Is each block updated as soon as its gradients arrive?"""
+        return self.max_grad_norm is None and self.accumulation == 1
+
     @field_validator("betas")
     @classmethod
     def _betas_below_one(cls, betas: tuple[float, float]) -> tuple[float, float]:

@@ -71,6 +71,7 @@ class Forecast:
             batch_rows=placed.batch_rows,
             chunk_rows=placed.chunk_rows or placed.batch_rows,
             accumulates=self.wishes.accumulates,
+            eager=self.wishes.eager,
         )
 
     def _dial(self, rates: Rates) -> Dial:
@@ -93,7 +94,7 @@ class Forecast:
             **{
                 key: value
                 for key, value in asdict(layout).items()
-                if key not in ("accumulates", "slots")
+                if key not in ("accumulates", "eager", "slots")
             },
             "device_bytes": need.device_bytes,
             "host_bytes": need.host_bytes + self.placement.process_bytes + passing,

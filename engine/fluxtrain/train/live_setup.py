@@ -43,6 +43,7 @@ def live_changes(
             batch_rows=placement.batch_rows,
             chunk_rows=engine.chunk_rows,
             accumulates=config.train.accumulation > 1,
+            eager=config.train.updates_eagerly,
             boundaries=placement.boundaries,
         ),
         has_gpu=has_gpu,

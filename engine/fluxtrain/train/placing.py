@@ -121,6 +121,7 @@ def wishes_of(config: RunConfig, batch_rows: int | None, data_rows: int | None) 
         budget_bytes=None if wished.budget_gib is None else int(wished.budget_gib * GIB),
         data_rows=data_rows,
         accumulates=config.train.accumulation > 1,
+        eager=config.train.updates_eagerly,
     )
 
 

@@ -1,0 +1,38 @@
+"""Host memory for gradients that are used up while the backward pass still runs.
+
+In an eager step a group's gradients are needed from their way home until the group's update. A few
+buffers of each size are enough for that, so that gradients take no two bytes a parameter.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from fluxtrain.memory.group import Group
+from fluxtrain.plan.footprint import ring_depth
+
+Shape = tuple[tuple[object, int], ...]
+
+
+class GradientRing:
+    """Lends the oldest buffer on; used by the thread that runs the backward pass."""
+
+    def __init__(self) -> None:
+        self._borrowers: dict[Shape, deque[Group]] = {}  # that hold a buffer, oldest first
+
+    def lend(self, group: Group) -> None:
+        """Memory for the group's gradients: its own, a new buffer, or the one that another group
+        has had for longest. Waits for that group's update."""
+        shape = tuple((segment.dtype, segment.elements) for segment in group.trained)
+        borrowers = self._borrowers.setdefault(shape, deque())
+        if group in borrowers:
+            borrowers.remove(group)
+        elif group.holds_gradient_memory:
+            return  # from steps that were not eager
+        elif len(borrowers) < ring_depth(sum(s.size_bytes for s in group.trained)):
+            group.ensure_gradient()
+        else:
+            oldest = borrowers.popleft()
+            oldest.wait()
+            group.take_gradient_memory(oldest)
+        borrowers.append(group)

@@ -1,0 +1,57 @@
+"""The timeline of a run that is killed, resumed, and read while it trains."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from fluxtrain.telemetry.ring import RingReader, read_ring
+from fluxtrain.telemetry.trace import recorded_steps, write_trace
+
+STEPS = 160
+
+
+def traced_steps(folder: Path, run: Path) -> list[int]:
+    path = folder / "trace.json.gz"
+    _, steps = recorded_steps(run)
+    write_trace(path, steps, run.name)
+    events: list[dict[str, Any]] = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    return [event["args"]["step"] for event in events if event.get("cat") == "step"]
+
+
+def test_a_run_that_is_killed_in_a_step_leaves_a_whole_trace_and_goes_on_in_the_same_ring(
+    run_config: Callable[..., Path], tmp_path: Path, fluxtrain: Callable[..., Any]
+) -> None:
+    run, config = tmp_path / "run", run_config(train__steps=STEPS, train__checkpoint_every=20)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "fluxtrain", "train", str(config), "--run-dir", str(run)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.DEVNULL,
+    )
+    reader = RingReader(run / "timeline.ring")
+    until_s = time.monotonic() + 60
+    while len(reader.steps) < 10 and time.monotonic() < until_s and process.poll() is None:
+        reader.poll()
+        time.sleep(0.01)
+    seen = [one.head.step for one in reader.steps]
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert len(seen) >= 10
+    assert seen == list(range(seen[0], seen[-1] + 1))  # read while it was written
+    killed = traced_steps(tmp_path, run)
+    assert killed[-1] >= seen[-1] and killed == list(range(killed[0], killed[-1] + 1))
+
+    resumed = fluxtrain("train", "--resume", run, "--steps", STEPS)
+    assert resumed.returncode == 0, resumed.stderr
+    steps = read_ring(run / "timeline.ring")
+    assert [step.step for step in steps] == list(range(steps[0].step, STEPS + 1))
+    assert {step.process for step in steps} <= {1, 2} and steps[-1].process == 2
+    assert traced_steps(tmp_path, run)[-1] == STEPS
