@@ -21,6 +21,7 @@ _RATES = {
     "gpu_matmul": "GPU arithmetic",
     "host_copy": "host memory copy",
     "adamw": "AdamW on the host",
+    "adamw_8bit": "with 8-bit states",
     "cpu_matmul": "CPU arithmetic",
     "disk_write": "disk write",
     "disk_read": "disk read",
@@ -162,7 +163,7 @@ def _reason(how: str) -> str:
 def _rate(name: str, per_s: float) -> str:
     if name.endswith("matmul"):
         return f"{per_s / 1e12:.3g} TFLOP/s" if per_s >= 1e12 else f"{per_s / 1e9:.3g} GFLOP/s"
-    return f"{count_text(per_s)} param/s" if name == "adamw" else rate_text(per_s)
+    return f"{count_text(per_s)} param/s" if name.startswith("adamw") else rate_text(per_s)
 
 
 def _warnings(machine: Mapping[str, Any], disk: Mapping[str, Any]) -> tuple[str, ...]:

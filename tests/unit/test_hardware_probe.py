@@ -33,13 +33,16 @@ def counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         calls.append(name)
         return Rate(rate, f"{name} timed")
 
+    def rate_of_adamw(_: object, threads: int | None, eight_bit: bool = False) -> Rate:
+        return measure("adamw_8bit", 7e9) if eight_bit else measure("adamw", 4.5e9)
+
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(
         "fluxtrain.hardware.machine.read_gpus",
         lambda: Gpus(gpus=(), driver=None, reason="none here"),
     )
     monkeypatch.setattr(probing, "host_copy_rate", lambda threads: measure("copy", 71e9))
-    monkeypatch.setattr(probing, "adamw_rate", lambda _, threads: measure("adamw", 4.5e9))
+    monkeypatch.setattr(probing, "adamw_rate", rate_of_adamw)
     monkeypatch.setattr(probing, "matmul_rate", lambda device, threads: measure(device, 1.5e12))
     monkeypatch.setattr(
         probing, "disk_rates", lambda folder: (measure("write", 2e9), Rate(None, "too small"))
@@ -52,19 +55,19 @@ def test_rates_are_measured_once_and_then_come_from_the_cache(
 ) -> None:
     said: list[str] = []
     first = probe(tmp_path / "runs" / "x", report=said.append)
-    assert counted == ["copy", "adamw", "cpu", "write"]
+    assert counted == ["copy", "adamw", "adamw_8bit", "cpu", "write"]
     assert said == [
         "reading the machine",
         *(f"measuring {what}" for what in ("host memory", "AdamW", "CPU arithmetic", "disk")),
     ]
     second = probe(tmp_path)
-    assert len(counted) == 4
+    assert len(counted) == 5
     assert second.from_cache and not first.from_cache
     assert second.rates == first.rates
     assert second.rate("host_copy") == 71e9
     assert second.rate("disk_read") is second.rate("nonsense") is None
     probe(tmp_path, fresh=True)
-    assert len(counted) == 8
+    assert len(counted) == 10
 
 
 @pytest.mark.parametrize("damage", [b"", b"{}", b"\xff", b'{"format":99}'])
@@ -76,7 +79,7 @@ def test_a_damaged_cache_is_measured_anew(
     kept.write_bytes(damage)
     assert not probe(tmp_path).from_cache
     assert probe(tmp_path).from_cache
-    assert len(counted) == 8
+    assert len(counted) == 10
 
 
 @pytest.mark.parametrize(("age_days", "is_used"), [(6, True), (8, False), (-1, False)])
@@ -89,7 +92,7 @@ def test_old_rates_and_rates_of_a_wrong_clock_are_not_used(
     content["probe"]["measured_at_s"] = time.time() - age_days * 86_400
     kept.write_text(json.dumps(content))
     assert probe(tmp_path).from_cache is is_used
-    assert len(counted) == (4 if is_used else 8)
+    assert len(counted) == (5 if is_used else 10)
 
 
 def test_free_sizes_are_never_cached(counted: list[str], tmp_path: Path) -> None:
@@ -111,7 +114,7 @@ def test_a_cache_that_cannot_be_written_is_said_and_costs_nothing_else(
     said: list[str] = []
     assert probe(tmp_path, report=said.append).rate("host_copy") == 71e9
     assert any("not kept" in line for line in said)
-    assert len(counted) == 4
+    assert len(counted) == 5
 
 
 def test_a_measurement_that_fails_leaves_its_reason_and_the_others_run(
@@ -123,7 +126,7 @@ def test_a_measurement_that_fails_leaves_its_reason_and_the_others_run(
     monkeypatch.setattr(probing, "host_copy_rate", broken)
     found = probe(tmp_path)
     assert found.rates["host_copy"] == Rate(None, "not measured: out of memory")
-    assert counted == ["adamw", "cpu", "write"]
+    assert counted == ["adamw", "adamw_8bit", "cpu", "write"]
 
 
 def test_after_the_time_is_up_the_rest_is_left_out_and_said(
@@ -133,7 +136,7 @@ def test_after_the_time_is_up_the_rest_is_left_out_and_said(
     found = probe(tmp_path)
     assert counted == []
     late = {name for name, rate in found.rates.items() if "20 s were used up" in rate.how}
-    assert late == {"host_copy", "adamw", "cpu_matmul", "disk_write", "disk_read"}
+    assert late == {"host_copy", "adamw", "adamw_8bit", "cpu_matmul", "disk_write", "disk_read"}
     monkeypatch.undo()
     assert list((tmp_path / "cache").glob("*/*")) == [], "an unfinished probe is not kept"
 
@@ -184,6 +187,7 @@ def test_the_table_shows_a_card_with_its_slot_its_power_and_its_users() -> None:
         ("gpu_matmul", 744e12, "744 TFLOP/s"),
         ("cpu_matmul", 52.4e9, "52.4 GFLOP/s"),
         ("adamw", 4.5e9, "4.50 B param/s"),
+        ("adamw_8bit", 7e9, "7.00 B param/s"),
         ("h2d_pinned", 55e9, "55.0 GB/s"),
         ("h2d_pinned", None, "-"),
     ],
@@ -208,6 +212,12 @@ def test_the_native_adamw_is_timed_on_more_than_the_caches_hold() -> None:
     assert rate.per_s is not None and 1e6 < rate.per_s < 1e12
     assert rate.how.startswith("2 M parameters")
     assert PARAMETERS * PARAMETER_BYTES > 256 * MIB
+
+
+def test_the_native_adamw_with_8_bit_states_is_timed_too() -> None:
+    rate = adamw_rate(parameters=2 << 20, limit_s=0.2, eight_bit=True)
+    assert rate.per_s is not None
+    assert rate.per_s > 1e6
 
 
 def test_the_native_adamw_takes_an_eighth_of_the_memory_at_most() -> None:

@@ -194,3 +194,21 @@ def test_one_more_group_on_the_device_is_never_predicted_slower(layout: Layout) 
     layout = replace(layout, offload="weights", resident_blocks=0)
     more = replace(layout, device_groups=layout.device_groups + 1)
     assert cost(SMALL, more, MEASURED).step_s <= cost(SMALL, layout, MEASURED).step_s * (1 + 1e-12)
+
+
+@pytest.mark.parametrize(
+    ("measured", "update_s"), [(None, 14.0625 / 26), (7e9, 4.5 / 7), (9e9, 14.0625 / 26)]
+)
+def test_8_bit_states_are_updated_at_the_rate_of_their_bytes_but_no_faster_than_measured(
+    measured: float | None, update_s: float
+) -> None:
+    n = 4_500_000_000  # one second of an update with fp32 states
+    block = GroupFacts(name="layers.0", kind="block", weight_bytes=2 * n, trained_bf16=n, narrow=n)
+    row = RowFacts(hidden=64, vocabulary=100, sequence_length=8, dtype_bytes=2, activation_bytes=1)
+    facts = ModelFacts(groups=(block,), row=row)
+    rates = replace(MEASURED, adamw_8bit_per_s=measured)
+    layout = Layout(offload="weights", batch_rows=1, chunk_rows=1)
+    assert cost(facts, layout, rates).host_update_s == pytest.approx(1.0)
+    narrow = cost(facts.with_states("8bit"), layout, rates)
+    assert narrow.host_update_s == pytest.approx(update_s, rel=1e-3)
+    assert cost(facts.with_states("bf16"), layout, rates).host_update_s == pytest.approx(18 / 26)

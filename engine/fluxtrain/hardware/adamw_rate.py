@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 from fluxtrain import _native
 from fluxtrain.hardware.rate import Rate, best_rate
 
 PARAMETERS = 128 << 20  # 1.75 GiB: server processors have caches of half a gigabyte
 LEAST_PARAMETERS = 1 << 20
-_BYTES = {"hi": 2, "lo": 2, "m": 4, "v": 4, "grad": 2}  # of one parameter on a split master
-PARAMETER_BYTES = sum(_BYTES.values())
+_BYTES = {"hi": 2.0, "lo": 2.0, "m": 4.0, "v": 4.0, "grad": 2.0}  # of one parameter, split master
+_SCALE_BYTES = 4 / 256  # one fp32 for each block of 8-bit states
+_BYTES_8BIT = {
+    "hi": 2.0, "lo": 2.0, "grad": 2.0,
+    "m": 1.0, "v": 1.0, "m_scale": _SCALE_BYTES, "v_scale": _SCALE_BYTES,
+}  # fmt: skip
+PARAMETER_BYTES = int(sum(_BYTES.values()))
 _CUT = 1 << 15  # parameters: each part begins on a page
 
 
@@ -21,8 +29,10 @@ def adamw_rate(
     parameters: int = PARAMETERS,
     limit_s: float = 1.5,
     threads: int | None = None,
+    eight_bit: bool = False,
 ) -> Rate:
-    """Parameters a second of an update in bf16 with fp32 masters: 14 bytes kept, 26 moved for each.
+    """Parameters a second of an update in bf16 with fp32 masters: 14 bytes kept, 26 moved for each;
+    `eight_bit` with 8-bit states: 8 and 14.
 
     Takes an eighth of `available_bytes` at most. threads None: all that OpenMP has. Raises
     FluxTrainError without the native library.
@@ -32,26 +42,38 @@ def adamw_rate(
     parameters -= parameters % _CUT
     if parameters < LEAST_PARAMETERS:
         return Rate(None, "not measured: too little memory is available")
-    update = _native.kernel("adamw_split_bf16")
+    sizes = _BYTES_8BIT if eight_bit else _BYTES
     # Neither the values nor the coefficients change the time.
     step = _native.AdamWStep(1.0, 1.0, 0.9, 0.1, 0.999, 0.001, 1e-4, 1.0, 1e-8)
-    with mmap.mmap(-1, parameters * PARAMETER_BYTES) as memory:
+    with mmap.mmap(-1, int(parameters * sum(sizes.values()))) as memory:
         if hasattr(mmap, "MADV_HUGEPAGE"):
             _ask_for_huge_pages(memory)  # as the arenas of a run do
         start = ctypes.addressof(anchor := ctypes.c_char.from_buffer(memory))
         ctypes.memset(start, 0, len(memory))  # pages that were never written would all be one page
-        addresses, offset = [], 0
-        for size in _BYTES.values():
-            addresses.append(start + offset)
-            offset += size * parameters
+        at, offset = {}, 0
+        for name, size in sizes.items():
+            at[name] = start + offset
+            offset += int(size * parameters)
+        update = _update_8bit(at) if eight_bit else _update(at)
         rate = best_rate(
             parameters,
-            lambda: update(*addresses, parameters, ctypes.byref(step), threads or 0),
+            lambda: update(parameters, ctypes.byref(step), threads or 0),
             repeats=5,
             limit_s=limit_s,
         )
         del anchor  # it keeps the mapping open
     return Rate(rate, f"{parameters >> 20} M parameters, {_native.isa()}")
+
+
+def _update(at: dict[str, int]) -> Callable[..., Any]:
+    kernel = _native.kernel("adamw_split_bf16")
+    return partial(kernel, at["hi"], at["lo"], at["m"], at["v"], at["grad"])
+
+
+def _update_8bit(at: dict[str, int]) -> Callable[..., Any]:
+    states = _native.States8(at["m"], at["v"], at["m_scale"], at["v_scale"])
+    kernel = _native.kernel("adamw8_split_bf16")
+    return partial(kernel, at["hi"], at["lo"], ctypes.byref(states), at["grad"])
 
 
 def _ask_for_huge_pages(memory: mmap.mmap) -> None:

@@ -30,7 +30,7 @@ from fluxtrain.units import duration_text
 
 PROBE_LIMIT_S = 20.0
 LAST_START_S = 15.0  # each measurement takes 5 s at most, but the bus, which is the first
-FORMAT = 2  # of the cache; a reader ignores another one
+FORMAT = 3  # of the cache; a reader ignores another one
 GPU_RATES = (*BUS_RATES, "gpu_matmul", "pin")
 LATE = Rate(None, f"not measured: the {PROBE_LIMIT_S:g} s were used up")
 
@@ -126,6 +126,12 @@ def _measurements(machine: Machine, folder: Path) -> dict[str, tuple[tuple[str, 
     def arithmetic() -> dict[str, Rate]:
         return {"cpu_matmul": matmul_rate("cpu", threads=threads)}
 
+    def adamw() -> dict[str, Rate]:
+        return {
+            "adamw": adamw_rate(available, threads=threads),
+            "adamw_8bit": adamw_rate(available, threads=threads, eight_bit=True),
+        }
+
     def disk() -> dict[str, Rate]:
         write, read = disk_rates(folder)
         return {"disk_write": write, "disk_read": read}
@@ -138,7 +144,7 @@ def _measurements(machine: Machine, folder: Path) -> dict[str, tuple[tuple[str, 
     return {
         **(on_gpu if machine.gpus else {}),
         "host memory": (("host_copy",), lambda: {"host_copy": host_copy_rate(threads=threads)}),
-        "AdamW": (("adamw",), lambda: {"adamw": adamw_rate(available, threads=threads)}),
+        "AdamW": (("adamw", "adamw_8bit"), adamw),
         "CPU arithmetic": (("cpu_matmul",), arithmetic),
         "disk": (("disk_write", "disk_read"), disk),
     }

@@ -87,7 +87,7 @@ def value_text(name: str, per_s: float | None) -> str:
         return UNKNOWN
     if name.endswith("matmul"):
         return operations_text(per_s)
-    return f"{count_text(per_s)} param/s" if name == "adamw" else rate_text(per_s)
+    return f"{count_text(per_s)} param/s" if name.startswith("adamw") else rate_text(per_s)
 
 
 def operations_text(per_s: float | None) -> str:

@@ -54,6 +54,7 @@ class Rates:
     has_gpu: bool
     matmul_per_s: float  # operations
     adamw_per_s: float  # parameters in bf16 with fp32 masters, all threads
+    adamw_8bit_per_s: float | None = None  # the same with 8-bit states; None: by their bytes
     copy_bytes_per_s: float = float("inf")  # within host memory; the bus of a machine without GPU
     h2d_bytes_per_s: float | None = None
     d2h_bytes_per_s: float | None = None
@@ -109,6 +110,7 @@ def rates_from(
         has_gpu=has_gpu,
         matmul_per_s=known.get(matmul, float("inf")),
         adamw_per_s=known["adamw"],
+        adamw_8bit_per_s=known.get("adamw_8bit"),
         copy_bytes_per_s=known.get("host_copy", float("inf")),
         h2d_bytes_per_s=known.get("h2d_pinned"),
         d2h_bytes_per_s=known.get("d2h_pinned"),
@@ -212,9 +214,14 @@ def _frozen(group: GroupFacts, dtype_bytes: int) -> int:
 
 
 def _host_update(facts: ModelFacts, layout: Layout, rates: Rates) -> float:
-    """Seconds of AdamW on the groups at home; the measured rate moves 26 bytes a parameter."""
-    moved = sum(group.update_bytes for group in homes(facts, layout)[1])
-    return moved / BF16_UPDATE_BYTES / rates.adamw_per_s
+    """Seconds of AdamW on the groups at home: by the bytes that it moves (the measured rate moves
+    26 a parameter), but no faster than 8-bit states were measured, whose codes cost arithmetic."""
+    seconds = 0.0
+    for group in homes(facts, layout)[1]:
+        by_bytes_s = group.update_bytes / BF16_UPDATE_BYTES / rates.adamw_per_s
+        coded = group.narrow if group.states == "8bit" and rates.adamw_8bit_per_s else 0
+        seconds += max(by_bytes_s, coded / (rates.adamw_8bit_per_s or 1.0))
+    return seconds
 
 
 def _traffic(facts: ModelFacts, layout: Layout) -> tuple[int, int, int]:
