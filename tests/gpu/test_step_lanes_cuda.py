@@ -51,7 +51,8 @@ def trained(offload: str, steps: int = 5) -> tuple[list[StepLanes], Engine]:
         num_key_value_heads=8, vocab_size=2048, max_position_embeddings=512,
     )  # fmt: skip
     model = LlamaForCausalLM(config).to(torch.bfloat16).train()
-    model = fluxtrain.wrap(model, device="cuda", offload=offload, overlap=True)
+    streamed = {"device_groups": 0, "resident_blocks": 0} if offload == "weights" else {}
+    model = fluxtrain.wrap(model, device="cuda", offload=offload, overlap=True, **streamed)
     engine = engine_of(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     recorder, cutter = engine.device.recorder, StepCutter(engine.device.recorder)

@@ -8,36 +8,39 @@ from __future__ import annotations
 
 import importlib.util
 from importlib.metadata import version
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from transformers import PreTrainedModel
 
 from fluxtrain.errors import BadInput
-from fluxtrain.telemetry.events import ChoiceMade
 
 Kernels = Literal["auto", "liger", "torch"]
-_NAME = "kernels"
 
 
-def choose_kernels(wished: Kernels, model: PreTrainedModel, device: str) -> ChoiceMade:
+class ChosenKernels(NamedTuple):
+    """`liger` or `torch`, and why."""
+
+    value: str
+    because: str
+
+
+def choose_kernels(wished: Kernels, model: PreTrainedModel, device: str) -> ChosenKernels:
     """Give `model` the fastest kernels that are wished for and possible; what was chosen and why.
 
     Raises:
         BadInput: liger was asked for and cannot be had.
     """
     if wished == "torch":
-        return ChoiceMade(name=_NAME, value="torch", because="as set")
+        return ChosenKernels(value="torch", because="as set")
     kind = str(getattr(model.config, "model_type", "this model"))
     missing = _what_is_missing(kind, device)
     if missing is None:
         _apply(model)
         installed = f"liger-kernel {version('liger-kernel')} is installed and knows {kind}"
-        return ChoiceMade(
-            name=_NAME, value="liger", because="as set" if wished == "liger" else installed
-        )
+        return ChosenKernels(value="liger", because="as set" if wished == "liger" else installed)
     if wished == "liger":
         raise BadInput(f"model.kernels = liger is not possible: {missing}; leave it on auto")
-    return ChoiceMade(name=_NAME, value="torch", because=missing)
+    return ChosenKernels(value="torch", because=missing)
 
 
 def _what_is_missing(kind: str, device: str) -> str | None:

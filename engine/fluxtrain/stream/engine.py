@@ -28,7 +28,7 @@ from fluxtrain.stream.arguments import Tree
 from fluxtrain.stream.block import Call, Unit
 from fluxtrain.stream.chunking import saved_row_bytes
 from fluxtrain.stream.head import HeadCall
-from fluxtrain.stream.norm import GradNorm
+from fluxtrain.stream.norm import GradNorm, norm_parts
 from fluxtrain.stream.parameter import HostGradient, HostParameter, Owner
 from fluxtrain.stream.shards import load_state_shard, state_shards
 from fluxtrain.stream.updates import Updates
@@ -208,21 +208,8 @@ class Engine:
 
         `losses` are read with it; the step is not made where norm or losses are not finite.
         """
-        parts: list[Tensor] = []
-        for group in self.groups:
-            members = [m for m in group.members if m.has_gradient]
-            arrival = self.gradients.arrivals.get(group)
-            whole = arrival is not None and len(arrival.norm_of) == len(members)
-            if whole and all(m.gradient_scale == 1.0 for m in members):
-                assert arrival is not None
-                parts += [arrival.norms] if arrival.norms is not None else []
-            else:
-                parts += [self.gradient_norm(group, m) for m in members]
-        for parameter in self.loose:
-            if parameter.grad is not None:
-                parts.append(torch.linalg.vector_norm(parameter.grad, dtype=torch.float32))
-        device = self.device.torch_device
-        self.norm = GradNorm(self.device, [p.to(device) for p in parts], max_norm, losses)
+        parts = [part.to(self.device.torch_device) for part in norm_parts(self)]
+        self.norm = GradNorm(self.device, parts, max_norm, losses)
         return self.norm
 
     def take_in(self, owner: Owner, parameter: nn.Parameter) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -11,6 +12,9 @@ from torch import Tensor
 from fluxtrain.memory.device import Device, Ticket
 from fluxtrain.memory.page_locks import host_empty
 from fluxtrain.optim.clip import clip_scale
+
+if TYPE_CHECKING:
+    from fluxtrain.stream.engine import Engine
 
 
 class GradNorm:
@@ -69,3 +73,21 @@ class GradNorm:
                 ratio = torch.where(torch.isfinite(self._on_device).all(), ratio, torch.nan)
             self._on_device_scale = ratio
         return self._on_device_scale
+
+
+def norm_parts(engine: Engine) -> list[Tensor]:
+    """2-norms (scalars or vectors) whose squares sum up to that of all gradients there are."""
+    parts: list[Tensor] = []
+    for group in engine.groups:
+        members = [m for m in group.members if m.has_gradient]
+        arrival = engine.gradients.arrivals.get(group)
+        whole = arrival is not None and len(arrival.norm_of) == len(members)
+        if whole and all(m.gradient_scale == 1.0 for m in members):
+            assert arrival is not None
+            parts += [arrival.norms] if arrival.norms is not None else []
+        else:
+            parts += [engine.gradient_norm(group, m) for m in members]
+    for parameter in engine.loose:
+        if parameter.grad is not None:
+            parts.append(torch.linalg.vector_norm(parameter.grad, dtype=torch.float32))
+    return parts

@@ -12,6 +12,7 @@ from torch import nn
 
 from fluxtrain.data.batches import Batch, BatchSource
 from fluxtrain.errors import Diverged, DoesNotFit, FluxTrainError, Interrupted
+from fluxtrain.methods.known_packing import known_packing
 from fluxtrain.stream.engine import engine_of
 from fluxtrain.telemetry.events import EvaluationFinished, RunPhase, StepFinished
 from fluxtrain.train.announce import Announcer
@@ -174,7 +175,8 @@ class TrainingLoop:
         rate = self._set_learning_rate()
         losses = []
         for batch in batches:
-            loss = self._model(**batch.inputs()).loss
+            with known_packing(batch.position_ids if batch.packed else None):
+                loss = self._model(**batch.inputs()).loss
             clock.ends("forward")
             if eager:  # nothing has to wait for the norm: groups are updated as gradients arrive
                 self._engine.begin_eager_step(self._optimizer, loss)

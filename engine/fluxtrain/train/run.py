@@ -133,25 +133,12 @@ class Run:
         rows = _known_rows(config, checkpoint)
         data = None if rows is None else self._batches(rows)  # refuses a batch beyond the data
         model = ingredients.loaded.model
-        facts = model_facts_for(config, model, ingredients.loaded.config)
         kernels = choose_kernels(config.model.kernels, model, device.value)
-        self._constants = self._measured(facts, machine, device.value, rows)
-        self._facts = self._constants.applied(facts)
-        self.placement = decide(
-            config,
-            self._facts,
-            machine,
-            device.value,
-            batch_rows=rows,
-            data_rows=max(1, len(ingredients.data.trained) // config.train.accumulation),
-            loaded_bytes=loaded_bytes(model) - self._constants.still_to_come_bytes,
-        )
-        self._room = room_of(machine, device.value)
-        room = machine.memory_available_bytes
-        refuse_what_does_not_fit(config, facts, self.placement, room, self.files(session))
+        self._place(machine, device.value, rows)
         self.batch_rows = self.placement.batch_rows
         self.data = data or self._batches(self.batch_rows)
-        self._choices = (device, kernels, *self.placement.choices)
+        liger = ChoiceMade(name="kernels", value=kernels.value, because=kernels.because)
+        self._choices = (device, liger, *self.placement.choices)
         self.course = choose_course(
             config.train,
             steps_per_epoch=self.data.steps_per_epoch,
@@ -183,6 +170,26 @@ class Run:
             changes=changes,
             state=session.state,
         )
+
+    def _place(self, machine: Machine, device: str, rows: int | None) -> None:
+        """Decide where the bytes go, from what a block and the machine are measured to do."""
+        config, loaded = self._config, self._ingredients.loaded
+        facts = model_facts_for(config, loaded.model, loaded.config)
+        self._constants = self._measured(facts, machine, device, rows)
+        self._facts = self._constants.applied(facts)
+        trained_rows = len(self._ingredients.data.trained)
+        self.placement = decide(
+            config,
+            self._facts,
+            machine,
+            device,
+            batch_rows=rows,
+            data_rows=max(1, trained_rows // config.train.accumulation),
+            loaded_bytes=loaded_bytes(loaded.model) - self._constants.still_to_come_bytes,
+        )
+        self._room = room_of(machine, device)
+        room = machine.memory_available_bytes
+        refuse_what_does_not_fit(config, facts, self.placement, room, self.files(self._session))
 
     def _measured(
         self, facts: ModelFacts, machine: Machine, device: str, rows: int | None
