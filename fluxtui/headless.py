@@ -6,12 +6,19 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 
 from fluxtrain.errors import EXIT_BUG, EXIT_FINISHED, EXIT_INTERRUPTED
-from fluxtrain.telemetry.events import AnyEvent, Done, EvaluationFinished, Failed, StepFinished
+from fluxtrain.telemetry.events import (
+    AnyEvent,
+    Done,
+    EvaluationFinished,
+    Failed,
+    Hello,
+    StepFinished,
+)
 from fluxtrain.telemetry.launch import TRAINER
 from fluxtrain.telemetry.reader import JournalFollower
 from fluxtrain.telemetry.rundir import RunDir
@@ -47,23 +54,41 @@ def train_in_foreground(arguments: Sequence[str], command: Sequence[str] = TRAIN
     return code if code >= 0 else 128 - code
 
 
-def follow_lines(run_dir: Path) -> int:
-    """Print the run's progress until it ends; returns its exit code, or 130 after a Ctrl-C."""
+def follow_lines(run_dir: Path, ended: Callable[[], int | None] = lambda: None) -> int:
+    """Print the run's progress until it ends; returns its exit code, or 130 after a Ctrl-C.
+
+    `ended` gives the exit code of a trainer that this process started.
+    """
     run, journal = RunDir(run_dir), JournalFollower(RunDir(run_dir).journal)
+    told: int | None = None  # how the newest process of the run said that it ended
     try:
         while True:
-            alive = run.liveness() in ("running", "new")  # asked first: nothing is missed then
+            code = ended()  # asked first: nothing is missed then
+            alive = code is None and run.liveness() in ("running", "new")
             for event in journal.poll():
                 _say(event)
                 if isinstance(event, Done | Failed):
-                    return event.exit_code
+                    told = event.exit_code if told is None else told
+                elif isinstance(event, Hello):
+                    told = None  # it was gone on with
             if not alive:
-                print(f"{run.run_id}: the trainer is gone without a word", file=sys.stderr)
-                return EXIT_BUG
+                return _ended(run, code if told is None else told, silent=told is None)
             time.sleep(POLL_PERIOD_S)
     except KeyboardInterrupt:
         print(f"{run.run_id}: detached; training goes on", file=sys.stderr)
         return EXIT_INTERRUPTED
+
+
+def _ended(run: RunDir, code: int | None, *, silent: bool) -> int:
+    """The exit code; of a trainer that ended without a word, what it printed last is told."""
+    if silent:
+        try:
+            printed = run.log.read_text(errors="replace").strip().splitlines()
+        except OSError:
+            printed = []
+        last = printed[-1] if printed else "nothing was printed"
+        print(f"{run.run_id}: the trainer is gone without a word: {last}", file=sys.stderr)
+    return EXIT_BUG if code is None or code < 0 else code
 
 
 def _say(event: AnyEvent) -> None:

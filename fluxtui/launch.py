@@ -12,12 +12,14 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fluxtrain.errors import EXIT_BUG, EXIT_FINISHED, BadInput, FluxTrainError
 from fluxtrain.telemetry.finding import LAST, find_run
 from fluxtrain.telemetry.rundir import RunDir, runs_root
 from fluxtui.wizard.answers import (
+    DIAL,
+    METHODS,
     OFFLOADS,
     Answers,
     with_data,
@@ -58,6 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     attach = "watch a run: its id, its folder, or `last`, which is also the default"
     add("--attach", metavar="RUN", nargs="?", const=LAST, help=attach)
+    add("--resume", metavar="RUN", help="go on with a run that ended early, named like that")
     add("--demo", action="store_true", help="start the demo at once")
     add("--yes", "-y", action="store_true", help="start at once with every default")
     add("--headless", action="store_true", help="train here without the app, printing lines")
@@ -65,7 +68,9 @@ def _parser() -> argparse.ArgumentParser:
     add = answers.add_argument
     add("--model", metavar="M", help="demo, a folder, or a hub id")
     add("--data", metavar="D", help="demo, or a .txt or .jsonl file")
+    add("--method", choices=METHODS, help="what is trained of the model")
     add("--sequence-length", type=_positive, metavar="N", help="tokens in a row")
+    add("--dial", choices=DIAL, help="from as fast as possible to as small as possible")
     add("--offload", choices=OFFLOADS, help="what lives in host memory")
     add("--batch-rows", type=_positive, metavar="N", help="rows of one backward pass")
     add("--chunk-rows", type=_positive, metavar="N", help="rows computed at once in a block")
@@ -84,8 +89,11 @@ def _parser() -> argparse.ArgumentParser:
 
 def _new_run(options: argparse.Namespace) -> int:
     from fluxtui.wizard.launching import begin, prepare
+    from fluxtui.wizard.ranked import with_settings_of_the_dial
 
     answers = answers_of(options)
+    if not options.headless and wants_lines():
+        return _line_by_line(answers, at_once=options.demo or options.yes)
     if options.headless or not has_terminal():
         if not options.headless:
             print(
@@ -94,10 +102,10 @@ def _new_run(options: argparse.Namespace) -> int:
                 file=sys.stderr,
             )
         return _train_headless(answers or Answers())
-    if options.demo or options.yes:
-        trainer = begin(prepare(answers or Answers()))
-        return _show(_app(options, trainer.run_dir.path, trainer))
-    return _show(_app(options, answers=answers))
+    if not (options.demo or options.yes):
+        return _show(_app(options, answers=answers))
+    trainer = begin(prepare(with_settings_of_the_dial(answers or Answers())))
+    return _show(_app(options, trainer.run_dir.path, trainer))
 
 
 def answers_of(options: argparse.Namespace) -> Answers | None:
@@ -113,9 +121,12 @@ def answers_of(options: argparse.Namespace) -> Answers | None:
     answers = dataclasses.replace(answers, overrides=given)
     if options.model is not None:
         answers = with_model(answers, options.model)
+    if options.resume is not None:
+        run = str(find_run(options.resume))
+        answers = dataclasses.replace(answers, start="resume", resume_run=run, step="launch")
     if options.data is not None:
         answers = with_data(answers, options.data)
-    settings = {field: getattr(options, field) for field in SETTINGS}
+    settings = {field: getattr(options, field) for field in (*SETTINGS, "method", "dial")}
     answers = dataclasses.replace(
         answers, **{field: value for field, value in settings.items() if value is not None}
     )
@@ -125,9 +136,30 @@ def answers_of(options: argparse.Namespace) -> Answers | None:
 def _train_headless(answers: Answers) -> int:
     from fluxtui.headless import train_in_foreground
     from fluxtui.wizard.launching import prepare
+    from fluxtui.wizard.ranked import with_settings_of_the_dial
 
-    launch = prepare(answers)
+    launch = prepare(with_settings_of_the_dial(answers))
     return train_in_foreground([*launch.arguments, "--run-dir", str(launch.run_dir)])
+
+
+def _line_by_line(answers: Answers | None, at_once: bool) -> int:
+    """The wizard without a screen; then the run's progress in lines."""
+    from fluxtui.headless import follow_lines
+    from fluxtui.wizard.launching import Attach, begin, prepare
+    from fluxtui.wizard.linear import LinearWizard
+    from fluxtui.wizard.ranked import with_settings_of_the_dial
+
+    if at_once:
+        outcome: Any = prepare(with_settings_of_the_dial(answers or Answers()))
+    else:
+        outcome = LinearWizard(answers).run()
+    if outcome is None:
+        return EXIT_FINISHED
+    if isinstance(outcome, Attach):
+        return follow_lines(outcome.run_dir)
+    trainer = begin(outcome)
+    print(f"run: {trainer.run_dir.path}; Ctrl-C leaves it running", flush=True)
+    return follow_lines(trainer.run_dir.path, trainer.exit_code)
 
 
 # --- a run that is there --------------------------------------------------------------------------
@@ -135,7 +167,7 @@ def _train_headless(answers: Answers) -> int:
 
 def _attach(options: argparse.Namespace) -> int:
     run_dir = find_run(options.attach)
-    if not has_terminal():
+    if not has_terminal() or wants_lines():
         from fluxtui.headless import follow_lines
 
         return follow_lines(run_dir)
@@ -149,6 +181,13 @@ def has_terminal(environment: Mapping[str, str] = os.environ) -> bool:
     """All three ends are a terminal that can draw; the app reads one and draws on the other two."""
     capable = environment.get("TERM", "") not in ("", "dumb")
     return capable and all(end.isatty() for end in (sys.stdin, sys.stdout, sys.stderr))
+
+
+def wants_lines(environment: Mapping[str, str] = os.environ) -> bool:
+    """There is somebody to ask, but no screen: it cannot draw, or `ACCESSIBLE` is set."""
+    somebody = sys.stdin.isatty() and sys.stdout.isatty()
+    asked_for = environment.get("ACCESSIBLE", "").lower() not in ("", "0", "no", "false")
+    return somebody and (asked_for or environment.get("TERM", "") in ("", "dumb"))
 
 
 def _app(

@@ -35,7 +35,8 @@ class Background:
         self._on_change = on_change
         self._wanted: Answers | None = None
         self.cards: tuple[RankedPlan, ...] = ()
-        self._cards_for: object = None
+        self._cards_for: object = None  # the answers that they were planned for
+        self._cards_of: object = None  # model and data alone
         self._tried: object = None
         self.probe: Question[MachineFacts] = Question(
             screen, "probe", read_machine_facts, self._probed, program
@@ -58,6 +59,10 @@ class Background:
         asked = (self.probe, self.inspection, self.plan, self.trial)
         return any(question.state.pending for question in asked)
 
+    def cards_are_of(self, answers: Answers) -> bool:
+        """Whether the ranked plans were made for these answers, wherever the dial stands."""
+        return self._cards_for == _key(without_dial(answers))
+
     def measure(self, fresh: bool = False) -> None:
         """Measure the machine; `fresh` does not take what was measured before."""
         if fresh:
@@ -74,7 +79,7 @@ class Background:
         data_alone = _about_data(answers)
         self.inspection.ask(_key(data_alone), ["inspect", *self._arguments(data_alone), "--json"])
         key = _key(answers)
-        if self._cards_for != _key(without_dial(answers)):
+        if self._cards_of != _key(data_alone):
             self.cards = ()
         if not self.trial_is_of(answers):
             self.trial.forget()
@@ -112,8 +117,9 @@ class Background:
 
     def _planned(self) -> None:
         found = self.plan.state.value
-        if found is not None and self._wanted is not None and self._wanted.dial == "auto":
-            self.cards, self._cards_for = found.ranked, _key(self._wanted)
+        if found is not None and self._wanted is not None and not self._wanted.dial_settings:
+            self.cards = found.ranked
+            self._cards_for, self._cards_of = _key(self._wanted), _key(_about_data(self._wanted))
         self._on_change()
 
 

@@ -127,6 +127,7 @@ class WizardFrame(Screen[Outcome | None]):
             plan=asked.plan.state,
             trial=asked.trial.state,
             cards=asked.cards,
+            cards_are_older=not asked.cards_are_of(self.answers),
             runs=self.runs,
             goes_on=self.goes_on,
             launch_error=self.launch_error,

@@ -152,7 +152,7 @@ def _rate_rows(rates: Mapping[str, Any]) -> list[Row]:
         elif rate:
             missing.setdefault(str(rate.get("how", "")), []).append(title)
     for why, titles in missing.items():
-        rows.append(("not measured", UNKNOWN, f"{', '.join(titles)}: {_reason(why)}"))
+        rows.append(("not measured", UNKNOWN, f"{'; '.join(titles)}: {_reason(why)}"))
     return rows
 
 

@@ -19,6 +19,7 @@ from fluxtui.wizard.frame import WizardFrame
 from fluxtui.wizard.launching import Attach, command_text, prepare
 from fluxtui.wizard.offer import DraftOffer
 from fluxtui.wizard.pages.preview import config_text
+from fluxtui.wizard.ranked import dial_settings
 from fluxtui.wizard.steps.source import SourceStep
 from fluxtui.wizard.steps.step import Answered, Wished
 
@@ -105,6 +106,7 @@ class WizardScreen(WizardFrame):
         """Do what was chosen at the start."""
         answers, check = self.answers, self.checks["start"]
         if answers.start == "attach":
+            forget_draft(self._draft)
             self.dismiss(Attach(run_dir=Path(answers.attach_run)))
         elif answers.start == "resume":
             self._go_to("launch")
@@ -252,6 +254,9 @@ class WizardScreen(WizardFrame):
         if not self.is_mounted:
             return
         super().heard()
+        dial, cards = self.answers.dial, self.background.cards
+        if dial != "auto" and not self.answers.dial_settings and dial_settings(cards, dial):
+            self.post_message(Answered({"dial_settings": dial_settings(cards, dial)}))
         plan = self.background.plan.state
         on_plan = self.answers.step in ("strategy", "preview")
         if self.goes_on and on_plan and not plan.pending:

@@ -34,6 +34,7 @@ class View:
     plan: Asked[PlanPreview] = dataclasses.field(default_factory=Asked)
     trial: Asked[Trial] = dataclasses.field(default_factory=Asked)
     cards: tuple[RankedPlan, ...] = ()
+    cards_are_older: bool = False  # than the numbers that the user has set since
     runs: tuple[RunSummary, ...] = ()
     goes_on: bool = False
     launch_error: str | None = None

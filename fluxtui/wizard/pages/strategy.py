@@ -15,6 +15,7 @@ from fluxtui.wizard.view import View
 
 CARD_LEAST = 22  # columns of a card with its border
 CURE = "Press esc to change an answer, o for another offload setting, or r to ask again."
+OLDER = "planned before the numbers below were set"
 OVER = "this does not fit: turn the dial to fit, press o for more offload, or esc"
 
 
@@ -25,7 +26,8 @@ def strategy_page(view: View, width: int, *, cursor: int = 0, why: bool = False)
     """
     head = [dial_line(view.answers, width), Content("")]
     if view.cards:
-        head += [cards(view, width), Content("")]
+        older = drawing.paragraph(OLDER, width, drawing.MUTED) if view.cards_are_older else ""
+        head += [cards(view, width), Content("") + older]
     asked = view.plan
     if asked.refusal is not None:
         return Content("\n").join([*head, refused(asked.refusal, CURE, width)])

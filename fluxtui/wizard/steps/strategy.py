@@ -13,6 +13,7 @@ from textual.widgets import Input
 from fluxtui.wizard import drawing
 from fluxtui.wizard.answers import DIAL, OFFLOADS, Dial
 from fluxtui.wizard.pages.strategy import strategy_page
+from fluxtui.wizard.ranked import dial_settings
 from fluxtui.wizard.steps.step import Answered, Step, Wished
 from fluxtui.wizard.widgets import Drawn
 
@@ -73,18 +74,13 @@ class StrategyStep(Step, can_focus=True):
 
     def action_dial(self, offset: int) -> None:
         """Turn the dial; a plan on it brings its settings along."""
-        settings = {
-            card.name: {"placement.offload": card.offload, **card.settings}
-            for card in self.view.cards
-        }
-        stops = [stop for stop in DIAL if stop == "auto" or stop in settings]
+        cards = self.view.cards
+        stops = [stop for stop in DIAL if stop == "auto" or dial_settings(cards, stop)]
         before: Dial = self.view.answers.dial
         index = (stops.index(before) if before in stops else 0) + offset
         if 0 <= index < len(stops):
             stop = stops[index]
-            self.post_message(
-                Answered({"dial": stop, "dial_settings": dict(settings.get(stop, {}))})
-            )
+            self.post_message(Answered({"dial": stop, "dial_settings": dial_settings(cards, stop)}))
 
     def action_offload(self) -> None:
         """The next offload setting, round about."""

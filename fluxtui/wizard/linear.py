@@ -1,0 +1,364 @@
+"""The wizard line by line: the same questions, checks and answers, without a screen.
+
+For screen readers (`ACCESSIBLE=1`) and terminals that cannot draw. Nothing is redrawn; each line is
+said once. `b` goes back, `q` leaves, Enter takes what stands in brackets.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from fluxtrain.errors import FluxTrainError
+from fluxtrain.telemetry.rundir import runs_root
+from fluxtrain.telemetry.storage import free_bytes
+from fluxtui.wizard import lines, questions
+from fluxtui.wizard.answers import DIAL, METHODS, OFFLOADS, Answers, StepName, neighbour
+from fluxtui.wizard.asked import Asked
+from fluxtui.wizard.asking import Field, Option, SourceQuestion
+from fluxtui.wizard.checks import Check, check_data, check_model, check_start
+from fluxtui.wizard.configuring import yaml_text
+from fluxtui.wizard.draft import draft_path, forget_draft, load_draft, save_draft
+from fluxtui.wizard.engine import EngineRefused, ask_engine
+from fluxtui.wizard.inspection import read_inspection
+from fluxtui.wizard.known_runs import (
+    known_runs,
+    recent_models,
+    run_option,
+    runs_to_resume,
+    runs_to_watch,
+)
+from fluxtui.wizard.launching import Attach, Outcome, command_text, engine_arguments, prepare
+from fluxtui.wizard.machine import read_machine_facts
+from fluxtui.wizard.pages.preview import config_text
+from fluxtui.wizard.plan_preview import read_plan
+from fluxtui.wizard.ranked import dial_settings
+from fluxtui.wizard.trial import read_trial
+from fluxtui.wizard.view import View
+
+T = TypeVar("T")
+Ask = Callable[[str], str]
+Say = Callable[[str], None]
+CHECKS: Mapping[StepName, Callable[[Answers], Check]] = {
+    "start": check_start,
+    "model": check_model,
+    "data": check_data,
+}
+GREETING = "FluxTrain. Enter takes the answer in brackets, b goes back, q leaves."
+
+
+class GoBack(Exception):
+    """The user wants the step before."""
+
+
+class Leave(Exception):
+    """The user wants no run."""
+
+
+class LinearWizard:
+    """Asks on `ask` (as `input`), tells on `say` (as `print`)."""
+
+    def __init__(
+        self,
+        answers: Answers | None = None,
+        root: Path | None = None,
+        *,
+        ask: Ask = input,
+        say: Say = print,
+        draft: Path | None = None,
+        engine: tuple[str, ...] = (),
+    ) -> None:
+        """Start with `answers`, or with the defaults and an offered draft."""
+        self.view = View(answers=answers or Answers(), root=root or runs_root())
+        self._fresh = answers is None
+        self._ask, self._say, self._engine = ask, say, engine
+        self._draft = draft or draft_path()
+        self._planned_for: object = None
+        self._scratch = tempfile.TemporaryDirectory(prefix="fluxtrain-wizard-")
+        self._steps: Mapping[StepName, Callable[[], None]] = {
+            "start": lambda: self._source(questions.START),
+            "model": lambda: self._source(questions.MODEL),
+            "data": self._data,
+            "method": self._method,
+            "hardware": self._hardware,
+            "strategy": self._strategy,
+            "preview": self._preview,
+            "launch": self._launch,
+        }
+
+    def run(self) -> Outcome | None:
+        """Ask everything; None when the user leaves, with the answers kept as a draft."""
+        with self._scratch:
+            return self._walk()
+
+    def _walk(self) -> Outcome | None:
+        self._say(GREETING)
+        self._offer_draft()
+        self._know(runs=tuple(known_runs(self.view.root)))
+        while True:
+            step = self.view.answers.step
+            try:
+                self._steps[step]()
+                outcome = self._outcome()
+                if outcome is not None:
+                    return outcome
+                self._go(neighbour(self.view.answers, 1) or step)
+            except GoBack:
+                self._go(neighbour(self.view.answers, -1) or step)
+            except (Leave, EOFError, KeyboardInterrupt):
+                self._say("left; the answers are kept")
+                return None
+
+    def _outcome(self) -> Outcome | None:
+        answers = self.view.answers
+        if answers.step == "start" and answers.start == "attach":
+            forget_draft(self._draft)
+            return Attach(run_dir=Path(answers.attach_run))
+        if answers.step != "launch":
+            return None
+        try:
+            launch = prepare(answers, self.view.root)
+        except FluxTrainError as error:
+            self._say(f"error: {error}")
+            raise GoBack from None
+        forget_draft(self._draft)
+        return launch
+
+    # --- the steps ----------------------------------------------------------------------------
+
+    def _source(self, question: SourceQuestion) -> None:
+        """Ask until the answer can be used."""
+        while True:
+            self._say(question.text)
+            chosen = self._choose(question.options, getattr(self.view.answers, question.source))
+            self._answer(**{question.source: chosen})
+            field = question.fields.get(chosen)
+            if field is not None:
+                self._fill(field)
+            if question.number is not None:
+                self._number(question.number.name, question.number.title, at_least=2)
+            check = CHECKS[question.step](self.view.answers)
+            self._tell(lines.check_lines(check))
+            if check.error is None:
+                self._loaded(check)
+                return
+
+    def _loaded(self, check: Check) -> None:
+        """A configuration file brings all answers; its plan comes next."""
+        if check.loaded is not None:
+            self._know(answers=dataclasses.replace(check.loaded, step="hardware"))
+
+    def _data(self) -> None:
+        self._source(questions.DATA)
+        self._say("the engine reads the first documents")
+        found = self._engine_says(read_inspection, "inspect", *self._arguments())
+        self._know(inspection=found)
+        if found.value is not None:
+            self._tell(lines.inspection_lines(found.value))
+        else:
+            self._say(f"error: {found.refusal}")
+            raise GoBack
+
+    def _method(self) -> None:
+        self._plan()
+        self._tell(lines.method_lines(self.view))
+        self._say("How shall it learn?")
+        method = self._choose(questions.METHODS, METHODS[0])
+        self._answer(method=method)
+
+    def _hardware(self) -> None:
+        fresh: list[str] = []
+        while True:
+            if self.view.probe.value is None or fresh:
+                self._say("measuring this machine: about 20 seconds the first time")
+                asked = self._engine_says(
+                    read_machine_facts, "probe", *fresh, "--json", "--progress"
+                )
+                self._know(probe=asked)
+            probe = self.view.probe
+            self._tell(
+                [f"error: {probe.refusal}"]
+                if probe.value is None
+                else lines.machine_rows(probe.value)
+            )
+            if self._read("Enter to go on, r to measure again: ") != "r":
+                return
+            fresh, self._planned_for = ["--fresh"], None
+
+    def _strategy(self) -> None:
+        self._plan()
+        plan = self.view.plan.value
+        if plan is None:
+            self._say(f"error: {self.view.plan.refusal}")
+            raise GoBack
+        if not self.view.answers.dial_settings:
+            self._know(cards=plan.ranked)
+        cards = self.view.cards
+        self._tell([lines.card_line(card, plan.device) for card in cards])
+        if cards:
+            self._say("Which strategy, from fast to fit?")
+            names = [stop for stop in DIAL if stop == "auto" or stop in {c.name for c in cards}]
+            dial = self._choose([Option(n, n, "") for n in names], self.view.answers.dial)
+            self._answer(dial=dial, dial_settings=dial_settings(cards, dial))
+        for name, title in (
+            ("batch_rows", "rows of one batch"),
+            ("chunk_rows", "rows computed at once"),
+            ("steps", "optimizer steps"),
+        ):
+            self._number(name, title)
+        self._say("What lives in host memory?")
+        offload = self._choose([Option(n, n, "") for n in OFFLOADS], self.view.answers.offload)
+        self._answer(offload=offload)
+        self._plan()
+        if self.view.plan.value is None or not self.view.plan.value.fits:
+            self._tell(lines.method_lines(self.view))
+            raise GoBack
+        if self._read("Enter to go on, w for why: ") == "w":
+            self._tell(lines.choice_lines(self.view.plan.value))
+
+    def _preview(self) -> None:
+        self._plan()
+        plan = self.view.plan.value
+        if plan is None:
+            self._say(f"error: {self.view.plan.refusal}")
+            raise GoBack
+        self._know(free_disk_bytes=free_bytes(self.view.root))
+        self._tell(lines.preview_lines(self.view, plan))
+        while True:
+            wish = self._read("Enter to go on, d for a dry run of three steps, y for the YAML: ")
+            if wish == "y":
+                self._tell([command_text(self.view.answers), *config_text(self.view).splitlines()])
+            elif wish == "d":
+                self._try()
+            else:
+                return
+
+    def _try(self) -> None:
+        self._say("training three steps; Ctrl-C ends them, nothing is kept")
+        try:
+            asked = self._engine_says(read_trial, "dry-run", *self._arguments())
+        except KeyboardInterrupt:
+            self._say("the dry run was ended")
+            return
+        self._know(trial=asked)
+        found = asked.value
+        self._tell([f"error: {asked.refusal}"] if found is None else lines.trial_lines(found))
+
+    def _launch(self) -> None:
+        self._tell([*lines.launch_lines(self.view), command_text(self.view.answers)])
+        self._read("Enter starts it: ")
+
+    # --- asking and telling -------------------------------------------------------------------
+
+    def _read(self, prompt: str) -> str:
+        """One answer; `b` and `q` are for the wizard."""
+        text = self._ask(prompt).strip()
+        if text == "b":
+            raise GoBack
+        if text == "q":
+            raise Leave
+        return text
+
+    def _choose(self, options: Sequence[Option], present: str) -> str:
+        """One of a numbered list."""
+        ids = [option.id for option in options]
+        default = ids.index(present) + 1 if present in ids else 1
+        for number, option in enumerate(options, start=1):
+            self._say(f"{number} {option.title}{f': {option.text}' if option.text else ''}")
+        while True:
+            text = self._read(f"1 to {len(ids)} [{default}]: ") or str(default)
+            if text.isdecimal() and 1 <= int(text) <= len(ids):
+                return ids[int(text) - 1]
+            self._say(f"error: {text!r} is no number from 1 to {len(ids)}")
+
+    def _fill(self, field: Field) -> None:
+        """What a choice asks for besides."""
+        present = getattr(self.view.answers, field.name)
+        if field.kind != "list":
+            hint = present or f"such as {field.hint}"
+            self._answer(**{field.name: self._read(f"{field.title} [{hint}]: ") or present})
+            return
+        options = self._listed(field.name)
+        if not options:
+            self._say(field.hint)
+            return
+        self._answer(**{field.name: self._choose(options, present)})
+
+    def _listed(self, name: str) -> list[Option]:
+        runs = list(self.view.runs)
+        if name == "model_recent":
+            return [Option(path, Path(path).name, path) for path in recent_models(runs)]
+        offered = runs_to_resume(runs) if name == "resume_run" else runs_to_watch(runs)
+        return [run_option(run) for run in offered]
+
+    def _number(self, name: str, title: str, at_least: int = 1) -> None:
+        """A whole number, or `auto` for what the trainer chooses."""
+        present = getattr(self.view.answers, name)
+        while True:
+            default = "auto" if present is None else str(present)
+            text = self._read(f"{title} [{default}]: ") or default
+            if text == "auto":
+                self._answer(**{name: None})
+                return
+            if text.isdecimal() and int(text) >= at_least:
+                self._answer(**{name: int(text)})
+                return
+            self._say(f"error: {text!r} is no whole number from {at_least} up, and not auto")
+
+    def _tell(self, told: Sequence[str]) -> None:
+        for line in told:
+            self._say(line)
+
+    def _offer_draft(self) -> None:
+        draft = load_draft(self._draft) if self._fresh else None
+        if draft is None:
+            return
+        self._tell(["There are unfinished answers.", *lines.draft_lines(draft)])
+        if self._ask("Go on with them? y or n [y]: ").strip() in ("", "y"):
+            late = draft.step in ("preview", "launch") and draft.start != "resume"
+            step: StepName = "strategy" if late else draft.step
+            self._know(answers=dataclasses.replace(draft, step=step))
+        else:
+            forget_draft(self._draft)
+
+    # --- what is known ------------------------------------------------------------------------
+
+    def _know(self, **changes: Any) -> None:
+        self.view = dataclasses.replace(self.view, **changes)
+
+    def _answer(self, **changes: Any) -> None:
+        self._know(answers=dataclasses.replace(self.view.answers, **changes))
+        save_draft(self.view.answers, self._draft)
+
+    def _go(self, step: StepName) -> None:
+        self._answer(step=step)
+
+    def _plan(self) -> None:
+        """The plan of the present answers, asked for once."""
+        wanted = dataclasses.replace(self.view.answers, step="strategy")
+        if wanted == self._planned_for:
+            return
+        self._say("the engine plans the run")
+        asked = self._engine_says(read_plan, "plan", *self._arguments())
+        self._know(plan=asked, trial=Asked())
+        self._planned_for = wanted
+
+    def _arguments(self) -> list[str]:
+        """What follows the engine's command."""
+        config = Path(self._scratch.name) / "config.yaml"
+        config.write_text(yaml_text(self.view.answers), encoding="utf-8")
+        return [*engine_arguments(self.view.answers, config), "--json"]
+
+    def _engine_says(self, read: Callable[[Mapping[str, Any]], T], *arguments: str) -> Asked[T]:
+        """Ask the engine and wait."""
+        asking = ask_engine(
+            *arguments, program=self._engine, environment={"TMPDIR": self._scratch.name}
+        )
+        try:
+            return Asked(value=read(asyncio.run(asking)))
+        except EngineRefused as error:
+            return Asked(refusal=str(error), exit_code=error.exit_code)
