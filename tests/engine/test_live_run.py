@@ -203,3 +203,22 @@ def test_a_step_without_room_for_one_row_gives_up_resident_blocks_and_keeps_its_
     assert made == [(0, 2, "asked"), (2, 1, "memory"), (1, 0, "memory")]
     warnings = [log.text for log in events(run_dir, ev.LogWritten) if log.level == "warning"]
     assert any("resident_blocks 1 instead of 2" in text for text in warnings)
+
+
+def test_parts_move_to_the_device_and_back_in_eager_steps_too(
+    run_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = run_config(
+        train__steps=16, train__evaluate_every="end", train__checkpoint_every="end",
+        train__max_grad_norm=None, model__dtype="bfloat16",
+    )  # fmt: skip
+    run(config, tmp_path / "plain")
+    run_dir = tmp_path / "moved"
+    script = [(4, say("apply", device_groups=2)), (9, say("apply", device_groups=4))]
+    asked = Script(monkeypatch, run_dir, [*script, (12, say("undo"))])
+    run(config, run_dir)
+    assert [answer.ok for answer in asked.answers] == [True, True, True]
+    assert losses(run_dir) == losses(tmp_path / "plain")
+    made = [(e.before, e.after) for e in events(run_dir, ev.ChangeApplied)]
+    assert made == [(0, 2), (2, 4), (4, 2)]
+    assert events(run_dir, ev.ResidencySampled)[-1].optimizer == "GC"

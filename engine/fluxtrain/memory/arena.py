@@ -37,8 +37,8 @@ class HostArena:
         if size_bytes >= 2 * _HUGE_PAGE_BYTES:
             with contextlib.suppress(OSError):  # a kernel without huge pages: only speed is lost
                 self._map.madvise(mmap.MADV_HUGEPAGE)
-        self._address = torch.frombuffer(self._map, dtype=torch.uint8, count=1).data_ptr()
-        locked = pin and size_bytes > 0 and page_locks.LOCKS.lock(self._address, size_bytes)
+        self.address = torch.frombuffer(self._map, dtype=torch.uint8, count=1).data_ptr()
+        locked = pin and size_bytes > 0 and page_locks.LOCKS.lock(self.address, size_bytes)
         self.pinned_bytes = size_bytes if locked else 0
         self._unlock = page_locks.LOCKS.unlock  # of those that locked it
 
@@ -48,7 +48,7 @@ class HostArena:
 
     def __del__(self) -> None:
         if getattr(self, "pinned_bytes", 0):
-            self._unlock(self._address)
+            self._unlock(self.address)
 
 
 def device_flat(device: torch.device, size_bytes: int) -> Tensor:

@@ -7,6 +7,7 @@ buffers of each size are enough for that, so that gradients take no two bytes a 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 
 from fluxtrain.memory.group import Group
 from fluxtrain.plan.footprint import ring_depth
@@ -36,3 +37,13 @@ class GradientRing:
             oldest.wait()
             group.take_gradient_memory(oldest)
         borrowers.append(group)
+
+    def give_back(self, groups: Iterable[Group]) -> None:
+        """Free all buffers, between two steps: the next one takes new ones. A buffer may have been
+        made by any of `groups` and lent on since."""
+        lent = [group for borrowers in self._borrowers.values() for group in borrowers]
+        addresses = {address for group in lent for address in group.give_up_gradient_memory()}
+        if addresses:
+            for group in groups:
+                group.drop_arenas(addresses)
+        self._borrowers.clear()

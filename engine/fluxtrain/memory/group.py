@@ -301,6 +301,17 @@ class Group:
         """Is there memory at home for its gradients?"""
         return all(segment.narrow is not None for segment in self.trained)
 
+    def give_up_gradient_memory(self) -> list[int]:
+        """Gradients have no memory any more; the addresses where they had it."""
+        held = [segment.narrow for segment in self.trained if segment.narrow is not None]
+        for segment in self.trained:
+            segment.narrow = None
+        return [flat.data_ptr() for flat in held]
+
+    def drop_arenas(self, addresses: set[int]) -> None:
+        """Let go of the host arenas that begin there."""
+        self._arenas = [arena for arena in self._arenas if arena.address not in addresses]
+
     def take_gradient_memory(self, other: Group) -> None:
         """That of a group with segments of the same sizes, whose gradients are used up."""
         for mine, theirs in zip(self.trained, other.trained, strict=True):

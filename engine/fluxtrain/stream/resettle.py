@@ -48,6 +48,8 @@ def resettle(
     blocks = [group for group in at_home if group.kind == "block"]
     edges = [group for group in at_home if group.kind == "edge"]
     fresh: list[Slot] = []
+    if any((g.home == "host") == (at < device_groups) for at, g in enumerate(engine.groups)):
+        engine.gradients.give_ring_back(engine.groups)  # it lends from one host group to another
     try:
         gone = _owned(engine, [*edges, *blocks[:resident_blocks]], fresh)
         gone += _shared(engine, blocks[resident_blocks:], slots, fresh)
