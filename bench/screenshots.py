@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from fluxtrain.telemetry.reader import JournalFollower
 from fluxtui.app import FluxApp
 from fluxtui.shell import StartScreen
 from fluxtui.sources.replay import ReplaySource
@@ -19,6 +21,8 @@ from fluxtui.sources.replay import ReplaySource
 ROOT = Path(__file__).parent.parent
 RECORDED = ROOT / "tests" / "tui" / "recorded"
 FOLDER = ROOT / "screenshots"
+RUNS = Path("/tmp/fluxtrain/runs")  # the recorded runs for the list of runs, dated as they ended
+COMPARED = ("v", "down", "down", "enter", "left", "H", "H")
 
 
 @dataclass(frozen=True)
@@ -44,10 +48,16 @@ PICTURES = (
     Picture("dashboard-finished", until_share=None),
     Picture("dashboard-failed", run="diverged", until_share=None),
     Picture("dashboard-resumed", run="resumed", until_share=None),
-    Picture("memory", screen="memory"),
+    Picture("memory", run="blocks", screen="memory", keys=("right", "right")),
+    Picture("memory-80x24", run="blocks", screen="memory", size=(80, 24), keys=("right",)),
     Picture("transfer", run="streamed", screen="transfer", until_share=None, keys=("left",) * 5),
-    Picture("loss", screen="loss"),
+    Picture("loss", screen="loss", until_share=None, keys=("left", "H", "H", "H")),
+    Picture("loss-compared", run="blocks", screen="loss", until_share=None, keys=COMPARED),
+    Picture("loss-80x24", screen="loss", size=(80, 24), keys=("left", "H")),
     Picture("log", screen="log", until_share=None),
+    Picture("log-searched", screen="log", until_share=None, keys=("slash", *"loss", "enter")),
+    Picture("runs", screen="runs", until_share=None, keys=("down", "down")),
+    Picture("settings", keys=("S", "down")),
     Picture("plan", run="changed", screen="plan", until_share=0.52),
     Picture("advice", run="changed", until_share=0.29),
     Picture("gpu-dashboard", run="h200", until_share=0.35),
@@ -60,19 +70,36 @@ PICTURES = (
 
 async def draw(picture: Picture) -> Path:
     """Replay, draw, save."""
-    journal = RECORDED / picture.run / "events.ndjson"
+    journal = RUNS / picture.run / "events.ndjson"
     source = ReplaySource(journal, speed=None, until_share=picture.until_share)
     app = FluxApp(
-        source, start_screen=picture.screen, theme_name=picture.theme, sample_machine=False
-    )
+        source, start_screen=picture.screen, theme_name=picture.theme, sample_machine=False,
+        runs_folder=RUNS, wall_clock=newest_s,
+    )  # fmt: skip
     async with app.run_test(size=picture.size) as pilot:
         while not source.over or app.view.state.hello is None:
             await pilot.pause(0.05)
-        await pilot.press(*picture.keys)
+        for key in picture.keys:
+            await pilot.press(key)
+            await pilot.pause(0.15)  # a list that is chosen from has to be read first
         await pilot.pause(0.6)  # two updates: the layout of the first may still move
         path = FOLDER / f"{picture.name}.svg"
         path.write_text(app.export_screenshot(title="FluxTrain") + "\n")
     return path
+
+
+def newest_s() -> float:
+    """A minute after the newest of the recorded runs: what the pictures call now."""
+    return max(journal.stat().st_mtime for journal in RUNS.glob("*/events.ndjson")) + 60.0
+
+
+def lay_out() -> None:
+    """The recorded runs where their journals say they were, each dated by its last event."""
+    shutil.rmtree(RUNS, ignore_errors=True)
+    shutil.copytree(RECORDED, RUNS, ignore=shutil.ignore_patterns("*.md"))
+    for journal in RUNS.glob("*/events.ndjson"):
+        last_s = JournalFollower(journal).read_all()[-1].wall_s
+        os.utime(journal, (last_s, last_s))
 
 
 def main() -> None:
@@ -80,8 +107,12 @@ def main() -> None:
     os.environ["TZ"] = "UTC"
     time.tzset()
     FOLDER.mkdir(exist_ok=True)
-    for picture in PICTURES:
-        print(asyncio.run(draw(picture)).relative_to(ROOT))
+    lay_out()
+    try:
+        for picture in PICTURES:
+            print(asyncio.run(draw(picture)).relative_to(ROOT))
+    finally:
+        shutil.rmtree(RUNS)
 
 
 if __name__ == "__main__":

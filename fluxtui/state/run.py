@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import msgspec
 from msgspec import field
@@ -15,10 +15,12 @@ from fluxtrain.units import bytes_text, duration_text
 from fluxtui.state.changes import Changes, with_advice, without_advice
 from fluxtui.state.history import Curve, History
 
+Sample = TypeVar("Sample", bound=ev.Event)
 Level = Literal["debug", "info", "warning", "error"]
 LOG_LIMIT = 2000
 MOVES_LIMIT = 512
-RATES_LIMIT = 600
+RATES_LIMIT = 1200
+SAMPLES_APART_S = 0.45  # a live pipe brings ten a second: kept for charts are two
 STEPS_LIMIT = 256
 
 
@@ -201,12 +203,20 @@ def _after_step(state: RunState, event: ev.StepFinished) -> RunState:
     )
 
 
+def _sampled(history: History[Sample], event: Sample) -> History[Sample]:
+    """The history with a sample that is far enough from the one before it."""
+    newest = history.newest
+    if newest is not None and 0 <= event.wall_s - newest.wall_s < SAMPLES_APART_S:
+        return history
+    return history.appended(event)
+
+
 def _after_memory(state: RunState, event: ev.MemorySampled) -> RunState:
-    return replace(state, memory=event, memories=state.memories.appended(event))
+    return replace(state, memory=event, memories=_sampled(state.memories, event))
 
 
 def _after_traffic(state: RunState, event: ev.TrafficSampled) -> RunState:
-    return replace(state, traffic=event, traffics=state.traffics.appended(event))
+    return replace(state, traffic=event, traffics=_sampled(state.traffics, event))
 
 
 def _after_moves(state: RunState, event: ev.MovesMade) -> RunState:

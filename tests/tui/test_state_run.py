@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from dataclasses import fields
 from types import ModuleType
@@ -124,6 +125,18 @@ def test_moves_a_minute_come_from_the_trainers_totals(made: ModuleType) -> None:
     state = RunState().after(events[0])
     assert state.moves_per_minute is None
     assert state.after_all(events[1:]).moves_per_minute == pytest.approx(120.0)
+
+
+def test_samples_of_a_live_pipe_are_thinned_for_charts_and_the_newest_is_shown(
+    made: ModuleType,
+) -> None:
+    samples = made.stamped([made.memory(i) for i in range(600)], gap_s=0.1)
+    traffic = made.stamped([made.traffic(i) for i in range(600)], gap_s=0.1)
+    state = RunState().after_all([*samples, *traffic])
+    assert state.memory == samples[-1] and state.traffic == traffic[-1]
+    for history in (list(state.memories), list(state.traffics)):
+        gaps = [b.wall_s - a.wall_s for a, b in itertools.pairwise(history)]
+        assert 110 <= len(history) <= 125 and min(gaps) > 0.4
 
 
 def test_memory_stays_bounded_over_a_flood(made: ModuleType) -> None:
