@@ -18,6 +18,7 @@ from fluxtrain.data.batches import Batch
 from fluxtrain.hardware.machine import Machine, read_machine
 from fluxtrain.plan.facts import ModelFacts
 from fluxtrain.train import constants as constants_module
+from fluxtrain.train import preview as preview_module
 from fluxtrain.train.calibrate import NotCalibrated, calibrate
 from fluxtrain.train.config import demo_config
 from fluxtrain.train.constants import known_constants, measured_constants
@@ -140,6 +141,12 @@ def test_measured_activations_replace_the_estimate(tiny: Tiny, machine: Machine)
     assert row.activation_bytes == 777
 
 
-def test_plan_says_where_its_constants_come_from(machine: Machine) -> None:
+def test_plan_says_where_its_constants_come_from(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With rates as of a probe; measuring them would take its seconds."""
+    per_s = {"cpu_matmul": 1e11, "adamw": 1e9, "host_copy": 1e10}
+    monkeypatch.setattr(preview_module, "_measured", lambda *_: (machine, per_s))
     plan = preview(demo_config())
+    assert plan["predicted"]["seconds_per_step"] > 0
     assert "no block of this model was tried" in plan["predicted_because"]

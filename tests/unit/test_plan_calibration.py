@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,7 +21,7 @@ TRIED = Calibration(
     outside_forward=Line(base=0.01, slope=0.005),
     outside_backward=Line(base=0.002, slope=0.001),
     activation_bytes=10_000,
-    between_block_s=0.0005,
+    host_block_s=0.0005,
     device_update_s=1e-9,
     adamw_per_s=1e9,
     rows=(1, 4),
@@ -88,10 +90,8 @@ def test_a_tried_block_replaces_the_constants_of_its_class() -> None:
     assert found.head_s == pytest.approx(0.01 + 8 * 0.005)
     assert found.backward_s == pytest.approx(10 * 2 * (0.003 + 4 * 0.006) + 0.002 + 8 * 0.001)
     assert found.host_update_s == pytest.approx(11 * BLOCK / 1e9)  # its own rate, not the probe's
-    assert found.between_s == pytest.approx(10 * 0.0005)
-    assert found.step_s == pytest.approx(
-        found.forward_s + found.head_s + found.backward_s + found.between_s
-    )
+    assert found.queueing_s == pytest.approx(10 * 2 * 0.0005)
+    assert found.step_s == pytest.approx(found.forward_s + found.head_s + found.backward_s)
 
 
 def test_updates_on_the_device_take_time_and_spare_the_hosts() -> None:
@@ -99,7 +99,18 @@ def test_updates_on_the_device_take_time_and_spare_the_hosts() -> None:
     assert isinstance(rates, Rates)
     found = cost(FACTS, Layout(offload="none", batch_rows=8, chunk_rows=4), rates)
     assert found.host_update_s == 0
-    assert found.between_s == pytest.approx(11 * BLOCK * 1e-9)
+    assert found.device_update_s == pytest.approx(11 * BLOCK * 1e-9)
+    assert found.step_s == pytest.approx(
+        found.forward_s + found.head_s + found.backward_s + found.device_update_s
+    )
+
+
+def test_no_step_is_shorter_than_the_host_needs_to_queue_it() -> None:
+    rates = rates_from(PER_S, has_gpu=True, calibration=replace(TRIED, host_block_s=0.1))
+    assert isinstance(rates, Rates)
+    found = cost(FACTS, Layout(offload="none", batch_rows=8, chunk_rows=4), rates)
+    assert found.step_s == pytest.approx(10 * 2 * 0.1)
+    assert found.binds == "the processor that drives the GPU"
 
 
 def test_a_calibration_needs_no_matmul_rate() -> None:

@@ -44,7 +44,7 @@ class Calibration:
     outside_forward: Line  # embedding, masks, last norm, head and loss with its gradient
     outside_backward: Line  # gradients of head and embedding on their way to their sums
     activation_bytes: int  # of one block and row, at the peak of its backward pass
-    between_block_s: float = 0.0  # norm and the host's share of the optimizer, for each block
+    host_block_s: float = 0.0  # the host queues one chunk of a block's forward and backward
     device_update_s: float = 0.0  # for each parameter whose states live on a GPU
     adamw_per_s: float | None = None  # parameters, at the size of this model; None: as probed
     runtime_bytes: int = 0  # what the process grew by when it first computed

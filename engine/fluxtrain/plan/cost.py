@@ -11,9 +11,9 @@ copies' share of the same host memory is not counted. A mixture of experts is ta
 expert computed for every token.
 
 Where a block of this model was tried on this machine (`plan/calibration.py`), its seconds take the
-place of the matmul rate and of the class's constants. Two more parts are known then, which come
-after the backward pass and overlap with nothing: updates of groups that live on the device, and
-what the host does between two steps.
+place of the matmul rate and of the class's constants. Two more things are known then: updates of
+groups that live on the device, which come after the backward pass and overlap with nothing, and how
+fast the host can queue the work of a GPU, which no step is shorter than.
 
 Without a GPU everything is done by the same cores, so nothing overlaps.
 """
@@ -79,7 +79,8 @@ class Cost:
     upload_backward_s: float
     download_s: float
     host_update_s: float
-    between_s: float = 0.0  # updates on the device and the host's work between steps, if measured
+    device_update_s: float = 0.0  # of groups that live on the device, where it was measured
+    queueing_s: float = 0.0  # by the host, of all blocks, where it was measured
     step_s: float
     tokens: int  # of one step
     binds: str  # the resource that takes the most of the step, in words
@@ -125,7 +126,8 @@ def cost(
 ) -> Cost:
     """Seconds of one optimizer step of `passes` batches. `exact`: updates wait for the norm."""
     forward_s, head_s, backward_s = _compute(facts, layout, rates)
-    between_s = _between(facts, layout, rates)
+    device_update_s = _device_update(facts, layout, rates)
+    queueing_s = passes * _queueing(facts, layout, rates)
     update_s = _host_update(facts, layout, rates)
     once, streamed, home = _traffic(facts, layout)
     carried = _boundary_bytes(facts, layout)
@@ -139,16 +141,18 @@ def cost(
     backward = {"compute": backward_s, "uploads": uploads[1], "downloads": downloads[1]}
     phases = [dict(forward) for _ in range(passes)] + [backward] * passes
     if not rates.has_gpu:
-        seconds = sum(sum(phase.values()) for phase in phases) + update_s + between_s
+        seconds = sum(sum(phase.values()) for phase in phases) + update_s + device_update_s
         binding = _binding([*phases, {"update": update_s}], together=False)
     elif exact:
         phases[0]["update"] = update_s
-        seconds = sum(max(phase.values()) for phase in phases) + between_s
+        seconds = sum(max(phase.values()) for phase in phases) + device_update_s
         binding = _binding(phases, together=True)
     else:
         alone_s = sum(max(phase.values()) for phase in phases)
-        seconds = max(alone_s, update_s) + between_s
+        seconds = max(alone_s, update_s) + device_update_s
         binding = "update" if update_s > alone_s else _binding(phases, together=True)
+    if queueing_s > seconds:
+        seconds, binding = queueing_s, "queueing"
     row = facts.row
     assert row is not None
     return Cost(
@@ -159,7 +163,8 @@ def cost(
         upload_backward_s=passes * uploads[1],
         download_s=passes * sum(downloads),
         host_update_s=update_s,
-        between_s=between_s,
+        device_update_s=device_update_s,
+        queueing_s=queueing_s,
         step_s=seconds,
         tokens=passes * layout.batch_rows * row.sequence_length,
         binds=_words(binding, has_gpu=rates.has_gpu),
@@ -197,15 +202,21 @@ def _compute(facts: ModelFacts, layout: Layout, rates: Rates) -> tuple[float, fl
     )
 
 
-def _between(facts: ModelFacts, layout: Layout, rates: Rates) -> float:
-    """Seconds after the backward pass that overlap with nothing: the norm, the host's share of the
-    optimizer, and updates on the device, whichever of the last two takes longer."""
-    tried = rates.calibration
-    if tried is None:
+def _device_update(facts: ModelFacts, layout: Layout, rates: Rates) -> float:
+    """Seconds of AdamW on the groups that live on the device."""
+    if rates.calibration is None:
         return 0.0
     at_device = homes(facts, layout)[0]
     updated = sum(group.trained_bf16 + group.trained_fp32 for group in at_device)
-    return max(facts.layers * tried.between_block_s, updated * tried.device_update_s)
+    return updated * rates.calibration.device_update_s
+
+
+def _queueing(facts: ModelFacts, layout: Layout, rates: Rates) -> float:
+    """Seconds that the host needs to queue the blocks of one pass."""
+    if rates.calibration is None:
+        return 0.0
+    chunks = -(-layout.batch_rows // max(1, layout.chunk_rows))
+    return facts.layers * chunks * rates.calibration.host_block_s
 
 
 def _frozen(group: GroupFacts, dtype_bytes: int) -> int:
@@ -264,4 +275,5 @@ def _words(resource: str, *, has_gpu: bool) -> str:
         "update": "AdamW on the host",
         "uploads": "copies of weights to the GPU",
         "downloads": "copies of gradients to the host",
+        "queueing": "the processor that drives the GPU",
     }[resource]

@@ -30,6 +30,7 @@ LARGE_GRADIENT_BYTES = 512 << 20
 BOUNDARIES_IN_FLIGHT = 3  # on the device when the boundaries themselves are on the host
 HIDDEN_IN_FLIGHT = 4  # the loss's hidden gradient, once more in fp32 while it is scaled, the result
 LOGITS_CHUNK_BYTES = 256 << 20  # fp32 logits of one chunk of tokens
+HEAP_BYTES = 64 << 20  # of a processor's; larger tensors (above 32 MiB) are mapped by themselves
 FUSED_LOGITS_BYTES = 512 << 20  # on a GPU: logits in the activations' dtype, their slope in place
 
 # What one decoder block holds for its backward pass, in tensors of (tokens, hidden): two norms with
@@ -203,6 +204,9 @@ def _workspace(facts: ModelFacts, layout: Layout, shared_sums: int, *, has_gpu: 
     the weights' dtype; sums of shared groups do not exist yet. After the loss: that gradient is
     handed over; a block is recomputed, then its gradients in the weights' dtypes are all there at
     once; last come the embedding's.
+
+    Without a GPU the heap keeps some of what one phase freed, in pieces that the next one's tensors
+    do not fit into.
     """
     head_sum = FP32_BYTES * facts.head_parameters
     product = facts.head_dtype_bytes * facts.head_parameters
@@ -214,12 +218,13 @@ def _workspace(facts: ModelFacts, layout: Layout, shared_sums: int, *, has_gpu: 
     loss = head_sum + chunk + hidden
     blocks = [g.rounded_bytes for g in facts.groups if g.kind == "block"]
     edges = [g.rounded_bytes for g in facts.groups if g.kind == "edge"]
-    return max(
-        loss - shared_sums,
-        head_sum + hidden,
+    phases = (
+        max(loss - shared_sums, head_sum + hidden),
         activations + max(blocks, default=0) + hidden,
         max(edges, default=0),
     )
+    heap = 0 if has_gpu else min(sum(phases) - max(phases), HEAP_BYTES)
+    return max(phases) + heap
 
 
 def _logits_bytes(row: RowFacts, batch_rows: int, product_bytes: int, *, has_gpu: bool) -> int:

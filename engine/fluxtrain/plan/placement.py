@@ -55,6 +55,7 @@ class Placement:
     choices: tuple[ChoiceMade, ...]
     process_bytes: int = 0  # the program itself on the host, measured where a run is planned
     passing_bytes: int = 0  # weights of the device on their way through the host: loading, saving
+    reached_bytes: int = 0  # what the process held at its fullest before this plan
 
     @property
     def parks(self) -> bool:
@@ -69,7 +70,8 @@ class Placement:
     @property
     def host_bytes(self) -> int:
         """Predicted peak of the whole process, as far as the program itself was measured."""
-        return self.need.host_bytes + self.process_bytes + self.passing_bytes
+        coming = self.need.host_bytes + self.process_bytes + self.passing_bytes
+        return max(coming, self.reached_bytes)
 
     def chunk_for(self, row_bytes: int, rows: int) -> int:
         """Rows of a chunk whose saved activations (`row_bytes` each) take half of what is left."""

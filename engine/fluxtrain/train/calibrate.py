@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 COPIES = 2  # of the block: the second starts as every block but the first does
 REPEATS = 8
 LIMIT_S = 0.6  # for the repeats at one size; the last may end later
+HEAD_START_CYCLES = 100_000_000  # of a GPU's clock: some 50 ms
 ALL_CHECKED = 3  # recomputes after which the engine stops to compare them with the forward
 
 
@@ -73,7 +74,7 @@ def calibrate(
         outside_forward=line(lambda trial: trial.median("outside_forward")),
         outside_backward=line(lambda trial: trial.median("outside_backward")),
         activation_bytes=round(line(lambda trial: float(trial.activation_bytes)).slope),
-        between_block_s=many.median("between"),
+        host_block_s=many.median("host"),
         device_update_s=many.median("update"),
         runtime_bytes=max(0, process.memory_info().rss - before_bytes),
         rows=(few.rows, many.rows),
@@ -153,6 +154,7 @@ class _Bench:
         self._mini, self._engine, self._device = mini, engine, device
         self._on_gpu = device.type == "cuda"
         self._marks: dict[str, list[Any]] = {}
+        self._host_marks: dict[str, list[float]] = {}
         self._held_bytes = 0
         self._trial = _Trial(0)
         trained = [p for block in blocks for p in block.parameters() if p.requires_grad]
@@ -176,39 +178,40 @@ class _Bench:
         return trial
 
     def _step(self, batch: Batch) -> None:
-        self._marks = {}
+        self._marks, self._host_marks = {}, {}
+        if self._on_gpu:
+            torch.cuda._sleep(HEAD_START_CYCLES)  # the host runs ahead, as in a training
         self._mark("start")
         loss = self._mini(**batch.inputs()).loss
         self._mark("loss")
         loss.backward()
-        self._mark("end")
+        self._mark("backward")
+        self._update()
         self._wait()
         forward_s = self._between("enters", "leaves")
         backward_s = self._between("backward enters", "backward leaves")
+        host_s = self._host_between("enters", "leaves")
+        host_s += self._host_between("backward enters", "backward leaves")
         self._trial.took(
             forward=forward_s / COPIES,
             backward=backward_s / COPIES,
+            host=host_s / COPIES if self._on_gpu else 0.0,
             outside_forward=max(0.0, self._between("start", "loss") - forward_s),
-            outside_backward=max(0.0, self._between("loss", "end") - backward_s),
-        )
-        self._update()
-
-    def _update(self) -> None:
-        """The norm and the optimizer; updates on a GPU, for on a host they are timed elsewhere."""
-        started_s = time.perf_counter()
-        self._engine.clip_grad_norm(1.0).value()
-        if self._on_gpu and self._optimizer is not None:
-            self._optimizer.step()
-            self._optimizer.zero_grad()
-        host_s = time.perf_counter() - started_s
-        self._wait()
-        both_s = time.perf_counter() - started_s
-        self._trial.took(
-            between=host_s / COPIES if self._on_gpu else 0.0,
-            update=both_s / self._updated if self._on_gpu and self._updated else 0.0,
+            outside_backward=max(0.0, self._between("loss", "backward") - backward_s),
+            update=self._between("backward", "updated") / max(1, self._updated),
         )
         for parameter in self._mini.parameters():
             parameter.grad = None
+
+    def _update(self) -> None:
+        """The norm and, on a GPU, the optimizer: updates on a host are timed elsewhere."""
+        if self._on_gpu and self._optimizer is not None:
+            self._engine.clip_grad_norm(1.0)
+            self._optimizer.step()
+            self._optimizer.zero_grad()
+            self._mark("updated")
+            return
+        self._marks["updated"] = self._marks["backward"]
 
     def _enters(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._mark("enters")
@@ -235,6 +238,7 @@ class _Bench:
     def _mark(self, name: str) -> None:
         """The time now: the host's, or that of the device's stream."""
         now: Any = time.perf_counter()
+        self._host_marks.setdefault(name, []).append(now)
         if self._on_gpu:
             now = torch.cuda.Event(enable_timing=True)
             now.record(torch.cuda.current_stream(self._device))
@@ -246,6 +250,11 @@ class _Bench:
         if self._on_gpu:
             return float(sum(before.elapsed_time(after) for before, after in pairs)) / 1e3
         return float(sum(after - before for before, after in pairs))
+
+    def _host_between(self, start: str, end: str) -> float:
+        """The same by the host's clock: how long it took to queue the work."""
+        pairs = zip(self._host_marks[start], self._host_marks[end], strict=True)
+        return sum(after - before for before, after in pairs)
 
     def _wait(self) -> None:
         if self._on_gpu:

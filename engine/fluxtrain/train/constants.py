@@ -27,8 +27,9 @@ from fluxtrain.plan.search import CHUNK_TOKENS
 from fluxtrain.telemetry.rundir import runs_root
 from fluxtrain.telemetry.storage import write_json
 from fluxtrain.train.calibrate import NotCalibrated, calibrate
-from fluxtrain.units import duration_text
+from fluxtrain.units import MIB, duration_text
 
+COPY_BYTES = 32 * MIB  # more would be the most that a small run ever holds
 FORMAT = 1  # of the file; a reader ignores another one
 
 
@@ -140,7 +141,7 @@ def _missing_rates(
     else:
         missing = not known.get("host_copy")
         threads = sustained_threads(machine)
-        found = {"host_copy": host_copy_rate(threads=threads)} if missing else {}
+        found = {"host_copy": host_copy_rate(COPY_BYTES, threads=threads)} if missing else {}
     return {name: rate.per_s for name, rate in found.items() if rate.per_s}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -46,7 +47,7 @@ from fluxtrain.train.keeping import CheckpointKeeper, newest_valid
 from fluxtrain.train.live_setup import live_changes
 from fluxtrain.train.loop import LoopSettings, TrainingLoop
 from fluxtrain.train.parameter_groups import parameter_groups
-from fluxtrain.train.peaks import measured_peaks
+from fluxtrain.train.peaks import host_peak_bytes, measured_peaks
 from fluxtrain.train.placing import (
     choose_device,
     decide,
@@ -187,6 +188,7 @@ class Run:
             data_rows=max(1, trained_rows // config.train.accumulation),
             loaded_bytes=loaded_bytes(loaded.model) - self._constants.still_to_come_bytes,
         )
+        self.placement = replace(self.placement, reached_bytes=host_peak_bytes())
         self._room = room_of(machine, device)
         room = machine.memory_available_bytes
         refuse_what_does_not_fit(config, facts, self.placement, room, self.files(self._session))
