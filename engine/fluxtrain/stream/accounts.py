@@ -77,6 +77,7 @@ class Accounts:
         self.h2d_bytes = 0
         self.d2h_bytes = 0
         self._peak_bytes = 0
+        self._earlier_peaks = 0, 0  # in use and reserved, before torch's peaks were measured anew
         self._moves: deque[_Noted] = deque(maxlen=_KEPT_MOVES)
         self._move_count = 0
         self._lock = threading.Lock()
@@ -153,7 +154,7 @@ class Accounts:
             by["workspace"] = max(0, allocated - sum(by.values()))
             by["cache"] = max(0, torch.cuda.memory_reserved(device) - allocated)
             total = torch.cuda.get_device_properties(device).total_memory
-            self._peak_bytes = max(self._peak_bytes, torch.cuda.max_memory_reserved(device))
+            self._peak_bytes = self.device_peaks()[1]
         used = sum(by.values())
         self._peak_bytes = max(self._peak_bytes, used)
         at_host = [g for g in engine.groups if g.home == "host"]
@@ -166,6 +167,21 @@ class Accounts:
             sum(g.wire_bytes + g.state_bytes + g.gradient_bytes for g in at_host),
             sum(g.pinned_bytes for g in at_host),
         )
+
+    def device_peaks(self) -> tuple[int, int]:
+        """The most bytes that tensors used on the GPU, and that were reserved for them, ever."""
+        device, (used, reserved) = self._engine.device.torch_device, self._earlier_peaks
+        return (
+            max(used, torch.cuda.max_memory_allocated(device)),
+            max(reserved, torch.cuda.max_memory_reserved(device)),
+        )
+
+    def measure_peaks_anew(self) -> None:
+        """torch's own peaks become those from now on; ours stay those of the whole run."""
+        device = self._engine.device.torch_device
+        if device.type == "cuda":
+            self._earlier_peaks = self.device_peaks()
+            torch.cuda.reset_peak_memory_stats(device)
 
     def sample(self) -> None:
         """Keep the peak of what is held (on CUDA the allocator keeps it)."""

@@ -72,7 +72,7 @@ def resettle(
     gone.clear()
     moves.clear()
     _give_back(engine)
-    _measure_peak_anew(engine)
+    engine.accounts.measure_peaks_anew()  # what comes is judged by what the new layout takes
     engine.plan = replace(
         engine.plan,
         device_groups=device_groups,
@@ -101,13 +101,6 @@ def _shared(engine: Engine, streamed: list[Group], count: int, fresh: list[Slot]
     for _ in range(count - len(fitting)):
         fresh.append(engine.window.add_slot(size_bytes))
     return [slot for slot in shared if slot not in fitting]
-
-
-def _measure_peak_anew(engine: Engine) -> None:
-    """The allocator's peak becomes that of the new layout; the accounts keep the run's."""
-    if engine.device.torch_device.type == "cuda":
-        engine.memory()
-        torch.cuda.reset_peak_memory_stats(engine.device.torch_device)
 
 
 def _give_back(engine: Engine) -> None:

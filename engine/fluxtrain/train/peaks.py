@@ -7,8 +7,6 @@ import resource
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-
 if TYPE_CHECKING:
     from fluxtrain.stream.engine import Engine
 
@@ -20,11 +18,11 @@ def measured_peaks(engine: Engine) -> dict[str, float | None]:
     reserved beside that (free pieces between them) and CUDA's own share are told as well. All three
     are None without a GPU, whose memory is then the host's.
     """
-    device = engine.device.torch_device
-    on_gpu = device.type == "cuda"
+    on_gpu = engine.device.torch_device.type == "cuda"
+    used, reserved = engine.accounts.device_peaks() if on_gpu else (None, None)
     return {
-        "device_peak_bytes": torch.cuda.max_memory_allocated(device) if on_gpu else None,
-        "device_reserved_peak_bytes": torch.cuda.max_memory_reserved(device) if on_gpu else None,
+        "device_peak_bytes": used,
+        "device_reserved_peak_bytes": reserved,
         "host_peak_bytes": host_peak_bytes(),
     }
 
