@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -25,3 +27,40 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in needy:
             item.add_marker(pytest.mark.skip(reason="torch can use no NVIDIA GPU here"))
+
+
+CONTROL_GROUPS = Path("/sys/fs/cgroup")
+
+
+def _control_group(controller: str, values: dict[str, str]) -> Path:
+    """A group below the root with `values` in its files; OSError where that is not allowed."""
+    is_v2 = (CONTROL_GROUPS / "cgroup.controllers").exists()
+    group = (
+        CONTROL_GROUPS if is_v2 else CONTROL_GROUPS / controller
+    ) / f"fluxtrain-test-{os.getpid()}-{controller}"
+    group.mkdir()
+    try:
+        for name, value in values.items():
+            (group / name).write_text(value)
+    except OSError:
+        group.rmdir()
+        raise
+    return group
+
+
+@pytest.fixture
+def limited() -> Iterator[Callable[[dict[str, dict[str, str]]], list[Path]]]:
+    """`limited({controller: {file: value}})`: real groups, removed afterwards; skips without."""
+    made: list[Path] = []
+
+    def make(controllers: dict[str, dict[str, str]]) -> list[Path]:
+        for controller, values in controllers.items():
+            try:
+                made.append(_control_group(controller, values))
+            except OSError as error:
+                pytest.skip(f"control groups cannot be made here: {error}")
+        return made
+
+    yield make
+    for group in made:
+        group.rmdir()

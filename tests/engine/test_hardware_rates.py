@@ -12,13 +12,15 @@ import torch
 
 from fluxtrain.hardware.bandwidth import (
     BUS_RATES,
+    COPY_BYTES,
     at_most_threads,
     bus_rates,
     host_copy_rate,
     matmul_rate,
+    sample_bytes,
 )
 from fluxtrain.hardware.pinning import LEAST_BYTES, pin_rate
-from fluxtrain.units import MIB
+from fluxtrain.units import GIB, MIB
 
 
 def test_host_memory_copies_and_multiplies_at_a_plausible_rate() -> None:
@@ -111,6 +113,13 @@ def test_a_refused_page_lock_names_the_limit_and_leaves_no_error_behind(
     assert calls == ["register", "kernel", "kernel", "synchronize"]
     assert rate.per_s is None
     assert "refused to lock 64.0 MiB (error 2), the limit is 8.00 MiB" in rate.how
+
+
+def test_a_small_container_is_measured_with_small_buffers_or_not_at_all() -> None:
+    assert sample_bytes(None) == sample_bytes(64 * GIB) == COPY_BYTES
+    assert 2 * sample_bytes(512 * MIB) == 512 * MIB // 4
+    rate = host_copy_rate(sample_bytes(16 * MIB), limit_s=0.1)
+    assert rate.per_s is None and "too little memory" in rate.how
 
 
 def test_a_page_lock_takes_an_eighth_of_the_memory_at_most(cuda: Runtime) -> None:

@@ -82,6 +82,8 @@ def test_the_plan_refuses_as_the_run_would(run_config: MakeConfig) -> None:
         preview(load_config(run_config(placement__budget_gib=1e-5)))
     with pytest.raises(BadInput, match="batch_rows"):
         preview(load_config(run_config(train__batch_rows=100_000)))
+    with pytest.raises(BadInput, match="knows 512 positions"):
+        preview(demo_config(["data.sequence_length=1024"]))
     with pytest.raises(BadInput, match="does not exist"):
         preview(load_config(run_config(data__path="/nowhere.txt")))
     with pytest.raises(BadInput):

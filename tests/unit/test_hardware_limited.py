@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -25,38 +25,6 @@ machine = read_machine()
 print(json.dumps([machine.memory_limit_bytes, machine.memory_total_bytes,
                   machine.memory_available_bytes, machine.cpu_quota, machine.cores]))
 """
-
-
-def make_group(controller: str, values: dict[str, str]) -> Path:
-    """A group below the root with `values` in its files; OSError where that is not allowed."""
-    is_v2 = (MOUNT / "cgroup.controllers").exists()
-    group = (MOUNT if is_v2 else MOUNT / controller) / f"fluxtrain-test-{os.getpid()}-{controller}"
-    group.mkdir()
-    try:
-        for name, value in values.items():
-            (group / name).write_text(value)
-    except OSError:
-        group.rmdir()
-        raise
-    return group
-
-
-@pytest.fixture
-def limited() -> Iterator[Callable[[dict[str, dict[str, str]]], list[Path]]]:
-    """`limited({controller: {file: value}})`: real groups, removed afterwards; skips without."""
-    made: list[Path] = []
-
-    def make(controllers: dict[str, dict[str, str]]) -> list[Path]:
-        for controller, values in controllers.items():
-            try:
-                made.append(make_group(controller, values))
-            except OSError as error:
-                pytest.skip(f"control groups cannot be made here: {error}")
-        return made
-
-    yield make
-    for group in made:
-        group.rmdir()
 
 
 def facts_of_a_process_in(groups: list[Path]) -> list[float]:

@@ -41,7 +41,7 @@ def counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         "fluxtrain.hardware.machine.read_gpus",
         lambda: Gpus(gpus=(), driver=None, reason="none here"),
     )
-    monkeypatch.setattr(probing, "host_copy_rate", lambda threads: measure("copy", 71e9))
+    monkeypatch.setattr(probing, "host_copy_rate", lambda *_, threads: measure("copy", 71e9))
     monkeypatch.setattr(probing, "adamw_rate", rate_of_adamw)
     monkeypatch.setattr(probing, "matmul_rate", lambda device, threads: measure(device, 1.5e12))
     monkeypatch.setattr(
@@ -120,7 +120,7 @@ def test_a_cache_that_cannot_be_written_is_said_and_costs_nothing_else(
 def test_a_measurement_that_fails_leaves_its_reason_and_the_others_run(
     counted: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(threads: int | None) -> Rate:
+    def broken(*_: object, **__: object) -> Rate:
         raise RuntimeError("out of memory\nand a long story")
 
     monkeypatch.setattr(probing, "host_copy_rate", broken)

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     import torch
 
 COPY_BYTES = 256 * MIB
+LEAST_COPY_BYTES = 4 * MIB
+TOO_LITTLE = Rate(None, "not measured: too little memory is available")
 REPEATS = 5
 LIMIT_S = 1.5
 BUS_LIMIT_S = 1.0  # for each of five measurements
@@ -44,12 +46,21 @@ def at_most_threads(threads: int | None) -> Iterator[int]:
         torch.set_num_threads(before)
 
 
+def sample_bytes(available_bytes: int | None) -> int:
+    """Of one buffer: several are there at once, and they must fit a small container too."""
+    if available_bytes is None:
+        return COPY_BYTES
+    return min(COPY_BYTES, available_bytes // 8 // MIB * MIB)
+
+
 def host_copy_rate(
     size_bytes: int = COPY_BYTES, limit_s: float = LIMIT_S, *, threads: int | None = None
 ) -> Rate:
     """Bytes a second of a copy within host memory, with `threads` (None: all of torch's)."""
     import torch
 
+    if size_bytes < LEAST_COPY_BYTES:
+        return TOO_LITTLE
     source = torch.ones(size_bytes, dtype=torch.uint8)
     target = torch.empty_like(source)
     with at_most_threads(threads) as used:
@@ -84,7 +95,9 @@ def matmul_rate(
     return Rate(rate, f"{n} x {n} {str(dtype).removeprefix('torch.')}")
 
 
-def bus_rates(device: str = "cuda", limit_s: float = BUS_LIMIT_S) -> dict[str, Rate]:
+def bus_rates(
+    device: str = "cuda", limit_s: float = BUS_LIMIT_S, size_bytes: int = COPY_BYTES
+) -> dict[str, Rate]:
     """Bytes a second between host and GPU for each of `BUS_RATES`.
 
     Pinned each way alone, pinned both ways at once (some hosts collapse then), and pageable.
@@ -93,13 +106,15 @@ def bus_rates(device: str = "cuda", limit_s: float = BUS_LIMIT_S) -> dict[str, R
 
     if not torch.cuda.is_available():
         return dict.fromkeys(BUS_RATES, Rate(None, "not measured: torch has no GPU to use"))
-    on_device = torch.ones(COPY_BYTES, dtype=torch.uint8, device=device)
+    if size_bytes < LEAST_COPY_BYTES:
+        return dict.fromkeys(BUS_RATES, TOO_LITTLE)
+    on_device = torch.ones(size_bytes, dtype=torch.uint8, device=device)
     landing = torch.empty_like(on_device)
-    pageable = torch.ones(COPY_BYTES, dtype=torch.uint8)
+    pageable = torch.ones(size_bytes, dtype=torch.uint8)
     rates: dict[str, Rate] = {}
     try:
-        pinned = torch.ones(COPY_BYTES, dtype=torch.uint8, pin_memory=True)
-        home = torch.empty(COPY_BYTES, dtype=torch.uint8, pin_memory=True)
+        pinned = torch.ones(size_bytes, dtype=torch.uint8, pin_memory=True)
+        home = torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
     except RuntimeError as error:  # the limit of locked memory
         why = Rate(None, f"not measured: memory cannot be pinned: {str(error).splitlines()[0]}")
         rates |= dict.fromkeys(BUS_RATES[:4], why)

@@ -17,7 +17,13 @@ import msgspec
 
 from fluxtrain.errors import FluxTrainError
 from fluxtrain.hardware.adamw_rate import adamw_rate
-from fluxtrain.hardware.bandwidth import BUS_RATES, bus_rates, host_copy_rate, matmul_rate
+from fluxtrain.hardware.bandwidth import (
+    BUS_RATES,
+    bus_rates,
+    host_copy_rate,
+    matmul_rate,
+    sample_bytes,
+)
 from fluxtrain.hardware.cache import cache_file, is_fresh
 from fluxtrain.hardware.disk import Disk, read_disk
 from fluxtrain.hardware.disk_rate import disk_rates
@@ -122,6 +128,10 @@ def _measurements(machine: Machine, folder: Path) -> dict[str, tuple[tuple[str, 
     """What to say, and the names and the function of each measurement, the most useful first."""
     available = machine.memory_available_bytes
     threads = sustained_threads(machine)
+    size = sample_bytes(available)
+
+    def copies() -> dict[str, Rate]:
+        return {"host_copy": host_copy_rate(size, threads=threads)}
 
     def arithmetic() -> dict[str, Rate]:
         return {"cpu_matmul": matmul_rate("cpu", threads=threads)}
@@ -137,13 +147,13 @@ def _measurements(machine: Machine, folder: Path) -> dict[str, tuple[tuple[str, 
         return {"disk_write": write, "disk_read": read}
 
     on_gpu: dict[str, tuple[tuple[str, ...], Measurement]] = {
-        "bus": (BUS_RATES, bus_rates),
+        "bus": (BUS_RATES, lambda: bus_rates(size_bytes=size)),
         "GPU arithmetic": (("gpu_matmul",), lambda: {"gpu_matmul": matmul_rate("cuda")}),
         "page locks": (("pin",), lambda: {"pin": pin_rate(available)}),
     }
     return {
         **(on_gpu if machine.gpus else {}),
-        "host memory": (("host_copy",), lambda: {"host_copy": host_copy_rate(threads=threads)}),
+        "host memory": (("host_copy",), copies),
         "AdamW": (("adamw", "adamw_8bit"), adamw),
         "CPU arithmetic": (("cpu_matmul",), arithmetic),
         "disk": (("disk_write", "disk_read"), disk),

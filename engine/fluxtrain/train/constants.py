@@ -16,7 +16,7 @@ import torch
 from fluxtrain.data.batches import Batch
 from fluxtrain.errors import FluxTrainError
 from fluxtrain.hardware.adamw_rate import LEAST_PARAMETERS, PARAMETERS, adamw_rate
-from fluxtrain.hardware.bandwidth import bus_rates, host_copy_rate
+from fluxtrain.hardware.bandwidth import bus_rates, host_copy_rate, sample_bytes
 from fluxtrain.hardware.cache import cache_file, is_fresh
 from fluxtrain.hardware.machine import Machine
 from fluxtrain.hardware.probe import known_rates, sustained_threads
@@ -135,13 +135,15 @@ def _missing_rates(
     known: Mapping[str, float | None], machine: Machine, device: str
 ) -> dict[str, float]:
     """The copies' rates, where no probe measured them."""
+    size = sample_bytes(machine.memory_available_bytes)
     if device == "cuda":
         names = ("h2d_pinned", "d2h_pinned")
-        found = {} if all(known.get(name) for name in names) else bus_rates()
+        found = {} if all(known.get(name) for name in names) else bus_rates(size_bytes=size)
     else:
         missing = not known.get("host_copy")
         threads = sustained_threads(machine)
-        found = {"host_copy": host_copy_rate(COPY_BYTES, threads=threads)} if missing else {}
+        few = min(COPY_BYTES, size)
+        found = {"host_copy": host_copy_rate(few, threads=threads)} if missing else {}
     return {name: rate.per_s for name, rate in found.items() if rate.per_s}
 
 

@@ -12,7 +12,8 @@ from torch import nn
 
 import fluxtrain
 from fluxtrain.hardware.device import check_accelerator
-from fluxtrain.hardware.machine import Machine
+from fluxtrain.hardware.gpu import Gpus
+from fluxtrain.hardware.machine import Machine, read_machine
 from fluxtrain.plan.facts import ModelFacts, Room, RowFacts, Wishes
 from fluxtrain.plan.footprint import Layout, activation_estimate, passing_bytes
 from fluxtrain.plan.placement import RunPlacement, place
@@ -100,6 +101,14 @@ def decide(
         process_bytes=max(0, psutil.Process().memory_info().rss - loaded_bytes),
         passing_bytes=passing_bytes(facts, layout) if device == "cuda" else 0,
     )
+
+
+def as_it_is_now(machine: Machine, given_back_bytes: int) -> Machine:
+    """`machine` with the host memory that is available now, after libraries and data were loaded,
+    and what this process is going to give back of its own."""
+    left = read_machine(gpus=Gpus(gpus=(), driver=None, reason="not asked")).memory_available_bytes
+    available = None if left is None else max(0, left + given_back_bytes)
+    return replace(machine, memory_available_bytes=available)
 
 
 def room_of(machine: Machine, device: str) -> Room:

@@ -12,6 +12,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from fluxtrain.data.demo import VOCABULARY
+from fluxtrain.data.prepare import check_sequence_length
 from fluxtrain.data.sources import glance
 from fluxtrain.errors import BadInput
 from fluxtrain.hardware.machine import Machine, read_machine
@@ -104,7 +105,7 @@ def preview(
         **_placed(config, placement),
         "estimated_rows": rows,
         "steps": course.total_steps,
-        "host_limit_bytes": where.host_available_bytes,
+        "host_limit_bytes": _host_limit(where, placement, None if elsewhere else machine),
         "machine": elsewhere.line if elsewhere else machine.line(),
         **told,
         "choices": [msgspec.to_builtins(choice) for choice in choices],
@@ -206,6 +207,8 @@ def _empty_model(config: RunConfig, *, weightless: bool = False) -> tuple[PreTra
             )
     except Exception as error:  # whatever a damaged configuration makes the library raise
         raise unloadable(config.model.path, error) from error
+    positions = getattr(shape.get_text_config(), "max_position_embeddings", None)
+    check_sequence_length(config.data.sequence_length, positions)
     return model, dtype
 
 
@@ -252,6 +255,15 @@ def _setting(setting: Any) -> dict[str, Any]:
         "changed": setting.changed,
         "description": setting.description,
     }
+
+
+def _host_limit(room: Room, placement: RunPlacement, here: Machine | None) -> int | None:
+    """What the whole process may take; on this machine it holds a part of that already."""
+    available = room.host_available_bytes
+    if here is None or available is None:
+        return available
+    may_take = available + placement.process_bytes
+    return min(may_take, here.memory_total_bytes or may_take)
 
 
 def _of(size: int | None, limit: int | None) -> str:

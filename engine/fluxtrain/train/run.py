@@ -49,6 +49,7 @@ from fluxtrain.train.loop import LoopSettings, TrainingLoop
 from fluxtrain.train.parameter_groups import parameter_groups
 from fluxtrain.train.peaks import host_peak_bytes, measured_peaks
 from fluxtrain.train.placing import (
+    as_it_is_now,
     choose_device,
     decide,
     loaded_bytes,
@@ -100,8 +101,7 @@ def train(
         checkpoint = _checkpoint_of(target, session)
         device = choose_device(config)
         seed_everything(config.train.seed)
-        files = made.files(session)
-        fits = partial(refuse_before_loading, config, machine, device.value, files)
+        fits = partial(refuse_before_loading, config, machine, device.value, made.files(session))
         ingredients = load_ingredients(config, fits)
         run = made(config, ingredients, session, checkpoint, machine, device)
         run.announce(hello)
@@ -178,20 +178,22 @@ class Run:
         facts = model_facts_for(config, loaded.model, loaded.config)
         self._constants = self._measured(facts, machine, device, rows)
         self._facts = self._constants.applied(facts)
-        trained_rows = len(self._ingredients.data.trained)
+        given_back = loaded_bytes(loaded.model) - self._constants.still_to_come_bytes
+        machine = as_it_is_now(machine, given_back)  # libraries and data are there by now
+        rows_there = len(self._ingredients.data.trained)
         self.placement = decide(
             config,
             self._facts,
             machine,
             device,
             batch_rows=rows,
-            data_rows=max(1, trained_rows // config.train.accumulation),
-            loaded_bytes=loaded_bytes(loaded.model) - self._constants.still_to_come_bytes,
+            data_rows=max(1, rows_there // config.train.accumulation),
+            loaded_bytes=given_back,
         )
         self.placement = replace(self.placement, reached_bytes=host_peak_bytes())
-        self._room = room_of(machine, device)
-        room = machine.memory_available_bytes
-        refuse_what_does_not_fit(config, facts, self.placement, room, self.files(self._session))
+        room = self._room = room_of(machine, device)
+        left, files = room.host_available_bytes, self.files(self._session)
+        refuse_what_does_not_fit(config, facts, self.placement, left, files)
 
     def _measured(
         self, facts: ModelFacts, machine: Machine, device: str, rows: int | None
