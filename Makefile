@@ -56,8 +56,8 @@ soak: dev ## the long tests: many kills and resumes, random models
 bench-cpu: $(STAMPS)/native ## the native optimizer against the memory's own speed
 	$(BIN)/python bench/bench_cpu.py
 
-bench-gpu: $(STAMPS)/native ## one training on the GPU, measured
-	$(BIN)/python bench/bench_gpu.py
+bench-gpu: $(STAMPS)/native ## FluxTrain beside the loops without it on the GPU, into docs/benchmarks.md
+	$(BIN)/python bench/bench_table.py --write
 
 bench-tui: $(STAMPS)/native ## what the app costs
 	$(BIN)/python bench/bench_tui.py

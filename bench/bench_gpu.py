@@ -2,13 +2,13 @@
 
 Prints one row: seconds a step (median after warm-up), tokens/s, model TFLOP/s, the process's GPU
 memory as NVML reports it (peak of 20 samples a second), host memory above an empty process, stalls.
-`--engine resident` is the same model without FluxTrain: everything on the GPU, fused AdamW on bf16
-weights and states, gradient checkpointing.
+The other engines are in gpu_engines.py. bench_table.py runs the rows that docs/benchmarks.md shows.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import itertools
 import json
 import os
@@ -24,6 +24,7 @@ import psutil
 import pynvml
 import torch
 import yaml
+from gpu_engines import DeepSpeedLoop, FluxLoop, Loop, MastersLoop, ResidentLoop
 from step_timeline import StepTimeline
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -33,6 +34,7 @@ from fluxtrain.plan.placement import RunPlacement, place
 from fluxtrain.train.placing import model_facts
 
 GIB = 1 << 30
+ENGINES = ("flux", "resident", "resident-fp32", "deepspeed2", "deepspeed3")
 CONTEXT_GIB = 0.7  # CUDA's own share of the process's memory
 SHAPES: dict[str, dict[str, Any]] = yaml.safe_load(
     Path(__file__).with_name("shapes.yaml").read_text()
@@ -92,11 +94,12 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--sequence", type=int, default=1024)
     parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--engine", default="flux", choices=("flux", "resident"))
+    parser.add_argument("--engine", default="flux", choices=ENGINES)
     parser.add_argument("--offload", default="auto")
     parser.add_argument("--resident-blocks", type=int)
     parser.add_argument("--device-groups", type=int)
     parser.add_argument("--chunk-rows", type=int)
+    parser.add_argument("--states", default="fp32", choices=("fp32", "bf16", "8bit"))
     parser.add_argument("--eager", action="store_true", help="no clipping, update at once")
     parser.add_argument("--budget-gib", type=float, default=23.0)
     parser.add_argument("--learning-rate", type=float, default=2e-4)
@@ -117,7 +120,7 @@ def main() -> None:
     watch.stop()
     row["nvml_gib"] = round(watch.device_bytes / GIB, 2)
     row["host_gib"] = round((watch.host_bytes - watch.empty_host_bytes) / GIB, 2)
-    print(json.dumps(row))
+    print(json.dumps({**row, "losses": [round(loss, 3) for loss in row["losses"][:20]]}))
     if options.json:
         options.json.write_text(json.dumps(row, indent=1))
 
@@ -129,7 +132,7 @@ def wrapped(model: Qwen2ForCausalLM, options: argparse.Namespace) -> tuple[Any, 
 
     budget_bytes = int((options.budget_gib - CONTEXT_GIB) * GIB)
     plan = place(
-        model_facts(model, model.config, options.sequence),
+        model_facts(model, model.config, options.sequence).with_states(options.states),
         Room(device_free_bytes=budget_bytes, host_available_bytes=None),
         Wishes(
             offload=options.offload,
@@ -150,6 +153,7 @@ def wrapped(model: Qwen2ForCausalLM, options: argparse.Namespace) -> tuple[Any, 
         boundaries=plan.boundaries,
         budget_bytes=budget_bytes,
         overlap=True,
+        states=options.states,
     )
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
@@ -160,13 +164,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     """Train some steps and return the row."""
     started_s = time.perf_counter()
     model = build(options.shape)
-    kernels = choose_kernels(options.kernels, model, "cuda").value
-    engine, plan = wrapped(model, options) if options.engine == "flux" else (None, None)
-    if engine is None:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=options.learning_rate, fused=None if engine else True
-    )
+    loop, engine, plan, kernels = made(model, options)
     setup_s = time.perf_counter() - started_s
     tokens = corpus(model.config.vocab_size)
     timeline = StepTimeline(engine) if engine else None
@@ -180,7 +178,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         if timeline is not None:
             timeline.begins(step + 1)
         with profiled(options.profile if step == options.steps - 1 else None):
-            losses.append(one_step(model, engine, optimizer, ids, eager=options.eager))
+            losses.append(loop.step(ids))
         if step > 0:  # one step late, as the trainer does, so that the device never waits for it
             read.append(float(losses[step - 1]))
             ended_s.append(time.perf_counter())
@@ -196,26 +194,31 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def one_step(
-    model: Qwen2ForCausalLM,
-    engine: Any,
-    optimizer: torch.optim.Optimizer,
-    ids: torch.Tensor,
-    *,
-    eager: bool,
-) -> torch.Tensor:
-    """Forward, backward, clip and update; the loss, on the device."""
-    loss: torch.Tensor = model(input_ids=ids, labels=ids).loss
-    if engine and eager:
-        engine.begin_eager_step(optimizer)
-    loss.backward()
-    if engine:
-        engine.clip_grad_norm(None if eager else 1.0)
-    else:
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.detach()
+def made(
+    model: Qwen2ForCausalLM, options: argparse.Namespace
+) -> tuple[Loop, Any, RunPlacement | None, str]:
+    """The loop, FluxTrain's engine and plan where it is FluxTrain, and whose kernels run."""
+    rate = options.learning_rate
+    if options.engine == "flux":
+        kernels = choose_kernels(options.kernels, model, "cuda").value
+        engine, plan = wrapped(model, options)
+        return FluxLoop(model, engine, rate, eager=options.eager), engine, plan, kernels
+    kernels = with_fused_loss(model) if options.kernels != "torch" else "torch"
+    if options.engine == "resident":
+        return ResidentLoop(model, rate), None, None, kernels
+    if options.engine == "resident-fp32":
+        return MastersLoop(model, rate), None, None, kernels
+    return DeepSpeedLoop(model, rate, int(options.engine[-1]), options.batch), None, None, kernels
+
+
+def with_fused_loss(model: Qwen2ForCausalLM) -> str:
+    """Liger's kernels with its fused head and loss, where liger is installed."""
+    if importlib.util.find_spec("liger_kernel") is None:
+        return "torch"
+    from liger_kernel.transformers import apply_liger_kernel_to_qwen2
+
+    apply_liger_kernel_to_qwen2(model=model)
+    return "liger"
 
 
 @contextmanager
@@ -255,8 +258,7 @@ def report(
         "step_s": round(median_s, 3),
         "tokens_per_s": round(trained / median_s),
         "tflops": round(6 * parameters * trained / median_s / 1e12, 1),
-        "loss_first": round(losses[0], 3),
-        "loss_last": round(losses[-1], 3),
+        "losses": losses,
         "times_s": [round(t, 2) for t in times],
     }
     if plan is not None:
