@@ -40,7 +40,7 @@ def any_floats(n: int, seed: int) -> Tensor:
 def assert_same_bits(host: list[Tensor | None], device: list[Tensor | None]) -> None:
     for one, other in zip(host, device, strict=True):
         if one is not None and other is not None:
-            assert torch.equal(one.view(torch.uint8), other.cpu().view(torch.uint8))
+            assert torch.equal(one.cpu().view(torch.uint8), other.cpu().view(torch.uint8))
 
 
 def made(kind: str, n: int, split: bool) -> list[Tensor | None]:
@@ -98,7 +98,7 @@ def test_every_placement_trains_to_the_same_bits(states: Any, dtype: torch.dtype
         num_attention_heads=4, num_key_value_heads=2,
     )  # fmt: skip
     results = []
-    torch.use_deterministic_algorithms(True)
+    torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         for options in (
             {"offload": "none"},
