@@ -110,11 +110,11 @@ def _copies_line(moves: Sequence[Move], width: int) -> Line:
 def _move_line(move: Move, width: int) -> Line:
     return dropped_to_fit(
         [
-            ((f"{move.step:>6}", "dim"),),
+            ((f"{move.step:>5}", "dim"),),
             ((ARROWS.get(move.direction, move.direction), WAY_ROLES.get(move.direction, "text")),),
             ((f"{bytes_text(move.bytes):>8}", "text"),),
-            ((f"{duration_text(move.duration_s):>7}", "dim"),),
             ((f"{move.cause:<8}", "text"),),
+            ((f"{duration_text(move.duration_s):>7}", "dim"),),
             ((move.what, "dim"),),
         ],
         width,

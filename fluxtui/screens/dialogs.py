@@ -135,5 +135,7 @@ def help_lines(
             ((f"  {PANELS[name].title:<15}", "strong"), (f" {PANELS[name].about}", "text"))
             for name in panels
         ]
+    moving = "  ↑ ↓ j k a line  pgup pgdn a page  g G the ends  enter or click choose"
+    lines += [BLANK, (("Lists", "accent"),), ((moving, "text"),)]
     letters = "  G device  C host  N disk  > to the device  < to the host  - not known now"
     return [*lines, BLANK, (("Letters", "accent"),), ((letters, "text"),)]

@@ -10,7 +10,8 @@ from textual.screen import Screen
 from fluxtui.screens.arrangement import too_small
 from fluxtui.state.view import View
 from fluxtui.themes import Palette
-from fluxtui.widgets.chrome import footer_line, header_line, notice_lines, status_line
+from fluxtui.widgets.chrome import header_line, notice_lines, status_line
+from fluxtui.widgets.footer import Footer
 from fluxtui.widgets.lines import Lines
 from fluxtui.widgets.spans import Line
 
@@ -38,7 +39,7 @@ class RunScreen(Screen[None]):
         yield Lines(id="top", classes="chrome")
         yield Lines(id="notice")
         yield from self.compose_body()
-        yield Lines(id="keys", classes="chrome")
+        yield Footer(self.NAME)
 
     def compose_body(self) -> ComposeResult:
         """The widgets between header and footer; one of them has the id `body`."""
@@ -68,8 +69,7 @@ class RunScreen(Screen[None]):
         if tiny:
             return
         paused = view.status.kind == "paused"
-        keys = footer_line(self.NAME, width, paused, self.flux.actions)
-        self.query_one("#keys", Lines).show([keys], palette)
+        self.query_one(Footer).show_keys(paused, self.flux.actions, palette)
         self.draw_body(view, palette)
 
     def notices(self, view: View, width: int) -> list[Line]:

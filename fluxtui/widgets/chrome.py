@@ -1,12 +1,8 @@
-"""The header and the footer: one line each, whatever the width."""
+"""The header, the notice below it, and the one line of a terminal that is too small."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
-
 from fluxtrain.units import count_text
-from fluxtui.actions import ACTIONS, Action, footer_actions
 from fluxtui.panels.panel import number_text, whole_text
 from fluxtui.panels.progress import eta
 from fluxtui.state.status import Status
@@ -14,7 +10,6 @@ from fluxtui.state.view import View
 from fluxtui.widgets.spans import Line, Span, dropped_to_fit, joined, spread, width_of, wrapped
 
 NOTICE_ROWS = 3
-OWN_RANK = 70  # from here on a key is what its screen is for
 STATUS_MARKS: dict[str, Span] = {
     "waiting": ("◌", "dim"),
     "running": ("●", "good"),
@@ -99,46 +94,3 @@ def notice_lines(view: View, width: int) -> list[Line]:
     mark, role = STATUS_MARKS[status.kind]
     parts = wrapped(status.detail, width - 4)[:NOTICE_ROWS]
     return [((f" {mark if i == 0 else ' '} ", role), (part, role)) for i, part in enumerate(parts)]
-
-
-def footer_line(
-    screen: str, width: int, paused: bool = False, registry: Sequence[Action] = ACTIONS
-) -> Line:
-    """The keys of this screen; the least important are left out when room is short.
-
-    The names of the screens give way to the keys that only this screen has.
-    """
-    actions = footer_actions(screen, registry)
-    shown = _fitting(actions, screen, paused, width)
-    missed = [action for action in actions if action not in shown]
-    if any(action.screens and action.rank >= OWN_RANK for action in missed):
-        shown = _fitting(_without_names(actions), screen, paused, width)
-    return _keys(shown, screen, paused)
-
-
-def _fitting(actions: Sequence[Action], screen: str, paused: bool, width: int) -> list[Action]:
-    shown = list(actions)
-    while shown and width_of(_keys(shown, screen, paused)) > width:
-        shown.remove(min(shown, key=lambda action: action.rank))
-    return shown
-
-
-def _without_names(actions: Sequence[Action]) -> list[Action]:
-    """One entry, such as "1-7 screens", for all keys that bring a screen."""
-    shows = [action for action in actions if action.id.startswith("show_")]
-    rest = [action for action in actions if action not in shows]
-    if not shows:
-        return rest
-    keys = f"{shows[0].key_text}-{shows[-1].key_text}"
-    return [replace(shows[0], id="screens", keys=keys, label="screens"), *rest]
-
-
-def _keys(actions: Sequence[Action], screen: str, paused: bool) -> Line:
-    spans: list[Span] = [(" ", "text")]
-    for action in actions:
-        here = action.id == f"show_{screen}"
-        label = "resume" if action.id == "pause" and paused else action.label
-        spans.append((action.key_text, "key"))
-        spans.append((f" {label}", "strong" if here else "dim"))
-        spans.append(("  ", "text"))
-    return tuple(spans[:-1])

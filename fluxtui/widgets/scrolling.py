@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from textual.binding import Binding
-from textual.events import MouseScrollDown, MouseScrollUp
+from textual.events import Click, MouseScrollDown, MouseScrollUp
 from textual.message import Message
 
 from fluxtui.themes import Palette
@@ -99,6 +99,15 @@ class ScrollingLines(Lines, can_focus=True):
         """Enter."""
         if self.cursor is not None and self._all:
             self.post_message(self.Chosen(self.cursor))
+
+    def on_click(self, event: Click) -> None:
+        """Put the cursor on the line under the pointer; the second click chooses it."""
+        at = self.offset_rows + event.y
+        if self.cursor is None or at >= len(self._all):
+            return
+        self._moved(at - self.cursor)
+        if event.chain == 2:
+            self.action_choose()
 
     def on_mouse_scroll_down(self, event: MouseScrollDown) -> None:
         event.stop()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace as changed
+from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -21,7 +23,8 @@ from fluxtui.screens.plan import plan_lines
 from fluxtui.state.link import Link
 from fluxtui.state.run import RunState
 from fluxtui.state.view import View
-from fluxtui.widgets.chrome import footer_line, header_line, notice_lines, status_line
+from fluxtui.widgets.chrome import header_line, notice_lines, status_line
+from fluxtui.widgets.footer import action_at, footer_line, shown_actions
 from fluxtui.widgets.framed import framed
 from fluxtui.widgets.run_rows import run_detail
 from fluxtui.widgets.spans import Line, width_of
@@ -284,6 +287,18 @@ def test_the_footer_keeps_the_important_keys_when_short() -> None:
     assert [action.label for action in footer_actions("log")].count("filter") == 1
 
 
+@pytest.mark.parametrize("width", [80, 120, 200])
+def test_a_click_on_the_footer_finds_the_action_that_is_drawn_there(width: int) -> None:
+    shown = shown_actions("loss", width, False, ACTIONS)
+    text = text_of(footer_line("loss", width))
+    for action in shown:
+        at = text.index(f"{action.key_text} {action.label}")
+        assert action_at(shown, "loss", False, at) == action
+        assert action_at(shown, "loss", False, at + len(action.key_text) + 1) == action
+    assert action_at(shown, "loss", False, 0) is None
+    assert action_at(shown, "loss", False, width + 5) is None
+
+
 def test_the_names_of_screens_give_way_to_the_keys_of_this_one() -> None:
     wide, narrow = text_of(footer_line("runs", 200)), text_of(footer_line("runs", 80))
     assert "7 Runs" in wide and "D delete" in wide
@@ -296,6 +311,23 @@ def test_the_plan_gives_every_choice_with_its_reason(made: ModuleType) -> None:
     assert "smallest batch" in text and "device budget is 1 GiB" in text
     assert "+1.6%" in text and "+9% tokens a second" in text
     assert "not planned yet" in whole(plan_lines(View(), 90))
+
+
+# --- a panel of one's own -------------------------------------------------------------------------
+
+
+def test_the_panel_of_the_documentation_is_one_file_and_one_registration(
+    made: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    guide = (Path(__file__).parents[2] / "docs" / "extending.md").read_text()
+    file = next(part for part in guide.split("```python")[1:] if "checkpoint.py" in part)
+    module: dict[str, Any] = {}
+    exec(compile(file.split("```")[0], "checkpoint.py", "exec"), module)
+    panel = module["PANEL"]
+    monkeypatch.setitem(PANELS, panel.id, panel)
+    assert "step 80" in drawn(view_of(made, "running"), "checkpoint")
+    assert panel.about in whole(help_lines(panels=tuple(PANELS)))
+    test_a_panel_keeps_its_box_at_every_size(made, "checkpoint", "waiting")
 
 
 # --- numbers --------------------------------------------------------------------------------------

@@ -201,11 +201,10 @@ async def test_a_clone_opens_the_wizard_with_the_runs_settings(
 ) -> None:
     from fluxtui.wizard.screen import WizardScreen
 
-    async def not_asked(*arguments: str, **options: Any) -> dict[str, Any]:
+    async def no_engine(*command: str, **options: Any) -> None:
         await asyncio.sleep(3600)
-        return {}
 
-    monkeypatch.setattr("fluxtui.wizard.screen.ask_engine", not_asked, raising=False)
+    monkeypatch.setattr("asyncio.create_subprocess_exec", no_engine)
     monkeypatch.setenv("XDG_STATE_HOME", str(runs.parent / "state"))
     app = app_pilot.app_on(runs / "ours", made, start_screen="runs")
     async with app.run_test(size=SIZE) as pilot:
@@ -239,6 +238,30 @@ async def test_compare_draws_the_selected_run_on_the_loss_screen(
         await listed(pilot, app, app_pilot, "other")
         await pilot.press("v")
         await app_pilot.until(pilot, lambda: "against other" in app_pilot.text_of(app))
+
+
+async def test_a_click_selects_a_run_and_the_second_attaches(
+    runs: Path, made: ModuleType, app_pilot: Any
+) -> None:
+    app = app_pilot.app_on(runs / "ours", made, start_screen="runs")
+    async with app.run_test(size=SIZE) as pilot:
+        await listed(pilot, app, app_pilot, "ours")
+        at = [run.run_id for run in app.screen.runs].index("other")
+        await pilot.click("#body", offset=(10, at))
+        assert app.screen.selected.run_id == "other" and app.run_dir == runs / "ours"
+        await pilot.double_click("#body", offset=(10, at))
+        await app_pilot.until(pilot, lambda: app.run_dir == runs / "other")
+
+
+async def test_a_click_on_the_footer_is_its_key(
+    runs: Path, made: ModuleType, app_pilot: Any
+) -> None:
+    app = app_pilot.app_on(runs / "ours", made)
+    async with app.run_test(size=SIZE) as pilot:
+        await app_pilot.drawn(pilot)
+        footer = app_pilot.text_of(app).splitlines()[-1]
+        await pilot.click("#keys", offset=(footer.index("Log"), 0))
+        await app_pilot.until(pilot, lambda: app.screen.NAME == "log")
 
 
 async def test_resume_starts_the_trainer_on_the_runs_own_folder(

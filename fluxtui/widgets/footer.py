@@ -1,0 +1,97 @@
+"""The footer: the keys of a screen in one line, and what a click on one of them does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from textual.events import Click
+
+from fluxtui.actions import ACTIONS, Action, footer_actions
+from fluxtui.themes import Palette
+from fluxtui.widgets.lines import Lines
+from fluxtui.widgets.spans import Line, Span, width_of
+
+OWN_RANK = 70  # from here on a key is what its screen is for
+GAP = "  "
+
+
+class Footer(Lines):
+    """Shows the keys; a click on one is the key."""
+
+    def __init__(self, screen: str) -> None:
+        super().__init__(id="keys", classes="chrome")
+        self._of = screen
+        self._shown: list[Action] = []
+        self._paused = False
+
+    def show_keys(self, paused: bool, registry: Sequence[Action], palette: Palette) -> None:
+        """Draw the keys that fit."""
+        self._shown = shown_actions(self._of, self.size.width, paused, registry)
+        self._paused = paused
+        self.show([_keys(self._shown, self._of, paused)], palette)
+
+    def on_click(self, event: Click) -> None:
+        action = action_at(self._shown, self._of, self._paused, event.x)
+        if action is not None and action.do:
+            self.app.run_worker(self.app.run_action(action.do), exclusive=False)
+
+
+def footer_line(
+    screen: str, width: int, paused: bool = False, registry: Sequence[Action] = ACTIONS
+) -> Line:
+    """The keys of this screen; the least important are left out when room is short."""
+    return _keys(shown_actions(screen, width, paused, registry), screen, paused)
+
+
+def shown_actions(
+    screen: str, width: int, paused: bool, registry: Sequence[Action]
+) -> list[Action]:
+    """What fits. The names of the screens give way to the keys that only this screen has."""
+    actions = footer_actions(screen, registry)
+    shown = _fitting(actions, screen, paused, width)
+    missed = [action for action in actions if action not in shown]
+    if any(action.screens and action.rank >= OWN_RANK for action in missed):
+        shown = _fitting(_without_names(actions), screen, paused, width)
+    return shown
+
+
+def action_at(shown: Sequence[Action], screen: str, paused: bool, x: int) -> Action | None:
+    """The action whose key or label is drawn in column `x`."""
+    start = 1
+    for action in shown:
+        end = start + width_of(_entry(action, screen, paused))
+        if start <= x < end:
+            return action
+        start = end + len(GAP)
+    return None
+
+
+def _fitting(actions: Sequence[Action], screen: str, paused: bool, width: int) -> list[Action]:
+    shown = list(actions)
+    while shown and width_of(_keys(shown, screen, paused)) > width:
+        shown.remove(min(shown, key=lambda action: action.rank))
+    return shown
+
+
+def _without_names(actions: Sequence[Action]) -> list[Action]:
+    """One entry, such as "1-7 screens", for all keys that bring one; a click on it does nothing."""
+    shows = [action for action in actions if action.id.startswith("show_")]
+    rest = [action for action in actions if action not in shows]
+    if not shows:
+        return rest
+    keys = f"{shows[0].key_text}-{shows[-1].key_text}"
+    return [replace(shows[0], id="screens", keys=keys, label="screens", do=""), *rest]
+
+
+def _entry(action: Action, screen: str, paused: bool) -> Line:
+    here = action.id == f"show_{screen}"
+    label = "resume" if action.id == "pause" and paused else action.label
+    return ((action.key_text, "key"), (f" {label}", "strong" if here else "dim"))
+
+
+def _keys(actions: Sequence[Action], screen: str, paused: bool) -> Line:
+    spans: list[Span] = [(" ", "text")]
+    for action in actions:
+        spans += [*_entry(action, screen, paused), (GAP, "text")]
+    return tuple(spans[:-1])
