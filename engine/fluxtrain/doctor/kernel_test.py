@@ -11,7 +11,10 @@ from torch import Tensor
 
 from fluxtrain import _native
 from fluxtrain.doctor.same import Mismatch, same_bits
+from fluxtrain.optim.dynamic_map import BLOCK
 from fluxtrain.optim.hyper import Hyper
+from fluxtrain.optim.narrow_adamw import update8_, update8_by_torch_, update16_, update16_by_torch_
+from fluxtrain.optim.reference import States8, rounding
 from fluxtrain.optim.split_adamw import (
     accumulate_,
     encode,
@@ -34,7 +37,7 @@ def check_kernels() -> str:
         results = {}
         for name in available:
             _native.set_isa(name)
-            results[name] = _results(update_, update_f32_) | _sums()
+            results[name] = _results(update_, update_f32_) | _narrow(update8_, update16_) | _sums()
     scalar = results.pop("scalar")
     count = sum(tensor.numel() for tensor in scalar.values())
     for name, found in results.items():
@@ -43,6 +46,7 @@ def check_kernels() -> str:
         except Mismatch as mismatch:
             raise Mismatch(f"{name} against scalar: {mismatch}") from mismatch
     by_torch = _results(update_by_torch_, _update_f32_by_torch)
+    by_torch |= _narrow(update8_by_torch_, update16_by_torch_)
     try:
         same_bits({name: scalar[name] for name in by_torch}, by_torch)
     except Mismatch as mismatch:
@@ -66,6 +70,25 @@ def _results(update: Update, update_f32: Update) -> dict[str, Tensor]:
     for step in (1, 2, 3):
         update_f32(weights, m, v, grad, hyper=HYPER, step=step)
     return found | {"adamw f32 p": weights, "adamw f32 m": m, "adamw f32 v": v}
+
+
+def _narrow(update8: Update, update16: Update) -> dict[str, Tensor]:
+    """The same with states of 8 bits and of bf16."""
+    weights, grad, _, _ = _values()
+    hi, lo = encode(weights)
+    codes = [torch.zeros(ELEMENTS, dtype=torch.uint8) for _ in range(2)]
+    scales = [torch.zeros(-(-ELEMENTS // BLOCK)) for _ in range(2)]
+    hi16, lo16 = encode(weights)
+    m, v = (torch.zeros(ELEMENTS, dtype=torch.bfloat16) for _ in range(2))
+    for step in (1, 2, 3):
+        halves = (grad * step).bfloat16()
+        update8(hi, lo, States8(*codes, *scales), halves, hyper=HYPER, step=step)
+        update16(hi16, lo16, m, v, halves, rounding(0, step, 0), hyper=HYPER, step=step)
+    left = {"h": hi, "l": lo, "m": codes[0], "v": codes[1], "m scales": scales[0],
+            "v scales": scales[1]}  # fmt: skip
+    found = {f"adamw 8-bit {name}": tensor for name, tensor in left.items()}
+    rounded = zip("hlmv", (hi16, lo16, m, v), strict=True)
+    return found | {f"adamw bf16 states {name}": tensor for name, tensor in rounded}
 
 
 def _update_f32_by_torch(
