@@ -16,15 +16,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from fluxtrain.errors import EXIT_INTERRUPTED, Interrupted
+from fluxtrain.hardware.machine import read_machine
 from fluxtrain.plan.guard import UNKNOWN_DISK, DiskRoom
-from fluxtrain.telemetry.events import AnyEvent, PhaseChanged, StepFinished
+from fluxtrain.telemetry.events import AnyEvent, PhaseChanged, Planned, StepFinished
 from fluxtrain.telemetry.journal import read_events
 from fluxtrain.telemetry.rundir import RunDir
 from fluxtrain.telemetry.storage import read_json
 from fluxtrain.train.cadence import Cadence
+from fluxtrain.train.choices import choose_course
 from fluxtrain.train.config import RunConfig, validate
+from fluxtrain.train.ingredients import DEMO
 from fluxtrain.train.keeping import CheckpointKeeper
-from fluxtrain.train.preview import preview
 from fluxtrain.train.recovery import Target
 from fluxtrain.train.run import Run, train
 from fluxtrain.units import UNKNOWN, bytes_text, duration_text
@@ -75,6 +77,7 @@ class DryRun(Run):
     def finish(self) -> None:
         """Keep the measurements alone."""
         self.measure()
+        self._session.measured["steps_per_epoch"] = self.data.steps_per_epoch
 
 
 def dry_run(config: RunConfig) -> dict[str, Any]:
@@ -83,7 +86,7 @@ def dry_run(config: RunConfig) -> dict[str, Any]:
     Raises:
         FluxTrainError: whatever the run itself would raise in its first steps.
     """
-    predicted = preview(config)
+    host_limit_bytes = read_machine().memory_available_bytes
     started_s = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="fluxtrain-dry-run-") as folder:
         run = RunDir(Path(folder) / "run")
@@ -91,49 +94,56 @@ def dry_run(config: RunConfig) -> dict[str, Any]:
             train(_shortened(config), Target(run_dir=run, resumes=False), kind=DryRun)
         events = list(read_events(run.journal))
         ending = read_json(run.result) or {}
-    return told(events, ending, predicted, time.monotonic() - started_s)
+    course = choose_course(
+        config.train,
+        steps_per_epoch=ending["steps_per_epoch"],
+        fresh_weights=config.model.path == DEMO,
+    )
+    found = told(events, ending, course.total_steps, host_limit_bytes)
+    return {**found, "seconds": time.monotonic() - started_s}
 
 
 def told(
     events: Iterable[AnyEvent],
     ending: Mapping[str, Any],
-    predicted: Mapping[str, Any],
-    seconds: float,
+    total_steps: int,
+    host_limit_bytes: int | None,
 ) -> dict[str, Any]:
     """Predicted beside measured, as plain values; None is not known.
 
-    The first step also warms up caches and kernels, so a step's seconds are the median of the
-    others, and the run's are between the fastest and the slowest of them.
+    What is predicted is what the run itself plans. The first step also warms up caches and
+    kernels, so a step's seconds are the median of the others, and the run's are between the
+    fastest and the slowest of them.
     """
     events = list(events)
     steps = [event for event in events if isinstance(event, StepFinished)]
     later_s = [step.step_s for step in steps[1:]]
-    total, time_predicted = int(predicted["steps"]), predicted["predicted"] or {}
+    planned = next(event for event in events if isinstance(event, Planned))
+    step_s = planned.step_s
     return {
         "steps": len(steps),
-        "total_steps": total,
-        "seconds": seconds,
+        "total_steps": total_steps,
         "loading_s": _loading_s(events),
         "step_s": [step.step_s for step in steps],
         "losses": [step.loss for step in steps],
         "seconds_per_step": {
-            "predicted": time_predicted.get("seconds_per_step"),
+            "predicted": step_s,
             "measured": statistics.median(later_s),
         },
         "eta_s": {
-            "predicted": time_predicted.get("eta_s"),
-            "low": min(later_s) * total,
-            "high": max(later_s) * total,
+            "predicted": None if step_s is None else step_s * total_steps,
+            "low": min(later_s) * total_steps,
+            "high": max(later_s) * total_steps,
         },
         "device_bytes": {
             "predicted": ending.get("predicted_device_peak_bytes"),
             "measured": ending.get("measured_device_peak_bytes"),
-            "limit": predicted["device_budget_bytes"],
+            "limit": planned.device_budget_bytes,
         },
         "host_bytes": {
             "predicted": ending.get("predicted_host_peak_bytes"),
             "measured": ending.get("measured_host_peak_bytes"),
-            "limit": predicted["host_limit_bytes"],
+            "limit": host_limit_bytes,
         },
     }
 
