@@ -1,4 +1,4 @@
-"""Draw screenshots/*.svg from recorded runs: `make screenshots`.
+"""Draw screenshots/*.svg from recorded runs, and the wizard of this machine: `make screenshots`.
 
 The app replays a journal that a real run wrote, up to a moment, and what it shows is saved. There
 are no made numbers: what the recording lacks is "-" in the picture.
@@ -12,6 +12,8 @@ import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
+
+from wizard_pages import PAGES, draw_page
 
 from fluxtrain.telemetry.reader import JournalFollower
 from fluxtui.app import FluxApp
@@ -106,11 +108,14 @@ def main() -> None:
     """Draw all of them."""
     os.environ["TZ"] = "UTC"
     time.tzset()
+    os.environ["FLUXTRAIN_RUNS"] = str(RUNS)
     FOLDER.mkdir(exist_ok=True)
     lay_out()
     try:
         for picture in PICTURES:
             print(asyncio.run(draw(picture)).relative_to(ROOT))
+        for page in PAGES:
+            print(asyncio.run(draw_page(page, RUNS, FOLDER)).relative_to(ROOT))
     finally:
         shutil.rmtree(RUNS)
 

@@ -171,8 +171,8 @@ def _warnings(machine: Mapping[str, Any], disk: Mapping[str, Any]) -> tuple[str,
     for gpu in machine.get("gpus") or ():
         if others := gpu.get("other_processes"):
             warnings.append(
-                f"{len(others)} other programs use GPU {gpu.get('index', 0)}: what they take later "
-                "is missing then"
+                f"programs that use GPU {gpu.get('index', 0)} besides: {len(others)}; what they "
+                "take later is missing then"
             )
     if disk.get("in_memory"):
         warnings.append(f"{disk.get('path')} lies in host memory: checkpoints take it away")

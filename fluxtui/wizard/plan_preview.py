@@ -10,6 +10,8 @@ from fluxtrain.units import count_text
 
 Fit = Literal["fits", "fits with offload", "does not fit"]
 
+AUTO_CHECKPOINTS = 10
+CHECKPOINT_PERIOD_S = 600.0
 _DEFAULT_REASON = "the default"
 
 
@@ -66,6 +68,8 @@ class PlanPreview:
     batch_rows: int | None = None
     chunk_rows: int | None = None
     disk_bytes: int | None = None
+    checkpoint_bytes: int | None = None
+    checkpoint_every: int | str = "auto"
     predicted: Predicted | None = None
     predicted_because: str = ""
     ranked: tuple[RankedPlan, ...] = ()
@@ -88,6 +92,16 @@ class PlanPreview:
             _over(self.device_bytes, self.device_budget_bytes)
             or _over(self.host_bytes, self.host_limit_bytes)
         )
+
+    @property
+    def checkpoints(self) -> int | None:
+        """About how many checkpoints are written: `auto` is ten, or one in ten minutes."""
+        if self.checkpoint_every == "end":
+            return 1
+        if isinstance(self.checkpoint_every, int):
+            return None if self.steps is None else -(-self.steps // self.checkpoint_every)
+        long = 0 if self.predicted is None else round(self.predicted.eta_s / CHECKPOINT_PERIOD_S)
+        return max(AUTO_CHECKPOINTS, long)
 
     @property
     def fit(self) -> Fit:
@@ -121,6 +135,8 @@ def read_plan(answer: Mapping[str, Any]) -> PlanPreview:
         batch_rows=_number(answer, "batch_rows"),
         chunk_rows=_number(answer, "chunk_rows"),
         disk_bytes=_number(answer, "disk_bytes"),
+        checkpoint_bytes=_number(answer, "checkpoint_bytes"),
+        checkpoint_every=_train_setting(answer, "checkpoint_every", "auto"),
         predicted=_predicted(answer["predicted"]) if answer.get("predicted") else None,
         predicted_because=str(answer.get("predicted_because") or ""),
         ranked=tuple(_ranked(plan) for plan in answer.get("plans") or ()),
@@ -168,6 +184,12 @@ def _changed(settings: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {
         item["key"]: item["value"] for item in settings if item["changed"] or item["key"] in always
     }
+
+
+def _train_setting(answer: Mapping[str, Any], name: str, default: str) -> int | str:
+    train = (answer.get("config") or {}).get("train") or {}
+    value = train.get(name)
+    return value if isinstance(value, int | str) else default
 
 
 def _number(answer: Mapping[str, Any], name: str) -> int | None:

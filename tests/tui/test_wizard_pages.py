@@ -165,7 +165,7 @@ def test_the_machine_is_told_with_its_limits_and_who_else_uses_the_gpu() -> None
     for text in (
         "EPYC; limited to 4 (cgroup)", "limited to 64.0 GiB (cgroup); 128 GiB installed",
         "20.0 GiB free", "process 77 (3.00 GiB)", "limit 8.00 MiB", "pinned at 2.10 GB/s",
-        "1 other programs use GPU 0",
+        "programs that use GPU 0 besides: 1",
     ):  # fmt: skip
         assert text in shown
     assert facts.age_text(1060.0) == "rates measured 1m 00s ago"
@@ -228,6 +228,24 @@ def test_the_preview_has_margins_and_the_time_as_an_interval_once_it_was_tried(
     untried = preview_page(dataclasses.replace(known, trial=Asked()), 92).plain
     assert "about 1m 40s, predicted" in untried
     assert "not tried yet" in untried
+
+
+@pytest.mark.parametrize(
+    ("every", "eta_s", "count"),
+    [("auto", 100, 10), ("auto", 60_000, 100), ("end", 1, 1), (30, 1, 7)],
+)
+def test_the_preview_says_how_much_is_written_to_the_disk(
+    every: str | int, eta_s: float, count: int, wizard_pilot: ModuleType
+) -> None:
+    plan = read_plan({
+        **wizard_pilot.PLAN,
+        "predicted": {**wizard_pilot.PLAN["predicted"], "eta_s": eta_s},
+        "config": {"train": {"checkpoint_every": every}},
+    })  # fmt: skip
+    assert plan.checkpoints == count
+    shown = " ".join(preview_page(View(plan=Asked(value=plan)), 92).plain.split())
+    assert f"about {count} checkpoint" in shown
+    assert "take 4.00 MiB at most" in shown
 
 
 def test_measured_stands_beside_predicted_with_the_difference(known: View) -> None:

@@ -45,6 +45,7 @@ PLAN = {
         {"name": "chunk_rows", "value": "4", "because": "two chunks keep the device busy"},
     ],
     "batch_rows": 8, "chunk_rows": 4, "disk_bytes": 2**22,
+    "checkpoint_bytes": 2**20, "config": {"train": {"checkpoint_every": "auto"}},
     "predicted": {"seconds_per_step": 0.5, "tokens_per_s": 2000.0, "eta_s": 100.0,
                   "binds": "the processor"},
     "plans": [

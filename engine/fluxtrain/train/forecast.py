@@ -37,12 +37,14 @@ class Forecast:
         if isinstance(rates, str):
             return {
                 "disk_bytes": self.disk_bytes,
+                "checkpoint_bytes": self.checkpoint_bytes,
                 "predicted": None,
                 "predicted_because": rates,
                 "plans": [],
             }
         return {
             "disk_bytes": self.disk_bytes,
+            "checkpoint_bytes": self.checkpoint_bytes,
             **self.time(steps),
             "plans": [self._ranked(plan, steps) for plan in self._dial(rates).plans()],
         }
@@ -106,8 +108,12 @@ class Forecast:
     def disk_bytes(self) -> int:
         """Kept checkpoints, one that is being written, and the model at the end."""
         weights = sum(group.weight_bytes for group in self.facts.groups)
-        states = sum(group.state_bytes for group in self.facts.groups)
-        return (self.keep_checkpoints + 1) * (weights + states) + weights
+        return (self.keep_checkpoints + 1) * self.checkpoint_bytes + weights
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """One checkpoint: weights and optimizer states."""
+        return sum(group.weight_bytes + group.state_bytes for group in self.facts.groups)
 
 
 def forecast_of(

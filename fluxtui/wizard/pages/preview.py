@@ -69,10 +69,15 @@ def time_line(view: View) -> str:
 
 
 def disk_line(plan: PlanPreview) -> str:
-    """What is written to the disk."""
+    """What is written to the disk, and what of it stays."""
+    stays = f"checkpoints and the trained model take {bytes_text(plan.disk_bytes)} at most"
+    count, each = plan.checkpoints, plan.checkpoint_bytes
+    if count is None or each is None:
+        return f"disk: {stays}"
+    plural = "s" * (count != 1)
     return (
-        f"disk: checkpoints and the trained model take {bytes_text(plan.disk_bytes)}; each "
-        "checkpoint is written anew and the oldest removed"
+        f"disk: about {count} checkpoint{plural} of {bytes_text(each)} are written, "
+        f"{bytes_text(count * each)} in all; {stays}"
     )
 
 
