@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from fluxtrain.errors import EXIT_BUG, EXIT_FINISHED, BadInput, FluxTrainError
 from fluxtrain.telemetry.finding import LAST, find_run
 from fluxtrain.telemetry.rundir import RunDir, runs_root
+from fluxtrain.telemetry.standard_streams import open_standard_streams
 from fluxtui.wizard.answers import (
     DIAL,
     METHODS,
@@ -39,6 +40,7 @@ Leaving the app never stops a training; --attach shows it again. Exit codes are 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code; users' mistakes are one line on standard error."""
+    open_standard_streams()
     options = _parser().parse_args(arguments)
     try:
         if options.attach is not None:

@@ -15,6 +15,7 @@ from fluxtrain.errors import (
     FluxTrainError,
 )
 from fluxtrain.spoken import complain, print_json, say, silent, tell
+from fluxtrain.telemetry.standard_streams import open_standard_streams
 
 if TYPE_CHECKING:
     from fluxtrain.train.config import RunConfig
@@ -306,6 +307,7 @@ def _command(run: str, command: str, arguments: dict[str, Any], *, json: bool) -
 
 def main(arguments: list[str] | None = None) -> NoReturn:
     """Run the command; the one place where exceptions become exit codes."""
+    open_standard_streams()
     given = sys.argv[1:] if arguments is None else arguments
     try:
         app(given, standalone_mode=False)

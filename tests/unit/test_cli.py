@@ -92,3 +92,25 @@ def test_a_wrong_command_line_is_one_line_and_code_two(tmp_path: Path) -> None:
         assert said.stderr.startswith("error: ")
         assert said.stderr.count("\n") == 1
     assert not (tmp_path / "runs").exists()
+
+
+def test_closed_standard_streams_are_no_error_and_no_file_takes_their_numbers(
+    tmp_path: Path,
+) -> None:
+    """As under a daemon: a library that prints must not write into the journal."""
+    line = f"{sys.executable} -m fluxtrain schema <&- >&- 2>&-"
+    assert subprocess.run(["bash", "-c", line], check=False, cwd=tmp_path).returncode == 0
+    program = (
+        "from fluxtrain.telemetry.standard_streams import open_standard_streams as whole\n"
+        "whole()\n"
+        "print('to nobody'); import sys; print('nor here', file=sys.stderr)\n"
+        "file = open('journal', 'w')\n"
+        "file.write(f'{file.fileno()} {sys.stdin.read()!r}')\n"
+    )
+    line = f'{sys.executable} -c "$PROGRAM" <&- >&- 2>&-'
+    ended = subprocess.run(
+        ["bash", "-c", line], check=False, cwd=tmp_path, env={**os.environ, "PROGRAM": program}
+    )
+    assert ended.returncode == 0
+    number, read = (tmp_path / "journal").read_text().split(" ", 1)
+    assert int(number) > 2 and read == "''"
