@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from fluxtrain.units import count_text
 from fluxtui.state.history import Bucket
@@ -61,12 +61,12 @@ def chart(traces: Sequence[Trace], settings: ChartSettings, width: int, height: 
         note = "the curve starts at the second step" if len(main.buckets) < ENOUGH else ""
         return [line((f" {note}", "dim"))][:height]
     low, high = x_range(traces, settings)
-    seen = [_inside(trace, low, high) for trace in traces]
+    rows, room = height - 1, width - AXIS_CELLS - 1
+    seen = [_points(trace, low, high, room) for trace in traces]
     window = _window(seen, low, high, settings.log_scale)
-    rows = height - 1
-    canvas = Canvas(width - AXIS_CELLS - 1, rows, window)
-    for trace in reversed(seen):  # the first on top
-        _draw(canvas, trace)
+    canvas = Canvas(room, rows, window)
+    for trace, points in zip(reversed(traces), reversed(seen), strict=True):  # the first on top
+        _draw(canvas, trace, points)
     if settings.crosshair is not None:
         canvas.upright(main.place(settings.crosshair), "accent")
     labels = row_labels(window, rows)
@@ -104,22 +104,45 @@ def x_range(traces: Sequence[Trace], settings: ChartSettings) -> tuple[float, fl
     return min(high - span, places[min(at, len(places) - 1) - 1]), high
 
 
-def _inside(trace: Trace, low: float, high: float) -> Trace:
-    return replace(
-        trace,
-        buckets=[b for b in trace.buckets if low <= trace.place(b.last) <= high],
-        marks=[mark for mark in trace.marks if low <= trace.place(mark[0]) <= high],
+@dataclass(frozen=True, slots=True)
+class _Points:
+    """What of a trace is drawn: at most two points a column, whatever the length of the run."""
+
+    xs: Sequence[float]
+    means: Sequence[float]
+    lows: Sequence[float]
+    highs: Sequence[float]
+    smooths: Sequence[float]
+    marks: Sequence[tuple[float, float]]
+    spread: bool  # some points stand for several steps
+
+
+def _points(trace: Trace, low: float, high: float, columns: int) -> _Points:
+    """The part of a trace between two places, neighbours taken together where they are many."""
+    places = [trace.place(bucket.last) for bucket in trace.buckets]
+    first, end = bisect_left(places, low), bisect_right(places, high)
+    xs, buckets = places[first:end], trace.buckets[first:end]
+    marks = [(trace.place(step), value) for step, value in trace.marks]
+    together = max(1, -(-len(buckets) // (2 * columns)))
+    parts = [buckets[i : i + together] for i in range(0, len(buckets), together)]
+    return _Points(
+        xs=[xs[min(i + together, len(xs)) - 1] for i in range(0, len(xs), together)],
+        means=[sum(b.total for b in part) / sum(b.count for b in part) for part in parts],
+        lows=[min(b.low for b in part) for part in parts],
+        highs=[max(b.high for b in part) for part in parts],
+        smooths=[part[-1].smooth for part in parts],
+        marks=[mark for mark in marks if low <= mark[0] <= high],
+        spread=together > 1 or any(bucket.count > 1 for bucket in buckets),
     )
 
 
-def _window(traces: Sequence[Trace], low: float, high: float, log: bool) -> Window:
+def _window(seen: Sequence[_Points], low: float, high: float, log: bool) -> Window:
     """y from the lowest value to the highest but for rare spikes (upper 1 %)."""
-    buckets = [bucket for trace in traces for bucket in trace.buckets]
-    highs = sorted(bucket.high for bucket in buckets)
+    highs = sorted(value for points in seen for value in points.highs)
     top = highs[min(len(highs) - 1, int(len(highs) * 0.99))]
-    bottom = min(bucket.low for bucket in buckets)
-    for trace in traces:
-        for _, value in trace.marks:
+    bottom = min(value for points in seen for value in points.lows)
+    for points in seen:
+        for _, value in points.marks:
             top, bottom = max(top, value), min(bottom, value)
     log = log and bottom > 0
     room = (top - bottom) * 0.04 or abs(top) * 0.05 or 1.0
@@ -127,22 +150,19 @@ def _window(traces: Sequence[Trace], low: float, high: float, log: bool) -> Wind
     return Window(low, high, bottom, top + room, log)
 
 
-def _draw(canvas: Canvas, trace: Trace) -> None:
-    buckets = trace.buckets
-    xs = [trace.place(bucket.last) for bucket in buckets]
-    raw = trace.role
+def _draw(canvas: Canvas, trace: Trace, points: _Points) -> None:
     dashed = trace.dashed
-    spread_known = not dashed and any(bucket.count > 1 for bucket in buckets)
-    lows = [bucket.low for bucket in buckets] if spread_known else None
-    highs = [bucket.high for bucket in buckets] if spread_known else None
-    means = [bucket.mean for bucket in buckets]
-    canvas.draw(Series(xs, means, raw, lows=lows, highs=highs, dashed=dashed))
+    strokes = points.spread and not dashed
+    canvas.draw(
+        Series(
+            points.xs, points.means, trace.role, dashed=dashed,
+            lows=points.lows if strokes else None, highs=points.highs if strokes else None,
+        )
+    )  # fmt: skip
     if trace.smooth_role:
-        smooth = [bucket.smooth for bucket in buckets]
-        canvas.draw(Series(xs, smooth, trace.smooth_role, dashed=dashed))
-    if trace.marks:
-        places = [trace.place(step) for step, _ in trace.marks]
-        values = [value for _, value in trace.marks]
+        canvas.draw(Series(points.xs, points.smooths, trace.smooth_role, dashed=dashed))
+    if points.marks:
+        places, values = zip(*points.marks, strict=True)
         canvas.draw(Series(places, values, trace.mark_role, mark=trace.mark))
 
 

@@ -36,7 +36,10 @@ def _curve_panel(panel_id: str, title: str, about: str, write: Write) -> Panel:
             drawn.append(replace(trace(view, view.compared.state, OTHER), dashed=True))
         return chart(drawn, replace(view.chart, log_scale=False), width, height)
 
-    return Panel(panel_id, title, body, heading, about)
+    def shows(view: View) -> tuple[object, ...]:
+        return curve_of(view.state), view.chart, view.compared
+
+    return Panel(panel_id, title, body, heading, about, shows=shows)
 
 
 GRAD_NORM = _curve_panel(

@@ -92,4 +92,8 @@ PANEL = Panel(
     heading,
     about="loss by step with evaluations; the full chart is 4",
     pick=pick,
-)
+    shows=lambda view: (
+        view.state.loss, view.state.step, view.state.evaluation, view.state.evaluations,
+        view.chart, view.compared,
+    ),
+)  # fmt: skip

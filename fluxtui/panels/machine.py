@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fluxtrain.units import UNKNOWN, bytes_text
-from fluxtui.panels.panel import Panel, pair
+from fluxtui.panels.panel import Panel, pair, stale_note
 from fluxtui.state.machine import GpuProcess, GpuSample, MachineSample
 from fluxtui.state.view import View
 from fluxtui.widgets.bars import gauge
@@ -19,6 +19,8 @@ def heading(view: View, width: int) -> Line:
     if view.link.replay:
         return (("not part of a recording", "dim"),)
     sample = view.machine
+    if sample is None and view.machine_sample is not None:
+        return stale_note(view.wall_s - view.machine_sample.wall_s)
     gpu = sample.gpu if sample else None
     if gpu is None:
         return ()

@@ -15,7 +15,7 @@ TWO_FROM_ROWS = 10
 
 def heading(view: View, width: int) -> Line:
     """Which colour is which, and the dashes of the plan."""
-    newest = view.state.memory
+    newest = view.state.memories.newest
     shown = [name for name in CATEGORIES if newest and newest.device_by.get(name)]
     categories = [((LETTERS[name], f"on:{name}"), (f" {name}", "dim")) for name in shown]
     return dropped_to_fit([(("╌", "evaluation"), (" plan", "dim")), *categories], width)
@@ -55,5 +55,6 @@ PANEL = Panel(
     "Over time",
     body,
     heading,
-    about="memory by category over time, with the plan",
+    about="memory by category over time and the plan",
+    shows=lambda view: (view.state.memories, view.state.planned),
 )

@@ -12,6 +12,7 @@ from fluxtui.widgets.spans import Line
 Body = Callable[[View, int, int], list[Line]]  # view, width, height -> at most `height` lines
 # view, width, height, and where it was clicked -> what is looked at from then on
 Pick = Callable[[View, int, int, int, int], ChartSettings | None]
+Shows = Callable[[View], tuple[object, ...]]  # all that the panel is drawn from, by identity
 Heading = Callable[[View, int], Line]  # view, width -> what stands in the frame after the title
 
 
@@ -30,6 +31,7 @@ class Panel:
     heading: Heading = no_heading
     about: str = ""  # for the help screen
     pick: Pick | None = None  # what a click does
+    shows: Shows | None = None  # a dear panel is drawn again only when one of these is another
 
 
 def pair(label: str, value: str, role: str = "strong") -> Line:

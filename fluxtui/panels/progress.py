@@ -19,6 +19,14 @@ def body(view: View, width: int, height: int) -> list[Line]:
     return [_where(view, width), _how(view, width)][:height]
 
 
+def heading(view: View, width: int) -> Line:
+    """Says when the rates are of a step that ended long ago."""
+    step = view.state.step
+    if step is None or view.fresh(step) is not None:
+        return ()
+    return ((f"last step {whole_text(view.age_s(step))} ago", "warn"),)
+
+
 def _where(view: View, width: int) -> Line:
     state = view.state
     total = state.step.total_steps if state.step else state.hello.total_steps if state.hello else 0
@@ -100,4 +108,6 @@ def slow_step_s(steps: list[StepFinished]) -> float | None:
     return times[min(len(times) - 1, int(len(times) * 0.95))]
 
 
-PANEL = Panel("progress", "Progress", body, about="steps, ETA with its spread, loss and rates")
+PANEL = Panel(
+    "progress", "Progress", body, heading, about="steps, ETA with its spread, loss and rates"
+)

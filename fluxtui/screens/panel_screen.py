@@ -19,6 +19,9 @@ from fluxtui.state.view import View
 from fluxtui.themes import Palette
 from fluxtui.widgets.framed import framed
 from fluxtui.widgets.lines import Lines
+from fluxtui.widgets.spans import Line
+
+SHAPE = 4  # width, height, frame, focus: equal is the same; of what is shown only identity counts
 
 
 class PanelLines(Lines, can_focus=True):
@@ -28,6 +31,8 @@ class PanelLines(Lines, can_focus=True):
         super().__init__(id=panel.id)
         self.panel = panel
         self._frame: Frame = "box"
+        self._drawn_from: tuple[object, ...] = ()
+        self._drawn: list[Line] = []
 
     def draw(self, view: View, palette: Palette, places: Arrangement) -> None:
         """Draw the panel in its place; nothing when it has none at this size."""
@@ -35,8 +40,22 @@ class PanelLines(Lines, can_focus=True):
         width, height = self.size
         if place is not None and width and height:
             self._frame = place.frame
-            lines = framed(self.panel, view, width, height, place.frame, self.has_focus)
-            self.show(lines, palette)
+            self.show(self._framed(view, width, height, place.frame), palette)
+
+    def _framed(self, view: View, width: int, height: int, frame: Frame) -> list[Line]:
+        """The lines of the panel; those of before while nothing that it shows has changed."""
+        focused = self.has_focus
+        if self.panel.shows is None:
+            return framed(self.panel, view, width, height, frame, focused)
+        seen = (width, height, frame, focused, *self.panel.shows(view))
+        same = len(seen) == len(self._drawn_from) and all(
+            new is old or (i < SHAPE and new == old)
+            for i, (new, old) in enumerate(zip(seen, self._drawn_from, strict=True))
+        )
+        if not same:
+            self._drawn = framed(self.panel, view, width, height, frame, focused)
+            self._drawn_from = seen
+        return self._drawn
 
     def on_focus(self, event: Focus) -> None:
         self._redraw()

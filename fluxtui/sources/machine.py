@@ -14,13 +14,14 @@ class MachineSampler:
     """`sample` costs about a millisecond and never raises; what cannot be measured is None."""
 
     def __init__(self) -> None:
-        self.gpu = GpuReader()
+        self._gpu: GpuReader | None = None  # made in the thread that samples: NVML takes a moment
         self._trainer: psutil.Process | None = None
         psutil.cpu_percent()  # the first call only sets the start of the interval
 
     def sample(self, trainer_pid: int | None = None) -> MachineSample:
         """The machine since the last call; `trainer_pid` adds that process and its children."""
         memory = psutil.virtual_memory()
+        self._gpu = self._gpu or GpuReader()
         rss_bytes, cores_used = self._trainer_use(trainer_pid)
         return MachineSample(
             wall_s=time.time(),
@@ -30,7 +31,7 @@ class MachineSampler:
             memory_total_bytes=memory.total,
             trainer_rss_bytes=rss_bytes,
             trainer_cpu=cores_used,
-            gpu=self.gpu.read(trainer_pid),
+            gpu=self._gpu.read(trainer_pid),
         )
 
     def _trainer_use(self, pid: int | None) -> tuple[int | None, float | None]:

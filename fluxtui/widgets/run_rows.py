@@ -7,6 +7,7 @@ from pathlib import Path
 from fluxtrain.telemetry.rundir import RunSummary
 from fluxtrain.units import UNKNOWN, duration_text
 from fluxtui.panels.panel import number_text, whole_text
+from fluxtui.state.freshness import SLOWEST_STEP_FACTOR, STEP_FLOOR_S
 from fluxtui.widgets.spans import Line, fitted, wrapped
 
 STATE_ROLES = {
@@ -60,8 +61,12 @@ def run_detail(run: RunSummary, width: int) -> list[Line]:
 
 
 def left_text(run: RunSummary, now_s: float) -> str:
-    """The time a running run still needs, by its newest step; "-" for all others."""
-    if run.state != "running" or run.eta_s is None:
+    """The time a running run still needs, by its newest step; "-" for all others.
+
+    Also of a run whose next steps are overdue: it is paused, or stuck.
+    """
+    limit_s = max(STEP_FLOOR_S, SLOWEST_STEP_FACTOR * (run.step_s or 0.0))
+    if run.state != "running" or run.eta_s is None or now_s - run.stepped_s > limit_s:
         return UNKNOWN
     return whole_text(max(0.0, run.eta_s - max(0.0, now_s - run.stepped_s)))
 

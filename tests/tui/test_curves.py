@@ -15,6 +15,7 @@ from fluxtrain.telemetry import events as ev
 from fluxtui.panels import PANELS
 from fluxtui.panels.chart import Trace, chart, place_of, step_at, x_range
 from fluxtui.panels.loss import pick, traces
+from fluxtui.screens.panel_screen import PanelLines
 from fluxtui.state.history import Curve
 from fluxtui.state.run import RunState
 from fluxtui.state.view import ChartSettings, Compared, View
@@ -249,6 +250,22 @@ async def test_the_crosshair_keys_are_the_loss_screens_alone(
         await app_pilot.drawn(pilot)
         await pilot.press("left", "v")
         assert app.view.chart.crosshair is None and len(app.screen_stack) == 2
+
+
+async def test_the_curves_are_computed_anew_only_when_something_of_them_changed(
+    made: ModuleType, tmp_path: Path, app_pilot: Any
+) -> None:
+    made.write(tmp_path / "runs" / "ours" / "events.ndjson", made.training(80))
+    app = app_pilot.app_on(tmp_path / "runs" / "ours", made, start_screen="loss")
+    async with app.run_test(size=(120, 40)) as pilot:
+        await app_pilot.drawn(pilot)
+        await pilot.pause(0.3)
+        panel = app.screen.query_one("#loss", PanelLines)
+        before = panel._drawn
+        app.redraw()
+        assert panel._drawn is before
+        await pilot.press("y")
+        assert panel._drawn is not before and "log" in panel.text
 
 
 async def test_attaching_to_a_run_ends_the_comparison(

@@ -22,7 +22,7 @@ from fluxtui.screens.dialogs import help_lines
 from fluxtui.screens.plan import plan_lines
 from fluxtui.state.link import Link
 from fluxtui.state.run import RunState
-from fluxtui.state.view import View
+from fluxtui.state.view import ChartSettings, View
 from fluxtui.widgets.chrome import header_line, notice_lines, status_line
 from fluxtui.widgets.footer import action_at, footer_line, shown_actions
 from fluxtui.widgets.framed import framed
@@ -93,6 +93,13 @@ def test_progress_shows_step_loss_and_eta_with_its_spread(made: ModuleType) -> N
     text = drawn(view_of(made, "running"), "progress")
     for part in ("step 80/200", "40.0%", "3.689", "ETA", "± 4 s", "4.55 k tok/s", "900 ms a step"):
         assert part in text, part
+
+
+def test_rates_of_a_step_long_ago_are_dashes_and_its_age_is_told(made: ModuleType) -> None:
+    text = drawn(view_of(made, "stale"), "progress")
+    assert "last step 1h 00m ago" in text and "- tok/s" in text and "- a step" in text
+    assert "last step" not in drawn(view_of(made, "running"), "progress")
+    assert "last step" not in drawn(view_of(made, "finished"), "progress")
 
 
 def test_the_eta_counts_down_between_steps(made: ModuleType) -> None:
@@ -328,6 +335,28 @@ def test_the_panel_of_the_documentation_is_one_file_and_one_registration(
     assert "step 80" in drawn(view_of(made, "running"), "checkpoint")
     assert panel.about in whole(help_lines(panels=tuple(PANELS)))
     test_a_panel_keeps_its_box_at_every_size(made, "checkpoint", "waiting")
+
+
+# --- drawing only what changed --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("panel_id", [name for name, panel in PANELS.items() if panel.shows])
+def test_what_a_panel_says_that_it_shows_is_all_that_it_is_drawn_from(
+    made: ModuleType, panel_id: str
+) -> None:
+    panel = PANELS[panel_id]
+    assert panel.shows is not None
+    last: tuple[tuple[object, ...], str] | None = None
+    state, chart, compared = RunState(), ChartSettings(), 0
+    for event in made.training(45):
+        state = state.after(event)
+        view = View(state=state, link=Link(process="alive"), wall_s=event.wall_s, chart=chart)
+        shown, text = panel.shows(view), drawn(view, panel_id)
+        if last is not None and all(a is b for a, b in zip(last[0], shown, strict=True)):
+            assert text == last[1], f"{panel_id} changed with {type(event).__name__}"
+            compared += 1
+        last = (shown, text)
+    assert compared > 45
 
 
 # --- numbers --------------------------------------------------------------------------------------

@@ -104,9 +104,14 @@ def test_a_link_is_not_followed_neither_as_the_run_nor_inside_it(
 
 
 def test_the_time_left_counts_down_from_the_newest_step() -> None:
-    run = summary(eta_s=100.0, stepped_s=1000.0)
+    run = summary(eta_s=100.0, stepped_s=1000.0, step_s=50.0)
     assert left_text(run, 1030.0) == "1m 10s"
-    assert left_text(run, 2000.0) == "0 s"
+    assert left_text(run, 1200.0) == "0 s"
+
+
+def test_a_run_whose_next_step_is_overdue_has_no_time_left() -> None:
+    assert left_text(summary(eta_s=9000.0, stepped_s=1000.0, step_s=1.0), 1020.0) != "-"
+    assert left_text(summary(eta_s=9000.0, stepped_s=1000.0, step_s=1.0), 1040.0) == "-"
 
 
 @pytest.mark.parametrize("state", ["finished", "failed", "interrupted", "dead", "new"])

@@ -57,6 +57,7 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     message: str = ""
     eta_s: float | None = None  # when the newest step ended
     stepped_s: float = 0.0  # Unix time of the newest step
+    step_s: float | None = None  # how long that one took
 
 
 class RunLock:
@@ -240,6 +241,7 @@ class RunDir:
             message=str(ending.get("message", "")),
             eta_s=step.eta_s if step else None,
             stepped_s=step.wall_s if step else 0.0,
+            step_s=step.step_s if step else None,
         )
 
     def write_json(self, path: Path, value: Any) -> None:
