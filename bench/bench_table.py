@@ -26,6 +26,7 @@ DOCS = HERE.parent / "docs" / "benchmarks.md"
 BEGIN, END = "<!-- table of bench_table.py -->", "<!-- end of the table -->"
 SAME_LOSSES = 1e-3  # relative
 COMPARED_STEPS = 20
+LEARNING_RATE = 1e-5  # random weights leap at more, and then no two loops agree
 HEAD = (
     "| row | s/step | tokens/s | TFLOP/s | of the loop compared with | wanted | GPU (NVML) "
     "| host | plan | bound |\n|---|---|---|---|---|---|---|---|---|---|"
@@ -42,7 +43,8 @@ def measured(row: Row, out: Path, limit_s: float) -> Row:
     command = [
         sys.executable, str(HERE / "bench_gpu.py"), "--json", str(path),
         "--shape", row["shape"], "--batch", str(row["batch"]), "--steps", str(row["steps"]),
-        "--engine", row.get("engine", "flux"), *row.get("flags", []),
+        "--engine", row.get("engine", "flux"), "--learning-rate", str(LEARNING_RATE),
+        *row.get("flags", []),
     ]  # fmt: skip
     if "budget" in row:
         command += ["--budget-gib", str(row["budget"])]
