@@ -28,9 +28,14 @@ from gpu_engines import DeepSpeedLoop, FluxLoop, Loop, MastersLoop, ResidentLoop
 from step_timeline import StepTimeline
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from fluxtrain.hardware.machine import read_machine
+from fluxtrain.hardware.probe import probe
 from fluxtrain.methods.kernels import choose_kernels
 from fluxtrain.plan.facts import Room, Wishes
-from fluxtrain.plan.placement import RunPlacement, place
+from fluxtrain.plan.placement import RunPlacement
+from fluxtrain.plan.timed import Timing, place_timed
+from fluxtrain.telemetry.rundir import runs_root
+from fluxtrain.train.constants import known_constants
 from fluxtrain.train.placing import model_facts
 
 GIB = 1 << 30
@@ -131,8 +136,12 @@ def wrapped(model: Qwen2ForCausalLM, options: argparse.Namespace) -> tuple[Any, 
     from fluxtrain.stream.engine import engine_of
 
     budget_bytes = int((options.budget_gib - CONTEXT_GIB) * GIB)
-    plan = place(
-        model_facts(model, model.config, options.sequence).with_states(options.states),
+    facts = model_facts(model, model.config, options.sequence).with_states(options.states)
+    per_s = {name: rate.per_s for name, rate in probe(runs_root()).rates.items()}
+    known = known_constants(facts, read_machine(), "cuda", options.batch, per_s)
+    rates = known.rates(has_gpu=True)
+    plan = place_timed(
+        known.applied(facts),
         Room(device_free_bytes=budget_bytes, host_available_bytes=None),
         Wishes(
             offload=options.offload,
@@ -142,6 +151,7 @@ def wrapped(model: Qwen2ForCausalLM, options: argparse.Namespace) -> tuple[Any, 
             resident_blocks=options.resident_blocks,
             boundaries=options.boundaries,
         ),
+        None if isinstance(rates, str) else Timing(rates=rates, exact=not options.eager),
     )
     fluxtrain.wrap(
         model,

@@ -32,3 +32,19 @@ def best_rate(work: float, action: Callable[[], object], *, repeats: int, limit_
         if after_s - start_s > limit_s:
             break
     return work / max(fastest_s, 1e-9)
+
+
+def sustained_rate(
+    work: float, action: Callable[[], object], *, repeats: int, limit_s: float
+) -> float:
+    """Work a second over all of some calls together, after one that only warms up: what is reached
+    for long, beside whatever else runs meanwhile."""
+    action()
+    start_s = time.perf_counter()
+    done = 0
+    while done < repeats:
+        action()
+        done += 1
+        if time.perf_counter() - start_s > limit_s:
+            break
+    return work * done / max(time.perf_counter() - start_s, 1e-9)

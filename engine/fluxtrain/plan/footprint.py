@@ -219,12 +219,18 @@ def _workspace(facts: ModelFacts, layout: Layout, shared_sums: int, *, has_gpu: 
     blocks = [g.rounded_bytes for g in facts.groups if g.kind == "block"]
     edges = [g.rounded_bytes for g in facts.groups if g.kind == "edge"]
     phases = (
-        max(loss - shared_sums, head_sum + hidden),
+        max(loss - shared_sums, hidden if _becomes_the_sum(facts) else head_sum + hidden),
         activations + max(blocks, default=0) + hidden,
         max(edges, default=0),
     )
     heap = 0 if has_gpu else min(sum(phases) - max(phases), HEAP_BYTES)
     return max(phases) + heap
+
+
+def _becomes_the_sum(facts: ModelFacts) -> bool:
+    """Is the head's weight all of a shared group? Its gradient then becomes the sum itself."""
+    shared = (g.trained_bf16 + g.trained_fp32 for g in facts.groups if g.users > 1)
+    return facts.head_parameters > 0 and facts.head_parameters in shared
 
 
 def _logits_bytes(row: RowFacts, batch_rows: int, product_bytes: int, *, has_gpu: bool) -> int:

@@ -8,17 +8,18 @@ stop slower. Without a GPU the limit is one of host memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from fluxtrain.plan.cost import Cost, Rates, cost
 from fluxtrain.plan.facts import OFFLOADS, Offload
 from fluxtrain.plan.footprint import Footprint, Layout
-from fluxtrain.plan.search import AUTO_SHARE, Search
+from fluxtrain.plan.search import CHUNK_TOKENS, Search
 
 STOPS = {"fast": 1.0, "balanced": 0.5, "fit": 0.0}
-RESIDENT_STEPS = 8  # numbers of resident blocks that are tried beside each number of groups
+GPU_CHUNK_TOKENS = 16_384  # larger chunks use a GPU better still, if there is room for them
+RESIDENT_STEPS = 4  # numbers of resident blocks that are tried beside each number of groups
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,11 +46,6 @@ class RankedPlan:
     limit_bytes: int
     chosen: TimedLayout
 
-    @property
-    def budget_bytes(self) -> int:
-        """A budget for the placement rule, of which it leaves a reserve."""
-        return -int(-self.limit_bytes // AUTO_SHARE)
-
 
 @dataclass(frozen=True)
 class Dial:
@@ -63,17 +59,15 @@ class Dial:
     @cached_property
     def candidates(self) -> tuple[TimedLayout, ...]:
         """Those that fit within the limits of the rule."""
-        return tuple(
-            TimedLayout(
-                layout=layout,
-                need=self.search.need(layout),
-                cost=cost(
-                    self.search.facts, layout, self.rates, exact=self.exact, passes=self.passes
-                ),
-                has_gpu=self.rates.has_gpu,
-            )
-            for layout in self._layouts()
-            if self.search.fits(layout)
+        return tuple(self._timed(layout) for layout in self._layouts() if self.search.fits(layout))
+
+    def _timed(self, layout: Layout) -> TimedLayout:
+        facts, exact, passes = self.search.facts, self.exact, self.passes
+        return TimedLayout(
+            layout=layout,
+            need=self.search.need(layout),
+            cost=cost(facts, layout, self.rates, exact=exact, passes=passes),
+            has_gpu=self.rates.has_gpu,
         )
 
     def limit_bytes(self, share: float) -> int:
@@ -112,30 +106,41 @@ class Dial:
                 if offload == "none":
                     yield replace(whole, device_groups=every)
                     continue
-                if offload == "optimizer":
-                    yield replace(whole, resident_blocks=search.home_blocks(0))
-                    continue
-                for count in range(every) if self.rates.has_gpu else (0,):
-                    for resident in self._residents(count):
+                for count in self._group_counts(offload):
+                    for resident in self._residents(offload, count):
                         yield replace(whole, device_groups=count, resident_blocks=resident)
 
     def _starts(self) -> Iterator[Layout]:
         """Batches and chunks; on a GPU also with the boundaries on the host."""
-        for start in self.search.starts():
+        tokens = GPU_CHUNK_TOKENS if self.rates.has_gpu else CHUNK_TOKENS
+        for start in self.search.starts(tokens):
             yield start
             if self.rates.has_gpu and self.search.wishes.boundaries == "auto":
                 yield replace(start, boundaries="host")
 
     def _offloads(self) -> tuple[Offload, ...]:
-        wished = self.search.wishes.offload
-        if wished != "auto":
-            return (wished,)
-        return ("none", "weights", "max") if self.rates.has_gpu else ("weights", "max")
+        wishes = self.search.wishes
+        if wishes.offload != "auto":
+            return (wishes.offload,)
+        placed = wishes.resident_blocks is not None or wishes.device_groups is not None
+        whole = self.rates.has_gpu and not placed
+        return ("none", "weights", "max") if whole else ("weights", "max")
 
-    def _residents(self, device_groups: int) -> list[int]:
-        if not self.rates.has_gpu:
-            return [0]
+    def _group_counts(self, offload: Offload) -> Iterable[int]:
+        every, wished = len(self.search.facts.groups), self.search.wishes.device_groups
+        if wished is not None:
+            return (min(wished, every),)
+        return range(every) if self.rates.has_gpu and offload != "optimizer" else (0,)
+
+    def _residents(self, offload: Offload, device_groups: int) -> list[int]:
         blocks = self.search.home_blocks(device_groups)
+        wished = self.search.wishes.resident_blocks
+        if offload == "optimizer":
+            return [blocks]
+        if wished is not None:
+            return [min(wished, blocks)]
+        if not self.rates.has_gpu or offload == "max":
+            return [0]
         return sorted({blocks * step // RESIDENT_STEPS for step in range(RESIDENT_STEPS + 1)})
 
 

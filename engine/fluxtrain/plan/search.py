@@ -114,8 +114,8 @@ class Search:
             return (("weights",), ("max",))
         return (("none", "weights"), ("max",))
 
-    def starts(self) -> Iterator[Layout]:
-        """Batches and their chunks, the largest first."""
+    def starts(self, chunk_tokens: int = CHUNK_TOKENS) -> Iterator[Layout]:
+        """Batches and their chunks, the largest first, of about `chunk_tokens` at most."""
         first = Layout(
             offload="none",
             accumulates=self.wishes.accumulates,
@@ -126,7 +126,8 @@ class Search:
             yield first
             return
         for batch in self._batches():
-            for chunk in self._chunks(batch, self.facts.row.sequence_length):
+            most = _power_of_two(chunk_tokens // self.facts.row.sequence_length)
+            for chunk in self._chunks(batch, most):
                 yield replace(first, batch_rows=batch, chunk_rows=chunk)
 
     def _batches(self) -> list[int]:
@@ -134,10 +135,10 @@ class Search:
             return [self.wishes.batch_rows]
         return _halvings(_power_of_two(min(BATCH_LIMIT_ROWS, self.wishes.data_rows or 1 << 30)))
 
-    def _chunks(self, batch_rows: int, sequence_length: int) -> list[int]:
+    def _chunks(self, batch_rows: int, most_rows: int) -> list[int]:
         if self.wishes.chunk_rows is not None:
             return [min(self.wishes.chunk_rows, batch_rows)]
-        return _halvings(min(batch_rows, _power_of_two(CHUNK_TOKENS // sequence_length)))
+        return _halvings(min(batch_rows, most_rows))
 
     def _filled(self, layout: Layout) -> Layout | None:
         """`layout` with as many device groups, then resident blocks, as are wanted and fit."""

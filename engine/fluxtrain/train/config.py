@@ -209,6 +209,14 @@ class PlacementSettings(Section):
         default="auto",
         description="rows computed at once inside a block; auto chooses from free memory",
     )
+    aggressiveness: (
+        Literal["auto", "fast", "balanced", "fit"] | Annotated[float, Field(ge=0, le=1)]
+    ) = Field(
+        default="auto",
+        description="how much of the GPU's memory the layout may take: fast (1, as auto) all that "
+        "may be used, fit (0) the least that runs, balanced (0.5) halfway; the fastest predicted "
+        "layout within it is taken",
+    )
     device_groups: Annotated[int, Field(ge=0)] | Auto = Field(
         default="auto",
         description="so many first parts of the model (embedding, then blocks) live on the device "

@@ -17,6 +17,7 @@ from fluxtrain.data.batches import Batch
 from fluxtrain.errors import FluxTrainError
 from fluxtrain.hardware.adamw_rate import LEAST_PARAMETERS, PARAMETERS, adamw_rate
 from fluxtrain.hardware.bandwidth import bus_rates, host_copy_rate, sample_bytes
+from fluxtrain.hardware.busy_bus import busy_bus
 from fluxtrain.hardware.cache import cache_file, is_fresh
 from fluxtrain.hardware.machine import Machine
 from fluxtrain.hardware.probe import known_rates, sustained_threads
@@ -30,7 +31,7 @@ from fluxtrain.train.calibrate import NotCalibrated, calibrate
 from fluxtrain.units import MIB, duration_text
 
 COPY_BYTES = 32 * MIB  # more would be the most that a small run ever holds
-FORMAT = 1  # of the file; a reader ignores another one
+FORMAT = 2  # of the file; a reader ignores another one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +109,7 @@ def measured_constants(
         tried = calibrate(model, batch_of, torch.device(device), rows)
     except NotCalibrated as reason:
         return replace(known, source=f"{known.source} ({reason})")
-    tried = replace(tried, adamw_per_s=_adamw_per_s(facts, machine))
+    tried = replace(tried, adamw_per_s=_adamw_per_s(facts, machine, device))
     rates = _missing_rates(known.per_s, machine, device)
     _write(_place(facts, machine, device, batch_rows), _Kept(FORMAT, rates, tried))
     return Constants(
@@ -147,15 +148,18 @@ def _missing_rates(
     return {name: rate.per_s for name, rate in found.items() if rate.per_s}
 
 
-def _adamw_per_s(facts: ModelFacts, machine: Machine) -> float | None:
+def _adamw_per_s(facts: ModelFacts, machine: Machine, device: str) -> float | None:
     """The native optimizer over as much memory as this model's states take, up to what is beyond
-    any cache."""
+    any cache, beside copies as a training has them."""
     trained = sum(group.trained_bf16 + group.trained_fp32 for group in facts.groups)
-    found = adamw_rate(
-        machine.memory_available_bytes,
-        parameters=min(max(trained, LEAST_PARAMETERS), PARAMETERS),
-        threads=sustained_threads(machine),
-    )
+    with busy_bus(device):
+        found = adamw_rate(
+            machine.memory_available_bytes,
+            parameters=min(max(trained, LEAST_PARAMETERS), PARAMETERS),
+            threads=sustained_threads(machine),
+            limit_s=1.0,
+            sustained=True,
+        )
     return found.per_s
 
 

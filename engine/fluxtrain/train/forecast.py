@@ -15,7 +15,7 @@ from fluxtrain.plan.search import Search
 from fluxtrain.train.config import RunConfig
 from fluxtrain.train.constants import Constants
 from fluxtrain.train.placing import wishes_of
-from fluxtrain.units import GIB, bytes_text, count_text, duration_text
+from fluxtrain.units import bytes_text, count_text, duration_text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +70,7 @@ class Forecast:
             offload=placed.offload,
             device_groups=placed.device_groups,
             resident_blocks=placed.resident_blocks,
+            boundaries=placed.boundaries,
             batch_rows=placed.batch_rows,
             chunk_rows=placed.chunk_rows or placed.batch_rows,
             accumulates=self.wishes.accumulates,
@@ -84,12 +85,11 @@ class Forecast:
     def _ranked(self, plan: RankedPlan, steps: int) -> dict[str, Any]:
         layout, need = plan.chosen.layout, plan.chosen.need
         passing = passing_bytes(self.facts, layout) if self.room.has_gpu else 0
-        settings: dict[str, Any] = {
-            "train.batch_rows": layout.batch_rows,
-            "placement.chunk_rows": layout.chunk_rows,
-        }
+        settings: dict[str, Any] = {"train.batch_rows": layout.batch_rows}
         if self.room.has_gpu:
-            settings["placement.budget_gib"] = round(plan.budget_bytes / GIB + 0.005, 2)
+            settings["placement.aggressiveness"] = plan.name
+        else:
+            settings["placement.chunk_rows"] = layout.chunk_rows
         return {
             "name": plan.name,
             "share": plan.share,

@@ -16,11 +16,14 @@ from fluxtrain.hardware.gpu import Gpus
 from fluxtrain.hardware.machine import Machine, read_machine
 from fluxtrain.plan.facts import ModelFacts, Room, RowFacts, Wishes
 from fluxtrain.plan.footprint import Layout, activation_estimate, passing_bytes
-from fluxtrain.plan.placement import RunPlacement, place
+from fluxtrain.plan.placement import RunPlacement
+from fluxtrain.plan.ranked import STOPS
 from fluxtrain.plan.states import StateFormat
+from fluxtrain.plan.timed import Timing, place_timed
 from fluxtrain.stream.grouping import facts_of
 from fluxtrain.telemetry.events import ChoiceMade
 from fluxtrain.train.config import RunConfig
+from fluxtrain.train.constants import Constants
 from fluxtrain.train.device_budget import hold_to_budget
 from fluxtrain.units import GIB
 
@@ -77,11 +80,13 @@ def decide(
     data_rows: int | None,
     loaded_bytes: int = 0,
     room: Room | None = None,
+    constants: Constants | None = None,
 ) -> RunPlacement:
     """Where the bytes go and how many rows a step takes.
 
     `batch_rows` None leaves it to the rule; `data_rows` are those of one epoch; `loaded_bytes` of
     this process are weights that move to where the plan puts them; `room` None is this machine's.
+    `constants` None, or too few of them, leaves the layout to the rule that knows no time.
 
     Raises:
         DoesNotFit: no layout does; says what it needs and what there is.
@@ -90,10 +95,11 @@ def decide(
     if device == "cuda" and room is None:
         budget_bytes = hold_to_budget(config.placement.budget_gib)
     wishes = wishes_of(config, batch_rows, data_rows)
-    placement = place(
+    placement = place_timed(
         facts,
         room or room_of(machine, device),
         wishes if budget_bytes is None else replace(wishes, budget_bytes=budget_bytes),
+        None if constants is None else timing_of(config, constants, has_gpu=device == "cuda"),
     )
     layout = Layout(offload=placement.offload, device_groups=placement.device_groups)
     return replace(
@@ -109,6 +115,20 @@ def as_it_is_now(machine: Machine, given_back_bytes: int) -> Machine:
     left = read_machine(gpus=Gpus(gpus=(), driver=None, reason="not asked")).memory_available_bytes
     available = None if left is None else max(0, left + given_back_bytes)
     return replace(machine, memory_available_bytes=available)
+
+
+def timing_of(config: RunConfig, constants: Constants, *, has_gpu: bool) -> Timing | None:
+    """What layouts are timed with, and how far the dial is turned; None where rates are missing."""
+    rates = constants.rates(has_gpu=has_gpu)
+    if isinstance(rates, str):
+        return None
+    wished = config.placement.aggressiveness
+    return Timing(
+        rates=rates,
+        exact=config.train.max_grad_norm is not None or config.train.accumulation > 1,
+        passes=config.train.accumulation,
+        share=STOPS.get(wished, STOPS["fast"]) if isinstance(wished, str) else wished,
+    )
 
 
 def room_of(machine: Machine, device: str) -> Room:

@@ -76,6 +76,7 @@ def preview(
         batch_rows=wished_rows,
         data_rows=max(1, rows // config.train.accumulation),
         room=room,
+        constants=constants,
     )
     where = room or room_of(machine, device.value)
     disk = elsewhere.disk if elsewhere else disk_room(run_dir or runs_root())

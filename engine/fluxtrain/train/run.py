@@ -189,6 +189,7 @@ class Run:
             batch_rows=rows,
             data_rows=max(1, rows_there // config.train.accumulation),
             loaded_bytes=given_back,
+            constants=self._constants,
         )
         self.placement = replace(self.placement, reached_bytes=host_peak_bytes())
         room = self._room = room_of(machine, device)

@@ -1,0 +1,138 @@
+"""The layout by the time model: the fastest predicted one below a limit that a dial sets.
+
+    placement = place_timed(facts, room, wishes, Timing(rates=...))
+
+Every layout that fits is timed (`ranked.Dial`), so that more memory never makes the choice slower:
+the layouts that fit before still do. Where no GPU has memory of its own, or `max` is asked for by
+name, the rule of `placement` decides, and so it does what is refused and in which words.
+
+Batch: of the powers of two up to the rule's own, the smallest that reaches nearly the tokens a
+second of the best. Beyond it the copies are hidden, and a larger batch only means fewer updates.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from fluxtrain.plan.cost import Rates
+from fluxtrain.plan.facts import ModelFacts, Room, Wishes
+from fluxtrain.plan.footprint import slot_count
+from fluxtrain.plan.placement import RunPlacement, place
+from fluxtrain.plan.ranked import Dial, TimedLayout
+from fluxtrain.plan.search import Search
+from fluxtrain.telemetry.events import ChoiceMade
+from fluxtrain.units import bytes_text, count_text, duration_text
+
+HIDDEN_SHARE = 0.95  # of the best batch's tokens a second
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timing:
+    """What layouts are timed with, and how much of the device they may take."""
+
+    rates: Rates
+    exact: bool = True
+    passes: int = 1
+    share: float = 1.0  # 1: all that may be used; 0: the least that runs
+
+
+def place_timed(
+    facts: ModelFacts, room: Room, wishes: Wishes, timing: Timing | None
+) -> RunPlacement:
+    """Decide for rows as `facts.row` says; `timing` None leaves it to the rule.
+
+    Raises as `place` does.
+    """
+    ruled = place(facts, room, wishes)
+    if timing is None or not room.has_gpu or wishes.offload == "max":
+        return ruled
+    batches = [ruled.batch_rows]
+    if wishes.batch_rows is None:
+        batches = [ruled.batch_rows >> shift for shift in range(ruled.batch_rows.bit_length())]
+    dials = {rows: _dial(facts, room, wishes, timing, rows) for rows in batches}
+    stops = {rows: dial.at(timing.share) for rows, dial in dials.items() if dial.candidates}
+    if not stops:
+        return ruled
+    best = max(stop.cost.tokens_per_s for stop in stops.values())
+    batch = min(
+        rows for rows, stop in stops.items() if stop.cost.tokens_per_s >= HIDDEN_SHARE * best
+    )
+    chosen, dial = stops[batch], dials[batch]
+    layout = chosen.layout
+    return replace(
+        ruled,
+        offload=layout.offload,
+        device_groups=layout.device_groups,
+        boundaries="host" if layout.parks else "device",
+        resident_blocks=layout.resident_blocks,
+        slots=slot_count(facts, layout),
+        need=chosen.need,
+        chunk_rows=layout.chunk_rows,
+        batch_rows=batch,
+        choices=_choices(dial, chosen, timing.share, _batch_reason(wishes, stops, batch)),
+    )
+
+
+def _dial(facts: ModelFacts, room: Room, wishes: Wishes, timing: Timing, rows: int) -> Dial:
+    search = Search(facts, room, replace(wishes, batch_rows=rows))
+    return Dial(search, timing.rates, exact=timing.exact, passes=timing.passes)
+
+
+def _batch_reason(wishes: Wishes, stops: dict[int, TimedLayout], batch: int) -> str:
+    if wishes.batch_rows is not None:
+        return "as set"
+    told = count_text(round(stops[batch].cost.tokens_per_s))
+    larger, smaller = stops.get(batch * 2), stops.get(batch // 2)
+    if larger is not None:
+        more = count_text(round(larger.cost.tokens_per_s))
+        return f"{told} tokens/s, and {batch * 2} rows only {more}: the copies are hidden"
+    if smaller is not None:
+        less = count_text(round(smaller.cost.tokens_per_s))
+        return (
+            f"the most that fits or is chosen by itself; {told} tokens/s, {batch // 2} rows {less}"
+        )
+    return "no other batch fits"
+
+
+def _choices(
+    dial: Dial, chosen: TimedLayout, share: float, batch_because: str
+) -> tuple[ChoiceMade, ...]:
+    """Every choice with what the best layout without it would take."""
+    limit = dial.limit_bytes(share)
+    within = [one for one in dial.candidates if one.size_bytes <= limit]
+    layout, seconds = chosen.layout, duration_text(chosen.cost.step_s)
+    offload = (
+        f"{seconds} a step, the fastest predicted of {len(within)} layouts within "
+        f"{bytes_text(limit)} of device memory; bound by {chosen.cost.binds}"
+    )
+
+    def because(name: str, value: object) -> str:
+        wished = getattr(dial.search.wishes, name)
+        if wished is not None and wished != "auto":
+            return "as set"
+        others = [one for one in within if getattr(one.layout, name) != value]
+        if not others:
+            return "nothing else fits"
+        other = min(others, key=lambda one: one.cost.step_s)
+        with_it = duration_text(other.cost.step_s)
+        return f"{seconds} a step is predicted, and {with_it} with {getattr(other.layout, name)}"
+
+    told = {
+        "offload": (layout.offload, "as set" if _is_set(dial) else offload),
+        "device_groups": (layout.device_groups, because("device_groups", layout.device_groups)),
+        "resident_blocks": (
+            layout.resident_blocks,
+            because("resident_blocks", layout.resident_blocks),
+        ),
+        "boundaries": (layout.boundaries, because("boundaries", layout.boundaries)),
+        "batch_rows": (layout.batch_rows, batch_because),
+        "chunk_rows": (layout.chunk_rows, because("chunk_rows", layout.chunk_rows)),
+    }
+    return tuple(
+        ChoiceMade(name=name, value=str(value), because=reason)
+        for name, (value, reason) in told.items()
+    )
+
+
+def _is_set(dial: Dial) -> bool:
+    return dial.search.wishes.offload != "auto"

@@ -1,0 +1,178 @@
+"""What `train` takes: the fastest predicted layout that fits, never slower for more memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fluxtrain.errors import DoesNotFit
+from fluxtrain.plan.calibration import Calibration, Line
+from fluxtrain.plan.cost import Rates, cost
+from fluxtrain.plan.facts import GroupFacts, ModelFacts, Room, RowFacts, Wishes
+from fluxtrain.plan.footprint import Layout, activation_estimate, footprint
+from fluxtrain.plan.placement import RunPlacement, place
+from fluxtrain.plan.search import AUTO_SHARE, HOST_SHARE
+from fluxtrain.plan.timed import HIDDEN_SHARE, Timing, place_timed
+from fluxtrain.units import GIB
+
+BLOCK, EDGE = 46_797_824, 233_373_696  # Qwen2.5-1.5B's
+TRIED = Calibration(
+    forward=Line(base=0.0006, slope=0.0001),
+    backward=Line(base=0.001, slope=0.0003),
+    outside_forward=Line(base=0.002, slope=0.0023),
+    outside_backward=Line(base=0.0023, slope=0.0),
+    activation_bytes=91_619_328,
+    device_update_s=1.6e-11,
+    adamw_per_s=4.5e9,
+    rows=(1, 4),
+    measured_at_s=0.0,
+    measuring_s=2.0,
+)
+RATES = Rates(
+    has_gpu=True,
+    matmul_per_s=7e14,
+    adamw_per_s=4.5e9,
+    h2d_bytes_per_s=55e9,
+    d2h_bytes_per_s=55e9,
+    calibration=TRIED,
+)
+TIMING = Timing(rates=RATES)
+
+
+def model(layers: int = 8, length: int = 1024) -> ModelFacts:
+    """Blocks of that model, fewer of them so that the search is short."""
+
+    def group(name: str, size: int, users: int = 1) -> GroupFacts:
+        kind = "block" if name.startswith("layers") else "edge"
+        return GroupFacts(
+            name=name, kind=kind, weight_bytes=2 * size, trained_bf16=size, users=users
+        )
+
+    return ModelFacts(
+        groups=(
+            group("embed_tokens", EDGE, users=2),
+            *(group(f"layers.{i}", BLOCK) for i in range(layers)),
+            group("norm", 1536),
+        ),
+        head_parameters=EDGE,
+        row=RowFacts(
+            hidden=1536,
+            vocabulary=151_936,
+            sequence_length=length,
+            dtype_bytes=2,
+            activation_bytes=activation_estimate(1536, 8960, length, 2),
+        ),
+    )
+
+
+def gpu(device_gib: float, host_gib: float | None = 64.0) -> Room:
+    host = None if host_gib is None else int(host_gib * GIB)
+    return Room(device_free_bytes=int(device_gib * GIB), host_available_bytes=host)
+
+
+def step_s(plan: RunPlacement, facts: ModelFacts, timing: Timing = TIMING) -> float:
+    return cost(facts, layout(plan), timing.rates, exact=timing.exact, passes=timing.passes).step_s
+
+
+def layout(plan: RunPlacement) -> Layout:
+    return Layout(
+        offload=plan.offload,
+        device_groups=plan.device_groups,
+        resident_blocks=plan.resident_blocks,
+        boundaries=plan.boundaries,
+        batch_rows=plan.batch_rows,
+        chunk_rows=plan.chunk_rows or 0,
+    )
+
+
+@settings(max_examples=25)
+@given(st.floats(3, 20), st.floats(0, 8), st.sampled_from([1, 4, 8]), st.floats(6, 30))
+def test_more_memory_is_never_slower_and_the_budget_is_kept(
+    device_gib: float, more_gib: float, rows: int, host_gib: float
+) -> None:
+    facts, wishes = model(), Wishes(batch_rows=rows)
+    try:
+        small = place_timed(facts, gpu(device_gib, host_gib), wishes, TIMING)
+    except DoesNotFit:
+        return
+    large = place_timed(facts, gpu(device_gib + more_gib, host_gib), wishes, TIMING)
+    roomy = place_timed(facts, gpu(device_gib, host_gib + more_gib), wishes, TIMING)
+    assert step_s(large, facts) <= step_s(small, facts) * (1 + 1e-9)
+    assert step_s(roomy, facts) <= step_s(small, facts) * (1 + 1e-9)
+    assert small.device_bytes <= device_gib * GIB * AUTO_SHARE
+    assert small.need.host_bytes <= host_gib * GIB * HOST_SHARE
+    assert small.need == footprint(facts, layout(small), has_gpu=True)
+
+
+@settings(max_examples=15)
+@given(st.floats(3, 20), st.floats(0, 1), st.floats(0, 1))
+def test_turning_the_dial_up_is_never_slower_and_takes_its_limit_at_most(
+    device_gib: float, one: float, other: float
+) -> None:
+    facts, wishes = model(), Wishes(batch_rows=8)
+    low, high = sorted((one, other))
+    try:
+        plans = [
+            place_timed(facts, gpu(device_gib), wishes, replace(TIMING, share=share))
+            for share in (0.0, low, high, 1.0)
+        ]
+    except DoesNotFit:
+        return
+    seconds = [step_s(plan, facts) for plan in plans]
+    assert seconds == sorted(seconds, reverse=True)
+    assert plans[0].device_bytes <= min(plan.device_bytes for plan in plans)
+
+
+def test_it_is_never_slower_than_the_rule_that_knows_no_time() -> None:
+    facts = model(16)
+    for size in (4, 6, 8, 12, 16, 24):
+        wishes = Wishes(batch_rows=8)
+        assert step_s(place_timed(facts, gpu(size), wishes, TIMING), facts) <= step_s(
+            place(facts, gpu(size), wishes), facts
+        ) * (1 + 1e-9)
+
+
+def test_the_batch_is_the_smallest_that_hides_the_copies() -> None:
+    facts = model()
+    plan = place_timed(facts, gpu(5), Wishes(), TIMING)
+
+    def tokens_per_s(rows: int) -> float:
+        one = place_timed(facts, gpu(5), Wishes(batch_rows=rows), TIMING)
+        return rows / step_s(one, facts)
+
+    best = max(tokens_per_s(rows) for rows in (1, 2, 4, 8, 16, 32))
+    assert tokens_per_s(plan.batch_rows) >= HIDDEN_SHARE * best
+    assert tokens_per_s(plan.batch_rows // 2) < HIDDEN_SHARE * best
+    reasons = {choice.name: choice.because for choice in plan.choices}
+    assert "tokens/s" in reasons["batch_rows"]
+    assert "fastest predicted" in reasons["offload"]
+
+
+def test_wishes_are_kept() -> None:
+    facts = model()
+    wishes = Wishes(
+        batch_rows=8, chunk_rows=2, device_groups=3, resident_blocks=1, boundaries="device"
+    )
+    plan = place_timed(facts, gpu(16), wishes, TIMING)
+    assert (plan.device_groups, plan.resident_blocks, plan.chunk_rows) == (3, 1, 2)
+    assert plan.boundaries == "device"
+    assert {c.name: c.because for c in plan.choices}["device_groups"] == "as set"
+    streamed = place_timed(facts, gpu(16), Wishes(batch_rows=8, offload="weights"), TIMING)
+    assert streamed.offload == "weights"
+
+
+def test_without_time_or_without_a_gpu_the_rule_decides() -> None:
+    facts, wishes = model(), Wishes(batch_rows=8)
+    assert place_timed(facts, gpu(8), wishes, None) == place(facts, gpu(8), wishes)
+    cpu = Room(device_free_bytes=None, host_available_bytes=64 * GIB)
+    assert place_timed(facts, cpu, wishes, TIMING) == place(facts, cpu, wishes)
+    least = Wishes(batch_rows=8, offload="max")
+    assert place_timed(facts, gpu(8), least, TIMING) == place(facts, gpu(8), least)
+
+
+def test_what_does_not_fit_is_refused_as_by_the_rule() -> None:
+    with pytest.raises(DoesNotFit, match="of device memory"):
+        place_timed(model(), gpu(1), Wishes(batch_rows=8), TIMING)
