@@ -8,9 +8,10 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import fluxtrain
-from fluxtrain.errors import MisusedModel
+from fluxtrain.errors import DoesNotFit, MisusedModel
 from fluxtrain.memory.gradient_ring import GradientRing
 from fluxtrain.memory.group import Group
+from fluxtrain.plan.facts import Room
 from fluxtrain.plan.footprint import LARGE_GRADIENT_BYTES, Layout, footprint, ring_depth
 from fluxtrain.stream.engine import Engine, engine_of
 from fluxtrain.stream.grouping import facts_of
@@ -59,6 +60,23 @@ def test_a_few_blocks_hold_gradients_and_the_plan_knows(states: str) -> None:
     block = next(g for g in facts.groups if g.kind == "block").rounded_bytes
     exact = footprint(facts, Layout(offload="weights"), has_gpu=True).arena_bytes
     assert exact - predicted >= (LAYERS - ring_depth(1)) * block
+
+
+def test_a_host_with_room_for_the_ring_alone_runs_eager_steps_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    facts = facts_of(LlamaForCausalLM(CONFIG).to(torch.bfloat16))
+    ring, every = (
+        footprint(facts, Layout(offload="weights", eager=eager), has_gpu=False).host_bytes
+        for eager in (True, False)
+    )
+    room = Room(device_free_bytes=None, host_available_bytes=(ring + every) // 2)
+    monkeypatch.setattr("fluxtrain.stream.wrapping._room", lambda *_: room)
+    fluxtrain.wrap(
+        LlamaForCausalLM(CONFIG).to(torch.bfloat16), device="cpu", offload="weights", eager=True
+    )
+    with pytest.raises(DoesNotFit, match="host memory"):
+        fluxtrain.wrap(LlamaForCausalLM(CONFIG).to(torch.bfloat16), device="cpu", offload="weights")
 
 
 def test_eager_and_exact_steps_may_take_turns() -> None:

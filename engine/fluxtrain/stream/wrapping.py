@@ -27,7 +27,7 @@ from fluxtrain.stream.parameter import Owner, adopt_parameter, owner_of, release
 from fluxtrain.stream.surface import guard_module, release_module, replace_forward
 
 
-def wrap(
+def wrap(  # noqa: PLR0913  # each is one choice of the user, by keyword
     model: nn.Module,
     *,
     device: str | torch.device | None = None,
@@ -39,6 +39,7 @@ def wrap(
     device_groups: int | None = None,
     states: StateFormat = "fp32",
     boundaries: str = "auto",
+    eager: bool = False,
 ) -> nn.Module:
     """Let the blocks of `model` stream through `device`; returns the same object.
 
@@ -59,6 +60,7 @@ def wrap(
     host with `max`, else on the device).
     states: how AdamW's two moments are kept: `fp32`, `bf16` (rounded at random) or `8bit`
     (block-wise, the meaning of bitsandbytes' 8-bit AdamW); small parameters keep fp32.
+    eager: every step will be one (`Engine.begin_eager_step`): plan less memory for gradients.
 
     Wrapping twice is wrapping once. Raises UnsupportedModel, BadInput or DoesNotFit.
     """
@@ -78,13 +80,11 @@ def wrap(
             device_groups=device_groups,
             resident_blocks=resident_blocks,
             budget_bytes=budget_bytes,
+            eager=eager,
         ),
     )
     engine = Engine(open_device(torch_device), placement, overlap=overlap)
-    _settle(engine, groups)
-    _make_units(engine, model, parts, groups, borrowed)
-    _make_slots(engine)
-    _put_on(engine, model, parts)
+    _furnish(engine, model, parts, groups, borrowed)
     install_adoption()
     return model
 
@@ -185,6 +185,16 @@ def _room(model: nn.Module, device: torch.device) -> Room:
         device_free_bytes=torch.cuda.mem_get_info(here)[0] + cached + weights,
         host_available_bytes=available,
     )
+
+
+def _furnish(
+    engine: Engine, model: nn.Module, parts: Parts, groups: dict[str, Group], borrowed: Borrowed
+) -> None:
+    """Homes, units and slots; the model is the engine's from here on."""
+    _settle(engine, groups)
+    _make_units(engine, model, parts, groups, borrowed)
+    _make_slots(engine)
+    _put_on(engine, model, parts)
 
 
 def _settle(engine: Engine, groups: dict[str, Group]) -> None:

@@ -176,6 +176,7 @@ def wrapped(
         resident_blocks=placement.resident_blocks,
         boundaries=placement.boundaries,
         states=config.train.states,
+        eager=config.train.updates_eagerly,
     )
     return streamed, engine_of(streamed)
 
