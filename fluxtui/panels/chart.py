@@ -106,7 +106,7 @@ def x_range(traces: Sequence[Trace], settings: ChartSettings) -> tuple[float, fl
 
 @dataclass(frozen=True, slots=True)
 class _Points:
-    """What of a trace is drawn: at most two points a column, whatever the length of the run."""
+    """What of a trace is drawn: about two points a column, whatever the length of the run."""
 
     xs: Sequence[float]
     means: Sequence[float]
@@ -123,7 +123,7 @@ def _points(trace: Trace, low: float, high: float, columns: int) -> _Points:
     first, end = bisect_left(places, low), bisect_right(places, high)
     xs, buckets = places[first:end], trace.buckets[first:end]
     marks = [(trace.place(step), value) for step, value in trace.marks]
-    together = max(1, -(-len(buckets) // (2 * columns)))
+    together = max(1, len(buckets) // (2 * columns))  # no fewer points than dots, so no gaps
     parts = [buckets[i : i + together] for i in range(0, len(buckets), together)]
     return _Points(
         xs=[xs[min(i + together, len(xs)) - 1] for i in range(0, len(xs), together)],
