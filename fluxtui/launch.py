@@ -69,7 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     answers = parser.add_argument_group("answers of the wizard")
     add = answers.add_argument
     add("--model", metavar="M", help="demo, a folder, or a hub id")
-    add("--data", metavar="D", help="demo, or a .txt or .jsonl file")
+    add("--data", metavar="D", help="demo, a .txt or .jsonl file, or hf://datasets/owner/name")
     add("--method", choices=METHODS, help="what is trained of the model")
     add("--sequence-length", type=_positive, metavar="N", help="tokens in a row")
     add("--dial", choices=DIAL, help="from as fast as possible to as small as possible")

@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 
 StartSource = Literal["new", "resume", "attach", "file"]
 ModelSource = Literal["demo", "recent", "folder", "hub"]
-DataSource = Literal["demo", "path"]
+DataSource = Literal["demo", "path", "hub"]
 Method = Literal["full"]
 Offload = Literal["auto", "none", "optimizer", "weights", "max"]
 Dial = Literal["auto", "fast", "balanced", "fit"]
@@ -24,6 +24,7 @@ OFFLOADS: tuple[Offload, ...] = get_args(Offload)
 METHODS: tuple[Method, ...] = get_args(Method)
 DIAL: tuple[Dial, ...] = get_args(Dial)
 DEMO = "demo"
+HUB_DATA = "hf://datasets/"
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
@@ -33,8 +34,8 @@ class Answers:
     """Every answer of the wizard. The defaults are the demo, so accepting them all starts it.
 
     Attributes:
-        resume_run, attach_run, config_path, model_recent, model_folder, model_hub, data_path: kept
-            when another source is chosen, so that nothing typed is lost.
+        resume_run, attach_run, config_path, model_recent, model_folder, model_hub, data_path,
+            data_hub: kept when another source is chosen, so that nothing typed is lost.
         loaded_from: the configuration file that `base` was read from.
         dial, dial_settings: the chosen one of the ranked plans, and the settings it consists of.
         sequence_length, batch_rows, chunk_rows, steps: None leaves them to the trainer.
@@ -55,6 +56,7 @@ class Answers:
     model_hub: str = ""
     data_source: DataSource = "demo"
     data_path: str = ""
+    data_hub: str = ""
     method: Method = "full"
     dial: Dial = "auto"
     dial_settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -80,6 +82,8 @@ class Answers:
     @property
     def data_file(self) -> str:
         """What the configuration calls `data.path`."""
+        if self.data_source == "hub":
+            return HUB_DATA + self.data_hub.strip().removeprefix(HUB_DATA)
         return DEMO if self.data_source == "demo" else expanded(self.data_path)
 
     @property
@@ -94,10 +98,8 @@ def with_model(answers: Answers, path: str) -> Answers:
 
 
 def with_data(answers: Answers, path: str) -> Answers:
-    """The same answers with other data: `demo` or a file."""
-    if path == DEMO:
-        return dataclasses.replace(answers, data_source="demo")
-    return dataclasses.replace(answers, data_source="path", data_path=path)
+    """The same answers with other data: `demo`, a file, or one on the hub."""
+    return dataclasses.replace(answers, **data_answer(path))
 
 
 def hub_id_problem(text: str) -> str | None:
@@ -120,6 +122,15 @@ def neighbour(answers: Answers, offset: int) -> StepName | None:
     steps = route(answers)
     index = (steps.index(answers.step) if answers.step in steps else 0) + offset
     return steps[index] if 0 <= index < len(steps) else None
+
+
+def data_answer(path: str) -> dict[str, Any]:
+    """The fields of the answers that a `data.path` means: `demo`, a file, or one on the hub."""
+    if path == DEMO:
+        return {"data_source": "demo"}
+    if path.startswith(HUB_DATA):
+        return {"data_source": "hub", "data_hub": path.removeprefix(HUB_DATA)}
+    return {"data_source": "path", "data_path": path}
 
 
 def model_answer(path: str) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 from fluxtrain.errors import BadInput
 from fluxtrain.telemetry.rundir import RunDir
-from fluxtui.wizard.answers import Answers, hub_id_problem, is_hub_id
+from fluxtui.wizard.answers import HUB_DATA, Answers, hub_id_problem, is_hub_id
 from fluxtui.wizard.configuring import answers_from_file
 from fluxtui.wizard.data_facts import Sample, demo_samples, read_data_file
 from fluxtui.wizard.known_runs import RESUMABLE, run_rows
@@ -82,6 +82,8 @@ def check_data(answers: Answers) -> Check:
         return Check(error="a row needs 2 tokens at least, one to see and one to predict")
     if answers.data_source == "demo":
         return Check(facts=_DEMO_DATA, samples=demo_samples())
+    if answers.data_source == "hub":
+        return _check_hub_data(answers.data_hub.strip().removeprefix(HUB_DATA))
     try:
         facts = read_data_file(answers.data_file)
     except BadInput as error:
@@ -98,6 +100,16 @@ def _check_file(answers: Answers) -> Check:
         return Check(error=str(error))
     facts = (("model", loaded.model_path), ("data", loaded.data_file))
     return Check(facts=facts, loaded=loaded)
+
+
+def _check_hub_data(name: str) -> Check:
+    """Only how it is written: the engine fetches it when it reads the first documents."""
+    owner, _, rest = name.partition("/")
+    problem = hub_id_problem("/".join((owner, rest.partition("/")[0])) if name else "")
+    if problem:
+        return Check(error=problem.replace("Qwen/Qwen2.5-0.5B", "HuggingFaceH4/no_robots"),
+                     open=not name)  # fmt: skip
+    return Check(facts=(("place", "the hub: fetched once, then read from this machine"),))
 
 
 def _check_hub(hub_id: str, trusted: bool, environment: Mapping[str, str]) -> Check:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fluxtui.wizard.answers import DEMO, Answers, expanded, model_answer
+from fluxtui.wizard.answers import DEMO, Answers, data_answer, expanded, model_answer
 
 SETTINGS: dict[str, str] = {
     "sequence_length": "data.sequence_length",
@@ -65,12 +65,10 @@ def set_arguments(answers: Answers) -> list[str]:
 
 def answers_from_config(config: Mapping[str, Any]) -> Answers:
     """Read the wizard's answers out of a valid configuration: of a file, or of a run's run.json."""
-    data_path = config.get("data", {}).get("path", DEMO)
     values = {field: _value(config, key) for field, key in SETTINGS.items()}
     return Answers(
         **model_answer(config.get("model", {}).get("path", DEMO)),
-        data_source="demo" if data_path == DEMO else "path",
-        data_path="" if data_path == DEMO else data_path,
+        **data_answer(config.get("data", {}).get("path", DEMO)),
         method=config.get("method", {}).get("name", "full"),
         **{field: value for field, value in values.items() if value not in UNSET},
         base=dict(config),

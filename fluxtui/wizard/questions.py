@@ -43,8 +43,12 @@ DATA = SourceQuestion(
     options=(
         Option("demo", "Demo", "the docstrings of Python's standard library"),
         Option("path", "File", ".txt, .jsonl with `text`, or .jsonl with `messages`"),
+        Option("hub", "Hub", "such a file of a data set on the Hugging Face hub"),
     ),
-    fields={"path": Field("data_path", "file", "~/data/conversations.jsonl", "file")},
+    fields={
+        "path": Field("data_path", "file", "~/data/conversations.jsonl", "file"),
+        "hub": Field("data_hub", "data set, or a file of it", "owner/name/train.jsonl"),
+    },
     number=Field("sequence_length", "tokens in a row", "tokens in a row, as the trainer has it"),
 )
 METHODS = (Option("full", "Full", "every weight is trained, in the model's own dtype"),)

@@ -22,6 +22,7 @@ from fluxtui.wizard.answers import (
     with_data,
     with_model,
 )
+from fluxtui.wizard.checks import check_data
 from fluxtui.wizard.configuring import (
     answers_from_config,
     chosen_settings,
@@ -38,7 +39,8 @@ ANSWERS = st.builds(
     model_source=st.sampled_from(("demo", "folder", "hub")),
     model_folder=NAMES.map("/models/{}".format),
     model_hub=st.just("owner/name"),
-    data_source=st.sampled_from(("demo", "path")),
+    data_source=st.sampled_from(("demo", "path", "hub")),
+    data_hub=st.sampled_from(("owner/name", "owner/name/data/train.jsonl")),
     data_path=NAMES.map("/data/{}".format),
     offload=st.sampled_from(OFFLOADS),
     sequence_length=st.none() | st.integers(2, 10**6),
@@ -149,6 +151,16 @@ def test_a_model_is_told_from_its_spelling(path: str, source: str) -> None:
     answers = with_model(Answers(), path)
     assert answers.model_source == source
     assert answers.model_path == str(Path(path)) if source == "folder" else path
+
+
+def test_data_on_the_hub_is_told_from_its_prefix() -> None:
+    answers = with_data(Answers(), "hf://datasets/owner/tales/a.jsonl")
+    assert (answers.data_source, answers.data_hub) == ("hub", "owner/tales/a.jsonl")
+    assert answers.data_file == "hf://datasets/owner/tales/a.jsonl"
+    assert check_data(answers).error is None
+    for wrong in ("tales", "a b/c", "-x/y"):
+        assert check_data(Answers(data_source="hub", data_hub=wrong)).error
+    assert check_data(Answers(data_source="hub")).open
 
 
 def test_a_folder_that_looks_like_an_id_is_a_folder(

@@ -89,6 +89,21 @@ async def test_another_row_length_is_looked_at_again(folder: Path, opened: Opene
         assert wizard.step == "data"
 
 
+async def test_a_data_set_on_the_hub_is_a_path_that_the_engine_fetches(
+    folder: Path, opened: Opened
+) -> None:
+    async with opened(folder, Answers(step="data")) as wizard:
+        await wizard.press("down", "down")
+        await wizard.until(lambda: "type an id such as" in wizard.text())
+        await wizard.press(*"owner/tales")
+        await wizard.until(lambda: "✓ place" in wizard.text())
+        await wizard.press("enter")
+        await wizard.until(lambda: wizard.step == "method" and wizard.plan)
+        await wizard.go_to("preview")
+        await wizard.press("y")
+        assert "path: hf://datasets/owner/tales" in wizard.app.clipboard
+
+
 async def test_the_dial_takes_the_settings_of_a_ranked_plan_and_keeps_the_cards(
     folder: Path, opened: Opened
 ) -> None:

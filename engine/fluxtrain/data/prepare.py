@@ -7,6 +7,7 @@ from pathlib import Path
 
 from fluxtrain.data.demo import demo_files
 from fluxtrain.data.formats import Format, detect, documents
+from fluxtrain.data.hub import local_file
 from fluxtrain.data.packing import PackedRows
 from fluxtrain.data.sources import DEMO
 from fluxtrain.data.splitting import split
@@ -77,7 +78,7 @@ def located(source: DataSource) -> tuple[Path, Format, str]:
     """The file, its format, and why it is that one. Raises BadInput when it cannot be used."""
     if source.path == DEMO:
         return demo_files().corpus, "jsonl-text", "the demo's docstrings"
-    path = Path(source.path).expanduser()
+    path = local_file(source.path)
     if source.format == "auto":
         found = detect(path)
         return path, found.format, found.because

@@ -88,7 +88,8 @@ class DataSettings(Section):
     path: str = Field(
         default="demo",
         min_length=1,
-        description="a .txt or .jsonl file, or `demo`: the docstrings of Python's own library",
+        description="a .txt or .jsonl file, hf://datasets/owner/name or a file in it, or `demo`: "
+        "the docstrings of Python's own library",
     )
     format: Literal["auto", "text", "jsonl-text", "jsonl-messages"] = Field(
         default="auto",

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
 
 from transformers import PreTrainedModel
 
 from fluxtrain.data.demo import PROMPT
 from fluxtrain.data.formats import documents
+from fluxtrain.data.hub import local_file
 from fluxtrain.data.prepare import DataSource, ModelLimits, PreparedData, prepare
 from fluxtrain.methods.models import LoadedModel, ModelSource, load_model
 from fluxtrain.train.config import RunConfig
@@ -70,7 +70,7 @@ def _prompt(path: str, data: PreparedData) -> str:
     """The first words of the data, which the model should know how to go on from."""
     if path == DEMO:
         return PROMPT
-    first = next(islice(documents(Path(path).expanduser(), data.format), 1))
+    first = next(islice(documents(local_file(path), data.format), 1))
     if first.messages:
         return str(next((m["content"] for m in first.messages if m["role"] == "user"), ""))
     words = first.text.strip()[:PROMPT_CHARACTERS]

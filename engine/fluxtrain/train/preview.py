@@ -12,6 +12,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from fluxtrain.data.demo import VOCABULARY
+from fluxtrain.data.hub import local_file
 from fluxtrain.data.prepare import check_sequence_length
 from fluxtrain.data.sources import glance
 from fluxtrain.errors import BadInput
@@ -245,7 +246,7 @@ def _local_shape(folder: Path, trusted: bool) -> Any:
 def _tokens(config: RunConfig) -> int:
     if config.data.path == DEMO:
         return DEMO_TOKENS
-    return glance(Path(config.data.path).expanduser()).estimated_tokens
+    return glance(local_file(config.data.path)).estimated_tokens
 
 
 def _setting(setting: Any) -> dict[str, Any]:
