@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +29,13 @@ from gpu_engines import DeepSpeedLoop, FluxLoop, Loop, MastersLoop, ResidentLoop
 from step_timeline import StepTimeline
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from fluxtrain.data.batches import Batch
 from fluxtrain.hardware.machine import read_machine
-from fluxtrain.hardware.probe import probe
 from fluxtrain.methods.kernels import choose_kernels
 from fluxtrain.plan.facts import Room, Wishes
 from fluxtrain.plan.placement import RunPlacement
 from fluxtrain.plan.timed import Timing, place_timed
-from fluxtrain.telemetry.rundir import runs_root
-from fluxtrain.train.constants import known_constants
+from fluxtrain.train.constants import measured_constants
 from fluxtrain.train.placing import model_facts
 
 GIB = 1 << 30
@@ -136,12 +136,13 @@ def wrapped(model: Qwen2ForCausalLM, options: argparse.Namespace) -> tuple[Any, 
     from fluxtrain.stream.engine import engine_of
 
     budget_bytes = int((options.budget_gib - CONTEXT_GIB) * GIB)
-    facts = model_facts(model, model.config, options.sequence).with_states(options.states)
-    per_s = {name: rate.per_s for name, rate in probe(runs_root()).rates.items()}
-    known = known_constants(facts, read_machine(), "cuda", options.batch, per_s)
-    rates = known.rates(has_gpu=True)
+    facts = model_facts(model, model.config, options.sequence, options.states)
+    constants = measured_constants(
+        facts, read_machine(), "cuda", options.batch, model, partial(trial_batch, options)
+    )
+    rates = constants.rates(has_gpu=True)
     plan = place_timed(
-        known.applied(facts),
+        constants.applied(facts),
         Room(device_free_bytes=budget_bytes, host_available_bytes=None),
         Wishes(
             offload=options.offload,
@@ -150,6 +151,7 @@ def wrapped(model: Qwen2ForCausalLM, options: argparse.Namespace) -> tuple[Any, 
             device_groups=options.device_groups,
             resident_blocks=options.resident_blocks,
             boundaries=options.boundaries,
+            eager=options.eager,
         ),
         None if isinstance(rates, str) else Timing(rates=rates, exact=not options.eager),
     )
@@ -168,6 +170,15 @@ def wrapped(model: Qwen2ForCausalLM, options: argparse.Namespace) -> tuple[Any, 
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     return engine_of(model), plan
+
+
+def trial_batch(options: argparse.Namespace, rows: int) -> Batch:
+    """Rows for the block that is tried before the plan."""
+    ids = batch(corpus(SHAPES[options.shape]["vocab_size"]), 0, rows, options.sequence)
+    return Batch(
+        input_ids=ids, labels=ids, position_ids=torch.zeros_like(ids), packed=False,
+        predicted=ids.numel(), step_predicted=ids.numel(), tokens=ids.numel(),
+    )  # fmt: skip
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:

@@ -79,7 +79,8 @@ class Dial:
         return min(sizes) + int(share * (most - min(sizes)))
 
     def at(self, share: float) -> TimedLayout:
-        """The fastest layout within the limit; of equals what offloads least, then the smallest."""
+        """The fastest layout within the limit; of equals the one that leaves host memory and bus
+        alone most, for what they carry is never quite free; then the smallest."""
         limit = self.limit_bytes(share)
         within = (one for one in self.candidates if one.size_bytes <= limit)
         return min(within, key=_preference)
@@ -144,6 +145,8 @@ class Dial:
         return sorted({blocks * step // RESIDENT_STEPS for step in range(RESIDENT_STEPS + 1)})
 
 
-def _preference(one: TimedLayout) -> tuple[float, int, bool, int]:
+def _preference(one: TimedLayout) -> tuple[float, float, int, int]:
+    cost = one.cost
+    copies_s = cost.upload_forward_s + cost.upload_backward_s + cost.download_s
     offload = OFFLOADS.index(one.layout.offload)
-    return one.cost.step_s, offload, one.layout.parks, one.size_bytes
+    return cost.step_s, cost.host_update_s + copies_s, offload, one.size_bytes
