@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json as json_module
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ from fluxtrain.errors import (
     EXIT_FINISHED,
     BadInput,
     FluxTrainError,
+    NoSpace,
 )
 from fluxtrain.spoken import complain, print_json, say, silent, tell
 from fluxtrain.telemetry.standard_streams import open_standard_streams
@@ -89,8 +91,9 @@ def train(  # noqa: PLR0913, PLR0917 - typer reads the options from the signatur
             raise BadInput(f"{target.run_dir.path} holds no run: name a CONFIG.yaml, or use --demo")
         chosen = stored_config(target.run_dir, overrides)
     if not json and live_fd is None:
-        say(f"run: {target.run_dir.path}")
-        say(f"watch it with: fluxtrain-tui --attach {target.run_dir.path}")
+        with contextlib.suppress(NoSpace):  # for what is printed: the run has a disk of its own
+            say(f"run: {target.run_dir.path}")
+            say(f"watch it with: fluxtrain-tui --attach {target.run_dir.path}")
     from fluxtrain.train.run import train as train_run
 
     with traced(target.run_dir, trace, complain):

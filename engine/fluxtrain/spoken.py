@@ -10,7 +10,7 @@ from typing import Any
 
 import typer
 
-from fluxtrain.errors import EXIT_BAD_INPUT, EXIT_BUG, EXIT_INTERRUPTED, Interrupted
+from fluxtrain.errors import EXIT_BAD_INPUT, EXIT_BUG, EXIT_INTERRUPTED, Interrupted, NoSpace
 
 
 def tell(error: BaseException, *, debug: bool) -> int:
@@ -59,11 +59,15 @@ def print_json(value: Any) -> None:
 
 
 def say(text: str) -> None:
-    """To standard output; a reader that left (a pager) is no error of ours."""
+    """To standard output; a reader that left (a pager) is no error of ours. Raises NoSpace."""
     try:
         print(text, flush=True)
-    except BrokenPipeError:
+    except OSError as error:
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - until the exit
+        if not isinstance(error, BrokenPipeError):
+            raise NoSpace(
+                f"standard output cannot be written ({error.strerror}): send it to another disk"
+            ) from error
 
 
 def silent(_: str) -> None:

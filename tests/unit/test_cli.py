@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from fluxtrain.errors import EXIT_NO_SPACE
 from fluxtrain.telemetry.rundir import RunDir
 from fluxtrain.train.config import json_schema
 
@@ -114,3 +115,14 @@ def test_closed_standard_streams_are_no_error_and_no_file_takes_their_numbers(
     assert ended.returncode == 0
     number, read = (tmp_path / "journal").read_text().split(" ", 1)
     assert int(number) > 2 and read == "''"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_an_output_that_is_full_is_said_as_such(tmp_path: Path) -> None:
+    line = f"{sys.executable} -m fluxtrain schema > /dev/full"
+    ended = subprocess.run(
+        ["bash", "-c", line], capture_output=True, text=True, check=False, cwd=tmp_path
+    )
+    assert ended.returncode == EXIT_NO_SPACE
+    assert "standard output cannot be written (No space left on device)" in ended.stderr
+    assert ended.stderr.count("\n") == 1
