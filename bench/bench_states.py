@@ -10,6 +10,7 @@ for comparison. Prints a table in Markdown.
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.util
 import json
 import statistics
@@ -47,6 +48,8 @@ def train(states: str, arguments: list[str]) -> int:
     if states == THEIRS:
         import bitsandbytes
 
+        # The engine takes over what torch.optim.AdamW is at its import.
+        importlib.import_module("fluxtrain.stream.adoption")
         torch.optim.AdamW = bitsandbytes.optim.AdamW8bit  # type: ignore[misc]
     else:
         arguments = [*arguments, "--set", f"train.states={states}"]

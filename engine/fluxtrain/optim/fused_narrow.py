@@ -66,7 +66,7 @@ if triton is not None:
         k = (y * slope + offset).to(tl.int32)
         borders = table + 25  # the one below k = 0 lies before it
         k = tl.where(y >= tl.load(borders + k), k + 1, k)
-        return tl.where(y < tl.load(borders + k - 1), k - 1, k)
+        return tl.where(y < tl.load(borders + (k - 1)), k - 1, k)
 
     @triton.jit  # type: ignore[untyped-decorator]
     def _adamw8(  # type: ignore[no-untyped-def]
