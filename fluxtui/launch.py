@@ -72,7 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--data", metavar="D", help="demo, a .txt or .jsonl file, or hf://datasets/owner/name")
     add("--method", choices=METHODS, help="what is trained of the model")
     add("--sequence-length", type=_positive, metavar="N", help="tokens in a row")
-    add("--dial", choices=DIAL, help="from as fast as possible to as small as possible")
+    add("--aggressiveness", choices=DIAL, help="from as fast as possible to what fits easily")
     add("--offload", choices=OFFLOADS, help="what lives in host memory")
     add("--batch-rows", type=_positive, metavar="N", help="rows of one backward pass")
     add("--chunk-rows", type=_positive, metavar="N", help="rows computed at once in a block")
@@ -128,7 +128,8 @@ def answers_of(options: argparse.Namespace) -> Answers | None:
         answers = dataclasses.replace(answers, start="resume", resume_run=run, step="launch")
     if options.data is not None:
         answers = with_data(answers, options.data)
-    settings = {field: getattr(options, field) for field in (*SETTINGS, "method", "dial")}
+    settings = {field: getattr(options, field) for field in (*SETTINGS, "method")}
+    settings["dial"] = options.aggressiveness
     answers = dataclasses.replace(
         answers, **{field: value for field, value in settings.items() if value is not None}
     )

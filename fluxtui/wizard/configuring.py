@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fluxtui.wizard.answers import DEMO, Answers, data_answer, expanded, model_answer
+from fluxtui.wizard.answers import DEMO, DIAL, Answers, data_answer, expanded, model_answer
 
 SETTINGS: dict[str, str] = {
     "sequence_length": "data.sequence_length",
@@ -17,6 +17,7 @@ SETTINGS: dict[str, str] = {
     "chunk_rows": "placement.chunk_rows",
 }  # field of the answers: key of the configuration
 UNSET = (None, "auto")  # the trainer chooses
+AGGRESSIVENESS = "placement.aggressiveness"
 
 
 def chosen_settings(answers: Answers) -> dict[str, Any]:
@@ -71,7 +72,8 @@ def answers_from_config(config: Mapping[str, Any]) -> Answers:
         **data_answer(config.get("data", {}).get("path", DEMO)),
         method=config.get("method", {}).get("name", "full"),
         **{field: value for field, value in values.items() if value not in UNSET},
-        base=dict(config),
+        **_dial_answer(_value(config, AGGRESSIVENESS)),
+        base=_without_stop_of_the_dial(config),
         step="strategy",
     )
 
@@ -91,6 +93,21 @@ def answers_from_file(path: str, overrides: tuple[str, ...] = ()) -> Answers:
     return dataclasses.replace(
         answers, start="file", config_path=path, loaded_from=path, overrides=overrides
     )
+
+
+def _dial_answer(value: object) -> dict[str, Any]:
+    """A stop of the dial; a share between two of them stays a setting that is carried through."""
+    if value in DIAL and value != "auto":
+        return {"dial": value, "dial_settings": {AGGRESSIVENESS: value}}
+    return {}
+
+
+def _without_stop_of_the_dial(config: Mapping[str, Any]) -> dict[str, Any]:
+    section, _, name = AGGRESSIVENESS.partition(".")
+    kept = dict(config)
+    if _value(config, AGGRESSIVENESS) in DIAL:
+        kept[section] = {key: value for key, value in config[section].items() if key != name}
+    return kept
 
 
 def _value(config: Mapping[str, Any], key: str) -> Any:

@@ -11,17 +11,21 @@ from typing import Any
 
 from fluxtrain.errors import BadInput
 from fluxtui.wizard.answers import Answers
-from fluxtui.wizard.configuring import yaml_text
+from fluxtui.wizard.configuring import AGGRESSIVENESS, yaml_text
 from fluxtui.wizard.engine import ask_engine
 from fluxtui.wizard.launching import engine_arguments
 from fluxtui.wizard.plan_preview import RankedPlan, read_plan
 
 
 def dial_settings(cards: Sequence[RankedPlan], dial: str) -> dict[str, Any]:
-    """What the ranked plan of this name consists of; nothing for `auto`."""
+    """What the ranked plan of this name consists of; nothing for `auto`.
+
+    The trainer's own dial decides about the offload itself; without a GPU there is none.
+    """
     for card in cards:
         if card.name == dial:
-            return {"placement.offload": card.offload, **card.settings}
+            own = AGGRESSIVENESS in card.settings
+            return {**({} if own else {"placement.offload": card.offload}), **card.settings}
     return {}
 
 
@@ -41,5 +45,7 @@ def with_settings_of_the_dial(answers: Answers, program: tuple[str, ...] = ()) -
         plan = read_plan(asyncio.run(ask_engine(*arguments, program=program)))
     settings = dial_settings(plan.ranked, answers.dial)
     if not settings:
-        raise BadInput(f"--dial {answers.dial} cannot be planned: {plan.predicted_because}")
+        raise BadInput(
+            f"--aggressiveness {answers.dial} cannot be planned: {plan.predicted_because}"
+        )
     return dataclasses.replace(answers, dial_settings=settings)

@@ -61,6 +61,7 @@ def test_without_arguments_the_wizard_decides() -> None:
 
 def test_every_answer_is_a_flag(tmp_path: Path) -> None:
     given = ("--model", "o/n", "--data", "/d.txt", "--offload", "max", "--steps", "5",
+             "--aggressiveness", "fit", "--method", "full",
              "--sequence-length", "64", "--batch-rows", "8", "--chunk-rows", "2")  # fmt: skip
     answers = launch.answers_of(options(*given, "--set", "train.seed=1"))
     assert answers == Answers(
@@ -69,6 +70,7 @@ def test_every_answer_is_a_flag(tmp_path: Path) -> None:
         data_source="path",
         data_path="/d.txt",
         offload="max",
+        dial="fit",
         sequence_length=64,
         batch_rows=8,
         chunk_rows=2,

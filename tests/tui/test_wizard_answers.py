@@ -131,6 +131,22 @@ def test_the_whole_configuration_that_a_run_keeps_comes_back_as_the_same_run(
     assert again.steps == answers.steps
 
 
+@pytest.mark.parametrize("stop", ["fast", "balanced", "fit"])
+def test_the_dial_of_a_configuration_stands_where_it_was_and_can_be_turned_back(stop: str) -> None:
+    answers = answers_from_config({"placement": {"aggressiveness": stop, "device": "cpu"}})
+    assert answers.dial == stop
+    assert validate(configuration(answers)).placement.aggressiveness == stop
+    back = dataclasses.replace(answers, dial="auto", dial_settings={})
+    assert validate(configuration(back)).placement.aggressiveness == "auto"
+    assert validate(configuration(back)).placement.device == "cpu"
+
+
+def test_a_share_between_two_stops_of_the_dial_is_carried_through() -> None:
+    answers = answers_from_config({"placement": {"aggressiveness": 0.3}})
+    assert answers.dial == "auto"
+    assert validate(configuration(answers)).placement.aggressiveness == 0.3
+
+
 def test_numbers_of_a_run_can_be_given_back_to_the_trainer() -> None:
     answers = answers_from_config({"train": {"steps": 9, "batch_rows": 2, "seed": 1}})
     config = validate(configuration(dataclasses.replace(answers, steps=None, batch_rows=None)))

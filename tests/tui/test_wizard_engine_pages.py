@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import os
 import sys
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
 from fluxtui.wizard.answers import Answers
 from fluxtui.wizard.engine import EngineRefused, ask_engine
-from fluxtui.wizard.ranked import with_settings_of_the_dial
+from fluxtui.wizard.plan_preview import read_plan
+from fluxtui.wizard.ranked import dial_settings, with_settings_of_the_dial
 
 Opened = Callable[..., AbstractAsyncContextManager[Any]]
 
@@ -130,6 +133,14 @@ async def test_a_dial_from_the_command_line_is_turned_when_the_plans_are_there(
     async with opened(folder, Answers(step="strategy", dial="balanced")) as wizard:
         await wizard.until(lambda: wizard.screen.answers.dial_settings)
         await wizard.until(lambda: "placement.chunk_rows=2" in asked(wizard, "plan")[-1])
+
+
+def test_the_trainers_own_dial_decides_about_the_offload(wizard_pilot: ModuleType) -> None:
+    [fast, *_] = read_plan(wizard_pilot.PLAN).ranked
+    assert dial_settings([fast], "fast")["placement.offload"] == "weights"
+    own = dataclasses.replace(fast, settings={"placement.aggressiveness": "fast"})
+    assert dial_settings([own], "fast") == {"placement.aggressiveness": "fast"}
+    assert dial_settings([own], "auto") == {}
 
 
 def test_a_dial_without_a_wizard_asks_for_the_plan(folder: Path) -> None:
