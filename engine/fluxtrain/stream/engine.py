@@ -32,6 +32,7 @@ from fluxtrain.stream.norm import GradNorm, norm_parts
 from fluxtrain.stream.parameter import HostGradient, HostParameter, Owner
 from fluxtrain.stream.shards import load_state_shard, state_shards
 from fluxtrain.stream.updates import Updates
+from fluxtrain.stream.use import Use
 from fluxtrain.stream.writes import check_writes, fingerprint
 from fluxtrain.telemetry.events import Move
 
@@ -44,6 +45,7 @@ class Engine:
     def __init__(self, device: Device, placement: Placement, *, overlap: bool) -> None:
         self.device = device
         self.plan = placement
+        self.use = Use()
         self.overlap = overlap
         self.chunk_rows = placement.chunk_rows or 0  # 0: chosen at the first forward
         self.head_tokens: int | None = None  # tokens a chunk of the head; None: by memory
@@ -72,6 +74,7 @@ class Engine:
 
     def before(self, unit: Unit) -> None:
         """A unit's forward is about to run: check its weights, start the next copies."""
+        self.use.check()
         if self._tasks and torch._C._current_graph_task_id() < 0:
             self._abandon_backward()
         for group in unit.groups:
@@ -86,6 +89,7 @@ class Engine:
         `does` is what the timeline calls the computation inside.
         """
         taken: list[Group] = []
+        self.use.begin()
         try:
             for group in unit.groups:
                 views = self.window.take(group) if group.home == "host" else None
@@ -99,6 +103,7 @@ class Engine:
             yield
             self.device.recorder.computed(does, unit.name, start)
         finally:
+            self.use.end()
             for group in taken:
                 for member in unit.members_of(group):
                     if group.home == "host":
@@ -128,6 +133,7 @@ class Engine:
 
     def begin_backward(self, unit: Unit, call: Call | HeadCall, anchor_node: Any) -> None:
         """Checks before a unit's backward; starts the copies of the units before it."""
+        self.use.check()
         if not torch._C._will_engine_execute_node(anchor_node):
             raise MisusedModel(
                 "torch.autograd.grad and backward(inputs=...) do not reach the weights of wrapped "
@@ -248,6 +254,7 @@ class Engine:
 
     def close(self) -> None:
         """Stop the threads; the model must not be used afterwards (`unwrap` calls this)."""
+        self.use.ended = True
         self.updates.wait()
         self.updates.close()
         self.window.drain()

@@ -64,9 +64,17 @@ def wrap(  # noqa: PLR0913  # each is one choice of the user, by keyword
 
     Wrapping twice is wrapping once. Raises UnsupportedModel, BadInput or DoesNotFit.
     """
+    if not isinstance(model, nn.Module):
+        raise BadInput(f"wrap takes a torch.nn.Module, not {type(model).__name__}")
     if "_fluxtrain_engine" in model.__dict__:
         return model
     _refuse_unsupported(model)
+    _refuse_fractions(
+        chunk_rows=chunk_rows,
+        budget_bytes=budget_bytes,
+        resident_blocks=resident_blocks,
+        device_groups=device_groups,
+    )
     parts = take_apart(model)
     torch_device = _compute_device(device)
     groups, borrowed = group_parameters(model, parts, states)
@@ -83,8 +91,9 @@ def wrap(  # noqa: PLR0913  # each is one choice of the user, by keyword
             eager=eager,
         ),
     )
-    engine = Engine(open_device(torch_device), placement, overlap=overlap)
-    _furnish(engine, model, parts, groups, borrowed)
+    with torch.inference_mode(False), torch.enable_grad():  # whatever the caller is in
+        engine = Engine(open_device(torch_device), placement, overlap=overlap)
+        _furnish(engine, model, parts, groups, borrowed)
     install_adoption()
     return model
 
@@ -128,13 +137,16 @@ def sync(model: nn.Module, *, written: bool = False) -> None:
 
 
 def _refuse_unsupported(model: nn.Module) -> None:
-    if not isinstance(model, nn.Module):
-        raise BadInput(f"wrap takes a torch.nn.Module, not {type(model).__name__}")
     for name, parameter in model.named_parameters():
         if parameter.is_meta:
             raise UnsupportedModel(
                 f"{name} has no data (meta device: accelerate's offload, or an empty "
                 "initialisation): load the weights first, without device_map"
+            )
+        if parameter.is_inference():
+            raise UnsupportedModel(
+                f"{name} was made in torch.inference_mode and can never be trained: make or load "
+                "the model outside of it"
             )
         if parameter.requires_grad and parameter.dtype == torch.float16:
             raise UnsupportedModel(
@@ -151,6 +163,12 @@ def _refuse_unsupported(model: nn.Module) -> None:
                     else ""
                 )
             )
+
+
+def _refuse_fractions(**counts: object) -> None:
+    for name, value in counts.items():
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+            raise BadInput(f"{name} is {value!r}: use a whole number, or leave it out")
 
 
 def _compute_device(device: str | torch.device | None) -> torch.device:

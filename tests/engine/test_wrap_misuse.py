@@ -1,0 +1,87 @@
+"""Uses of a wrapped model that cannot work are named, and do not hang or crash inside."""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+import fluxtrain
+from fluxtrain.errors import BadInput, MisusedModel, UnsupportedModel
+from fluxtrain.stream.engine import engine_of
+
+
+@pytest.mark.parametrize("thing", ["x", None, 3, torch.zeros(2)], ids=str)
+def test_only_a_module_can_be_wrapped(thing: Any) -> None:
+    with pytest.raises(BadInput, match=r"takes a torch\.nn\.Module"):
+        fluxtrain.wrap(thing)
+
+
+@pytest.mark.parametrize("name", ["chunk_rows", "budget_bytes", "resident_blocks", "device_groups"])
+@pytest.mark.parametrize("value", [1.5, "4", True])
+def test_counts_are_whole_numbers(name: str, value: Any, tiny: Any) -> None:
+    with pytest.raises(BadInput, match=f"{name} is .*whole number"):
+        fluxtrain.wrap(tiny("llama"), **{name: value})
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_model_that_is_wrapped_without_gradients_trains_all_the_same(
+    mode: Any, tiny: Any, batch: Any
+) -> None:
+    expected = fluxtrain.wrap(tiny("llama"))(**batch()).loss
+    model = tiny("llama")
+    with mode():
+        fluxtrain.wrap(model)
+    loss = model(**batch()).loss
+    loss.backward()
+    assert float(loss.detach()) == float(expected.detach())
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_a_model_made_in_inference_mode_is_refused(tiny: Any) -> None:
+    with torch.inference_mode():
+        model = tiny("llama")
+    with pytest.raises(UnsupportedModel, match="inference_mode"):
+        fluxtrain.wrap(model)
+
+
+def test_unwrapping_between_forward_and_backward_is_named(tiny: Any, batch: Any) -> None:
+    model = fluxtrain.wrap(tiny("llama"))
+    loss = model(**batch()).loss
+    fluxtrain.unwrap(model)
+    with pytest.raises(MisusedModel, match="unwrapped between forward and backward"):
+        loss.backward()
+
+
+def test_a_second_thread_is_refused_while_the_first_computes(tiny: Any, batch: Any) -> None:
+    model = fluxtrain.wrap(tiny("llama"))
+    inside, may_go_on = threading.Event(), threading.Event()
+
+    def stop(*_: Any) -> None:
+        inside.set()
+        may_go_on.wait(10)
+
+    hook = model.model.layers[0].mlp.register_forward_hook(stop)
+    first = threading.Thread(target=lambda: model(**batch()))
+    first.start()
+    assert inside.wait(10)
+    with pytest.raises(MisusedModel, match="two threads"):
+        model(**batch())
+    may_go_on.set()
+    first.join(10)
+    hook.remove()
+    model(**batch()).loss.backward()
+
+
+def test_a_fork_is_refused_before_it_waits_for_threads_it_has_not(
+    tiny: Any, batch: Any, monkeypatch: Any
+) -> None:
+    model = fluxtrain.wrap(tiny("llama"))
+    engine_of(model)
+    here = os.getpid()
+    monkeypatch.setattr(os, "getpid", lambda: here + 1)
+    with pytest.raises(MisusedModel, match=f"wrapped in process {here}.*spawn"):
+        model(**batch())
