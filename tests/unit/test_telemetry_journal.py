@@ -17,7 +17,7 @@ from fluxtrain.errors import BadInput
 from fluxtrain.telemetry.emitter import Emitter
 from fluxtrain.telemetry.events import Heartbeat, StepFinished
 from fluxtrain.telemetry.frames import SchemaTooNew, Skipped, encode_frame
-from fluxtrain.telemetry.journal import last_event, read_events, tail_lines
+from fluxtrain.telemetry.journal import JournalWriter, last_event, read_events, tail_lines
 from fluxtrain.telemetry.reader import JournalFollower, PipeReader
 
 Make = Callable[..., Any]
@@ -239,3 +239,15 @@ def test_a_day_of_events_replays_in_about_a_second(
     spent_s = time.process_time() - start_s
     assert len(events) == 86_400
     assert spent_s < 3.0  # measured: 0.3 s of one core
+
+
+def test_a_link_in_the_place_of_the_journal_is_refused_and_its_target_left_alone(
+    tmp_path: Path,
+) -> None:
+    """The torn tail of a journal is cut off: of somebody else's file nothing must be."""
+    other = tmp_path / "letter.txt"
+    other.write_text("dear all,\nno newline at the end")
+    (tmp_path / "events.ndjson").symlink_to(other)
+    with pytest.raises(BadInput, match="symbolic links"):
+        JournalWriter(tmp_path / "events.ndjson")
+    assert other.read_text() == "dear all,\nno newline at the end"

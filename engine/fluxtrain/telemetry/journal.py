@@ -26,7 +26,7 @@ class JournalWriter:
         self.path = path
         try:
             self._descriptor = os.open(
-                path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644
+                path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644
             )
         except OSError as error:
             raise storage_error(path, error) from error
