@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,13 +16,16 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from fluxtrain.data.batches import Batch
+from fluxtrain.hardware.busy_bus import busy_bus
 from fluxtrain.hardware.machine import Machine, read_machine
+from fluxtrain.hardware.rate import sustained_rate
 from fluxtrain.plan.facts import ModelFacts
 from fluxtrain.train import constants as constants_module
 from fluxtrain.train import preview as preview_module
 from fluxtrain.train.calibrate import NotCalibrated, calibrate
 from fluxtrain.train.config import demo_config
 from fluxtrain.train.constants import known_constants, measured_constants
+from fluxtrain.train.peaks import host_peak_bytes
 from fluxtrain.train.placing import model_facts
 from fluxtrain.train.preview import preview
 
@@ -127,6 +131,35 @@ def test_a_block_that_cannot_be_tried_leaves_the_class_constants(
     found = measured_constants(facts_of(model), machine, "cpu", 4, model, batch_of)
     assert found.calibration is None
     assert "does not fit on the device" in found.source
+
+
+def test_the_peak_of_the_process_is_the_kernels(tmp_path: Path) -> None:
+    status = tmp_path / "status"
+    status.write_text("Name:\tpython\nVmHWM:\t    2048 kB\nVmRSS:\t 1024 kB\n")
+    assert host_peak_bytes(status) == 2 << 20
+    own = host_peak_bytes()
+    held = torch.zeros(own // 4 + (64 << 20), dtype=torch.uint8)
+    held.fill_(1)
+    assert host_peak_bytes() >= own
+    assert host_peak_bytes(tmp_path / "nothing") > 0  # from the resource usage instead
+
+
+def test_a_sustained_rate_counts_all_calls_and_stops_in_time() -> None:
+    calls: list[float] = []
+
+    def slow() -> None:
+        calls.append(time.perf_counter())
+        time.sleep(0.02)
+
+    rate = sustained_rate(1.0, slow, repeats=1000, limit_s=0.05)
+    assert 2 <= len(calls) < 1000
+    assert 0 < rate <= 1 / 0.02
+
+
+def test_without_a_gpu_no_bus_is_kept_busy() -> None:
+    before = threading.active_count()
+    with busy_bus("cpu"):
+        assert threading.active_count() == before
 
 
 def test_measured_activations_replace_the_estimate(tiny: Tiny, machine: Machine) -> None:
