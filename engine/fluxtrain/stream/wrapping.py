@@ -64,33 +64,24 @@ def wrap(  # noqa: PLR0913  # each is one choice of the user, by keyword
 
     Wrapping twice is wrapping once. Raises UnsupportedModel, BadInput or DoesNotFit.
     """
-    if not isinstance(model, nn.Module):
-        raise BadInput(f"wrap takes a torch.nn.Module, not {type(model).__name__}")
-    if "_fluxtrain_engine" in model.__dict__:
+    if "_fluxtrain_engine" in getattr(model, "__dict__", {}):
         return model
     _refuse_unsupported(model)
-    _refuse_fractions(
+    wishes = Wishes(
+        offload=offload,  # type: ignore[arg-type]  # any other word is refused
+        boundaries=boundaries,  # type: ignore[arg-type]  # any other word is refused
         chunk_rows=chunk_rows,
-        budget_bytes=budget_bytes,
-        resident_blocks=resident_blocks,
         device_groups=device_groups,
+        resident_blocks=resident_blocks,
+        budget_bytes=budget_bytes,
+        eager=eager,
     )
+    _refuse_fractions(wishes)
     parts = take_apart(model)
     torch_device = _compute_device(device)
     groups, borrowed = group_parameters(model, parts, states)
-    placement = place_for_any_rows(
-        model_facts(model, parts, groups, borrowed),
-        _room(model, torch_device),
-        Wishes(
-            offload=offload,  # type: ignore[arg-type]  # any other word is refused
-            boundaries=boundaries,  # type: ignore[arg-type]  # any other word is refused
-            chunk_rows=chunk_rows,
-            device_groups=device_groups,
-            resident_blocks=resident_blocks,
-            budget_bytes=budget_bytes,
-            eager=eager,
-        ),
-    )
+    facts = model_facts(model, parts, groups, borrowed)
+    placement = place_for_any_rows(facts, _room(model, torch_device), wishes)
     with torch.inference_mode(False), torch.enable_grad():  # whatever the caller is in
         engine = Engine(open_device(torch_device), placement, overlap=overlap)
         _furnish(engine, model, parts, groups, borrowed)
@@ -137,6 +128,8 @@ def sync(model: nn.Module, *, written: bool = False) -> None:
 
 
 def _refuse_unsupported(model: nn.Module) -> None:
+    if not isinstance(model, nn.Module):
+        raise BadInput(f"wrap takes a torch.nn.Module, not {type(model).__name__}")
     for name, parameter in model.named_parameters():
         if parameter.is_meta:
             raise UnsupportedModel(
@@ -165,8 +158,9 @@ def _refuse_unsupported(model: nn.Module) -> None:
             )
 
 
-def _refuse_fractions(**counts: object) -> None:
-    for name, value in counts.items():
+def _refuse_fractions(wishes: Wishes) -> None:
+    for name in ("chunk_rows", "budget_bytes", "resident_blocks", "device_groups"):
+        value = getattr(wishes, name)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
             raise BadInput(f"{name} is {value!r}: use a whole number, or leave it out")
 
