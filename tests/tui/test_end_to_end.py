@@ -292,7 +292,7 @@ def test_a_killed_run_is_gone_on_with_from_the_list_while_others_watch(desk: Des
     os.kill(killed, signal.SIGKILL)
     terminal.until("DEAD")
     terminal.press("7")
-    terminal.until("r resume", "  dead  ")  # the list has been read, and the run is not there alive
+    terminal.until("r resume", "dead  ")  # the list has been read, and the run is not there alive
     terminal.press("r")
     terminal.until("RUNNING", "of step")
     assert desk.trainer_pid() != killed
