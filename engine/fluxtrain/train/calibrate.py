@@ -46,8 +46,10 @@ def calibrate(
     batch_of: Callable[[int], Batch],
     device: torch.device,
     rows: tuple[int, int],
+    fewer: tuple[int, int] | None = None,
 ) -> Calibration:
-    """Time a block, and what stands outside the blocks, at chunks of `rows` rows.
+    """Time a block, and what stands outside the blocks, at chunks of `rows` rows, or of `fewer`
+    where those do not fit.
 
     `batch_of` gives real rows. Raises NotCalibrated with the reason: blocks in several lists, or
     too little memory for the miniature.
@@ -59,6 +61,9 @@ def calibrate(
         with randomness_kept(device):
             few, many = _trials(model, batch_of, device, rows)
     except torch.OutOfMemoryError as error:
+        if fewer is not None and fewer != rows:
+            _give_back(device)
+            return calibrate(model, batch_of, device, fewer)
         raise NotCalibrated("one block beside the head does not fit on the device") from error
     except UnsupportedModel as error:
         raise NotCalibrated(str(error)) from error

@@ -24,6 +24,7 @@ from fluxtrain.hardware.probe import known_rates, sustained_threads
 from fluxtrain.plan.calibration import Calibration, trial_rows
 from fluxtrain.plan.cost import Rates, rates_from
 from fluxtrain.plan.facts import ModelFacts
+from fluxtrain.plan.ranked import GPU_CHUNK_TOKENS
 from fluxtrain.plan.search import CHUNK_TOKENS
 from fluxtrain.telemetry.rundir import runs_root
 from fluxtrain.telemetry.storage import write_json
@@ -104,9 +105,10 @@ def measured_constants(
     if known.calibration is not None:
         return known
     assert facts.row is not None
-    rows = trial_rows(facts.row.sequence_length, batch_rows, CHUNK_TOKENS)
+    rows = trial_rows(facts.row.sequence_length, batch_rows, _trial_tokens(device))
+    fewer = trial_rows(facts.row.sequence_length, batch_rows, CHUNK_TOKENS)
     try:
-        tried = calibrate(model, batch_of, torch.device(device), rows)
+        tried = calibrate(model, batch_of, torch.device(device), rows, fewer)
     except NotCalibrated as reason:
         return replace(known, source=f"{known.source} ({reason})")
     tried = replace(tried, adamw_per_s=_adamw_per_s(facts, machine, device))
@@ -118,6 +120,12 @@ def measured_constants(
         source=f"one block, tried {_when(tried)}",
         is_new=True,
     )
+
+
+def _trial_tokens(device: str) -> int:
+    """Of the larger chunk that is tried: the largest that a plan takes, because small ones do not
+    fill a GPU and say nothing about large ones."""
+    return GPU_CHUNK_TOKENS if device == "cuda" else CHUNK_TOKENS
 
 
 def _when(tried: Calibration) -> str:
@@ -172,7 +180,7 @@ def _place(facts: ModelFacts, machine: Machine, device: str, batch_rows: int | N
     edges = [(g.weight_bytes, g.users) for g in facts.groups if g.kind == "edge"]
     shape = (middle.weight_bytes, middle.trained_bf16, middle.trained_fp32, edges, facts.layers)
     rows = (row.hidden, row.vocabulary, row.sequence_length, row.dtype_bytes)
-    trial = trial_rows(row.sequence_length, batch_rows, CHUNK_TOKENS)
+    trial = trial_rows(row.sequence_length, batch_rows, _trial_tokens(device))
     threads = torch.get_num_threads()
     return cache_file("block", machine, device, shape, rows, trial, threads, str(torch.__version__))
 

@@ -70,7 +70,7 @@ class TrainingLoop:
         self._changes = changes
         self._progress = Progress()
         self._queued: QueuedStep | None = None  # its numbers are read after the next is queued
-        self._settled_s: float | None = None  # when the numbers of the last one were read
+        self._clock_before: StepClock | None = None  # of the step just before the queued one
         self.state = state
         self.steps_s: list[float] = []  # of this process
 
@@ -114,7 +114,7 @@ class TrainingLoop:
         if self.state.evaluated_step == self.state.step:
             return
         started_s = time.perf_counter()
-        self._changes.disturbed()
+        self._disturbed()
         self._announcer.phase("evaluating")
         # the loss in chunks, or logits would not fit
         with self._engine.evaluating(), self._recorder.as_one("evaluation"):
@@ -211,8 +211,8 @@ class TrainingLoop:
 
     def _report(self, queued: QueuedStep, computed: Computed) -> None:
         stalls = self._engine.take_stalls()
-        step_s, phases = queued.clock.finish(self._settled_s)
-        self._settled_s = time.perf_counter()
+        step_s, phases = queued.clock.finish(self._clock_before)
+        self._clock_before = queued.clock
         self.steps_s.append(step_s)
         self.state.step_done(computed.loss, queued.tokens, step_s)
         eta_s, spread_s = self._progress.eta(self._settings.total_steps - self.state.step)
@@ -246,7 +246,7 @@ class TrainingLoop:
             self._checkpoint()
 
     def _checkpoint(self, then: RunPhase = "training") -> None:
-        self._changes.disturbed()
+        self._disturbed()
         self._announcer.phase("saving")
         self._engine.flush()
         self._keeper.write(self.state, self._engine, self._data)
@@ -266,7 +266,7 @@ class TrainingLoop:
     def _wait_while_paused(self) -> None:
         self._engine.flush()
         self._recorder.end_step()
-        self._changes.disturbed()
+        self._disturbed()
         self._announcer.phase("paused", f"after step {self.state.step}")
         while self._requests.paused:
             if self._requests.take_checkpoint():
@@ -274,6 +274,11 @@ class TrainingLoop:
             self._changes.carry_out(self.state.step)
             self._requests.wait_for_change()
         self._announcer.phase("training")
+
+    def _disturbed(self) -> None:
+        """Something else than steps happens: the next step begins by itself."""
+        self._changes.disturbed()
+        self._clock_before = None
 
     def _stopping(self) -> bool:
         return self._requests.stop_code is not None

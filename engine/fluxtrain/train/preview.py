@@ -62,9 +62,8 @@ def preview(
     batch = config.train.batch_rows
     wished_rows = None if batch == "auto" else batch
     facts = model_facts_for(config, model, model.config)
-    if elsewhere is not None:
-        constants = Constants(per_s=per_s, source=ASSUMED)
-    else:
+    constants = Constants(per_s=per_s, source=ASSUMED)
+    if elsewhere is None:
         constants = known_constants(facts, machine, device.value, wished_rows, per_s)
     facts = constants.applied(facts)
     rows = max(1, round(_tokens(config) * (1 - config.data.held_out) / length))
@@ -95,25 +94,25 @@ def preview(
         *page_locks_planned(facts, placement, device.value, per_s),
         *course.choices,
     )
-    told = forecast.told(course.total_steps)
     return {
-        "model": {
-            "name": Path(config.model.path).name,
-            "parameters": sum(p.numel() for p in model.parameters()),
-            "blocks": facts.layers,
-            "dtype": dtype,
-        },
+        "model": _told(config, model, dtype, facts.layers),
         "device": device.value,
         **_placed(config, placement),
         "estimated_rows": rows,
         "steps": course.total_steps,
         "host_limit_bytes": _host_limit(where, placement, None if elsewhere else machine),
         "machine": elsewhere.line if elsewhere else machine.line(),
-        **told,
+        **forecast.told(course.total_steps),
         "choices": [msgspec.to_builtins(choice) for choice in choices],
         "settings": [_setting(setting) for setting in settings(config)],
         "config": config.model_dump(mode="json"),
     }
+
+
+def _told(config: RunConfig, model: PreTrainedModel, dtype: str, blocks: int) -> dict[str, Any]:
+    parameters = sum(p.numel() for p in model.parameters())
+    name = Path(config.model.path).name
+    return {"name": name, "parameters": parameters, "blocks": blocks, "dtype": dtype}
 
 
 def _refuse_a_batch_beyond(rows: int, config: RunConfig) -> None:

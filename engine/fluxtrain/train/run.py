@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 import torch
@@ -35,6 +34,7 @@ from fluxtrain.train.choices import choose_course
 from fluxtrain.train.config import RunConfig
 from fluxtrain.train.constants import Constants, measured_constants
 from fluxtrain.train.device_budget import hold_to_budget
+from fluxtrain.train.fingerprint import fingerprint
 from fluxtrain.train.forecast import forecast_of
 from fluxtrain.train.guarding import (
     disk_room,
@@ -66,7 +66,6 @@ from fluxtrain.train.run_files import (
     write_run_file,
 )
 from fluxtrain.train.session import Session
-from fluxtrain.units import count_text
 
 if TYPE_CHECKING:
     pass
@@ -224,7 +223,7 @@ class Run:
             cadence,
             config.train.keep_checkpoints,
             session.announcer,
-            _fingerprint(config, self.model, self.batch_rows),
+            fingerprint(config, self.model, self.batch_rows),
         )
 
     def announce(self, hello: Hello) -> None:
@@ -370,32 +369,3 @@ def _optimizer(config: RunConfig, model: nn.Module, rate: float) -> torch.optim.
         no_decay=settings.no_decay,
     )
     return torch.optim.AdamW(groups, lr=rate, betas=settings.betas, eps=settings.eps)
-
-
-def _fingerprint(config: RunConfig, model: nn.Module, batch_rows: int) -> dict[str, Any]:
-    """What must be the same for a run to go on exactly; compared key by key on resume."""
-    settings = config.train.model_dump(mode="json")
-    keys = (
-        "accumulation", "learning_rate", "schedule", "warmup_steps", "weight_decay", "no_decay",
-        "betas", "eps", "states", "max_grad_norm", "seed",
-    )  # fmt: skip
-    return {
-        "model": _model_digest(model),
-        "method": config.method.name,
-        "data.sequence_length": config.data.sequence_length,
-        "data.held_out": config.data.held_out,
-        "data.seed": config.data.seed,
-        "batch_rows": batch_rows,
-        **{f"train.{key}": settings[key] for key in keys},
-    }
-
-
-def _model_digest(model: nn.Module) -> str:
-    digest = hashlib.sha256()
-    count = 0
-    for name, parameter in model.named_parameters():
-        facts = (name, tuple(parameter.shape), str(parameter.dtype), parameter.requires_grad)
-        digest.update(repr(facts).encode())
-        count += parameter.numel()
-    kind = type(model).__name__
-    return f"{kind}, {count_text(count)} parameters ({digest.hexdigest()[:8]})"

@@ -14,9 +14,9 @@ PHASES = ("data", "forward", "backward", "optimizer", "other")
 class StepClock:
     """Marks the ends of phases; on CUDA forward and backward are timed by the device's own events.
 
-    There the host runs up to a step ahead of the device, so a step lasts from the moment when the
-    one before was seen to have ended, and of the host's own phases only what the device was not
-    busy in counts.
+    There the host runs up to a step ahead of the device, so a step lasts, by the device's events,
+    from the end of the one before, and of the host's own phases only what the device was not busy
+    in counts.
     """
 
     def __init__(self, device: torch.device, recorder: Recorder | None = None) -> None:
@@ -38,15 +38,18 @@ class StepClock:
             event.record(self._stream)
             self._events.append((phase, event))
 
-    def finish(self, before_s: float | None = None) -> tuple[float, dict[str, float]]:
+    def finish(self, before: StepClock | None = None) -> tuple[float, dict[str, float]]:
         """The seconds of the step and its partition; call it after the device was waited for.
 
-        before_s: when the step before was finished (`time.perf_counter`).
+        before: the clock of the step that this one followed without anything between them.
         """
-        now_s = time.perf_counter()
-        total_s = now_s - max(self._started_s, before_s or 0.0)
         if self._events:
+            earlier = before._events[-1] if before is not None and before._events else None
+            (_, start), (_, end) = earlier or self._events[0], self._events[-1]
+            end.synchronize()  # it was the last before the norm, which is here already
+            total_s = start.elapsed_time(end) / 1e3
             return total_s, self._divided(total_s)
+        total_s = time.perf_counter() - self._started_s
         spent = dict(self._spent_s)
         spent["other"] += max(0.0, total_s - sum(spent.values()))
         return total_s, spent
