@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -144,11 +145,11 @@ def test_memory_is_what_the_layout_says_and_comes_back() -> None:
 def _what_is_left() -> list[torch.Tensor]:
     """All memory below the limit, so that nothing is found between other tensors."""
     filling: list[torch.Tensor] = []
-    while True:
-        try:
-            filling.append(torch.empty(MIB, dtype=torch.uint8, device="cuda"))
-        except torch.OutOfMemoryError:
-            return filling
+    for size in (32 * MIB, 8 * MIB, 2 * MIB, MIB // 2):  # the allocator keeps large and small apart
+        with suppress(torch.OutOfMemoryError):
+            while True:
+                filling.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
+    return filling
 
 
 def test_a_change_that_runs_out_of_device_memory_is_undone() -> None:

@@ -58,16 +58,13 @@ def preview(
     machine, per_s = _measured(elsewhere, report)
     room = _room(config, elsewhere, device.value)
     model, dtype = _empty_model(config, weightless=elsewhere is not None)
-    length = config.data.sequence_length
-    batch = config.train.batch_rows
-    wished_rows = None if batch == "auto" else batch
+    wished_rows = None if config.train.batch_rows == "auto" else config.train.batch_rows
     facts = model_facts_for(config, model, model.config)
     constants = Constants(per_s=per_s, source=ASSUMED)
     if elsewhere is None:
         constants = known_constants(facts, machine, device.value, wished_rows, per_s)
     facts = constants.applied(facts)
-    rows = max(1, round(_tokens(config) * (1 - config.data.held_out) / length))
-    _refuse_a_batch_beyond(rows, config)
+    rows = _rows_within(config)
     placement = decide(
         config,
         facts,
@@ -81,19 +78,14 @@ def preview(
     where = room or room_of(machine, device.value)
     disk = elsewhere.disk if elsewhere else disk_room(run_dir or runs_root())
     refuse_what_does_not_fit(config, facts, placement, where.host_available_bytes, disk)
-    forecast = forecast_of(config, facts, placement, where, constants)
     step_rows = placement.batch_rows * config.train.accumulation
     course = choose_course(
         config.train,
         steps_per_epoch=max(1, -(-rows // step_rows)),
         fresh_weights=config.model.path == DEMO,
     )
-    choices: tuple[ChoiceMade, ...] = (
-        device,
-        *placement.choices,
-        *page_locks_planned(facts, placement, device.value, per_s),
-        *course.choices,
-    )
+    locks = page_locks_planned(facts, placement, device.value, per_s)
+    choices: tuple[ChoiceMade, ...] = (device, *placement.choices, *locks, *course.choices)
     return {
         "model": _told(config, model, dtype, facts.layers),
         "device": device.value,
@@ -102,7 +94,7 @@ def preview(
         "steps": course.total_steps,
         "host_limit_bytes": _host_limit(where, placement, None if elsewhere else machine),
         "machine": elsewhere.line if elsewhere else machine.line(),
-        **forecast.told(course.total_steps),
+        **forecast_of(config, facts, placement, where, constants).told(course.total_steps),
         "choices": [msgspec.to_builtins(choice) for choice in choices],
         "settings": [_setting(setting) for setting in settings(config)],
         "config": config.model_dump(mode="json"),
@@ -115,14 +107,17 @@ def _told(config: RunConfig, model: PreTrainedModel, dtype: str, blocks: int) ->
     return {"name": name, "parameters": parameters, "blocks": blocks, "dtype": dtype}
 
 
-def _refuse_a_batch_beyond(rows: int, config: RunConfig) -> None:
-    """`rows` is an estimate, so only twice as many are too many."""
+def _rows_within(config: RunConfig) -> int:
+    """About how many rows an epoch has: an estimate, so a batch of twice as many is refused."""
+    tokens = _tokens(config) * (1 - config.data.held_out)
+    rows = max(1, round(tokens / config.data.sequence_length))
     batch, parts = config.train.batch_rows, config.train.accumulation
     if (1 if batch == "auto" else batch) * parts > 2 * rows:
         raise BadInput(
             f"train.batch_rows = {batch} times train.accumulation = {parts} is more than the "
             f"data's about {rows} rows: lower it, or add data"
         )
+    return rows
 
 
 def _placed(config: RunConfig, placement: RunPlacement) -> dict[str, Any]:
