@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +16,6 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from fluxtrain.errors import MisusedModel
-from fluxtrain.memory.boundary import Parked
 from fluxtrain.memory.group import Group, Member
 from fluxtrain.stream.arguments import (
     Tree,
@@ -30,10 +28,11 @@ from fluxtrain.stream.arguments import (
     to_device,
     without_caches,
 )
-from fluxtrain.stream.buffers import Copies, WrittenBuffers, as_before
+from fluxtrain.stream.buffers import WrittenBuffers, as_before
+from fluxtrain.stream.call import Call, checksum, run_with, spans
 from fluxtrain.stream.capture import Capture, active_collector
 from fluxtrain.stream.head import LazyLogits
-from fluxtrain.stream.rng import Autocast, RandomState
+from fluxtrain.stream.rng import RandomState
 
 if TYPE_CHECKING:
     from fluxtrain.stream.engine import Engine
@@ -58,6 +57,8 @@ class Unit:
         self.is_head = False  # its output may stay uncomputed (LazyLogits)
         self.chunkable: dict[tuple[Any, ...], bool] = {}  # by mode and by what carries the batch
         self.written = WrittenBuffers()
+        self.keeps = False  # what its backward needs stays on the device: nothing is recomputed
+        self.reads_twice = False  # a function of it asks for its saved tensors more than once
         self.writes_inputs = False  # x.add_(...), ReLU(inplace=True): it is given copies
         self.checked = 0
 
@@ -150,7 +151,7 @@ class Unit:
             assert rows is not None
             split = splits(tensors, rows)
             outs = [
-                flatten(_call(self.original, tree.fill(piece(tensors, split, a, b))))
+                flatten(run_with(self.original, tree.fill(piece(tensors, split, a, b))))
                 for a, b in spans(rows, engine.chunk_rows)
             ]
         merged = [torch.cat(parts) for parts in zip(*(t for _, t in outs), strict=True)]
@@ -172,83 +173,6 @@ class Unit:
         return self.chunkable[key]
 
 
-class Call:
-    """One forward of a unit: what its backward needs besides the saved tensors."""
-
-    def __init__(self, unit: Unit, tree: Tree, capture: Capture) -> None:
-        self.unit = unit
-        self.tree = tree
-        self.capture = capture
-        self.autocast = Autocast.now(unit.engine.device.torch_device)
-        self.training = unit.module.training
-        self.versions = {g: g.version for g in unit.groups}
-        self.spans: list[tuple[int, int]] = [(0, 1)]
-        self.split: tuple[bool, ...] = ()
-        self.needs: tuple[bool, ...] = ()  # which inputs ask for a gradient
-        self.random: list[RandomState] = []
-        self.out_tree: Tree | None = None
-        self.out_rows: list[list[int]] = []  # per chunk and output: rows of the output
-        self.checksums: list[Tensor] = []
-        self.boundary_bytes = 0
-        self.parked: dict[int, Parked] = {}  # inputs that wait on the host
-        self.buffers: Copies = {}  # before the forward, of those that it wrote to
-
-    def cut(self, tensors: Sequence[Tensor]) -> None:
-        """Decide on the chunks of this call."""
-        rows = batch_rows(tensors)
-        engine = self.unit.engine
-        self.split = tuple(False for _ in tensors)
-        self.spans = [(0, rows or 1)]
-        self.needs = tuple(t.requires_grad for t in tensors)
-        if rows is None or not engine.chunks(self.unit, rows, self.tree, tensors):
-            return
-        self.spans = spans(rows, engine.chunk_rows)
-        self.split = splits(tensors, rows)
-
-    def brought_back(self, saved: Sequence[Tensor]) -> list[Tensor]:
-        """The inputs of this call: those that stayed, and those that waited on the host."""
-        stayed = iter(saved)
-        park, parked = self.unit.engine.park, self.parked
-        return [
-            park.fetch(parked[i]) if i in parked else next(stayed) for i in range(len(self.needs))
-        ]
-
-    def inputs(self, tensors: Sequence[Tensor], span: tuple[int, int]) -> list[Tensor]:
-        """Detached inputs of one chunk that ask for gradients where the caller's do."""
-        parts = piece(tensors, self.split, *span)
-        return [
-            part.detach().requires_grad_(needed)
-            for part, needed in zip(parts, self.needs, strict=True)
-        ]
-
-    def compute(self, inputs: Sequence[Tensor]) -> tuple[Tree, list[Tensor]]:
-        """Run the block on one chunk; outputs and captured tensors, flattened."""
-        given = [i.clone() for i in inputs] if self.unit.writes_inputs else inputs
-        try:
-            with self.capture.collecting() as extra:
-                out = _call(self.unit.original, self.tree.fill(given))
-        except RuntimeError as error:
-            if self.unit.writes_inputs or "leaf Variable that requires grad" not in str(error):
-                raise
-            self.unit.writes_inputs = True
-            self.random[-1].restore(self.unit.engine.device.torch_device)
-            return self.compute(inputs)
-        return flatten((out, extra))
-
-    def check(self, index: int, outputs: Sequence[Tensor]) -> None:
-        """In the first steps: does the recomputed chunk equal the forward's?"""
-        if index >= len(self.checksums):
-            return
-        before, now = float(self.checksums[index]), float(checksum(outputs))
-        if abs(before - now) > 1e-3 * max(abs(before), 1e-6):
-            raise MisusedModel(
-                f"{self.unit.name} computed something else in the backward pass (checksum "
-                f"{now:.6g}) than in the forward pass ({before:.6g}): was it switched between "
-                "train and eval, or were adapters toggled, in between? Keep the model as it is "
-                "from forward to backward"
-            )
-
-
 class _Streamed(torch.autograd.Function):
     """Forward without keeping activations, backward with recomputation."""
 
@@ -257,19 +181,20 @@ class _Streamed(torch.autograd.Function):
         unit, engine = call.unit, call.unit.engine
         ctx.call, ctx.anchor_node = call, engine.anchor_node
         ctx.set_materialize_grads(False)
-        call.parked = engine.park.park(tensors, call.needs) if engine.plan.parks else {}
+        call.parked = {}
+        if engine.plan.parks and not unit.keeps:
+            call.parked = engine.park.park(tensors, call.needs)
         ctx.save_for_backward(*(t for i, t in enumerate(tensors) if i not in call.parked))
-        verify = unit.checked < _CHECKED_RECOMPUTES
+        verify = unit.checked < _CHECKED_RECOMPUTES and not unit.keeps
         parts: list[list[Tensor]] = []
         with engine.bound(unit):
             buffers = unit.written.before(unit.module)
+            call.find_ends()
             for span in call.spans:
                 call.random.append(RandomState.now(engine.device.torch_device))
-                with torch.enable_grad(), _nothing_saved(), call.autocast.again():
-                    call.out_tree, outputs = call.compute(call.inputs(tensors, span))
+                parts.append(call.record(call.inputs(tensors, span)))
                 if verify:
-                    call.checksums.append(checksum(outputs))
-                parts.append(outputs)
+                    call.checksums.append(checksum(parts[-1]))
             call.buffers = unit.written.after(unit.module, buffers)
         engine.after_forward(unit)
         call.boundary_bytes = sum(
@@ -283,6 +208,8 @@ class _Streamed(torch.autograd.Function):
             for chunks in zip(*parts, strict=True)
         ]
         del parts
+        for tape in call.tapes:
+            tape.let_go()
         ctx.mark_non_differentiable(
             *(o for o, d in zip(merged, differentiable, strict=True) if not d)
         )
@@ -300,7 +227,7 @@ class _Streamed(torch.autograd.Function):
         pieces: dict[int, list[Tensor]] = {i: [] for i in wanted}
         with engine.bound(unit, "backward"), as_before(unit.module, call.buffers):
             for index, span in enumerate(call.spans):
-                found = _chunk_backward(call, index, span, tensors, wanted, gradients)
+                found = call.backward(index, span, tensors, wanted, gradients)
                 for i, gradient in zip(wanted, found, strict=True):
                     if call.split[i]:
                         pieces[i].append(gradient)
@@ -314,80 +241,3 @@ class _Streamed(torch.autograd.Function):
         engine.after_backward(unit)
         unit.checked += 1
         return (None, None, *sums)
-
-
-def _chunk_backward(
-    call: Call,
-    index: int,
-    span: tuple[int, int],
-    tensors: Sequence[Tensor],
-    wanted: Sequence[int],
-    gradients: Sequence[Tensor | None],
-) -> list[Tensor]:
-    """Recompute one chunk, give its weight gradients to the engine, return its input gradients."""
-    unit, engine = call.unit, call.unit.engine
-    inputs = call.inputs(tensors, span)
-    after = RandomState.now(engine.device.torch_device)
-    call.random[index].restore(engine.device.torch_device)
-    with torch.enable_grad(), call.autocast.again():
-        _, outputs = call.compute(inputs)
-    after.restore(engine.device.torch_device)
-    call.check(index, outputs)
-    pairs = [
-        (output, _rows_of(gradient, call, index, position))
-        for position, (output, gradient) in enumerate(zip(outputs, gradients, strict=True))
-        if gradient is not None and output.requires_grad
-    ]
-    members = [(g, m) for g, m in unit.members() if m.parameter.requires_grad]
-    leaves = [inputs[i] for i in wanted] + [m.parameter for _, m in members]
-    if not pairs or not leaves:
-        return [torch.zeros_like(inputs[i]) for i in wanted]
-    found: Sequence[Tensor | None] = torch.autograd.grad(
-        [o for o, _ in pairs], leaves, [g for _, g in pairs], allow_unused=True
-    )
-    for (group, member), gradient in zip(members, found[len(wanted) :], strict=True):
-        if gradient is not None:
-            engine.gradients.add(group, member, gradient)
-    return [
-        g if g is not None else torch.zeros_like(inputs[i])
-        for i, g in zip(wanted, found[: len(wanted)], strict=True)
-    ]
-
-
-def _rows_of(gradient: Tensor, call: Call, chunk: int, output: int) -> Tensor:
-    """This chunk's rows of the gradient of one output."""
-    if len(call.spans) == 1:
-        return gradient
-    start = sum(rows[output] for rows in call.out_rows[:chunk])
-    return gradient[start : start + call.out_rows[chunk][output]]
-
-
-def spans(rows: int, chunk_rows: int) -> list[tuple[int, int]]:
-    """[start, stop) of chunks of `chunk_rows`; the last may be shorter."""
-    return [(start, min(start + chunk_rows, rows)) for start in range(0, rows, chunk_rows)]
-
-
-def checksum(outputs: Sequence[Tensor]) -> Tensor:
-    """A scalar (float64) that changes when any output does."""
-    floats = [
-        torch.linalg.vector_norm(o.detach(), 1, dtype=torch.float64)  # without a copy in float64
-        for o in outputs
-        if o.is_floating_point()
-    ]
-    return torch.stack(floats).sum() if floats else torch.zeros((), dtype=torch.float64)
-
-
-@contextmanager
-def _nothing_saved() -> Iterator[None]:
-    """Autograd records, so that kernels are chosen as in the recompute, but keeps no tensor."""
-
-    def never(_: object) -> Tensor:
-        raise AssertionError("a streamed block's forward graph is never run backward")
-
-    with torch.autograd.graph.saved_tensors_hooks(lambda _: None, never):
-        yield
-
-
-def _call(function: Callable[..., Any], arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
-    args, kwargs = arguments
-    return function(*args, **kwargs)

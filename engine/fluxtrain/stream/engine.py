@@ -25,7 +25,8 @@ from fluxtrain.plan.placement import Placement
 from fluxtrain.stream.accounts import Accounts, BlockFacts, MemoryUse, Residency, Traffic
 from fluxtrain.stream.adoption import EagerStep
 from fluxtrain.stream.arguments import Tree
-from fluxtrain.stream.block import Call, Unit
+from fluxtrain.stream.block import Unit
+from fluxtrain.stream.call import Call
 from fluxtrain.stream.chunking import saved_row_bytes
 from fluxtrain.stream.head import HeadCall
 from fluxtrain.stream.norm import GradNorm, norm_parts

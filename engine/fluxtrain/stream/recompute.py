@@ -1,0 +1,160 @@
+"""The graph of one chunk of a block: recorded in the forward pass, filled again for the backward.
+
+The forward pass lets autograd record the block, but what it wants to save is only counted. Before
+the backward pass the block is run again on the kept inputs, what it saves takes the counted places,
+and the run ends as soon as the last of them is filled: what only the output needs (the last product
+of a transformer block, a fifth of its forward) is not computed a second time. Then the recorded
+graph runs backward. A chunk may also keep what is saved; then nothing is computed again.
+
+The principle is that of torch.utils.checkpoint's non-reentrant variant with early stop (PyTorch 2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
+
+from fluxtrain.errors import MisusedModel
+
+
+class _Enough(BaseException):
+    """All that the backward pass needs is there. Not an Exception: a block may catch those."""
+
+
+class AskedTwice(RuntimeError):
+    """A saved tensor was asked for after it had been given away."""
+
+
+class Saved:
+    """What autograd saves of one chunk, in the order of saving.
+
+    The recorded graph owns this through its hooks, so it must not own the graph.
+    """
+
+    def __init__(self, *, keeps: bool, gives_away: bool) -> None:
+        self.gives_away = (
+            gives_away  # each tensor once, so that its memory is free when it was used
+        )
+        self._keeps = keeps  # from the forward pass on
+        self._count = 0  # recorded
+        self._filled = 0  # by the last run under `filling`
+        self._to_the_end = False
+        self._found: dict[int, Tensor] = {}
+
+    def recording(self) -> saved_tensors_hooks:
+        """A context in which what autograd saves is counted, and kept if that is wanted."""
+        self._count = 0
+        self._found.clear()
+        return saved_tensors_hooks(self._record, self._give)
+
+    def is_full(self) -> bool:
+        """Is every counted tensor there?"""
+        return len(self._found) == self._count
+
+    @contextmanager
+    def filling(self, *, to_the_end: bool) -> Iterator[None]:
+        """A context for a second run under `again`; it is left early, without an exception, once
+        all places are full, unless the run is wanted `to_the_end`."""
+        self._to_the_end = to_the_end
+        with suppress(_Enough):
+            yield
+
+    def again(self) -> saved_tensors_hooks:
+        """A context in which what autograd saves takes the counted places."""
+        self._filled = 0
+        self._found.clear()
+        return saved_tensors_hooks(self._fill, _never)
+
+    def check(self, name: str) -> None:
+        """After `filling`: raise when another number of tensors was saved than counted."""
+        if self._filled != self._count:
+            self.clear()
+            raise MisusedModel(
+                f"{name} computed something else in the backward pass ({self._filled} saved "
+                f"tensors) than in the forward pass ({self._count}): does it depend on something "
+                "that changed in between, such as a flag or a counter? Keep the model as it is "
+                "from forward to backward"
+            )
+
+    def clear(self) -> None:
+        """Free what is left, such as what nobody asked for."""
+        self._found.clear()
+
+    def _record(self, tensor: Tensor) -> int:
+        place = self._count
+        self._count += 1
+        if self._keeps:
+            self._found[place] = tensor.detach()
+        return place
+
+    def _fill(self, tensor: Tensor) -> None:
+        self._found[self._filled] = tensor.detach()
+        self._filled += 1
+        if self._filled == self._count and not self._to_the_end:
+            raise _Enough
+
+    def _give(self, place: int) -> Tensor:
+        found = self._found.pop(place, None) if self.gives_away else self._found.get(place)
+        if found is None:
+            raise AskedTwice("a saved tensor of this block was asked for twice")
+        return found
+
+
+class Tape:
+    """The recorded graph of one chunk: where gradients enter it and where they are wanted."""
+
+    def __init__(self, saved: Saved, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+        self.saved = saved
+        self._outputs = [_edge(output) for output in outputs]
+        self._inputs = [_edge(leaf) for leaf in inputs]
+        self._leaves = list(inputs)
+
+    def let_go(self) -> None:
+        """Drop the inputs' memory: the graph needs them as names only. After the outputs, which
+        may be inputs, have been taken."""
+        for leaf in self._leaves:
+            leaf.data = torch.empty(0, dtype=leaf.dtype, device=leaf.device)
+        self._leaves = []
+
+    def backward(
+        self,
+        gradients: Sequence[Tensor | None],
+        wanted: Sequence[int],
+        parameters: Sequence[GradientEdge],
+    ) -> list[Tensor | None]:
+        """Gradients of the inputs `wanted` and of the parameters; None where nothing reaches.
+
+        gradients: of the loss by each output. Raises AskedTwice when a function of the block reads
+        its saved tensors twice and they are given away.
+        """
+        pairs = [
+            (output, gradient)
+            for output, gradient in zip(self._outputs, gradients, strict=True)
+            if output is not None and gradient is not None
+        ]
+        edges = [self._inputs[i] for i in wanted]
+        ends = [edge for edge in (*edges, *parameters) if edge is not None]
+        if not pairs or not ends:
+            return [None] * (len(wanted) + len(parameters))
+        found = iter(
+            torch.autograd.grad(
+                [output for output, _ in pairs],
+                ends,
+                [gradient for _, gradient in pairs],
+                allow_unused=True,
+                retain_graph=True,  # of names: a second backward fills it again
+            )
+        )
+        return [None if edge is None else next(found) for edge in (*edges, *parameters)]
+
+
+def _edge(tensor: Tensor) -> GradientEdge | None:
+    return get_gradient_edge(tensor) if tensor.requires_grad else None
+
+
+def _never(_: object) -> Tensor:
+    raise AssertionError("the graph of a recompute is never run backward")
