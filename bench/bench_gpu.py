@@ -103,6 +103,7 @@ def main() -> None:
     parser.add_argument("--offload", default="auto")
     parser.add_argument("--resident-blocks", type=int)
     parser.add_argument("--device-groups", type=int)
+    parser.add_argument("--kept-blocks", type=int)
     parser.add_argument("--chunk-rows", type=int)
     parser.add_argument("--states", default="fp32", choices=("fp32", "bf16", "8bit"))
     parser.add_argument("--eager", action="store_true", help="no clipping, update at once")
@@ -151,6 +152,7 @@ def wrapped(model: Qwen2ForCausalLM, options: argparse.Namespace) -> tuple[Any, 
             device_groups=options.device_groups,
             resident_blocks=options.resident_blocks,
             boundaries=options.boundaries,
+            kept_blocks=options.kept_blocks,
             eager=options.eager,
         ),
         None if isinstance(rates, str) else Timing(rates=rates, exact=not options.eager),
@@ -163,6 +165,7 @@ def wrapped(model: Qwen2ForCausalLM, options: argparse.Namespace) -> tuple[Any, 
         device_groups=plan.device_groups,
         chunk_rows=plan.chunk_rows,
         boundaries=plan.boundaries,
+        kept_blocks=plan.kept_blocks,
         budget_bytes=budget_bytes,
         overlap=True,
         states=options.states,
@@ -290,6 +293,7 @@ def report(
             "device_groups": plan.device_groups,
             "chunk_rows": engine.chunk_rows,
             "boundaries": plan.boundaries,
+            "kept_blocks": plan.kept_blocks,
             "predicted_device_gib": round(plan.device_bytes / GIB, 2),
             "torch_peak_gib": round(torch.cuda.max_memory_allocated() / GIB, 2),
             "predicted_host_gib": round(plan.host_bytes / GIB, 2),

@@ -108,7 +108,7 @@ def _plan(found: Row) -> str:
     return (
         f"{found['offload']}, {found['device_groups']} groups and {found['resident_blocks']} "
         f"blocks' weights on the GPU, chunks of {found['chunk_rows']}, boundaries on the "
-        f"{found['boundaries']}"
+        f"{found['boundaries']}, {found['kept_blocks']} blocks keep activations"
     )
 
 

@@ -46,6 +46,7 @@ def turn(engine: Engine, ground: Ground, knobs: Knobs) -> None:
         engine,
         device_groups=layout.device_groups,
         resident_blocks=layout.resident_blocks,
+        kept_blocks=layout.kept_blocks,
         slots=ground.slots(knobs),
         chunk_rows=layout.chunk_rows,
         need=ground.need(knobs),
@@ -100,14 +101,16 @@ def test_losses_and_weights_keep_their_bits_through_changes_of_residency_and_pre
 ) -> None:
     plain, turned = training(), training()
     plain.steps(12)
-    for prefetch, resident in ((2, 3), (1, 3), (4, 1), (1, 0), (2, LAYERS), (5, 0)):
+    changes = ((2, 3, 0), (1, 3, 2), (4, 1, 5), (1, 0, 0), (2, LAYERS, LAYERS), (5, 0, 1))
+    for prefetch, resident, kept in changes:
         turned.steps(2)
-        knobs = Knobs(prefetch=prefetch, resident_blocks=resident, chunk_rows=2)
+        knobs = Knobs(prefetch=prefetch, resident_blocks=resident, chunk_rows=2, kept_blocks=kept)
         turn(turned.engine, turned.ground, knobs)
     assert turned.losses == plain.losses
     turned.steps(2)
     plain.steps(2)
     assert turned.losses == plain.losses
+    assert [unit.keeps for unit in turned.engine.units].count(True) == 0  # all of them stream
     assert all(torch.equal(a, b) for a, b in zip(turned.weights(), plain.weights(), strict=True))
 
 

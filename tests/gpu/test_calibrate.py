@@ -34,6 +34,10 @@ def test_a_block_is_tried_on_the_gpu_and_leaves_nothing_there() -> None:
     assert tried.activation_bytes > 0
     assert tried.device_update_s > 0
     assert tried.host_block_s > 0
+    assert tried.kept_backward is not None
+    assert 0 < tried.kept_backward.at(8) < tried.backward.at(8)
+    assert tried.kept_bytes is not None
+    assert 0 < tried.kept_bytes <= 1.2 * tried.activation_bytes
 
 
 def test_copies_keep_the_bus_busy_until_they_are_told_to_stop() -> None:

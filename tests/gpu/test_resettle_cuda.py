@@ -88,6 +88,7 @@ class Training:
             self.engine,
             device_groups=layout.device_groups,
             resident_blocks=layout.resident_blocks,
+            kept_blocks=layout.kept_blocks,
             slots=self.ground.slots(knobs),
             chunk_rows=layout.chunk_rows,
             need=self.ground.need(knobs),

@@ -40,6 +40,9 @@ RATES = Rates(
     calibration=TRIED,
 )
 TIMING = Timing(rates=RATES)
+KEPT_BYTES = 60_000_000  # of a block and row
+KEEPING = replace(TRIED, kept_backward=Line(base=0.0008, slope=0.0002), kept_bytes=KEPT_BYTES)
+TIMING_KEEPING = Timing(rates=replace(RATES, calibration=KEEPING))
 
 
 def model(layers: int = 8, length: int = 1024) -> ModelFacts:
@@ -73,6 +76,32 @@ def gpu(device_gib: float, host_gib: float | None = 64.0) -> Room:
     return Room(device_free_bytes=int(device_gib * GIB), host_available_bytes=host)
 
 
+def measured(facts: ModelFacts) -> ModelFacts:
+    assert facts.row is not None
+    return replace(facts, row=replace(facts.row, saved_bytes=KEPT_BYTES))
+
+
+def test_what_is_left_of_the_device_keeps_activations() -> None:
+    facts, wishes = measured(model()), Wishes(batch_rows=8)
+    again = place_timed(facts, gpu(14), wishes, TIMING)
+    some = place_timed(facts, gpu(14), wishes, TIMING_KEEPING)
+    every = place_timed(facts, gpu(40), wishes, TIMING_KEEPING)
+    assert again.kept_blocks == 0
+    assert 0 < some.kept_blocks < 8
+    assert every.kept_blocks == 8
+    assert some.need.kept_bytes == some.kept_blocks * 8 * KEPT_BYTES
+    one_more = replace(layout(some), kept_blocks=some.kept_blocks + 1)
+    assert footprint(facts, one_more, has_gpu=True).device_bytes > 14 * GIB * AUTO_SHARE
+    saved_s = 8 * (TRIED.backward.at(8) - KEEPING.kept_backward.at(8))  # type: ignore[union-attr]
+    faster = step_s(again, facts) - step_s(every, facts, TIMING_KEEPING)
+    assert faster == pytest.approx(saved_s, rel=0.01)
+
+
+def test_asking_for_no_kept_blocks_keeps_none() -> None:
+    facts, wishes = measured(model()), Wishes(batch_rows=8, kept_blocks=0)
+    assert place_timed(facts, gpu(40), wishes, TIMING_KEEPING).kept_blocks == 0
+
+
 def step_s(plan: RunPlacement, facts: ModelFacts, timing: Timing = TIMING) -> float:
     return cost(facts, layout(plan), timing.rates, exact=timing.exact, passes=timing.passes).step_s
 
@@ -83,25 +112,29 @@ def layout(plan: RunPlacement) -> Layout:
         device_groups=plan.device_groups,
         resident_blocks=plan.resident_blocks,
         boundaries=plan.boundaries,
+        kept_blocks=plan.kept_blocks,
         batch_rows=plan.batch_rows,
         chunk_rows=plan.chunk_rows or 0,
     )
 
 
 @settings(max_examples=25)
-@given(st.floats(3, 20), st.floats(0, 8), st.sampled_from([1, 4, 8]), st.floats(6, 30))
+@given(
+    st.floats(3, 20), st.floats(0, 8), st.sampled_from([1, 4, 8]), st.floats(6, 30), st.booleans()
+)
 def test_more_memory_is_never_slower_and_the_budget_is_kept(
-    device_gib: float, more_gib: float, rows: int, host_gib: float
+    device_gib: float, more_gib: float, rows: int, host_gib: float, keeping: bool
 ) -> None:
-    facts, wishes = model(), Wishes(batch_rows=rows)
+    facts, wishes = measured(model()), Wishes(batch_rows=rows)
+    timing = TIMING_KEEPING if keeping else TIMING
     try:
-        small = place_timed(facts, gpu(device_gib, host_gib), wishes, TIMING)
+        small = place_timed(facts, gpu(device_gib, host_gib), wishes, timing)
     except DoesNotFit:
         return
-    large = place_timed(facts, gpu(device_gib + more_gib, host_gib), wishes, TIMING)
-    roomy = place_timed(facts, gpu(device_gib, host_gib + more_gib), wishes, TIMING)
-    assert step_s(large, facts) <= step_s(small, facts) * (1 + 1e-9)
-    assert step_s(roomy, facts) <= step_s(small, facts) * (1 + 1e-9)
+    large = place_timed(facts, gpu(device_gib + more_gib, host_gib), wishes, timing)
+    roomy = place_timed(facts, gpu(device_gib, host_gib + more_gib), wishes, timing)
+    assert step_s(large, facts, timing) <= step_s(small, facts, timing) * (1 + 1e-9)
+    assert step_s(roomy, facts, timing) <= step_s(small, facts, timing) * (1 + 1e-9)
     assert small.device_bytes <= device_gib * GIB * AUTO_SHARE
     assert small.need.host_bytes <= host_gib * GIB * HOST_SHARE
     assert small.need == footprint(facts, layout(small), has_gpu=True)

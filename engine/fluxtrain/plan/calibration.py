@@ -44,6 +44,8 @@ class Calibration:
     outside_forward: Line  # embedding, masks, last norm, head and loss with its gradient
     outside_backward: Line  # gradients of head and embedding on their way to their sums
     activation_bytes: int  # of one block and row, at the peak of its backward pass
+    kept_backward: Line | None = None  # one block that keeps its activations; None: not tried
+    kept_bytes: int | None = None  # of one block and row, beside its input
     host_block_s: float = 0.0  # the host queues one chunk of a block's forward and backward
     device_update_s: float = 0.0  # for each parameter whose states live on a GPU
     adamw_per_s: float | None = None  # parameters, at the size of this model; None: as probed

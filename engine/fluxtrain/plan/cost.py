@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 from fluxtrain.plan.calibration import Calibration, chunked
 from fluxtrain.plan.facts import BF16_BYTES, FP32_BYTES, GroupFacts, ModelFacts
-from fluxtrain.plan.footprint import Layout, homes, slot_count
+from fluxtrain.plan.footprint import Layout, homes, kept_count, slot_count
 
 FORWARD_PASSES = 2  # operations a weight and token
 BACKWARD_PASSES = 6  # recomputed forward, gradients of inputs and of weights
@@ -177,10 +177,14 @@ def _compute(facts: ModelFacts, layout: Layout, rates: Rates) -> tuple[float, fl
     assert row is not None, "time needs to know the rows"
     tried, batch, chunk = rates.calibration, layout.batch_rows, layout.chunk_rows
     if tried is not None:
+        again_s = kept_s = chunked(tried.backward, batch, chunk)
+        if tried.kept_backward is not None:
+            kept_s = min(again_s, chunked(tried.kept_backward, batch, chunk))
+        kept = kept_count(facts, layout)
         return (
             facts.layers * chunked(tried.forward, batch, chunk),
             tried.outside_forward.at(batch),
-            facts.layers * chunked(tried.backward, batch, chunk) + tried.outside_backward.at(batch),
+            (facts.layers - kept) * again_s + kept * kept_s + tried.outside_backward.at(batch),
         )
     tokens = layout.batch_rows * row.sequence_length
     blocks = [group for group in facts.groups if group.kind == "block"]
@@ -252,7 +256,8 @@ def _boundary_bytes(facts: ModelFacts, layout: Layout) -> int:
     row = facts.row
     if row is None or not layout.parks:
         return 0
-    return facts.layers * layout.batch_rows * row.boundary_bytes
+    parked = facts.layers - kept_count(facts, layout)
+    return parked * layout.batch_rows * row.boundary_bytes
 
 
 def _binding(phases: list[dict[str, float]], *, together: bool) -> str:

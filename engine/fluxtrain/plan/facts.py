@@ -82,6 +82,7 @@ class RowFacts:
     sequence_length: int
     dtype_bytes: int  # of activations: 2 (bf16) or 4 (fp32)
     activation_bytes: int  # of one block, recomputed in the backward pass
+    saved_bytes: int | None = None  # of one block that keeps them; None: not measured
 
     @property
     def boundary_bytes(self) -> int:
@@ -91,7 +92,18 @@ class RowFacts:
     def of_length(self, sequence_length: int) -> RowFacts:
         """A row with as many tokens."""
         activation_bytes = self.activation_bytes * sequence_length // self.sequence_length
-        return replace(self, sequence_length=sequence_length, activation_bytes=activation_bytes)
+        saved = self.saved_bytes
+        return replace(
+            self,
+            sequence_length=sequence_length,
+            activation_bytes=activation_bytes,
+            saved_bytes=None if saved is None else saved * sequence_length // self.sequence_length,
+        )
+
+    @property
+    def kept_bytes(self) -> int:
+        """What a block holds that keeps its activations: as measured, else no more than this."""
+        return self.activation_bytes if self.saved_bytes is None else self.saved_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,6 +155,7 @@ class Wishes:
     chunk_rows: int | None = None
     device_groups: int | None = None  # or all, if the model has fewer
     resident_blocks: int | None = None  # or all that are at home on the host
+    kept_blocks: int | None = None  # or all whose weights are on the device
     budget_bytes: int | None = None
     data_rows: int | None = None  # rows of one epoch
     accumulates: bool = False  # several backward passes a step

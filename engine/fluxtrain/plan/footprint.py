@@ -11,9 +11,11 @@ home on the host with all of that, and of their weights the device has
 | weights   | all   | the first `resident_blocks`, the others through slots | as `boundaries` says |
 | max       | all   | as `weights`, with fewer slots                        | host                 |
 
-Beside them the device has what a step needs: fp32 sums of gradients, staging for their way home,
-the boundaries, and the workspace of whichever phase takes most (see `_workspace`). Without a GPU
-the "device" is a buffer in host memory, so its bytes count as the host's.
+The first `kept_blocks` of the blocks whose weights are on the device keep their activations and
+compute nothing again. Beside them the device has what a step needs: fp32 sums of gradients, staging
+for their way home, the boundaries, and the workspace of whichever phase takes most (see
+`_workspace`). Without a GPU the "device" is a buffer in host memory, so its bytes count as the
+host's.
 """
 
 from __future__ import annotations
@@ -47,6 +49,7 @@ class Layout:
     offload: Offload
     device_groups: int = 0  # the first ones; with `none` all, whatever is said here
     resident_blocks: int = 0  # the first ones at home; with `optimizer` all
+    kept_blocks: int = 0  # of those whose weights are on the device, or all of them
     boundaries: Boundaries = "device"  # where they wait; with `max` on the host, whatever is said
     batch_rows: int = 0  # 0: not known
     chunk_rows: int = 0
@@ -69,6 +72,7 @@ class Footprint:
     optimizer_bytes: int
     boundaries_bytes: int
     workspace_bytes: int  # recomputed activations, logits, gradients on their way to the sums
+    kept_bytes: int = 0  # activations that are not recomputed
     arena_bytes: int  # weights, states and gradients at home on the host
     host_bytes: int
 
@@ -81,6 +85,7 @@ class Footprint:
             + self.optimizer_bytes
             + self.boundaries_bytes
             + self.workspace_bytes
+            + self.kept_bytes
         )
 
 
@@ -106,6 +111,7 @@ def footprint(facts: ModelFacts, layout: Layout, *, has_gpu: bool) -> Footprint:
         "optimizer_bytes": sum(g.state_bytes for g in at_device),
         "boundaries_bytes": _boundaries_on_device(facts, layout),
         "workspace_bytes": _workspace(facts, layout, shared, has_gpu=has_gpu),
+        "kept_bytes": kept_count(facts, layout) * kept_block_bytes(facts, layout),
     }
     arenas = sum(g.weight_bytes + g.state_bytes for g in at_home)
     arenas += _gradients_at_home(at_home, layout)
@@ -141,6 +147,21 @@ def homes(
 def passing_bytes(facts: ModelFacts, layout: Layout) -> int:
     """Host memory of weights whose home is a GPU while they are loaded, and again while saved."""
     return sum(group.weight_bytes for group in homes(facts, layout)[0])
+
+
+def keepable_count(facts: ModelFacts, layout: Layout) -> int:
+    """Blocks whose weights stay on the device, so that they can keep their activations."""
+    return facts.layers - streamed_count(facts, layout)
+
+
+def kept_count(facts: ModelFacts, layout: Layout) -> int:
+    """Blocks that keep their activations."""
+    return min(layout.kept_blocks, keepable_count(facts, layout))
+
+
+def kept_block_bytes(facts: ModelFacts, layout: Layout) -> int:
+    """Of the activations that one block keeps, beside its input."""
+    return 0 if facts.row is None else layout.batch_rows * facts.row.kept_bytes
 
 
 def slot_count(facts: ModelFacts, layout: Layout) -> int:
@@ -213,7 +234,9 @@ def _workspace(facts: ModelFacts, layout: Layout, shared_sums: int, *, has_gpu: 
     hidden = activations = chunk = 0
     if facts.row is not None:
         hidden = HIDDEN_IN_FLIGHT * layout.batch_rows * facts.row.boundary_bytes
-        activations = layout.chunk_rows * facts.row.activation_bytes
+        every_block_keeps = kept_count(facts, layout) == facts.layers
+        saved = facts.row.kept_bytes if every_block_keeps else 0  # counted as kept
+        activations = layout.chunk_rows * max(0, facts.row.activation_bytes - saved)
         chunk = _logits_bytes(facts.row, layout.batch_rows, product, has_gpu=has_gpu)
     loss = head_sum + chunk + hidden
     blocks = [g.rounded_bytes for g in facts.groups if g.kind == "block"]

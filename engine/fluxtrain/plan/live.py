@@ -5,6 +5,7 @@
 | `prefetch`        | blocks copied ahead of the one that computes | yes                    |
 | `resident_blocks` | blocks whose weights stay on the device      | yes                    |
 | `device_groups`   | first parts that live there with their states | yes                   |
+| `kept_blocks`     | blocks with weights there that keep activations | yes                |
 | `chunk_rows`      | rows computed at once inside a block         | no, summed in another order |
 """
 
@@ -21,12 +22,14 @@ from fluxtrain.plan.footprint import (
     Layout,
     footprint,
     homes,
+    keepable_count,
+    kept_count,
     slot_count,
     streamed_count,
 )
 from fluxtrain.units import bytes_text
 
-KnobName = Literal["prefetch", "resident_blocks", "device_groups", "chunk_rows"]
+KnobName = Literal["prefetch", "resident_blocks", "device_groups", "kept_blocks", "chunk_rows"]
 KNOBS: tuple[KnobName, ...] = get_args(KnobName)
 
 
@@ -38,6 +41,7 @@ class Knobs:
     resident_blocks: int  # of those at home on the host, where there are so many
     chunk_rows: int
     device_groups: int = 0
+    kept_blocks: int = 0  # of those whose weights are on the device, where there are so many
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +84,7 @@ class Ground:
             resident_blocks=self.layout.resident_blocks,
             chunk_rows=self.layout.chunk_rows,
             device_groups=self.layout.device_groups,
+            kept_blocks=self.layout.kept_blocks,
         )
 
     def home_blocks(self, knobs: Knobs) -> int:
@@ -95,6 +100,7 @@ class Ground:
             resident_blocks=min(knobs.resident_blocks, self.home_blocks(knobs)),
             chunk_rows=knobs.chunk_rows,
             device_groups=knobs.device_groups,
+            kept_blocks=knobs.kept_blocks,
         )
 
     def slots(self, knobs: Knobs) -> int:
@@ -145,6 +151,10 @@ def _check_range(ground: Ground, now: Knobs, change: Change) -> None:
     if change.name == "chunk_rows":
         _between(change, 1, layout.batch_rows, f"a backward pass has {layout.batch_rows} rows")
         return
+    if change.name == "kept_blocks":
+        most = keepable_count(ground.facts, ground.layout_with(now))
+        _between(change, 0, most, f"of {most} blocks the weights stay on the device")
+        return
     if layout.offload not in ("weights", "max"):
         raise BadInput(
             f"{change}: with offload={layout.offload} all weights stay on the device, none stream"
@@ -167,16 +177,20 @@ def _between(change: Change, low: int, high: int, because: str) -> None:
 
 
 def rungs(ground: Ground, now: Knobs) -> list[Change]:
-    """What to give up when device memory runs out in a step: half of the chunk, and of the smallest
-    chunk half of the resident blocks, else of the parts on the device."""
+    """What to give up when device memory runs out in a step: half of the blocks that keep their
+    activations, then half of the chunk, and of the smallest chunk half of the resident blocks, else
+    of the parts on the device."""
+    kept = kept_count(ground.facts, ground.layout_with(now))
+    if kept:
+        return [Change(name="kept_blocks", value=kept // 2)]
     if now.chunk_rows > 1:
         return [Change(name="chunk_rows", value=now.chunk_rows // 2)]
     layout = ground.layout_with(now)
     if layout.offload not in ("weights", "max"):
         return []
-    kept = {"resident_blocks": layout.resident_blocks, "device_groups": layout.device_groups}
+    held = {"resident_blocks": layout.resident_blocks, "device_groups": layout.device_groups}
     names: tuple[KnobName, ...] = ("resident_blocks", "device_groups")
-    return [Change(name=name, value=kept[name] // 2) for name in names if kept[name]]
+    return [Change(name=name, value=held[name] // 2) for name in names if held[name]]
 
 
 def refuse_without_room(ground: Ground, now: Knobs, new: Knobs, use: Use) -> None:

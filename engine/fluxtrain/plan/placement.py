@@ -28,7 +28,7 @@ from dataclasses import dataclass
 
 from fluxtrain.errors import BadInput, DoesNotFit
 from fluxtrain.plan.facts import OFFLOADS, Boundaries, ModelFacts, Offload, Room, Wishes
-from fluxtrain.plan.footprint import Footprint, Layout, slot_count
+from fluxtrain.plan.footprint import Footprint, Layout, kept_count, slot_count
 from fluxtrain.plan.reasons import choices_of, refusal
 from fluxtrain.plan.search import AUTO_SHARE, Search
 from fluxtrain.telemetry.events import ChoiceMade
@@ -49,6 +49,7 @@ class Placement:
     boundaries: Boundaries  # where they wait between forward and backward
     resident_blocks: int  # first of the other blocks, whose weights stay on the device
     slots: int  # shared by the blocks that are left
+    kept_blocks: int  # first of the blocks with weights there, whose activations stay there too
     budget_bytes: int | None  # None without a GPU and without a wish
     need: Footprint  # predicted peaks
     chunk_rows: int | None  # None: chosen by `chunk_for` when a row is measured
@@ -101,6 +102,7 @@ def place(facts: ModelFacts, room: Room, wishes: Wishes) -> RunPlacement:
         boundaries="host" if layout.parks else "device",
         resident_blocks=layout.resident_blocks,
         slots=slot_count(facts, layout),
+        kept_blocks=kept_count(facts, layout),
         budget_bytes=search.budget_bytes,
         need=search.need(layout),
         chunk_rows=layout.chunk_rows,
@@ -119,6 +121,7 @@ def place_for_any_rows(facts: ModelFacts, room: Room, wishes: Wishes) -> Placeme
         boundaries="host" if layout.parks else "device",
         resident_blocks=layout.resident_blocks,
         slots=slot_count(facts, layout),
+        kept_blocks=kept_count(facts, layout),
         budget_bytes=search.budget_bytes,
         need=search.need(layout),
         chunk_rows=wishes.chunk_rows,
@@ -130,7 +133,12 @@ def _found(facts: ModelFacts, room: Room, wishes: Wishes) -> tuple[Search, Layou
     if wishes.offload not in ("auto", *OFFLOADS):
         raise BadInput(f"offload is {wishes.offload!r}: use one of auto, {', '.join(OFFLOADS)}")
     counts = {"batch_rows": 1, "chunk_rows": 1, "budget_bytes": 1}
-    for name, least in {**counts, "device_groups": 0, "resident_blocks": 0}.items():
+    for name, least in {
+        **counts,
+        "device_groups": 0,
+        "resident_blocks": 0,
+        "kept_blocks": 0,
+    }.items():
         value = getattr(wishes, name)
         if value is not None and value < least:
             raise BadInput(f"{name} is {value}: use at least {least}, or leave it on auto")

@@ -14,7 +14,7 @@ from functools import cached_property
 
 from fluxtrain.plan.cost import Cost, Rates, cost
 from fluxtrain.plan.facts import OFFLOADS, Offload
-from fluxtrain.plan.footprint import Footprint, Layout
+from fluxtrain.plan.footprint import Footprint, Layout, keepable_count, kept_block_bytes
 from fluxtrain.plan.search import CHUNK_TOKENS, Search
 
 STOPS = {"fast": 1.0, "balanced": 0.5, "fit": 0.0}
@@ -81,9 +81,25 @@ class Dial:
     def at(self, share: float) -> TimedLayout:
         """The fastest layout within the limit; of equals the one that leaves host memory and bus
         alone most, for what they carry is never quite free; then the smallest."""
+        return min(self.within(share), key=_preference)
+
+    def within(self, share: float) -> list[TimedLayout]:
+        """The layouts of the stop at `share`, each with as many blocks that keep their activations
+        as its limit has room for."""
         limit = self.limit_bytes(share)
-        within = (one for one in self.candidates if one.size_bytes <= limit)
-        return min(within, key=_preference)
+        return [self._keeping(one, limit) for one in self.candidates if one.size_bytes <= limit]
+
+    def _keeping(self, one: TimedLayout, limit: int) -> TimedLayout:
+        facts, tried = self.search.facts, self.rates.calibration
+        wished = self.search.wishes.kept_blocks is not None
+        if wished or not self.rates.has_gpu or tried is None or tried.kept_backward is None:
+            return one
+        every, size = keepable_count(facts, one.layout), kept_block_bytes(facts, one.layout)
+        for count in (every, min(every, (limit - one.size_bytes) // max(1, size))):
+            layout = replace(one.layout, kept_blocks=count)
+            if count and self.search.need(layout).device_bytes <= limit:
+                return self._timed(layout)
+        return one
 
     def plans(self) -> tuple[RankedPlan, ...]:
         """Fast, balanced and fit; none where nothing fits."""

@@ -121,6 +121,7 @@ class Search:
             accumulates=self.wishes.accumulates,
             eager=self.wishes.eager,
             boundaries="host" if self.wishes.boundaries == "host" else "device",
+            kept_blocks=self.wishes.kept_blocks or 0,
         )
         if self.facts.row is None:
             yield first

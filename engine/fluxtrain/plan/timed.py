@@ -16,13 +16,14 @@ from dataclasses import dataclass, replace
 
 from fluxtrain.plan.cost import Rates
 from fluxtrain.plan.facts import ModelFacts, Room, Wishes
-from fluxtrain.plan.footprint import slot_count
+from fluxtrain.plan.footprint import kept_count, slot_count
 from fluxtrain.plan.placement import RunPlacement, place
 from fluxtrain.plan.ranked import Dial, TimedLayout
 from fluxtrain.plan.search import Search
 from fluxtrain.telemetry.events import ChoiceMade
 from fluxtrain.units import bytes_text, count_text, duration_text
 
+_KEEPS_NONE = "every block computes its activations again: no room is left to keep them"
 HIDDEN_SHARE = 0.95  # of the best batch's tokens a second
 
 
@@ -65,6 +66,7 @@ def place_timed(
         device_groups=layout.device_groups,
         boundaries="host" if layout.parks else "device",
         resident_blocks=layout.resident_blocks,
+        kept_blocks=kept_count(facts, layout),
         slots=slot_count(facts, layout),
         need=chosen.need,
         chunk_rows=layout.chunk_rows,
@@ -99,7 +101,7 @@ def _choices(
 ) -> tuple[ChoiceMade, ...]:
     """Every choice with what the best layout without it would take."""
     limit = dial.limit_bytes(share)
-    within = [one for one in dial.candidates if one.size_bytes <= limit]
+    within = dial.within(share)
     layout, seconds = chosen.layout, duration_text(chosen.cost.step_s)
     offload = (
         f"{seconds} a step, the fastest predicted of {len(within)} layouts within "
@@ -123,6 +125,10 @@ def _choices(
         "resident_blocks": (
             layout.resident_blocks,
             because("resident_blocks", layout.resident_blocks),
+        ),
+        "kept_blocks": (
+            layout.kept_blocks,
+            because("kept_blocks", layout.kept_blocks) if layout.kept_blocks else _KEEPS_NONE,
         ),
         "boundaries": (layout.boundaries, because("boundaries", layout.boundaries)),
         "batch_rows": (layout.batch_rows, batch_because),

@@ -225,3 +225,18 @@ def _state_letter(group: Group) -> str:
     if not group.has_state:
         return "."
     return "G" if group.home == "device" else "C"
+
+
+class Boundary:
+    """Bytes held between a unit's forward and backward, for the accounts."""
+
+    def __init__(self, accounts: Accounts, size_bytes: int) -> None:
+        self._accounts, self._bytes = accounts, size_bytes
+        accounts.boundary_bytes += size_bytes
+
+    def close(self) -> None:
+        self._accounts.boundary_bytes -= self._bytes
+        self._bytes = 0
+
+    def __del__(self) -> None:
+        self.close()

@@ -22,7 +22,7 @@ from fluxtrain.memory.gradients import Gradients, stored
 from fluxtrain.memory.group import Group, Member
 from fluxtrain.memory.window import Window
 from fluxtrain.plan.placement import Placement
-from fluxtrain.stream.accounts import Accounts, BlockFacts, MemoryUse, Residency, Traffic
+from fluxtrain.stream.accounts import Accounts, BlockFacts, Boundary, MemoryUse, Residency, Traffic
 from fluxtrain.stream.adoption import EagerStep
 from fluxtrain.stream.arguments import Tree
 from fluxtrain.stream.block import Unit
@@ -374,21 +374,6 @@ class Engine:
         self._last = {"forward": None, "backward": None}
         for group in self.gradients.open_groups():
             self._finish(group)
-
-
-class Boundary:
-    """Bytes held between a unit's forward and backward, for the accounts."""
-
-    def __init__(self, accounts: Accounts, size_bytes: int) -> None:
-        self._accounts, self._bytes = accounts, size_bytes
-        accounts.boundary_bytes += size_bytes
-
-    def close(self) -> None:
-        self._accounts.boundary_bytes -= self._bytes
-        self._bytes = 0
-
-    def __del__(self) -> None:
-        self.close()
 
 
 def engine_of(model: nn.Module) -> Engine:

@@ -18,6 +18,7 @@ from fluxtrain.memory.group import Group
 from fluxtrain.memory.moving import new_home
 from fluxtrain.memory.window import Slot
 from fluxtrain.plan.footprint import Footprint
+from fluxtrain.stream.keepers import choose_keepers
 from fluxtrain.stream.optimizer_state import renew_state
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ def resettle(
     *,
     device_groups: int,
     resident_blocks: int,
+    kept_blocks: int,
     slots: int,
     chunk_rows: int,
     need: Footprint,
@@ -37,7 +39,8 @@ def resettle(
 
     device_groups: the first so many groups live on the device; resident_blocks: the first so many
     of the blocks at home on the host keep their weights there too; slots: shared by the other
-    blocks; need: the predicted peaks of all that, for the accounts.
+    blocks; kept_blocks: the first so many with weights on the device keep their activations; need:
+    the predicted peaks of all that, for the accounts.
 
     New memory is taken before any is given back, so that running out of it leaves everything as it
     was. Raises DoesNotFit then.
@@ -77,10 +80,12 @@ def resettle(
         engine.plan,
         device_groups=device_groups,
         resident_blocks=resident_blocks,
+        kept_blocks=kept_blocks,
         slots=slots,
         need=need,
     )
     engine.chunk_rows = chunk_rows
+    choose_keepers(engine)
     engine.copy_ahead_for_the_next_step()
 
 

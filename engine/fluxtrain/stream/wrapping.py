@@ -23,6 +23,7 @@ from fluxtrain.stream.block import Unit
 from fluxtrain.stream.blocks import Parts, take_apart
 from fluxtrain.stream.engine import Engine, engine_of
 from fluxtrain.stream.grouping import Borrowed, group_parameters, is_head, model_facts
+from fluxtrain.stream.keepers import choose_keepers
 from fluxtrain.stream.parameter import Owner, adopt_parameter, owner_of, release_parameter
 from fluxtrain.stream.surface import guard_module, release_module, replace_forward
 
@@ -37,6 +38,7 @@ def wrap(  # noqa: PLR0913  # each is one choice of the user, by keyword
     budget_bytes: int | None = None,
     resident_blocks: int | None = None,
     device_groups: int | None = None,
+    kept_blocks: int = 0,
     states: StateFormat = "fp32",
     boundaries: str = "auto",
     eager: bool = False,
@@ -56,6 +58,8 @@ def wrap(  # noqa: PLR0913  # each is one choice of the user, by keyword
     budget_bytes: device memory to plan for (None: what is free).
     device_groups: so many first parts of the model (embedding, then blocks) live on the device with
     gradients and optimizer states (None: with `weights` by memory, with `none` all, else 0).
+    kept_blocks: of the blocks whose weights stay on the device the first so many keep their
+    activations for the backward pass instead of computing them again.
     boundaries: where blocks' inputs wait for the backward pass, `device` or `host` (`auto`: on the
     host with `max`, else on the device).
     states: how AdamW's two moments are kept: `fp32`, `bf16` (rounded at random) or `8bit`
@@ -73,6 +77,7 @@ def wrap(  # noqa: PLR0913  # each is one choice of the user, by keyword
         chunk_rows=chunk_rows,
         device_groups=device_groups,
         resident_blocks=resident_blocks,
+        kept_blocks=kept_blocks,
         budget_bytes=budget_bytes,
         eager=eager,
     )
@@ -159,7 +164,7 @@ def _refuse_unsupported(model: nn.Module) -> None:
 
 
 def _refuse_fractions(wishes: Wishes) -> None:
-    for name in ("chunk_rows", "budget_bytes", "resident_blocks", "device_groups"):
+    for name in ("chunk_rows", "budget_bytes", "resident_blocks", "device_groups", "kept_blocks"):
         value = getattr(wishes, name)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
             raise BadInput(f"{name} is {value!r}: use a whole number, or leave it out")
@@ -206,6 +211,7 @@ def _furnish(
     _settle(engine, groups)
     _make_units(engine, model, parts, groups, borrowed)
     _make_slots(engine)
+    choose_keepers(engine)
     _put_on(engine, model, parts)
 
 

@@ -86,6 +86,7 @@ class Planned(Event, frozen=True, kw_only=True, tag="planned"):
     device_budget_bytes: int | None
     host_bytes: int | None  # predicted peak
     choices: tuple[ChoiceMade, ...] = ()
+    kept_blocks: int = 0  # blocks that keep their activations instead of computing them again
     device_groups: int = 0  # first parts of the model that live on the device with their states
     step_s: float | None = None  # predicted, as the next three; None where rates are not known
     tokens_per_s: float | None = None

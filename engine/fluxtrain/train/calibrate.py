@@ -73,12 +73,15 @@ def calibrate(
     def line(of: Callable[[_Trial], float]) -> Any:
         return line_through((few.rows, of(few)), (many.rows, of(many)))
 
+    keeps = few.keeps and many.keeps
     return Calibration(
         forward=line(lambda trial: trial.median("forward")),
         backward=line(lambda trial: trial.median("backward")),
         outside_forward=line(lambda trial: trial.median("outside_forward")),
         outside_backward=line(lambda trial: trial.median("outside_backward")),
         activation_bytes=round(line(lambda trial: float(trial.activation_bytes)).slope),
+        kept_backward=line(lambda trial: trial.median("kept_backward")) if keeps else None,
+        kept_bytes=many.kept_bytes // (COPIES * many.rows) if keeps else None,
         host_block_s=many.median("host"),
         device_update_s=many.median("update"),
         runtime_bytes=max(0, process.memory_info().rss - before_bytes),
@@ -95,6 +98,9 @@ class _Trial:
     rows: int
     seconds: dict[str, list[float]] = field(default_factory=dict)
     activation_bytes: int = 0
+    held_bytes: int = 0  # by the device after both copies' forward
+    keeps: bool = False  # the copies were also run with their activations kept
+    kept_bytes: int = 0  # of both copies
 
     def took(self, **parts: float) -> None:
         for name, seconds in parts.items():
@@ -180,7 +186,28 @@ class _Bench:
             self._step(batch)
             if time.perf_counter() - started_s > LIMIT_S:
                 break
+        if self._on_gpu:
+            self._keep(batch, trial)
         return trial
+
+    def _keep(self, batch: Batch, trial: _Trial) -> None:
+        """The same with the activations kept: only the backward pass differs, and what is held."""
+        kept = self._trial = _Trial(trial.rows)
+        for unit in self._engine.units:
+            unit.keeps = unit.group.kind == "block"
+        try:
+            started_s = time.perf_counter()
+            for _ in range(REPEATS):
+                self._step(batch)
+                if time.perf_counter() - started_s > LIMIT_S / 2:
+                    break
+        except torch.OutOfMemoryError:
+            return
+        finally:
+            for unit in self._engine.units:
+                unit.keeps = False
+        trial.seconds["kept_backward"] = kept.seconds["backward"]
+        trial.keeps, trial.kept_bytes = True, max(0, kept.held_bytes - trial.held_bytes)
 
     def _step(self, batch: Batch) -> None:
         self._marks, self._host_marks = {}, {}
@@ -225,6 +252,8 @@ class _Bench:
 
     def _leaves(self, _: nn.Module, args: tuple[Any, ...], out: Any) -> None:
         self._mark("leaves")
+        if self._on_gpu:
+            self._trial.held_bytes = torch.cuda.memory_allocated(self._device)
         hidden = _first_tensor(out if isinstance(out, tuple) else (out,))
         hidden.register_hook(lambda _: self._backward_enters())
 

@@ -228,6 +228,11 @@ class PlacementSettings(Section):
         description="of so many of the other blocks the weights stay on the device; auto chooses "
         "from free memory",
     )
+    kept_blocks: Annotated[int, Field(ge=0)] | Auto = Field(
+        default="auto",
+        description="of so many blocks whose weights stay on the device the activations stay too, "
+        "and are not computed again; auto fills what is left of a GPU",
+    )
     budget_gib: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
         default=None, description="device memory that may be used, in GiB; all of it when left out"
     )

@@ -32,7 +32,7 @@ from fluxtrain.train.calibrate import NotCalibrated, calibrate
 from fluxtrain.units import MIB, duration_text
 
 COPY_BYTES = 32 * MIB  # more would be the most that a small run ever holds
-FORMAT = 2  # of the file; a reader ignores another one
+FORMAT = 3  # of the file; a reader ignores another one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +59,8 @@ class Constants:
         tried, row = self.calibration, facts.row
         if tried is None or row is None or not tried.activation_bytes:
             return facts
-        return replace(facts, row=replace(row, activation_bytes=tried.activation_bytes))
+        found = replace(row, activation_bytes=tried.activation_bytes, saved_bytes=tried.kept_bytes)
+        return replace(facts, row=found)
 
 
 class _Kept(msgspec.Struct, frozen=True):

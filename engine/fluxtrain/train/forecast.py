@@ -70,6 +70,7 @@ class Forecast:
             offload=placed.offload,
             device_groups=placed.device_groups,
             resident_blocks=placed.resident_blocks,
+            kept_blocks=placed.kept_blocks,
             boundaries=placed.boundaries,
             batch_rows=placed.batch_rows,
             chunk_rows=placed.chunk_rows or placed.batch_rows,

@@ -36,7 +36,7 @@ from fluxtrain.train.announce import Announcer
 from fluxtrain.train.steady import SteadySteps
 
 Why = Literal["asked", "advice", "undo", "wrong", "memory"]
-SAME_BITS = frozenset({"prefetch", "resident_blocks", "device_groups"})
+SAME_BITS = frozenset({"prefetch", "resident_blocks", "device_groups", "kept_blocks"})
 
 
 class Turn(Protocol):
@@ -47,6 +47,7 @@ class Turn(Protocol):
         *,
         device_groups: int,
         resident_blocks: int,
+        kept_blocks: int,
         slots: int,
         chunk_rows: int,
         need: Footprint,
@@ -214,6 +215,7 @@ class LiveChanges:
         self._turn(
             device_groups=layout.device_groups,
             resident_blocks=layout.resident_blocks,
+            kept_blocks=layout.kept_blocks,
             slots=self._ground.slots(new),
             chunk_rows=layout.chunk_rows,
             need=self._ground.need(new),

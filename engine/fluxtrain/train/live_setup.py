@@ -40,6 +40,7 @@ def live_changes(
             offload=placement.offload,
             device_groups=placement.device_groups,
             resident_blocks=placement.resident_blocks,
+            kept_blocks=placement.kept_blocks,
             batch_rows=placement.batch_rows,
             chunk_rows=engine.chunk_rows,
             accumulates=config.train.accumulation > 1,

@@ -126,6 +126,7 @@ def _placed(config: RunConfig, placement: RunPlacement) -> dict[str, Any]:
         "offload": placement.offload,
         "device_groups": placement.device_groups,
         "resident_blocks": placement.resident_blocks,
+        "kept_blocks": placement.kept_blocks,
         "batch_rows": placement.batch_rows,
         "chunk_rows": placement.chunk_rows,
         "accumulation": config.train.accumulation,

@@ -251,6 +251,7 @@ class Run:
             sequence_length=self._config.data.sequence_length,
             device_groups=plan.device_groups,
             resident_blocks=plan.resident_blocks,
+            kept_blocks=plan.kept_blocks,
             slots=plan.slots,
             device_bytes=plan.device_bytes,
             device_budget_bytes=plan.budget_bytes,
