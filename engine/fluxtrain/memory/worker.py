@@ -6,6 +6,7 @@ woken. A model that is dropped in that moment would be freed late, and on that t
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Generic, TypeVar
@@ -14,23 +15,52 @@ T = TypeVar("T")
 
 
 class Worker:
-    """Does what is submitted, in order, on a thread called `name`; ends when it is dropped."""
+    """Does what is submitted, in order, on a thread called `name`; ends when it is dropped.
 
-    def __init__(self, name: str) -> None:
+    `when_idle` is called on that thread after a job behind which no other waits.
+    """
+
+    def __init__(self, name: str, when_idle: Callable[[], None] | None = None) -> None:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix=name)
+        self._left = _Left(when_idle)
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
         """Queue `work`. When the result can be had, nothing refers to `work` any more."""
-        return self._pool.submit(_Once(work))
+        self._left.one_more()
+        return self._pool.submit(_Once(work, self._left))
 
     def close(self) -> None:
         """Finish what is queued and end the thread."""
         self._pool.shutdown(wait=True)
 
 
+class _Left:
+    """How many jobs were submitted and not done."""
+
+    def __init__(self, when_idle: Callable[[], None] | None) -> None:
+        self._when_idle = when_idle
+        self._jobs = 0
+        self._lock = threading.Lock()
+
+    def one_more(self) -> None:
+        with self._lock:
+            self._jobs += 1
+
+    def one_less(self) -> None:
+        with self._lock:
+            self._jobs -= 1
+            idle = self._jobs == 0
+        if idle and self._when_idle is not None:
+            self._when_idle()
+
+
 class _Once(Generic[T]):
-    def __init__(self, work: Callable[[], T]) -> None:
+    def __init__(self, work: Callable[[], T], left: _Left) -> None:
         self._work: list[Callable[[], T]] = [work]
+        self._left = left
 
     def __call__(self) -> T:
-        return self._work.pop()()
+        try:
+            return self._work.pop()()
+        finally:
+            self._left.one_less()

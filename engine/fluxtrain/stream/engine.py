@@ -57,7 +57,7 @@ class Engine:
         self.accounts = Accounts(self)
         self.window = Window(device, self.accounts.uploaded)
         self.gradients = Gradients(device, self.accounts.downloaded)
-        self.updates = Updates(self.gradients, device.recorder)
+        self.updates = Updates(self.gradients, device)
         self.park = BoundaryPark(device)
         self.anchor = torch.zeros(1, device=device.torch_device, requires_grad=True)
         self.anchor_node = self.anchor.view_as(self.anchor).grad_fn.next_functions[0][0]  # type: ignore[union-attr]

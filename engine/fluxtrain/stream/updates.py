@@ -13,7 +13,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from fluxtrain import _native
 from fluxtrain.errors import Diverged
+from fluxtrain.memory.device import Device
 from fluxtrain.memory.gradients import Arrival, Gradients
 from fluxtrain.memory.group import Group, Member, Segment
 from fluxtrain.memory.recorder import Recorder
@@ -70,12 +72,19 @@ def _same(a: Range, b: Range) -> bool:
 
 
 class Updates:
-    """Runs the updates; `submit` once a group and step."""
+    """Runs the updates; `submit` once a group and step.
 
-    def __init__(self, gradients: Gradients, recorder: Recorder) -> None:
+    Where the model computes on the host's cores too, the threads that the kernels keep are ended
+    whenever no update waits: while OpenMP counts more threads than there are cores, all of them
+    sleep at each barrier instead of spinning. The computation's do too, and its small kernels take
+    up to twice as long.
+    """
+
+    def __init__(self, gradients: Gradients, device: Device) -> None:
         self._gradients = gradients
-        self._recorder = recorder
-        self._worker = Worker("flux-update")
+        self._recorder = device.recorder
+        shares_cores = device.torch_device.type == "cpu"
+        self._worker = Worker("flux-update", _native.end_threads if shares_cores else None)
         self._pending: list[Group] = []
         self.seconds = 0.0
 
