@@ -204,3 +204,22 @@ def test_kept_blocks_compute_nothing_again_and_give_the_same_bits() -> None:
     found = gradients(model)
     assert ran == ["norm", "norm"]  # one for each chunk
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def test_an_early_end_leaves_no_activation_behind() -> None:
+    """The frames that it passed through are freed at once, not by the collector."""
+    model = fluxtrain.wrap(Stack(), chunk_rows=2)
+    past_the_checks(model)
+    seen: list[weakref.ref[Tensor]] = []
+    for block in model.blocks:
+        block.inside.register_forward_hook(lambda _m, _a, out: seen.append(weakref.ref(out)))
+    gc.collect()
+    gc.disable()
+    try:
+        loss = model(rows()).square().sum()
+        loss.backward()
+        alive = [made for made in seen if made() is not None]
+    finally:
+        gc.enable()
+    assert len(seen) > 6
+    assert not alive

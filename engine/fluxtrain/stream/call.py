@@ -140,9 +140,14 @@ class Call:
             return
         after = RandomState.now(device)
         self.random[index].restore(device)
-        with torch.enable_grad(), self.autocast.again(), saved.filling(to_the_end=to_the_end):
-            _, outputs = self._compute(self.inputs(tensors, span), saved.again)
-            self._check(index, outputs)
+        inputs = self.inputs(tensors, span)
+
+        def run() -> None:
+            with torch.enable_grad(), self.autocast.again():
+                _, outputs = self._compute(inputs, saved.again)
+                self._check(index, outputs)
+
+        saved.fill(run, to_the_end=to_the_end)
         after.restore(device)
         saved.check(self.unit.name)
 

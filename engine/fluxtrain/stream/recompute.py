@@ -11,8 +11,7 @@ The principle is that of torch.utils.checkpoint's non-reentrant variant with ear
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -41,7 +40,7 @@ class Saved:
         )
         self._keeps = keeps  # from the forward pass on
         self._count = 0  # recorded
-        self._filled = 0  # by the last run under `filling`
+        self._filled = 0  # by the last run of `fill`
         self._to_the_end = False
         self._found: dict[int, Tensor] = {}
 
@@ -55,13 +54,16 @@ class Saved:
         """Is every counted tensor there?"""
         return len(self._found) == self._count
 
-    @contextmanager
-    def filling(self, *, to_the_end: bool) -> Iterator[None]:
-        """A context for a second run under `again`; it is left early, without an exception, once
-        all places are full, unless the run is wanted `to_the_end`."""
+    def fill(self, run: Callable[[], None], *, to_the_end: bool) -> None:
+        """Call `run`, which computes the chunk again under `again`; it ends early, as soon as all
+        places are full, unless it is wanted `to_the_end`."""
         self._to_the_end = to_the_end
-        with suppress(_Enough):
-            yield
+        try:
+            run()
+        except _Enough as enough:
+            # Its frames hold activations, and through their callers the whole backward pass. A
+            # context manager made of a generator would tie them to themselves until a collection.
+            enough.__traceback__ = None
 
     def again(self) -> saved_tensors_hooks:
         """A context in which what autograd saves takes the counted places."""
@@ -70,7 +72,7 @@ class Saved:
         return saved_tensors_hooks(self._fill, _never)
 
     def check(self, name: str) -> None:
-        """After `filling`: raise when another number of tensors was saved than counted."""
+        """After `fill`: raise when another number of tensors was saved than counted."""
         if self._filled != self._count:
             self.clear()
             raise MisusedModel(
