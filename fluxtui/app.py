@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
+from importlib import import_module
 from typing import Any, ClassVar
 
 from textual.app import SystemCommand
@@ -12,30 +13,29 @@ from textual.screen import Screen
 
 from fluxtui.actions import bindings, screens_of_actions
 from fluxtui.commands import palette_commands
-from fluxtui.screens.charts import Dashboard, LossScreen, MemoryScreen, TransferScreen
-from fluxtui.screens.log import LogScreen
-from fluxtui.screens.plan import PlanScreen
 from fluxtui.screens.run_screen import RunScreen
-from fluxtui.screens.runs import RunsScreen
-from fluxtui.screens.settings import SettingsScreen
 from fluxtui.verbs.advice import AdviceVerbs
 from fluxtui.verbs.runs import RunsVerbs
 from fluxtui.verbs.saving import SavingVerbs
 from fluxtui.verbs.views import ViewVerbs
 
-SCREENS: dict[str, type[RunScreen]] = {
-    screen.NAME: screen
-    for screen in (
-        Dashboard,
-        MemoryScreen,
-        TransferScreen,
-        LossScreen,
-        LogScreen,
-        PlanScreen,
-        RunsScreen,
-        SettingsScreen,
-    )
+SCREENS: dict[str, tuple[str, str]] = {
+    "dashboard": ("fluxtui.screens.charts", "Dashboard"),
+    "memory": ("fluxtui.screens.charts", "MemoryScreen"),
+    "transfer": ("fluxtui.screens.charts", "TransferScreen"),
+    "loss": ("fluxtui.screens.charts", "LossScreen"),
+    "log": ("fluxtui.screens.log", "LogScreen"),
+    "plan": ("fluxtui.screens.plan", "PlanScreen"),
+    "runs": ("fluxtui.screens.runs", "RunsScreen"),
+    "settings": ("fluxtui.screens.settings", "SettingsScreen"),
 }
+
+
+def make_screen(name: str) -> Screen[Any]:
+    """The screen of this name; its module is read when it is first wanted, not at the start."""
+    module, screen = SCREENS[name]
+    made: Screen[Any] = getattr(import_module(module), screen)()
+    return made
 
 
 class FluxApp(AdviceVerbs, RunsVerbs, ViewVerbs, SavingVerbs):
@@ -53,19 +53,20 @@ class FluxApp(AdviceVerbs, RunsVerbs, ViewVerbs, SavingVerbs):
     }
     """
 
+    SCREENS: ClassVar[dict[str, Callable[[], Screen[Any]]]] = {
+        name: partial(make_screen, name) for name in SCREENS
+    }
+
     def on_mount(self) -> None:
-        self._load_themes()
         self.set_keymap(dict(self.settings.keys))
-        for problem in self._skipped:
-            self.notify(problem, title="Setting left out", severity="warning")
-        for name, screen in SCREENS.items():
-            self.install_screen(screen(), name)
-        first = "dashboard" if self._start_screen == "wizard" else self._start_screen
-        self.push_screen(first)
+        self.tell_what_was_left_out()
         if self._start_screen == "wizard":
-            self.action_new_run()
+            self.action_new_run()  # the dashboard comes with the run
+        else:
+            self.push_screen(self._start_screen)
         if self._source is not None:
             self._follow(self._source)
+        self.call_after_refresh(self.watch_machine)
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """Keys of the registry work on the screens they are for, and not behind a dialog."""

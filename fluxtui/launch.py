@@ -7,10 +7,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import dataclasses
+import gc
 import os
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,9 +30,12 @@ from fluxtui.wizard.answers import (
 from fluxtui.wizard.configuring import SETTINGS, answers_from_file
 
 if TYPE_CHECKING:
+    from textual.screen import Screen
+
     from fluxtrain.telemetry.launch import TrainerProcess
     from fluxtui.app import FluxApp
 
+SETTLED_S = 1.0  # after so long the first screens are drawn
 _EPILOG = """\
 Leaving the app never stops a training; --attach shows it again. Exit codes are those of
 `fluxtrain train`: 0 finished, 2 bad input, 3 does not fit, 4 diverged, 5 no space left,
@@ -105,9 +109,9 @@ def _new_run(options: argparse.Namespace) -> int:
             )
         return _train_headless(answers or Answers())
     if not (options.demo or options.yes):
-        return _show(_app(options, answers=answers))
+        return show(lambda: _app(options, answers=answers))
     trainer = begin(prepare(with_settings_of_the_dial(answers or Answers())))
-    return _show(_app(options, trainer.run_dir.path, trainer))
+    return show(lambda: _app(options, trainer.run_dir.path, trainer))
 
 
 def answers_of(options: argparse.Namespace) -> Answers | None:
@@ -174,7 +178,7 @@ def _attach(options: argparse.Namespace) -> int:
         from fluxtui.headless import follow_lines
 
         return follow_lines(run_dir)
-    return _show(_app(options, run_dir))
+    return show(lambda: _app(options, run_dir))
 
 
 # --- the app --------------------------------------------------------------------------------------
@@ -203,7 +207,11 @@ def _app(
     from fluxtui.app import FluxApp
     from fluxtui.settings import settings_path
     from fluxtui.sources.journal import JournalSource
-    from fluxtui.wizard.screen import WizardScreen
+
+    def make_wizard() -> Screen[Any]:
+        from fluxtui.wizard.screen import WizardScreen
+
+        return WizardScreen(answers)
 
     source = JournalSource(run_dir, trainer.reader if trainer else None) if run_dir else None
     app = FluxApp(
@@ -213,17 +221,27 @@ def _app(
         low_bandwidth=options.low_bandwidth,
         theme_name=options.theme,
         settings_file=settings_path(),
-        make_wizard=lambda: WizardScreen(answers),
+        make_wizard=make_wizard,
     )
     app.trainer = trainer
     return app
 
 
-def _show(app: FluxApp) -> int:
-    """Run the app; afterwards say how the run can be seen again."""
+def show(make: Callable[[], FluxApp]) -> int:
+    """Make and run the app; afterwards say how its run can be seen again.
+
+    What a start makes, it keeps: collecting garbage meanwhile would cost a tenth of its time.
+    """
+    gc.disable()
+    try:
+        app = make()
+    except BaseException:
+        gc.enable()
+        raise
     try:
         asyncio.run(_until_left(app))
     finally:
+        gc.enable()
         if app.run_dir is not None:
             print(farewell(app.run_dir))
     return EXIT_BUG if app.return_code else EXIT_FINISHED
@@ -234,7 +252,14 @@ async def _until_left(app: FluxApp) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGHUP):
         loop.add_signal_handler(number, app.exit)
+    loop.call_later(SETTLED_S, _collect_again)
     await app.run_async()
+
+
+def _collect_again() -> None:
+    """From here on garbage is collected, without looking at all that the start has made."""
+    gc.freeze()
+    gc.enable()
 
 
 def farewell(run_dir: Path) -> str:

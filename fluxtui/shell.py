@@ -7,22 +7,22 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from textual import on
 from textual.app import App
 from textual.message import Message
 from textual.screen import Screen
+from textual.signal import Signal
 
-from fluxtrain.telemetry.launch import TrainerProcess
 from fluxtrain.telemetry.rundir import runs_root
 from fluxtui.actions import Action, rebound
 from fluxtui.screens.run_screen import RunScreen
 from fluxtui.settings import Settings, load_settings, save_settings
 from fluxtui.sources.following import News, follow
 from fluxtui.sources.journal import JournalSource
-from fluxtui.sources.machine import MachineSampler
 from fluxtui.sources.source import RunSource
+from fluxtui.state.machine import MachineSample
 from fluxtui.state.view import ChartSettings, View
 from fluxtui.themes import (
     DEFAULT_THEME,
@@ -33,6 +33,11 @@ from fluxtui.themes import (
     load_themes,
     theme_folders,
 )
+
+if TYPE_CHECKING:
+    from fluxtrain.telemetry.launch import TrainerProcess
+    from fluxtui.screens.log import LogScreen
+    from fluxtui.sources.machine import MachineSampler
 
 StartScreen = Literal["dashboard", "memory", "transfer", "loss", "log", "plan", "runs", "wizard"]
 LOW_BANDWIDTH_HZ = 1.0
@@ -62,6 +67,16 @@ class Shell(App[None]):
 
         def can_replace(self, message: Message) -> bool:
             return isinstance(message, Shell.Updated)
+
+    class MachineSampled(Message):
+        """The machine's newest sample; a newer one replaces one that still waits."""
+
+        def __init__(self, sample: MachineSample) -> None:
+            super().__init__()
+            self.sample = sample
+
+        def can_replace(self, message: Message) -> bool:
+            return isinstance(message, Shell.MachineSampled)
 
     def __init__(
         self,
@@ -96,24 +111,36 @@ class Shell(App[None]):
         self._theme_name = theme_name or self.settings.theme
         self._asked_for_low_bandwidth = low_bandwidth
         self._wall_clock = wall_clock
-        self._sampler = MachineSampler() if sample_machine else None
+        self._samples_machine = sample_machine
+        self._sampler: MachineSampler | None = None  # None makes one
+        self._stop_sampling = threading.Event()
+        self.machine_signal: Signal[MachineSample] = Signal(self, "machine")
         self._make_wizard = make_wizard
         self._stop_following = threading.Event()
         self._themes: dict[str, ThemeFile] = {}
+        self._load_themes()
 
     def on_unmount(self) -> None:
         self._stop_following.set()
+        self._stop_sampling.set()
 
     def _load_themes(self) -> None:
-        self._themes, problems = load_themes(theme_folders(self._settings_file))
+        """Before the first style sheet is made, so that it is made once."""
+        self._themes, self._left_out = load_themes(theme_folders(self._settings_file))
         for theme in self._themes.values():
             self.register_theme(theme.theme)
         if self._theme_name not in self._themes:
-            problems.append(f"there is no theme {self._theme_name!r}: {', '.join(self._themes)}")
+            names = ", ".join(self._themes)
+            self._left_out.append(f"there is no theme {self._theme_name!r}: {names}")
             self._theme_name = DEFAULT_THEME
         if self._theme_name in self._themes:
             self.use_colours()
-        for problem in problems:
+
+    def tell_what_was_left_out(self) -> None:
+        """Say which settings and themes could not be used."""
+        for problem in self._skipped:
+            self.notify(problem, title="Setting left out", severity="warning")
+        for problem in self._left_out:
             self.notify(problem, title="Theme left out", severity="warning")
 
     @property
@@ -163,7 +190,7 @@ class Shell(App[None]):
     def _follow(self, source: RunSource) -> None:
         stop = self._stop_following = threading.Event()
         self.run_worker(
-            lambda: follow(source, self._say, stop, self.period_s, self._sampler),
+            lambda: follow(source, self._say, stop, self.period_s),
             thread=True, exclusive=False, group="follow", name="follower",
         )  # fmt: skip
 
@@ -180,10 +207,44 @@ class Shell(App[None]):
             self.view,
             state=news.state,
             link=news.link,
-            machine_sample=news.machine,
             timeline=news.timeline,
             wall_s=self._wall_clock(),
         )
+        self.redraw()
+
+    @property
+    def screen_name(self) -> str:
+        """The name of the run's screen in front; "" while something else is there."""
+        return self.screen.NAME if isinstance(self.screen, RunScreen) else ""
+
+    def log_screen(self) -> LogScreen | None:
+        """The log while it is in front."""
+        return cast("LogScreen", self.screen) if self.screen_name == "log" else None
+
+    def watch_machine(self) -> None:
+        """Sample this machine from now on, whether a run is followed or not."""
+        if self._samples_machine:
+            self.run_worker(
+                self._sample_machine, thread=True, exclusive=False, group="machine", name="sampler"
+            )
+
+    def _sample_machine(self) -> None:
+        from fluxtui.sources.machine import watch  # psutil and NVML are not for the first paint
+
+        watch(self._say_machine, self._stop_sampling, self._trainer_pid, self._sampler)
+
+    def _trainer_pid(self) -> int | None:
+        hello = self.view.state.hello
+        return hello.pid if hello is not None else None
+
+    def _say_machine(self, sample: MachineSample) -> None:
+        self.post_message(self.MachineSampled(sample))
+
+    @on(MachineSampled)
+    def take_machine(self, message: MachineSampled) -> None:
+        """Draw the machine's newest sample, and tell who else asked for it."""
+        self.view = replace(self.view, machine_sample=message.sample, wall_s=self._wall_clock())
+        self.machine_signal.publish(message.sample)
         self.redraw()
 
     def redraw(self) -> None:
@@ -195,6 +256,11 @@ class Shell(App[None]):
         """Bring a screen to the front."""
         if isinstance(self.screen, RunScreen) and name != self.screen.NAME:
             self.switch_screen(name)
+
+    def show_something(self) -> None:
+        """The dashboard where the wizard was the first screen and has gone."""
+        if len(self.screen_stack) == 1:
+            self.push_screen("dashboard")
 
     def _keep(self, **changes: Any) -> None:
         """Remember a choice for the next start."""

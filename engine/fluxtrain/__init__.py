@@ -5,7 +5,7 @@ The front door imports nothing heavy; torch comes with the first use of `wrap`.
 
 from __future__ import annotations
 
-from importlib import import_module, metadata
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -18,6 +18,8 @@ _LAZY = dict.fromkeys(("auto_wrap", "sync", "unwrap", "wrap"), "fluxtrain.stream
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
+        from importlib import metadata  # it brings the mail parser: 10 ms
+
         return metadata.version("fluxtrain")
     if name in _LAZY:
         return getattr(import_module(_LAZY[name]), name)

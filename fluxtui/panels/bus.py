@@ -21,7 +21,10 @@ def heading(view: View, width: int) -> Line:
 
 
 def body(view: View, width: int, height: int) -> list[Line]:
-    """Directions one below the other, then stalls and totals; side by side when it is low."""
+    """Directions one below the other, then stalls and totals; side by side when it is low.
+
+    In one line there are the directions alone: the step tells its stalls too.
+    """
     stall = stall_line(view.state.step, view, width)
     if height <= 2:
         half = (width - 2) // 2

@@ -2,114 +2,123 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from fluxtrain.units import UNKNOWN, bytes_text
-from fluxtui.panels.panel import Panel, pair, stale_note
+from fluxtui.panels.gpus import TRAINERS, gpu_lines, of_limit, short
+from fluxtui.panels.panel import Panel, pair, stale_note, whole_share
 from fluxtui.state.machine import GpuProcess, GpuSample, MachineSample
 from fluxtui.state.view import View
-from fluxtui.widgets.bars import gauge
+from fluxtui.widgets.bars import meter
 from fluxtui.widgets.spans import Line, dropped_to_fit, spread
 
 SIDE_BY_SIDE = 56  # cells from which processor and memory share a line
-NOTE_CELLS = 13
 BYTES_CELLS = 10
 
 
 def heading(view: View, width: int) -> Line:
-    """What one should know at once: throttling, others on the GPU, or why there is nothing."""
+    """What one should know at once: throttling, others on the GPUs, or why there is nothing."""
     if view.link.replay:
         return (("not part of a recording", "dim"),)
     sample = view.machine
     if sample is None and view.machine_sample is not None:
         return stale_note(view.wall_s - view.machine_sample.wall_s)
-    gpu = sample.gpu if sample else None
-    if gpu is None:
+    gpus = sample.gpus if sample else ()
+    if not gpus:
         return ()
-    parts: list[Line] = []
-    if gpu.throttled_by:
-        parts.append(((f"held back by {', '.join(gpu.throttled_by)}", "warn"),))
-    if gpu.others:
-        word = "other" if len(gpu.others) == 1 else "others"
-        parts.append(((f"{len(gpu.others)} {word} on the GPU", "warn"),))
-    return dropped_to_fit([*parts, ((gpu.name, "dim"),)], width)
+    parts = [*_warnings(gpus), ((_names(gpus), "dim"),)]
+    if len(gpus) > 1 and any(gpu.has_trainer for gpu in gpus):
+        parts.append(((TRAINERS, "accent"), (" the trainer's", "dim")))
+    return dropped_to_fit(parts, width)
 
 
 def body(view: View, width: int, height: int) -> list[Line]:
-    """GPU first where there is one, then processor, memory, trainer, other processes."""
-    sample = view.machine
-    cpu = ("CPU", sample.cpu if sample else None, _cores(sample))
-    ram = ("RAM", _used_share(sample), _used_text(sample))
-    gpu = sample.gpu if sample else None
-    if gpu is None:
-        lines = [_meter(*cpu, "info", width), _meter(*ram, "info", width)]
-        return [*lines, _trainer(sample, width)][:height]
-    lines = gpu_lines(gpu, width)
-    if width >= SIDE_BY_SIDE:
-        half = (width - 3) // 2
-        left, right = _meter(*cpu, "info", half), _meter(*ram, "info", width - 3 - half)
-        lines.append((*left, ("   ", "text"), *right))
-    else:
-        lines += [_meter(*cpu, "info", width), _meter(*ram, "info", width)]
-    lines.append(_trainer(sample, width))
-    lines += [_process(one, width) for one in gpu.processes or ()]
+    """GPUs first where there are any, then processor, memory, trainer, other processes."""
+    if height == 1:
+        return [machine_line(view, width)]
+    sample = None if view.link.replay else view.machine
+    gpus = sample.gpus if sample else ()
+    rest = [*_host(sample, width, bool(gpus)), _trainer(sample, width)]
+    if not gpus:
+        return rest[:height]
+    lines = [*gpu_lines(gpus, width, max(2, height - len(rest))), *rest]
+    for gpu in gpus:
+        where = "on GPU" if len(gpus) == 1 else f"on G{gpu.index}"
+        lines += [_process(one, where, width) for one in gpu.processes or ()]
     return lines[:height]
 
 
-def gpu_lines(gpu: GpuSample, width: int) -> list[Line]:
-    """Utilisation, then power, heat and clocks against their limits."""
-    share = gpu.memory_used_bytes
-    note = UNKNOWN if share is None else f"{bytes_text(share)} used"
-    return [
-        _meter("GPU", gpu.utilisation, note, "device", width),
-        dropped_to_fit(
-            [
-                _of(gpu.power_w, gpu.power_limit_w, "W"),
-                _of(gpu.temperature_c, None, "°C"),
-                _of(gpu.clock_mhz, gpu.clock_limit_mhz, "MHz"),
-                _throttle(gpu.throttled_by),
-                (*_of(gpu.memory_clock_mhz, None, "MHz"), (" memory", "dim")),
-            ],
-            width,
-        ),
-    ]
+def machine_line(view: View, width: int) -> Line:
+    """All of the machine that one line has room for, what changes most first."""
+    if view.link.replay:
+        return (("machine ", "dim"), ("not part of a recording", "dim"))
+    sample = view.machine
+    if sample is None:
+        old = view.machine_sample
+        note = stale_note(view.wall_s - old.wall_s) if old is not None else ((UNKNOWN, "dim"),)
+        return (("machine ", "dim"), *note)
+    gpus = sample.gpus
+    parts = [short(gpu, "GPU" if len(gpus) == 1 else "") for gpu in gpus]
+    parts += [*_host_in_short(sample, bool(gpus)), *_warnings(gpus)]
+    if len(gpus) == 1:
+        [gpu] = gpus
+        parts += [of_limit(gpu.power_w, gpu.power_limit_w, "W")]
+        parts += [of_limit(gpu.temperature_c, None, "°C")]
+    if sample.trainer_rss_bytes is not None:
+        parts.append(pair("trainer", bytes_text(sample.trainer_rss_bytes), "text"))
+    return dropped_to_fit(parts, width)
 
 
-def _of(value: float | None, limit: float | None, unit: str) -> Line:
-    """A value, its limit where there is one, and their unit."""
-    text = UNKNOWN if value is None else f"{value:.0f}"
-    most = "" if limit is None else f"/{limit:.0f}"
-    return ((text, "dim" if value is None else "strong"), (f"{most} {unit}", "dim"))
+def _host_in_short(sample: MachineSample, beside_gpus: bool) -> list[Line]:
+    """Processor and memory; beside GPUs their shares alone."""
+    cpu = pair("CPU", whole_share(sample.cpu))
+    if beside_gpus:
+        return [cpu, pair("RAM", whole_share(_used_share(sample)))]
+    ram = pair("RAM", bytes_text(sample.memory_used_bytes))
+    return [(*cpu, (f" of {sample.cores} cores", "dim")), (*ram, (f" {_used_text(sample)}", "dim"))]
 
 
-def _throttle(reasons: tuple[str, ...] | None) -> Line:
-    if reasons is None:
-        return (("throttling ", "dim"), (UNKNOWN, "dim"))
-    if not reasons:
-        return (("full speed", "good"),)
-    return ((f"held back by {', '.join(reasons)}", "warn"),)
+def _warnings(gpus: Sequence[GpuSample]) -> list[Line]:
+    """What holds the GPUs back, and who else is on them."""
+    reasons = list(dict.fromkeys(word for gpu in gpus for word in gpu.throttled_by or ()))
+    others = {one.pid for gpu in gpus for one in gpu.others}
+    parts: list[Line] = []
+    if reasons:
+        parts.append(((f"held back by {', '.join(reasons)}", "warn"),))
+    if others:
+        word = "other" if len(others) == 1 else "others"
+        where = "the GPU" if len(gpus) == 1 else "the GPUs"
+        parts.append(((f"{len(others)} {word} on {where}", "warn"),))
+    return parts
 
 
-def _process(one: GpuProcess, width: int) -> Line:
-    """Who holds how much of the GPU."""
+def _names(gpus: Sequence[GpuSample]) -> str:
+    """`NVIDIA H200`, `2 x NVIDIA H100`, or both kinds."""
+    counts: dict[str, int] = {}
+    for gpu in gpus:
+        counts[gpu.name] = counts.get(gpu.name, 0) + 1
+    return ", ".join(name if n == 1 else f"{n} x {name}" for name, n in counts.items())
+
+
+def _host(sample: MachineSample | None, width: int, may_share: bool) -> list[Line]:
+    """Processor and memory; below GPUs they share a line where it is wide enough."""
+    cpu = ("CPU", sample.cpu if sample else None, f"{sample.cores} cores" if sample else "")
+    ram = ("RAM", _used_share(sample), _used_text(sample))
+    if not may_share or width < SIDE_BY_SIDE:
+        return [meter(*cpu, "info", width), meter(*ram, "info", width)]
+    half = (width - 3) // 2
+    left, right = meter(*cpu, "info", half), meter(*ram, "info", width - 3 - half)
+    return [(*left, ("   ", "text"), *right)]
+
+
+def _process(one: GpuProcess, where: str, width: int) -> Line:
+    """Who holds how much of a GPU."""
     who = "trainer" if one.is_trainer else one.name or "name not visible"
-    left: Line = (("on GPU ", "dim"), (who, "text" if one.is_trainer else "warn"))
+    left: Line = ((f"{where} ", "dim"), (who, "text" if one.is_trainer else "warn"))
     pid: Line = ((f"process {one.pid}", "dim"),)
     room = width - BYTES_CELLS
     held: Line = ((f"{bytes_text(one.memory_bytes):>{BYTES_CELLS}}", "text"),)
     return spread(dropped_to_fit([left, pid], room), held, width)
-
-
-def _meter(label: str, share: float | None, note: str, role: str, width: int) -> Line:
-    percent = f"{share * 100:3.0f}%" if share is not None else f"{UNKNOWN:>4}"
-    right: Line = (
-        (f" {percent}", "strong" if share is not None else "dim"),
-        (f"  {note:>{NOTE_CELLS}}", "dim"),
-    )
-    room = width - 4 - sum(len(text) for text, _ in right)
-    return spread(((f"{label} ", "dim"), *gauge(share, room, role)), right, width)
-
-
-def _cores(sample: MachineSample | None) -> str:
-    return f"{sample.cores} cores" if sample else ""
 
 
 def _used_share(sample: MachineSample | None) -> float | None:

@@ -51,6 +51,11 @@ def share_text(share: float | None) -> str:
     return f"{share * 100:.1f}%" if share < 0.9995 else "100%"
 
 
+def whole_share(share: float | None) -> str:
+    """A share of one in whole percent: what is looked at while it changes."""
+    return UNKNOWN if share is None else f"{share * 100:.0f}%"
+
+
 def number_text(value: float | None, digits: int = 4) -> str:
     """A plain number with `digits` significant digits, "-" when unknown."""
     if value is None:

@@ -64,8 +64,10 @@ def _compact(width: int, height: int) -> Arrangement:
     middle = height - fixed
     y = 0
     places: dict[str, Place] = {}
-    for name, rows, frame in (("progress", 2, "bare"), ("memory", 2, "rule"),
-                              ("residency", 4, "rule"), ("bus", 3, "rule")):  # fmt: skip
+    for name, rows, frame in (
+        ("progress", 2, "bare"), ("memory", 2, "rule"), ("residency", 4, "rule"),
+        ("bus", 2, "rule"), ("machine", 1, "bare"),
+    ):  # fmt: skip
         places[name] = Place(Rect(0, y, width, rows), frame)  # type: ignore[arg-type]
         y += rows
     places["loss"] = Place(Rect(0, y, left, middle), "rule")

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from textual.app import ComposeResult
 
 from fluxtrain.telemetry.rundir import RunSummary, list_runs
+from fluxtui.panels.machine import machine_line
 from fluxtui.screens.run_screen import RunScreen
+from fluxtui.state.link import Link
 from fluxtui.state.view import View
 from fluxtui.themes import Palette
 from fluxtui.widgets.lines import Lines
@@ -35,6 +38,7 @@ class RunsScreen(RunScreen):
         yield Lines(id="columns", classes="chrome")
         yield ScrollingLines(id="body", cursor=True)
         yield Lines(id="detail")
+        yield Lines(id="machine", classes="chrome")
 
     def on_mount(self) -> None:
         self._look()
@@ -75,6 +79,9 @@ class RunsScreen(RunScreen):
         body.show_all(lines or empty, palette)
         detail = [] if self.selected is None else run_detail(self.selected, width)
         self.query_one("#detail", Lines).show(detail, palette)
+        here = replace(view, link=Link())  # this machine is of now also beside a replay
+        line = machine_line(here, width - 3) if view.machine_sample is not None else ()
+        self.query_one("#machine", Lines).show([(("   ", "text"), *line)], palette)
 
     def on_scrolling_lines_scrolled(self, event: ScrollingLines.Scrolled) -> None:
         self.draw()

@@ -1,4 +1,4 @@
-"""Samples of the first GPU through NVML, where there is a driver."""
+"""Samples of every GPU through NVML, where there is a driver."""
 
 from __future__ import annotations
 
@@ -25,34 +25,50 @@ THROTTLING = {
 
 
 class GpuReader:
-    """`read` gives a sample and never raises; it is silent for good when there is no driver."""
+    """`read` samples every GPU and never raises; it is silent for good without a driver."""
 
     def __init__(self) -> None:
-        self._nvml: ModuleType | None = None
-        self._handle: object = None
+        self._cards: tuple[_Card, ...] = ()
         try:
             nvml = importlib.import_module("pynvml")
         except ImportError:
             return
         try:
             nvml.nvmlInit()
-            self._handle = nvml.nvmlDeviceGetHandleByIndex(0)
-            self._nvml = nvml
+            count = int(nvml.nvmlDeviceGetCount())
         except nvml.NVMLError:
             return
+        self._cards = tuple(card for i in range(count) if (card := _card(nvml, i)) is not None)
 
-    def read(self, trainer_pid: int | None = None) -> GpuSample | None:
-        """One sample, None without a GPU."""
-        nvml = self._nvml
-        if nvml is None:
-            return None
+    def read(self, trainer_pid: int | None = None) -> tuple[GpuSample, ...]:
+        """One sample a GPU, in the driver's order; () without any."""
+        return tuple(card.read(trainer_pid) for card in self._cards)
+
+
+def _card(nvml: ModuleType, index: int) -> _Card | None:
+    """One GPU; None for one that cannot be had, such as one that fell off its bus."""
+    try:
+        return _Card(nvml, index, nvml.nvmlDeviceGetHandleByIndex(index))
+    except nvml.NVMLError:
+        return None
+
+
+class _Card:
+    """One GPU and its questions."""
+
+    def __init__(self, nvml: ModuleType, index: int, handle: object) -> None:
+        self._nvml, self._index, self._handle = nvml, index, handle
+
+    def read(self, trainer_pid: int | None) -> GpuSample:
+        """Its sample; None in it is what was not told."""
         ask = self._asked
         memory = ask("nvmlDeviceGetMemoryInfo")
         rates = ask("nvmlDeviceGetUtilizationRates")
         heat_c = ask("nvmlDeviceGetTemperature", 0)
         name = ask("nvmlDeviceGetName")
         return GpuSample(
-            name=str(name or "GPU"),
+            name=text_of(name) or "GPU",
+            index=self._index,
             utilisation=None if rates is None else rates.gpu / 100.0,
             memory_used_bytes=None if memory is None else int(memory.used),
             memory_total_bytes=None if memory is None else int(memory.total),
@@ -82,13 +98,17 @@ class GpuReader:
     def _asked(self, name: str, *arguments: object) -> Any:
         """The answer of NVML, None where the card, the driver or the library has none."""
         question = getattr(self._nvml, name, None)
-        assert self._nvml is not None
         if question is None:
             return None
         try:
             return question(self._handle, *arguments)
         except self._nvml.NVMLError:
             return None
+
+
+def text_of(value: object) -> str:
+    """A text of the driver; older libraries give bytes."""
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value or "")
 
 
 def throttling(bits: int) -> tuple[str, ...]:

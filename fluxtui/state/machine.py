@@ -20,6 +20,7 @@ class GpuSample:
     """One GPU at one moment; None is what the card does not tell."""
 
     name: str
+    index: int = 0  # as the driver counts them
     utilisation: float | None = None  # 0 to 1
     memory_used_bytes: int | None = None
     memory_total_bytes: int | None = None
@@ -31,6 +32,11 @@ class GpuSample:
     memory_clock_mhz: int | None = None
     throttled_by: tuple[str, ...] | None = None  # () is at full speed
     processes: tuple[GpuProcess, ...] | None = None
+
+    @property
+    def has_trainer(self) -> bool:
+        """The trainer holds memory of this one."""
+        return any(one.is_trainer for one in self.processes or ())
 
     @property
     def others(self) -> tuple[GpuProcess, ...]:
@@ -49,4 +55,4 @@ class MachineSample:
     memory_total_bytes: int | None
     trainer_rss_bytes: int | None
     trainer_cpu: float | None  # in cores: 1.9 is one core and most of another
-    gpu: GpuSample | None = None
+    gpus: tuple[GpuSample, ...] = ()

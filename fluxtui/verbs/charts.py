@@ -5,17 +5,19 @@ from __future__ import annotations
 import threading
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from textual import on
 from textual.message import Message
 
-from fluxtui.screens.picker import RunPicker
 from fluxtui.shell import Shell
 from fluxtui.sources.following import News, follow
 from fluxtui.sources.journal import JournalSource
 from fluxtui.sources.source import RunSource
 from fluxtui.state.view import ChartSettings, Compared
+
+if TYPE_CHECKING:
+    from fluxtui.screens.picker import RunPicker
 
 COMPARED_PERIOD_S = 2.0  # the other run is looked at, not lived with
 
@@ -81,6 +83,8 @@ class ChartVerbs(Shell):
 
     def action_compare(self) -> None:
         """Ask which run to compare with."""
+        from fluxtui.screens.picker import RunPicker
+
         self.push_screen(RunPicker(self.runs_folder, self.run_dir), self._picked)
 
     def _picked(self, picked: RunPicker.Picked | None) -> None:
@@ -95,7 +99,7 @@ class ChartVerbs(Shell):
             source = self._other = JournalSource(run_dir)
             stop = self._stop_comparing = threading.Event()
             self.run_worker(
-                lambda: follow(source, self._say_other, stop, lambda: COMPARED_PERIOD_S, None),
+                lambda: follow(source, self._say_other, stop, lambda: COMPARED_PERIOD_S),
                 thread=True, exclusive=False, group="compare", name="comparer",
             )  # fmt: skip
         self.redraw()

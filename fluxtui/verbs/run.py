@@ -6,10 +6,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fluxtrain.errors import FluxTrainError
-from fluxtrain.telemetry.control import send_command
 from fluxtrain.telemetry.rundir import RunDir
 from fluxtui.panels.trials import why_not
-from fluxtui.screens.dialogs import StopDialog
 from fluxtui.shell import Shell
 
 
@@ -27,6 +25,8 @@ class RunVerbs(Shell):
     def action_stop(self) -> None:
         """Ask, then stop the run after a checkpoint."""
         if self._may_command("stop"):
+            from fluxtui.screens.dialogs import StopDialog
+
             self.push_screen(StopDialog(), self._stop_if)
 
     def _stop_if(self, stop: bool | None) -> None:
@@ -58,6 +58,8 @@ class RunVerbs(Shell):
         return not reason
 
     def _ask(self, socket: Path, command: str, arguments: dict[str, Any] | None) -> None:
+        from fluxtrain.telemetry.control import send_command
+
         try:
             answer = send_command(socket, command, arguments)
         except FluxTrainError as error:
@@ -85,6 +87,7 @@ class RunVerbs(Shell):
             return
         from fluxtui.wizard.launching import Attach, begin
 
+        self.show_something()
         if isinstance(launch, Attach):
             self.attach_to(launch.run_dir)
             return

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from fluxtrain.errors import FluxTrainError
-from fluxtrain.telemetry.launch import start_trainer
 from fluxtrain.telemetry.rundir import RunDir, RunSummary
 from fluxtrain.telemetry.storage import read_json
 from fluxtrain.units import bytes_text
-from fluxtui.screens.dialogs import DeleteDialog
-from fluxtui.screens.runs import RunsScreen
 from fluxtui.sources.removal import check_removable, remove_run, size_bytes
 from fluxtui.verbs.charts import ChartVerbs
 from fluxtui.verbs.run import RunVerbs
+
+if TYPE_CHECKING:
+    from fluxtui.screens.runs import RunsScreen
 
 RESUME = ("--resume", "auto")
 
@@ -23,8 +23,12 @@ RESUME = ("--resume", "auto")
 class RunsVerbs(RunVerbs, ChartVerbs):
     """Actions on the run under the cursor of screen 7."""
 
+    def _list(self) -> RunsScreen | None:
+        return cast("RunsScreen", self.screen) if self.screen_name == "runs" else None
+
     def _selected(self) -> RunSummary | None:
-        return self.screen.selected if isinstance(self.screen, RunsScreen) else None
+        shown = self._list()
+        return shown.selected if shown is not None else None
 
     def _refused(self, what: str, reason: str) -> None:
         self.notify(reason, title=f"Cannot {what}", severity="warning", markup=False)
@@ -40,6 +44,8 @@ class RunsVerbs(RunVerbs, ChartVerbs):
         if reason:
             self._refused("resume", reason)
             return
+        from fluxtrain.telemetry.launch import start_trainer
+
         try:
             self.trainer = start_trainer(RESUME, run.path)
         except FluxTrainError as error:
@@ -96,6 +102,8 @@ class RunsVerbs(RunVerbs, ChartVerbs):
 
     def _weigh(self, run: RunSummary) -> None:
         """Large runs take a moment to add up, so this happens in a thread."""
+        from fluxtui.screens.dialogs import DeleteDialog
+
         try:
             check_removable(Path(run.path), self.runs_folder)
         except FluxTrainError as error:
@@ -119,8 +127,8 @@ class RunsVerbs(RunVerbs, ChartVerbs):
         self.call_from_thread(self._look_at_the_folder)
 
     def _look_at_the_folder(self) -> None:
-        if isinstance(self.screen, RunsScreen):
-            self.screen.look_again()
+        if (shown := self._list()) is not None:
+            shown.look_again()
 
 
 def cannot_resume(run: RunSummary) -> str:

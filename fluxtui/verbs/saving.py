@@ -6,13 +6,9 @@ import shlex
 from pathlib import Path
 
 from fluxtui.panels import PANELS
-from fluxtui.screens.log import LogScreen
 from fluxtui.screens.panel_screen import PanelScreen
-from fluxtui.screens.run_screen import RunScreen
 from fluxtui.shell import Shell
-from fluxtui.tables import csv_of
 from fluxtui.widgets.framed import framed
-from fluxtui.widgets.picture import svg_of
 
 
 class SavingVerbs(Shell):
@@ -20,7 +16,8 @@ class SavingVerbs(Shell):
 
     def action_copy(self) -> None:
         """To the terminal's clipboard (OSC 52: it works over SSH too)."""
-        text = self.screen.newest if isinstance(self.screen, LogScreen) else ""
+        log = self.log_screen()
+        text = log.newest if log is not None else ""
         if not text and self.run_dir is not None:
             text = f"fluxtrain-tui --attach {shlex.quote(str(self.run_dir))}"
         if text:
@@ -29,6 +26,8 @@ class SavingVerbs(Shell):
 
     def action_table(self) -> None:
         """The numbers behind the panel in focus, else behind the screen, as CSV."""
+        from fluxtui.tables import csv_of
+
         name = self._panel_in_focus() or self._screen_name()
         self._save(f"{name}.csv", csv_of(name, self.view))
 
@@ -38,6 +37,8 @@ class SavingVerbs(Shell):
         if name is None:
             self._save(f"{self._screen_name()}.svg", self.export_screenshot(title=self._run_name()))
             return
+        from fluxtui.widgets.picture import svg_of
+
         size = self.screen.query_one(f"#{name}").size
         panel = PANELS[name]
         lines = framed(panel, self.view, size.width, size.height, "box")
@@ -48,7 +49,7 @@ class SavingVerbs(Shell):
         return self.screen.panel_in_focus if isinstance(self.screen, PanelScreen) else None
 
     def _screen_name(self) -> str:
-        return self.screen.NAME if isinstance(self.screen, RunScreen) else "screen"
+        return self.screen_name or "screen"
 
     def _run_name(self) -> str:
         hello = self.view.state.hello

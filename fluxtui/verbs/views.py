@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from fluxtui.screens.dialogs import HelpScreen
-from fluxtui.screens.log import LogScreen
 from fluxtui.screens.panel_screen import PanelScreen
-from fluxtui.screens.run_screen import RunScreen
 from fluxtui.settings import CHOICES, Choices
 from fluxtui.shell import Shell
 
@@ -23,23 +20,23 @@ class ViewVerbs(Shell):
 
     def action_filter(self) -> None:
         """Filter the log."""
-        if isinstance(self.screen, LogScreen):
-            self.screen.open_filter()
+        if (log := self.log_screen()) is not None:
+            log.open_filter()
 
     def action_log_level(self) -> None:
         """Lines of the log from a higher level up, then all again."""
-        if isinstance(self.screen, LogScreen):
-            self.screen.next_level()
+        if (log := self.log_screen()) is not None:
+            log.next_level()
 
     def action_log_kind(self) -> None:
         """Lines of one kind after the other, then all again."""
-        if isinstance(self.screen, LogScreen):
-            self.screen.next_kind()
+        if (log := self.log_screen()) is not None:
+            log.next_kind()
 
     def action_follow(self) -> None:
         """Follow the log's end, or not."""
-        if isinstance(self.screen, LogScreen):
-            self.screen.toggle_following()
+        if (log := self.log_screen()) is not None:
+            log.toggle_following()
 
     def action_next_theme(self) -> None:
         """The next theme in the order of names."""
@@ -77,7 +74,8 @@ class ViewVerbs(Shell):
 
     def action_help(self) -> None:
         """The keys and the panels of the screen in front."""
+        from fluxtui.screens.dialogs import HelpScreen
+
         screen = self.screen
-        name = screen.NAME if isinstance(screen, RunScreen) else ""
         panels = screen.SHOWN if isinstance(screen, PanelScreen) else ()
-        self.push_screen(HelpScreen(name, panels))
+        self.push_screen(HelpScreen(self.screen_name, panels))

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fluxtui.widgets.spans import Line, Span
+from fluxtrain.units import UNKNOWN
+from fluxtui.widgets.spans import Line, Span, spread
 
 LEVELS = "▁▂▃▄▅▆▇█"
 TRACE = 0.002
+NOTE_CELLS = 13
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +39,17 @@ def gauge(share: float | None, width: int, role: str, rest: str = "track") -> Li
     if width - full - half:
         spans.append(("─" * (width - full - half), rest))
     return tuple(spans)
+
+
+def meter(label: str, share: float | None, note: str, role: str, width: int) -> Line:
+    """A name, a gauge, its share in percent and a note, in one line."""
+    percent = f"{share * 100:3.0f}%" if share is not None else f"{UNKNOWN:>4}"
+    right: Line = (
+        (f" {percent}", "strong" if share is not None else "dim"),
+        (f"  {note:>{NOTE_CELLS}}", "dim"),
+    )
+    room = width - len(label) - 1 - sum(len(text) for text, _ in right)
+    return spread(((f"{label} ", "dim"), *gauge(share, room, role)), right, width)
 
 
 def cells_of(values: Sequence[float], width: int) -> list[int]:

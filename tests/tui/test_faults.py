@@ -64,7 +64,7 @@ class Load:
     def sample(self, trainer_pid: int | None = None) -> MachineSample:
         self.samples += 1
         gpu = GpuSample(name="card", utilisation=0.5, power_w=100.0 + self.samples)
-        return MachineSample(time.time(), 0.25, 8, 1 << 30, 2 << 30, None, None, gpu)
+        return MachineSample(time.time(), 0.25, 8, 1 << 30, 2 << 30, None, None, (gpu,))
 
 
 async def test_of_a_silent_engine_only_the_machine_is_of_now(
@@ -72,7 +72,8 @@ async def test_of_a_silent_engine_only_the_machine_is_of_now(
 ) -> None:
     last_s = made.training(80)[-1].wall_s
     app = app_pilot.app_on(run, made, wall_clock=time.time)
-    load = app._sampler = Load()
+    app._samples_machine, app._sampler = True, Load()
+    load = app._sampler
     shift_s = time.time() - last_s - 75.0
     events = [msgspec.structs.replace(e, wall_s=e.wall_s + shift_s) for e in made.training(80)]
     made.write(run / "events.ndjson", events)

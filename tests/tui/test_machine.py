@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from dataclasses import replace as changed
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -10,11 +11,14 @@ from typing import Any
 import pytest
 
 from fluxtui.panels import PANELS
+from fluxtui.panels.machine import machine_line
 from fluxtui.sources.gpu import GpuReader, processes_of, throttling
-from fluxtui.sources.machine import MachineSampler
+from fluxtui.sources.machine import MachineSampler, watch
+from fluxtui.state.link import Link
 from fluxtui.state.machine import GpuProcess, GpuSample, MachineSample
 from fluxtui.state.view import View
 from fluxtui.widgets.framed import framed
+from fluxtui.widgets.spans import width_of
 
 GIB = 1 << 30
 
@@ -28,17 +32,24 @@ class Driver(ModuleType):
 
     NVMLError = NVMLError
 
-    def __init__(self, answers: dict[str, Any], broken: bool = False) -> None:
+    def __init__(self, *cards: dict[str, Any], broken: bool = False, lost: int = -1) -> None:
         super().__init__("pynvml")
-        self._answers, self._broken = answers, broken
-        for name in (*answers, "nvmlDeviceGetName", "nvmlDeviceGetPowerUsage"):
+        self._cards, self._broken, self._lost = cards, broken, lost
+        names = {name for card in cards for name in card}
+        for name in (*names, "nvmlDeviceGetName", "nvmlDeviceGetPowerUsage"):
             setattr(self, name, self._answering(name))
         self.nvmlInit = self._begin
-        self.nvmlDeviceGetHandleByIndex = "gpu {}".format
+        self.nvmlDeviceGetCount = lambda: len(cards)
+        self.nvmlDeviceGetHandleByIndex = self._handle
+
+    def _handle(self, index: int) -> int:
+        if index == self._lost:
+            raise NVMLError("GPU is lost")
+        return index
 
     def _answering(self, name: str) -> Any:
-        def answer(handle: object, *arguments: int) -> Any:
-            found = self._answers.get(name)
+        def answer(handle: int, *arguments: int) -> Any:
+            found = self._cards[handle].get(name)
             found = found.get(arguments[0]) if isinstance(found, dict) else found
             if found is None:
                 raise NVMLError(name)
@@ -72,8 +83,8 @@ def told() -> dict[str, Any]:
 
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Any:
-    def install(answers: dict[str, Any], broken: bool = False) -> None:
-        monkeypatch.setitem(sys.modules, "pynvml", Driver(answers, broken))
+    def install(*cards: dict[str, Any], broken: bool = False, lost: int = -1) -> None:
+        monkeypatch.setitem(sys.modules, "pynvml", Driver(*cards, broken=broken, lost=lost))
 
     names = {4242: "python", 77: "Xorg"}
     monkeypatch.setattr("fluxtui.sources.gpu.name_of", lambda pid: names.get(pid, ""))
@@ -82,8 +93,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_everything_that_the_card_tells_is_in_the_sample(driver: Any) -> None:
     driver(told())
-    sample = GpuReader().read(4242)
-    assert sample is not None
+    [sample] = GpuReader().read(4242)
     assert (sample.name, sample.utilisation) == ("NVIDIA H200", 0.91)
     assert (sample.memory_used_bytes, sample.memory_total_bytes) == (24 * GIB, 140 * GIB)
     assert (sample.power_w, sample.power_limit_w, sample.temperature_c) == (398.0, 700.0, 71.0)
@@ -102,12 +112,10 @@ def test_what_a_card_does_not_tell_is_unknown_and_the_rest_is_there(
     answers = told()
     del answers[missing]
     driver(answers)
-    sample = GpuReader().read()
-    assert sample is not None
-    whole = told()
-    driver(whole)
-    complete = GpuReader().read()
-    assert complete is not None and sample != complete
+    [sample] = GpuReader().read()
+    driver(told())
+    [complete] = GpuReader().read()
+    assert sample != complete
     same = [
         field for field in GpuSample.__slots__ if getattr(sample, field) == getattr(complete, field)
     ]
@@ -118,17 +126,46 @@ def test_without_a_driver_or_a_card_there_is_no_sample(
     driver: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     driver(told(), broken=True)
-    assert GpuReader().read() is None
+    assert GpuReader().read() == ()
+    driver()
+    assert GpuReader().read() == ()
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert GpuReader().read() is None
+    assert GpuReader().read() == ()
+
+
+def test_every_gpu_is_read_and_the_one_of_the_trainer_is_known_by_its_process(driver: Any) -> None:
+    idle = {**told(), "nvmlDeviceGetComputeRunningProcesses": []}
+    driver(idle, told(), idle)
+    samples = GpuReader().read(4242)
+    assert [gpu.index for gpu in samples] == [0, 1, 2]
+    assert [gpu.has_trainer for gpu in samples] == [False, True, False]
+    assert not any(gpu.has_trainer for gpu in GpuReader().read(None))
+
+
+def test_a_gpu_that_fell_off_the_bus_does_not_hide_the_others(driver: Any) -> None:
+    driver(told(), told(), lost=0)
+    assert [gpu.index for gpu in GpuReader().read()] == [1]
 
 
 def test_the_sampler_of_the_app_takes_the_gpu_along(driver: Any) -> None:
     driver(told())
     sampler = MachineSampler()
     sample = sampler.sample(4242)
-    assert sample.gpu is not None and sample.gpu.utilisation == 0.91
-    assert [one.is_trainer for one in sample.gpu.processes or ()] == [True, False, False]
+    [gpu] = sample.gpus
+    assert gpu.utilisation == 0.91
+    assert [one.is_trainer for one in gpu.processes or ()] == [True, False, False]
+
+
+def test_the_machine_is_watched_until_it_is_told_to_stop(driver: Any) -> None:
+    driver(told())
+    stop, heard = threading.Event(), []
+
+    def say(sample: MachineSample) -> None:
+        heard.append(sample)
+        stop.set()
+
+    watch(say, stop, lambda: 4242)
+    assert [gpu.has_trainer for gpu in heard[0].gpus] == [True]
 
 
 @pytest.mark.parametrize(
@@ -155,16 +192,22 @@ def drawn(sample: MachineSample | None, width: int = 60, height: int = 10) -> st
     return "\n".join("".join(text for text, _ in spans) for spans in lines)
 
 
-def sampled(gpu: GpuSample | None = None) -> MachineSample:
-    return MachineSample(100.0, 0.5, 16, 4 * GIB, 8 * GIB, GIB, 1.5, gpu)
+def sampled(*gpus: GpuSample) -> MachineSample:
+    return MachineSample(100.0, 0.5, 16, 4 * GIB, 8 * GIB, GIB, 1.5, gpus)
 
 
 @pytest.fixture
 def card(driver: Any) -> GpuSample:
     driver(told())
-    sample = GpuReader().read(4242)
-    assert sample is not None
+    [sample] = GpuReader().read(4242)
     return sample
+
+
+@pytest.fixture
+def eight(card: GpuSample) -> list[GpuSample]:
+    """The trainer is on the sixth of eight."""
+    idle = changed(card, processes=(), utilisation=0.0, memory_used_bytes=GIB, throttled_by=())
+    return [changed(card if i == 5 else idle, index=i) for i in range(8)]
 
 
 def test_without_a_gpu_processor_memory_and_trainer_are_shown() -> None:
@@ -200,3 +243,55 @@ def test_an_old_sample_is_not_shown_as_the_present(card: GpuSample) -> None:
     assert "91%" not in drawn(old) and "-" in drawn(old)
     assert "last sample 10 s ago" in drawn(old)
     assert drawn(old).splitlines()[1:] == drawn(None).splitlines()[1:]
+
+
+@pytest.mark.parametrize(("width", "height"), [(47, 8), (60, 12), (76, 30), (116, 30)])
+def test_all_gpus_are_there_at_every_size_and_the_trainers_is_marked(
+    eight: list[GpuSample], width: int, height: int
+) -> None:
+    text = drawn(sampled(*eight), width, height)
+    for gpu in eight:
+        assert f"G{gpu.index} " in text
+    assert text.count("▸G5") == 1 and "▸G4" not in text
+    assert "CPU" in text and "RAM" in text
+
+
+def test_with_room_every_gpu_tells_its_power_and_heat(eight: list[GpuSample]) -> None:
+    text = drawn(sampled(*eight), 110, 40)
+    assert text.count("398/700 W") == 8 and text.count("held back by power limit") >= 1
+    assert "on G5 trainer" in text
+
+
+def test_the_heading_counts_the_gpus_and_says_what_the_mark_means(eight: list[GpuSample]) -> None:
+    text = drawn(sampled(*eight), 110, 40).splitlines()[0]
+    assert "8 x NVIDIA H200" in text and "▸ the trainer's" in text
+
+
+def line_of(sample: MachineSample | None, width: int = 80, **view: Any) -> str:
+    whole = machine_line(View(machine_sample=sample, wall_s=100.0, **view), width)
+    assert width_of(whole) <= width
+    return "".join(text for text, _ in whole)
+
+
+def test_one_line_tells_of_gpu_processor_and_memory(card: GpuSample) -> None:
+    line = line_of(sampled(card))
+    for part in ("GPU 91% 24.0 GiB", "CPU 50%", "RAM 50%", "power limit"):
+        assert part in line, part
+
+
+def test_one_line_without_a_gpu_has_room_for_the_whole_host() -> None:
+    line = line_of(sampled())
+    for part in ("CPU 50% of 16 cores", "RAM 4.00 GiB of 8.00 GiB", "trainer 1.00 GiB"):
+        assert part in line, part
+
+
+def test_one_line_of_eighty_cells_holds_four_gpus(eight: list[GpuSample]) -> None:
+    line = line_of(sampled(*eight[2:6]))
+    for part in ("G2 0% 1.00 GiB", "G3", "G4", "▸G5 91% 24.0 GiB"):
+        assert part in line, part
+
+
+def test_one_line_never_shows_the_machine_of_now_as_that_of_a_recording(card: GpuSample) -> None:
+    assert "91%" not in line_of(sampled(card), link=Link(replay=True))
+    assert "last sample 10 s ago" in line_of(changed(sampled(card), wall_s=90.0))
+    assert line_of(None) == "machine -"

@@ -281,7 +281,7 @@ async def test_resume_starts_the_trainer_on_the_runs_own_folder(
         begun.append(start_trainer(arguments, run_dir, stand_in))
         return begun[0]
 
-    monkeypatch.setattr("fluxtui.verbs.runs.start_trainer", start)
+    monkeypatch.setattr("fluxtrain.telemetry.launch.start_trainer", start)
     made.write(runs / "other" / "events.ndjson", made.failed())
     app = app_pilot.app_on(runs / "ours", made, start_screen="runs")
     async with app.run_test(size=SIZE) as pilot:

@@ -189,7 +189,7 @@ class Flood:
 
 def test_a_flood_is_said_a_few_times_a_second(made: ModuleType) -> None:
     source, stop, news = Flood(made), threading.Event(), []
-    thread = threading.Thread(target=follow, args=(source, news.append, stop, lambda: 0.1, None))
+    thread = threading.Thread(target=follow, args=(source, news.append, stop, lambda: 0.1))
     started_s = time.monotonic()
     thread.start()
     while time.monotonic() - started_s < 1.0:
@@ -219,7 +219,7 @@ def test_the_loop_folds_anew_when_the_journal_starts_again(made: ModuleType) -> 
         if not batches:
             stop.set()
 
-    follow(Twice(made), say, stop, lambda: 0.0, None)
+    follow(Twice(made), say, stop, lambda: 0.0)
     assert [one.state.step.step for one in news if one.state.step][:2] == [5, 1]
     assert isinstance(news[-1].state, RunState)
 

@@ -17,6 +17,7 @@ from fluxtrain.errors import BadInput
 from fluxtrain.telemetry.launch import start_trainer
 from fluxtrain.train.config import load_config
 from fluxtui.app import FluxApp
+from fluxtui.screens.panel_screen import PanelScreen
 from fluxtui.themes import load_themes
 from fluxtui.wizard import launching
 from fluxtui.wizard.answers import Answers
@@ -239,14 +240,16 @@ async def test_a_trainer_that_cannot_be_started_is_told_and_the_app_lives(
         await wizard.until(lambda: list(app._notifications))
         [told] = app._notifications
         assert told.message == "engine.log cannot be written"
-        assert app.is_running
+        await wizard.until(lambda: isinstance(app.screen, PanelScreen))  # where keys work
+        await wizard.press("q")
+        await wizard.until(lambda: app._exit)
 
 
 @pytest.mark.parametrize("theme", sorted(load_themes()[0]))
 async def test_the_wizard_draws_in_every_theme(
     app: FluxApp, folder: Path, wizard_pilot: ModuleType, theme: str
 ) -> None:
-    app._theme_name = theme
+    app.choose_theme(theme)
     async with app.run_test(size=(80, 24)) as pilot:
         await pilot.pause()
         wizard = driven(app, pilot, folder, wizard_pilot)
