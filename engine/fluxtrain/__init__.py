@@ -9,11 +9,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fluxtrain.stream.grad_scaler import GradScaler
     from fluxtrain.stream.wrapping import auto_wrap, sync, unwrap, wrap
 
-__all__ = ["__version__", "auto_wrap", "sync", "unwrap", "wrap"]
+__all__ = ["GradScaler", "__version__", "auto_wrap", "sync", "unwrap", "wrap"]
 
 _LAZY = dict.fromkeys(("auto_wrap", "sync", "unwrap", "wrap"), "fluxtrain.stream.wrapping")
+_LAZY["GradScaler"] = "fluxtrain.stream.grad_scaler"
 
 
 def __getattr__(name: str) -> Any:

@@ -97,7 +97,9 @@ def _facts(folder: Path, files: ModelFiles) -> ModelFacts:
 def _warnings(files: ModelFiles) -> tuple[str, ...]:
     warnings = []
     if files.dtype == "float16":
-        warnings.append("fp16 weights are trained as bfloat16: fp16 gradients underflow")
+        warnings.append(
+            "fp16 weights are trained as bfloat16, on a card without it as fp16 with a loss scale"
+        )
     if files.pickled:
         warnings.append("pickled weights: only tensors are accepted when they are loaded")
     return tuple(warnings)

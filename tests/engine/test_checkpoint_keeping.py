@@ -32,6 +32,7 @@ class FakeEngine:
         generator = torch.Generator().manual_seed(seed)
         self.shards = {n: {"w": torch.randn(5, generator=generator)} for n in ("a", "b.0")}
         self.chunk_rows = 4
+        self.loss_scale = None
         self.device = SimpleNamespace(recorder=Recorder(HostClock()))
 
     def state_shards(self) -> Iterator[tuple[str, dict[str, Tensor]]]:

@@ -56,8 +56,8 @@ def test_a_model_loads_in_its_own_dtype_with_its_own_weights(
 ) -> None:
     folder = model_folder(family, dtype)
     loaded = load_model(ModelSource(path=str(folder)))
-    assert loaded.dtype == dtype
-    assert str(dtype).removeprefix("torch.") in loaded.dtype_because
+    assert loaded.precision.dtype == str(dtype).removeprefix("torch.")
+    assert loaded.precision.dtype in loaded.precision.because
     assert loaded.name == folder.name
     assert loaded.model.training
     assert loaded.packs
@@ -83,10 +83,14 @@ def test_shards_load_and_their_facts_are_known_before(model_folder: Folder) -> N
 def test_fp16_becomes_bf16_with_the_reason_and_a_wish_is_followed(model_folder: Folder) -> None:
     folder = model_folder("llama", torch.float16)
     loaded = load_model(ModelSource(path=str(folder)))
-    assert loaded.dtype == loaded.model.dtype == torch.bfloat16
-    assert "fp16" in loaded.dtype_because
+    assert loaded.model.dtype == torch.bfloat16
+    assert "fp16" in loaded.precision.because
     assert load_model(ModelSource(path=str(folder), dtype="float32")).model.dtype == torch.float32
-    assert "float16 is not supported" in _refusal(folder, dtype="float16")
+    kept = load_model(ModelSource(path=str(folder), dtype="float16"))
+    assert kept.model.dtype == torch.float16
+    old_card = load_model(ModelSource(path=str(folder), capability=(7, 5)))
+    assert old_card.model.dtype == torch.float16
+    assert "not one of auto" in _refusal(folder, dtype="float8")
     assert "not one of" in _refusal(folder, dtype="int8")
 
 

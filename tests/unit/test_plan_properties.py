@@ -29,13 +29,15 @@ def group(name: str, parameters: int, users: int = 1) -> GroupFacts:
 
 @st.composite
 def groups(draw: st.DrawFn, name: str) -> GroupFacts:
-    bf16, fp32 = draw(st.integers(0, 200 * MIB)), draw(st.integers(0, 20 * MIB))
-    trained = draw(st.sampled_from([(0, 0), (bf16, 0), (0, fp32), (bf16, fp32)]))
+    half, fp32 = draw(st.integers(0, 200 * MIB)), draw(st.integers(0, 20 * MIB))
+    trained = draw(st.sampled_from([(0, 0), (half, 0), (0, fp32), (half, fp32)]))
+    bf16 = draw(st.booleans())  # or fp16
     return GroupFacts(
         name=name,
         kind="block" if name.startswith("layers") else "edge",
         weight_bytes=2 * trained[0] + 4 * trained[1] + draw(st.integers(1, 400 * MIB)),
-        trained_bf16=trained[0],
+        trained_bf16=trained[0] if bf16 else 0,
+        trained_fp16=0 if bf16 else trained[0],
         trained_fp32=trained[1],
         users=draw(st.sampled_from([1, 1, 1, 2])),
     )
@@ -49,7 +51,9 @@ def models(draw: st.DrawFn) -> ModelFacts:
     hidden, length = draw(st.integers(8, 4096)), draw(st.integers(1, 4096))
     return ModelFacts(
         groups=(*edges[:before], *blocks, *edges[before:]),
-        head_parameters=draw(st.sampled_from([0, *(g.trained_bf16 for g in edges)])),
+        head_parameters=draw(
+            st.sampled_from([0, *(g.trained_bf16 + g.trained_fp16 for g in edges)])
+        ),
         loose_bytes=draw(st.integers(0, MIB)),
         groups_at_once=draw(st.integers(1, 3)),
         row=RowFacts(

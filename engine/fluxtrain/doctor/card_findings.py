@@ -123,7 +123,7 @@ def _card(gpu: Gpu) -> Iterator[Finding]:
             name=f"{name} without bf16",
             level="note",
             numbers=f"compute capability {gpu.compute_capability}, bf16 needs 8.0: it is emulated",
-            cure="use model.dtype=float32, or a card from 2020 or later",
+            cure="leave model.dtype=auto, which takes float16 there, or a card from 2020 or later",
         )
 
 

@@ -80,7 +80,8 @@ def matmul_rate(
     n, dtype = 1024, torch.float32
     if device != "cpu":
         n = 8192
-        dtype = torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
+        real = torch.cuda.is_bf16_supported(including_emulation=False)
+        dtype = torch.bfloat16 if real else torch.float16
     left = torch.randn(n, n, device=device, dtype=torch.float32).to(dtype)
     right = torch.randn(n, n, device=device, dtype=torch.float32).to(dtype)
     product = torch.empty_like(left)

@@ -3,12 +3,13 @@
 A group is one block (or one part outside the blocks, such as the embedding). On the wire to the
 device it is one contiguous range of bytes, split into segments:
 
-    [ trained bf16 | trained fp32 | frozen, any dtype ]
+    [ trained bf16 | trained fp16 | trained fp32 | frozen, any dtype ]
 
 A trained bf16 segment is the `hi` half of fp32 masters (design: `lo`, `m` and `v` complete it to
 12 bytes a parameter, a bf16 gradient to 14); a trained fp32 segment is its own master. With moments
 in 8 bits it is 6 and 8; parameters of few elements then lie in segments of their own with fp32
-moments.
+moments. fp16 weights are no half of anything: their fp32 masters lie beside them whole (14 and 16
+bytes), and the weights are what the masters round to.
 """
 
 from __future__ import annotations
@@ -27,13 +28,14 @@ from fluxtrain.plan import states as state_formats
 from fluxtrain.plan.states import STATE_BLOCK, StateFormat
 
 Home = Literal["host", "device"]
+MASTERS = ("lo", "master")  # what completes the weights to fp32 masters
 SCALES = ("m_scale", "v_scale")
 _MOMENT_DTYPES: dict[StateFormat, torch.dtype] = {
     "fp32": torch.float32,
     "bf16": torch.bfloat16,
     "8bit": torch.uint8,
 }
-TRAINED_DTYPES = (torch.bfloat16, torch.float32)
+TRAINED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @dataclass(eq=False)
@@ -62,8 +64,8 @@ class Member:
         return flat[self.offset : self.offset + self.count].view(self.shape)
 
     def states(self) -> dict[str, Tensor]:
-        """Views of this member's optimizer state by name: `lo`, `m`, `v` in its shape, and the
-        scales of 8-bit moments (blocks,); empty before the first step."""
+        """Views of this member's optimizer state by name: `lo` or `master`, `m`, `v` in its shape,
+        and the scales of 8-bit moments (blocks,); empty before the first step."""
         first, stop = self.offset // STATE_BLOCK, -(-(self.offset + self.count) // STATE_BLOCK)
         return {
             name: flat[first:stop] if name in SCALES else self.slice(flat)
@@ -84,6 +86,7 @@ class Segment:
     members: list[Member] = field(default_factory=list)
     weights: Tensor | None = None  # (elements,) at home: `hi`, or the fp32 master
     lo: Tensor | None = None  # (elements,) int16
+    master: Tensor | None = None  # (elements,) fp32, of fp16 weights
     m: Tensor | None = None  # (elements,) fp32, bf16, or 8-bit codes
     v: Tensor | None = None
     m_scale: Tensor | None = None  # (blocks,) fp32, of 8-bit codes
@@ -103,8 +106,20 @@ class Segment:
 
     def states(self) -> dict[str, Tensor]:
         """The optimizer state by name; empty before the first step."""
-        named = {name: getattr(self, name) for name in ("lo", "m", "v", *SCALES)}
+        named = {name: getattr(self, name) for name in (*MASTERS, "m", "v", *SCALES)}
         return {name: flat for name, flat in named.items() if flat is not None}
+
+    def masters_are_weights(self, member: Member | None = None) -> None:
+        """The weights were written to: the masters of `member` (None: of all) are what they say."""
+        assert self.weights is not None
+
+        def of(flat: Tensor) -> Tensor:
+            return flat if member is None else member.slice(flat)
+
+        if self.lo is not None:
+            of(self.lo).zero_()
+        if self.master is not None:
+            of(self.master).copy_(of(self.weights))
 
     def allot(self, itemsize: int, count: int) -> int:
         """Where the next member begins after one of `count` elements at the end of this."""
@@ -203,8 +218,8 @@ class Group:
         trained = parameter.requires_grad
         if trained and parameter.dtype not in TRAINED_DTYPES:
             raise UnsupportedModel(
-                f"{name} is {parameter.dtype} and trained; bfloat16 and float32 can be trained: "
-                f"convert first, model.to(torch.bfloat16)"
+                f"{name} is {parameter.dtype} and trained; bfloat16, float16 and float32 can be "
+                "trained: convert first, model.to(torch.bfloat16)"
             )
         large = trained and parameter.numel() >= state_formats.LEAST_NARROW
         segment = self._segment(parameter.dtype, trained, self.states if large else "fp32")
@@ -225,9 +240,9 @@ class Group:
     def settle(self, home: Home, device: torch.device, *, pin: bool) -> None:
         """Fix the layout, allocate the weights' memory and move the weights into it."""
         self.home, self._device, self._pin = home, device, pin
-        order = {torch.bfloat16: 0, torch.float32: 1}
+        order = {dtype: place for place, dtype in enumerate(TRAINED_DTYPES)}
         self.segments.sort(
-            key=lambda s: (not s.trained, order.get(s.dtype, 2), str(s.dtype), s.format)
+            key=lambda s: (not s.trained, order.get(s.dtype, len(order)), str(s.dtype), s.format)
         )
         for segment in self.segments:
             segment.seed = zlib.crc32(f"{self.name} {segment.dtype}".encode())
@@ -263,7 +278,7 @@ class Group:
         return [m.slice(flats[id(m.segment)]) for m in self.members]
 
     def ensure_state(self) -> None:
-        """Allocate the optimizer state, all zero, on first use."""
+        """Allocate the optimizer state, moments of zero, on first use."""
         for segment in self.trained:
             if segment.m is not None:
                 continue
@@ -271,6 +286,8 @@ class Group:
             wanted = {"m": (dtype, n), "v": (dtype, n)}
             if segment.split:
                 wanted["lo"] = (torch.int16, n)
+            elif segment.dtype == torch.float16:
+                wanted["master"] = (torch.float32, n)
             if segment.format == "8bit":
                 wanted |= dict.fromkeys(SCALES, (torch.float32, -(-n // STATE_BLOCK)))
             spans, total = [], 0
@@ -280,12 +297,14 @@ class Group:
             _, flats = self._allocate(total, spans, pin=False)
             for name, flat in zip(wanted, flats, strict=True):
                 setattr(segment, name, flat)
+            if segment.master is not None:
+                segment.masters_are_weights()
 
     def forget_moments(self, member: Member) -> None:
         """Its optimizer state starts anew; the master stays (updates must be done)."""
         member.step = 0
         for name, view in member.states().items():
-            if name != "lo":
+            if name not in MASTERS:
                 view.zero_()
 
     def ensure_gradient(self) -> None:

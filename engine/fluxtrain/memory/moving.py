@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from fluxtrain.errors import DoesNotFit
 from fluxtrain.memory.arena import aligned
-from fluxtrain.memory.group import SCALES, Group, Home, Segment
+from fluxtrain.memory.group import MASTERS, SCALES, Group, Home, Segment
 from fluxtrain.units import bytes_text
 
-_HELD = ("lo", "m", "v", *SCALES, "narrow", "wide")
+_HELD = (*MASTERS, "m", "v", *SCALES, "narrow", "wide")
 
 
 def new_home(group: Group, home: Home, *, pin: bool) -> Callable[[], None]:

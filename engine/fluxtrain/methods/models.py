@@ -27,16 +27,11 @@ from transformers import (
 from fluxtrain.errors import BadInput, FluxTrainError
 from fluxtrain.methods.isolation import keeps_documents_apart
 from fluxtrain.methods.model_files import ModelFiles, check_model_folder
+from fluxtrain.methods.precision import DTYPES, Capability, Precision, choose_dtype, demo_dtype
 from fluxtrain.methods.quiet import quiet_transformers
 
 DEMO = "demo"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
-_TRAINED_DTYPES = {
-    "bfloat16": torch.bfloat16,
-    "bf16": torch.bfloat16,
-    "float32": torch.float32,
-    "fp32": torch.float32,
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +42,7 @@ class ModelSource:
     revision: str | None = None
     trust_remote_code: bool = False
     dtype: str = "auto"
+    capability: Capability | None = None  # of the card that will compute; None: a processor
     seed: int = 0  # for the demo's fresh weights
 
 
@@ -58,8 +54,7 @@ class LoadedModel:
     tokenizer: PreTrainedTokenizerBase
     name: str
     config: PretrainedConfig
-    dtype: torch.dtype
-    dtype_because: str
+    precision: Precision
     packs: bool  # whether packed documents can be kept apart in it
     embedding_rows: int
     max_positions: int | None
@@ -75,20 +70,23 @@ def load_model(
     there is no room for them: reading a model larger than the memory takes long and ends badly.
 
     Raises BadInput for whatever a user can repair: a wrong name, a damaged or incomplete folder,
-    code of its own, quantised or fp16 weights, weights that are not finite.
+    code of its own, quantised weights, weights that are not finite.
     """
-    dtype = _wished_dtype(source.dtype)
+    wished = source.dtype
+    if wished not in ("auto", *DTYPES):
+        raise BadInput(f"model.dtype {wished!r} is not one of auto, {', '.join(DTYPES)}")
     if source.path == DEMO:
-        return _demo(source, dtype)
+        return _demo(source, demo_dtype(wished))
     folder = _local_folder(source)
     files = check_model_folder(folder, source.trust_remote_code)
-    chosen, because = (dtype, "model.dtype says so") if dtype else _own_dtype(files)
+    choice = choose_dtype(wished, files.dtype or "float32", source.capability)
+    chosen = getattr(torch, choice.dtype)
     if fits is not None:
         fits(_empty(folder, chosen, source.trust_remote_code))
     tokenizer = _tokenizer(folder, source.trust_remote_code)
     model = _weights(files, chosen, source.trust_remote_code)
     check_finite(model, str(folder))
-    return _loaded(model, tokenizer, _name(source.path), chosen, because)
+    return _loaded(model, tokenizer, _name(source.path), choice)
 
 
 def load_tokenizer(source: ModelSource) -> tuple[PreTrainedTokenizerBase, PretrainedConfig]:
@@ -123,37 +121,13 @@ def check_finite(model: nn.Module, name: str) -> None:
             )
 
 
-def _wished_dtype(name: str) -> torch.dtype | None:
-    if name == "auto":
-        return None
-    if name in ("float16", "fp16", "half"):
-        raise BadInput(
-            "model.dtype float16 is not supported: without loss scaling its gradients underflow; "
-            "use bfloat16 or float32"
-        )
-    if name not in _TRAINED_DTYPES:
-        raise BadInput(f"model.dtype {name!r} is not one of auto, {', '.join(_TRAINED_DTYPES)}")
-    return _TRAINED_DTYPES[name]
-
-
-def _own_dtype(files: ModelFiles) -> tuple[torch.dtype, str]:
-    stored = files.dtype or "float32"
-    if stored == "float16":
-        return torch.bfloat16, "the checkpoint is fp16, whose gradients underflow without scaling"
-    if stored == "float64":
-        return torch.float32, "the checkpoint is fp64, more than training needs"
-    return _TRAINED_DTYPES.get(stored, torch.float32), f"the checkpoint is {stored}"
-
-
-def _demo(source: ModelSource, dtype: torch.dtype | None) -> LoadedModel:
+def _demo(source: ModelSource, choice: Precision) -> LoadedModel:
     from fluxtrain.data.demo import demo_files
     from fluxtrain.methods.demo_model import demo_model
 
     tokenizer = _tokenizer(demo_files().tokenizer, trusted=False)
-    chosen = dtype or torch.float32
-    because = "model.dtype says so" if dtype else "the demo must learn fast on any CPU"
-    model = demo_model(len(tokenizer), source.seed, chosen)
-    return _loaded(model, tokenizer, DEMO, chosen, because)
+    model = demo_model(len(tokenizer), source.seed, getattr(torch, choice.dtype))
+    return _loaded(model, tokenizer, DEMO, choice)
 
 
 def _local_folder(source: ModelSource, with_weights: bool = True) -> Path:
@@ -304,8 +278,7 @@ def _loaded(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     name: str,
-    dtype: torch.dtype,
-    because: str,
+    choice: Precision,
 ) -> LoadedModel:
     embedding: Any = model.get_input_embeddings()
     text_config = model.config.get_text_config()
@@ -314,8 +287,7 @@ def _loaded(
         tokenizer=tokenizer,
         name=name,
         config=model.config,
-        dtype=dtype,
-        dtype_because=because,
+        precision=choice,
         packs=keeps_documents_apart(model),
         embedding_rows=int(embedding.weight.shape[0]),
         max_positions=getattr(text_config, "max_position_embeddings", None),

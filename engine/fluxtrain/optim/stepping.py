@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -13,13 +13,17 @@ from fluxtrain.optim.hyper import Hyper
 from fluxtrain.optim.narrow_adamw import update8_, update16_
 from fluxtrain.optim.reference import Rounding, States8
 from fluxtrain.optim.split_adamw import update_, update_f32_
+from fluxtrain.plan.states import STATE_BLOCK
+
+_WORD = 0xFFFFFFFF
+_SLICE_ELEMENTS = 1 << 18  # a multiple of STATE_BLOCK: their fp32 gradients stay in the caches
 
 
 @dataclass(frozen=True, kw_only=True)
 class Flat:
     """Flat tensors of one length (scales: one element for each 256)."""
 
-    weights: Tensor  # bfloat16 with `lo`, or float32
+    weights: Tensor  # bfloat16 with `lo`, float16 with `master`, or float32
     lo: Tensor | None  # int16
     m: Tensor  # float32, bfloat16, or uint8 codes with scales
     v: Tensor
@@ -27,6 +31,32 @@ class Flat:
     v_scale: Tensor | None
     gradient: Tensor
     rounding: Rounding  # of bfloat16 moments
+    master: Tensor | None = None  # float32
+
+    def cut(self, start: int, stop: int) -> Flat:
+        """A range of it; `start` at a multiple of STATE_BLOCK."""
+        part, blocks = slice(start, stop), slice(start // STATE_BLOCK, -(-stop // STATE_BLOCK))
+        first = self.rounding.first_element + start & _WORD
+
+        def of(flat: Tensor | None, where: slice) -> Tensor | None:
+            return None if flat is None else flat[where]
+
+        return Flat(
+            weights=self.weights[part],
+            lo=of(self.lo, part),
+            m=self.m[part],
+            v=self.v[part],
+            m_scale=of(self.m_scale, blocks),
+            v_scale=of(self.v_scale, blocks),
+            gradient=self.gradient[part],
+            rounding=self.rounding._replace(first_element=first),
+            master=of(self.master, part),
+        )
+
+    def of_masters(self, gradient: Tensor) -> Flat:
+        """The same step on the fp32 masters."""
+        assert self.master is not None
+        return replace(self, weights=self.master, master=None, gradient=gradient)
 
     @property
     def states8(self) -> States8 | None:
@@ -39,7 +69,9 @@ class Flat:
 def step_on_host_(flat: Flat, *, hyper: Hyper, step: int, scale: float) -> None:
     """In place by the native kernels; gradients count times `scale`."""
     f, states8 = flat, flat.states8
-    if states8 is not None:
+    if f.master is not None:
+        _step_masters_on_host_(f, hyper=hyper, step=step, scale=scale)
+    elif states8 is not None:
         update8_(f.weights, f.lo, states8, f.gradient, hyper=hyper, step=step, grad_scale=scale)
     elif f.m.dtype is torch.bfloat16:
         update16_(
@@ -56,7 +88,12 @@ def step_on_device_(flat: Flat, *, hyper: Hyper, step: int, scale: float, clip: 
     """In place where the tensors are, with the bits of `step_on_host_`; gradients count times
     `scale` and `clip` (0-d fp32 on the device; NaN leaves everything as it is)."""
     f, states8 = flat, flat.states8
-    if f.m.dtype is torch.float32:
+    if f.master is not None and f.weights.is_cuda:
+        masters = f.of_masters(f.gradient)
+        step_on_device_(masters, hyper=hyper, step=step, scale=scale, clip=clip)
+        f.weights.copy_(f.master)  # of a step that is left out, the same again
+        return
+    if f.m.dtype is torch.float32 and f.master is None:
         update_resident_(
             f.weights, f.lo, f.m, f.v, f.gradient, hyper=hyper, step=step, scale=scale, clip=clip
         )
@@ -73,3 +110,17 @@ def step_on_device_(flat: Flat, *, hyper: Hyper, step: int, scale: float, clip: 
             f.weights, f.lo, f.m, f.v, f.gradient, f.rounding,
             hyper=hyper, step=step, scale=scale, clip=clip,
         )  # fmt: skip
+
+
+def _step_masters_on_host_(flat: Flat, *, hyper: Hyper, step: int, scale: float) -> None:
+    """fp16 weights: their masters take the step of fp32 ones, slice by slice, and are rounded."""
+    n = flat.weights.numel()
+    wide = torch.empty(min(n, _SLICE_ELEMENTS), dtype=torch.float32)
+    for start in range(0, n, _SLICE_ELEMENTS):
+        part = flat.cut(start, min(start + _SLICE_ELEMENTS, n))
+        gradient = part.gradient
+        if gradient.dtype is not torch.float32:
+            gradient = wide[: gradient.numel()].copy_(gradient)
+        masters = part.of_masters(gradient)
+        step_on_host_(masters, hyper=hyper, step=step, scale=scale)
+        part.weights.copy_(masters.weights)

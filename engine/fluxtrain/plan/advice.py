@@ -215,7 +215,7 @@ def _chunk(facts: RunFacts) -> Advice | None:
 def _eager(facts: RunFacts) -> Advice | None:
     """Without clipping nothing waits for the norm."""
     waited_s = facts.steps.stall_s("update")
-    if not facts.clips or facts.passes != 1:
+    if not facts.clips or facts.passes != 1 or facts.ground.facts.scales_its_loss:
         return None
     return Advice(
         id="eager",

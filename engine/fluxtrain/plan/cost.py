@@ -24,7 +24,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from fluxtrain.plan.calibration import Calibration, chunked
-from fluxtrain.plan.facts import BF16_BYTES, FP32_BYTES, GroupFacts, ModelFacts
+from fluxtrain.plan.facts import GroupFacts, ModelFacts
 from fluxtrain.plan.footprint import Layout, homes, kept_count, slot_count
 
 FORWARD_PASSES = 2  # operations a weight and token
@@ -188,7 +188,7 @@ def _compute(facts: ModelFacts, layout: Layout, rates: Rates) -> tuple[float, fl
         )
     tokens = layout.batch_rows * row.sequence_length
     blocks = [group for group in facts.groups if group.kind == "block"]
-    trained = sum(group.trained_bf16 + group.trained_fp32 for group in blocks)
+    trained = sum(group.trained for group in blocks)
     frozen = sum(_frozen(group, row.dtype_bytes) for group in blocks)
     # scores and their product with the values, of the causal half
     attention = 2 * row.sequence_length * row.hidden * len(blocks)
@@ -211,7 +211,7 @@ def _device_update(facts: ModelFacts, layout: Layout, rates: Rates) -> float:
     if rates.calibration is None:
         return 0.0
     at_device = homes(facts, layout)[0]
-    updated = sum(group.trained_bf16 + group.trained_fp32 for group in at_device)
+    updated = sum(group.trained for group in at_device)
     return updated * rates.calibration.device_update_s
 
 
@@ -224,8 +224,7 @@ def _queueing(facts: ModelFacts, layout: Layout, rates: Rates) -> float:
 
 
 def _frozen(group: GroupFacts, dtype_bytes: int) -> int:
-    trained_bytes = BF16_BYTES * group.trained_bf16 + FP32_BYTES * group.trained_fp32
-    return max(0, group.weight_bytes - trained_bytes) // dtype_bytes
+    return max(0, group.weight_bytes - group.rounded_bytes) // dtype_bytes
 
 
 def _host_update(facts: ModelFacts, layout: Layout, rates: Rates) -> float:

@@ -13,7 +13,7 @@ Boundaries = Literal["device", "host"]
 OFFLOADS: tuple[Offload, ...] = ("none", "optimizer", "weights", "max")  # least offload first
 
 FP32_BYTES = 4
-BF16_BYTES = 2
+HALF_BYTES = 2  # of a value in bf16 or fp16
 
 # Beside a bf16 weight its optimizer state keeps the lower half of the fp32 master.
 LOW_HALF_BYTES = 2
@@ -31,45 +31,56 @@ class GroupFacts:
     weight_bytes: int  # trained and frozen
     trained_bf16: int = 0
     trained_fp32: int = 0
+    trained_fp16: int = 0
     users: int = 1  # parts that compute with it: a tied embedding has two
     states: StateFormat = "fp32"  # how the moments of `narrow` elements are kept
     narrow: int = 0  # trained elements of large parameters; the others' moments are always fp32
 
     @cached_property
+    def trained(self) -> int:
+        """Trained elements of all dtypes."""
+        return self.trained_bf16 + self.trained_fp16 + self.trained_fp32
+
+    @cached_property
     def moment_bytes(self) -> int:
         """Both moments of AdamW."""
-        wide = self.trained_bf16 + self.trained_fp32 - self.narrow
+        wide = self.trained - self.narrow
         return moment_bytes(self.states, self.narrow) + moment_bytes("fp32", wide)
 
     @cached_property
     def state_bytes(self) -> int:
-        """Optimizer states: with a bf16 weight 10 bytes (fp32 moments), 6 (bf16) or 4 (8 bits)."""
-        return LOW_HALF_BYTES * self.trained_bf16 + self.moment_bytes
+        """Optimizer states: with a bf16 weight 10 bytes (fp32 moments), 6 (bf16) or 4 (8 bits); an
+        fp16 one has a whole fp32 master beside it and takes two more."""
+        masters = LOW_HALF_BYTES * self.trained_bf16 + FP32_BYTES * self.trained_fp16
+        return masters + self.moment_bytes
 
     @cached_property
     def update_bytes(self) -> int:
-        """Read and written by one update: masters and moments twice, gradients once."""
-        masters = FP32_BYTES * (self.trained_bf16 + self.trained_fp32)
-        return 2 * (masters + self.moment_bytes) + self.rounded_bytes
+        """Read and written by one update: masters and moments twice, gradients and what is rounded
+        to fp16 once."""
+        masters = FP32_BYTES * self.trained
+        rounded = self.rounded_bytes + HALF_BYTES * self.trained_fp16
+        return 2 * (masters + self.moment_bytes) + rounded
 
     @cached_property
     def rounded_bytes(self) -> int:
         """Gradients in the weights' dtypes."""
-        return BF16_BYTES * self.trained_bf16 + FP32_BYTES * self.trained_fp32
+        halves = self.trained_bf16 + self.trained_fp16
+        return HALF_BYTES * halves + FP32_BYTES * self.trained_fp32
 
     @cached_property
     def sum_bytes(self) -> int:
         """The fp32 sum that gradients are collected in on the device."""
-        return FP32_BYTES * (self.trained_bf16 + self.trained_fp32)
+        return FP32_BYTES * self.trained
 
     def gradient_bytes(self, *, accumulates: bool) -> int:
-        """Gradients at home; several backward passes a step add bf16 ones up in fp32 beside."""
-        wide = FP32_BYTES * self.trained_bf16 if accumulates else 0
+        """Gradients at home; several backward passes a step add narrow ones up in fp32 beside."""
+        wide = FP32_BYTES * (self.trained_bf16 + self.trained_fp16) if accumulates else 0
         return self.rounded_bytes + wide
 
     def home_bytes(self, *, accumulates: bool = False) -> int:
-        """Weights, states and gradients: 14 bytes a trained bf16 parameter, 16 an fp32 one; with
-        8-bit states 8 and 10."""
+        """Weights, states and gradients: 14 bytes a trained bf16 parameter, 16 an fp16 or fp32 one;
+        with 8-bit states 8 and 10."""
         return self.weight_bytes + self.state_bytes + self.gradient_bytes(accumulates=accumulates)
 
 
@@ -80,7 +91,7 @@ class RowFacts:
     hidden: int
     vocabulary: int
     sequence_length: int
-    dtype_bytes: int  # of activations: 2 (bf16) or 4 (fp32)
+    dtype_bytes: int  # of activations: 2 (bf16, fp16) or 4 (fp32)
     activation_bytes: int  # of one block, recomputed in the backward pass
     saved_bytes: int | None = None  # of one block that keeps them; None: not measured
 
@@ -121,6 +132,11 @@ class ModelFacts:
     def layers(self) -> int:
         """Number of blocks."""
         return sum(group.kind == "block" for group in self.groups)
+
+    @cached_property
+    def scales_its_loss(self) -> bool:
+        """Are there fp16 gradients? A step may overflow then, which only its end tells."""
+        return any(group.trained_fp16 for group in self.groups)
 
     def with_states(self, states: StateFormat) -> ModelFacts:
         """The same model with its optimizer states kept so."""

@@ -1,8 +1,8 @@
 """How many bytes a layout of a model takes on the device and on the host. Pure arithmetic.
 
 The first `device_groups` groups in forward order live on the device altogether: weights, gradients
-and optimizer states (14 bytes a trained bf16 parameter, 16 an fp32 one). The other groups are at
-home on the host with all of that, and of their weights the device has
+and optimizer states (14 bytes a trained bf16 parameter, 16 an fp16 or fp32 one). The other groups
+are at home on the host with all of that, and of their weights the device has
 
 | offload   | edges | blocks                                                | boundary activations |
 |-----------|-------|-------------------------------------------------------|----------------------|
@@ -132,8 +132,10 @@ def ring_depth(gradient_bytes: int) -> int:
 def _gradients_at_home(at_home: Sequence[GroupFacts], layout: Layout) -> int:
     if not layout.eager:
         return sum(g.gradient_bytes(accumulates=layout.accumulates) for g in at_home)
-    alike = Counter((g.trained_bf16, g.trained_fp32, g.rounded_bytes) for g in at_home)
-    return sum(min(count, ring_depth(size)) * size for (_, _, size), count in alike.items())
+    alike = Counter(
+        ((g.trained_bf16, g.trained_fp16, g.trained_fp32), g.rounded_bytes) for g in at_home
+    )
+    return sum(min(count, ring_depth(size)) * size for (_, size), count in alike.items())
 
 
 def homes(
@@ -191,7 +193,8 @@ def _weights_from_home(facts: ModelFacts, layout: Layout, at_home: Sequence[Grou
 
 def _staging(at_home: Sequence[GroupFacts]) -> int:
     """Rounded gradients on their way home: a ring for each size that there is."""
-    sizes = {2 * g.trained_bf16 for g in at_home} | {4 * g.trained_fp32 for g in at_home}
+    sizes = {2 * g.trained_bf16 for g in at_home} | {2 * g.trained_fp16 for g in at_home}
+    sizes |= {4 * g.trained_fp32 for g in at_home}
     return sum(size if size >= LARGE_STAGING_BYTES else 2 * size for size in sizes)
 
 
@@ -252,7 +255,7 @@ def _workspace(facts: ModelFacts, layout: Layout, shared_sums: int, *, has_gpu: 
 
 def _becomes_the_sum(facts: ModelFacts) -> bool:
     """Is the head's weight all of a shared group? Its gradient then becomes the sum itself."""
-    shared = (g.trained_bf16 + g.trained_fp32 for g in facts.groups if g.users > 1)
+    shared = (g.trained for g in facts.groups if g.users > 1)
     return facts.head_parameters > 0 and facts.head_parameters in shared
 
 

@@ -85,7 +85,7 @@ def disk_need(facts: ModelFacts, *, kept: int, written: int, steps: int) -> Disk
 
 def parameters_of(facts: ModelFacts) -> int:
     """Trained parameters in groups: what sizes are proportional to."""
-    return sum(group.trained_bf16 + group.trained_fp32 for group in facts.groups)
+    return sum(group.trained for group in facts.groups)
 
 
 def refuse_disk(need: DiskNeed, room: DiskRoom) -> None:

@@ -33,6 +33,7 @@ class PlannedMachine:
     room: Room
     per_s: dict[str, float | None]  # rates by the probe's names
     disk: DiskRoom = UNKNOWN_DISK
+    capability: tuple[int, int] = (8, 0)  # of its card; a recent one where the file does not say
 
 
 def read_machine_file(path: Path) -> PlannedMachine:
@@ -61,6 +62,7 @@ def read_machine_file(path: Path) -> PlannedMachine:
         room=Room(device_free_bytes=device, host_available_bytes=host),
         per_s={name: _per_s(name, rate, path) for name, rate in rates.items()},
         disk=_disk(found.get("disk"), path),
+        capability=_capability(gpus[0].get("compute_capability") if gpus else None, path),
     )
 
 
@@ -83,6 +85,15 @@ def _disk(part: Any, path: Path) -> DiskRoom:
         free_bytes=int(free),
         in_memory=part.get("in_memory") is True,
     )
+
+
+def _capability(told: Any, path: Path) -> tuple[int, int]:
+    if told is None:
+        return PlannedMachine.capability
+    major, _, minor = str(told).partition(".")
+    if not (major.isdecimal() and minor.isdecimal()):
+        raise BadInput(f'{path}: compute_capability is {told!r}: write it as "8.0" or leave it out')
+    return int(major), int(minor)
 
 
 def _bytes(part: Any, names: tuple[str, ...], path: Path) -> int:

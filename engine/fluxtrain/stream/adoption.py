@@ -134,7 +134,11 @@ def _engines(entries: Entries) -> list[Engine]:
 
 
 def _adopted_step(optimizer: Optimizer, entries: Entries) -> None:
-    if all(engine.eager is None for engine in _engines(entries)):
+    engines = _engines(entries)
+    for engine in engines:
+        if engine.loss_scale is not None:
+            engine.loss_scale.settle()
+    if all(engine.eager is None for engine in engines):
         _prepare(optimizer, entries)  # an eager step did so before its first update
     if not _overflowed(optimizer):
         _submit(optimizer, entries)
@@ -168,6 +172,9 @@ def _submit(optimizer: Optimizer, entries: Entries) -> None:
         for group in engine.groups:
             if group in work:
                 engine.updates.submit(group, work[group], engine.norm)
+        if engine.norm is not None and engine.loss_scale is not None:
+            stepped = [g.members[i] for g in engine.groups for i in work.get(g, ())]
+            engine.loss_scale.after(engine.norm, stepped)
         if eager is not None:
             eager.end()
         _clip_others(engine, {id(o.member) for o, _, _ in entries})
@@ -229,10 +236,14 @@ def _clip_others(engine: Engine, stepped: set[int]) -> None:
     """The global norm holds for gradients too that this step does not take: those of parameters
     outside all groups, and those that another optimizer is going to step."""
     norm = engine.norm
-    if norm is None or norm.max_norm is None:
+    if norm is None or (norm.max_norm is None and not norm.scaled):
         return
     for parameter in engine.loose:
-        if parameter.grad is not None:
+        if parameter.grad is None:
+            continue
+        if norm.overflowed():  # the host waits; few models have such parameters
+            parameter.grad = None
+        else:
             parameter.grad.mul_(norm.device_scale())
     for group in engine.groups:
         for member in group.members:

@@ -135,5 +135,7 @@ def add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
         total.addmm_(left, right)
     elif total.is_cuda and hasattr(torch.ops.aten.addmm, "dtype_out"):
         torch.ops.aten.addmm.dtype_out(total, left, right, torch.float32, out=total)
+    elif left.dtype == torch.float16:  # a product of many tokens is beyond its range
+        total.addmm_(left.float(), right.float())
     else:
         total += left @ right

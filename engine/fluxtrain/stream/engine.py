@@ -29,6 +29,7 @@ from fluxtrain.stream.block import Unit
 from fluxtrain.stream.call import Call
 from fluxtrain.stream.chunking import saved_row_bytes
 from fluxtrain.stream.head import HeadCall
+from fluxtrain.stream.loss_scale import LossScale
 from fluxtrain.stream.norm import GradNorm, norm_parts
 from fluxtrain.stream.parameter import HostGradient, HostParameter, Owner
 from fluxtrain.stream.shards import load_state_shard, state_shards
@@ -64,6 +65,7 @@ class Engine:
         self.owners: dict[Group, dict[int, Owner]] = {}
         self.norm: GradNorm | None = None  # asked for since the last step
         self.eager: EagerStep | None = None  # the step under way updates as gradients arrive
+        self.loss_scale: LossScale | None = None  # of fp16, where the engine's own norm is used
         self._following: dict[tuple[str, Unit | None], Unit] = {}
         self._last: dict[str, Unit | None] = {"forward": None, "backward": None}
         self._tasks: set[int] = set()
@@ -216,7 +218,8 @@ class Engine:
         `losses` are read with it; the step is not made where norm or losses are not finite.
         """
         parts = [part.to(self.device.torch_device) for part in norm_parts(self)]
-        self.norm = GradNorm(self.device, parts, max_norm, losses)
+        scale = self.loss_scale.value if self.loss_scale is not None else None
+        self.norm = GradNorm(self.device, parts, max_norm, losses, scale)
         return self.norm
 
     def take_in(self, owner: Owner, parameter: nn.Parameter) -> None:
@@ -246,6 +249,8 @@ class Engine:
     def flush(self) -> None:
         """Wait for all updates under way; raises what made one fail."""
         self.updates.wait()
+        if self.loss_scale is not None:
+            self.loss_scale.settle()
 
     def say(self, text: str) -> None:
         """Tell the user once."""
@@ -303,7 +308,9 @@ class Engine:
         Weights change during the backward pass: two forwards before it, or a norm to clip by, would
         give wrong results (the first raises, the second is the caller's to keep).
         """
-        guard = None if loss is None else GradNorm(self.device, [], None, [loss])
+        if self.loss_scale is not None:
+            raise MisusedModel("with a loss scale no group is updated before the norm is known")
+        guard = GradNorm(self.device, [], None, [loss]) if loss is not None else None
         self.eager = EagerStep(optimizer, self, guard)
 
     @property

@@ -93,6 +93,7 @@ def _group_facts(group: Group) -> GroupFacts:
         weight_bytes=sum(aligned(segment.size_bytes) for segment in group.segments),
         trained_bf16=elements[torch.bfloat16],
         trained_fp32=elements[torch.float32],
+        trained_fp16=elements[torch.float16],
         users=group.users,
         states=group.states,
         narrow=group.narrow_elements,

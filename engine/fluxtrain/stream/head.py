@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from fluxtrain.stream.block import Unit
 
 _SCALED_ROWS = 4096
+# fp16 slopes are kept this many times as large: a probability of 1e-6 has all its bits then, and
+# their products with weights below 100 do not overflow.
+_HALF_SLOPES = 256.0
 
 
 class LazyLogits(Tensor):
@@ -234,6 +237,7 @@ class HeadCall:
         self.weight_sum: Tensor | None = None  # (V, H) fp32
         self.bias_sum: Tensor | None = None  # (V,) fp32
         self.hidden_gradient: Tensor | None = None  # (N, H)
+        self.kept_scale: Tensor | None = None  # what those are still to be multiplied by, in fp16
         self.spent = False  # the gradients were handed out
 
 
@@ -263,6 +267,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 "Compute the loss again, or add the losses up before one backward()"
             )
         call.spent = True
+        if call.kept_scale is not None:
+            scale = scale * call.kept_scale
         for group, member in unit.members():
             total = call.weight_sum if member.parameter is unit.module.weight else call.bias_sum
             if total is not None and member.parameter.requires_grad:
@@ -307,11 +313,15 @@ def _forward_chunks(
     if for_bias:
         assert bias is not None
         call.bias_sum = torch.zeros(bias.shape, dtype=torch.float32, device=hidden.device)
+    scale = (1.0 / count.clamp(min=1)).float()  # no token: no gradient, as in torch
+    if weight.dtype == torch.float16:
+        call.kept_scale = scale / _HALF_SLOPES
+        scale = torch.full_like(scale, _HALF_SLOPES)
     head = HeadLoss(
         weight=weight,
         bias=bias,
         target=torch.where(kept, call.target, -1),
-        scale=(1.0 / count.clamp(min=1)).float(),  # no token: no gradient, as in torch
+        scale=scale,
         dtype=call.dtype,
         wants_slope=for_hidden or for_weight or for_bias,
     )

@@ -11,11 +11,10 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
 
 from fluxtrain.errors import MisusedModel
-from fluxtrain.memory.group import Member
+from fluxtrain.memory.group import MASTERS, Member
 from fluxtrain.optim.dynamic_map import dequantise, quantise
 from fluxtrain.stream.parameter import Owner, owner_of
 from fluxtrain.stream.writes import check_writes, fingerprint
@@ -79,7 +78,7 @@ def renew_state(owners: Iterable[Owner]) -> None:
 
 
 def _before_export(optimizer: Optimizer) -> None:
-    """Updates are done, and each lower half says beside which weights it belongs."""
+    """Updates are done, and what completes a master says beside which weights it belongs."""
     held = held_state(optimizer)
     entries = wrapped_parameters(optimizer)
     for owner, _, _ in {id(e[0].group): e for e in entries}.values():
@@ -87,7 +86,10 @@ def _before_export(optimizer: Optimizer) -> None:
         check_writes(owner.engine, owner.group)
     for owner, _, index in entries:
         entry = held.get(index)
-        if entry and "lo" in entry and entry["exp_avg"].data_ptr() == _moments_at(owner.member):
+        if not entry or entry["exp_avg"].data_ptr() != _moments_at(owner.member):
+            continue
+        entry["step"] = owner.member.step  # the last one may have been left out
+        if any(name in entry for name in MASTERS):
             entry["weights"] = fingerprint(owner.group.home_views[owner.member.index])
 
 
@@ -131,7 +133,7 @@ def _moments_at(member: Member) -> int:
 
 
 def _take(owner: Owner, entry: dict[str, Any]) -> None:
-    member, segment = owner.member, owner.member.segment
+    member = owner.member
     if tuple(entry["exp_avg"].shape) != tuple(member.shape):
         raise MisusedModel(
             f"the loaded optimizer state for {member.name} has shape "
@@ -142,8 +144,7 @@ def _take(owner: Owner, entry: dict[str, Any]) -> None:
     owner.group.ensure_state()
     with torch.no_grad():
         _take_moments(member, entry)
-        if segment.lo is not None:
-            _take_lower_half(owner, segment.lo, entry)
+        _take_master(owner, entry)
     member.step = int(entry["step"])
 
 
@@ -170,11 +171,14 @@ def _take_moments(member: Member, entry: dict[str, Any]) -> None:
             to.copy_(wide.view(to.shape))
 
 
-def _take_lower_half(owner: Owner, lo: Tensor, entry: dict[str, Any]) -> None:
+def _take_master(owner: Owner, entry: dict[str, Any]) -> None:
     """Only beside the very weights it was saved with; otherwise the masters are the weights."""
+    views = owner.member.states()
+    name = next((name for name in MASTERS if name in views), None)
+    if name is None:
+        return
     weights = owner.group.home_views[owner.member.index]
-    same = "lo" in entry and entry.get("weights", 0) == fingerprint(weights)
-    if same:
-        owner.member.slice(lo).copy_(entry["lo"])
+    if name in entry and entry.get("weights", 0) == fingerprint(weights):
+        views[name].copy_(entry[name])
     else:
-        owner.member.slice(lo).zero_()
+        owner.member.segment.masters_are_weights(owner.member)

@@ -144,6 +144,8 @@ class HostGradient(Tensor):
             ):
                 args[0]._owner.member.gradient_scale *= float(factor)
                 return args[0]
+        if func is torch._amp_foreach_non_finite_check_and_unscale_ and not kwargs:
+            return _unscale(*args)
         _bring_up_to_date(*args, *kwargs.values())
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
@@ -163,6 +165,23 @@ def _bring_up_to_date(*arguments: Any) -> None:
                 value._fluxtrain.group.wait()
             elif isinstance(value, HostGradient):
                 value._owner.engine.settle_gradient(value._owner.group, value._owner.member)
+
+
+def _unscale(gradients: list[Tensor], found_inf: Tensor, inverse_scale: Tensor) -> None:
+    """What GradScaler asks for: norms tell of infinities and the factor is recorded, so no value is
+    read, and fp16 ones stay as large as they came."""
+    ours = [gradient for gradient in gradients if isinstance(gradient, HostGradient)]
+    others = [gradient for gradient in gradients if not isinstance(gradient, HostGradient)]
+    if others:
+        torch._amp_foreach_non_finite_check_and_unscale_(others, found_inf, inverse_scale)
+    factor = float(inverse_scale)
+    owners = [gradient._owner for gradient in ours]
+    device = owners[0].engine.device.torch_device
+    norms = torch.stack([o.engine.gradient_norm(o.group, o.member).to(device) for o in owners])
+    if not bool(torch.isfinite(norms).all()):
+        found_inf.fill_(1.0)
+    for owner in owners:
+        owner.member.gradient_scale *= factor
 
 
 _NORMS = {torch.linalg.vector_norm, torch.linalg.norm, torch.norm, Tensor.norm}

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fluxtrain.errors import BadInput
-from fluxtrain.memory.group import Group, Member
+from fluxtrain.memory.group import MASTERS, Group, Member
 from fluxtrain.plan.states import StateFormat
 
 if TYPE_CHECKING:
@@ -29,7 +29,8 @@ _NAMES: dict[StateFormat, dict[str, str]] = {
 
 
 def state_shards(engine: Engine) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """(shard name, tensors): weights, `lo`, both moments of every parameter and its step count.
+    """(shard name, tensors): of every parameter the weights, what completes their masters, both
+    moments and the step count.
 
     Waits for updates first. On the host the tensors are views of the arenas: write them out before
     the next optimizer step. Loose parameters stand in a shard of their own.
@@ -74,7 +75,7 @@ def load_state_shard(engine: Engine, name: str, tensors: dict[str, Tensor]) -> N
 
 
 def _load_state(engine: Engine, group: Group, member: Member, tensors: dict[str, Tensor]) -> None:
-    """Lower half, moments and step; all zero when the shard is from before the first step."""
+    """Masters, moments and step; moments are zero when the shard is from before the first step."""
     member.step = int(tensors.get(f"{member.name}.{_STEP}", torch.zeros(1))[0])
     engine.owners[group][member.index].stepper = None  # whichever optimizer comes next goes on
     if member.step:
@@ -84,11 +85,13 @@ def _load_state(engine: Engine, group: Group, member: Member, tensors: dict[str,
             _copy(view, tensors, f"{member.name}.{key}", group.name)
         else:
             view.zero_()
+    if not member.step and member.segment.m is not None:
+        member.segment.masters_are_weights(member)
 
 
 def _keys(member: Member) -> list[str]:
     """Under which a member's tensors stand: other formats of moments have other names."""
-    keys = ["weight_bits", _STEP, "lo", *_NAMES[member.segment.format].values()]
+    keys = ["weight_bits", _STEP, *MASTERS, *_NAMES[member.segment.format].values()]
     return [f"{member.name}.{key}" for key in keys]
 
 

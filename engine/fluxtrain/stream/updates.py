@@ -133,6 +133,8 @@ def _job(
     try:
         if arrival is not None:
             arrival.wait()
+        if norm is not None and norm.overflowed():
+            return  # the step is left out; `LossScale.settle` takes back its count
         clip = _clip(norm)
     except BaseException:
         for member in stepped:  # nothing was written: this step did not happen
@@ -167,6 +169,7 @@ def _flat(part: Range) -> Flat:
         m_scale=s.m_scale[blocks] if s.m_scale is not None else None,
         v_scale=s.v_scale[blocks] if s.v_scale is not None else None,
         gradient=part.gradient[cut],
+        master=s.master[cut] if s.master is not None else None,
         rounding=rounding(s.seed, part.step, part.start),
     )
 

@@ -82,7 +82,7 @@ def wrap(  # noqa: PLR0913  # each is one choice of the user, by keyword
         eager=eager,
     )
     _refuse_fractions(wishes)
-    parts = take_apart(model)
+    parts = _parts_of(model)
     torch_device = _compute_device(device)
     groups, borrowed = group_parameters(model, parts, states)
     facts = model_facts(model, parts, groups, borrowed)
@@ -128,8 +128,7 @@ def sync(model: nn.Module, *, written: bool = False) -> None:
         group.version += 1
         if written:
             for segment in group.trained:
-                if segment.lo is not None:
-                    segment.lo.zero_()
+                segment.masters_are_weights()
 
 
 def _refuse_unsupported(model: nn.Module) -> None:
@@ -146,11 +145,6 @@ def _refuse_unsupported(model: nn.Module) -> None:
                 f"{name} was made in torch.inference_mode and can never be trained: make or load "
                 "the model outside of it"
             )
-        if parameter.requires_grad and parameter.dtype == torch.float16:
-            raise UnsupportedModel(
-                f"{name} is float16: training it needs a loss scaler and fp32 masters, which "
-                "FluxTrain does not have yet. Load with dtype=torch.bfloat16 (or float32)"
-            )
         if type(parameter) is not nn.Parameter:
             raise UnsupportedModel(
                 f"{name} is a {type(parameter).__name__}: tensor subclasses (quantised, "
@@ -161,6 +155,18 @@ def _refuse_unsupported(model: nn.Module) -> None:
                     else ""
                 )
             )
+
+
+def _parts_of(model: nn.Module) -> Parts:
+    """Parameters in no group are torch's own to update, without masters: not in fp16."""
+    parts = take_apart(model)
+    for name, parameter in parts.loose:
+        if parameter.requires_grad and parameter.dtype == torch.float16:
+            raise UnsupportedModel(
+                f"{name} is float16, trained, and belongs to no module of its own, so it would "
+                "have no fp32 master: convert it first, or load with dtype=torch.bfloat16"
+            )
+    return parts
 
 
 def _refuse_fractions(wishes: Wishes) -> None:

@@ -1,7 +1,7 @@
 """Notices writes to weights from outside: loading, merging, pruning, a foreign optimizer.
 
-A write to a bf16 weight makes the lower half of its fp32 master stale (123 of 256 externally
-zeroed weights stayed frozen in an experiment), and a copy on the device out of date.
+A write to a bf16 or fp16 weight makes its fp32 master stale (123 of 256 externally zeroed weights
+stayed frozen in an experiment), and a copy on the device out of date.
 """
 
 from __future__ import annotations
@@ -51,8 +51,7 @@ def check_writes(engine: Engine, group: Group) -> None:
         group.wait()
         group.version += 1
         for member in changed:
-            if member.segment.lo is not None:
-                member.slice(member.segment.lo).zero_()
+            member.segment.masters_are_weights(member)
 
 
 def _take_over(group: Group, member: Member, home: Tensor) -> None:

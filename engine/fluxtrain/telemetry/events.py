@@ -120,6 +120,8 @@ class StepFinished(Event, frozen=True, kw_only=True, tag="step"):
     stalls_s: dict[str, float]  # by cause: weights, update, gradients
     eta_s: float | None = None
     eta_spread_s: float | None = None  # plus or minus, from the spread of recent steps
+    loss_scale: float | None = None  # of fp16: what the loss was multiplied by
+    left_out: bool = False  # its fp16 gradients overflowed: no weight was changed
 
 
 class MemorySampled(Gauge, frozen=True, kw_only=True, tag="memory"):

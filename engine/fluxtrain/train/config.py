@@ -29,6 +29,8 @@ from fluxtrain.train.config_text import apply_overrides, parse_yaml, read_text
 LARGEST_INT = 2**63 - 1  # of 64 bits, which journals and random generators hold
 LARGEST_FLOAT = 1e15
 
+SHORT_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}  # of dtypes
+
 Auto = Literal["auto"]
 Positive = Annotated[int, Field(ge=1)]
 Rate = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -70,16 +72,23 @@ class ModelSettings(Section):
         default=False,
         description="run Python code that comes with the model; only for sources you trust",
     )
-    dtype: Literal["auto", "bfloat16", "float32"] = Field(
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
         default="auto",
-        description="dtype of the weights; auto keeps the model's own, bfloat16 has an exact fp32 "
-        "master beside it",
+        description="precision of weights and activations, also as bf16, fp16, fp32; bfloat16 and "
+        "float16 have exact fp32 masters beside them, float16 a loss scale too; auto takes "
+        "bfloat16 on a card that has it (compute capability 8.0), float16 on one from 7.0, and "
+        "without a card the model's own",
     )
     kernels: Literal["auto", "liger", "torch"] = Field(
         default="auto",
         description="kernels of norms, rotary embeddings and gated activations on a GPU: those of "
         "liger-kernel where it is installed and knows the model, or torch's own",
     )
+
+    @field_validator("dtype", mode="before")
+    @classmethod
+    def _short_names(cls, value: Any) -> Any:
+        return SHORT_NAMES.get(value, value) if isinstance(value, str) else value
 
 
 class DataSettings(Section):

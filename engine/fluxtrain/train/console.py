@@ -62,7 +62,7 @@ class PlainConsole:
 
     def _step_is_due(self, event: StepFinished) -> bool:
         now = self._clock()
-        if now < self._due_s and 1 < event.step < event.total_steps:
+        if now < self._due_s and 1 < event.step < event.total_steps and not event.left_out:
             return False
         self._due_s = now + self._period_s
         return True
@@ -146,6 +146,11 @@ _QUANTITIES = {
 
 def _step(event: Event) -> str:
     assert isinstance(event, StepFinished)
+    if event.left_out:
+        return (
+            f"step {event.step}/{event.total_steps}  loss {event.loss:.4f}  left out: gradients "
+            f"overflowed at loss scale {event.loss_scale:,.0f}, which is halved"
+        )
     left = f", {duration_text(event.eta_s)} left" if event.eta_s else ""
     norm = "-" if event.grad_norm is None else f"{event.grad_norm:.3g}"
     return (

@@ -160,7 +160,7 @@ def _missing_rates(
 def _adamw_per_s(facts: ModelFacts, machine: Machine, device: str) -> float | None:
     """The native optimizer over as much memory as this model's states take, up to what is beyond
     any cache, beside copies as a training has them."""
-    trained = sum(group.trained_bf16 + group.trained_fp32 for group in facts.groups)
+    trained = sum(group.trained for group in facts.groups)
     with busy_bus(device):
         found = adamw_rate(
             machine.memory_available_bytes,
@@ -179,7 +179,8 @@ def _place(facts: ModelFacts, machine: Machine, device: str, batch_rows: int | N
     blocks = [group for group in facts.groups if group.kind == "block"]
     middle = blocks[len(blocks) // 2]
     edges = [(g.weight_bytes, g.users) for g in facts.groups if g.kind == "edge"]
-    shape = (middle.weight_bytes, middle.trained_bf16, middle.trained_fp32, edges, facts.layers)
+    trained = (middle.trained_bf16, middle.trained_fp16, middle.trained_fp32)
+    shape = (middle.weight_bytes, trained, edges, facts.layers)
     rows = (row.hidden, row.vocabulary, row.sequence_length, row.dtype_bytes)
     trial = trial_rows(row.sequence_length, batch_rows, _trial_tokens(device))
     threads = torch.get_num_threads()

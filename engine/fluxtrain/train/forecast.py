@@ -125,14 +125,14 @@ def forecast_of(
     constants: Constants,
 ) -> Forecast:
     """What is asked for a run as `config` says."""
-    wishes = wishes_of(config, placement.batch_rows, None)
+    wishes = wishes_of(config, facts, placement.batch_rows, None)
     return Forecast(
         facts=facts,
         room=room,
         wishes=replace(wishes, budget_bytes=placement.budget_bytes),
         placement=placement,
         passes=config.train.accumulation,
-        exact=config.train.max_grad_norm is not None or config.train.accumulation > 1,
+        exact=not wishes.eager,
         keep_checkpoints=config.train.keep_checkpoints,
         constants=constants,
     )

@@ -13,6 +13,7 @@ from fluxtrain.data.formats import documents
 from fluxtrain.data.hub import local_file
 from fluxtrain.data.prepare import DataSource, ModelLimits, PreparedData, prepare
 from fluxtrain.methods.models import LoadedModel, ModelSource, load_model
+from fluxtrain.methods.precision import Capability
 from fluxtrain.train.config import RunConfig
 
 DEMO = "demo"
@@ -29,9 +30,12 @@ class Ingredients:
 
 
 def load_ingredients(
-    config: RunConfig, fits: Callable[[PreTrainedModel], None] | None = None
+    config: RunConfig,
+    fits: Callable[[PreTrainedModel], None] | None = None,
+    capability: Capability | None = None,
 ) -> Ingredients:
-    """Read model and data; `fits` is asked before the weights are read.
+    """Read model and data; `fits` is asked before the weights are read. `capability` is that of the
+    card that will compute, None for a processor.
 
     Raises:
         DoesNotFit: `fits` said so.
@@ -43,6 +47,7 @@ def load_ingredients(
             revision=config.model.revision,
             trust_remote_code=config.model.trust_remote_code,
             dtype=config.model.dtype,
+            capability=capability,
             seed=config.train.seed,
         ),
         fits,

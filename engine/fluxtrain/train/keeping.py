@@ -76,6 +76,8 @@ class CheckpointKeeper:
             "chunk_rows": engine.chunk_rows,
             "fingerprint": self._fingerprint,
         }
+        if engine.loss_scale is not None:
+            content["loss_scale"] = engine.loss_scale.state_dict()
         with engine.device.recorder.working("disk", "checkpoint", f"step {state.step}"):
             self.last = write_checkpoint(self._root, state.step, engine.state_shards(), content)
         seconds = time.monotonic() - started_s
@@ -104,6 +106,8 @@ class CheckpointKeeper:
         for name, tensors in load_shard_tensors(checkpoint):
             engine.load_state_shard(name, tensors)
         engine.chunk_rows = content["chunk_rows"]
+        if engine.loss_scale is not None:
+            engine.loss_scale.load_state_dict(content.get("loss_scale", {}))
         restore_random_state(content["random"])
         self.last = checkpoint
         self.read_bytes += checkpoint.bytes

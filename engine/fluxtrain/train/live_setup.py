@@ -19,6 +19,7 @@ from fluxtrain.train.adviser import Setup
 from fluxtrain.train.announce import Announcer
 from fluxtrain.train.config import RunConfig
 from fluxtrain.train.live import LiveChanges
+from fluxtrain.train.placing import eager
 
 if TYPE_CHECKING:
     from fluxtrain.stream.engine import Engine
@@ -44,7 +45,7 @@ def live_changes(
             batch_rows=placement.batch_rows,
             chunk_rows=engine.chunk_rows,
             accumulates=config.train.accumulation > 1,
-            eager=config.train.updates_eagerly,
+            eager=eager(config, facts),
             boundaries=placement.boundaries,
         ),
         has_gpu=has_gpu,
@@ -53,7 +54,7 @@ def live_changes(
     setup = Setup(
         ground=ground,
         passes=config.train.accumulation,
-        clips=config.train.max_grad_norm is not None,
+        clips=config.train.max_grad_norm is not None or facts.scales_its_loss,
         rates=None if isinstance(rates, str) else rates,
     )
     return LiveChanges(

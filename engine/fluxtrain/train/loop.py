@@ -171,7 +171,8 @@ class TrainingLoop:
         batches = self._data.next_step()
         clock.ends("data")
         limit = self._settings.max_grad_norm
-        eager = limit is None and len(batches) == 1
+        scale = self._engine.loss_scale
+        eager = limit is None and len(batches) == 1 and scale is None
         rate = self._set_learning_rate()
         losses = []
         for batch in batches:
@@ -180,7 +181,7 @@ class TrainingLoop:
             clock.ends("forward")
             if eager:  # nothing has to wait for the norm: groups are updated as gradients arrive
                 self._engine.begin_eager_step(self._optimizer, loss)
-            loss.backward()
+            (loss if scale is None else scale.of(loss)).backward()
             losses.append(loss.detach())
             clock.ends("backward")
         norm = self._engine.clip_grad_norm(limit, losses)
@@ -205,7 +206,7 @@ class TrainingLoop:
         if queued is None:
             return
         computed = queued.read()
-        if not computed.is_finite:
+        if not computed.is_finite and not computed.left_out:
             raise Diverged(self._divergence(queued, computed))
         self._report(queued, computed)
 
@@ -222,7 +223,7 @@ class TrainingLoop:
             epoch=queued.epoch,
             loss=computed.loss,
             learning_rate=queued.learning_rate,
-            grad_norm=computed.norm,
+            grad_norm=None if computed.left_out else computed.norm,
             tokens=queued.tokens,
             total_tokens=self.state.total_tokens,
             step_s=step_s,
@@ -231,6 +232,8 @@ class TrainingLoop:
             stalls_s=stalls,
             eta_s=eta_s,
             eta_spread_s=spread_s,
+            loss_scale=computed.loss_scale,
+            left_out=computed.left_out,
         )
         self._announcer.emit(finished)
         self._changes.step_took(finished)
@@ -307,6 +310,11 @@ class TrainingLoop:
             f"{queued.number} (learning rate {queued.learning_rate:.3g}): this update {applied}; "
             f"{self._keeper.last_text()}; lower train.learning_rate, lengthen train.warmup_steps, "
             "or look for broken rows in the data"
+            + (
+                ""
+                if computed.loss_scale is None
+                else ", or use model.dtype=float32: fp16 ends at 65504"
+            )
         )
 
     def _out_of_memory(self, error: torch.OutOfMemoryError) -> str:

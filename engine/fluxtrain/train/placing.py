@@ -14,6 +14,7 @@ import fluxtrain
 from fluxtrain.hardware.device import check_accelerator
 from fluxtrain.hardware.gpu import Gpus
 from fluxtrain.hardware.machine import Machine, read_machine
+from fluxtrain.methods.precision import Capability, Precision
 from fluxtrain.plan.facts import ModelFacts, Room, RowFacts, Wishes
 from fluxtrain.plan.footprint import Layout, activation_estimate, passing_bytes
 from fluxtrain.plan.placement import RunPlacement
@@ -42,6 +43,21 @@ def choose_device(config: RunConfig) -> ChoiceMade:
         config.placement.device,
         torch_cuda_version=torch.version.cuda,
     )
+
+
+def card_capability(device: str) -> Capability | None:
+    """Compute capability of the card that computes; None without one."""
+    return torch.cuda.get_device_capability() if device == "cuda" else None
+
+
+def dtype_choice(found: Precision) -> ChoiceMade:
+    """As a plan tells it."""
+    return ChoiceMade(name="model.dtype", value=found.dtype, because=found.because)
+
+
+def eager(config: RunConfig, facts: ModelFacts) -> bool:
+    """Is each group updated as soon as its gradients arrive? Not where they may overflow."""
+    return config.train.updates_eagerly and not facts.scales_its_loss
 
 
 def model_facts(
@@ -94,12 +110,12 @@ def decide(
     budget_bytes = None
     if device == "cuda" and room is None:
         budget_bytes = hold_to_budget(config.placement.budget_gib)
-    wishes = wishes_of(config, batch_rows, data_rows)
+    wishes = wishes_of(config, facts, batch_rows, data_rows)
     placement = place_timed(
         facts,
         room or room_of(machine, device),
         wishes if budget_bytes is None else replace(wishes, budget_bytes=budget_bytes),
-        None if constants is None else timing_of(config, constants, has_gpu=device == "cuda"),
+        None if constants is None else timing_of(config, facts, constants, device == "cuda"),
     )
     layout = Layout(offload=placement.offload, device_groups=placement.device_groups)
     return replace(
@@ -117,7 +133,9 @@ def as_it_is_now(machine: Machine, given_back_bytes: int) -> Machine:
     return replace(machine, memory_available_bytes=available)
 
 
-def timing_of(config: RunConfig, constants: Constants, *, has_gpu: bool) -> Timing | None:
+def timing_of(
+    config: RunConfig, facts: ModelFacts, constants: Constants, has_gpu: bool
+) -> Timing | None:
     """What layouts are timed with, and how far the dial is turned; None where rates are missing."""
     rates = constants.rates(has_gpu=has_gpu)
     if isinstance(rates, str):
@@ -125,7 +143,7 @@ def timing_of(config: RunConfig, constants: Constants, *, has_gpu: bool) -> Timi
     wished = config.placement.aggressiveness
     return Timing(
         rates=rates,
-        exact=config.train.max_grad_norm is not None or config.train.accumulation > 1,
+        exact=not eager(config, facts),
         passes=config.train.accumulation,
         share=STOPS.get(wished, STOPS["fast"]) if isinstance(wished, str) else wished,
     )
@@ -137,7 +155,9 @@ def room_of(machine: Machine, device: str) -> Room:
     return Room(device_free_bytes=free, host_available_bytes=machine.memory_available_bytes)
 
 
-def wishes_of(config: RunConfig, batch_rows: int | None, data_rows: int | None) -> Wishes:
+def wishes_of(
+    config: RunConfig, facts: ModelFacts, batch_rows: int | None, data_rows: int | None
+) -> Wishes:
     """What a configuration asks of the placement."""
     wished = config.placement
     return Wishes(
@@ -151,7 +171,7 @@ def wishes_of(config: RunConfig, batch_rows: int | None, data_rows: int | None) 
         budget_bytes=None if wished.budget_gib is None else int(wished.budget_gib * GIB),
         data_rows=data_rows,
         accumulates=config.train.accumulation > 1,
-        eager=config.train.updates_eagerly,
+        eager=eager(config, facts),
     )
 
 
@@ -161,10 +181,15 @@ def loaded_bytes(model: nn.Module) -> int:
 
 
 def wrapped(
-    config: RunConfig, model: nn.Module, device: str, placement: RunPlacement
+    config: RunConfig,
+    model: nn.Module,
+    device: str,
+    placement: RunPlacement,
+    facts: ModelFacts,
 ) -> tuple[nn.Module, Engine]:
     """The model as `placement` says, and its engine."""
     from fluxtrain.stream.engine import engine_of
+    from fluxtrain.stream.loss_scale import LossScale
 
     streamed = fluxtrain.wrap(
         model,
@@ -178,9 +203,12 @@ def wrapped(
         kept_blocks=placement.kept_blocks,
         boundaries=placement.boundaries,
         states=config.train.states,
-        eager=config.train.updates_eagerly,
+        eager=eager(config, facts),
     )
-    return streamed, engine_of(streamed)
+    engine = engine_of(streamed)
+    if facts.scales_its_loss:
+        engine.loss_scale = LossScale(engine.device.torch_device)
+    return streamed, engine
 
 
 def _usual_dtype_bytes(model: nn.Module) -> int:

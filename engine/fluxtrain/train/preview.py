@@ -21,6 +21,7 @@ from fluxtrain.hardware.probe import Report, probe
 from fluxtrain.methods.demo_model import demo_config as demo_shape
 from fluxtrain.methods.model_files import check_model_folder
 from fluxtrain.methods.models import unloadable
+from fluxtrain.methods.precision import choose_dtype, demo_dtype
 from fluxtrain.plan.facts import Room
 from fluxtrain.plan.machine_file import PlannedMachine
 from fluxtrain.plan.placement import RunPlacement
@@ -32,7 +33,14 @@ from fluxtrain.train.constants import Constants, known_constants
 from fluxtrain.train.forecast import forecast_of, plan_lines
 from fluxtrain.train.guarding import disk_room, page_locks_planned, refuse_what_does_not_fit
 from fluxtrain.train.ingredients import DEMO
-from fluxtrain.train.placing import choose_device, decide, model_facts_for, room_of
+from fluxtrain.train.placing import (
+    card_capability,
+    choose_device,
+    decide,
+    dtype_choice,
+    model_facts_for,
+    room_of,
+)
 from fluxtrain.units import bytes_text, count_text
 
 ASSUMED = "the rates in the file and constants of this class of machines"
@@ -57,7 +65,7 @@ def preview(
     device = choose_device(config) if elsewhere is None else _device_of(config, elsewhere)
     machine, per_s = _measured(elsewhere, report)
     room = _room(config, elsewhere, device.value)
-    model, dtype = _empty_model(config, weightless=elsewhere is not None)
+    model, dtype = _empty_model(config, elsewhere, device.value)
     wished_rows = None if config.train.batch_rows == "auto" else config.train.batch_rows
     facts = model_facts_for(config, model, model.config)
     constants = Constants(per_s=per_s, source=ASSUMED)
@@ -85,9 +93,9 @@ def preview(
         fresh_weights=config.model.path == DEMO,
     )
     locks = page_locks_planned(facts, placement, device.value, per_s)
-    choices: tuple[ChoiceMade, ...] = (device, *placement.choices, *locks, *course.choices)
+    choices = (device, dtype, *placement.choices, *locks, *course.choices)
     return {
-        "model": _told(config, model, dtype, facts.layers),
+        "model": _told(config, model, dtype.value, facts.layers),
         "device": device.value,
         **_placed(config, placement),
         "estimated_rows": rows,
@@ -188,25 +196,32 @@ def _room(config: RunConfig, elsewhere: PlannedMachine | None, device: str) -> R
     return elsewhere.room if device == "cuda" else replace(elsewhere.room, device_free_bytes=None)
 
 
-def _empty_model(config: RunConfig, *, weightless: bool = False) -> tuple[PreTrainedModel, str]:
+def _empty_model(
+    config: RunConfig, elsewhere: PlannedMachine | None, device: str
+) -> tuple[PreTrainedModel, ChoiceMade]:
     """The model without its weights, in the dtype that it would be trained in."""
     wished = config.model.dtype
     if config.model.path == DEMO:
-        shape, stored = demo_shape(VOCABULARY), "float32"
+        shape, dtype = demo_shape(VOCABULARY), demo_dtype(wished)
     else:
-        shape, stored = _shape_of(config, weightless)
-    trained = {"float16": "bfloat16", "float64": "float32"}.get(stored, stored)
-    dtype = trained if wished == "auto" else wished
+        shape, stored = _shape_of(config, elsewhere is not None)
+        if elsewhere is None:
+            capability = card_capability(device)
+        else:
+            capability = elsewhere.capability if device == "cuda" else None
+        dtype = choose_dtype(wished, stored, capability)
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-                shape, dtype=getattr(torch, dtype), trust_remote_code=config.model.trust_remote_code
+                shape,
+                dtype=getattr(torch, dtype.dtype),
+                trust_remote_code=config.model.trust_remote_code,
             )
     except Exception as error:  # whatever a damaged configuration makes the library raise
         raise unloadable(config.model.path, error) from error
     positions = getattr(shape.get_text_config(), "max_position_embeddings", None)
     check_sequence_length(config.data.sequence_length, positions)
-    return model, dtype
+    return model, dtype_choice(dtype)
 
 
 def _shape_of(config: RunConfig, weightless: bool) -> tuple[Any, str]:

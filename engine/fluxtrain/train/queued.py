@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from fluxtrain.stream.loss_scale import LEAST
 from fluxtrain.stream.norm import GradNorm
 from fluxtrain.train.step_clock import StepClock
 
@@ -15,11 +16,18 @@ class Computed:
 
     loss: float
     norm: float
+    loss_scale: float | None = None  # of fp16
+    overflowed: bool = False  # its gradients did, at this scale
 
     @property
     def is_finite(self) -> bool:
         """False where the step must not be made."""
         return math.isfinite(self.loss) and math.isfinite(self.norm)
+
+    @property
+    def left_out(self) -> bool:
+        """Was it left out for its scale alone, so that the next, at half of it, may go well?"""
+        return self.overflowed and self.loss_scale is not None and self.loss_scale > LEAST
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,4 +45,9 @@ class QueuedStep:
     def read(self) -> Computed:
         """Wait for the backward pass; each part's loss is divided by the tokens of the whole step
         already."""
-        return Computed(loss=math.fsum(self.norm.losses()), norm=self.norm.value())
+        return Computed(
+            loss=math.fsum(self.norm.losses()),
+            norm=self.norm.value(),
+            loss_scale=self.norm.loss_scale(),
+            overflowed=self.norm.overflowed(),
+        )

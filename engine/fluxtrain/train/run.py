@@ -50,8 +50,10 @@ from fluxtrain.train.parameter_groups import parameter_groups
 from fluxtrain.train.peaks import host_peak_bytes, measured_peaks
 from fluxtrain.train.placing import (
     as_it_is_now,
+    card_capability,
     choose_device,
     decide,
+    dtype_choice,
     loaded_bytes,
     model_facts_for,
     room_of,
@@ -101,7 +103,7 @@ def train(
         device = choose_device(config)
         seed_everything(config.train.seed)
         fits = partial(refuse_before_loading, config, machine, device.value, made.files(session))
-        ingredients = load_ingredients(config, fits)
+        ingredients = load_ingredients(config, fits, card_capability(device.value))
         run = made(config, ingredients, session, checkpoint, machine, device)
         run.announce(hello)
         session.signals.deferred = True
@@ -138,13 +140,14 @@ class Run:
         self.batch_rows = self.placement.batch_rows
         self.data = data or self._batches(self.batch_rows)
         liger = ChoiceMade(name="kernels", value=kernels.value, because=kernels.because)
-        self._choices = (device, liger, *self.placement.choices)
+        dtype = dtype_choice(ingredients.loaded.precision)
+        self._choices = (device, dtype, liger, *self.placement.choices)
         self.course = choose_course(
             config.train,
             steps_per_epoch=self.data.steps_per_epoch,
             fresh_weights=config.model.path == DEMO,
         )
-        self.model, self.engine = wrapped(config, model, device.value, self.placement)
+        self.model, self.engine = wrapped(config, model, device.value, self.placement, self._facts)
         self._choices += page_locks_of(self.engine, self._constants.per_s)
         self.keeper = self.make_keeper()
         session.gauges.watch(self.engine, self.keeper)
@@ -234,7 +237,7 @@ class Run:
                 hello,
                 self.engine,
                 model=loaded.name,
-                dtype=str(loaded.dtype).removeprefix("torch."),
+                dtype=loaded.precision.dtype,
                 total_steps=self.course.total_steps,
                 first_step=session.state.step,
             )

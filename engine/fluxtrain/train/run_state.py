@@ -10,7 +10,8 @@ LOSS_TAIL = 200
 
 @dataclass
 class RunState:
-    """Counters and losses; `step` is the number of optimizer steps that were applied."""
+    """Counters and losses; `step` is the number of optimizer steps that were made or, as
+    their fp16 gradients overflowed, left out."""
 
     step: int = 0
     total_tokens: int = 0
@@ -21,7 +22,7 @@ class RunState:
     trained_s: float = 0.0  # over all processes of the run
 
     def step_done(self, loss: float, tokens: int, seconds: float) -> None:
-        """One more optimizer step was applied."""
+        """One more optimizer step is over."""
         self.step += 1
         self.total_tokens += tokens
         self.trained_s += seconds
