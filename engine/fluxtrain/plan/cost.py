@@ -1,9 +1,10 @@
 """How long a step of a layout takes, from measured rates. Pure arithmetic.
 
-    exact    step = backward + max(forward, uploads, host update)
-    eager    step = max(forward + backward, host update), each phase with its copies
+    exact    step = max(forward, uploads, host update) + loss + backward
+    eager    step = max(forward + loss + backward, host update), each phase with its copies
 
-Each phase takes as long as the slowest of what runs at once in it. The loss belongs to the forward.
+Each phase takes as long as the slowest of what runs at once in it. The forward pass cannot end before
+the last block's update, so nothing of that overlaps with the loss.
 Groups on the device cost no bus and no host update; of blocks whose weights are resident only the
 updated weights are copied, once a step; streamed ones are copied for the forward and again for the
 backward, in which their gradients go home on the other lane of the bus. The optimizer's and the
@@ -137,9 +138,10 @@ def cost(
     down_both = rates.d2h_both_bytes_per_s or down
     uploads = (once + streamed) / up, (streamed + carried) / up_both
     downloads = carried / down, home / down_both
-    forward = {"compute": forward_s + head_s, "uploads": uploads[0], "downloads": downloads[0]}
+    left_s = max(0.0, downloads[0] - head_s)
+    forward = {"compute": forward_s, "uploads": uploads[0], "downloads": left_s}
     backward = {"compute": backward_s, "uploads": uploads[1], "downloads": downloads[1]}
-    phases = [dict(forward) for _ in range(passes)] + [backward] * passes
+    phases = [dict(forward) for _ in range(passes)] + [{"compute": head_s}, backward] * passes
     if not rates.has_gpu:
         seconds = sum(sum(phase.values()) for phase in phases) + update_s + device_update_s
         binding = _binding([*phases, {"update": update_s}], together=False)
