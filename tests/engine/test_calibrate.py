@@ -183,3 +183,19 @@ def test_plan_says_where_its_constants_come_from(
     plan = preview(demo_config())
     assert plan["predicted"]["seconds_per_step"] > 0
     assert "no block of this model was tried" in plan["predicted_because"]
+
+
+def test_a_run_with_8_bit_states_is_timed_with_its_own_kernel(tiny: Tiny, machine: Machine) -> None:
+    model = tiny("llama", torch.bfloat16)
+    wide = facts_of(model)
+    coded = wide.with_states("8bit")
+    first = measured_constants(wide, machine, "cpu", 4, model, batch_of)
+    second = measured_constants(coded, machine, "cpu", 4, model, batch_of)
+    assert second.is_new  # what was kept for the other states does not serve
+    assert first.calibration is not None
+    assert first.calibration.adamw_8bit_per_s is None
+    rates = second.rates(has_gpu=False)
+    assert not isinstance(rates, str)
+    assert second.calibration is not None
+    assert rates.adamw_8bit_per_s == second.calibration.adamw_8bit_per_s
+    assert rates.adamw_8bit_per_s

@@ -49,6 +49,7 @@ class Calibration:
     host_block_s: float = 0.0  # the host queues one chunk of a block's forward and backward
     device_update_s: float = 0.0  # for each parameter whose states live on a GPU
     adamw_per_s: float | None = None  # parameters, at the size of this model; None: as probed
+    adamw_8bit_per_s: float | None = None  # with 8-bit states, where the run has them
     runtime_bytes: int = 0  # what the process grew by when it first computed
     rows: tuple[int, int]  # of the two chunks
     measured_at_s: float  # Unix time

@@ -3,9 +3,9 @@
     exact    step = max(forward, uploads, host update) + loss + backward
     eager    step = max(forward + loss + backward, host update), each phase with its copies
 
-Each phase takes as long as the slowest of what runs at once in it. The forward pass cannot end before
-the last block's update, so nothing of that overlaps with the loss.
-Groups on the device cost no bus and no host update; of blocks whose weights are resident only the
+Each phase takes as long as the slowest of what runs at once in it. The forward pass cannot end
+before the last block's update, so nothing of that overlaps with the loss. Groups on the device cost
+no bus and no host update; of blocks whose weights are resident only the
 updated weights are copied, once a step; streamed ones are copied for the forward and again for the
 backward, in which their gradients go home on the other lane of the bus. The optimizer's and the
 copies' share of the same host memory is not counted. A mixture of experts is taken as if every
@@ -102,6 +102,8 @@ def rates_from(
     known = {name: float(rate) for name, rate in per_s.items() if rate}
     if calibration is not None and calibration.adamw_per_s:
         known["adamw"] = calibration.adamw_per_s
+    if calibration is not None and calibration.adamw_8bit_per_s:
+        known["adamw_8bit"] = calibration.adamw_8bit_per_s
     matmul = "gpu_matmul" if has_gpu else "cpu_matmul"
     needed = ["adamw", "h2d_pinned", "d2h_pinned"] if has_gpu else ["adamw", "host_copy"]
     needed += [] if calibration is not None else [matmul]

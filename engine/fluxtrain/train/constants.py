@@ -113,6 +113,9 @@ def measured_constants(
     except NotCalibrated as reason:
         return replace(known, source=f"{known.source} ({reason})")
     tried = replace(tried, adamw_per_s=_adamw_per_s(facts, machine, device))
+    if any(group.states == "8bit" for group in facts.groups):
+        coded = _adamw_per_s(facts, machine, device, eight_bit=True)
+        tried = replace(tried, adamw_8bit_per_s=coded)
     rates = _missing_rates(known.per_s, machine, device)
     _write(_place(facts, machine, device, batch_rows), _Kept(FORMAT, rates, tried))
     return Constants(
@@ -157,7 +160,9 @@ def _missing_rates(
     return {name: rate.per_s for name, rate in found.items() if rate.per_s}
 
 
-def _adamw_per_s(facts: ModelFacts, machine: Machine, device: str) -> float | None:
+def _adamw_per_s(
+    facts: ModelFacts, machine: Machine, device: str, *, eight_bit: bool = False
+) -> float | None:
     """The native optimizer over as much memory as this model's states take, up to what is beyond
     any cache, beside copies as a training has them."""
     trained = sum(group.trained for group in facts.groups)
@@ -167,6 +172,7 @@ def _adamw_per_s(facts: ModelFacts, machine: Machine, device: str) -> float | No
             parameters=min(max(trained, LEAST_PARAMETERS), PARAMETERS),
             threads=sustained_threads(machine),
             limit_s=1.0,
+            eight_bit=eight_bit,
             sustained=True,
         )
     return found.per_s
@@ -179,7 +185,7 @@ def _place(facts: ModelFacts, machine: Machine, device: str, batch_rows: int | N
     blocks = [group for group in facts.groups if group.kind == "block"]
     middle = blocks[len(blocks) // 2]
     edges = [(g.weight_bytes, g.users) for g in facts.groups if g.kind == "edge"]
-    trained = (middle.trained_bf16, middle.trained_fp16, middle.trained_fp32)
+    trained = (middle.trained_bf16, middle.trained_fp16, middle.trained_fp32, middle.states)
     shape = (middle.weight_bytes, trained, edges, facts.layers)
     rows = (row.hidden, row.vocabulary, row.sequence_length, row.dtype_bytes)
     trial = trial_rows(row.sequence_length, batch_rows, _trial_tokens(device))
