@@ -112,7 +112,9 @@ def main() -> None:
     parser.add_argument("--kernels", default="auto", choices=("auto", "liger", "torch"))
     parser.add_argument("--boundaries", default="auto", choices=("auto", "device", "host"))
     parser.add_argument("--profile", type=Path, help="write a torch profile of one step there")
-    parser.add_argument("--trace", type=Path, help="write a Perfetto trace of the steps there")
+    parser.add_argument(
+        "--trace", type=Path, help="write a Perfetto trace of the median step there"
+    )
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     watch = MemoryWatch()

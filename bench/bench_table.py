@@ -48,6 +48,7 @@ def measured(row: Row, out: Path, limit_s: float) -> Row:
     ]  # fmt: skip
     if "budget" in row:
         command += ["--budget-gib", str(row["budget"])]
+        command += ["--trace", str(out / f"{row['name']}.trace.json.gz")]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=False)
     except subprocess.TimeoutExpired:

@@ -30,16 +30,17 @@ class StepTimeline:
         self._engine.device.recorder.begin_step(step)
 
     def close(self, trace: Path | None = None, name: str = "bench") -> dict[str, Any]:
-        """Write the trace, if one is wanted; where the median step's time went."""
+        """Write the trace of the median step, if it is wanted; where that step's time went."""
         self._engine.flush()
         self._thread.close()
         steps = read_ring(self._ring)
         self._folder.cleanup()
-        if trace is not None:
-            write_trace(trace, steps, name)
         if len(steps) <= WARM_UP_STEPS:
             return {}
-        found = attribute(median_step(steps[WARM_UP_STEPS:]))
+        median = median_step(steps[WARM_UP_STEPS:])
+        found = attribute(median)
+        if trace is not None:
+            write_trace(trace, [median], f"{name}: {found.because}")
         return {
             "bound": found.because,
             "busy_s": {lane: round(seconds, 3) for lane, seconds in found.busy_s.items()},

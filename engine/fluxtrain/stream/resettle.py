@@ -71,11 +71,9 @@ def resettle(
         move()
     if moves:
         renew_state(owner for owners in engine.owners.values() for owner in owners.values())
-    engine.gradients.stage_only({s.size_bytes for group in at_home for s in group.trained})
     gone.clear()
     moves.clear()
-    _give_back(engine)
-    engine.accounts.measure_peaks_anew()  # what comes is judged by what the new layout takes
+    _tidy(engine, at_home)
     engine.plan = replace(
         engine.plan,
         device_groups=device_groups,
@@ -87,6 +85,13 @@ def resettle(
     engine.chunk_rows = chunk_rows
     choose_keepers(engine)
     engine.copy_ahead_for_the_next_step()
+
+
+def _tidy(engine: Engine, at_home: list[Group]) -> None:
+    """After the moves: no memory stays for what is gone, and peaks are those of the new layout."""
+    engine.gradients.stage_only({s.size_bytes for group in at_home for s in group.trained})
+    _give_back(engine)
+    engine.accounts.measure_peaks_anew()
 
 
 def _owned(engine: Engine, keepers: list[Group], fresh: list[Slot]) -> list[Slot]:

@@ -58,8 +58,7 @@ def wrap(  # noqa: PLR0913  # each is one choice of the user, by keyword
     budget_bytes: device memory to plan for (None: what is free).
     device_groups: so many first parts of the model (embedding, then blocks) live on the device with
     gradients and optimizer states (None: with `weights` by memory, with `none` all, else 0).
-    kept_blocks: of the blocks whose weights stay on the device the first so many keep their
-    activations for the backward pass instead of computing them again.
+    kept_blocks: so many blocks with weights on the device keep activations, not computed again.
     boundaries: where blocks' inputs wait for the backward pass, `device` or `host` (`auto`: on the
     host with `max`, else on the device).
     states: how AdamW's two moments are kept: `fp32`, `bf16` (rounded at random) or `8bit`
