@@ -81,19 +81,30 @@ def wrap(  # noqa: PLR0913  # each is one choice of the user, by keyword
         eager=eager,
     )
     _refuse_fractions(wishes)
+    _put_engine(model, _compute_device(device), wishes, states, overlap=overlap)
+    install_adoption()
+    return model
+
+
+auto_wrap = wrap
+
+
+def _put_engine(
+    model: nn.Module,
+    torch_device: torch.device,
+    wishes: Wishes,
+    states: StateFormat,
+    *,
+    overlap: bool,
+) -> None:
+    """Place the model's parts and give them an engine."""
     parts = _parts_of(model)
-    torch_device = _compute_device(device)
     groups, borrowed = group_parameters(model, parts, states)
     facts = model_facts(model, parts, groups, borrowed)
     placement = place_for_any_rows(facts, _room(model, torch_device), wishes)
     with torch.inference_mode(False), torch.enable_grad():  # whatever the caller is in
         engine = Engine(open_device(torch_device), placement, overlap=overlap)
         _furnish(engine, model, parts, groups, borrowed)
-    install_adoption()
-    return model
-
-
-auto_wrap = wrap
 
 
 def unwrap(model: nn.Module) -> nn.Module:
