@@ -143,13 +143,19 @@ def _comparison(state: RunState, planned: Planned, width: int) -> list[Line]:
             ("step_s", "median step", duration_text),
         )
     ]
-    notes = [f"bound by {planned.binds}" if planned.binds else "", planned.constants]
+    since = state.changes.last_step
+    notes = [
+        f"as changed after step {since}" if since else "",
+        f"bound by {planned.binds}" if planned.binds else "",
+        planned.constants,
+    ]
     return lines + _indented("; ".join(note for note in notes if note), width)
 
 
 def _steady_step_s(state: RunState) -> float | None:
-    """The median of the last steps, without the first few of a run."""
-    steps = [step.step_s for step in state.steps if step.step > WARMING_STEPS]
+    """The median of the last steps, without the first few of a run or after a change of it."""
+    warming = state.changes.last_step + WARMING_STEPS
+    steps = [step.step_s for step in state.steps if step.step > warming]
     return median(steps) if steps else None
 
 

@@ -30,6 +30,7 @@ class Changes:
     trials: tuple[Trial, ...] = ()  # oldest first
     asked: ev.CommandAnswered | None = None  # accepted, and not made yet
     refused: ev.ChangeRefused | None = None  # the newest that could not be made after all
+    last_step: int = 0  # the last one before the newest change, or before it was taken back
 
     @property
     def newest(self) -> Trial | None:
@@ -53,7 +54,7 @@ class Changes:
 
     def made(self, event: ev.ChangeApplied) -> Changes:
         """A change was made, or taken back."""
-        cleared = replace(self, asked=None, refused=None)
+        cleared = replace(self, asked=None, refused=None, last_step=event.step)
         if event.why not in _BACK:
             return replace(cleared, trials=(*self.trials, Trial(event))[-TRIALS_LIMIT:])
         for at in reversed(range(len(self.trials))):

@@ -256,11 +256,26 @@ def _after_withdrawn(state: RunState, event: ev.AdviceWithdrawn) -> RunState:
     return replace(state, advice=without_advice(state.advice, event.id))
 
 
+def _as_changed(planned: ev.Planned | None, change: ev.ChangeApplied) -> ev.Planned | None:
+    """The plan with what is predicted now; older runs do not tell."""
+    if planned is None or change.device_bytes is None:
+        return planned
+    return replace(
+        planned,
+        device_bytes=change.device_bytes,
+        host_bytes=change.host_bytes,
+        step_s=change.step_s,
+        tokens_per_s=change.tokens_per_s,
+        binds=change.binds,
+    )
+
+
 def _after_change(state: RunState, event: ev.ChangeApplied) -> RunState:
     reason = {"advice": "as advised", "undo": "undone", "wrong": "undone, it gave too little",
               "memory": "device memory ran out"}.get(event.why, "as asked")  # fmt: skip
     text = f"after step {event.step}: {event.name} {event.before} -> {event.after}, {reason}"
-    state = replace(state, changes=state.changes.made(event))
+    planned = _as_changed(state.planned, event)
+    state = replace(state, planned=planned, changes=state.changes.made(event))
     return _logged(state, event, "info", "change", text)
 
 

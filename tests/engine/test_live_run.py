@@ -101,6 +101,14 @@ def test_residency_changes_and_is_undone_through_the_socket_and_the_losses_keep_
     assert measured.steps_before == 4  # of six the first two are warm-up
     assert measured.steps_after == 20
     assert measured.measured_gain == pytest.approx(1 - measured.after_s / measured.before_s)
+    (checked,) = events(run_dir, ev.PlanChecked)
+    found = {row.quantity: row for row in checked.rows}
+    assert found["step_s"].predicted == undone.step_s != made.step_s
+    steps_s = sorted(step.step_s for step in events(run_dir, ev.StepFinished) if step.step > 35)
+    assert found["step_s"].measured == pytest.approx(steps_s[len(steps_s) // 2])
+    (planned,) = events(run_dir, ev.Planned)
+    assert made.device_bytes == undone.device_bytes >= planned.device_bytes
+    assert (undone.step_s, undone.binds) == (planned.step_s, planned.binds)
     answered = events(run_dir, ev.CommandAnswered)
     assert answered[0].arguments == {"resident_blocks": 2}
     assert answered[1].arguments == {}

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import msgspec
 import pytest
 from textual.pilot import Pilot
 
@@ -198,6 +199,31 @@ def test_the_prediction_is_compared_with_what_is_measured_so_far_and_at_the_end(
     row = ev.Compared(quantity="step_s", predicted=1.0, measured=0.8, error=0.25)
     ended = words(*plan_lines(view_after(made, planned, ev.PlanChecked(rows=(row,))), 100))
     assert "+25.0%" in ended and "so far" not in ended
+
+
+def test_after_a_change_its_prediction_stands_beside_the_steps_since(made: ModuleType) -> None:
+    planned = view_after(made).state.planned
+    assert planned is not None
+    planned = msgspec.structs.replace(planned, device_bytes=4 << 30, step_s=9.0, seq=900)
+    change = msgspec.structs.replace(
+        MADE, step=78, device_bytes=3 << 30, host_bytes=5 << 30, step_s=1.25, binds="the GPU"
+    )
+    view = view_after(made, planned, change)
+    last = view.state.step
+    assert last is not None
+    steps = [msgspec.structs.replace(last, step=79 + at, step_s=1.0 + at) for at in range(5)]
+    view = View(state=view.state.after_all(steps))
+    text = words(*plan_lines(view, 100))
+    assert "as changed after step 78; bound by the GPU" in text
+    (peak,) = (line for line in text.splitlines() if line.strip().startswith("device peak"))
+    assert "3.00 GiB" in peak
+    (median,) = (line for line in text.splitlines() if line.strip().startswith("median step"))
+    assert median.split()[2:] == ["1.25", "s", "4.50", "s", "-72.2%"]  # of steps 82 and 83
+
+
+def test_a_change_of_an_older_run_leaves_its_plan(made: ModuleType) -> None:
+    before = view_after(made).state.planned
+    assert view_after(made, MADE).state.planned == before
 
 
 @pytest.mark.parametrize(

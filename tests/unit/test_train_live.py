@@ -10,12 +10,13 @@ import pytest
 
 from fluxtrain.errors import DoesNotFit
 from fluxtrain.plan.effect import STEPS
-from fluxtrain.plan.live import Use
+from fluxtrain.plan.live import Knobs, Use
+from fluxtrain.plan.prediction import Promise
 from fluxtrain.telemetry import events as ev
 from fluxtrain.train.adviser import Setup
 from fluxtrain.train.live import LiveChanges
 from fluxtrain.units import GIB, MIB
-from tests.unit.live_ground import BLOCKS, ground
+from tests.unit.live_ground import BLOCK_BYTES, BLOCKS, ground
 
 
 class Run:
@@ -35,6 +36,14 @@ class Run:
             self.turn,
             chunk_rows=lambda: self.chunk_rows,
             use=lambda: self.use,
+            promise_of=self.promise_of,
+        )
+
+    def promise_of(self, knobs: Knobs) -> Promise:
+        """The more is resident, the more memory and the less time."""
+        size = knobs.resident_blocks * BLOCK_BYTES
+        return Promise(
+            device_bytes=GIB + size, host_bytes=2 * GIB - size, step_s=2.0 - knobs.resident_blocks
         )
 
     def emit(self, event: ev.Event) -> None:
@@ -43,7 +52,14 @@ class Run:
     gauge = emit
 
     def turn(
-        self, *, device_groups: int, resident_blocks: int, slots: int, chunk_rows: int, need: Any
+        self,
+        *,
+        device_groups: int,
+        resident_blocks: int,
+        kept_blocks: int,
+        slots: int,
+        chunk_rows: int,
+        need: Any,
     ) -> None:
         if self.refuse:
             raise DoesNotFit("CUDA out of memory")
@@ -100,6 +116,34 @@ def test_a_change_waits_for_the_end_of_the_step_and_is_told() -> None:
     assert (applied.step, applied.name, applied.before, applied.after) == (3, "prefetch", 2, 4)
     assert (applied.why, applied.same_bits) == ("asked", True)
     assert run.live.knobs.prefetch == 4
+
+
+def test_what_is_predicted_is_that_of_the_change_and_peaks_are_those_of_the_whole_run() -> None:
+    run = Run()
+    run.steps(3)
+    assert run.live.promise is None
+    assert run.live.steps_since == 3
+    run.ask(resident_blocks=1)
+    run.steps(2)
+    run.ask(resident_blocks=0)
+    run.steps(1)
+    more, less = run.told(ev.ChangeApplied)
+    assert (more.device_bytes, more.host_bytes) == (GIB + BLOCK_BYTES, 2 * GIB)
+    assert (less.device_bytes, less.host_bytes) == (GIB + BLOCK_BYTES, 2 * GIB)
+    assert (more.step_s, less.step_s) == (1.0, 2.0)
+    promise = run.live.promise
+    assert promise is not None
+    assert (promise.device_bytes, promise.step_s) == (less.device_bytes, less.step_s)
+    assert run.live.steps_since == 1
+
+
+def test_what_cannot_be_made_leaves_the_prediction() -> None:
+    run = Run()
+    run.refuse = True
+    run.ask(resident_blocks=1)
+    run.steps(2)
+    assert run.live.promise is None
+    assert run.live.steps_since == 2
 
 
 def test_another_chunk_is_said_to_change_the_rounding() -> None:

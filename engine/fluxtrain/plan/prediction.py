@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from fluxtrain.telemetry.events import Compared
 
@@ -10,6 +11,25 @@ WARMING_STEPS = 3  # the first steps allocate, compile and compare recomputed bl
 
 # What is compared, in the order that people read it.
 QUANTITIES = ("device_peak_bytes", "host_peak_bytes", "step_s")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Promise:
+    """What a layout is predicted to take; None where no rates are known."""
+
+    device_bytes: int  # peak
+    host_bytes: int  # peak of the whole process
+    step_s: float | None = None
+    tokens_per_s: float | None = None
+    binds: str = ""
+
+    def after(self, earlier: Promise) -> Promise:
+        """The same for a run that had another layout before: its peaks are those of the larger."""
+        return replace(
+            self,
+            device_bytes=max(self.device_bytes, earlier.device_bytes),
+            host_bytes=max(self.host_bytes, earlier.host_bytes),
+        )
 
 
 def steady_step_s(steps_s: Sequence[float]) -> float | None:

@@ -261,6 +261,11 @@ class ChangeApplied(Event, frozen=True, kw_only=True, tag="change"):
     advice: str = ""  # the id, of advice
     predicted_gain: float | None = None  # share of the step's time
     same_bits: bool = True  # losses go on bit for bit as without the change
+    device_bytes: int | None = None  # predicted peak of the run, of its layouts so far
+    host_bytes: int | None = None  # the same
+    step_s: float | None = None  # predicted as it is now, as the next two
+    tokens_per_s: float | None = None
+    binds: str = ""
 
 
 class ChangeRefused(Event, frozen=True, kw_only=True, tag="change_refused"):

@@ -24,6 +24,7 @@ from fluxtrain.plan.live import (
     refuse_without_room,
     rungs,
 )
+from fluxtrain.plan.prediction import Promise
 from fluxtrain.telemetry.events import (
     ChangeApplied,
     ChangeMeasured,
@@ -83,13 +84,17 @@ class LiveChanges:
         *,
         chunk_rows: Callable[[], int],
         use: Callable[[], Use],
+        promise_of: Callable[[Knobs], Promise],
     ) -> None:
         self._ground = setup.ground
         self._announcer = announcer
         self._turn = turn
         self._chunk_rows = chunk_rows
         self._use = use
+        self._promise_of = promise_of
         self._knobs = setup.ground.planned
+        self.promise: Promise | None = None  # of the settings in force; None: as planned
+        self.steps_since = 0  # of the settings in force
         self._adviser = Adviser(setup, announcer)
         self._steady = SteadySteps()
         self._lock = threading.RLock()
@@ -162,6 +167,7 @@ class LiveChanges:
         """A step was done: measure the newest change, or look for advice."""
         with self._lock:
             self._peak_is_known = True
+            self.steps_since += 1
             if not self._steady.took(step):
                 return
             if self._measured is not None:
@@ -220,6 +226,8 @@ class LiveChanges:
             chunk_rows=layout.chunk_rows,
             need=self._ground.need(new),
         )
+        before = self.promise or self._promise_of(self._ground.planned)
+        self.promise, self.steps_since = self._promise_of(new).after(before), 0
         self._knobs, self._peak_is_known = new, False
 
     def _make(self, wish: Wish, step: int) -> None:
@@ -256,7 +264,8 @@ class LiveChanges:
         return use if self._peak_is_known else replace(use, device_peak_bytes=None)
 
     def _tell_applied(self, wish: Wish, before: int, step: int) -> None:
-        change = wish.change
+        change, promise = wish.change, self.promise
+        assert promise is not None
         self._announcer.emit(
             ChangeApplied(
                 step=step,
@@ -267,6 +276,11 @@ class LiveChanges:
                 advice=wish.advice,
                 predicted_gain=wish.predicted_gain,
                 same_bits=change.name in SAME_BITS,
+                device_bytes=promise.device_bytes,
+                host_bytes=promise.host_bytes,
+                step_s=promise.step_s,
+                tokens_per_s=promise.tokens_per_s,
+                binds=promise.binds,
             )
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -9,11 +10,12 @@ import torch
 
 from fluxtrain.hardware.gpu import Gpus
 from fluxtrain.hardware.machine import read_machine
-from fluxtrain.plan.cost import Rates
+from fluxtrain.plan.cost import Rates, cost
 from fluxtrain.plan.facts import ModelFacts
-from fluxtrain.plan.footprint import Layout
-from fluxtrain.plan.live import Ground, Use
-from fluxtrain.plan.placement import RunPlacement
+from fluxtrain.plan.footprint import Layout, passing_bytes
+from fluxtrain.plan.live import Ground, Knobs, Use
+from fluxtrain.plan.placement import Placement, RunPlacement
+from fluxtrain.plan.prediction import Promise
 from fluxtrain.stream.resettle import resettle
 from fluxtrain.train.adviser import Setup
 from fluxtrain.train.announce import Announcer
@@ -63,7 +65,21 @@ def live_changes(
         partial(resettle, engine),
         chunk_rows=lambda: engine.chunk_rows,
         use=partial(_use, engine.device.torch_device),
+        promise_of=partial(promise_of, setup, placement),
     )
+
+
+def promise_of(setup: Setup, placement: Placement, knobs: Knobs) -> Promise:
+    """What the run of `placement` is predicted to take with `knobs`."""
+    ground, layout = setup.ground, setup.ground.layout_with(knobs)
+    passing = passing_bytes(ground.facts, layout) if ground.has_gpu else 0
+    need = replace(placement, need=ground.need(knobs), passing_bytes=passing)
+    promise = Promise(device_bytes=need.device_bytes, host_bytes=need.host_bytes)
+    if setup.rates is None:
+        return promise
+    exact = setup.clips or setup.passes > 1
+    took = cost(ground.facts, layout, setup.rates, exact=exact, passes=setup.passes)
+    return replace(promise, step_s=took.step_s, tokens_per_s=took.tokens_per_s, binds=took.binds)
 
 
 def _use(device: torch.device) -> Use:

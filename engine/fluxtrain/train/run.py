@@ -161,6 +161,7 @@ class Run:
             config, self._facts, self.placement, self.engine, session.announcer, rates
         )
         session.requests.changes_go_to(changes.ask)
+        self._changes = changes
         self.loop = TrainingLoop(
             model=self.model,
             optimizer=optimizer,
@@ -289,22 +290,28 @@ class Run:
         self.measure()
 
     def measure(self) -> None:
-        """Put what was predicted beside what was measured: journal, console and result.json."""
-        session, planned = self._session, self._planned
+        """Put what was predicted beside what was measured: journal, console and result.json.
+
+        After a change of the running training that is the prediction for what it was changed to,
+        and the steps since.
+        """
+        session, changes = self._session, self._changes
+        plan = changes.promise or self._planned
         peaks = measured_peaks(self.engine)
+        steps_s = self.loop.steps_s[-changes.steps_since :] if changes.steps_since else []
         rows = compared(
             {
-                "device_peak_bytes": planned.device_bytes,
-                "host_peak_bytes": planned.host_bytes,
-                "step_s": planned.step_s,
+                "device_peak_bytes": plan.device_bytes,
+                "host_peak_bytes": plan.host_bytes,
+                "step_s": plan.step_s,
             },
-            {**peaks, "step_s": steady_step_s(self.loop.steps_s)},
+            {**peaks, "step_s": steady_step_s(steps_s)},
         )
         session.announcer.emit(PlanChecked(rows=rows))
         session.measured = {
-            "predicted_device_peak_bytes": planned.device_bytes,
+            "predicted_device_peak_bytes": plan.device_bytes,
             "measured_device_peak_bytes": session.gauges.memory().device_peak_bytes,
-            "predicted_host_peak_bytes": planned.host_bytes,
+            "predicted_host_peak_bytes": plan.host_bytes,
             "measured_host_peak_bytes": peaks["host_peak_bytes"],
             "device_reserved_peak_bytes": peaks["device_reserved_peak_bytes"],
             "plan": msgspec.to_builtins(rows),
