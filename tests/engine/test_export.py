@@ -60,7 +60,7 @@ def test_a_saved_model_comes_back_with_every_bit(
     written_bytes = save_model(loaded.model, loaded.tokenizer, tmp_path / "run" / "model")
     assert written_bytes == sum(p.stat().st_size for p in (tmp_path / "run/model").iterdir())
     again = _loaded(tmp_path / "run" / "model")
-    assert again.dtype == dtype
+    assert again.model.dtype == dtype
     before, after = loaded.model.state_dict(), again.model.state_dict()
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
