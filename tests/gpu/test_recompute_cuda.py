@@ -1,0 +1,104 @@
+"""What a block computes again on a GPU has the bits of what it keeps, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import fluxtrain
+from fluxtrain.methods.kernels import choose_kernels
+from fluxtrain.stream.engine import Engine, engine_of
+from fluxtrain.units import MIB
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+
+LAYERS, ROWS, TOKENS = 4, 8, 512
+
+
+@pytest.fixture(autouse=True)
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+    gc.enable()
+
+
+class Training:
+    """Blocks of which each saves some hundred megabytes a batch."""
+
+    def __init__(self, kernels: str, **placement: object) -> None:
+        torch.manual_seed(0)
+        config = LlamaConfig(
+            hidden_size=1024, intermediate_size=2816, num_hidden_layers=LAYERS,
+            num_attention_heads=8, num_key_value_heads=8, vocab_size=1024,
+            max_position_embeddings=TOKENS,
+        )  # fmt: skip
+        self.model = LlamaForCausalLM(config).to(torch.bfloat16).train()
+        choose_kernels(kernels, self.model, "cuda")
+        fluxtrain.wrap(
+            self.model, device="cuda", chunk_rows=4, overlap=True, **placement  # type: ignore[arg-type]
+        )  # fmt: skip
+        self.engine: Engine = engine_of(self.model)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        self.losses: list[Tensor] = []
+
+    def steps(self, count: int) -> list[Tensor]:
+        for _ in range(count):
+            torch.manual_seed(len(self.losses))
+            ids = torch.randint(0, 1024, (ROWS, TOKENS))
+            loss = self.model(input_ids=ids, labels=ids, use_cache=False).loss
+            loss.backward()
+            self.engine.clip_grad_norm(0.5)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.losses.append(loss.detach())
+        return self.losses
+
+
+@pytest.mark.parametrize("kernels", ["torch", "auto"])
+@pytest.mark.parametrize(
+    "placement",
+    [
+        {"offload": "none"},
+        {"offload": "weights", "device_groups": 0, "resident_blocks": LAYERS},
+        {"offload": "weights", "device_groups": 2, "resident_blocks": 1, "boundaries": "host"},
+    ],
+)
+def test_kept_activations_give_the_bits_of_recomputed_ones(
+    kernels: str, placement: dict[str, object]
+) -> None:
+    again, kept = Training(kernels, **placement), Training(kernels, kept_blocks=3, **placement)
+    assert sum(unit.keeps for unit in kept.engine.units) > 0
+    assert torch.equal(torch.stack(again.steps(6)), torch.stack(kept.steps(6)))
+    for one, other in zip(again.model.parameters(), kept.model.parameters(), strict=True):
+        assert torch.equal(one.detach().cpu(), other.detach().cpu())
+
+
+@pytest.mark.parametrize("kernels", ["torch", "auto"])
+@pytest.mark.parametrize("kept_blocks", [0, LAYERS])
+def test_no_activation_stays_on_the_device_after_a_backward_pass(
+    kernels: str, kept_blocks: int
+) -> None:
+    run = Training(kernels, offload="none", kept_blocks=kept_blocks)
+    run.steps(5)  # of which the first compare what they compute
+    run.engine.flush()
+    gc.collect()
+    gc.disable()  # what waits for the collector is memory that the next block does not have
+    before = torch.cuda.memory_allocated()
+    ids = torch.randint(0, 1024, (ROWS, TOKENS))
+    loss = run.model(input_ids=ids, labels=ids, use_cache=False).loss
+    held = torch.cuda.memory_allocated() - before
+    loss.backward()
+    boundary = ROWS * TOKENS * 1024 * 2
+    sums = 4 * run.engine.groups[0].trained_elements  # of the embedding, until the step
+    after = torch.cuda.memory_allocated() - before
+    assert (held > 8 * LAYERS * boundary) == (kept_blocks > 0)
+    assert after < boundary + sums + 2 * MIB
