@@ -22,7 +22,7 @@ from fluxtrain.hardware.rate import sustained_rate
 from fluxtrain.plan.facts import ModelFacts
 from fluxtrain.train import constants as constants_module
 from fluxtrain.train import preview as preview_module
-from fluxtrain.train.calibrate import NotCalibrated, calibrate
+from fluxtrain.train.calibrate import COPIES, NotCalibrated, calibrate
 from fluxtrain.train.config import demo_config
 from fluxtrain.train.constants import known_constants, measured_constants
 from fluxtrain.train.peaks import host_peak_bytes
@@ -69,6 +69,21 @@ def test_the_model_and_the_random_state_are_as_before(tiny: Tiny, family: str) -
     for line in (tried.forward, tried.backward, tried.outside_forward):
         assert line.at(4) > 0
     assert tried.backward.at(4) < tried.measuring_s
+    assert tried.device_update_s > 0
+
+
+def test_without_a_gpu_the_miniature_streams_too_and_moves_what_a_step_moves(tiny: Tiny) -> None:
+    model = tiny("llama", torch.float32)
+    streamed = calibrate(model, batch_of, torch.device("cpu"), (1, 4)).streamed
+    assert streamed is not None
+    blocks = [group for group in facts_of(model).groups if group.kind == "block"]
+    edges = [group for group in facts_of(model).groups if group.kind == "edge"]
+    groups = [*edges, *(COPIES * blocks[:1])]
+    assert streamed.groups == len(groups)
+    assert streamed.updated_bytes == sum(group.update_bytes for group in groups)
+    # each weight goes up at least once a step and each gradient comes home
+    least = sum(group.weight_bytes + group.rounded_bytes for group in groups)
+    assert 0.9 * least < streamed.copied_bytes < 1.6 * least
 
 
 def test_blocks_in_several_lists_are_told_not_guessed() -> None:

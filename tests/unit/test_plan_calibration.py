@@ -8,7 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fluxtrain.plan.calibration import Calibration, Line, chunked, line_through, trial_rows
+from fluxtrain.plan.calibration import (
+    Calibration,
+    Streamed,
+    Line,
+    chunked,
+    line_through,
+    trial_rows,
+)
 from fluxtrain.plan.cost import Rates, cost, rates_from
 from fluxtrain.plan.facts import GroupFacts, ModelFacts, RowFacts
 from fluxtrain.plan.footprint import Layout
@@ -136,3 +143,28 @@ def test_an_error_is_a_share_of_what_was_measured() -> None:
         ("host_peak_bytes", pytest.approx(-0.1)),
         ("step_s", pytest.approx(0.1)),
     ]
+
+
+def test_what_streaming_cost_a_miniature_beside_its_bytes_counts_for_every_group_at_home() -> None:
+    streamed = Streamed(longer_s=0.5, updated_bytes=26_000_000, copied_bytes=5_000_000, groups=4)
+    per_s = {**PER_S, "host_copy": 1e8}  # of the half second AdamW took 1 ms, copies took 50
+    without = rates_from(per_s, has_gpu=False, calibration=replace(TRIED, adamw_per_s=1e9))
+    tried = replace(TRIED, adamw_per_s=1e9, streamed=streamed)
+    rates = rates_from(per_s, has_gpu=False, calibration=tried)
+    assert isinstance(rates, Rates)
+    assert isinstance(without, Rates)
+    layout = Layout(offload="weights", batch_rows=4, chunk_rows=4)
+    found, base = cost(FACTS, layout, rates), cost(FACTS, layout, without)
+    assert found.beside_bytes_s == pytest.approx(len(FACTS.groups) * (0.5 - 0.001 - 0.05) / 4)
+    assert found.step_s == pytest.approx(base.step_s + found.beside_bytes_s)
+    resident = cost(FACTS, replace(layout, offload="none"), rates)
+    assert resident.beside_bytes_s == 0
+    assert cost(FACTS, layout, replace(rates, has_gpu=True)).beside_bytes_s == 0
+
+
+@given(st.floats(-1, 1), st.floats(1e3, 1e12), st.floats(1e3, 1e12))
+def test_noise_never_makes_streaming_cheaper_than_its_bytes(
+    longer: float, update: float, copies: float
+) -> None:
+    streamed = Streamed(longer_s=longer, updated_bytes=1000, copied_bytes=1000, groups=3)
+    assert 0 <= streamed.beside_bytes_s(update, copies) <= max(0.0, longer) / 3

@@ -33,6 +33,22 @@ def line_through(few: tuple[int, float], many: tuple[int, float]) -> Line:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Streamed:
+    """What a step took longer once its groups were at home on the host and streamed, on the cores
+    that compute: their updates, copies of `copied_bytes`, and what they cost beside their bytes."""
+
+    longer_s: float
+    updated_bytes: int  # that AdamW moved
+    copied_bytes: int  # of weights and gradients
+    groups: int
+
+    def beside_bytes_s(self, update_bytes_per_s: float, copy_bytes_per_s: float) -> float:
+        """Seconds of one group beside its bytes: threads that start and wait, and bookkeeping."""
+        known_s = self.updated_bytes / update_bytes_per_s + self.copied_bytes / copy_bytes_per_s
+        return max(0.0, self.longer_s - known_s) / self.groups
+
+
+@dataclass(frozen=True, kw_only=True)
 class Calibration:
     """Seconds of one block and of what stands outside the blocks, and bytes of activations.
 
@@ -48,6 +64,7 @@ class Calibration:
     kept_bytes: int | None = None  # of one block and row, beside its input
     host_block_s: float = 0.0  # the host queues one chunk of a block's forward and backward
     device_update_s: float = 0.0  # for each parameter whose states live on a GPU
+    streamed: Streamed | None = None  # without a GPU
     adamw_per_s: float | None = None  # parameters, at the size of this model; None: as probed
     adamw_8bit_per_s: float | None = None  # with 8-bit states, where the run has them
     runtime_bytes: int = 0  # what the process grew by when it first computed

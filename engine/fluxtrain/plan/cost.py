@@ -16,7 +16,8 @@ place of the matmul rate and of the class's constants. Two more things are known
 groups that live on the device, which come after the backward pass and overlap with nothing, and how
 fast the host can queue the work of a GPU, which no step is shorter than.
 
-Without a GPU everything is done by the same cores, so nothing overlaps.
+Without a GPU everything is done by the same cores, so nothing overlaps. What a group at home costs
+there beside its bytes (threads that start and wait, bookkeeping) was then tried too.
 """
 
 from __future__ import annotations
@@ -81,6 +82,7 @@ class Cost:
     download_s: float
     host_update_s: float
     device_update_s: float = 0.0  # of groups that live on the device, where it was measured
+    beside_bytes_s: float = 0.0  # of groups at home on the cores that compute, where measured
     queueing_s: float = 0.0  # by the host, of all blocks, where it was measured
     step_s: float
     tokens: int  # of one step
@@ -132,6 +134,7 @@ def cost(
     device_update_s = _device_update(facts, layout, rates)
     queueing_s = passes * _queueing(facts, layout, rates)
     update_s = _host_update(facts, layout, rates)
+    beside_s = _beside_bytes(facts, layout, rates)
     once, streamed, home = _traffic(facts, layout)
     carried = _boundary_bytes(facts, layout)
     up = rates.h2d_bytes_per_s or rates.copy_bytes_per_s
@@ -146,6 +149,7 @@ def cost(
     phases = [dict(forward) for _ in range(passes)] + [{"compute": head_s}, backward] * passes
     if not rates.has_gpu:
         seconds = sum(sum(phase.values()) for phase in phases) + update_s + device_update_s
+        seconds += beside_s
         binding = _binding([*phases, {"update": update_s}], together=False)
     elif exact:
         phases[0]["update"] = update_s
@@ -168,6 +172,7 @@ def cost(
         download_s=passes * sum(downloads),
         host_update_s=update_s,
         device_update_s=device_update_s,
+        beside_bytes_s=beside_s,
         queueing_s=queueing_s,
         step_s=seconds,
         tokens=passes * layout.batch_rows * row.sequence_length,
@@ -217,6 +222,16 @@ def _device_update(facts: ModelFacts, layout: Layout, rates: Rates) -> float:
     at_device = homes(facts, layout)[0]
     updated = sum(group.trained for group in at_device)
     return updated * rates.calibration.device_update_s
+
+
+def _beside_bytes(facts: ModelFacts, layout: Layout, rates: Rates) -> float:
+    """Seconds of the groups at home beside the bytes that are updated and copied, once a step."""
+    streamed = None if rates.calibration is None else rates.calibration.streamed
+    if rates.has_gpu or streamed is None:
+        return 0.0
+    update_bytes_per_s = BF16_UPDATE_BYTES * rates.adamw_per_s
+    one_s = streamed.beside_bytes_s(update_bytes_per_s, rates.copy_bytes_per_s)
+    return len(homes(facts, layout)[1]) * one_s
 
 
 def _queueing(facts: ModelFacts, layout: Layout, rates: Rates) -> float:

@@ -1,8 +1,10 @@
 """Run one block for real before training: what it takes on this machine, for the planner.
 
 A miniature of the model (its edges, and one of its blocks twice) goes through the engine as the run
-will, at two chunk sizes, all of it on the device so that no copy is in the times. Weights are the
-model's own; nothing of the model itself is touched, and the random state is as it was afterwards.
+will, at two chunk sizes, all of it on the device so that no copy is in the times. Without a GPU,
+where copies and updates take time from the cores that compute, it then streams for some steps.
+Weights are the model's own; nothing of the model itself is touched, and the random state is as it
+was afterwards.
 """
 
 from __future__ import annotations
@@ -11,9 +13,10 @@ import copy
 import ctypes
 import gc
 import time
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -23,8 +26,10 @@ from torch import Tensor, nn
 import fluxtrain
 from fluxtrain.data.batches import Batch
 from fluxtrain.errors import FluxTrainError, UnsupportedModel
-from fluxtrain.plan.calibration import Calibration, line_through, median
+from fluxtrain.plan.calibration import Calibration, Streamed, line_through, median
+from fluxtrain.plan.facts import Offload
 from fluxtrain.stream.blocks import take_apart
+from fluxtrain.stream.grouping import facts_of
 from fluxtrain.stream.rng import randomness_kept
 
 if TYPE_CHECKING:
@@ -34,6 +39,7 @@ COPIES = 2  # of the block: the second starts as every block but the first does
 REPEATS = 8
 LIMIT_S = 0.6  # for the repeats at one size; the last may end later
 HEAD_START_CYCLES = 100_000_000  # of a GPU's clock: some 50 ms
+LEAST_STEPS = 4  # of a streamed miniature; the first only warms up
 ALL_CHECKED = 3  # recomputes after which the engine stops to compare them with the forward
 
 
@@ -59,7 +65,7 @@ def calibrate(
     before_bytes = process.memory_info().rss
     try:
         with randomness_kept(device):
-            few, many = _trials(model, batch_of, device, rows)
+            few, many, streamed = _trials(model, batch_of, device, rows)
     except torch.OutOfMemoryError as error:
         if fewer is not None and fewer != rows:
             _give_back(device)
@@ -84,6 +90,7 @@ def calibrate(
         kept_bytes=many.kept_bytes // (COPIES * many.rows) if keeps else None,
         host_block_s=many.median("host"),
         device_update_s=many.median("update"),
+        streamed=streamed,
         runtime_bytes=max(0, process.memory_info().rss - before_bytes),
         rows=(few.rows, many.rows),
         measured_at_s=time.time(),
@@ -115,22 +122,63 @@ def _trials(
     batch_of: Callable[[int], Batch],
     device: torch.device,
     rows: tuple[int, int],
-) -> tuple[_Trial, _Trial]:
+) -> tuple[_Trial, _Trial, Streamed | None]:
+    mini = _miniature(model, device)
+    mini.train()
+    facts = facts_of(mini)
+    with _wrapped(mini, device, "none", max(rows)) as engine:
+        bench = _Bench(mini, engine, [module for _, module in take_apart(mini).blocks], device)
+        few, many = (bench.trial(batch_of(count)) for count in rows)
+        bench.close()
+    if device.type == "cuda":
+        return few, many, None
+    with _wrapped(mini, device, "weights", max(rows)) as engine:
+        seconds, copied_bytes = _streamed_steps(mini, engine, batch_of(max(rows)))
+    streamed = Streamed(
+        longer_s=seconds - min(many.seconds["whole"]),
+        updated_bytes=sum(group.update_bytes for group in facts.groups),
+        copied_bytes=copied_bytes,
+        groups=len(facts.groups),
+    )
+    return few, many, streamed
+
+
+@contextmanager
+def _wrapped(
+    mini: nn.Module, device: torch.device, offload: Offload, chunk_rows: int
+) -> Iterator[Engine]:
     from fluxtrain.stream.engine import engine_of
 
-    mini = _miniature(model, device)
-    blocks = [module for _, module in take_apart(mini).blocks]
-    fluxtrain.wrap(mini, device=device, offload="none", chunk_rows=max(rows))
+    fluxtrain.wrap(mini, device=device, offload=offload, chunk_rows=chunk_rows, overlap=True)
     engine = engine_of(mini)
     try:
         for unit in engine.units:
             unit.checked = ALL_CHECKED
-        mini.train()
-        bench = _Bench(mini, engine, blocks, device)
-        few, many = (bench.trial(batch_of(count)) for count in rows)
+        yield engine
     finally:
         fluxtrain.unwrap(mini)
-    return few, many
+
+
+def _streamed_steps(mini: nn.Module, engine: Engine, batch: Batch) -> tuple[float, int]:
+    """Seconds of a whole step with the update of all that is trained, and bytes that it copies.
+
+    The fastest step, to be compared with the fastest that does not stream: other programs disturb
+    both, and what is left of that in a small difference would count once for every group.
+    """
+    optimizer = torch.optim.AdamW([p for p in mini.parameters() if p.requires_grad], lr=1e-5)
+    ends_s = [time.perf_counter()]
+    while len(ends_s) < LEAST_STEPS or (
+        len(ends_s) <= 1 + REPEATS and ends_s[-1] - ends_s[0] < LIMIT_S
+    ):
+        mini(**batch.inputs()).loss.backward()
+        engine.clip_grad_norm(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        ends_s.append(time.perf_counter())
+    engine.flush()
+    traffic = engine.traffic()
+    steps_s = [after - before for before, after in pairwise(ends_s)]
+    return min(steps_s[1:]), (traffic.h2d_bytes + traffic.d2h_bytes) // len(steps_s)
 
 
 def _miniature(model: nn.Module, device: torch.device) -> nn.Module:
@@ -171,9 +219,19 @@ class _Bench:
         trained = [p for block in blocks for p in block.parameters() if p.requires_grad]
         self._updated = sum(p.numel() for p in trained)
         self._optimizer = torch.optim.AdamW(trained, lr=1e-5) if trained else None
-        for block in blocks:
-            block.register_forward_pre_hook(self._enters, with_kwargs=True)
-            block.register_forward_hook(self._leaves)
+        self._hooks = [
+            handle
+            for block in blocks
+            for handle in (
+                block.register_forward_pre_hook(self._enters, with_kwargs=True),
+                block.register_forward_hook(self._leaves),
+            )
+        ]
+
+    def close(self) -> None:
+        """Let go of the blocks."""
+        for handle in self._hooks:
+            handle.remove()
 
     def trial(self, batch: Batch) -> _Trial:
         """Repeats with the rows of `batch`, after one that only warms up."""
@@ -231,19 +289,18 @@ class _Bench:
             outside_forward=max(0.0, self._between("start", "loss") - forward_s),
             outside_backward=max(0.0, self._between("loss", "backward") - backward_s),
             update=self._between("backward", "updated") / max(1, self._updated),
+            whole=self._between("start", "backward"),
         )
         for parameter in self._mini.parameters():
             parameter.grad = None
 
     def _update(self) -> None:
-        """The norm and, on a GPU, the optimizer: updates on a host are timed elsewhere."""
-        if self._on_gpu and self._optimizer is not None:
+        """The norm and the optimizer, of weights that live on the device."""
+        if self._optimizer is not None:
             self._engine.clip_grad_norm(1.0)
             self._optimizer.step()
             self._optimizer.zero_grad()
-            self._mark("updated")
-            return
-        self._marks["updated"] = self._marks["backward"]
+        self._mark("updated")
 
     def _enters(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._mark("enters")

@@ -32,7 +32,7 @@ from fluxtrain.train.calibrate import NotCalibrated, calibrate
 from fluxtrain.units import MIB, duration_text
 
 COPY_BYTES = 32 * MIB  # more would be the most that a small run ever holds
-FORMAT = 3  # of the file; a reader ignores another one
+FORMAT = 4  # of the file; a reader ignores another one
 
 
 @dataclass(frozen=True, kw_only=True)
