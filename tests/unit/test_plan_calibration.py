@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from fluxtrain.plan.calibration import (
     Calibration,
-    Streamed,
     Line,
+    Streamed,
     chunked,
     line_through,
     trial_rows,
