@@ -185,6 +185,22 @@ def test_both_ways_to_clip_give_the_same_norm_and_nearly_the_same_weights(
     close(weights(models[0]), weights(models[1]), 1e-3)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_norm_of_several_passes_is_that_of_the_sum_wherever_it_lives(
+    dtype: torch.dtype, tiny: Any, batch: Any
+) -> None:
+    found = []
+    for offload, groups in (("weights", 0), ("weights", 2), ("none", None)):
+        model = fluxtrain.wrap(tiny("qwen2", dtype), offload=offload, device_groups=groups)
+        for seed in range(3):
+            (model(**batch("qwen2", seed=seed)).loss / 3).backward()
+        norm = engine_of(model).clip_grad_norm(None).value()
+        parts = [p.grad.double().norm() for p in model.parameters() if p.grad is not None]
+        assert norm == pytest.approx(float(torch.stack(parts).norm()), rel=1e-5)
+        found.append(norm)
+    assert found[1:] == pytest.approx([found[0]] * 2, rel=1e-2 if dtype == torch.bfloat16 else 1e-5)
+
+
 def test_each_parameter_group_keeps_its_rate_decay_and_schedule(tiny: Any, batch: Any) -> None:
     model = fluxtrain.wrap(tiny("llama"))
     optimizer = grouped(model)

@@ -275,7 +275,7 @@ class Gradients:
             for member in mine:
                 norm_of[member.index] = len(norm_of)
             norms += _norms([m.slice(home) for m in mine])
-        self.arrivals[group] = Arrival([], None if again else torch.stack(norms), norm_of)
+        self.arrivals[group] = Arrival([], torch.stack(norms), norm_of)
 
 
 def _is_whole(group: Group, gradient: Tensor) -> bool:
