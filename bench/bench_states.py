@@ -1,16 +1,15 @@
-"""What the format of optimizer states does to a training: the demo, once a format and seed.
+"""What optimizer states and precisions do to a training: the demo, once a choice and seed.
 
-    python bench/bench_states.py --steps 400 --seeds 2 --out DIR
+    python bench/bench_states.py --steps 400 --seeds 2 --out DIR [--device cuda] [--dtypes bfloat16]
 
-Every run is `fluxtrain train --demo` in a process of its own; all but `train.states` and the seed
-is equal. Where bitsandbytes is installed, its 8-bit AdamW takes the place of the engine's optimizer
-for comparison. Prints a table in Markdown.
+Every run is `fluxtrain train --demo` in a process of its own; all but the choice and the seed is
+equal. Optimizers of other packages (`train.optimizer`) take part where they can be imported; they
+have no fp32 masters beside weights in fp16 and bf16. Prints a table in Markdown.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
 import importlib.util
 import json
 import statistics
@@ -19,15 +18,29 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
-import fluxtrain.cli
+from fluxtrain.optim.outside import OUTSIDE
 from fluxtrain.telemetry.events import StepFinished
 from fluxtrain.telemetry.journal import read_events
 
 FORMATS = ("fp32", "bf16", "8bit")
-THEIRS = "bitsandbytes"
+HALF = "float16"  # its fp32 masters are FluxTrain's own: no other optimizer takes it
 LAST_STEPS = 20
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row: which optimizer keeps its states how, beside weights of which dtype."""
+
+    dtype: str
+    states: str  # a format of our own, or the name of another optimizer
+
+    @property
+    def settings(self) -> list[str]:
+        """What a run of it sets."""
+        dtype = f"model.dtype={self.dtype}"
+        if self.states in FORMATS:
+            return [dtype, f"train.states={self.states}"]
+        return [dtype, f"train.optimizer={self.states}", "placement.offload=none"]
 
 
 @dataclass(frozen=True)
@@ -43,29 +56,31 @@ class Outcome:
         return statistics.mean(self.losses[-LAST_STEPS:])
 
 
-def train(states: str, arguments: list[str]) -> int:
-    """In this process; bitsandbytes' optimizer stands in for torch's where it is asked for."""
-    if states == THEIRS:
-        import bitsandbytes
+def cases(dtypes: list[str], device: str) -> list[Case]:
+    """Every choice that can be made here; the first is what the others are compared with."""
+    others = [
+        name
+        for name, outside in OUTSIDE.items()
+        if importlib.util.find_spec(outside.package) is not None
+        and not (outside.needs_gpu and device == "cpu")
+    ]
+    found = [Case("float32", "fp32")]
+    for dtype in dtypes:
+        found += [Case(dtype, name) for name in (*FORMATS, *(() if dtype == HALF else others))]
+    return list(dict.fromkeys(found))
 
-        # The engine takes over what torch.optim.AdamW is at its import.
-        importlib.import_module("fluxtrain.stream.adoption")
-        torch.optim.AdamW = bitsandbytes.optim.AdamW8bit  # type: ignore[misc]
-    else:
-        arguments = [*arguments, "--set", f"train.states={states}"]
-    return int(fluxtrain.cli.main(["train", "--demo", *arguments]))
 
-
-def outcome(states: str, seed: int, steps: int, out: Path, settings: list[str]) -> Outcome:
+def outcome(case: Case, seed: int, options: argparse.Namespace) -> Outcome:
     """Train in a process of its own and read what its run directory says."""
-    run_dir = out / f"{states}-{seed}"
-    set_all = [f"train.seed={seed}", f"data.seed={seed}", *settings]
-    sets = [part for setting in set_all for part in ("--set", setting)]
-    command = [
-        sys.executable, __file__, "--child", states, "--run-dir", str(run_dir),
-        "--steps", str(steps), "--device", "cpu", *sets,
-    ]  # fmt: skip
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    run_dir = options.out / f"{case.dtype}-{case.states}-{seed}"
+    if not (run_dir / "result.json").exists():
+        set_all = [f"train.seed={seed}", f"data.seed={seed}", *case.settings, *options.set]
+        command = [
+            sys.executable, "-m", "fluxtrain", "train", "--demo", "--run-dir", str(run_dir),
+            "--steps", str(options.steps), "--device", options.device,
+            *(part for setting in set_all for part in ("--set", setting)),
+        ]  # fmt: skip
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     events = read_events(run_dir / "events.ndjson")
     result = json.loads((run_dir / "result.json").read_text())
     return Outcome(
@@ -79,25 +94,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--seeds", type=int, default=2)
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True, help="finished runs in it are kept")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--dtypes", nargs="*", default=["float32", "bfloat16", HALF])
     parser.add_argument("--set", nargs="*", default=[], help="settings for every run")
-    arguments = parser.parse_args()
-    formats = [*FORMATS]
-    if importlib.util.find_spec(THEIRS) is not None:
-        formats.append(THEIRS)
-    print(f"{arguments.steps} steps of the demo, {arguments.seeds} seeds\n")
-    print("| states | training loss, last 20 steps | held-out loss | against fp32 |")
-    print("|---|---|---|---|", flush=True)
+    options = parser.parse_args()
+    print(f"{options.steps} steps of the demo, {options.seeds} seeds, {options.device}\n")
+    print("| weights | states | training loss, last 20 steps | held-out loss | against fp32 |")
+    print("|---|---|---|---|---|", flush=True)
     base: list[Outcome] = []
-    for states in formats:
-        runs = [
-            outcome(states, seed, arguments.steps, arguments.out, arguments.set)
-            for seed in range(arguments.seeds)
-        ]
+    for case in cases(options.dtypes, options.device):
+        runs = [outcome(case, seed, options) for seed in range(options.seeds)]
         base = base or runs
         apart = [run.held_out - other.held_out for run, other in zip(runs, base, strict=True)]
         print(
-            f"| {states} | {' / '.join(f'{run.last:.4f}' for run in runs)} "
+            f"| {case.dtype} | {case.states} | {' / '.join(f'{run.last:.4f}' for run in runs)} "
             f"| {' / '.join(f'{run.held_out:.4f}' for run in runs)} "
             f"| {' / '.join(f'{difference:+.4f}' for difference in apart)} |",
             flush=True,
@@ -105,6 +116,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--child"]:
-        sys.exit(train(sys.argv[2], sys.argv[3:]))
     main()

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
-from fluxtrain.plan.states import StateFormat, moment_bytes
+from fluxtrain.plan.states import MomentFormat, StateFormat, moment_bytes
 
 Offload = Literal["none", "optimizer", "weights", "max"]
 Boundaries = Literal["device", "host"]
@@ -33,8 +33,9 @@ class GroupFacts:
     trained_fp32: int = 0
     trained_fp16: int = 0
     users: int = 1  # parts that compute with it: a tied embedding has two
-    states: StateFormat = "fp32"  # how the moments of `narrow` elements are kept
+    states: MomentFormat = "fp32"  # how the moments of `narrow` elements are kept
     narrow: int = 0  # trained elements of large parameters; the others' moments are always fp32
+    masters: bool = True  # in fp32, whatever the weights' dtype; other packages' optimizers: none
 
     @cached_property
     def trained(self) -> int:
@@ -51,6 +52,8 @@ class GroupFacts:
     def state_bytes(self) -> int:
         """Optimizer states: with a bf16 weight 10 bytes (fp32 moments), 6 (bf16) or 4 (8 bits); an
         fp16 one has a whole fp32 master beside it and takes two more."""
+        if not self.masters:
+            return self.moment_bytes
         masters = LOW_HALF_BYTES * self.trained_bf16 + FP32_BYTES * self.trained_fp16
         return masters + self.moment_bytes
 
@@ -141,6 +144,11 @@ class ModelFacts:
     def with_states(self, states: StateFormat) -> ModelFacts:
         """The same model with its optimizer states kept so."""
         return replace(self, groups=tuple(replace(g, states=states) for g in self.groups))
+
+    def without_masters(self, states: MomentFormat) -> ModelFacts:
+        """The same model with another package's optimizer."""
+        changed = (replace(g, states=states, masters=False) for g in self.groups)
+        return replace(self, groups=tuple(changed))
 
     @cached_property
     def home_bytes(self) -> int:

@@ -23,6 +23,7 @@ from pydantic import (
 )
 
 from fluxtrain.errors import BadInput
+from fluxtrain.plan.states import OptimizerName
 from fluxtrain.train.config_errors import explain
 from fluxtrain.train.config_text import apply_overrides, parse_yaml, read_text
 
@@ -167,6 +168,12 @@ class TrainSettings(Section):
         "(rounded at random) 4, 8bit (block-wise, as bitsandbytes does it) 2; parameters below "
         "4096 elements keep fp32",
     )
+    optimizer: OptimizerName = Field(
+        default="adamw",
+        description="FluxTrain's own adamw keeps fp32 masters, in every placement; the others "
+        "are those of bitsandbytes and torchao, which must be installed: they update the weights "
+        "as they are, and only with everything on the device (placement.offload none)",
+    )
     max_grad_norm: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
         default=1.0,
         description="the global gradient norm is clipped to this; null only measures it, and each "
@@ -190,7 +197,8 @@ class TrainSettings(Section):
     @property
     def updates_eagerly(self) -> bool:
         """Is each block updated as soon as its gradients arrive?"""
-        return self.max_grad_norm is None and self.accumulation == 1
+        own = self.optimizer == "adamw"
+        return self.max_grad_norm is None and self.accumulation == 1 and own
 
     @field_validator("betas")
     @classmethod
@@ -263,6 +271,29 @@ class RunConfig(Section):
             raise ValueError(
                 f"train.warmup_steps = {warmup} is more than train.steps = {steps}: "
                 "shorten the warm-up or train longer"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _other_optimizers_only_on_the_device(self) -> RunConfig:
+        name, placement = self.train.optimizer, self.placement
+        if name == "adamw":
+            return self
+        if placement.offload not in ("auto", "none"):
+            raise ValueError(
+                f"placement.offload = {placement.offload} keeps states on the host, where "
+                f"train.optimizer = {name} cannot update them: use placement.offload=none, or "
+                "train.states=8bit with FluxTrain's own adamw"
+            )
+        if self.train.states != "fp32":
+            raise ValueError(
+                f"train.states = {self.train.states} is of FluxTrain's own adamw, and "
+                f"train.optimizer = {name} has its own format: set one of the two"
+            )
+        if self.model.dtype == "float16":
+            raise ValueError(
+                f"train.optimizer = {name} keeps no fp32 masters, which model.dtype = float16 "
+                "needs: use bfloat16 or float32, or FluxTrain's own adamw"
             )
         return self
 

@@ -16,7 +16,7 @@ def fingerprint(config: RunConfig, model: nn.Module, batch_rows: int) -> dict[st
     settings = config.train.model_dump(mode="json")
     keys = (
         "accumulation", "learning_rate", "schedule", "warmup_steps", "weight_decay", "no_decay",
-        "betas", "eps", "states", "max_grad_norm", "seed",
+        "betas", "eps", "states", "optimizer", "max_grad_norm", "seed",
     )  # fmt: skip
     return {
         "model": _model_digest(model),

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fluxtrain.errors import BadInput, NoSpace
+from fluxtrain.stream.outside import SHARD as OUTSIDE_SHARD
+from fluxtrain.stream.outside import OutsideOptimizer
 from fluxtrain.telemetry.events import CheckpointWritten
 from fluxtrain.telemetry.storage import free_bytes
 from fluxtrain.train.announce import Announcer
@@ -27,11 +29,16 @@ from fluxtrain.train.run_state import RunState
 from fluxtrain.units import bytes_text
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from fluxtrain.data.batches import BatchSource
     from fluxtrain.stream.engine import Engine
 
 PERIOD_S = 600.0
-_BEFORE = {"train.states": "fp32"}  # what checkpoints from before a setting existed were made with
+_BEFORE = {
+    "train.states": "fp32",
+    "train.optimizer": "adamw",
+}  # what checkpoints from before a setting existed were made with
 TRAINER_BYTES = 1 << 20  # of a checkpoint beside weights and states, at most
 SHARE = 0.05  # of the time, at most, goes into checkpoints that nobody asked for
 
@@ -52,6 +59,7 @@ class CheckpointKeeper:
         self._keep = keep
         self._announcer = announcer
         self._fingerprint = fingerprint
+        self.outside: OutsideOptimizer | None = None  # whose state belongs to the checkpoint
         self.last: Checkpoint | None = None
         self.read_bytes = 0
         self.written_bytes = 0
@@ -79,7 +87,7 @@ class CheckpointKeeper:
         if engine.loss_scale is not None:
             content["loss_scale"] = engine.loss_scale.state_dict()
         with engine.device.recorder.working("disk", "checkpoint", f"step {state.step}"):
-            self.last = write_checkpoint(self._root, state.step, engine.state_shards(), content)
+            self.last = write_checkpoint(self._root, state.step, self._shards(engine), content)
         seconds = time.monotonic() - started_s
         self._cadence.done(state.step, seconds)
         self.written_bytes += self.last.bytes
@@ -104,7 +112,10 @@ class CheckpointKeeper:
         _refuse_other_run(checkpoint.path, content["fingerprint"], self._fingerprint)
         data.load_state_dict(content["data"])
         for name, tensors in load_shard_tensors(checkpoint):
-            engine.load_state_shard(name, tensors)
+            if self.outside is not None and name == OUTSIDE_SHARD:
+                self.outside.load_shard(tensors)
+            else:
+                engine.load_state_shard(name, tensors)
         engine.chunk_rows = content["chunk_rows"]
         if engine.loss_scale is not None:
             engine.loss_scale.load_state_dict(content.get("loss_scale", {}))
@@ -113,6 +124,11 @@ class CheckpointKeeper:
         self.read_bytes += checkpoint.bytes
         self._cadence.done(checkpoint.step, 0.0)
         return RunState.from_json(content["run"])
+
+    def _shards(self, engine: Engine) -> Iterator[tuple[str, dict[str, Tensor]]]:
+        yield from engine.state_shards()
+        if self.outside is not None:
+            yield self.outside.shard()
 
     def _make_room(self, needed_bytes: int) -> None:
         """Before anything is written: what does not fit is refused, or older checkpoints go first.

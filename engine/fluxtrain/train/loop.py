@@ -14,6 +14,7 @@ from fluxtrain.data.batches import Batch, BatchSource
 from fluxtrain.errors import Diverged, DoesNotFit, FluxTrainError, Interrupted
 from fluxtrain.methods.known_packing import known_packing
 from fluxtrain.stream.engine import engine_of
+from fluxtrain.stream.outside import OutsideOptimizer
 from fluxtrain.telemetry.events import EvaluationFinished, RunPhase, StepFinished
 from fluxtrain.train.announce import Announcer
 from fluxtrain.train.cadence import Cadence
@@ -45,7 +46,7 @@ class TrainingLoop:
         self,
         *,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | OutsideOptimizer,
         data: BatchSource,
         held_out: Callable[[], Iterable[Batch]],
         settings: LoopSettings,
@@ -172,15 +173,16 @@ class TrainingLoop:
         clock.ends("data")
         limit = self._settings.max_grad_norm
         scale = self._engine.loss_scale
-        eager = limit is None and len(batches) == 1 and scale is None
+        own = self._optimizer if isinstance(self._optimizer, torch.optim.Optimizer) else None
+        eager = limit is None and len(batches) == 1 and scale is None and own is not None
         rate = self._set_learning_rate()
         losses = []
         for batch in batches:
             with known_packing(batch.position_ids if batch.packed else None):
                 loss = self._model(**batch.inputs()).loss
             clock.ends("forward")
-            if eager:  # nothing has to wait for the norm: groups are updated as gradients arrive
-                self._engine.begin_eager_step(self._optimizer, loss)
+            if eager and own is not None:  # groups are updated as their gradients arrive
+                self._engine.begin_eager_step(own, loss)
             (loss if scale is None else scale.of(loss)).backward()
             losses.append(loss.detach())
             clock.ends("backward")
@@ -299,7 +301,10 @@ class TrainingLoop:
     def _set_learning_rate(self) -> float:
         rate = self._settings.learning_rate_at(self._step_number)
         for group in self._optimizer.param_groups:
-            group["lr"] = rate
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(rate)  # what compiled steps read
+            else:
+                group["lr"] = rate
         return rate
 
     def _divergence(self, queued: QueuedStep, computed: Computed) -> str:

@@ -11,15 +11,17 @@ import torch
 from torch import nn
 
 import fluxtrain
+from fluxtrain.errors import BadInput
 from fluxtrain.hardware.device import check_accelerator
 from fluxtrain.hardware.gpu import Gpus
 from fluxtrain.hardware.machine import Machine, read_machine
 from fluxtrain.methods.precision import Capability, Precision
+from fluxtrain.optim.outside import check_outside
 from fluxtrain.plan.facts import ModelFacts, Room, RowFacts, Wishes
 from fluxtrain.plan.footprint import Layout, activation_estimate, passing_bytes
 from fluxtrain.plan.placement import RunPlacement
 from fluxtrain.plan.ranked import STOPS
-from fluxtrain.plan.states import StateFormat
+from fluxtrain.plan.states import OUTSIDE_FORMATS, StateFormat
 from fluxtrain.plan.timed import Timing, place_timed
 from fluxtrain.stream.grouping import facts_of
 from fluxtrain.telemetry.events import ChoiceMade
@@ -36,13 +38,17 @@ def choose_device(config: RunConfig) -> ChoiceMade:
     """cpu or cuda, with the reason.
 
     Raises:
-        BadInput: a GPU is here that torch cannot use, or one was asked for and there is none.
+        BadInput: a GPU is here that torch cannot use, or one was asked for and there is none; the
+            optimizer's package is not installed, or needs a GPU.
     """
-    return check_accelerator(
+    device = check_accelerator(
         torch.cuda.is_available(),
         config.placement.device,
         torch_cuda_version=torch.version.cuda,
     )
+    if config.train.optimizer != "adamw":
+        check_outside(config.train.optimizer, device.value)
+    return device
 
 
 def card_capability(device: str) -> Capability | None:
@@ -83,7 +89,16 @@ def model_facts(
 
 def model_facts_for(config: RunConfig, model: nn.Module, model_config: Any) -> ModelFacts:
     """The same for rows and optimizer states as a run's configuration asks for them."""
-    return model_facts(model, model_config, config.data.sequence_length, config.train.states)
+    found = model_facts(model, model_config, config.data.sequence_length, config.train.states)
+    name = config.train.optimizer
+    if name == "adamw":
+        return found
+    if found.scales_its_loss:
+        raise BadInput(
+            f"train.optimizer={name} keeps no fp32 masters, which fp16 needs (this card has no "
+            "bf16): use model.dtype=float32, or FluxTrain's own adamw"
+        )
+    return found.without_masters(OUTSIDE_FORMATS[name])
 
 
 def decide(
@@ -161,7 +176,7 @@ def wishes_of(
     """What a configuration asks of the placement."""
     wished = config.placement
     return Wishes(
-        offload=wished.offload,
+        offload=wished.offload if config.train.optimizer == "adamw" else "none",
         boundaries=wished.boundaries,
         batch_rows=batch_rows,
         chunk_rows=None if wished.chunk_rows == "auto" else wished.chunk_rows,

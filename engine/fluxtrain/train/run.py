@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Any
 
 import msgspec
 import torch
@@ -17,9 +17,12 @@ from fluxtrain.methods.export import save_model
 from fluxtrain.methods.kernels import choose_kernels
 from fluxtrain.methods.sampling import sample_text
 from fluxtrain.optim import schedule
+from fluxtrain.optim.outside import outside_optimizer
 from fluxtrain.plan.facts import ModelFacts
 from fluxtrain.plan.guard import DiskRoom
 from fluxtrain.plan.prediction import compared, steady_step_s
+from fluxtrain.stream.engine import engine_of
+from fluxtrain.stream.outside import OutsideOptimizer
 from fluxtrain.telemetry.events import (
     ChoiceMade,
     Hello,
@@ -68,9 +71,6 @@ from fluxtrain.train.run_files import (
     write_run_file,
 )
 from fluxtrain.train.session import Session
-
-if TYPE_CHECKING:
-    pass
 
 EVALUATION_SHARE = 0.1  # of the time, at most, goes into evaluations that nobody set
 
@@ -153,6 +153,8 @@ class Run:
         session.gauges.watch(self.engine, self.keeper)
         session.timeline.watch(self.engine.device.recorder)
         optimizer = _optimizer(config, self.model, self.course.learning_rate)
+        if isinstance(optimizer, OutsideOptimizer):
+            self.keeper.outside = optimizer
         if checkpoint is not None:
             session.state = self.keeper.restore(checkpoint, self.engine, self.data)
             session.announcer.at_step(session.state.step)
@@ -371,7 +373,9 @@ def _known_rows(config: RunConfig, checkpoint: Checkpoint | None) -> int | None:
     return int(checkpoint.trainer_state()["fingerprint"]["batch_rows"])
 
 
-def _optimizer(config: RunConfig, model: nn.Module, rate: float) -> torch.optim.Optimizer:
+def _optimizer(
+    config: RunConfig, model: nn.Module, rate: float
+) -> torch.optim.Optimizer | OutsideOptimizer:
     settings = config.train
     groups = parameter_groups(
         model,
@@ -379,4 +383,8 @@ def _optimizer(config: RunConfig, model: nn.Module, rate: float) -> torch.optim.
         weight_decay=settings.weight_decay,
         no_decay=settings.no_decay,
     )
-    return torch.optim.AdamW(groups, lr=rate, betas=settings.betas, eps=settings.eps)
+    options: Any = {"lr": rate, "betas": settings.betas, "eps": settings.eps}
+    if settings.optimizer == "adamw":
+        return torch.optim.AdamW(groups, **options)
+    make = partial(outside_optimizer, settings.optimizer, **options)
+    return OutsideOptimizer(engine_of(model), groups, make)
