@@ -167,6 +167,134 @@ struct Avx2 {
     static FLUX_INLINE Int shift_right(Int a) {
         return _mm256_srli_epi32(a, count);
     }
+
+    // -- for groups of four vectors (block8.h) ---------------------------------------------------
+
+    static FLUX_INLINE Int load_words(const void* at) {
+        return _mm256_loadu_si256(static_cast<const Int*>(at));
+    }
+    static FLUX_INLINE void store_words(void* at, Int x) {
+        _mm256_storeu_si256(static_cast<Int*>(at), x);
+    }
+    static FLUX_INLINE Int add_16(Int a, Int b) { return _mm256_add_epi16(a, b); }
+    static FLUX_INLINE Int sub_16(Int a, Int b) { return _mm256_sub_epi16(a, b); }
+    static FLUX_INLINE Int sign_16(Int a) { return _mm256_srai_epi16(a, 15); }
+    static FLUX_INLINE Int larger_16(Int a, Int b) { return _mm256_max_epu16(a, b); }
+    static FLUX_INLINE Int zero_where_no_bits_16(Int a, Int b, Int mask) {
+        const Int none = _mm256_cmpeq_epi16(bit_and(b, mask), _mm256_setzero_si256());
+        return _mm256_andnot_si256(none, a);
+    }
+    static FLUX_INLINE Int unpack_low_16(Int a, Int b) { return _mm256_unpacklo_epi16(a, b); }
+    static FLUX_INLINE Int unpack_high_16(Int a, Int b) { return _mm256_unpackhi_epi16(a, b); }
+    static FLUX_INLINE void split_16(Int a, Int b, Int& low, Int& high) {
+        const Int halves = _mm256_broadcastsi128_si256(
+            _mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15));
+        a = _mm256_shuffle_epi8(a, halves);
+        b = _mm256_shuffle_epi8(b, halves);
+        low = _mm256_unpacklo_epi64(a, b);
+        high = _mm256_unpackhi_epi64(a, b);
+    }
+    static FLUX_INLINE void from_memory_order(Float& a, Float& b) {
+        const Float even = _mm256_permute2f128_ps(a, b, 0x20);
+        b = _mm256_permute2f128_ps(a, b, 0x31);
+        a = even;
+    }
+    static FLUX_INLINE void to_memory_order(Float& a, Float& b) { from_memory_order(a, b); }
+    static FLUX_INLINE Float larger_size(Float a, Float b) {
+        return _mm256_max_ps(as_float(bit_and(as_int(a), all_int(0x7fffffffu))),
+                             as_float(bit_and(as_int(b), all_int(0x7fffffffu))));
+    }
+    static FLUX_INLINE Float where_not_zero(Float of, Float a, Float b) {
+        return _mm256_blendv_ps(a, b, _mm256_cmp_ps(of, _mm256_setzero_ps(), _CMP_EQ_OQ));
+    }
+    static FLUX_INLINE bool any_nan(const Float (&x)[4]) {
+        return _mm256_movemask_ps(_mm256_or_ps(_mm256_cmp_ps(x[0], x[1], _CMP_UNORD_Q),
+                                               _mm256_cmp_ps(x[2], x[3], _CMP_UNORD_Q))) != 0;
+    }
+    static FLUX_INLINE bool any_low_half_at_least(Int a, uint32_t limit) {
+        const Int floor = all_int(limit | 0xffff0000u);
+        return _mm256_movemask_epi8(_mm256_cmpeq_epi16(larger_16(a, floor), a)) != 0;
+    }
+
+    // Each 128-bit lane gets eight codes of the first half of the group and eight of the second.
+    static FLUX_INLINE Int load_codes(const uint8_t* at) {
+        return _mm256_permute4x64_epi64(load_words(at), 0xd8);
+    }
+    static FLUX_INLINE void store_codes(uint8_t* at, Int codes) {
+        store_words(at, _mm256_permute4x64_epi64(codes, 0xd8));
+    }
+    // Bits 16 to 23 of the lanes of four vectors, as the bytes of one.
+    static FLUX_INLINE Int third_bytes(const Int (&x)[4]) {
+        const Int third = all_int(0x0e0a0602u);
+        const Int low = _mm256_blend_epi32(_mm256_shuffle_epi8(x[0], third),
+                                           _mm256_shuffle_epi8(x[1], third), 0x22);
+        const Int high = _mm256_blend_epi32(_mm256_shuffle_epi8(x[2], third),
+                                            _mm256_shuffle_epi8(x[3], third), 0x88);
+        return _mm256_blend_epi32(low, high, 0xcc);
+    }
+    // 127 + k, or 127 - k (no less than 0) where x is negative.
+    static FLUX_INLINE Int signed_codes(Int k, const Int (&x)[4]) {
+        const Int zero = _mm256_set1_epi8(127);
+        const Int signs = _mm256_packs_epi16(_mm256_packs_epi32(x[0], x[1]),
+                                             _mm256_packs_epi32(x[2], x[3]));
+        return _mm256_blendv_epi8(_mm256_add_epi8(zero, k), _mm256_subs_epu8(zero, k), signs);
+    }
+    static FLUX_INLINE Int unsigned_codes(Int k_plus_one) {
+        return _mm256_sub_epi8(k_plus_one, _mm256_set1_epi8(1));
+    }
+
+    // A slot is about three octaves; the factor is one with which no slot holds two borders.
+    static constexpr int kSlots = 8, kSlotsInOctave = 20046;
+    static constexpr int slot_of(int exponent) { return exponent * kSlotsInOctave >> 16; }
+    static constexpr uint32_t border_of(uint32_t bits, int) { return bits; }
+    using SlotTable = __m256;
+    static FLUX_INLINE SlotTable slot_table(const void* entries) {
+        return _mm256_loadu_ps(static_cast<const float*>(entries));
+    }
+    static FLUX_INLINE Float look_up_slot(SlotTable table, Int at) {
+        return _mm256_permutevar8x32_ps(table, at);
+    }
+    static FLUX_INLINE Int slot_of(Float y, SlotTable border) {
+        const Int slot = mul_high_16(shift_right<23>(as_int(y)), all_int(kSlotsInOctave));
+        return add_one_where(at_least(y, look_up_slot(border, slot)), slot);
+    }
+
+    struct Decoder {
+        Float slope, offset;
+        static constexpr Values8<8, 18> kSigned{kSignedMap};
+        explicit FLUX_INLINE Decoder(bool is_signed)
+            : slope(_mm256_loadu_ps(is_signed ? kSigned.slope : kUnsignedMap.slope)),
+              offset(_mm256_loadu_ps(is_signed ? kSigned.offset : kUnsignedMap.offset)) {}
+
+        // The fractions of the codes of a group.
+        template <bool is_signed>
+        FLUX_INLINE void values(Int codes, Float (&x)[4]) const {
+            if (is_signed) codes = _mm256_xor_si256(codes, _mm256_set1_epi8(127));  // 127 - code
+#pragma GCC unroll 4
+            for (int j = 0; j < 4; ++j) {
+                const Int from = _mm256_broadcastsi128_si256(
+                    is_signed ? _mm_setr_epi8(-1, -1, -1, 4 * j, -1, -1, -1, 4 * j + 1, -1, -1, -1,
+                                              4 * j + 2, -1, -1, -1, 4 * j + 3)
+                              : _mm_setr_epi8(4 * j, -1, -1, -1, 4 * j + 1, -1, -1, -1, 4 * j + 2,
+                                              -1, -1, -1, 4 * j + 3, -1, -1, -1));
+                const Int code = _mm256_shuffle_epi8(codes, from);
+                if (is_signed) {
+                    const Float f = to_float(_mm256_srai_epi32(code, 6));
+                    const Int entry = shift_right<23>(as_int(f));
+                    const Float sign = as_float(
+                        _mm256_andnot_si256(as_int(f), all_int(0x80000000u)));
+                    const Float b = _mm256_xor_ps(_mm256_permutevar8x32_ps(offset, entry), sign);
+                    x[j] = _mm256_fmadd_ps(_mm256_permutevar8x32_ps(slope, entry), f, b);
+                } else {
+                    const Float k = to_float(code);
+                    const Int entry = shift_right<23>(as_int(add(k, all(kUnsignedMap.half))));
+                    x[j] = _mm256_fmadd_ps(_mm256_permutevar8x32_ps(slope, entry), k,
+                                           _mm256_permutevar8x32_ps(offset, entry));
+                }
+            }
+        }
+    };
+
     template <class Value>
     static FLUX_INLINE Value opaque(Value a) {
         asm volatile("" : "+x"(a));

@@ -78,8 +78,8 @@ struct Avx512 {
     static FLUX_INLINE Float div(Float a, Float b) { return _mm512_div_ps(a, b); }
     static FLUX_INLINE Float sqrt(Float a) { return _mm512_sqrt_ps(a); }
     static FLUX_INLINE Float quiet(Float a) {
-        const __mmask16 is_nan = _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q);
-        return _mm512_mask_mov_ps(a, is_nan, as_float(all_int(0x7fc00000u)));
+        // By kind of a, from the lowest four bits: both NaN keep the constant, others become a.
+        return _mm512_fixupimm_ps(as_float(all_int(0x7fc00000u)), a, all_int(0x11111100u), 0);
     }
     static FLUX_INLINE Int add(Int a, Int b) { return _mm512_add_epi32(a, b); }
     static FLUX_INLINE Int sub(Int a, Int b) { return _mm512_sub_epi32(a, b); }
@@ -140,6 +140,128 @@ struct Avx512 {
     static FLUX_INLINE Int shift_right(Int a) {
         return _mm512_srli_epi32(a, count);
     }
+
+    // -- for groups of four vectors (block8.h) ---------------------------------------------------
+
+    static FLUX_INLINE Int load_words(const void* at) { return _mm512_loadu_si512(at); }
+    static FLUX_INLINE void store_words(void* at, Int x) { _mm512_storeu_si512(at, x); }
+    static FLUX_INLINE Int add_16(Int a, Int b) { return _mm512_add_epi16(a, b); }
+    static FLUX_INLINE Int sub_16(Int a, Int b) { return _mm512_sub_epi16(a, b); }
+    static FLUX_INLINE Int sign_16(Int a) { return _mm512_srai_epi16(a, 15); }
+    static FLUX_INLINE Int larger_16(Int a, Int b) { return _mm512_max_epu16(a, b); }
+    static FLUX_INLINE Int zero_where_no_bits_16(Int a, Int b, Int mask) {
+        return _mm512_maskz_mov_epi16(_mm512_test_epi16_mask(b, mask), a);
+    }
+    static FLUX_INLINE Int unpack_low_16(Int a, Int b) { return _mm512_unpacklo_epi16(a, b); }
+    static FLUX_INLINE Int unpack_high_16(Int a, Int b) { return _mm512_unpackhi_epi16(a, b); }
+    static FLUX_INLINE void split_16(Int a, Int b, Int& low, Int& high) {
+        const Int halves = _mm512_broadcast_i32x4(
+            _mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15));
+        a = _mm512_shuffle_epi8(a, halves);
+        b = _mm512_shuffle_epi8(b, halves);
+        low = _mm512_unpacklo_epi64(a, b);
+        high = _mm512_unpackhi_epi64(a, b);
+    }
+    static FLUX_INLINE void from_memory_order(Float& a, Float& b) {
+        const Float even = _mm512_shuffle_f32x4(a, b, 0x88);
+        b = _mm512_shuffle_f32x4(a, b, 0xdd);
+        a = even;
+    }
+    static FLUX_INLINE void to_memory_order(Float& a, Float& b) {
+        const Int first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+        const Float low = _mm512_permutex2var_ps(a, first, b);
+        b = _mm512_permutex2var_ps(a, _mm512_add_epi32(first, all_int(8)), b);
+        a = low;
+    }
+    static FLUX_INLINE Float larger_size(Float a, Float b) {
+        return _mm512_range_ps(a, b, 0x0b);  // the larger magnitude, without a sign
+    }
+    static FLUX_INLINE Float where_not_zero(Float of, Float a, Float b) {
+        return _mm512_mask_mov_ps(b, _mm512_test_epi32_mask(as_int(of), as_int(of)), a);
+    }
+    static FLUX_INLINE bool any_nan(const Float (&x)[4]) {
+        return (_mm512_cmp_ps_mask(x[0], x[1], _CMP_UNORD_Q) |
+                _mm512_cmp_ps_mask(x[2], x[3], _CMP_UNORD_Q)) != 0;
+    }
+    static FLUX_INLINE bool any_low_half_at_least(Int a, uint32_t limit) {
+        return _mm512_cmpge_epu16_mask(a, all_int(limit | 0xffff0000u)) != 0;
+    }
+
+    // Each 128-bit lane gets eight codes of the first half of the group and eight of the second.
+    static FLUX_INLINE Int load_codes(const uint8_t* at) {
+        return _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7), load_words(at));
+    }
+    static FLUX_INLINE void store_codes(uint8_t* at, Int codes) {
+        store_words(at, _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7), codes));
+    }
+    // Bits 16 to 23 of the lanes of four vectors, as the bytes of one.
+    static FLUX_INLINE Int third_bytes(const Int (&x)[4]) {
+        const Int third = all_int(0x0e0a0602u);
+        Int bytes = _mm512_shuffle_epi8(x[0], third);
+        bytes = _mm512_mask_shuffle_epi8(bytes, 0x00f000f000f000f0u, x[1], third);
+        bytes = _mm512_mask_shuffle_epi8(bytes, 0x0f000f000f000f00u, x[2], third);
+        return _mm512_mask_shuffle_epi8(bytes, 0xf000f000f000f000u, x[3], third);
+    }
+    // 127 + k, or 127 - k (no less than 0) where x is negative.
+    static FLUX_INLINE Int signed_codes(Int k, const Int (&x)[4]) {
+        const Int zero = _mm512_set1_epi8(127);
+        const __mmask64 negative = _mm512_movepi8_mask(_mm512_packs_epi16(
+            _mm512_packs_epi32(x[0], x[1]), _mm512_packs_epi32(x[2], x[3])));
+        return _mm512_mask_subs_epu8(_mm512_add_epi8(zero, k), negative, zero, k);
+    }
+    static FLUX_INLINE Int unsigned_codes(Int k_plus_one) {
+        return _mm512_sub_epi8(k_plus_one, _mm512_set1_epi8(1));
+    }
+
+    // Two octaves are a slot. What is added to the bits of y carries into the next one from the
+    // border on.
+    static constexpr int kSlots = 16;
+    static constexpr int slot_of(int exponent) { return exponent / 2; }
+    static constexpr uint32_t border_of(uint32_t bits, int slot) {
+        const uint32_t end = static_cast<uint32_t>(slot + 1) << 24;
+        return bits < end ? end - bits : 0;
+    }
+    using SlotTable = __m512;
+    static FLUX_INLINE SlotTable slot_table(const void* entries) {
+        return _mm512_loadu_ps(entries);
+    }
+    static FLUX_INLINE Float look_up_slot(SlotTable table, Int at) {
+        return _mm512_permutexvar_ps(at, table);
+    }
+    static FLUX_INLINE Int slot_of(Float y, SlotTable border) {
+        const Int carry = as_int(look_up_slot(border, shift_right<24>(as_int(y))));
+        return shift_right<24>(add(as_int(y), carry));
+    }
+
+    struct Decoder {
+        Float slope, offset;
+        static constexpr Values8<16, 24> kSigned{kSignedMap}, kUnsigned{kUnsignedMap};
+        explicit FLUX_INLINE Decoder(bool is_signed)
+            : slope(_mm512_loadu_ps(is_signed ? kSigned.slope : kUnsigned.slope)),
+              offset(_mm512_loadu_ps(is_signed ? kSigned.offset : kUnsigned.offset)) {}
+
+        // The fractions of the codes of a group.
+        template <bool is_signed>
+        FLUX_INLINE void values(Int codes, Float (&x)[4]) const {
+            if (is_signed) codes = _mm512_xor_si512(codes, _mm512_set1_epi8(127));  // 127 - code
+            // Unsigned, 2^24 - 1 below the code: the sum is rounded up to (code + 1) * 2^24.
+            const Int fill = all_int(is_signed ? 0 : 0x00ffffffu);
+#pragma GCC unroll 4
+            for (uint32_t j = 0; j < 4; ++j) {
+                const Int from = _mm512_broadcast_i32x4(_mm_setr_epi32(
+                    j << 26, (4 * j + 1) << 24, (4 * j + 2) << 24, (4 * j + 3) << 24));
+                const Int top = _mm512_mask_shuffle_epi8(fill, 0x8888888888888888u, codes, from);
+                const Float f = is_signed ? _mm512_cvtepi32_ps(top) : _mm512_cvtepu32_ps(top);
+                const Int entry = shift_right<23>(as_int(f));
+                Float b = _mm512_permutexvar_ps(entry, offset);
+                if (is_signed)  // b ^ (sign & ~f)
+                    b = as_float(_mm512_ternarylogic_epi32(as_int(b), as_int(f),
+                                                           all_int(0x80000000u), 0xd2));
+                x[j] = _mm512_fmadd_ps(_mm512_permutexvar_ps(entry, slope), f, b);
+            }
+        }
+    };
+
     template <class Value>
     static FLUX_INLINE Value opaque(Value a) {
         asm volatile("" : "+v"(a));

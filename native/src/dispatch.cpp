@@ -29,7 +29,7 @@ int processor_level() {
     // Every processor with AVX2 that is sold has FMA; the 8-bit maps use it where it rounds nothing.
     if (!__builtin_cpu_supports("fma")) return FLUX_SCALAR;
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-        __builtin_cpu_supports("avx512vl"))
+        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
         return FLUX_AVX512;
     if (__builtin_cpu_supports("avx2")) return FLUX_AVX2;
 #endif

@@ -10,6 +10,7 @@
 #pragma once
 
 #include <stddef.h>
+#include <stdint.h>
 
 namespace flux {
 
@@ -46,6 +47,15 @@ struct Map8 {
         const float near = static_cast<float>(x);
         constexpr double kNextFactor = 1 + 0.75 / (1 << 23);
         return static_cast<double>(near) < x ? static_cast<float>(near * kNextFactor) : near;
+    }
+
+    // Those of a normal number below 4.
+    static constexpr uint32_t bits_of(float x) {
+        if (!(x < 4)) return 0x7f800000u;
+        uint32_t exponent = 127;
+        for (; x < 1; x *= 2) --exponent;
+        for (; x >= 2; x /= 2) ++exponent;
+        return exponent << 23 | static_cast<uint32_t>((x - 1) * (1 << 23));
     }
 
     constexpr Map8(bool is_signed, const Decade (&decades)[kDecades])
@@ -114,5 +124,70 @@ constexpr Map8 kUnsignedMap(false, {{30924, -8590, -36},
                                     {18874, -508542, -26},
                                     {23593, -1306792, -24},
                                     {29491, -3311168, -22}});
+
+// How the wide kernels search for codes: k is the whole part of a line in the fraction y, one line for
+// each slot of exponents. A slot spans less than a decade, so it holds one border between decades at
+// most; its line is that of the decade in which it begins, and from the border on the next slot's.
+// Lines are rounded to fp32, so k is sure only where the line is not close to a whole number: where
+// it is, the search of MapOver decides.
+template <int entries>
+struct Search8 {
+    // Lines are taken down by more than they and their products are off by, in units of 2^-16, so k
+    // is sure unless the line lies within twice that below a whole number.
+    static constexpr int kDown = 3;
+    static constexpr uint32_t kSure = 65536 - 2 * kDown;
+
+    // Below it all have the code of zero or, not being zero, the least one above.
+    static constexpr float kLeast = 0x1p-22f;
+    static constexpr int kLeastExponent = 127 - 22;
+
+    // By slot: where the next decade begins (as the set wants it), the line, its largest value.
+    uint32_t border[entries];
+    float slope[entries], offset[entries], most[entries];
+
+    // Bits 16 to 23 of the line are k (signed) or k + 1 (unsigned), modulo 256, and the bits below
+    // are the fraction: from 128 on a unit of k is 1, from 256 on, for the longest decade, it is 2.
+    constexpr Search8(const Map8& map, int (*slot_of)(int exponent),
+                      uint32_t (*border_of)(uint32_t bits, int slot))
+        : border(), slope(), offset(), most() {
+        for (int exponent = 128; exponent >= kLeastExponent; --exponent) {
+            const int slot = slot_of(exponent), at = slot % entries;
+            const double y = exponent > 127 ? 2 : Map8::power_of_two(exponent - 127);
+            int decade = 0;
+            while (y >= map.next[decade]) ++decade;
+            const bool wide = !map.is_signed && decade == Map8::kDecades - 1;
+            const double unit = wide ? 2 : 1, base = wide ? 2 : map.is_signed ? 128 : 129;
+            border[at] = border_of(Map8::bits_of(map.next[decade]), slot);
+            most[at] = offset[at] = map.is_signed ? 256.5f : 512.5f;  // one
+            if (decade == Map8::kDecades) continue;
+            most[at] = static_cast<float>(base + unit * (map.largest[decade] + 0.75));
+            const double a = map.midpoint_slope[decade], b = map.midpoint_offset[decade];
+            const bool from_zero = !map.is_signed && decade == 0;  // zero stands for zero alone
+            const double k = (from_zero ? 1.5 : 1 - b / a) - kDown / 65536.0;
+            slope[at] = static_cast<float>(unit * (from_zero ? 0.5 / (a + b) : 1 / a));
+            offset[at] = static_cast<float>(base + unit * k);
+        }
+    }
+};
+
+// The values of codes by the low bits of the exponent of f. Signed: f is (127 - code) * 2^shift, so
+// it has the other sign. Unsigned: f is (code + 1) * 2^shift, but for code 0 just below it.
+template <int entries, int shift>
+struct Values8 {
+    float slope[entries], offset[entries];
+
+    constexpr explicit Values8(const Map8& map) : slope(), offset() {
+        const double unit = Map8::power_of_two(-shift);
+        const int first = 127 + shift + (map.is_signed ? 0 : 1), one = first + Map8::kDecades;
+        for (int i = 0; i < Map8::kDecades; ++i) {
+            const int entry = (first + i) % entries, from = map.is_signed ? (i + 7) % 8 : i;
+            slope[entry] = static_cast<float>((map.is_signed ? -unit : unit) * map.slope[from]);
+            offset[entry] = map.is_signed ? map.offset[from] : map.offset[from] - map.slope[from];
+        }
+        slope[one % entries] = static_cast<float>(map.is_signed ? -unit / 128 : unit / 256);
+        // Zero has no exponent and comes out as +0, because the offset's sign is that of -f.
+        if (map.is_signed) offset[0] = offset[one % entries] = -0.0f;
+    }
+};
 
 }  // namespace flux

@@ -86,6 +86,9 @@ struct MapOver {
 };
 
 template <class Set>
+struct Blocks8;
+
+template <class Set>
 struct StatesOver {
     using Float = typename Set::Float;
     using Int = typename Set::Int;
@@ -109,19 +112,23 @@ struct StatesOver {
         lanes.store(at.p + i, p);
     }
 
-    // Every cache line of `count` elements, one block ahead: with narrow states a prefetch for each
-    // vector would ask for most lines several times.
-    template <class Value>
+    // Every cache line of `count` elements ahead: with narrow states a prefetch for each vector would
+    // ask for most lines several times.
+    template <size_t ahead = kAhead, class Value>
     static FLUX_INLINE void fetch(const Value* at, size_t count) {
         if constexpr (Set::width > 1)
             for (size_t byte = 0; byte < count * sizeof(Value); byte += 64)
-                __builtin_prefetch(reinterpret_cast<const char*>(at + kAhead) + byte, 1);
+                __builtin_prefetch(reinterpret_cast<const char*>(at + ahead) + byte, 1);
     }
-    static FLUX_INLINE void fetch(SplitWeights at, size_t i, size_t count) {
-        fetch(at.hi + i, count);
-        fetch(at.lo + i, count);
+    template <size_t ahead = kAhead>
+    static FLUX_INLINE void fetch(SplitWeights at, size_t count) {
+        fetch<ahead>(at.hi, count);
+        fetch<ahead>(at.lo, count);
     }
-    static FLUX_INLINE void fetch(WholeWeights at, size_t i, size_t count) { fetch(at.p + i, count); }
+    template <size_t ahead = kAhead>
+    static FLUX_INLINE void fetch(WholeWeights at, size_t count) {
+        fetch<ahead>(at.p, count);
+    }
 
     // Moments that are not finite would spoil their block's scale: such an element starts anew.
     static FLUX_INLINE void restart_where_not_finite(Float& m, Float& v) {
@@ -133,9 +140,28 @@ struct StatesOver {
         v = Set::keep_where(finite, v);
     }
 
+    static FLUX_INLINE SplitWeights from(SplitWeights at, size_t i) { return {at.hi + i, at.lo + i}; }
+    static FLUX_INLINE WholeWeights from(WholeWeights at, size_t i) { return {at.p + i}; }
+    static FLUX_INLINE flux_states8 from(flux_states8 at, size_t i) {
+        const size_t block = i / kStateBlock;
+        return {at.m + i, at.v + i, at.m_scale + block, at.v_scale + block};
+    }
+
     template <class Weights, class Grad>
-    static void adamw8(Weights weights, flux_states8 states, const Grad* __restrict grad, size_t n,
+    static void adamw8(Weights weights, flux_states8 states, const Grad* grad, size_t n,
                        const flux_adamw_step& step) {
+        size_t whole = 0;
+        if constexpr (Set::width > 1) {
+            Blocks8<Set>::adamw8(weights, states, grad, n / kStateBlock, step);
+            whole = n / kStateBlock * kStateBlock;
+        }
+        if (whole == n) return;
+        adamw8_by_block(from(weights, whole), from(states, whole), grad + whole, n - whole, step);
+    }
+
+    template <class Weights, class Grad>
+    static void adamw8_by_block(Weights weights, flux_states8 states, const Grad* __restrict grad,
+                                size_t n, const flux_adamw_step& step) {
         const Coefficients c(step);
         const MapOver<Set> map_m(kSignedMap), map_v(kUnsignedMap);
         const Int magnitude_bits = Set::all_int(0x7fffffffu);
@@ -147,10 +173,6 @@ struct StatesOver {
                          *const v_scale = states.v_scale + at / kStateBlock;
             const Float old_m_scale = Set::all(*m_scale), old_v_scale = Set::all(*v_scale);
             Float m_most = Set::all(0), v_most = Set::all(0);
-            fetch(weights, at, count);
-            fetch(grad + at, count);
-            fetch(m_codes, count);
-            fetch(v_codes, count);
             Base::for_each(count, [&](auto lanes, size_t i) __attribute__((always_inline)) {
                 const Float fraction = map_m.template value<true>(lanes.load(m_codes + i));
                 Float m = Set::mul(lanes.only(fraction), old_m_scale);
@@ -228,7 +250,7 @@ struct StatesOver {
                        const uint16_t* __restrict grad, size_t n) {
         for (size_t at = 0; at < n; at += kStateBlock) {
             const size_t count = n - at < kStateBlock ? n - at : kStateBlock;
-            fetch(weights, at, count);
+            fetch(from(weights, at), count);
             fetch(m + at, count);
             fetch(v + at, count);
             fetch(grad + at, count);
@@ -252,25 +274,31 @@ struct StatesOver {
     }
 
     // For tests: codes of fractions, and back.
-    template <bool is_signed>
-    static void encode8(const Map8& of, const float* x, uint8_t* codes, size_t n) {
-        const MapOver<Set> map(of);
-        Base::for_each(n, [&](auto lanes, size_t i) __attribute__((always_inline)) {
-            lanes.store_low_byte(codes + i, map.template nearest<is_signed>(lanes.load(x + i)));
-        });
-    }
-    template <bool is_signed>
-    static void decode8(const Map8& of, const uint8_t* codes, float* x, size_t n) {
-        const MapOver<Set> map(of);
-        Base::for_each(n, [&](auto lanes, size_t i) __attribute__((always_inline)) {
-            lanes.store(x + i, map.template value<is_signed>(lanes.load(codes + i)));
-        });
-    }
     static void encode(const float* x, uint8_t* codes, size_t n, bool is_signed) {
-        is_signed ? encode8<true>(kSignedMap, x, codes, n) : encode8<false>(kUnsignedMap, x, codes, n);
+        size_t whole = 0;
+        if constexpr (Set::width > 1) {
+            whole = n / Blocks8<Set>::kGroup * Blocks8<Set>::kGroup;
+            Blocks8<Set>::encode(x, codes, whole, is_signed);
+        }
+        const MapOver<Set> map(is_signed ? kSignedMap : kUnsignedMap);
+        Base::for_each(n - whole, [&](auto lanes, size_t j) __attribute__((always_inline)) {
+            const Float at = lanes.load(x + whole + j);
+            const Int code = is_signed ? map.template nearest<true>(at) : map.template nearest<false>(at);
+            lanes.store_low_byte(codes + whole + j, code);
+        });
     }
     static void decode(const uint8_t* codes, float* x, size_t n, bool is_signed) {
-        is_signed ? decode8<true>(kSignedMap, codes, x, n) : decode8<false>(kUnsignedMap, codes, x, n);
+        size_t whole = 0;
+        if constexpr (Set::width > 1) {
+            whole = n / Blocks8<Set>::kGroup * Blocks8<Set>::kGroup;
+            Blocks8<Set>::decode(codes, x, whole, is_signed);
+        }
+        const MapOver<Set> map(is_signed ? kSignedMap : kUnsignedMap);
+        Base::for_each(n - whole, [&](auto lanes, size_t j) __attribute__((always_inline)) {
+            const Int code = lanes.load(codes + whole + j);
+            lanes.store(x + whole + j, is_signed ? map.template value<true>(code)
+                                                 : map.template value<false>(code));
+        });
     }
 
     static void adamw8_split_bf16(uint16_t* hi, uint16_t* lo, flux_states8 s, const uint16_t* grad,
@@ -316,3 +344,5 @@ struct StatesOver {
 };
 
 }  // namespace flux
+
+#include "block8.h"
