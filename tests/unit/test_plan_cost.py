@@ -212,3 +212,12 @@ def test_8_bit_states_are_updated_at_the_rate_of_their_bytes_but_no_faster_than_
     narrow = cost(facts.with_states("8bit"), layout, rates)
     assert narrow.host_update_s == pytest.approx(update_s, rel=1e-3)
     assert cost(facts.with_states("bf16"), layout, rates).host_update_s == pytest.approx(18 / 26)
+
+
+def test_fp16_masters_take_longer_than_the_bytes_of_their_update() -> None:
+    n = 4_500_000_000
+    row = RowFacts(hidden=64, vocabulary=100, sequence_length=8, dtype_bytes=2, activation_bytes=1)
+    block = GroupFacts(name="layers.0", kind="block", weight_bytes=2 * n, trained_fp16=n)
+    layout = Layout(offload="weights", batch_rows=1, chunk_rows=1)
+    found = cost(ModelFacts(groups=(block,), row=row), layout, MEASURED).host_update_s
+    assert found == pytest.approx(1.5 * 28 / 26)

@@ -32,6 +32,7 @@ from fluxtrain.plan.footprint import Layout, homes, kept_count, slot_count
 FORWARD_PASSES = 2  # operations a weight and token
 BACKWARD_PASSES = 6  # recomputed forward, gradients of inputs and of weights
 FROZEN_BACKWARD_PASSES = 4  # no gradients of weights
+FP16_CONVERSION = 0.5  # of an update's time, once more, goes into widening and rounding of fp16
 BF16_UPDATE_BYTES = 26  # for each parameter with fp32 moments: what the measured rate counts
 
 
@@ -252,6 +253,7 @@ def _host_update(facts: ModelFacts, layout: Layout, rates: Rates) -> float:
     seconds = 0.0
     for group in homes(facts, layout)[1]:
         by_bytes_s = group.update_bytes / BF16_UPDATE_BYTES / rates.adamw_per_s
+        by_bytes_s *= 1 + FP16_CONVERSION * group.trained_fp16 / max(1, group.trained)
         coded = group.narrow if group.states == "8bit" and rates.adamw_8bit_per_s else 0
         seconds += max(by_bytes_s, coded / (rates.adamw_8bit_per_s or 1.0))
     return seconds
