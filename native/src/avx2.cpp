@@ -168,7 +168,7 @@ struct Avx2 {
         return _mm256_srli_epi32(a, count);
     }
 
-    // -- for groups of four vectors (block8.h) ---------------------------------------------------
+    // -- for pairs and groups of vectors (pairs.h, block8.h) -------------------------------------
 
     static FLUX_INLINE Int load_words(const void* at) {
         return _mm256_loadu_si256(static_cast<const Int*>(at));
@@ -200,6 +200,9 @@ struct Avx2 {
         a = even;
     }
     static FLUX_INLINE void to_memory_order(Float& a, Float& b) { from_memory_order(a, b); }
+    static FLUX_INLINE Int count_pair_from(uint32_t first) {
+        return _mm256_add_epi32(all_int(first), _mm256_setr_epi32(0, 1, 2, 3, 8, 9, 10, 11));
+    }
     static FLUX_INLINE Float larger_size(Float a, Float b) {
         return _mm256_max_ps(as_float(bit_and(as_int(a), all_int(0x7fffffffu))),
                              as_float(bit_and(as_int(b), all_int(0x7fffffffu))));

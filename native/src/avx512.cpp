@@ -141,7 +141,7 @@ struct Avx512 {
         return _mm512_srli_epi32(a, count);
     }
 
-    // -- for groups of four vectors (block8.h) ---------------------------------------------------
+    // -- for pairs and groups of vectors (pairs.h, block8.h) -------------------------------------
 
     static FLUX_INLINE Int load_words(const void* at) { return _mm512_loadu_si512(at); }
     static FLUX_INLINE void store_words(void* at, Int x) { _mm512_storeu_si512(at, x); }
@@ -172,6 +172,10 @@ struct Avx512 {
         const Float low = _mm512_permutex2var_ps(a, first, b);
         b = _mm512_permutex2var_ps(a, _mm512_add_epi32(first, all_int(8)), b);
         a = low;
+    }
+    static FLUX_INLINE Int count_pair_from(uint32_t first) {
+        return _mm512_add_epi32(all_int(first), _mm512_setr_epi32(0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26,
+                                                                  27));
     }
     static FLUX_INLINE Float larger_size(Float a, Float b) {
         return _mm512_range_ps(a, b, 0x0b);  // the larger magnitude, without a sign

@@ -1,14 +1,13 @@
 // AdamW with 8-bit states over whole blocks, on wide lanes: the bits of the loop in states.h in less
 // than half of its operations.
 //
-// A group is four vectors. Halves of 32-bit values are unpacked and packed within 128-bit lanes, so
-// the vectors hold a group's elements in another order than memory, always the same one; codes are
-// put into it as bytes. What is rare is found by one test for a group or a block and then done as
+// A group is four vectors, two pairs (pairs.h) in their order; codes are put into it as bytes. What is
+// rare is found by one test for a group or a block and then done as
 // that loop does it: fractions close to a border between two codes, moments and weights that are
 // not finite, scales whose inverse is subnormal.
 #pragma once
 
-#include "map8.h"
+#include "pairs.h"
 
 namespace flux {
 
@@ -30,53 +29,16 @@ struct Blocks8 {
     // all of them, no block's codes wait for its scales, and their moments stay in the first cache.
     static constexpr size_t kTogether = 4;
 
-    // -- memory ----------------------------------------------------------------------------------
-
-    static FLUX_INLINE void load(SplitWeights at, Float (&p)[4]) {
-#pragma GCC unroll 2
-        for (size_t j = 0; j < 4; j += 2) {
-            const Int hi = Set::load_words(at.hi + j * kVector);
-            const Int lo = Set::zero_where_no_bits_16(Set::load_words(at.lo + j * kVector), hi,
-                                                      Set::all_int(0x7fff7fffu));
-            const Int top = Set::add_16(hi, Set::sign_16(lo));
-            p[j] = Set::as_float(Set::unpack_low_16(lo, top));
-            p[j + 1] = Set::as_float(Set::unpack_high_16(lo, top));
-        }
+    // Weights, gradients or moments of a group, from and to memory.
+    template <class From>
+    static FLUX_INLINE void load(From at, Float (&x)[4]) {
+        Pairs<Set>::load(at, x[0], x[1]);
+        Pairs<Set>::load(StatesOver<Set>::from(at, 2 * kVector), x[2], x[3]);
     }
-    static FLUX_INLINE void store(SplitWeights at, Float (&p)[4]) {
-#pragma GCC unroll 2
-        for (size_t j = 0; j < 4; j += 2) {
-            Int lo, top;
-            Set::split_16(Set::as_int(p[j]), Set::as_int(p[j + 1]), lo, top);
-            Set::store_words(at.hi + j * kVector, Set::sub_16(top, Set::sign_16(lo)));
-            Set::store_words(at.lo + j * kVector, lo);
-        }
-    }
-    static FLUX_INLINE void load(const float* at, Float (&x)[4]) {
-#pragma GCC unroll 2
-        for (size_t j = 0; j < 4; j += 2) {
-            x[j] = Whole{}.load(at + j * kVector);
-            x[j + 1] = Whole{}.load(at + (j + 1) * kVector);
-            Set::from_memory_order(x[j], x[j + 1]);
-        }
-    }
-    static FLUX_INLINE void store(float* at, Float (&x)[4]) {
-#pragma GCC unroll 2
-        for (size_t j = 0; j < 4; j += 2) {
-            Set::to_memory_order(x[j], x[j + 1]);
-            Whole{}.store(at + j * kVector, x[j]);
-            Whole{}.store(at + (j + 1) * kVector, x[j + 1]);
-        }
-    }
-    static FLUX_INLINE void load(WholeWeights at, Float (&p)[4]) { load(at.p, p); }
-    static FLUX_INLINE void store(WholeWeights at, Float (&p)[4]) { store(at.p, p); }
-    static FLUX_INLINE void load(const uint16_t* grad, Float (&g)[4]) {
-#pragma GCC unroll 2
-        for (size_t j = 0; j < 4; j += 2) {
-            const Int words = Set::load_words(grad + j * kVector), none = Set::all_int(0);
-            g[j] = Set::as_float(Set::unpack_low_16(none, words));
-            g[j + 1] = Set::as_float(Set::unpack_high_16(none, words));
-        }
+    template <class To>
+    static FLUX_INLINE void store(To at, const Float (&x)[4]) {
+        Pairs<Set>::store(at, x[0], x[1]);
+        Pairs<Set>::store(StatesOver<Set>::from(at, 2 * kVector), x[2], x[3]);
     }
 
     // -- the update ------------------------------------------------------------------------------

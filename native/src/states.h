@@ -86,6 +86,8 @@ struct MapOver {
 };
 
 template <class Set>
+struct Pairs;
+template <class Set>
 struct Blocks8;
 
 template <class Set>
@@ -140,6 +142,10 @@ struct StatesOver {
         v = Set::keep_where(finite, v);
     }
 
+    template <class Value>
+    static FLUX_INLINE Value* from(Value* at, size_t i) {
+        return at + i;
+    }
     static FLUX_INLINE SplitWeights from(SplitWeights at, size_t i) { return {at.hi + i, at.lo + i}; }
     static FLUX_INLINE WholeWeights from(WholeWeights at, size_t i) { return {at.p + i}; }
     static FLUX_INLINE flux_states8 from(flux_states8 at, size_t i) {
@@ -216,9 +222,10 @@ struct StatesOver {
         return Set::bit_xor(x, Set::shift_right_15(x));
     }
 
-    // x rounded to bf16, up or down with the probability that leaves it right on average.
-    static FLUX_INLINE Int rounded(Float x, Int random16) {
-        return Set::shift_right_16(Set::add(Set::as_int(Set::quiet(x)), random16));
+    // x with random bits added below bf16: cut off, it is rounded up or down with the probability that
+    // leaves it right on average.
+    static FLUX_INLINE Int dithered(Float x, Int random16) {
+        return Set::add(Set::as_int(Set::quiet(x)), random16);
     }
 
     template <class Weights, class Grad>
@@ -226,18 +233,49 @@ struct StatesOver {
                         const Grad* __restrict grad, size_t n, flux_rounding key,
                         const flux_adamw_step& step) {
         const Coefficients c(step);
-        Base::for_each(n, [&](auto lanes, size_t i) __attribute__((always_inline)) {
-            prefetch_weights(weights, i);
-            Base::prefetch(m + i, v + i, grad + i);
+        size_t done = 0;
+        if constexpr (Set::width > 1) {
+            for (; done + 2 * Set::width <= n; done += 2 * Set::width)
+                pair16(weights, m, v, grad, done, key, c);
+        }
+        Base::for_each(n - done, [&](auto lanes, size_t j) __attribute__((always_inline)) {
+            const size_t i = done + j;
             Float p = load(lanes, weights, i);
             Float m_i = Base::from_bf16(lanes.load(m + i));
             Float v_i = Base::from_bf16(lanes.load(v + i));
             Base::advance(p, m_i, v_i, Base::load_grad(lanes, grad + i), c);
             store(lanes, weights, i, Set::quiet(p));
             const Int bits = random(Set::count_from(key.first_element + static_cast<uint32_t>(i)), key);
-            lanes.store_low_half(m + i, rounded(m_i, Set::bit_and(bits, Set::all_int(0xffff))));
-            lanes.store_low_half(v + i, rounded(v_i, Set::shift_right_16(bits)));
+            const Int for_m = dithered(m_i, Set::bit_and(bits, Set::all_int(0xffff)));
+            const Int for_v = dithered(v_i, Set::shift_right_16(bits));
+            lanes.store_low_half(m + i, Set::shift_right_16(for_m));
+            lanes.store_low_half(v + i, Set::shift_right_16(for_v));
         });
+    }
+
+    // The same for the pair of vectors at element i.
+    template <class Weights, class Grad>
+    static FLUX_INLINE void pair16(Weights weights, uint16_t* m, uint16_t* v, const Grad* grad,
+                                   size_t i, const flux_rounding& key, const Coefficients& c) {
+        prefetch_weights(weights, i);
+        Base::prefetch(m + i, v + i, grad + i);
+        Float p[2], g[2], m_i[2], v_i[2];
+        Pairs<Set>::load(from(weights, i), p[0], p[1]);
+        Pairs<Set>::load(grad + i, g[0], g[1]);
+        Pairs<Set>::load(static_cast<const uint16_t*>(m + i), m_i[0], m_i[1]);
+        Pairs<Set>::load(static_cast<const uint16_t*>(v + i), v_i[0], v_i[1]);
+        Int for_m[2], for_v[2];
+        for (uint32_t j = 0; j < 2; ++j) {
+            Base::advance(p[j], m_i[j], v_i[j], g[j], c);
+            p[j] = Set::quiet(p[j]);
+            const uint32_t first = key.first_element + static_cast<uint32_t>(i) + 4 * j;
+            const Int bits = random(Set::count_pair_from(first), key);
+            for_m[j] = dithered(m_i[j], Set::bit_and(bits, Set::all_int(0xffff)));
+            for_v[j] = dithered(v_i[j], Set::shift_right_16(bits));
+        }
+        Pairs<Set>::store(from(weights, i), p[0], p[1]);
+        Pairs<Set>::store_high(m + i, for_m[0], for_m[1]);
+        Pairs<Set>::store_high(v + i, for_v[0], for_v[1]);
     }
     static FLUX_INLINE void prefetch_weights(SplitWeights at, size_t i) {
         Base::prefetch(at.hi + i, at.lo + i);
