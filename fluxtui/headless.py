@@ -20,6 +20,7 @@ from fluxtrain.telemetry.events import (
     StepFinished,
 )
 from fluxtrain.telemetry.launch import TRAINER
+from fluxtrain.telemetry.printable import printable
 from fluxtrain.telemetry.reader import JournalFollower
 from fluxtrain.telemetry.rundir import RunDir
 from fluxtrain.units import duration_text
@@ -87,14 +88,15 @@ def _ended(run: RunDir, code: int | None, *, silent: bool) -> int:
         except OSError:
             printed = []
         last = printed[-1] if printed else "nothing was printed"
-        print(f"{run.run_id}: the trainer is gone without a word: {last}", file=sys.stderr)
+        said = printable(f"{run.run_id}: the trainer is gone without a word: {last}")
+        print(said, file=sys.stderr)
     return EXIT_BUG if code is None or code < 0 else code
 
 
 def _say(event: AnyEvent) -> None:
     line = event_line(event)
     if line:
-        print(line, flush=True)
+        print(printable(line), flush=True)
 
 
 def event_line(event: AnyEvent) -> str:

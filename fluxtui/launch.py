@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from fluxtrain.errors import EXIT_BUG, EXIT_FINISHED, BadInput, FluxTrainError
 from fluxtrain.telemetry.finding import LAST, find_run
+from fluxtrain.telemetry.printable import printable, printable_lines
 from fluxtrain.telemetry.rundir import RunDir, runs_root
 from fluxtrain.telemetry.standard_streams import open_standard_streams
 from fluxtui.wizard.answers import (
@@ -51,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _attach(options)
         return _new_run(options)
     except FluxTrainError as error:
-        print(f"fluxtrain-tui: {error}", file=sys.stderr)
+        print(f"fluxtrain-tui: {printable_lines(str(error))}", file=sys.stderr)
         return error.exit_code
 
 
@@ -243,7 +244,7 @@ def show(make: Callable[[], FluxApp]) -> int:
     finally:
         gc.enable()
         if app.run_dir is not None:
-            print(farewell(app.run_dir))
+            print(printable(farewell(app.run_dir)))
     return EXIT_BUG if app.return_code else EXIT_FINISHED
 
 

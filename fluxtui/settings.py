@@ -81,10 +81,12 @@ def settings_path(environment: Mapping[str, str] = os.environ) -> Path:
 def load_settings(path: Path) -> tuple[Settings, list[str]]:
     """The settings in `path`, and one line for each entry that was skipped."""
     try:
+        if os.path.exists(path) and not os.path.isfile(path):  # reading a pipe would never end
+            return Settings(), [f"{path} is no file"]
         table = tomllib.loads(path.read_text("utf-8"))
     except FileNotFoundError:
         return Settings(), []
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
         return Settings(), [f"{path} cannot be read: {error}"]
     problems: list[str] = []
     defaults = {name: value for name, value in asdict(Settings()).items() if name != "keys"}
@@ -150,7 +152,7 @@ def save_settings(settings: Settings, path: Path) -> bool:
         temporary = path.with_suffix(f".{os.getpid()}.tmp")
         temporary.write_text(text, "utf-8")
         temporary.replace(path)
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError):
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError):
         return False
     return True
 

@@ -15,6 +15,7 @@ from textual.message import Message
 from textual.screen import Screen
 from textual.signal import Signal
 
+from fluxtrain.telemetry.printable import printable
 from fluxtrain.telemetry.rundir import runs_root
 from fluxtui.actions import Action, rebound
 from fluxtui.screens.run_screen import RunScreen
@@ -117,6 +118,7 @@ class Shell(App[None]):
         self.machine_signal: Signal[MachineSample] = Signal(self, "machine")
         self._make_wizard = make_wizard
         self._stop_following = threading.Event()
+        self._keeps = True
         self._themes: dict[str, ThemeFile] = {}
         self._load_themes()
 
@@ -142,6 +144,11 @@ class Shell(App[None]):
             self.notify(problem, title="Setting left out", severity="warning")
         for problem in self._left_out:
             self.notify(problem, title="Theme left out", severity="warning")
+
+    def notify(self, message: str, *, title: str = "", **options: Any) -> None:
+        """As Textual's, but the words are others': no markup and nothing for the terminal."""
+        options["markup"] = False
+        super().notify(printable(message), title=printable(title), **options)
 
     @property
     def low_bandwidth(self) -> bool:
@@ -265,6 +272,8 @@ class Shell(App[None]):
     def _keep(self, **changes: Any) -> None:
         """Remember a choice for the next start."""
         changed = replace(self.settings, **changes)
-        if changed != self.settings and self._settings_file is not None:
-            save_settings(changed, self._settings_file)
+        file, differs = self._settings_file, changed != self.settings
         self.settings = changed
+        if differs and file is not None and not save_settings(changed, file) and self._keeps:
+            self._keeps = False  # said once
+            self.notify(f"{file} cannot be written", title="Not kept", severity="warning")

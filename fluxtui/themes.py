@@ -7,6 +7,8 @@ and a table `[roles]`. A value is a colour (`#rrggbb` or one of the 16 names), w
 
 from __future__ import annotations
 
+import os
+import re
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -21,9 +23,14 @@ from textual.color import ColorParseError as TextualColorParseError
 from textual.theme import Theme
 
 from fluxtrain.errors import BadInput
+from fluxtrain.telemetry.printable import printable
 
+_NAME = re.compile(r"[A-Za-z][\w-]*", re.ASCII)
 DEFAULT_THEME = "flux-dark"
 PLAIN_THEME = "sixteen"  # the fewest bytes a colour
+TEXT_STYLES = frozenset(
+    ("none", "bold", "dim", "italic", "underline", "reverse", "strike", "blink", "not")
+)
 TILE_SHARE = 0.26
 SOFT_SHARE = 0.62
 ROLES = (
@@ -123,7 +130,7 @@ def theme_folders(settings_file: Path | None = None) -> list[Path]:
     here = Path(__file__).resolve().parent
     own = [settings_file.parent / "themes"] if settings_file else []
     places = [*own, here / "themes", here.parent / "themes"]
-    return [folder for folder in places if folder.is_dir()]
+    return [folder for folder in places if os.path.isdir(folder)]
 
 
 def load_themes(
@@ -134,6 +141,10 @@ def load_themes(
     problems: list[str] = []
     for folder in theme_folders() if folders is None else folders:
         for path in sorted(folder.glob("*.toml")):
+            if not os.path.isfile(
+                path
+            ):  # False too where we may not look; reading a pipe would never end
+                continue
             try:
                 theme = read_theme(path)
             except BadInput as error:
@@ -147,8 +158,11 @@ def read_theme(path: Path) -> ThemeFile:
     """The theme in `path`; BadInput says what is wrong with it and where."""
     try:
         table = tomllib.loads(path.read_text("utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
         raise BadInput(f"theme {path.name} cannot be read: {error}") from error
+    named = str(table.get("name", path.stem))
+    if not _NAME.fullmatch(named):
+        raise BadInput(f"theme {path.name}: a name is letters, digits, '-' and '_', not {named!r}")
     colors, roles = table.get("colors", ()), table.get("roles", ())
     variables = table.get("variables", {})
     if not all(isinstance(part, dict) for part in (colors, roles, variables)):
@@ -162,15 +176,15 @@ def read_theme(path: Path) -> ThemeFile:
     ansi = bool(table.get("ansi", False))
     chosen = {key: _textual_color(path, key, colors[key], ansi) for key in COLORS}
     names = () if ansi else ("background", "surface", "panel")
-    grounds = {name: Color.parse(chosen[name]) for name in names}
+    grounds = {name: _ground(path, name, chosen[name]) for name in names}
     palette = Palette(
         _styles(path, roles), grounds.get("background"), bool(table.get("dark", True)), grounds
     )
     theme = Theme(
-        name=str(table.get("name", path.stem)),
+        name=named,
         dark=palette.dark,
         ansi=ansi,
-        variables={str(name): str(value) for name, value in variables.items()},
+        variables=_variables(path, variables),
         primary=chosen["primary"],
         secondary=chosen["secondary"],
         accent=chosen["accent"],
@@ -182,7 +196,7 @@ def read_theme(path: Path) -> ThemeFile:
         warning=chosen["warning"],
         error=chosen["error"],
     )
-    return ThemeFile(str(table.get("title", theme.name)), theme, palette, path)
+    return ThemeFile(printable(str(table.get("title", named))), theme, palette, path)
 
 
 def _styles(path: Path, roles: dict[str, Any]) -> dict[str, Style]:
@@ -192,7 +206,30 @@ def _styles(path: Path, roles: dict[str, Any]) -> dict[str, Style]:
             styles[role] = Style.parse(str(value))
         except (StyleSyntaxError, ColorParseError) as error:
             raise BadInput(f"theme {path.name}, role {role}: {error}") from error
+        if styles[role].link is not None:
+            raise BadInput(f"theme {path.name}, role {role}: a link is no colour")
     return styles
+
+
+def _ground(path: Path, key: str, value: str) -> Color:
+    """A colour that other colours are blended with, so its red, green and blue are needed."""
+    try:
+        return Color.parse(value)
+    except ColorParseError as error:
+        raise BadInput(f"theme {path.name}, color {key}: {error}") from error
+
+
+def _variables(path: Path, given: dict[str, Any]) -> dict[str, str]:
+    """Colours and text styles by the names of Textual's variables.
+
+    Anything else could end in the style sheet, which then could not be read.
+    """
+    for name, value in given.items():
+        if not _NAME.fullmatch(name):
+            raise BadInput(f"theme {path.name}: {name!r} is no variable")
+        if not TEXT_STYLES.issuperset(str(value).split()):
+            _textual_color(path, name, value, False)
+    return {name: str(value) for name, value in given.items()}
 
 
 def _textual_color(path: Path, key: str, value: object, ansi: bool) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from fluxtrain.units import count_text
-from fluxtui.state.history import Bucket
+from fluxtui.state.history import DRAWABLE, Bucket, drawable
 from fluxtui.state.run import RunState
 from fluxtui.state.view import ChartSettings
 from fluxtui.widgets.braille import Canvas, Series, Window, rounded_ticks
@@ -63,6 +63,8 @@ def chart(traces: Sequence[Trace], settings: ChartSettings, width: int, height: 
     low, high = x_range(traces, settings)
     rows, room = height - 1, width - AXIS_CELLS - 1
     seen = [_points(trace, low, high, room) for trace in traces]
+    if not any(points.highs for points in seen):
+        return [line((" no step has a place on this axis", "dim"))]
     window = _window(seen, low, high, settings.log_scale)
     canvas = Canvas(room, rows, window)
     for trace, points in zip(reversed(traces), reversed(seen), strict=True):  # the first on top
@@ -122,7 +124,7 @@ def _points(trace: Trace, low: float, high: float, columns: int) -> _Points:
     places = [trace.place(bucket.last) for bucket in trace.buckets]
     first, end = bisect_left(places, low), bisect_right(places, high)
     xs, buckets = places[first:end], trace.buckets[first:end]
-    marks = [(trace.place(step), value) for step, value in trace.marks]
+    marks = [(trace.place(step), value) for step, value in trace.marks if drawable(value)]
     together = max(1, len(buckets) // (2 * columns))  # no fewer points than dots, so no gaps
     parts = [buckets[i : i + together] for i in range(0, len(buckets), together)]
     return _Points(
@@ -144,8 +146,8 @@ def _window(seen: Sequence[_Points], low: float, high: float, log: bool) -> Wind
     for points in seen:
         for _, value in points.marks:
             top, bottom = max(top, value), min(bottom, value)
-    log = log and bottom > 0
-    room = (top - bottom) * 0.04 or abs(top) * 0.05 or 1.0
+    log = log and bottom > 1 / DRAWABLE
+    room = max((top - bottom) * 0.04 or abs(top) * 0.05 or 1.0, 1 / DRAWABLE)
     bottom = bottom / 1.02 if log else bottom - room
     return Window(low, high, bottom, top + room, log)
 

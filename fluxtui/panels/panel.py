@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -60,6 +61,8 @@ def number_text(value: float | None, digits: int = 4) -> str:
     """A plain number with `digits` significant digits, "-" when unknown."""
     if value is None:
         return UNKNOWN
+    if not math.isfinite(value):
+        return str(value)
     return (
         f"{value:.{digits}g}" if abs(value) < 1e-3 or abs(value) >= 1e5 else _fixed(value, digits)
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from fluxtrain.telemetry.events import StepFinished
 from fluxtrain.units import duration_text
 from fluxtui.panels.panel import Panel, number_text
@@ -33,13 +35,14 @@ def body(view: View, width: int, height: int) -> list[Line]:
         steps = [step for step in view.state.steps if step.step <= view.chart.last_step][-height:]
     if not steps:
         return [((" no step so far", "dim"),)]
-    slowest_s = max(step.step_s for step in steps)
+    slowest_s = max((step.step_s for step in steps if step.step_s < math.inf), default=0.0)
     return [_row(step, slowest_s, width) for step in reversed(steps)]
 
 
 def _row(step: StepFinished, slowest_s: float, width: int) -> Line:
     room = max(0, width - TEXT_CELLS)
-    cells = max(1, round(room * step.step_s / slowest_s)) if slowest_s > 0 else 0
+    known = 0 < step.step_s <= slowest_s
+    cells = max(1, round(room * step.step_s / slowest_s)) if known else 0
     parts = [Part(part.letter, part.letter, part.value, part.role) for part in parts_of(step)]
     text: Line = (
         (f"{step.step:>6}", "dim"),

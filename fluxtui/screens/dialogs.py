@@ -11,6 +11,7 @@ from textual.containers import Vertical
 from textual.screen import ModalScreen
 from textual.widgets import Static
 
+from fluxtrain.telemetry.printable import printable
 from fluxtrain.units import bytes_text
 from fluxtui.actions import ACTIONS, GROUPS, Action
 from fluxtui.panels import PANELS
@@ -70,7 +71,7 @@ class DeleteDialog(ModalScreen[bool]):
         size = bytes_text(self._size_bytes)
         text = f"{size}: checkpoints, model and log{done}.\nThey cannot be brought back.\n"
         with Vertical(classes="dialog"):
-            yield Static(f"Delete {self._run}?\n", markup=False)
+            yield Static(f"Delete {printable(self._run)}?\n", markup=False)
             yield Static(text, markup=False)
             yield Static("[b]y[/b] delete      [b]n[/b] keep")
 

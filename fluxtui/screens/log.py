@@ -14,6 +14,7 @@ from fluxtui.screens.run_screen import RunScreen
 from fluxtui.state.log_filter import LogFilter
 from fluxtui.state.view import View
 from fluxtui.themes import Palette
+from fluxtui.widgets.entry import Entry
 from fluxtui.widgets.lines import Lines
 from fluxtui.widgets.scrolling import ScrollingLines
 from fluxtui.widgets.spans import Line, Span, dropped_to_fit
@@ -38,7 +39,7 @@ class LogScreen(RunScreen):
     def compose_body(self) -> ComposeResult:
         yield Lines(id="summary", classes="chrome")
         yield ScrollingLines(id="body")
-        yield Input(placeholder="words, a level (warning) or a kind (checkpoint)", id="wanted")
+        yield Entry(placeholder="words, a level (warning) or a kind (checkpoint)", id="wanted")
 
     def draw_body(self, view: View, palette: Palette) -> None:
         body = self.query_one("#body", ScrollingLines)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from fluxtrain.telemetry.ring import RingReader
 from fluxtrain.telemetry.rundir import RunDir
@@ -38,16 +38,18 @@ def follow(
     state = RunState()
     timeline = Timeline()
     ring = RingReader(RunDir(source.run_dir).timeline) if source.run_dir is not None else None
-    said_s = float("-inf")
+    said_s, heard_s = float("-inf"), time.monotonic()
     while not stop.is_set():
         batch = source.poll()
         state = (RunState() if batch.restarted else state).after_all(batch.events)
         now_s = time.monotonic()
+        heard_s = now_s if batch.events else heard_s
         if now_s - said_s >= period_s():
             said_s = now_s
             if ring is not None and ring.poll():
                 timeline = Timeline(ring.exists, ring.steps)
-            say(News(source, state, batch.link, timeline))
+            link = replace(batch.link, quiet_s=now_s - heard_s)
+            say(News(source, state, link, timeline))
         if not batch.more:
             stop.wait(period_s())
     source.close()

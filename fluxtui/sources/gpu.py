@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import psutil
 
+from fluxtrain.telemetry.printable import printable
 from fluxtui.state.machine import GpuProcess, GpuSample
 
 Value = TypeVar("Value")
@@ -108,7 +109,8 @@ class _Card:
 
 def text_of(value: object) -> str:
     """A text of the driver; older libraries give bytes."""
-    return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value or "")
+    text = value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value or "")
+    return printable(text)
 
 
 def throttling(bits: int) -> tuple[str, ...]:
@@ -136,8 +138,8 @@ def processes_of(
 def name_of(pid: int) -> str:
     """The name of a process; "" where we may not or cannot see it."""
     try:
-        return str(psutil.Process(pid).name())
-    except psutil.Error:
+        return printable(psutil.Process(pid).name())
+    except (psutil.Error, ValueError, OverflowError):
         return ""
 
 

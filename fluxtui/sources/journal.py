@@ -7,6 +7,7 @@ from pathlib import Path
 
 from fluxtrain.telemetry.events import AnyEvent, Done, Failed, Gauge, Hello
 from fluxtrain.telemetry.journal import tail_lines
+from fluxtrain.telemetry.printable import printable
 from fluxtrain.telemetry.reader import JournalFollower, PipeReader, SchemaTooNew
 from fluxtrain.telemetry.rundir import RunDir
 from fluxtrain.telemetry.storage import read_json
@@ -49,7 +50,7 @@ class JournalSource:
         try:
             events = self._journal.poll()
         except (SchemaTooNew, OSError) as error:
-            problem = str(error)
+            problem = printable(str(error))
         restarted, self._restarts = self._journal.restarts > self._restarts, self._journal.restarts
         many = len(events) >= MANY_EVENTS
         for event in events:
@@ -99,9 +100,9 @@ def last_words(run: RunDir) -> str:
     """Why a run ended that did not say so in its journal: error.json, or the log's last line."""
     message = (read_json(run.error) or {}).get("message")
     if message:
-        return str(message)
+        return printable(str(message))
     for raw in tail_lines(run.log):
-        text = raw.decode("utf-8", "replace").strip()
+        text = printable(raw.decode("utf-8", "replace")).strip()
         if text:
             return text
     return ""

@@ -60,6 +60,6 @@ class MachineSampler:
                 self._trainer.cpu_percent()
                 return self._trainer.memory_info().rss, None
             return self._trainer.memory_info().rss, self._trainer.cpu_percent() / 100.0
-        except psutil.Error:
+        except (psutil.Error, ValueError, OverflowError):  # no number that a process can have
             self._trainer = None
             return None, None

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, TypeGuard, TypeVar
 
 import msgspec
 from msgspec.structs import replace
@@ -84,6 +83,14 @@ class Bucket:
         )  # fmt: skip
 
 
+DRAWABLE = 1e100  # sums and squares of values up to here stay finite
+
+
+def drawable(value: float | None) -> TypeGuard[float]:
+    """Whether a value has a place on an axis: known, neither NaN nor infinite, nor nearly so."""
+    return value is not None and abs(value) < DRAWABLE
+
+
 class Curve(msgspec.Struct, frozen=True):
     """A value by step over the whole run in a bounded number of buckets.
 
@@ -104,7 +111,7 @@ class Curve(msgspec.Struct, frozen=True):
 
     def with_value(self, step: int, value: float) -> Curve:
         """The curve with one more step; a value that is not finite is left out."""
-        if not math.isfinite(value):
+        if not drawable(value):
             return self
         keep = 1.0 - 1.0 / self.ema_steps
         average = keep * self.average + (1 - keep) * value

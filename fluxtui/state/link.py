@@ -19,4 +19,5 @@ class Link:
     live: bool = False  # over the trainer's own pipe, not only the journal
     corrupt_lines: int = 0
     problem: str | None = None  # why the journal cannot be read
+    quiet_s: float = 0.0  # since anything came, by a clock that nobody can set
     last_words: str = ""  # of a process that ended without saying so in the journal

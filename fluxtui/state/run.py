@@ -22,6 +22,8 @@ MOVES_LIMIT = 512
 RATES_LIMIT = 1200
 SAMPLES_APART_S = 0.45  # a live pipe brings ten a second: kept for charts are two
 STEPS_LIMIT = 256
+DISORDER_S = 2.0  # what comes by pipe and by journal may cross
+LATEST_WALL_S = 1e11  # the year 5138: a clock that says more is broken
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +88,8 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
 
     def after(self, event: ev.AnyEvent) -> RunState:
         """The state once `event` has happened."""
+        if not abs(event.wall_s) < LATEST_WALL_S:
+            event = replace(event, wall_s=self.last_wall_s or 0.0)
         fold = _FOLDS.get(type(event))
         state = fold(self, event) if fold else self
         return replace(
@@ -108,7 +112,7 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
         if len(points) < 2:
             return None
         last = points[-1]
-        first = next(p for p in points if last.wall_s - p.wall_s <= 60.0)
+        first = next(p for p in points if 0.0 <= last.wall_s - p.wall_s <= 60.0)
         spent = last.wall_s - first.wall_s
         return (last.value - first.value) / spent * 60.0 if spent > 0 else None
 
@@ -204,8 +208,13 @@ def _after_step(state: RunState, event: ev.StepFinished) -> RunState:
 
 
 def _sampled(history: History[Sample], event: Sample) -> History[Sample]:
-    """The history with a sample that is far enough from the one before it."""
+    """The history with a sample that is far enough from the one before it.
+
+    A clock that was set back begins a new one: no axis of times could show both.
+    """
     newest = history.newest
+    if newest is not None and event.wall_s < newest.wall_s - DISORDER_S:
+        return History[Sample](history.limit).appended(event)
     if newest is not None and 0 <= event.wall_s - newest.wall_s < SAMPLES_APART_S:
         return history
     return history.appended(event)

@@ -49,7 +49,7 @@ def status_of(state: RunState, link: Link, now_s: float) -> Status:
         if state.checkpoint is not None:
             told += f"; --resume auto goes on from step {state.checkpoint.step}"
         return Status("dead", "DEAD", told)
-    quiet_s = now_s - (state.last_wall_s or now_s)
+    quiet_s = max(now_s - (state.last_wall_s or now_s), link.quiet_s)  # the clock may be set back
     if quiet_s > HEARTBEAT_LATE_S:
         return Status("stalled", "STALLED", f"no sign of life for {duration_text(quiet_s)}")
     phase = state.phase.phase if state.phase else "starting"

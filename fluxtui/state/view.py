@@ -79,6 +79,9 @@ class View:
             return event
         if self.link.process == "dead" and limit_s(event) is not None:
             return None
+        limit = limit_s(event)
+        if limit is not None and not self.link.replay and self.link.quiet_s > limit:
+            return None  # whatever the clock says
         return fresh(event, self.now_s)
 
     def looked_at(self, by: int) -> int | None:
@@ -111,7 +114,10 @@ class View:
         return max(0, min(len(sample.weights) - 1, (self.chart.block or 0) + by))
 
     def age_s(self, event: Event | None) -> float | None:
-        return age_s(event, self.now_s)
+        age = age_s(event, self.now_s)
+        if age is None or self.link.replay or self.closed_in_order:
+            return age
+        return max(age, self.link.quiet_s)
 
     @property
     def machine(self) -> MachineSample | None:

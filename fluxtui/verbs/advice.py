@@ -31,7 +31,7 @@ class AdviceVerbs(RunVerbs):
             self.notify("there is no advice now", title="Cannot apply", severity="warning")
         elif not chosen[0].apply:
             text = f"not while it trains; for the next run: {chosen[0].how}"
-            self.notify(text, title="Cannot apply", severity="warning", markup=False)
+            self.notify(text, title="Cannot apply", severity="warning")
         else:
             self.send("apply", {"advice": chosen[0].id})
 

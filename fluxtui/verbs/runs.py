@@ -31,7 +31,7 @@ class RunsVerbs(RunVerbs, ChartVerbs):
         return shown.selected if shown is not None else None
 
     def _refused(self, what: str, reason: str) -> None:
-        self.notify(reason, title=f"Cannot {what}", severity="warning", markup=False)
+        self.notify(reason, title=f"Cannot {what}", severity="warning")
 
     def action_resume_run(self) -> None:
         """Start the trainer on a run that stopped or died, from its newest checkpoint."""
@@ -49,7 +49,7 @@ class RunsVerbs(RunVerbs, ChartVerbs):
         try:
             self.trainer = start_trainer(RESUME, run.path)
         except FluxTrainError as error:
-            self.notify(str(error), title="Not resumed", severity="error", markup=False)
+            self.notify(str(error), title="Not resumed", severity="error")
             return
         self.attach_to(Path(run.path))
         self.notify(f"{run.run_id} goes on from its newest checkpoint", title="Resumed")
@@ -123,7 +123,7 @@ class RunsVerbs(RunVerbs, ChartVerbs):
             self.call_from_thread(self._refused, "delete", str(error))
         else:
             said = f"{run.run_id}, {freed}"
-            self.call_from_thread(self.notify, said, title="Deleted", markup=False)
+            self.call_from_thread(self.notify, said, title="Deleted")
         self.call_from_thread(self._look_at_the_folder)
 
     def _look_at_the_folder(self) -> None:

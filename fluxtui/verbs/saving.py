@@ -22,7 +22,7 @@ class SavingVerbs(Shell):
             text = f"fluxtrain-tui --attach {shlex.quote(str(self.run_dir))}"
         if text:
             self.copy_to_clipboard(text)
-            self.notify(text, title="Copied", markup=False)
+            self.notify(text, title="Copied")
 
     def action_table(self) -> None:
         """The numbers behind the panel in focus, else behind the screen, as CSV."""
@@ -57,13 +57,13 @@ class SavingVerbs(Shell):
 
     def _save(self, name: str, text: str) -> None:
         """Write where the app was started; what is there already is kept."""
-        path = free_path(Path(f"{self._run_name()}-{name}"))
         try:
+            path = free_path(Path(f"{self._run_name()}-{name}"))
             path.write_text(text, "utf-8")
         except OSError as error:
-            self.notify(str(error), title="Not saved", severity="error", markup=False)
+            self.notify(str(error), title="Not saved", severity="error")
         else:
-            self.notify(str(path), title="Saved", markup=False)
+            self.notify(str(path), title="Saved")
 
 
 def free_path(wanted: Path) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -57,8 +58,9 @@ def cells_of(values: Sequence[float], width: int) -> list[int]:
 
     A small share still gets a cell, so that it can be seen; a trace (under 0.2 %) does not.
     """
+    values = [value if 0 < value < math.inf else 0.0 for value in values]
     total = sum(values)
-    if total <= 0 or width <= 0:
+    if not 0 < total < math.inf or width <= 0:
         return [0] * len(values)
     exact = [value / total * width for value in values]
     cells = [int(share) for share in exact]
@@ -102,7 +104,7 @@ def _cell(value: float | None, top: float, row: int, rows: int) -> str:
     """The part of a value's column in one row, the lowest being 0; zero keeps a thin foot."""
     if value is None:
         return " "
-    eighths = min(1.0, value / top) * rows * 8 if top > 0 else 0.0
+    eighths = max(0.0, min(1.0, value / top)) * rows * 8 if 0 < top < math.inf else 0.0
     inside = round(eighths) - row * 8
     if row == 0:
         inside = max(1, inside)

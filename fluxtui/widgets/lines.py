@@ -10,6 +10,7 @@ from textual.geometry import Region
 from textual.strip import Strip
 from textual.widget import Widget
 
+from fluxtrain.telemetry.printable import printable
 from fluxtui.themes import PLAIN, Palette
 from fluxtui.widgets.spans import BLANK, Line, fitted
 
@@ -52,7 +53,8 @@ class Lines(Widget):
     def _strip(self, spans: Line) -> Strip:
         width = self.size.width
         style_of = self._palette.style
-        segments = [Segment(text, style_of(role)) for text, role in fitted(spans, width)]
+        whole = tuple((printable(text), role) for text, role in spans)
+        segments = [Segment(text, style_of(role)) for text, role in fitted(whole, width)]
         return Strip(segments, width)
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from fluxtui.state.history import drawable
 from fluxtui.widgets.bars import LEVELS
 from fluxtui.widgets.braille import Window
 from fluxtui.widgets.spans import Line, Span
@@ -37,11 +38,12 @@ def stacked(
     room, rows = width - AXIS_CELLS - 1, height - 1
     if room < LETTER_EVERY or rows < 2 or len(times) < 2:
         return []
+    mark = mark if drawable(mark) else None
     columns = _columns(times, layers, room)
     top = max([sum(column) for column in columns], default=0.0)
     top = max(top, mark or 0.0) * 1.05 or 1.0
     marked = None if mark is None else rows - 1 - min(rows - 1, int(mark / top * rows))
-    labels = axis_labels(Window(times[0], times[-1], 0.0, top), rows, write, 1024.0)
+    labels = axis_labels(Window(min(times), max(times), 0.0, top), rows, write, 1024.0)
     lines: list[Line] = []
     for row in range(rows):
         cells = [
@@ -53,16 +55,22 @@ def stacked(
         edge: Span = ("┤" if row in labels else "│", "faint")
         label: Span = (f"{labels.get(row, ''):>{AXIS_CELLS - 1}} ", "axis")
         lines.append((label, edge, *_joined(cells)))
-    return [*lines, ages(times[-1] - times[0], width)]
+    return [*lines, ages(max(times) - min(times), width)]
 
 
 def _columns(times: Sequence[float], layers: Sequence[Layer], room: int) -> list[tuple[float, ...]]:
-    """The values of each column; a column without a sample repeats the one before it."""
-    span = times[-1] - times[0] or 1.0
+    """The values of each column; a column without a sample repeats the one before it.
+
+    A clock that was set back makes times that are not in order.
+    """
+    first = min(times)
+    span = max(times) - first or 1.0
     found: list[tuple[float, ...] | None] = [None] * room
     for i, at in enumerate(times):
-        column = min(room - 1, int((at - times[0]) / span * room))
-        values = tuple(max(0.0, layer.values[i]) for layer in layers)
+        column = min(room - 1, int((at - first) / span * room))
+        values = tuple(
+            max(0.0, layer.values[i]) if drawable(layer.values[i]) else 0.0 for layer in layers
+        )
         present = found[column]
         if present is None or sum(values) > sum(present):
             found[column] = values

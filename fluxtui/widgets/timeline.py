@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fluxtrain.units import duration_text
+from fluxtui.state.history import drawable
 from fluxtui.widgets.braille import Canvas, Series, Window, rounded_ticks
 from fluxtui.widgets.spans import Line, fitted
 
@@ -35,7 +36,12 @@ def timeline(
     """
     if width < AXIS_CELLS + 8 or height < 3 or len(times) < 2:
         return []
+    tracks = [
+        replace(track, values=[value if drawable(value) else None for value in track.values])
+        for track in tracks
+    ]
     known = [value for track in tracks for value in track.values if value is not None]
+    mark = mark if drawable(mark) else None
     top = max([*known, mark or 0.0], default=0.0) * 1.05 or 1.0
     window = Window(times[0], times[-1], 0.0, top)
     canvas = Canvas(width - AXIS_CELLS - 1, height - 1, window)

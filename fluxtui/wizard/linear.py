@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from fluxtrain.errors import FluxTrainError
+from fluxtrain.telemetry.printable import printable_lines
 from fluxtrain.telemetry.rundir import runs_root
 from fluxtrain.telemetry.storage import free_bytes
 from fluxtui.wizard import lines, questions
@@ -75,7 +76,9 @@ class LinearWizard:
         """Start with `answers`, or with the defaults and an offered draft."""
         self.view = View(answers=answers or Answers(), root=root or runs_root())
         self._fresh = answers is None
-        self._ask, self._say, self._engine = ask, say, engine
+        self._engine = engine
+        self._ask: Ask = lambda prompt: ask(printable_lines(prompt))
+        self._say: Say = lambda text: say(printable_lines(text))
         self._draft = draft or draft_path()
         self._planned_for: object = None
         self._scratch = tempfile.TemporaryDirectory(prefix="fluxtrain-wizard-")

@@ -13,10 +13,17 @@ from textual.message import Message
 from textual.reactive import reactive
 from textual.widget import Widget
 
+from fluxtrain.telemetry.printable import printable_lines
 from fluxtui.wizard.asking import Option
 from fluxtui.wizard.drawing import MUTED
 
 Draw = Callable[[int], Content]
+
+
+def shown(content: Content) -> Content:
+    """As it may be drawn: a model's name or a document must not steer the terminal."""
+    plain = printable_lines(content.plain)
+    return content if plain == content.plain else Content(plain, list(content.spans))
 
 
 class Drawn(Widget):
@@ -40,7 +47,7 @@ class Drawn(Widget):
 
     def render(self) -> RenderResult:
         """The text at the present width."""
-        return self._draw(self.content_size.width)
+        return shown(self._draw(self.content_size.width))
 
 
 class ChoiceList(Widget, can_focus=True):
@@ -101,7 +108,7 @@ class ChoiceList(Widget, can_focus=True):
                     (option.text, "" if here else MUTED),
                 )
             )
-        return Content("\n").join(lines)
+        return shown(Content("\n").join(lines))
 
     def action_move(self, offset: int) -> None:
         """Choose the line `offset` further; the ends hold."""

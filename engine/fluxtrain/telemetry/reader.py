@@ -1,7 +1,7 @@
 """Reading a run as it goes: the journal of any run, and the live pipe of one's own.
 
 Both give the same events, so attach, follow and replay are the same code. A reader never blocks and
-does a bounded amount of work a call.
+does a bounded amount of work a call. Texts come printable: they are read to be shown.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from pathlib import Path
 
 from fluxtrain.telemetry.events import FRAME_LIMIT_BYTES, AnyEvent
 from fluxtrain.telemetry.frames import SchemaTooNew, Skipped, classify_line, decode_line
+from fluxtrain.telemetry.printable import is_plain, printable_texts
 
 __all__ = ["JournalFollower", "PipeReader", "SchemaTooNew", "decode_line"]
 
@@ -36,7 +37,7 @@ class _Lines:
                 continue
             event = classify_line(line)
             if not isinstance(event, Skipped):
-                events.append(event)
+                events.append(event if is_plain(line) else printable_texts(event))
             elif event is Skipped.UNKNOWN:
                 self.unknown_events += 1
             else:

@@ -31,6 +31,7 @@ from fluxtrain.errors import (
 from fluxtrain.telemetry.events import AnyEvent, Done, Failed, Hello, StepFinished
 from fluxtrain.telemetry.frames import SchemaTooNew, decode_line
 from fluxtrain.telemetry.journal import tail_lines
+from fluxtrain.telemetry.printable import printable
 from fluxtrain.telemetry.process import ProcessMark
 from fluxtrain.telemetry.storage import check_space, read_json, storage_error, write_json
 
@@ -232,13 +233,13 @@ class RunDir:
             state=self._state(ending),
             started_s=started_s,
             updated_s=started_s if silence_s is None else time.time() - silence_s,
-            model=hello.model if hello else None,
-            method=hello.method if hello else None,
+            model=printable(hello.model) if hello else None,
+            method=printable(hello.method) if hello else None,
             step=step.step if step else None,
             total_steps=step.total_steps if step else hello.total_steps if hello else None,
             loss=step.loss if step else None,
             exit_code=ending.get("exit_code"),
-            message=str(ending.get("message", "")),
+            message=printable(str(ending.get("message", ""))),
             eta_s=step.eta_s if step else None,
             stepped_s=step.wall_s if step else 0.0,
             step_s=step.step_s if step else None,

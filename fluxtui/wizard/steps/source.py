@@ -10,6 +10,7 @@ from textual.app import ComposeResult
 from textual.content import Content
 from textual.widgets import Input
 
+from fluxtui.widgets.entry import Entry
 from fluxtui.wizard.answers import Answers
 from fluxtui.wizard.asking import Field, Option, SourceQuestion
 from fluxtui.wizard.steps.paths import PathSuggester
@@ -121,7 +122,7 @@ class SourceStep(Step):
 
     def _box(self, field: Field) -> Input:
         suggester = PathSuggester(field.kind == "folder") if field.kind != "text" else None
-        box = Input(placeholder=field.hint, suggester=suggester, id=f"{field.name}-input")
+        box = Entry(placeholder=field.hint, suggester=suggester, id=f"{field.name}-input")
         box.select_on_focus = False  # what is typed on the list goes on in the field
         box.border_title = field.title
         return box

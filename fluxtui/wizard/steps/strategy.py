@@ -10,6 +10,7 @@ from textual.binding import Binding, BindingType
 from textual.content import Content
 from textual.widgets import Input
 
+from fluxtui.widgets.entry import Entry
 from fluxtui.wizard import drawing
 from fluxtui.wizard.answers import DIAL, OFFLOADS, Dial
 from fluxtui.wizard.pages.strategy import strategy_page
@@ -52,7 +53,7 @@ class StrategyStep(Step, can_focus=True):
         self._why = False
 
     def compose(self) -> ComposeResult:
-        box = Input(type="integer", placeholder="as the plan says", id="number-input")
+        box = Entry(type="integer", placeholder="as the plan says", id="number-input")
         box.restrict = r"\d{0,9}"
         yield box
         yield Drawn(self._draw)

@@ -1,0 +1,21 @@
+"""A line to type into that never hands the terminal what would steer it."""
+
+from __future__ import annotations
+
+from rich.segment import Segment
+from textual.strip import Strip
+from textual.widgets import Input
+
+from fluxtrain.telemetry.printable import printable
+
+
+class Entry(Input):
+    """As Textual's; a path from a file, a suggestion or a paste is drawn printable."""
+
+    def render_line(self, y: int) -> Strip:
+        """One row."""
+        strip = super().render_line(y)
+        if all(segment.text.isprintable() for segment in strip):
+            return strip
+        cleaned = [Segment(printable(text), style) for text, style, _ in strip]
+        return Strip(cleaned).adjust_cell_length(strip.cell_length)
