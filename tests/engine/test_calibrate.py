@@ -25,7 +25,11 @@ from fluxtrain.train import preview as preview_module
 from fluxtrain.train.calibrate import COPIES, NotCalibrated, calibrate
 from fluxtrain.train.config import demo_config
 from fluxtrain.train.constants import known_constants, measured_constants
-from fluxtrain.train.peaks import host_peak_bytes
+from fluxtrain.train.peaks import (
+    host_peak_bytes,
+    measure_host_peak_anew,
+    recent_host_peak_bytes,
+)
 from fluxtrain.train.placing import model_facts
 from fluxtrain.train.preview import preview
 
@@ -151,12 +155,48 @@ def test_a_block_that_cannot_be_tried_leaves_the_class_constants(
 def test_the_peak_of_the_process_is_the_kernels(tmp_path: Path) -> None:
     status = tmp_path / "status"
     status.write_text("Name:\tpython\nVmHWM:\t    2048 kB\nVmRSS:\t 1024 kB\n")
-    assert host_peak_bytes(status) == 2 << 20
+    assert recent_host_peak_bytes(tmp_path) == 2 << 20
     own = host_peak_bytes()
     held = torch.zeros(own // 4 + (64 << 20), dtype=torch.uint8)
     held.fill_(1)
     assert host_peak_bytes() >= own
     assert host_peak_bytes(tmp_path / "nothing") > 0  # from the resource usage instead
+
+
+def test_a_peak_that_begins_anew_leaves_that_of_the_whole_process() -> None:
+    whole = host_peak_bytes()
+    now = measure_host_peak_anew()
+    if now is None:
+        pytest.skip("the kernel does not let a process begin another peak")
+    torch.zeros(96 << 20, dtype=torch.uint8).fill_(1)
+    recent = recent_host_peak_bytes()
+    assert recent is not None
+    assert 90 << 20 < recent - now < 160 << 20
+    assert host_peak_bytes() >= max(whole, recent)
+
+
+def test_where_no_peak_can_begin_the_estimate_of_activations_stays(tmp_path: Path) -> None:
+    assert measure_host_peak_anew(tmp_path / "nothing") is None
+    assert recent_host_peak_bytes(tmp_path / "nothing") is None
+
+
+def test_what_a_block_holds_is_weighed_without_a_gpu(tiny: Tiny) -> None:
+    if measure_host_peak_anew() is None:
+        pytest.skip("the kernel does not let a process begin another peak")
+    model = tiny("llama", torch.float32)
+    length = 128
+
+    def long_rows(count: int) -> Batch:
+        ids = torch.zeros(count, length, dtype=torch.int64)
+        return replace(
+            batch_of(count), input_ids=ids, labels=ids, tokens=ids.numel(),
+            position_ids=torch.arange(length).expand(count, length),
+        )  # fmt: skip
+
+    tried = calibrate(model, long_rows, torch.device("cpu"), (8, 128))
+    row = model_facts(model, model.config, length).row
+    assert row is not None
+    assert 0.3 < tried.activation_bytes / row.activation_bytes < 3
 
 
 def test_a_sustained_rate_counts_all_calls_and_stops_in_time() -> None:
@@ -181,10 +221,11 @@ def test_measured_activations_replace_the_estimate(tiny: Tiny, machine: Machine)
     model = tiny("llama", torch.float32)
     facts = facts_of(model)
     tried = measured_constants(facts, machine, "cpu", 4, model, batch_of)
-    assert tried.applied(facts) == facts  # without a GPU nobody counts them
     assert tried.calibration is not None
-    on_gpu = replace(tried, calibration=replace(tried.calibration, activation_bytes=777))
-    row = on_gpu.applied(facts).row
+    unknown = replace(tried, calibration=replace(tried.calibration, activation_bytes=0))
+    assert unknown.applied(facts) == facts
+    known = replace(tried, calibration=replace(tried.calibration, activation_bytes=777))
+    row = known.applied(facts).row
     assert row is not None
     assert row.activation_bytes == 777
 

@@ -88,6 +88,11 @@ class Footprint:
             + self.kept_bytes
         )
 
+    def shown_device_bytes(self, *, has_gpu: bool) -> int:
+        """As it is told and compared with what is measured: without a GPU the workspace is in the
+        heap of the process, so the device's buffers are all the rest."""
+        return self.device_bytes if has_gpu else self.device_bytes - self.workspace_bytes
+
 
 def activation_estimate(
     hidden: int, intermediate: int, sequence_length: int, dtype_bytes: int
@@ -230,17 +235,18 @@ def _workspace(facts: ModelFacts, layout: Layout, shared_sums: int, *, has_gpu: 
     once; last come the embedding's.
 
     Without a GPU the heap keeps some of what one phase freed, in pieces that the next one's tensors
-    do not fit into.
+    do not fit into. An evaluation is one more phase there: its logits come between two steps.
     """
     head_sum = FP32_BYTES * facts.head_parameters
     product = facts.head_dtype_bytes * facts.head_parameters
-    hidden = activations = chunk = 0
+    hidden = activations = chunk = evaluated = 0
     if facts.row is not None:
         hidden = HIDDEN_IN_FLIGHT * layout.batch_rows * facts.row.boundary_bytes
         every_block_keeps = kept_count(facts, layout) == facts.layers
         saved = facts.row.kept_bytes if every_block_keeps else 0  # counted as kept
         activations = layout.chunk_rows * max(0, facts.row.activation_bytes - saved)
         chunk = _logits_bytes(facts.row, layout.batch_rows, product, has_gpu=has_gpu)
+        evaluated = _logits_bytes(facts.row, layout.batch_rows, 0, has_gpu=has_gpu)
     loss = head_sum + chunk + hidden
     blocks = [g.rounded_bytes for g in facts.groups if g.kind == "block"]
     edges = [g.rounded_bytes for g in facts.groups if g.kind == "edge"]
@@ -249,7 +255,7 @@ def _workspace(facts: ModelFacts, layout: Layout, shared_sums: int, *, has_gpu: 
         activations + max(blocks, default=0) + hidden,
         max(edges, default=0),
     )
-    heap = 0 if has_gpu else min(sum(phases) - max(phases), HEAP_BYTES)
+    heap = 0 if has_gpu else min(sum(phases) + evaluated - max(phases), HEAP_BYTES)
     return max(phases) + heap
 
 

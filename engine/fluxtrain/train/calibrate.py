@@ -10,11 +10,10 @@ was afterwards.
 from __future__ import annotations
 
 import copy
-import ctypes
 import gc
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -31,6 +30,7 @@ from fluxtrain.plan.facts import Offload
 from fluxtrain.stream.blocks import take_apart
 from fluxtrain.stream.grouping import facts_of
 from fluxtrain.stream.rng import randomness_kept
+from fluxtrain.train.peaks import measure_host_peak_anew, recent_host_peak_bytes, trim_heap
 
 if TYPE_CHECKING:
     from fluxtrain.stream.engine import Engine
@@ -126,12 +126,10 @@ def _trials(
     mini = _miniature(model, device)
     mini.train()
     facts = facts_of(mini)
-    with _wrapped(mini, device, "none", max(rows)) as engine:
-        bench = _Bench(mini, engine, [module for _, module in take_apart(mini).blocks], device)
-        few, many = (bench.trial(batch_of(count)) for count in rows)
-        bench.close()
+    few, many = _resident_trials(mini, batch_of, device, rows)
     if device.type == "cuda":
         return few, many, None
+    _give_back(device)  # the trials after each other take no more than one of them
     with _wrapped(mini, device, "weights", max(rows)) as engine:
         seconds, copied_bytes = _streamed_steps(mini, engine, batch_of(max(rows)))
     streamed = Streamed(
@@ -141,6 +139,19 @@ def _trials(
         groups=len(facts.groups),
     )
     return few, many, streamed
+
+
+def _resident_trials(
+    mini: nn.Module,
+    batch_of: Callable[[int], Batch],
+    device: torch.device,
+    rows: tuple[int, int],
+) -> tuple[_Trial, _Trial]:
+    with _wrapped(mini, device, "none", max(rows)) as engine:
+        bench = _Bench(mini, engine, [module for _, module in take_apart(mini).blocks], device)
+        few, many = (bench.trial(batch_of(count)) for count in rows)
+        bench.close()
+    return few, many
 
 
 @contextmanager
@@ -215,6 +226,7 @@ class _Bench:
         self._marks: dict[str, list[Any]] = {}
         self._host_marks: dict[str, list[float]] = {}
         self._held_bytes = 0
+        self._weighs = False
         self._trial = _Trial(0)
         trained = [p for block in blocks for p in block.parameters() if p.requires_grad]
         self._updated = sum(p.numel() for p in trained)
@@ -234,10 +246,15 @@ class _Bench:
             handle.remove()
 
     def trial(self, batch: Batch) -> _Trial:
-        """Repeats with the rows of `batch`, after one that only warms up."""
+        """Repeats with the rows of `batch`, after one that warms up and, where memory is the
+        host's, one that weighs what a block holds and takes time for that."""
         trial = self._trial = _Trial(int(batch.input_ids.shape[0]))
         self._engine.chunk_rows = trial.rows
         self._step(batch)
+        if not self._on_gpu:
+            self._weighs = True
+            self._step(batch)
+            self._weighs = False
         trial.seconds.clear()
         started_s = time.perf_counter()
         for _ in range(REPEATS):
@@ -319,11 +336,17 @@ class _Bench:
         if self._on_gpu:
             torch.cuda.reset_peak_memory_stats(self._device)
             self._held_bytes = torch.cuda.memory_allocated(self._device)
+        elif self._weighs:
+            trim_heap()
+            self._held_bytes = measure_host_peak_anew() or 0
 
     def _backward_left(self) -> None:
         self._mark("backward leaves")
         if self._on_gpu:
             peak = torch.cuda.max_memory_allocated(self._device) - self._held_bytes
+            self._trial.activation_bytes = max(self._trial.activation_bytes, peak)
+        elif self._weighs and self._held_bytes:
+            peak = (recent_host_peak_bytes() or 0) - self._held_bytes
             self._trial.activation_bytes = max(self._trial.activation_bytes, peak)
 
     def _mark(self, name: str) -> None:
@@ -366,5 +389,4 @@ def _give_back(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
-    with suppress(OSError, AttributeError):  # another C library: its allocator keeps some pages
-        ctypes.CDLL(None).malloc_trim(0)
+    trim_heap()

@@ -99,7 +99,7 @@ class Forecast:
                 for key, value in asdict(layout).items()
                 if key not in ("accumulates", "eager", "slots")
             },
-            "device_bytes": need.device_bytes,
+            "device_bytes": need.shown_device_bytes(has_gpu=self.room.has_gpu),
             "host_bytes": need.host_bytes + self.placement.process_bytes + passing,
             **_time(plan.chosen.cost, steps),
             "settings": settings,

@@ -74,7 +74,10 @@ def promise_of(setup: Setup, placement: Placement, knobs: Knobs) -> Promise:
     ground, layout = setup.ground, setup.ground.layout_with(knobs)
     passing = passing_bytes(ground.facts, layout) if ground.has_gpu else 0
     need = replace(placement, need=ground.need(knobs), passing_bytes=passing)
-    promise = Promise(device_bytes=need.device_bytes, host_bytes=need.host_bytes)
+    promise = Promise(
+        device_bytes=need.need.shown_device_bytes(has_gpu=ground.has_gpu),
+        host_bytes=need.host_bytes,
+    )
     if setup.rates is None:
         return promise
     exact = setup.clips or setup.passes > 1

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import ctypes
 import re
 import resource
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from fluxtrain.stream.engine import Engine
+
+PROCESS = Path("/proc/self")
+RESET_PEAK = "5"  # to clear_refs, proc(5)
+_earlier_peaks = [0]
 
 
 def measured_peaks(engine: Engine) -> dict[str, float | None]:
@@ -27,12 +33,40 @@ def measured_peaks(engine: Engine) -> dict[str, float | None]:
     }
 
 
-def host_peak_bytes(status: Path = Path("/proc/self/status")) -> int:
+def host_peak_bytes(process: Path = PROCESS) -> int:
     """The peak of this process's resident memory since it began."""
+    found = _resident(process, "VmHWM")
+    if found is None:
+        found = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return max(found, _earlier_peaks[0])
+
+
+def recent_host_peak_bytes(process: Path = PROCESS) -> int | None:
+    """The peak since `measure_host_peak_anew`; None where the kernel does not tell."""
+    return _resident(process, "VmHWM")
+
+
+def measure_host_peak_anew(process: Path = PROCESS) -> int | None:
+    """Begin another peak, and give what is resident now; `host_peak_bytes` stays that of the whole
+    process. None, and nothing begins, where the kernel does not let it (Linux, proc(5))."""
+    before = host_peak_bytes(process)
     try:
-        found = re.search(r"^VmHWM:\s+(\d+) kB", status.read_text(), re.MULTILINE)
+        (process / "clear_refs").write_text(RESET_PEAK)
     except OSError:
-        found = None
-    if found is not None:
-        return int(found[1]) * 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return None
+    _earlier_peaks[0] = before
+    return _resident(process, "VmRSS")
+
+
+def trim_heap() -> None:
+    """What the C library keeps of freed memory goes back to the system."""
+    with suppress(OSError, AttributeError):  # another C library: its allocator keeps some pages
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def _resident(process: Path, name: str) -> int | None:
+    try:
+        found = re.search(rf"^{name}:\s+(\d+) kB", (process / "status").read_text(), re.MULTILINE)
+    except OSError:
+        return None
+    return None if found is None else int(found[1]) * 1024

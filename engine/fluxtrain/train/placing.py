@@ -28,6 +28,7 @@ from fluxtrain.telemetry.events import ChoiceMade
 from fluxtrain.train.config import RunConfig
 from fluxtrain.train.constants import Constants
 from fluxtrain.train.device_budget import hold_to_budget
+from fluxtrain.train.peaks import trim_heap
 from fluxtrain.units import GIB
 
 if TYPE_CHECKING:
@@ -133,6 +134,7 @@ def decide(
         None if constants is None else timing_of(config, facts, constants, device == "cuda"),
     )
     layout = Layout(offload=placement.offload, device_groups=placement.device_groups)
+    trim_heap()  # what is kept of freed memory is used again: it is no part of the process
     return replace(
         placement,
         process_bytes=max(0, psutil.Process().memory_info().rss - loaded_bytes),

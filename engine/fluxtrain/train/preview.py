@@ -97,7 +97,7 @@ def preview(
     return {
         "model": _told(config, model, dtype.value, facts.layers),
         "device": device.value,
-        **_placed(config, placement),
+        **_placed(config, placement, device.value),
         "estimated_rows": rows,
         "steps": course.total_steps,
         "host_limit_bytes": _host_limit(where, placement, None if elsewhere else machine),
@@ -128,7 +128,7 @@ def _rows_within(config: RunConfig) -> int:
     return rows
 
 
-def _placed(config: RunConfig, placement: RunPlacement) -> dict[str, Any]:
+def _placed(config: RunConfig, placement: RunPlacement, device: str) -> dict[str, Any]:
     """Where the bytes go, and what that takes."""
     return {
         "offload": placement.offload,
@@ -139,7 +139,7 @@ def _placed(config: RunConfig, placement: RunPlacement) -> dict[str, Any]:
         "chunk_rows": placement.chunk_rows,
         "accumulation": config.train.accumulation,
         "sequence_length": config.data.sequence_length,
-        "device_bytes": placement.device_bytes,
+        "device_bytes": placement.need.shown_device_bytes(has_gpu=device == "cuda"),
         "need": asdict(placement.need),
         "device_budget_bytes": placement.budget_bytes,
         "host_bytes": placement.host_bytes,

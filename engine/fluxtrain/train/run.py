@@ -259,7 +259,7 @@ class Run:
             resident_blocks=plan.resident_blocks,
             kept_blocks=plan.kept_blocks,
             slots=plan.slots,
-            device_bytes=plan.device_bytes,
+            device_bytes=plan.need.shown_device_bytes(has_gpu=self._room.has_gpu),
             device_budget_bytes=plan.budget_bytes,
             host_bytes=plan.host_bytes,
             choices=(*self._choices, *self.course.choices),
