@@ -6,10 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from textual.binding import Binding
+from textual.binding import Binding, BindingType
 
-Group = Literal["Screens", "Run", "Runs", "Chart", "View", "App"]
-GROUPS: tuple[Group, ...] = ("Screens", "Run", "Runs", "Chart", "View", "App")
+Group = Literal["Screens", "Run", "Runs", "Chart", "View", "App", "Lists"]
+GROUPS: tuple[Group, ...] = ("Screens", "Run", "Runs", "Chart", "View", "App", "Lists")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +39,11 @@ class Action:
             KEY_TEXTS.get(key, key.replace("ctrl+", "^")) for key in self.keys.split(",")
         )
 
+    @property
+    def in_lists(self) -> bool:
+        """It belongs to what has the focus, not to the app: no entry of the palette."""
+        return self.group == "Lists"
+
     def works_on(self, screen: str) -> bool:
         """Whether it does something on this screen."""
         return not self.screens or screen in self.screens
@@ -48,7 +53,9 @@ KEY_TEXTS = {
     "question_mark": "?", "slash": "/", "left_square_bracket": "[", "right_square_bracket": "]",
     "colon": ":", "comma": ",", "full_stop": ".", "ctrl+p": "^p", "enter": "enter",
     "left": "←", "right": "→", "shift+left": "⇧←", "shift+right": "⇧→", "escape": "esc",
+    "up": "↑", "down": "↓", "pageup": "pgup", "pagedown": "pgdn",
 }  # fmt: skip
+LISTS = ("log", "plan", "runs", "settings")
 CHARTS = ("dashboard", "loss")
 PANEL_SCREENS = ("dashboard", "memory", "transfer", "loss")
 
@@ -149,7 +156,24 @@ ACTIONS: tuple[Action, ...] = (
            "command_palette", rank=50),
     Action("help", "question_mark", "help", "Keys and what they do", "App", "help", rank=95),
     Action("detach", "d,q", "detach", "Leave; the training goes on", "App", "detach", rank=100),
+    Action("list_up", "up,k", "up", "A line up; in the wizard the choice before", "Lists",
+           "move(-1)", LISTS),
+    Action("list_down", "down,j", "down", "A line down; in the wizard the next choice", "Lists",
+           "move(1)", LISTS),
+    Action("list_page_up", "pageup,ctrl+b", "page", "A page up", "Lists", "page(-1)", LISTS),
+    Action("list_page_down", "pagedown,space,ctrl+f", "page", "A page down", "Lists", "page(1)",
+           LISTS),
+    Action("list_first", "home,g", "first", "The first line", "Lists", "edge(0)", LISTS),
+    Action("list_last", "end,G", "last", "The last line", "Lists", "edge(1)", LISTS),
+    Action("list_choose", "enter", "choose", "Choose the line, as a second click does", "Lists",
+           "choose", LISTS),
+    Action("setting_before", "left,h", "before", "The value before", "Lists", "turn(-1)",
+           ("settings",)),
+    Action("setting_after", "right,l", "after", "The next value", "Lists", "turn(1)",
+           ("settings",)),
 )  # fmt: skip
+
+LIST_KEYS = tuple(action.id for action in ACTIONS if action.in_lists and action.screens == LISTS)
 
 
 def bindings() -> list[Binding]:
@@ -157,6 +181,15 @@ def bindings() -> list[Binding]:
     return [
         Binding(action.keys, action.do, action.about, id=action.id, show=False)
         for action in ACTIONS
+        if not action.in_lists
+    ]
+
+
+def list_bindings(ids: Sequence[str] = LIST_KEYS, **does: str) -> list[BindingType]:
+    """The keys of a list for a widget of its own; `does` gives an action other words than ours."""
+    return [
+        Binding(action.keys, does.get(action.id, action.do), action.about, id=action.id, show=False)
+        for action in map(find, ids)
     ]
 
 

@@ -20,7 +20,7 @@ def palette_commands(
 ) -> Iterator[SystemCommand]:
     """What can be done on a screen; `run` takes an action's string, `choose_theme` a name."""
     for action in actions:
-        if action.works_on(screen) and action.id != "palette":
+        if action.works_on(screen) and action.id != "palette" and not action.in_lists:
             about = f"{action.group}, key {action.key_text}"
             yield SystemCommand(action.about, about, _nothing_back(run, action.do))
     for name, theme in themes.items():

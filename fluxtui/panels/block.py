@@ -33,7 +33,7 @@ def heading(view: View, width: int) -> Line:
 
 
 def body(view: View, width: int, height: int) -> list[Line]:
-    """A line a class, then the latest copies, newest first."""
+    """A line a class, then the latest copies that were told, newest first."""
     sample = view.fresh(view.state.residency)
     if sample is None:
         labels: list[Line] = [((f" {name:<10}", "dim"), (UNKNOWN, "dim")) for name in CLASSES]
@@ -47,7 +47,7 @@ def body(view: View, width: int, height: int) -> list[Line]:
     ]
     name = name_of(sample, at)
     moves = [move for move in view.state.moves if name and move.block == name]
-    lines.append(_copies_line(moves, width))
+    lines.append(_copies_line(moves, view.state.moves_are_a_sample, width))
     room = max(0, height - len(lines))
     lines += [_move_line(move, width) for move in reversed(moves[-room:] if room else [])]
     return lines[:height]
@@ -91,14 +91,15 @@ def _class_line(name: str, letter: str, size: int | None, width: int) -> Line:
     )
 
 
-def _copies_line(moves: Sequence[Move], width: int) -> Line:
+def _copies_line(moves: Sequence[Move], sampled: bool, width: int) -> Line:
     """How many copies of it are among the latest that were told, in and out."""
     if not moves:
-        return fitted(((" no copy of it among the latest", "dim"),), width)
+        note = " none in the sample of copies" if sampled else " no copy of it among the latest"
+        return fitted(((note, "dim"),), width)
     inward = sum(move.direction.endswith(">G") for move in moves)
     return dropped_to_fit(
         [
-            ((" latest copies", "title"),),
+            ((" sampled copies" if sampled else " latest copies", "title"),),
             ((f"{inward}", "strong"), (" in", "dim")),
             ((f"{len(moves) - inward}", "strong"), (" out", "dim")),
             ((f"steps {moves[0].step}-{moves[-1].step}", "dim"),),

@@ -18,7 +18,10 @@ def heading(view: View, width: int) -> Line:
         return stale_note(view.age_s(view.state.made))
     rate = view.state.moves_per_minute
     text = UNKNOWN if rate is None else f"{rate:.0f}"
-    return dropped_to_fit([((text, "strong"), (" a minute", "dim"))], width)
+    parts: list[Line] = [((text, "strong"), (" a minute", "dim"))]
+    if view.state.moves_are_a_sample:
+        parts.append((("a sample of them", "dim"),))
+    return dropped_to_fit(parts, width)
 
 
 def body(view: View, width: int, height: int) -> list[Line]:

@@ -125,8 +125,9 @@ def help_lines(
         ]
         if shown:
             lines.append(((group, "accent"),))
+            cells = max(8, *(len(action.all_keys_text) for action in shown))
             lines += [
-                ((f"  {action.all_keys_text:<8}", "key"), (f" {action.about}", "text"))
+                ((f"  {action.all_keys_text:<{cells}}", "key"), (f" {action.about}", "text"))
                 for action in shown
             ]
             lines.append(BLANK)
@@ -136,7 +137,5 @@ def help_lines(
             ((f"  {PANELS[name].title:<15}", "strong"), (f" {PANELS[name].about}", "text"))
             for name in panels
         ]
-    moving = "  ↑ ↓ j k a line  pgup pgdn a page  g G the ends  enter or click choose"
-    lines += [BLANK, (("Lists", "accent"),), ((moving, "text"),)]
     letters = "  G device  C host  N disk  > to the device  < to the host  - not known now"
     return [*lines, BLANK, (("Letters", "accent"),), ((letters, "text"),)]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 from textual.app import ComposeResult
-from textual.binding import Binding
+from textual.binding import BindingType
 
-from fluxtui.actions import Action
+from fluxtui.actions import Action, list_bindings
 from fluxtui.screens.run_screen import RunScreen
 from fluxtui.settings import CHOICES, Settings
 from fluxtui.state.view import View
@@ -29,10 +30,7 @@ class SettingsScreen(RunScreen):
     SettingsScreen > #keys-in-use { height: 1fr; width: 1fr; }
     SettingsScreen.-tiny > #keys-in-use { display: none; }
     """
-    BINDINGS = [
-        Binding("left,h", "turn(-1)", "before", show=False),
-        Binding("right,l,enter", "turn(1)", "next", show=False),
-    ]
+    BINDINGS: ClassVar[list[BindingType]] = list_bindings(("setting_before", "setting_after"))
 
     def compose_body(self) -> ComposeResult:
         yield ScrollingLines(id="body", cursor=True)

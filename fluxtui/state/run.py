@@ -77,6 +77,7 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
     traffics: History[ev.TrafficSampled] = field(default_factory=lambda: History(RATES_LIMIT))
     move_counts: History[Point] = field(default_factory=lambda: History(RATES_LIMIT))
     moves: History[ev.Move] = field(default_factory=lambda: History(MOVES_LIMIT))
+    moves_told: int = 0  # of this process's; it makes more than it tells
     log: History[LogLine] = field(default_factory=lambda: History(LOG_LIMIT))
     advice: tuple[ev.AdviceGiven, ...] = ()
     changes: Changes = field(default_factory=Changes)
@@ -104,6 +105,11 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
         for event in batch:
             state = state.after(event)
         return state
+
+    @property
+    def moves_are_a_sample(self) -> bool:
+        """Whether more moves were made than told."""
+        return self.made is not None and self.made.total > self.moves_told
 
     @property
     def moves_per_minute(self) -> float | None:
@@ -170,6 +176,7 @@ def _after_hello(state: RunState, event: ev.Hello) -> RunState:
         failed=None,
         done=None,
         move_counts=History(RATES_LIMIT),
+        moves_told=0,
     )
     text = f"{event.model} on {event.device}, process {event.pid}"
     how = f"going on after step {event.first_step}" if event.first_step else "started"
@@ -233,7 +240,8 @@ def _after_moves(state: RunState, event: ev.MovesMade) -> RunState:
     for move in event.moves:
         moves = moves.appended(move)
     counts = state.move_counts.appended(Point(event.wall_s, float(event.total)))
-    return replace(state, made=event, moves=moves, move_counts=counts)
+    told = state.moves_told + len(event.moves)
+    return replace(state, made=event, moves=moves, move_counts=counts, moves_told=told)
 
 
 def _after_evaluation(state: RunState, event: ev.EvaluationFinished) -> RunState:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
-from textual.binding import Binding
+from textual.binding import BindingType
 from textual.events import Click, MouseScrollDown, MouseScrollUp
 from textual.message import Message
 
+from fluxtui.actions import list_bindings
 from fluxtui.themes import Palette
 from fluxtui.widgets.lines import Lines
 from fluxtui.widgets.spans import Line
@@ -19,15 +20,7 @@ WHEEL_ROWS = 3
 class ScrollingLines(Lines, can_focus=True):
     """Keeps an offset into the lines; with `cursor` a selected line that Enter chooses."""
 
-    BINDINGS = [
-        Binding("up,k", "move(-1)", "Up", show=False),
-        Binding("down,j", "move(1)", "Down", show=False),
-        Binding("pageup,ctrl+b", "page(-1)", "Page up", show=False),
-        Binding("pagedown,space,ctrl+f", "page(1)", "Page down", show=False),
-        Binding("home,g", "edge(0)", "First", show=False),
-        Binding("end,G", "edge(1)", "Last", show=False),
-        Binding("enter", "choose", "Choose", show=False),
-    ]
+    BINDINGS: ClassVar[list[BindingType]] = list_bindings()
 
     class Scrolled(Message):
         """The user moved; `at_end` tells whether the last line is in view."""

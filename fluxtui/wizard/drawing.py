@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from textual.content import Content
 
 from fluxtrain.units import bytes_text
+from fluxtui.widgets.spans import Line
 from fluxtui.wizard.answers import STEPS, StepName
 from fluxtui.wizard.data_facts import Sample
 
@@ -30,6 +31,15 @@ TITLES: dict[StepName, str] = {
 SHORT_TITLES: dict[StepName, str] = {
     **TITLES, "hardware": "Host", "strategy": "Plan", "preview": "Check"
 }  # fmt: skip
+
+
+STYLES = {"dim": MUTED, "strong": "bold", "warn": "$warning", "good": "$success",
+          "accent": "bold $accent"}  # fmt: skip
+
+
+def spans(line: Line) -> Content:
+    """A line of the panels, in the wizard's own colours."""
+    return Content.assemble(*((text, STYLES.get(role, "")) for text, role in line))
 
 
 def stepper(current: StepName, width: int, steps: Sequence[StepName] = STEPS) -> Content:

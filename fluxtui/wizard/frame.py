@@ -12,9 +12,11 @@ from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, VerticalScroll
 from textual.content import Content
 from textual.screen import Screen
+from textual.signal import Signal
 from textual.widgets import ContentSwitcher
 
 from fluxtrain.telemetry.rundir import RunSummary, runs_root
+from fluxtui.state.machine import MachineSample
 from fluxtui.wizard import drawing, questions
 from fluxtui.wizard.answers import Answers, route
 from fluxtui.wizard.asking import Option
@@ -82,6 +84,7 @@ class WizardFrame(Screen[Outcome | None]):
         self.goes_on = False  # Enter was pressed before the plan was there
         self.launch_error: str | None = None
         self.free_disk_bytes: int | None = None
+        self.machine: MachineSample | None = None
 
     def compose(self) -> ComposeResult:
         yield Drawn(self._draw_stepper, id="stepper")
@@ -105,6 +108,17 @@ class WizardFrame(Screen[Outcome | None]):
         self.background.measure()
         self._read_runs()
         self.set_interval(0.25, self._tick)
+
+    def watch_machine(self, signal: Signal[MachineSample]) -> None:
+        """Show from now on what the app sees of this machine."""
+        signal.subscribe(self, self._machine_sampled)
+
+    def _machine_sampled(self, sample: MachineSample) -> None:
+        self.machine = sample
+        if self.is_mounted and self.is_current:
+            if self.answers.step == "hardware":
+                self.current.show(self.view)
+            self.query_one("#aside", Drawn).refresh(layout=True)
 
     def on_unmount(self) -> None:
         """Remove the scratch folder."""
@@ -134,6 +148,8 @@ class WizardFrame(Screen[Outcome | None]):
             root=self.root,
             free_disk_bytes=self.free_disk_bytes,
             wide=self.has_class("-wide"),
+            short=self.has_class("-short"),
+            machine=self.machine,
         )
 
     def heard(self) -> None:

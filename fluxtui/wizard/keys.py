@@ -11,7 +11,7 @@ KEYS: dict[StepName, list[tuple[str, str]]] = {
         ("enter", "next"),
         ("↑↓", "choose"),
         ("tab", "field"),
-        ("pgdn", "samples"),
+        ("pgdn", "more"),
         ("esc", "back"),
     ],
     "method": [("enter", "next"), ("r", "again"), ("esc", "back")],

@@ -12,6 +12,7 @@ from textual.widgets import ContentSwitcher, Input
 
 from fluxtrain.errors import EXIT_BAD_INPUT, FluxTrainError
 from fluxtrain.telemetry.storage import free_bytes
+from fluxtui.shell import Shell
 from fluxtui.wizard.answers import Answers, StepName, neighbour
 from fluxtui.wizard.checks import Check, check_data, check_model, check_start
 from fluxtui.wizard.draft import draft_path, forget_draft, load_draft, save_draft
@@ -55,6 +56,8 @@ class WizardScreen(WizardFrame):
     def on_mount(self) -> None:
         """Begin, and offer kept answers."""
         self.begin()
+        if isinstance(self.app, Shell):
+            self.watch_machine(self.app.machine_signal)
         draft = load_draft(self._draft) if self._fresh else None
         if draft is not None:
             self.app.push_screen(DraftOffer(draft), lambda go_on: self._offered(draft, go_on))

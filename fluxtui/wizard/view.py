@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
 from fluxtrain.telemetry.rundir import RunSummary
+from fluxtui.panels.machine import machine_line
+from fluxtui.state.machine import MachineSample
+from fluxtui.state.view import View as RunView
+from fluxtui.widgets.spans import Line
 from fluxtui.wizard.answers import Answers
 from fluxtui.wizard.asked import Asked
 from fluxtui.wizard.checks import Check
@@ -41,6 +46,14 @@ class View:
     root: Path = Path("runs")
     free_disk_bytes: int | None = None
     wide: bool = False
+    short: bool = False  # as many lines as a plain terminal has
+    machine: MachineSample | None = None  # as it is now
+
+    def machine_now(self, width: int) -> Line:
+        """What this machine does at the moment, in one line; nothing while that is not known."""
+        if self.machine is None:
+            return ()
+        return machine_line(RunView(machine_sample=self.machine, wall_s=time.time()), width)
 
     @property
     def machine_lines(self) -> tuple[str, ...]:

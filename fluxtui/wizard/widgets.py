@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import ClassVar
 
 from textual import events
 from textual.app import RenderResult
-from textual.binding import Binding
+from textual.binding import BindingType
 from textual.content import Content
 from textual.geometry import Size
 from textual.message import Message
@@ -14,6 +15,7 @@ from textual.reactive import reactive
 from textual.widget import Widget
 
 from fluxtrain.telemetry.printable import printable_lines
+from fluxtui.actions import list_bindings
 from fluxtui.wizard.asking import Option
 from fluxtui.wizard.drawing import MUTED
 
@@ -54,10 +56,7 @@ class ChoiceList(Widget, can_focus=True):
     """A short list with one choice; the arrow keys and the mouse change it."""
 
     DEFAULT_CSS = "ChoiceList { height: auto; width: 1fr; }"
-    BINDINGS = [
-        Binding("up,k", "move(-1)", "choose", show=False),
-        Binding("down,j", "move(1)", "choose", show=False),
-    ]
+    BINDINGS: ClassVar[list[BindingType]] = list_bindings(("list_up", "list_down"))
     chosen: reactive[int] = reactive(0)
 
     class Chosen(Message):

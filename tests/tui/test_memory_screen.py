@@ -118,12 +118,22 @@ def test_its_latest_copies_are_told_with_their_cause_newest_first(made: ModuleTy
     assert "G→C" in other and "gradient" in other and "prefetch" not in other
 
 
+def test_copies_are_called_a_sample_where_more_were_made_than_told(made: ModuleType) -> None:
+    event = made.moves(1)
+    for total, sampled in ((len(event.moves), False), (len(event.moves) + 1, True)):
+        events = [*made.training(1)[:1], made.residency(1), replace(event, total=total)]
+        state = RunState().after_all(made.stamped(events))
+        view = View(state=state, wall_s=made.START_S + 1.0, chart=ChartSettings(block=3))
+        assert ("sampled copies" in drawn(view, "block")) == sampled
+        assert ("a sample of them" in whole([PANELS["moves"].heading(view, 60)])) == sampled
+
+
 def test_a_trainer_that_did_not_tell_sizes_leaves_dashes(made: ModuleType) -> None:
     view = view_of(made, block=2)
     bare = replace(view.state.residency, blocks=())
     view = changed(view, state=replace(view.state, residency=bare))
     assert drawn(view, "block").splitlines()[0].split()[2] == "-"
-    assert "no copy of it" in drawn(view, "block")
+    assert "none in the sample of copies" in drawn(view, "block")
 
 
 def test_a_stale_residency_shows_no_block(made: ModuleType) -> None:

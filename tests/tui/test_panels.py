@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from fluxtrain.telemetry import events as ev
 from fluxtrain.telemetry.rundir import RunSummary
-from fluxtui.actions import ACTIONS, bindings, find, footer_actions
+from fluxtui.actions import ACTIONS, bindings, find, footer_actions, list_bindings
 from fluxtui.panels import PANELS
 from fluxtui.panels.memory import parts_of
 from fluxtui.panels.panel import number_text, power_text, share_text, whole_text
@@ -20,6 +20,7 @@ from fluxtui.panels.progress import eta, slow_step_s
 from fluxtui.panels.residency import tiles
 from fluxtui.screens.dialogs import help_lines
 from fluxtui.screens.plan import plan_lines
+from fluxtui.screens.settings import SettingsScreen
 from fluxtui.state.link import Link
 from fluxtui.state.run import RunState
 from fluxtui.state.view import ChartSettings, View
@@ -274,13 +275,14 @@ def test_the_status_line_says_the_essentials(made: ModuleType) -> None:
 
 def test_ids_and_keys_are_unique_on_every_screen() -> None:
     assert len({action.id for action in ACTIONS}) == len(ACTIONS)
-    for screen in ("dashboard", "memory", "transfer", "loss", "log", "plan", "runs"):
+    for screen in ("dashboard", "memory", "transfer", "loss", "log", "plan", "runs", "settings"):
         keys = [k for a in ACTIONS if a.works_on(screen) for k in a.keys.split(",")]
         assert len(keys) == len(set(keys)), screen
 
 
 def test_keymap_footer_and_help_come_from_the_registry() -> None:
-    assert [binding.id for binding in bindings()] == [action.id for action in ACTIONS]
+    bound = [binding.id for binding in (*bindings(), *SettingsScreen.BINDINGS, *list_bindings())]
+    assert sorted(bound) == sorted(action.id for action in ACTIONS)
     text = whole(help_lines())
     assert all(action.about in text for action in ACTIONS)
     assert all(panel.about in text for panel in PANELS.values())

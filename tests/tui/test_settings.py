@@ -19,6 +19,9 @@ from fluxtui.screens.settings import SettingsScreen
 from fluxtui.settings import CHOICES, Settings, load_settings, save_settings, settings_path
 from fluxtui.sources.journal import JournalSource
 from fluxtui.widgets.lines import Lines
+from fluxtui.widgets.scrolling import ScrollingLines
+from fluxtui.wizard.answers import Answers
+from fluxtui.wizard.screen import WizardScreen
 
 
 class Alive(JournalSource):
@@ -115,6 +118,8 @@ def test_a_file_that_is_no_toml_is_told_and_never_overwritten(file: Path) -> Non
         ("refresh_hz = true", "refresh_hz = True"),
         ("refresh_hz = 1000.0", "refresh_hz = 1000.0"),
         ('[keys]\nstop = "?"', "help has this key"),
+        ('[keys]\nlist_down = "k"', "list_up has this key"),
+        ('[keys]\nlog_level = "j"', "list_down has this key"),
     ],
 )
 def test_a_bad_entry_is_told_and_the_others_are_kept(file: Path, text: str, said: str) -> None:
@@ -146,9 +151,42 @@ def test_every_setting_but_the_keys_can_be_changed_in_the_app() -> None:
 
 
 def test_no_two_actions_of_one_screen_share_a_key() -> None:
-    for screen in ("dashboard", "memory", "transfer", "loss", "log", "plan", "runs"):
+    for screen in ("dashboard", "memory", "transfer", "loss", "log", "plan", "runs", "settings"):
         keys = [key for one in ACTIONS if one.works_on(screen) for key in one.keys.split(",")]
         assert len(keys) == len(set(keys)), screen
+
+
+async def test_lists_take_other_keys(made: ModuleType, tmp_path: Path, file: Path) -> None:
+    file.parent.mkdir(parents=True)
+    file.write_text('[keys]\nlist_down = "J"\nlist_last = "E"\nsetting_after = "f5"\n')
+    app = app_on(made, tmp_path, file)
+    async with app.run_test(size=(120, 40)) as pilot:
+        await pilot.press("S")
+        await until(pilot, lambda: isinstance(app.screen, SettingsScreen))
+        body = app.screen.query_one("#body", ScrollingLines)
+        await until(pilot, lambda: body.has_focus and len(body._all) > 3)
+        await pilot.press("j", "down")
+        assert body.cursor == 0, "the former keys are free"
+        await pilot.press("J")
+        assert body.cursor == 1
+        before = app.settings.refresh_hz
+        await pilot.press("f5")
+        assert app.settings.refresh_hz != before
+        await pilot.press("E")
+        assert body.cursor == len(body._all) - 1
+
+
+async def test_the_lists_of_the_wizard_take_other_keys(folder: Path) -> None:
+    wizard = WizardScreen(Answers(), folder / "runs", draft=folder / "draft.json")
+    app = FluxApp(start_screen="wizard", sample_machine=False, make_wizard=lambda: wizard)
+    app.settings = dataclasses.replace(app.settings, keys={"list_down": "f6"})
+    async with app.run_test(size=(120, 40)) as pilot:
+        await until(pilot, lambda: app.screen is wizard and wizard.answers.start == "new")
+        await pilot.pause(0.2)
+        await pilot.press("down")
+        assert wizard.answers.start == "new"
+        await pilot.press("f6")
+        await until(pilot, lambda: wizard.answers.start != "new")
 
 
 # --- in the app -----------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
@@ -202,6 +203,17 @@ async def test_leaving_the_wizard_without_a_run_leaves_the_app(
         await wizard.until(lambda: not app.is_running or app._exit)
     assert app.return_code == 0
     assert app.run_dir is None
+
+
+async def test_the_machine_is_of_now_in_the_wizard_too(
+    app: FluxApp, folder: Path, wizard_pilot: ModuleType
+) -> None:
+    app._samples_machine = True
+    async with app.run_test(size=(80, 24)) as pilot:
+        await pilot.pause()
+        wizard = driven(app, pilot, folder, wizard_pilot)
+        await wizard.go_to("hardware")
+        await wizard.until(lambda: re.search(r"now +(GPU|CPU) +\d+%", wizard.text()))
 
 
 async def test_a_launch_starts_the_trainer_and_shows_its_run(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from types import ModuleType
 from typing import Any
 
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from textual.content import Content
 
 from fluxtrain.errors import EXIT_BUG, EXIT_DOES_NOT_FIT
+from fluxtui.state.machine import GpuProcess, GpuSample, MachineSample
 from fluxtui.wizard.answers import Answers
 from fluxtui.wizard.asked import Asked
 from fluxtui.wizard.checks import Check
@@ -78,6 +80,30 @@ def test_what_is_learnt_is_marked_by_a_bar_and_the_rest_is_not(known: View) -> N
     assert "▌ So it is.<|end|>" in lines
     assert "  <|user|>Why?" in lines
     assert "sample 1: 10 tokens, 4 learnt" in lines
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_on_a_low_screen_the_first_sample_stands_above_the_lengths(known: View, width: int) -> None:
+    short = dataclasses.replace(known, short=True)
+    lines = [line.rstrip() for line in data_page(short, width).plain.split("\n")]
+    assert lines.index("▌ So it is.<|end|>") < 8, "below the question and its fields"
+    assert widest(data_page(short, width)) <= width
+    shown = "\n".join(lines)
+    assert shown.index("▌") < shown.index("Lengths") and "90% full" in shown
+    assert "✓ format" in shown
+
+
+def test_what_the_machine_does_now_is_told_beside_what_was_measured(known: View) -> None:
+    gpu = GpuSample(name="card", utilisation=0.5, processes=(GpuProcess(pid=7),))
+    sample = MachineSample(time.time(), 0.25, 8, 1 << 30, 4 << 30, None, None, (gpu,))
+    live = dataclasses.replace(known, machine=sample)
+    for page in (hardware_page, aside):
+        shown = page(live, 80).plain
+        assert "GPU 50%" in shown and "CPU 25%" in shown and "1 other on the GPU" in shown
+    waiting = View(machine=sample)
+    assert "CPU 25%" in hardware_page(waiting, 80).plain, "also while it is being measured"
+    old = dataclasses.replace(known, machine=dataclasses.replace(sample, wall_s=1.0))
+    assert "CPU 25%" not in hardware_page(old, 80).plain
 
 
 def test_the_share_that_is_cut_and_the_estimate_are_told(known: View) -> None:

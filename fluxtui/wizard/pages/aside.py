@@ -26,4 +26,6 @@ def aside(view: View, width: int) -> Content:
         )
     lines += [Content(""), Content.styled("This machine", "bold"), Content("")]
     lines += [drawing.paragraph(line, width) for line in view.machine_lines]
+    if now := view.machine_now(width):
+        lines += [Content(""), drawing.spans(now)]
     return Content("\n").join(lines)

@@ -13,17 +13,18 @@ from fluxtui.wizard.view import View
 
 HISTOGRAM_LINES = 3
 SAMPLE_LINES = 8
+FIRST_SAMPLE_LINES = 4  # where the screen is low: it must stand above the fold
 LEGEND = "▌ is learnt, the rest is only seen"
 
 
 def data_page(view: View, width: int) -> Content:
     """The answer's check, and what the engine makes of the data."""
     check, asked = view.checks.get("data"), view.inspection
-    parts = [found_page(view, width)]
     if check is None or check.error:
-        return parts[0]
+        return found_page(view, width)
+    parts = [_in_a_line(check, width) if view.short else found_page(view, width)]
     if asked.value is not None:
-        parts += [_lengths(asked.value, width), _samples(asked.value, width)]
+        parts += _inspected(asked.value, width, view.short)
     elif asked.refusal is not None:
         parts.append(drawing.problem(asked.refusal, width))
     else:
@@ -31,6 +32,31 @@ def data_page(view: View, width: int) -> Content:
             parts.append(pending("The engine reads the first documents", asked, width))
         parts.append(_first_documents(check, width))
     return Content("\n\n").join(part for part in parts if part.plain)
+
+
+def _in_a_line(check: Check, width: int) -> Content:
+    """The check's facts side by side, so that the samples have room; warnings in full."""
+    values = [
+        f"{name} {value}" if value.replace(",", "").isdigit() else value
+        for name, value in check.facts
+    ]
+    lines = [drawing.facts([(check.facts[0][0], " · ".join(values))], width)] if values else []
+    lines += [drawing.caution(warning, width) for warning in check.warnings]
+    return Content("\n").join(lines)
+
+
+def _inspected(found: Inspection, width: int, short: bool) -> list[Content]:
+    """Lengths, then samples; where the screen is low the first sample is in front of them."""
+    if not short:
+        samples = [_heading(width), *_samples(found, width, SAMPLE_LINES)]
+        return [_lengths(found, width), Content("\n").join(samples)]
+    first, *others = _samples(found, width, FIRST_SAMPLE_LINES) or [Content("")]
+    parts = [Content("\n").join([_heading(width), first]), _lengths(found, width)]
+    return [*parts, Content("\n").join(others)]
+
+
+def _heading(width: int) -> Content:
+    return drawing.heading("As the model sees it", LEGEND, width)
 
 
 def _lengths(found: Inspection, width: int) -> Content:
@@ -53,14 +79,17 @@ def _bar_line(line: str, marked: int) -> Content:
     )
 
 
-def _samples(found: Inspection, width: int) -> Content:
-    lines = [drawing.heading("As the model sees it", LEGEND, width)]
-    for number, sample in enumerate(found.samples, start=1):
-        lines += [
-            drawing.paragraph(f"sample {number}: {sample.title}", width, drawing.MUTED),
-            drawing.samples([sample.pieces], width, SAMPLE_LINES),
-        ]
-    return Content("\n").join(lines)
+def _samples(found: Inspection, width: int, most_lines: int) -> list[Content]:
+    """Each with its title and at most so many lines."""
+    return [
+        Content("\n").join(
+            [
+                drawing.paragraph(f"sample {number}: {sample.title}", width, drawing.MUTED),
+                drawing.samples([sample.pieces], width, most_lines),
+            ]
+        )
+        for number, sample in enumerate(found.samples, start=1)
+    ]
 
 
 def _first_documents(check: Check, width: int) -> Content:

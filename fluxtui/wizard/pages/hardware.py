@@ -15,11 +15,23 @@ def hardware_page(view: View, width: int) -> Content:
     head = Content.styled("This machine", "bold")
     if asked.refusal is not None:
         cure = "Press r to measure again, or enter to go on: the plan then says less about time."
-        return Content("\n").join([head, Content(""), refused(asked.refusal, cure, width)])
+        return Content("\n").join(
+            [head, *now_lines(view, width), Content(""), refused(asked.refusal, cure, width)]
+        )
     if asked.value is None:
         note = "about 20 s the first time; enter goes on meanwhile"
-        return Content("\n").join([head, Content(""), pending("Measuring", asked, width, note)])
+        return Content("\n").join(
+            [head, *now_lines(view, width), Content(""), pending("Measuring", asked, width, note)]
+        )
     facts = asked.value
     title = drawing.heading("This machine", f"{facts.age_text()}; r measures again", width)
     warnings = [drawing.caution(warning, width) for warning in facts.warnings]
-    return Content("\n").join([title, Content(""), *warnings, drawing.table(facts.rows, width)])
+    return Content("\n").join(
+        [title, *now_lines(view, width), Content(""), *warnings, drawing.table(facts.rows, width)]
+    )
+
+
+def now_lines(view: View, width: int) -> list[Content]:
+    """What the machine does at the moment; the table is of when it was measured."""
+    now = view.machine_now(width - 5)
+    return [Content.assemble(("now  ", drawing.MUTED), drawing.spans(now))] if now else []

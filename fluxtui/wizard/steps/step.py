@@ -11,6 +11,7 @@ from textual.containers import VerticalScroll
 from textual.content import Content
 from textual.message import Message
 
+from fluxtui.actions import list_bindings
 from fluxtui.wizard.answers import StepName
 from fluxtui.wizard.view import View
 from fluxtui.wizard.widgets import Drawn
@@ -67,8 +68,7 @@ class DrawnStep(Step, can_focus=True):
     """A page that is only drawn; its keys say wishes, and it scrolls."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("up,k", "scroll_up", "scroll", show=False),
-        Binding("down,j", "scroll_down", "scroll", show=False),
+        *list_bindings(("list_up", "list_down"), list_up="scroll_up", list_down="scroll_down"),
         Binding("r", "again", "again", show=False),
         Binding("t", "wish('try')", "dry run", show=False),
         Binding("y", "wish('copy yaml')", "copy YAML", show=False),

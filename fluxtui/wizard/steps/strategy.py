@@ -10,6 +10,7 @@ from textual.binding import Binding, BindingType
 from textual.content import Content
 from textual.widgets import Input
 
+from fluxtui.actions import list_bindings
 from fluxtui.widgets.entry import Entry
 from fluxtui.wizard import drawing
 from fluxtui.wizard.answers import DIAL, OFFLOADS, Dial
@@ -42,8 +43,7 @@ class StrategyStep(Step, can_focus=True):
         Binding("o", "offload", "offload", show=False),
         Binding("w", "why", "all reasons", show=False),
         Binding("r", "again", "plan again", show=False),
-        Binding("up,k", "walk(-1)", "choice", show=False),
-        Binding("down,j", "walk(1)", "choice", show=False),
+        *list_bindings(("list_up", "list_down"), list_up="walk(-1)", list_down="walk(1)"),
     ]
 
     def __init__(self) -> None:
