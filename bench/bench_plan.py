@@ -1,12 +1,16 @@
 """Predicted against measured: the plans of real trainings, each through the command line.
 
-    python bench/bench_plan.py --device cpu --out DIR     models made on the spot, some minutes
-    python bench/bench_plan.py --device cuda --out DIR    shapes of bench/shapes.yaml, some minutes
+    python bench/bench_plan.py --device cpu --write     models made on the spot, some minutes
+    python bench/bench_plan.py --device cuda --write    shapes of bench/shapes.yaml, some minutes
 
 Each case of bench/plan_cases.yaml is one `fluxtrain train` in a process of its own, with a cache of
 its own, so that it tries its block itself right before it trains. What a run predicted was frozen
 in plan.json before its first step; what it took is in result.json. `--again N` trains every case N
-times and shows the run whose step time is the middle one (a shared machine is noisy).
+times and shows the run whose step time is the middle one (a shared machine is noisy). `--write`
+puts the table into docs/planner.md.
+
+A budget is device memory on a GPU (`budget_gib`). Without one it is host memory (`host_gib`): the
+run is in a control group of that size, where one can be made (Linux, by root or a delegated user).
 """
 
 from __future__ import annotations
@@ -19,16 +23,39 @@ import subprocess
 import sys
 import sysconfig
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 import yaml
 from tokenizers import ByteLevelBPETokenizer
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
+from fluxtrain import _native
+from fluxtrain.hardware.machine import read_machine
+
 HERE = Path(__file__).parent
+DOCS = HERE.parent / "docs" / "planner.md"
+MARKS = {
+    device: (f"<!-- table of bench_plan.py --device {device} -->", f"<!-- end of {device} -->")
+    for device in ("cpu", "cuda")
+}
+HEAD = (
+    "| case | budget | layout (groups + resident blocks) | device, predicted / measured | host "
+    "| seconds a step |\n|---|---|---|---|---|---|"
+)
 GIB = 1 << 30
+# The memory controller's own group, or the whole tree of version 2.
+CONTROLLERS = (Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup"))
+ENTER = """
+import os, sys
+open(sys.argv[1], "w").write("0")  # this process
+os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
+"""
 TEXT_BYTES = 2 << 20
 LIMITS = {  # of the error, by quantity and device
     "device_peak_bytes": {"cuda": 0.05, "cpu": 0.05},
@@ -93,16 +120,18 @@ def run(case: dict[str, Any], device: str, steps: int, text: Path, folder: Path)
     (folder / "config.yaml").write_text(
         yaml.safe_dump(configuration(case, device, steps, text)), encoding="utf-8"
     )
-    command = [sys.executable, "-m", "fluxtrain", "train", str(folder / "config.yaml")]
+    command = ["-m", "fluxtrain", "train", str(folder / "config.yaml")]
     started_s = time.monotonic()
-    with (folder / "train.log").open("wb") as log:
+    with (folder / "train.log").open("wb") as log, memory_group(case.get("host_gib")) as group:
+        entered = [] if group is None else ["-c", ENTER, str(group / "cgroup.procs")]
         code = subprocess.run(
-            [*command, "--run-dir", str(folder / "run")],
+            [sys.executable, *entered, *command, "--run-dir", str(folder / "run")],
             stdout=log,
             stderr=subprocess.STDOUT,
             check=False,
             env={**os.environ, "XDG_CACHE_HOME": str(folder / "cache")},
         ).returncode
+    case = {**case, "limited": group is not None}
     seconds = time.monotonic() - started_s
     if code:
         tail = (folder / "train.log").read_text().splitlines()[-3:]
@@ -120,6 +149,32 @@ def run(case: dict[str, Any], device: str, steps: int, text: Path, folder: Path)
         "result": result,
         "steps": _step_phases(folder / "run" / "events.ndjson"),
     }
+
+
+@contextmanager
+def memory_group(limit_gib: float | None) -> Iterator[Path | None]:
+    """A control group for processes of `limit_gib`, gone afterwards; None where there is none."""
+    made = None if limit_gib is None else _made_group(int(limit_gib * GIB))
+    try:
+        yield made
+    finally:
+        if made is not None:
+            made.rmdir()
+
+
+def _made_group(limit_bytes: int) -> Path | None:
+    for controller in CONTROLLERS:
+        group = controller / f"fluxtrain-bench-{os.getpid()}"
+        try:
+            group.mkdir()
+        except OSError:
+            continue
+        for name in ("memory.limit_in_bytes", "memory.max"):
+            if (group / name).exists():
+                (group / name).write_text(str(limit_bytes))
+                return group
+        group.rmdir()
+    return None
 
 
 def _step_phases(journal: Path) -> list[dict[str, Any]]:
@@ -148,7 +203,7 @@ def line(one: dict[str, Any], device: str) -> str:
     name = f"{case['shape']}, {case['batch']} x {case['sequence']}"
     if "accumulation" in case:
         name += f" x {case['accumulation']}"
-    limit = f"{case['budget_gib']} GiB" if "budget_gib" in case else "-"
+    limit = _budget(case)
     if one["exit_code"]:
         return f"| {name} | {limit} | failed with {one['exit_code']}: {one['log'][-1]} | | | |"
     plan = one["plan"]
@@ -158,6 +213,36 @@ def line(one: dict[str, Any], device: str) -> str:
     for quantity, row in _rows(one).items():
         cells.append(_cell(quantity, row, LIMITS[quantity][device]))
     return f"| {' | '.join(cells)} |"
+
+
+def _budget(case: dict[str, Any]) -> str:
+    if "budget_gib" in case:
+        told = f"{case['budget_gib']} GiB"
+    elif case.get("limited"):
+        told = f"{case['host_gib']} GiB host"
+    else:
+        return "what is free"
+    return told if case["fills"] else f"{told}, mostly left free"
+
+
+def machine(device: str, loads: list[float]) -> str:
+    """What the table was measured on, and how busy it was with everything together."""
+    facts = read_machine()
+    words = [datetime.now(UTC).date().isoformat(), facts.line(), f"torch {torch.__version__}"]
+    words += [f"transformers {transformers.__version__}", f"{torch.get_num_threads()} threads"]
+    if device == "cpu":
+        words.append(f"kernels {_native.isa()}")
+    if loads:
+        words.append(f"load average {min(loads):.1f} to {max(loads):.1f}")
+    return ", ".join(words) + "."
+
+
+def write_docs(table: str, device: str, docs: Path = DOCS) -> None:
+    """Put the table between this device's marks."""
+    begin, end = MARKS[device]
+    before, rest = docs.read_text(encoding="utf-8").split(begin, 1)
+    after = rest.split(end, 1)[1]
+    docs.write_text(f"{before}{begin}\n\n{table}\n\n{end}{after}", encoding="utf-8")
 
 
 def _cell(quantity: str, row: dict[str, Any], limit: float) -> str:
@@ -173,19 +258,21 @@ def main() -> None:
     """Write the models, train the cases, print the table; details go to OUT/plan.json."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=Path, default=Path("build/bench-plan"))
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--again", type=int, default=1)
     parser.add_argument("--only", type=int, nargs="*", help="numbers of cases, from 0")
     parser.add_argument("--cases", type=Path, default=HERE / "plan_cases.yaml")
+    parser.add_argument("--write", action="store_true", help="into docs/planner.md")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    told = yaml.safe_load(options.cases.read_text())["gpu" if options.device == "cuda" else "cpu"]
-    shapes = told.get("shapes") or yaml.safe_load((HERE / "shapes.yaml").read_text())
+    wanted = yaml.safe_load(options.cases.read_text())["gpu" if options.device == "cuda" else "cpu"]
+    shapes = wanted.get("shapes") or yaml.safe_load((HERE / "shapes.yaml").read_text())
     text = write_text(options.out)
     done: list[dict[str, Any]] = []
-    print("| case | budget | plan | VRAM | host | seconds a step |\n|---|---|---|---|---|---|")
-    for number, case in enumerate(told["cases"]):
+    lines: list[str] = []
+    print(HEAD)
+    for number, case in enumerate(wanted["cases"]):
         if options.only is not None and number not in options.only:
             continue
         default = "bfloat16" if options.device == "cuda" else "float32"
@@ -198,8 +285,15 @@ def main() -> None:
         runs = [run(case, options.device, options.steps, text, place) for _ in range(options.again)]
         one = middle_of(runs)
         done += runs
-        print(line(one, options.device), flush=True)
+        lines.append(line(one, options.device))
+        print(lines[-1], flush=True)
         (options.out / "plan.json").write_text(json.dumps(done, indent=1))
+    told = machine(options.device, [run["load"] for run in done if "load" in run])
+    table = "\n".join([told, "", HEAD, *lines])
+    (options.out / "table.md").write_text(table + "\n", encoding="utf-8")
+    print(told)
+    if options.write:
+        write_docs(table, options.device)
 
 
 if __name__ == "__main__":

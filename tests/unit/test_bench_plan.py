@@ -1,0 +1,57 @@
+"""The table of predictions: its cases, its budgets, and where it is written."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+BENCH = Path(__file__).parents[2] / "bench"
+sys.path.insert(0, str(BENCH))
+import bench_plan  # noqa: E402 - a script beside the project, not a package
+
+
+@pytest.mark.parametrize("device", ["cpu", "gpu"])
+def test_half_of_the_cases_leave_most_of_a_budget_free(device: str) -> None:
+    cases = yaml.safe_load((BENCH / "plan_cases.yaml").read_text())[device]["cases"]
+    assert all(("host_gib" if device == "cpu" else "budget_gib") in case for case in cases)
+    filling = [case for case in cases if case["fills"]]
+    assert 0 < len(filling) <= 2 * len(cases) // 3
+    if device == "cpu":
+        assert 2 * len(filling) == len(cases)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_table_takes_the_place_of_the_one_between_its_marks_alone(
+    device: str, tmp_path: Path
+) -> None:
+    docs = tmp_path / "planner.md"
+    before = bench_plan.DOCS.read_text(encoding="utf-8")
+    docs.write_text(before, encoding="utf-8")
+    bench_plan.write_docs("| new |", device, docs)
+    begin, end = bench_plan.MARKS[device]
+    head, rest = before.split(begin, 1)
+    assert docs.read_text(encoding="utf-8") == (
+        f"{head}{begin}\n\n| new |\n\n{end}{rest.split(end, 1)[1]}"
+    )
+
+
+def test_a_budget_says_what_it_limits_and_whether_that_was_done() -> None:
+    case = {"host_gib": 6, "fills": False}
+    assert bench_plan._budget({**case, "limited": True}) == "6 GiB host, mostly left free"
+    assert bench_plan._budget({**case, "limited": False}) == "what is free, mostly left free"
+    assert bench_plan._budget({"budget_gib": 23, "fills": True}) == "23 GiB"
+
+
+def test_a_memory_group_is_gone_after_its_process() -> None:
+    with bench_plan.memory_group(1.0) as group:
+        if group is None:
+            pytest.skip("control groups cannot be made here")
+        files = ("memory.limit_in_bytes", "memory.max")
+        (limit,) = (group / name for name in files if (group / name).exists())
+        assert int(limit.read_text()) == 1 << 30
+    assert not group.exists()
+    with bench_plan.memory_group(None) as none:
+        assert none is None
