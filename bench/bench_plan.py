@@ -221,7 +221,7 @@ def _budget(case: dict[str, Any]) -> str:
     elif case.get("limited"):
         told = f"{case['host_gib']} GiB host"
     else:
-        return "what is free"
+        return "what is free"  # no group could be made, so nothing was limited
     return told if case["fills"] else f"{told}, mostly left free"
 
 

@@ -41,7 +41,7 @@ def test_a_table_takes_the_place_of_the_one_between_its_marks_alone(
 def test_a_budget_says_what_it_limits_and_whether_that_was_done() -> None:
     case = {"host_gib": 6, "fills": False}
     assert bench_plan._budget({**case, "limited": True}) == "6 GiB host, mostly left free"
-    assert bench_plan._budget({**case, "limited": False}) == "what is free, mostly left free"
+    assert bench_plan._budget({**case, "limited": False}) == "what is free"
     assert bench_plan._budget({"budget_gib": 23, "fills": True}) == "23 GiB"
 
 
