@@ -120,7 +120,7 @@ def test_a_function_may_read_its_saved_tensors_twice() -> None:
     same(gradients(model), wanted)
     past_the_checks(model)
     same(gradients(model, passes=2), wanted)
-    assert all(unit.reads_twice for unit in engine_of(model).units)
+    assert all(unit.records_again for unit in engine_of(model).units)
 
 
 class Checkpointed(Block):
@@ -223,3 +223,169 @@ def test_an_early_end_leaves_no_activation_behind() -> None:
         gc.enable()
     assert len(seen) > 6
     assert not alive
+
+
+class StoresOnContext(torch.autograd.Function):
+    """A product whose backward finds its input and a view of its weight on `ctx`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.x, ctx.turned = x, weight.t()
+        return x @ ctx.turned  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        weight = torch.einsum("btj,bti->ji", gradient, ctx.x)
+        return gradient @ ctx.turned.t(), weight
+
+
+class Storing(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        inside = StoresOnContext.apply(x, self.inside.weight)
+        return x + self.outside(nn.functional.silu(inside))  # type: ignore[no-any-return]
+
+
+class ItsOwnHooks(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+            return super().forward(x)
+
+
+@pytest.mark.parametrize("block", [Storing, ItsOwnHooks])
+def test_a_block_may_keep_views_of_its_weights_between_the_passes(block: type[Block]) -> None:
+    """Another block's weights lie in the slot when the backward pass comes."""
+
+    def after_an_evaluation(model: nn.Module) -> dict[str, Tensor]:
+        model.zero_grad()
+        loss = model(rows()).square().sum()
+        with torch.no_grad():
+            model(rows())
+            model.blocks[0](rows())  # type: ignore[index,operator]
+        loss.backward()
+        return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+    plain = Stack(block)
+    model = fluxtrain.wrap(copy.deepcopy(plain), offload="max")
+    wanted = after_an_evaluation(plain)
+    for _ in range(CHECKED_STEPS + 2):
+        same(after_an_evaluation(model), wanted)
+
+
+class ReturnsAWeight(Block):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return super().forward(x), self.outside.weight.t()
+
+
+class Penalized(Stack):
+    def forward(self, x: Tensor) -> Tensor:
+        weights = []
+        for block in self.blocks:
+            x, weight = block(x)
+            weights.append(weight)
+        return x + sum(weight.square().mean() for weight in weights)
+
+
+def test_a_weight_that_a_block_returns_outlives_its_slot() -> None:
+    plain = Penalized(ReturnsAWeight)
+    model = fluxtrain.wrap(copy.deepcopy(plain), offload="max")
+    same(gradients(model), gradients(plain))
+
+
+class GradientInside(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        (slope,) = torch.autograd.grad(self.inside(y).square().sum(), y, create_graph=True)
+        return super().forward(x) + 0.01 * slope
+
+
+class FunctionalInside(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        slope = torch.func.grad(lambda y: self.inside(y).square().sum())(x)
+        return super().forward(x) + 0.01 * slope
+
+
+class UsesUp(torch.autograd.Function):
+    """Has nothing left for a second backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.factors = [1.0]
+        return x.exp()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        factor = ctx.factors.pop()
+        (x,) = ctx.saved_tensors
+        return gradient * x.exp() * factor  # type: ignore[no-any-return]
+
+
+class UsedUp(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(UsesUp.apply(self.norm(x)))  # type: ignore[no-any-return]
+
+
+class Compiled(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.compiled = torch.compile(super().forward, backend="aot_eager")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.compiled(x)
+
+
+@pytest.mark.parametrize("kept_blocks", [0, 3])
+@pytest.mark.parametrize("block", [GradientInside, FunctionalInside, UsedUp, Compiled])
+def test_a_block_whose_graph_cannot_be_filled_again_is_recorded_again(
+    block: type[Block], kept_blocks: int
+) -> None:
+    model = fluxtrain.wrap(Stack(block), kept_blocks=kept_blocks)
+    wanted = gradients(Stack(block))
+    for _ in range(CHECKED_STEPS + 2):
+        same(gradients(model), wanted)
+    assert all(unit.records_again for unit in engine_of(model).units)
+
+
+class Remembers(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        self.last, self.inner = x, self.inside(x)
+        return super().forward(x)
+
+
+def test_the_input_that_a_block_remembers_stays_whole() -> None:
+    model = fluxtrain.wrap(Stack(Remembers))
+    model(rows())
+    assert torch.equal(model.blocks[0].last, rows())
+
+
+@pytest.mark.parametrize("kept_blocks", [0, 3])
+def test_an_inner_tensor_in_the_loss_is_refused_with_the_cure(kept_blocks: int) -> None:
+    model = fluxtrain.wrap(Stack(Remembers), kept_blocks=kept_blocks)
+    loss = model(rows()).sum()
+    with pytest.raises(MisusedModel, match="return such tensors"):
+        (loss + model.blocks[1].inner.sum()).backward()
+
+
+class Aside(Block):
+    side: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if self.side is None else super().forward(x) + self.side
+
+
+def test_a_tensor_that_comes_in_beside_the_arguments_is_refused_if_it_needs_a_gradient() -> None:
+    model = fluxtrain.wrap(Stack(Aside))
+    model.blocks[1].side = torch.ones(16)
+    gradients(model)
+    other = fluxtrain.wrap(Stack(Aside))
+    other.blocks[2].side = other.blocks[0](rows())
+    with pytest.raises(MisusedModel, match="neither an argument nor a weight"):
+        other(rows())
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gpt2"])
+def test_blocks_of_known_models_end_early(family: str, tiny: Any, batch: Any) -> None:
+    model = fluxtrain.wrap(tiny(family), offload="max")
+    model(**batch()).loss.backward()
+    assert not any(unit.records_again for unit in engine_of(model).units)

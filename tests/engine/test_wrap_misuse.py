@@ -27,6 +27,11 @@ def test_counts_are_whole_numbers(name: str, value: Any, tiny: Any) -> None:
         fluxtrain.wrap(tiny("llama"), **{name: value})
 
 
+def test_an_unknown_device_is_refused(tiny: Any) -> None:
+    with pytest.raises(BadInput, match="use 'cuda' or 'cpu'"):
+        fluxtrain.wrap(tiny("llama"), device="toaster")
+
+
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_a_model_that_is_wrapped_without_gradients_trains_all_the_same(
     mode: Any, tiny: Any, batch: Any

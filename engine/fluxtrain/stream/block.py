@@ -31,6 +31,7 @@ from fluxtrain.stream.arguments import (
 from fluxtrain.stream.buffers import WrittenBuffers, as_before
 from fluxtrain.stream.call import Call, checksum, run_with, spans
 from fluxtrain.stream.capture import Capture, active_collector
+from fluxtrain.stream.escapes import BoundWeights
 from fluxtrain.stream.head import LazyLogits
 from fluxtrain.stream.rng import RandomState
 
@@ -58,7 +59,8 @@ class Unit:
         self.chunkable: dict[tuple[Any, ...], bool] = {}  # by mode and by what carries the batch
         self.written = WrittenBuffers()
         self.keeps = False  # what its backward needs stays on the device: nothing is recomputed
-        self.reads_twice = False  # a function of it asks for its saved tensors more than once
+        self.records_again = False  # its graph cannot be filled again (see recompute.py)
+        self.traced: set[bool] = set()  # modes in which its graph was looked at for strangers
         self.writes_inputs = False  # x.add_(...), ReLU(inplace=True): it is given copies
         self.checked = 0
 
@@ -188,13 +190,17 @@ class _Streamed(torch.autograd.Function):
         verify = unit.checked < _CHECKED_RECOMPUTES and not unit.keeps
         parts: list[list[Tensor]] = []
         with engine.bound(unit):
-            buffers = unit.written.before(unit.module)
+            weights = BoundWeights(unit)
+            call.buffers = buffers = unit.written.before(unit.module)
             call.find_ends()
             for span in call.spans:
                 call.random.append(RandomState.now(engine.device.torch_device))
-                parts.append(call.record(call.inputs(tensors, span)))
+                parts.append(weights.copied_out(call.record(call.inputs(tensors, span))))
                 if verify:
                     call.checksums.append(checksum(parts[-1]))
+            if not unit.keeps and weights.are_referred_to():
+                unit.records_again = True
+                call.tapes.clear()
             call.buffers = unit.written.after(unit.module, buffers)
         engine.after_forward(unit)
         call.boundary_bytes = sum(
@@ -208,8 +214,6 @@ class _Streamed(torch.autograd.Function):
             for chunks in zip(*parts, strict=True)
         ]
         del parts
-        for tape in call.tapes:
-            tape.let_go()
         ctx.mark_non_differentiable(
             *(o for o, d in zip(merged, differentiable, strict=True) if not d)
         )

@@ -44,14 +44,15 @@ def as_before(module: nn.Module, copies: Copies) -> Iterator[None]:
     """Inside, the buffers are as they were before the forward; afterwards as they were found."""
     buffers = list(module.buffers()) if copies else []
     found = {i: buffers[i].clone() for i in copies}
-    _put(module, copies)
+    put_back(module, copies)
     try:
         yield
     finally:
-        _put(module, found)
+        put_back(module, found)
 
 
-def _put(module: nn.Module, copies: Copies) -> None:
+def put_back(module: nn.Module, copies: Copies) -> None:
+    """Give the buffers the values that were copied."""
     buffers = list(module.buffers()) if copies else []
     with torch.no_grad():
         for i, copy in copies.items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,9 +14,10 @@ from fluxtrain.errors import MisusedModel
 from fluxtrain.memory.boundary import Parked
 from fluxtrain.memory.group import Group, Member
 from fluxtrain.stream.arguments import Tree, batch_rows, flatten, piece, splits
-from fluxtrain.stream.buffers import Copies
+from fluxtrain.stream.buffers import Copies, put_back
 from fluxtrain.stream.capture import Capture
-from fluxtrain.stream.recompute import AskedTwice, Saved, Tape
+from fluxtrain.stream.escapes import refuse_strangers
+from fluxtrain.stream.recompute import CannotRefill, Saved, Tape, aliased_leaf
 from fluxtrain.stream.rng import Autocast, RandomState
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ class Call:
         self.boundary_bytes = 0
         self.parked: dict[int, Parked] = {}  # inputs that wait on the host
         self.buffers: Copies = {}  # before the forward, of those that it wrote to
-        self.tapes: list[Tape] = []  # a chunk each
+        self.tapes: list[tuple[Tape, Saved]] = []  # a chunk each
         self.trained: list[tuple[Group, Member]] = []
         self.ends: list[GradientEdge] = []  # where the gradients of `trained` arrive
 
@@ -68,12 +69,13 @@ class Call:
         ]
 
     def inputs(self, tensors: Sequence[Tensor], span: tuple[int, int]) -> list[Tensor]:
-        """Detached inputs of one chunk that ask for gradients where the caller's do."""
+        """Inputs of one chunk, cut off, that ask for gradients where the caller's do."""
         parts = piece(tensors, self.split, *span)
-        return [
-            part.detach().requires_grad_(needed)
-            for part, needed in zip(parts, self.needs, strict=True)
-        ]
+        with torch.enable_grad():
+            return [
+                aliased_leaf(part) if needed else part.detach()
+                for part, needed in zip(parts, self.needs, strict=True)
+            ]
 
     def find_ends(self) -> None:
         """Where the weights' gradients will arrive, while the weights are on the device: torch
@@ -85,10 +87,31 @@ class Call:
     def record(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         """Run the block on one chunk for its outputs and captured tensors, flattened; its graph is
         kept, and what it saves only if the unit keeps that."""
-        saved = Saved(keeps=self.unit.keeps, gives_away=not self.unit.reads_twice)
-        with torch.enable_grad(), self.autocast.again():
-            self.out_tree, outputs = self._compute(inputs, saved.recording)
-            self.tapes.append(Tape(saved, inputs, outputs))
+        outputs = None if self.unit.records_again else self._record_to_refill(inputs)
+        if outputs is None:
+            with torch.enable_grad(), self.autocast.again():
+                self.out_tree, outputs = self._compute(inputs, nullcontext)
+        if self.training not in self.unit.traced:
+            refuse_strangers(self.unit, inputs, outputs, self.ends)
+            self.unit.traced.add(self.training)
+        return outputs
+
+    def _record_to_refill(self, inputs: Sequence[Tensor]) -> list[Tensor] | None:
+        """As `record`; None, with everything as before, for a block that has to be recorded again
+        in the backward pass."""
+        saved = Saved(keeps=self.unit.keeps)
+        try:
+            with torch.enable_grad(), self.autocast.again():
+                self.out_tree, outputs = self._compute(inputs, saved.recording)
+        except (CannotRefill, RuntimeError) as error:
+            # what torch.func computes refuses hooks, ours and those of torch.utils.checkpoint
+            if isinstance(error, RuntimeError) and "saved tensor hooks" not in str(error):
+                raise
+            self.unit.records_again = True
+            self.random[-1].restore(self.unit.engine.device.torch_device)
+            put_back(self.unit.module, self.buffers)
+            return None
+        self.tapes.append((Tape(inputs, outputs), saved))
         return outputs
 
     def backward(
@@ -103,19 +126,15 @@ class Call:
 
         gradients: of the loss by each output, of the whole batch.
         """
-        tape = self.tapes[index]
         arriving = [
             None if gradient is None else self._rows_of(gradient, index, position)
             for position, gradient in enumerate(gradients)
         ]
-        self._refill(index, span, tensors)
-        try:
-            found = tape.backward(arriving, wanted, self.ends)
-        except AskedTwice:
-            self.unit.reads_twice, tape.saved.gives_away = True, False
-            self._refill(index, span, tensors)
-            found = tape.backward(arriving, wanted, self.ends)
-        tape.saved.clear()
+        found = None
+        if not self.unit.records_again:
+            found = self._backward_refilled(index, span, tensors, wanted, arriving)
+        if found is None:
+            found = self._backward_recorded_again(index, span, tensors, wanted, arriving)
         for (group, member), gradient in zip(self.trained, found[len(wanted) :], strict=True):
             if gradient is not None:
                 self.unit.engine.gradients.add(group, member, gradient)
@@ -124,6 +143,47 @@ class Call:
             g if g is not None else torch.zeros_like(parts[i])
             for i, g in zip(wanted, found[: len(wanted)], strict=True)
         ]
+
+    def _backward_refilled(
+        self,
+        index: int,
+        span: tuple[int, int],
+        tensors: Sequence[Tensor],
+        wanted: Sequence[int],
+        arriving: Sequence[Tensor | None],
+    ) -> list[Tensor | None] | None:
+        """By the graph of the forward pass; None if that cannot be, now and from now on."""
+        tape, saved = self.tapes[index]
+        self._refill(index, span, tensors)
+        try:
+            with saved.giving():
+                return tape.backward(arriving, wanted, self.ends, again=True)
+        except (CannotRefill, RuntimeError) as error:
+            # a compiled block may overwrite what it saved unless its graph ends with this pass
+            if isinstance(error, RuntimeError) and "donated buffers" not in str(error):
+                raise
+        self.unit.records_again = True
+        return None
+
+    def _backward_recorded_again(
+        self,
+        index: int,
+        span: tuple[int, int],
+        tensors: Sequence[Tensor],
+        wanted: Sequence[int],
+        arriving: Sequence[Tensor | None],
+    ) -> list[Tensor | None]:
+        """By a second graph, recorded from the beginning of the block to its end."""
+        device = self.unit.engine.device.torch_device
+        after = RandomState.now(device)
+        self.random[index].restore(device)
+        inputs = self.inputs(tensors, span)
+        self.find_ends()
+        with torch.enable_grad(), self.autocast.again():
+            _, outputs = self._compute(inputs, nullcontext)
+        after.restore(device)
+        self._check(index, outputs)
+        return Tape(inputs, outputs).backward(arriving, wanted, self.ends, again=False)
 
     def _rows_of(self, gradient: Tensor, chunk: int, output: int) -> Tensor:
         """This chunk's rows of the gradient of one output."""
@@ -134,7 +194,7 @@ class Call:
 
     def _refill(self, index: int, span: tuple[int, int], tensors: Sequence[Tensor]) -> None:
         """Compute one chunk again, as far as its backward needs, with the random state it had."""
-        device, saved = self.unit.engine.device.torch_device, self.tapes[index].saved
+        device, saved = self.unit.engine.device.torch_device, self.tapes[index][1]
         to_the_end = index < len(self.checksums)
         if saved.is_full() and not to_the_end:
             return

@@ -7,7 +7,7 @@ give other results on rows than on the whole; a loss over the whole batch cannot
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -47,9 +47,14 @@ def chunks_agree(unit: Unit, tree: Tree, tensors: Sequence[Tensor]) -> bool:
 
 
 def saved_row_bytes(unit: Unit, tree: Tree, tensors: Sequence[Tensor]) -> int:
-    """Bytes that autograd keeps for one row of the block, measured (weights bound)."""
+    """Bytes that autograd keeps for one row of the block, measured (weights bound).
+
+    Blocks whose saving cannot be watched (torch.func refuses hooks) are taken to keep the outputs
+    of all their modules.
+    """
     rows = batch_rows(tensors)
     kept: dict[int, int] = {}
+    outputs_bytes = 0
     weights = {p.untyped_storage().data_ptr() for p in unit.module.parameters()}
 
     def count(tensor: Tensor) -> None:  # keeping an output would tie it to its own graph for ever
@@ -57,19 +62,38 @@ def saved_row_bytes(unit: Unit, tree: Tree, tensors: Sequence[Tensor]) -> int:
         if address not in weights:
             kept[address] = tensor.untyped_storage().nbytes()
 
+    def count_outputs(_module: nn.Module, _args: Any, output: Any) -> None:
+        nonlocal outputs_bytes
+        outputs_bytes += sum(t.numel() * t.element_size() for t in flatten(output)[1])
+
     split = splits(tensors, rows or 1)
     one = [t.detach() for t in piece(tensors, split, 0, 1)]
     one = [t.requires_grad_(t.is_floating_point()) for t in one]
-    with (
-        torch.autograd.graph.saved_tensors_hooks(count, lambda _: torch.empty(0)),
-        torch.enable_grad(),
-        _left_as_it_was(unit.module),
-        Capture.of(active_collector()).collecting(),
-    ):
-        args, kwargs = tree.fill([t.clone() for t in one])
-        held = unit.original(*args, **kwargs)
-    del held
-    return max(sum(kept.values()), 1)
+
+    def run(watching: AbstractContextManager[Any]) -> None:
+        with (
+            watching,
+            torch.enable_grad(),
+            _left_as_it_was(unit.module),
+            Capture.of(active_collector()).collecting(),
+        ):
+            args, kwargs = tree.fill([t.clone() for t in one])
+            held = unit.original(*args, **kwargs)
+        del held
+
+    try:
+        run(torch.autograd.graph.saved_tensors_hooks(count, lambda _: torch.empty(0)))
+    except RuntimeError as error:
+        if "saved tensor hooks" not in str(error):
+            raise
+        kept.clear()
+        hooks = [m.register_forward_hook(count_outputs) for m in unit.module.modules()]
+        try:
+            run(nullcontext())
+        finally:
+            for hook in hooks:
+                hook.remove()
+    return max(sum(kept.values()) + outputs_bytes, 1)
 
 
 def _run(unit: Unit, tree: Tree, tensors: Sequence[Tensor]) -> list[Tensor] | None:
@@ -105,11 +129,13 @@ def _left_as_it_was(module: nn.Module) -> Iterator[None]:
     """Random state and buffers (BatchNorm's statistics) are restored afterwards."""
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
     buffers = [(b, b.clone()) for b in module.buffers()]
-    with randomness_kept(device):
-        yield
-    with torch.no_grad():
-        for buffer, before in buffers:
-            buffer.copy_(before)
+    try:
+        with randomness_kept(device):
+            yield
+    finally:
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
 
 
 class _NoDropout(TorchFunctionMode):

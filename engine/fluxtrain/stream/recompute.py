@@ -6,12 +6,16 @@ and the run ends as soon as the last of them is filled: what only the output nee
 of a transformer block, a fifth of its forward) is not computed a second time. Then the recorded
 graph runs backward. A chunk may also keep what is saved; then nothing is computed again.
 
+A block for which this cannot be (`CannotRefill`, and what call.py and escapes.py find) is recorded
+again from its beginning to its end, and that graph runs backward.
+
 The principle is that of torch.utils.checkpoint's non-reentrant variant with early stop (PyTorch 2).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -24,31 +28,48 @@ class _Enough(BaseException):
     """All that the backward pass needs is there. Not an Exception: a block may catch those."""
 
 
-class AskedTwice(RuntimeError):
-    """A saved tensor was asked for after it had been given away."""
+class CannotRefill(BaseException):
+    """This graph asks for what it saved when that is not there: the block has to be recorded a
+    second time. Not an Exception: a block may catch those."""
 
 
 class Saved:
     """What autograd saves of one chunk, in the order of saving.
 
-    The recorded graph owns this through its hooks, so it must not own the graph.
+    The recorded graph owns this through its hooks, so it must not own the graph. Each tensor is
+    given away once, so that its memory is free when it was used.
     """
 
-    def __init__(self, *, keeps: bool, gives_away: bool) -> None:
-        self.gives_away = (
-            gives_away  # each tensor once, so that its memory is free when it was used
-        )
+    def __init__(self, *, keeps: bool) -> None:
         self._keeps = keeps  # from the forward pass on
+        self._recording = False
+        self._giving = False  # the graph runs backward, for the block's own outputs
         self._count = 0  # recorded
         self._filled = 0  # by the last run of `fill`
         self._to_the_end = False
         self._found: dict[int, Tensor] = {}
 
-    def recording(self) -> saved_tensors_hooks:
-        """A context in which what autograd saves is counted, and kept if that is wanted."""
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Inside, what autograd saves is counted, and kept if that is wanted."""
         self._count = 0
         self._found.clear()
-        return saved_tensors_hooks(self._record, self._give)
+        self._recording = True
+        try:
+            with saved_tensors_hooks(self._record, self._give):
+                yield
+        finally:
+            self._recording = False
+
+    @contextmanager
+    def giving(self) -> Iterator[None]:
+        """Inside, the recorded graph runs backward. What nobody asked for is freed at the end."""
+        self._giving = True
+        try:
+            yield
+        finally:
+            self._giving = False
+            self.clear()
 
     def is_full(self) -> bool:
         """Is every counted tensor there?"""
@@ -100,38 +121,38 @@ class Saved:
             raise _Enough
 
     def _give(self, place: int) -> Tensor:
-        found = self._found.pop(place, None) if self.gives_away else self._found.get(place)
+        if self._recording:
+            raise CannotRefill("the block runs backward inside of its own forward pass")
+        if not self._giving:
+            raise MisusedModel(
+                "a tensor that was computed inside of a wrapped block is part of the loss, but the "
+                "block did not return it: return such tensors (of an auxiliary loss, say) from "
+                "the block, or .detach() them"
+            )
+        found = self._found.pop(place, None)
         if found is None:
-            raise AskedTwice("a saved tensor of this block was asked for twice")
+            raise CannotRefill("a function of the block asks for its saved tensors twice")
         return found
 
 
 class Tape:
     """The recorded graph of one chunk: where gradients enter it and where they are wanted."""
 
-    def __init__(self, saved: Saved, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
-        self.saved = saved
+    def __init__(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
         self._outputs = [_edge(output) for output in outputs]
-        self._inputs = [_edge(leaf) for leaf in inputs]
-        self._leaves = list(inputs)
-
-    def let_go(self) -> None:
-        """Drop the inputs' memory: the graph needs them as names only. After the outputs, which
-        may be inputs, have been taken."""
-        for leaf in self._leaves:
-            leaf.data = torch.empty(0, dtype=leaf.dtype, device=leaf.device)
-        self._leaves = []
+        self._inputs = [_edge(given) for given in inputs]
 
     def backward(
         self,
         gradients: Sequence[Tensor | None],
         wanted: Sequence[int],
         parameters: Sequence[GradientEdge],
+        *,
+        again: bool,
     ) -> list[Tensor | None]:
         """Gradients of the inputs `wanted` and of the parameters; None where nothing reaches.
 
-        gradients: of the loss by each output. Raises AskedTwice when a function of the block reads
-        its saved tensors twice and they are given away.
+        gradients: of the loss by each output. again: the graph may be run backward once more.
         """
         pairs = [
             (output, gradient)
@@ -148,10 +169,22 @@ class Tape:
                 ends,
                 [gradient for _, gradient in pairs],
                 allow_unused=True,
-                retain_graph=True,  # of names: a second backward fills it again
+                retain_graph=again,
             )
         )
         return [None if edge is None else next(found) for edge in (*edges, *parameters)]
+
+
+def aliased_leaf(tensor: Tensor) -> Tensor:
+    """An input for a block's graph: an alias of a leaf whose memory is gone.
+
+    The end of a graph owns its leaf as long as it lives, which must not hold the input. The alias
+    is as any other activation: a block that stores it, on `ctx` or on itself, keeps it whole.
+    """
+    leaf = tensor.detach().requires_grad_()
+    alias = leaf.view_as(leaf)
+    leaf.data = torch.empty(0, dtype=leaf.dtype, device=leaf.device)
+    return alias
 
 
 def _edge(tensor: Tensor) -> GradientEdge | None:

@@ -188,7 +188,10 @@ def _refuse_fractions(wishes: Wishes) -> None:
 
 def _compute_device(device: str | torch.device | None) -> torch.device:
     if device is not None:
-        chosen = torch.device(device)
+        try:
+            chosen = torch.device(device)
+        except RuntimeError as error:
+            raise BadInput(f"device {device!r} is unknown: use 'cuda' or 'cpu'") from error
         if chosen.type not in ("cpu", "cuda"):
             raise BadInput(f"device {chosen} is not supported: use 'cuda' or 'cpu'")
         if chosen.type == "cuda" and not torch.cuda.is_available():

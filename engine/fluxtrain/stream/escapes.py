@@ -1,0 +1,79 @@
+"""What passes a block's border beside its arguments and its outputs.
+
+A block's weights lie in a slot that other blocks use after it, so a view of one that outlives the
+block's computation would show another block's weights. And a tensor that a block takes from
+elsewhere would lose its gradient, because only the gradients of arguments and of the block's own
+weights are asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from fluxtrain.errors import MisusedModel
+
+if TYPE_CHECKING:
+    from fluxtrain.stream.block import Unit
+
+
+class BoundWeights:
+    """The slots that a unit's weights lie in while it computes, and who refers to them."""
+
+    def __init__(self, unit: Unit) -> None:
+        homes = [g for g in unit.groups if g.home == "host"]
+        self._slots = [unit.members_of(g)[0].parameter.untyped_storage() for g in homes]
+        self._references = self._count()
+
+    def copied_out(self, outputs: Sequence[Tensor]) -> list[Tensor]:
+        """The outputs; a copy of each that lies in a slot."""
+        slots = {slot.data_ptr() for slot in self._slots}
+        with torch.enable_grad():  # a copy asks for gradients where the output does
+            return [
+                output.clone()
+                if output.layout == torch.strided and output.untyped_storage().data_ptr() in slots
+                else output
+                for output in outputs
+            ]
+
+    def are_referred_to(self) -> bool:
+        """Did the computation leave references to a slot behind, as a function does that stores a
+        view of a weight on `ctx`?"""
+        return any(
+            now > before for now, before in zip(self._count(), self._references, strict=True)
+        )
+
+    def _count(self) -> list[int]:
+        return [torch._C._storage_Use_Count(slot._cdata) for slot in self._slots]
+
+
+def refuse_strangers(
+    unit: Unit, inputs: Sequence[Tensor], outputs: Sequence[Tensor], ends: Sequence[GradientEdge]
+) -> None:
+    """Raise MisusedModel where the recorded graph leads to weights of others or to activations that
+    came in beside the arguments."""
+    known = {id(end.node) for end in ends}
+    edges = [get_gradient_edge(tensor) for tensor in inputs if tensor.requires_grad]  # own nodes
+    known |= {id(edge.node) for edge in edges}
+    anchor = unit.engine.anchor
+    nodes: list[Any] = [output.grad_fn for output in outputs if output.grad_fn is not None]
+    seen = {id(node): node for node in nodes}  # a node's id is its own as long as it is held
+    while nodes:
+        node = nodes.pop()
+        if id(node) in known:
+            continue
+        leaf = getattr(node, "variable", None)
+        if leaf is anchor or isinstance(leaf, nn.Parameter):
+            raise MisusedModel(
+                f"{unit.name} computes with a tensor that is neither an argument nor a weight of "
+                "its own but asks for gradients, which would be lost: pass activations as "
+                "arguments, and register weights in the block"
+            )
+        for after, _ in node.next_functions:
+            if after is not None and id(after) not in seen:
+                seen[id(after)] = after
+                nodes.append(after)
