@@ -159,6 +159,14 @@ class Unit:
         merged = [torch.cat(parts) for parts in zip(*(t for _, t in outs), strict=True)]
         return outs[0][0].fill(merged)
 
+    def record_again_whole(self) -> None:
+        """From now on its backward pass records the block anew, from its beginning to its end."""
+        self.records_again = True
+        self.engine.say(
+            f"blocks of {type(self.module).__name__} are computed again to their end in the backward "
+            "pass: they keep views of weights, or their graph cannot be filled a second time"
+        )
+
     def try_chunks(self, tree: Tree, tensors: Sequence[Tensor], rows: int) -> bool:
         """Do chunks give what the whole gives? Tried once for each mode and each way to cut."""
         key = (self.module.training, splits(tensors, rows))
@@ -199,7 +207,7 @@ class _Streamed(torch.autograd.Function):
                 if verify:
                     call.checksums.append(checksum(parts[-1]))
             if not unit.keeps and weights.are_referred_to():
-                unit.records_again = True
+                unit.record_again_whole()
                 call.tapes.clear()
             call.buffers = unit.written.after(unit.module, buffers)
         engine.after_forward(unit)

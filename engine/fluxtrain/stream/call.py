@@ -107,7 +107,7 @@ class Call:
             # what torch.func computes refuses hooks, ours and those of torch.utils.checkpoint
             if isinstance(error, RuntimeError) and "saved tensor hooks" not in str(error):
                 raise
-            self.unit.records_again = True
+            self.unit.record_again_whole()
             self.random[-1].restore(self.unit.engine.device.torch_device)
             put_back(self.unit.module, self.buffers)
             return None
@@ -162,7 +162,7 @@ class Call:
             # a compiled block may overwrite what it saved unless its graph ends with this pass
             if isinstance(error, RuntimeError) and "donated buffers" not in str(error):
                 raise
-        self.unit.records_again = True
+        self.unit.record_again_whole()
         return None
 
     def _backward_recorded_again(

@@ -8,6 +8,7 @@ weights are asked for.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,9 @@ from fluxtrain.errors import MisusedModel
 
 if TYPE_CHECKING:
     from fluxtrain.stream.block import Unit
+
+
+_MOMENT_S = 0.002
 
 
 class BoundWeights:
@@ -42,10 +46,15 @@ class BoundWeights:
 
     def are_referred_to(self) -> bool:
         """Did the computation leave references to a slot behind, as a function does that stores a
-        view of a weight on `ctx`?"""
-        return any(
-            now > before for now, before in zip(self._count(), self._references, strict=True)
-        )
+        view of a weight on `ctx`? Looks twice: another thread may hold one for a moment."""
+        if not self._has_more():
+            return False
+        time.sleep(_MOMENT_S)
+        return self._has_more()
+
+    def _has_more(self) -> bool:
+        now = self._count()
+        return any(count > before for count, before in zip(now, self._references, strict=True))
 
     def _count(self) -> list[int]:
         return [torch._C._storage_Use_Count(slot._cdata) for slot in self._slots]
