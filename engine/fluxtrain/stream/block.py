@@ -163,8 +163,8 @@ class Unit:
         """From now on its backward pass records the block anew, from its beginning to its end."""
         self.records_again = True
         self.engine.say(
-            f"blocks of {type(self.module).__name__} are computed again to their end in the backward "
-            "pass: they keep views of weights, or their graph cannot be filled a second time"
+            f"blocks of {type(self.module).__name__} are computed again to their end in the "
+            "backward pass: they keep views of weights, or their graph cannot be filled twice"
         )
 
     def try_chunks(self, tree: Tree, tensors: Sequence[Tensor], rows: int) -> bool:
