@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import compileall
+import contextlib
 import fcntl
 import json
 import os
@@ -119,6 +120,9 @@ class Terminal:
     def close(self) -> None:
         """End the app; the terminal end goes with it."""
         self.process.send_signal(signal.SIGTERM)
+        with contextlib.suppress(OSError):  # EIO: nobody holds the other end any more
+            while self.read(10.0):  # it has the terminal restored before it ends
+                pass
         self.process.wait(10)
         os.close(self._end)
 

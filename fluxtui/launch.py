@@ -8,6 +8,7 @@ import argparse
 import asyncio
 import dataclasses
 import gc
+import io
 import os
 import signal
 import sys
@@ -46,7 +47,16 @@ Leaving the app never stops a training; --attach shows it again. Exit codes are 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code; users' mistakes are one line on standard error."""
     open_standard_streams()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a mark in place of what it cannot write
+            stream.reconfigure(errors="replace")
     options = _parser().parse_args(arguments)
+    if not draws_utf8() and sys.stderr.isatty():
+        print(
+            f"fluxtrain-tui: lines instead of the app, as this terminal's character set is "
+            f"{sys.stderr.encoding}; where it can do UTF-8, set LC_ALL=C.UTF-8",
+            file=sys.stderr,
+        )
     try:
         if options.attach is not None:
             return _attach(options)
@@ -187,7 +197,7 @@ def _attach(options: argparse.Namespace) -> int:
 
 def has_terminal(environment: Mapping[str, str] = os.environ) -> bool:
     """All three ends are a terminal that can draw; the app reads one and draws on the other two."""
-    capable = environment.get("TERM", "") not in ("", "dumb")
+    capable = environment.get("TERM", "") not in ("", "dumb") and draws_utf8()
     return capable and all(end.isatty() for end in (sys.stdin, sys.stdout, sys.stderr))
 
 
@@ -195,7 +205,14 @@ def wants_lines(environment: Mapping[str, str] = os.environ) -> bool:
     """There is somebody to ask, but no screen: it cannot draw, or `ACCESSIBLE` is set."""
     somebody = sys.stdin.isatty() and sys.stdout.isatty()
     asked_for = environment.get("ACCESSIBLE", "").lower() not in ("", "0", "no", "false")
-    return somebody and (asked_for or environment.get("TERM", "") in ("", "dumb"))
+    dumb = environment.get("TERM", "") in ("", "dumb") or not draws_utf8()
+    return somebody and (asked_for or dumb)
+
+
+def draws_utf8() -> bool:
+    """The terminal's character set has lines and dots; the C locale's Python takes for UTF-8."""
+    encoding = str(getattr(sys.stderr, "encoding", "") or "utf-8")
+    return encoding.lower().replace("-", "").replace("_", "") in ("utf8", "utf8sig")
 
 
 def _app(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 
@@ -33,6 +34,7 @@ class JournalSource:
         self._process: Process = "unknown"
         self._last_words = ""
         self._looked_s = float("-inf")
+        self._was_there = False  # the folder
         self._ended = False  # the newest process said so itself
 
     @property
@@ -51,6 +53,10 @@ class JournalSource:
             events = self._journal.poll()
         except (SchemaTooNew, OSError) as error:
             problem = printable(str(error))
+        there = os.path.isdir(self._run.path)
+        if self._was_there and not there:
+            problem = printable(f"its folder is gone: {self._run.path}")
+        self._was_there = self._was_there or there
         restarted, self._restarts = self._journal.restarts > self._restarts, self._journal.restarts
         many = len(events) >= MANY_EVENTS
         for event in events:

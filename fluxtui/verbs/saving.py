@@ -57,11 +57,13 @@ class SavingVerbs(Shell):
 
     def _save(self, name: str, text: str) -> None:
         """Write where the app was started; what is there already is kept."""
+        path_of = f"{self._run_name()}-{name}"
         try:
-            path = free_path(Path(f"{self._run_name()}-{name}"))
+            path = free_path(Path(path_of))
             path.write_text(text, "utf-8")
         except OSError as error:
-            self.notify(str(error), title="Not saved", severity="error")
+            told = f"{error.filename or path_of}: {error.strerror}"
+            self.notify(told, title="Not saved", severity="error")
         else:
             self.notify(str(path), title="Saved")
 

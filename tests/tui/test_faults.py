@@ -141,7 +141,8 @@ async def test_a_run_whose_folder_is_deleted_under_the_app_is_told(
     async with app.run_test(size=SIZE) as pilot:
         await app_pilot.drawn(pilot)
         shutil.rmtree(run)
-        await app_pilot.until(pilot, lambda: app.view.status.kind in ("dead", "waiting"))
+        await app_pilot.until(pilot, lambda: app.view.status.kind == "unreadable")
+        await app_pilot.until(pilot, lambda: "its folder is gone" in app_pilot.text_of(app))
         await pilot.press("4", "7", "1")
         assert app.is_running
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 import time
+import types
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +157,17 @@ def test_a_terminal_that_cannot_draw_is_none(term: str, monkeypatch: pytest.Monk
     assert launch.has_terminal({"TERM": "xterm"})
     assert not launch.has_terminal({"TERM": term})
     assert not launch.has_terminal({})
+
+
+@pytest.mark.parametrize(("encoding", "app"), [("utf-8", True), ("UTF8", True), ("latin-1", False)])
+def test_a_terminal_of_another_character_set_gets_lines(
+    monkeypatch: pytest.MonkeyPatch, encoding: str, app: bool
+) -> None:
+    for name in ("stdin", "stdout", "stderr"):
+        end = types.SimpleNamespace(isatty=lambda: True, encoding=encoding)
+        monkeypatch.setattr(sys, name, end)
+    assert launch.has_terminal({"TERM": "xterm"}) is app
+    assert launch.wants_lines({"TERM": "xterm"}) is not app
 
 
 def test_leaving_says_how_to_come_back(root: Path) -> None:
