@@ -49,7 +49,8 @@ def batch_of(rows: int) -> Batch:
 
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
-    """This one, with nothing measured on it before."""
+    """This one, with nothing measured on it before, and nobody else on it."""
+    monkeypatch.setattr("fluxtrain.train.calibrate.others_share", lambda _: None)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return read_machine()
 
@@ -118,6 +119,23 @@ def test_what_was_tried_is_kept_and_used_by_plan_and_train(tiny: Tiny, machine: 
     assert measured_constants(facts, machine, "cpu", 4, model, _never).calibration is not None
     assert known_constants(facts_of(tiny("qwen2", torch.float32)), machine, "cpu", 4) == unknown
     assert known_constants(facts, machine, "cpu", 2).calibration is None  # other rows, not tried
+
+
+def test_a_block_tried_beside_other_programs_is_tried_again_when_those_are_gone(
+    tiny: Tiny, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny("llama", torch.float32)
+    facts = facts_of(model)
+    monkeypatch.setattr("fluxtrain.train.calibrate.others_share", lambda _: 0.5)
+    tried = measured_constants(facts, machine, "cpu", 4, model, batch_of)
+    assert "while other programs used 50% of the processors" in tried.source
+    monkeypatch.setattr(constants_module, "is_calm_after", lambda share: False)
+    assert measured_constants(facts, machine, "cpu", 4, model, _never).source == tried.source
+    monkeypatch.setattr(constants_module, "is_calm_after", lambda share: share == 0.5)
+    monkeypatch.setattr("fluxtrain.train.calibrate.others_share", lambda _: 0.0)
+    again = measured_constants(facts, machine, "cpu", 4, model, batch_of)
+    assert again.is_new
+    assert "other programs" not in again.source
 
 
 def _never(_: int) -> Batch:

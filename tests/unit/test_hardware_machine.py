@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from fluxtrain.errors import BadInput
 from fluxtrain.hardware.cgroup import CgroupLimits, cgroup_limits
 from fluxtrain.hardware.disk import read_disk
 from fluxtrain.hardware.gpu import Gpus
@@ -129,7 +130,7 @@ def test_an_instruction_set_counts_only_when_it_is_whole(
 
 @pytest.mark.parametrize(
     ("wish", "expected"),
-    [("scalar", "scalar"), ("avx2", "avx2"), ("avx512", "avx512"), ("mmx", "avx512")],
+    [("scalar", "scalar"), ("avx2", "avx2"), ("avx512", "avx512"), ("", "avx512")],
 )
 def test_the_wished_instruction_set_counts_as_in_the_native_library(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wish: str, expected: str
@@ -139,6 +140,14 @@ def test_the_wished_instruction_set_counts_as_in_the_native_library(
     info = f"model name : A CPU\nflags : {flags}\n"
     root = tree(tmp_path, {"proc/cpuinfo": info})
     assert read_machine(root, NO_GPU).instruction_set == expected
+
+
+def test_an_instruction_set_that_there_is_not_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLUXTRAIN_ISA", "mmx")
+    with pytest.raises(BadInput, match="FLUXTRAIN_ISA is 'mmx': use scalar, avx2 or avx512"):
+        read_machine(tree(tmp_path, {}), NO_GPU)
 
 
 def test_no_wish_raises_the_instruction_set_above_the_processors(

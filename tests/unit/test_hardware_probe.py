@@ -37,6 +37,7 @@ def counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return measure("adamw_8bit", 7e9) if eight_bit else measure("adamw", 4.5e9)
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(probing, "others_share", lambda _: None)  # of the machine of the tests
     monkeypatch.setattr(
         "fluxtrain.hardware.machine.read_gpus",
         lambda: Gpus(gpus=(), driver=None, reason="none here"),
@@ -68,6 +69,24 @@ def test_rates_are_measured_once_and_then_come_from_the_cache(
     assert second.rate("disk_read") is second.rate("nonsense") is None
     probe(tmp_path, fresh=True)
     assert len(counted) == 10
+
+
+def test_rates_taken_beside_other_programs_say_so_and_are_taken_again_when_those_are_gone(
+    counted: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probing, "others_share", lambda _: 0.42)
+    first = probe(tmp_path)
+    assert "while other programs used 42% of the processors" in first.age_text()
+    monkeypatch.setattr(probing, "is_calm_after", lambda share: False)
+    assert probe(tmp_path).from_cache
+    assert len(counted) == 5
+    monkeypatch.setattr(probing, "is_calm_after", lambda share: share == 0.42)
+    monkeypatch.setattr(probing, "others_share", lambda _: 0.0)
+    again = probe(tmp_path)
+    assert not again.from_cache
+    assert len(counted) == 10
+    assert "other programs" not in again.age_text()
+    assert probe(tmp_path).from_cache
 
 
 @pytest.mark.parametrize("damage", [b"", b"{}", b"\xff", b'{"format":99}'])

@@ -11,7 +11,7 @@ import pytest
 
 import fluxtrain._native as native
 from fluxtrain._native import library
-from fluxtrain.errors import FluxTrainError
+from fluxtrain.errors import BadInput, FluxTrainError
 
 
 @pytest.fixture
@@ -82,9 +82,19 @@ def test_the_environment_can_only_lower_the_instruction_set(wish: str) -> None:
     assert used == raised_to, "a process that asked for less must not be raised again"
 
 
-def test_an_unknown_wish_leaves_the_best_instruction_set() -> None:
+@pytest.mark.parametrize("wish", ["mmx", "AVX2", "avx512 "])
+def test_an_unknown_wish_is_refused_with_the_known_ones(
+    wish: str, forgotten_library: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(library.ISA_VARIABLE, wish)
+    with pytest.raises(BadInput, match="use scalar, avx2 or avx512, or leave it out") as raised:
+        native.isa()
+    assert repr(wish) in str(raised.value)
+
+
+def test_an_empty_wish_is_none() -> None:
     code = "import fluxtrain._native as n; print(n.isa())"
-    assert run_python(code, FLUXTRAIN_ISA="mmx") == run_python(code, FLUXTRAIN_ISA="")
+    assert run_python(code, FLUXTRAIN_ISA="") in native.ISA_NAMES
 
 
 def test_set_isa_goes_down_and_up_again_within_one_process() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from fluxtrain._native.library import (
     ISA_NAMES,
+    ISA_VARIABLE,
     AdamWStep,
     Rounding,
     States8,
@@ -14,11 +15,13 @@ from fluxtrain._native.library import (
     isa,
     kernel,
     library_path,
+    refuse_unknown_isa,
     set_isa,
 )
 
 __all__ = [
     "ISA_NAMES",
+    "ISA_VARIABLE",
     "AdamWStep",
     "Rounding",
     "States8",
@@ -26,5 +29,6 @@ __all__ = [
     "isa",
     "kernel",
     "library_path",
+    "refuse_unknown_isa",
     "set_isa",
 ]

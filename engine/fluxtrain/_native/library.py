@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Callable
 from ctypes import POINTER, c_double, c_float, c_int, c_size_t, c_uint32, c_void_p
 from functools import lru_cache
@@ -10,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import fluxtrain._native
-from fluxtrain.errors import FluxTrainError
+from fluxtrain.errors import BadInput, FluxTrainError
 
 LIBRARY = "libflux_native.so"
 ABI_VERSION = 2
 OMP_PAUSE_SOFT = 1  # OpenMP 5.0, omp_pause_resource_t
+ISA_VARIABLE = "FLUXTRAIN_ISA"
 ISA_NAMES = ("scalar", "avx2", "avx512")
 
 
@@ -74,6 +76,15 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
 }
 
 
+def refuse_unknown_isa(wish: str | None) -> None:
+    """Raise BadInput for a wish that the library would not know and pass over; empty is none."""
+    if wish and wish not in ISA_NAMES:
+        raise BadInput(
+            f"{ISA_VARIABLE} is {wish!r}: use {', '.join(ISA_NAMES[:-1])} or {ISA_NAMES[-1]}, or "
+            "leave it out for the best that the processor has"
+        )
+
+
 def library_path() -> Path:
     """Where the library is; raises FluxTrainError when it was never built.
 
@@ -90,6 +101,7 @@ def library_path() -> Path:
 @lru_cache(maxsize=1)
 def _library() -> ctypes.CDLL:
     path = library_path()
+    refuse_unknown_isa(os.environ.get(ISA_VARIABLE))
     try:
         library = ctypes.CDLL(str(path))
         for name, (result, arguments) in _SIGNATURES.items():

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from fluxtrain._native import ISA_VARIABLE, refuse_unknown_isa
 from fluxtrain.hardware.cgroup import cgroup_limits
 from fluxtrain.hardware.gpu import Gpu, Gpus, read_gpus
 from fluxtrain.hardware.system import read_system, wished_threads
@@ -131,9 +132,13 @@ def _cpu(root: Path) -> tuple[str | None, frozenset[str]]:
 
 
 def _instruction_set(flags: frozenset[str]) -> InstructionSet:
-    """The best whole set of the processor, which FLUXTRAIN_ISA may lower."""
+    """The best whole set of the processor, which FLUXTRAIN_ISA may lower.
+
+    Raises BadInput for a set that there is not.
+    """
     has = [name for name, needed in _LEVELS if flags >= needed]
-    wish = os.environ.get("FLUXTRAIN_ISA")
+    wish = os.environ.get(ISA_VARIABLE)
+    refuse_unknown_isa(wish)
     return next((name for name in has if name == wish), has[0])
 
 

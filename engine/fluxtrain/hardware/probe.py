@@ -2,7 +2,7 @@
 
 Sizes that change from minute to minute (free memory, free disk) are always read anew; rates are
 cached per machine and disk below $XDG_CACHE_HOME/fluxtrain and measured again after a week, after a
-change of the hardware, or with `fresh`.
+change of the hardware, with `fresh`, or when other programs slowed them down and are gone now.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from fluxtrain.hardware.cache import cache_file, is_fresh
 from fluxtrain.hardware.disk import Disk, read_disk
 from fluxtrain.hardware.disk_rate import disk_rates
 from fluxtrain.hardware.machine import Machine, read_machine
+from fluxtrain.hardware.others import beside_text, is_calm_after, others_share, read_use
 from fluxtrain.hardware.pinning import pin_rate
 from fluxtrain.hardware.probe_table import Row, disk_rows, machine_rows, no_gpu_reason, rate_rows
 from fluxtrain.hardware.rate import Rate
@@ -53,6 +54,7 @@ class Probe:
     rates: dict[str, Rate] = field(default_factory=dict)
     measured_at_s: float  # Unix time of the rates
     measuring_s: float  # what that took
+    others_share: float | None = None  # of all processors, used by other programs meanwhile
     from_cache: bool = False
 
     def rate(self, name: str) -> float | None:
@@ -84,7 +86,7 @@ class Probe:
         """When the rates were measured, and how long that took."""
         took = duration_text(self.measuring_s)
         when = f"{duration_text(self.age_s)} ago" if self.from_cache else "now"
-        return f"measured {when} in {took}"
+        return f"measured {when} in {took}{beside_text(self.others_share)}"
 
 
 def probe(run_dir: Path | str, fresh: bool = False, report: Report | None = None) -> Probe:
@@ -98,9 +100,9 @@ def probe(run_dir: Path | str, fresh: bool = False, report: Report | None = None
     machine, disk = read_machine(), read_disk(folder)
     place = _cache_path(machine, disk)
     cached = None if fresh else _cached(place)
-    if cached is not None:
+    if cached is not None and not is_calm_after(cached.others_share):
         return replace(cached, machine=machine, disk=disk, from_cache=True)
-    start_s = time.monotonic()
+    start_s, before = time.monotonic(), read_use()
     rates = {
         **_unmeasurable(machine),
         **_measure(_measurements(machine, folder), start_s + LAST_START_S, say),
@@ -111,6 +113,7 @@ def probe(run_dir: Path | str, fresh: bool = False, report: Report | None = None
         rates=rates,
         measured_at_s=time.time(),
         measuring_s=time.monotonic() - start_s,
+        others_share=others_share(before),
     )
     if LATE not in rates.values():
         _keep(place, measured, say)

@@ -71,6 +71,7 @@ class Calibration:
     rows: tuple[int, int]  # of the two chunks
     measured_at_s: float  # Unix time
     measuring_s: float
+    others_share: float | None = None  # of all processors, used by other programs meanwhile
 
 
 def chunked(line: Line, batch_rows: int, chunk_rows: int) -> float:

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 import fluxtrain
 from fluxtrain.data.batches import Batch
 from fluxtrain.errors import FluxTrainError, UnsupportedModel
+from fluxtrain.hardware.others import others_share, read_use
 from fluxtrain.plan.calibration import Calibration, Streamed, line_through, median
 from fluxtrain.plan.facts import Offload
 from fluxtrain.stream.blocks import take_apart
@@ -60,7 +61,7 @@ def calibrate(
     `batch_of` gives real rows. Raises NotCalibrated with the reason: blocks in several lists, or
     too little memory for the miniature.
     """
-    started_s = time.monotonic()
+    started_s, before = time.monotonic(), read_use()
     process = psutil.Process()
     before_bytes = process.memory_info().rss
     try:
@@ -95,6 +96,7 @@ def calibrate(
         rows=(few.rows, many.rows),
         measured_at_s=time.time(),
         measuring_s=time.monotonic() - started_s,
+        others_share=others_share(before),
     )
 
 

@@ -20,6 +20,7 @@ from fluxtrain.hardware.bandwidth import bus_rates, host_copy_rate, sample_bytes
 from fluxtrain.hardware.busy_bus import busy_bus
 from fluxtrain.hardware.cache import cache_file, is_fresh
 from fluxtrain.hardware.machine import Machine
+from fluxtrain.hardware.others import beside_text, is_calm_after
 from fluxtrain.hardware.probe import known_rates, sustained_threads
 from fluxtrain.plan.calibration import Calibration, trial_rows
 from fluxtrain.plan.cost import Rates, rates_from
@@ -103,7 +104,7 @@ def measured_constants(
 ) -> Constants:
     """As `known_constants`, but what is not known is measured now, in a few seconds, and kept."""
     known = known_constants(facts, machine, device, batch_rows)
-    if known.calibration is not None:
+    if known.calibration is not None and not is_calm_after(known.calibration.others_share):
         return known
     assert facts.row is not None
     rows = trial_rows(facts.row.sequence_length, batch_rows, _trial_tokens(device))
@@ -136,7 +137,7 @@ def _when(tried: Calibration) -> str:
     few, many = tried.rows
     return (
         f"with {few} and {many} rows before a training on this machine, in "
-        f"{duration_text(tried.measuring_s)}"
+        f"{duration_text(tried.measuring_s)}{beside_text(tried.others_share)}"
     )
 
 

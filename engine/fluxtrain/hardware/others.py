@@ -1,0 +1,76 @@
+"""How much of the processors other programs used meanwhile, which slows a measurement down.
+
+Source: proc_stat(5). In a container the counts are those of the whole machine, which is what shares
+the processors.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+BUSY_SHARE = 0.15  # of all processors: what is measured beside that is not believed for long
+LOOK_S = 0.25
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+_IDLE, _WAITING = 3, 4  # columns of the line "cpu"
+_TOLD = 8  # guests, in the columns after these, are counted in the first ones
+
+
+@dataclass(frozen=True, kw_only=True)
+class Use:
+    """Seconds that processors were busy, of all programs and of this process, up to some time."""
+
+    busy_s: float
+    own_s: float
+    at_s: float
+
+    def others_share(self, later: Use) -> float | None:
+        """The share of all processors that other programs used between; None in no time."""
+        window_s = (later.at_s - self.at_s) * (os.cpu_count() or 1)
+        if window_s <= 0:
+            return None
+        others_s = (later.busy_s - self.busy_s) - (later.own_s - self.own_s)
+        return min(1.0, max(0.0, others_s / window_s))
+
+
+def read_use(root: Path = Path("/")) -> Use | None:
+    """As it is now; None where the kernel does not tell. `root` is another file tree in tests."""
+    try:
+        name, *columns = (root / "proc/stat").read_text().split("\n", 1)[0].split()
+        ticks = [int(column) for column in columns[:_TOLD]]
+    except (OSError, ValueError):
+        return None
+    if name != "cpu" or len(ticks) <= _WAITING:
+        return None
+    busy = sum(ticks) - ticks[_IDLE] - ticks[_WAITING]
+    own = os.times()  # children that were waited for are in the machine's counts too
+    own_s = own.user + own.system + own.children_user + own.children_system
+    return Use(busy_s=busy / _TICKS_PER_S, own_s=own_s, at_s=time.monotonic())
+
+
+def others_share(since: Use | None) -> float | None:
+    """The share of all processors that other programs used since; None: not known."""
+    now = read_use()
+    return None if since is None or now is None else since.others_share(now)
+
+
+def is_calm_after(share: float | None) -> bool:
+    """Was something measured beside others that used `share`, and are the processors free now?
+
+    Looks for a quarter of a second, and only when that matters.
+    """
+    if share is None or share < BUSY_SHARE:
+        return False
+    before = read_use()
+    time.sleep(LOOK_S)
+    now = others_share(before)
+    return now is not None and now < BUSY_SHARE / 2
+
+
+def beside_text(share: float | None) -> str:
+    """For people, after what was measured; empty where nobody disturbed it."""
+    if share is None or share < BUSY_SHARE:
+        return ""
+    return f", while other programs used {share:.0%} of the processors: too slow, measure again"
