@@ -136,7 +136,7 @@ class Shell(App[None]):
             self._left_out.append(f"there is no theme {self._theme_name!r}: {names}")
             self._theme_name = DEFAULT_THEME
         if self._theme_name in self._themes:
-            self.use_colours()
+            self._set_colours()
 
     def tell_what_was_left_out(self) -> None:
         """Say which settings and themes could not be used."""
@@ -161,12 +161,15 @@ class Shell(App[None]):
 
     def use_colours(self) -> None:
         """Draw in the chosen theme, or in plain colours where bytes are dear."""
+        self._set_colours()
+        self.redraw()
+
+    def _set_colours(self) -> None:
         plain = self.low_bandwidth and PLAIN_THEME in self._themes
         name = PLAIN_THEME if plain else self._theme_name
         self.animation_level = "none" if self.low_bandwidth else "full"
         self.theme = name
         self.palette = self._themes[name].palette
-        self.redraw()
 
     @property
     def settings_file(self) -> Path | None:

@@ -169,7 +169,7 @@ def test_enter_alone_leads_from_the_wizard_to_a_finished_training(desk: Desk) ->
     for step, shown in (
         ("step 1 of 8", "What would you like to do?"),
         ("step 2 of 8", "✓ architecture"),
-        ("step 3 of 8", "learnt  "),
+        ("step 3 of 8", "As the model sees it"),
         ("step 4 of 8", "FITS"),
         ("step 5 of 8", "rates measured"),
         ("step 6 of 8", "Chosen for you: why?"),

@@ -14,6 +14,7 @@ from fluxtui.wizard.view import View
 HISTOGRAM_LINES = 3
 SAMPLE_LINES = 8
 FIRST_SAMPLE_LINES = 4  # where the screen is low: it must stand above the fold
+NAME_CELLS = 16
 LEGEND = "▌ is learnt, the rest is only seen"
 
 
@@ -40,6 +41,8 @@ def _in_a_line(check: Check, width: int) -> Content:
         f"{name} {value}" if value.replace(",", "").isdigit() else value
         for name, value in check.facts
     ]
+    while len(values) > 1 and len(" · ".join(values)) > width - NAME_CELLS:
+        values.pop()  # a long one says what it says in full
     lines = [drawing.facts([(check.facts[0][0], " · ".join(values))], width)] if values else []
     lines += [drawing.caution(warning, width) for warning in check.warnings]
     return Content("\n").join(lines)
