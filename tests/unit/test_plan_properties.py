@@ -275,7 +275,7 @@ def test_a_refusal_names_a_setting_that_really_fits(
     changed: dict[str, Any] = {
         "placement.chunk_rows": {"chunk_rows": int(value) if value.isdigit() else None},
         "device_groups": {"device_groups": None, "resident_blocks": None},
-        "placement.offload": {"offload": value},
+        "placement.offload": {"offload": value or "auto"},
         "train.batch_rows": {"batch_rows": int(value) if value.isdigit() else None},
         "placement.budget_gib": {"budget_bytes": None},
         "all of placement": {
@@ -288,6 +288,31 @@ def test_a_refusal_names_a_setting_that_really_fits(
         },
     }[name]
     place(facts, room, replace(wish, **changed))
+
+
+def test_a_setting_that_fits_only_where_it_is_left_to_the_rule_is_not_named() -> None:
+    """Left to the rule, `max` puts the large first part on the device, which saves slots of its
+    size; asked for, it needs more than there is."""
+    size = 100 * MIB  # of the large part, and of a row's boundary
+    facts = ModelFacts(
+        groups=tuple(
+            GroupFacts(name=f"layers.{at}", kind="block", weight_bytes=size if at == 0 else 1000)
+            for at in range(4)
+        ),
+        groups_at_once=3,
+        row=RowFacts(
+            hidden=size // 4096, vocabulary=16, sequence_length=1024, dtype_bytes=4,
+            activation_bytes=1000,
+        ),
+    )  # fmt: skip
+    room = Room(device_free_bytes=int(8.5 * size / AUTO_SHARE), host_available_bytes=None)
+    wish = Wishes(offload="none", batch_rows=1)
+    by_itself = place(facts, room, replace(wish, offload="auto"))
+    assert (by_itself.offload, by_itself.device_groups > 0) == ("max", True)
+    with pytest.raises(DoesNotFit):
+        place(facts, room, replace(wish, offload="max"))
+    with pytest.raises(DoesNotFit, match="placement.offload left out fits"):
+        place(facts, room, wish)
 
 
 def error_names_both_numbers(refusal: str) -> bool:

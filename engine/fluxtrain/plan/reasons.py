@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from fluxtrain.plan.facts import Wishes
 from fluxtrain.plan.footprint import Layout, slot_count
@@ -86,7 +87,7 @@ def _cure(search: Search) -> str:
             continue
         layout = replace(search, wishes=setting.easier).find()
         if layout is not None:
-            value = None if setting.chosen is None else getattr(layout, setting.chosen)
+            value = _named(search, setting, layout)
             found = " left out fits" if value is None else f"={value} fits"
             return (setting.in_wrap if row is None else setting.in_run) + found
     narrow = replace(search, facts=search.facts.with_states("8bit"))
@@ -105,6 +106,16 @@ def _cure(search: Search) -> str:
                 return f"data.sequence_length={length} fits"
             length //= 2
     return "close other programs, or take a smaller model or a machine with more memory"
+
+
+def _named(search: Search, setting: _Setting, layout: Layout) -> Any:
+    """What the setting has in `layout`, if asking for just that fits too: where it is left to the
+    rule, `max` puts parts on the device where that saves slots; asked for, it does not."""
+    if setting.chosen is None:
+        return None
+    value = getattr(layout, setting.chosen)
+    asked = replace(setting.easier, **{setting.chosen: value})
+    return None if replace(search, wishes=asked).find() is None else value
 
 
 def _offload(search: Search, layout: Layout) -> str:
