@@ -40,6 +40,8 @@ def written(folder: Path, text: str) -> Path:
         ("trian.steps=3", "did you mean train?"),
         ("train=3", "train must be a mapping"),
         ("train.betas=[0.9, 1.0]", "below 1"),
+        ("train.betas=[0.9]", "train.betas = [0.9]: must be two numbers (as in [0.9, 0.999])"),
+        ("train.betas=[0.1, 0.2, 0.3]", "must be two numbers (as in [0.9, 0.999])"),
         ("train.max_grad_norm=0", "use null"),
         ("data.held_out=1.0", "must be less than 1"),
         ("placement.offload=some", "'weights' or 'max'"),

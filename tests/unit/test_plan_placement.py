@@ -71,6 +71,18 @@ def test_a_smaller_card_offloads_more() -> None:
     assert [card.host_bytes for card in cards] == sorted(card.host_bytes for card in cards)
 
 
+def test_more_kept_blocks_than_can_keep_are_told_with_the_numbers() -> None:
+    wishes = Wishes(offload="weights", device_groups=0, resident_blocks=3, kept_blocks=99)
+    placement = place(qwen(), gpu(80), wishes)
+    assert placement.kept_blocks == 3
+    told = {choice.name: choice.value for choice in placement.choices}
+    assert told["kept_blocks"] == "3"
+    reason = "99 as set, and the weights of 3 blocks stay on the device"
+    assert because(placement)["kept_blocks"] == reason
+    fewer = place(qwen(), gpu(80), replace(wishes, kept_blocks=2))
+    assert because(fewer)["kept_blocks"] == "as set"
+
+
 def test_a_smaller_batch_is_preferred_to_max() -> None:
     placement = place(qwen(), gpu(6), Wishes())
     assert placement.offload == "weights"

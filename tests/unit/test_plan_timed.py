@@ -99,7 +99,16 @@ def test_what_is_left_of_the_device_keeps_activations() -> None:
 
 def test_asking_for_no_kept_blocks_keeps_none() -> None:
     facts, wishes = measured(model()), Wishes(batch_rows=8, kept_blocks=0)
-    assert place_timed(facts, gpu(40), wishes, TIMING_KEEPING).kept_blocks == 0
+    plan = place_timed(facts, gpu(40), wishes, TIMING_KEEPING)
+    assert plan.kept_blocks == 0
+    assert {c.name: c.because for c in plan.choices}["kept_blocks"] == "as set"
+
+
+def test_a_timed_plan_keeps_as_many_blocks_as_can_keep_and_says_so() -> None:
+    wishes = Wishes(batch_rows=8, offload="max", device_groups=0, kept_blocks=5, resident_blocks=0)
+    plan = place_timed(measured(model()), gpu(40), wishes, TIMING_KEEPING)
+    told = {choice.name: (choice.value, choice.because) for choice in plan.choices}
+    assert told["kept_blocks"] == ("0", "5 as set, and the weights of 0 blocks stay on the device")
 
 
 def step_s(plan: RunPlacement, facts: ModelFacts, timing: Timing = TIMING) -> float:

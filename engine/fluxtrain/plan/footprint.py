@@ -89,9 +89,10 @@ class Footprint:
         )
 
     def shown_device_bytes(self, *, has_gpu: bool) -> int:
-        """As it is told and compared with what is measured: without a GPU the workspace is in the
-        heap of the process, so the device's buffers are all the rest."""
-        return self.device_bytes if has_gpu else self.device_bytes - self.workspace_bytes
+        """As it is told and compared with what is measured: without a GPU the workspace and kept
+        activations are in the heap of the process, so the device's buffers are all the rest."""
+        in_the_heap = 0 if has_gpu else self.workspace_bytes + self.kept_bytes
+        return self.device_bytes - in_the_heap
 
 
 def activation_estimate(

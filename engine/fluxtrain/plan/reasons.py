@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fluxtrain.plan.facts import Wishes
-from fluxtrain.plan.footprint import Layout, slot_count
+from fluxtrain.plan.footprint import Layout, keepable_count, kept_count, slot_count
 from fluxtrain.plan.search import BATCH_LIMIT_ROWS, CHUNK_TOKENS, Search
 from fluxtrain.telemetry.events import ChoiceMade
 from fluxtrain.units import bytes_text
@@ -21,6 +21,8 @@ def choices_of(search: Search, layout: Layout) -> tuple[ChoiceMade, ...]:
         "device_groups": (layout.device_groups, _device_groups(search, layout)),
         "resident_blocks": (layout.resident_blocks, _resident_blocks(search, layout)),
     }
+    if search.wishes.kept_blocks is not None:
+        because["kept_blocks"] = (kept_count(search.facts, layout), wished_to_keep(search, layout))
     if search.facts.row is not None:
         because["batch_rows"] = (layout.batch_rows, _batch(search, layout))
         tokens = layout.chunk_rows * search.facts.row.sequence_length
@@ -174,6 +176,14 @@ def _resident_blocks(search: Search, layout: Layout) -> str:
         return f"the weights of all {at_home} other blocks fit"
     one_more = replace(layout, resident_blocks=layout.resident_blocks + 1)
     return f"one more would need {_room(search, one_more, spare=True)}"
+
+
+def wished_to_keep(search: Search, layout: Layout) -> str:
+    """The reason for `kept_count` where a count was asked for."""
+    wished, keepable = search.wishes.kept_blocks, keepable_count(search.facts, layout)
+    if wished is None or wished <= keepable:
+        return "as set"
+    return f"{wished} as set, and the weights of {keepable} blocks stay on the device"
 
 
 def _batch(search: Search, layout: Layout) -> str:

@@ -19,6 +19,7 @@ from fluxtrain.plan.facts import ModelFacts, Room, Wishes
 from fluxtrain.plan.footprint import kept_count, slot_count
 from fluxtrain.plan.placement import RunPlacement, place
 from fluxtrain.plan.ranked import Dial, TimedLayout
+from fluxtrain.plan.reasons import wished_to_keep
 from fluxtrain.plan.search import Search
 from fluxtrain.telemetry.events import ChoiceMade
 from fluxtrain.units import bytes_text, count_text, duration_text
@@ -111,7 +112,9 @@ def _choices(
     def because(name: str, value: object) -> str:
         wished = getattr(dial.search.wishes, name)
         if wished is not None and wished != "auto":
-            return "as set"
+            return wished_to_keep(dial.search, layout) if name == "kept_blocks" else "as set"
+        if name == "kept_blocks" and not value:
+            return _KEEPS_NONE
         others = [one for one in within if getattr(one.layout, name) != value]
         if not others:
             return "nothing else fits"
@@ -127,8 +130,8 @@ def _choices(
             because("resident_blocks", layout.resident_blocks),
         ),
         "kept_blocks": (
-            layout.kept_blocks,
-            because("kept_blocks", layout.kept_blocks) if layout.kept_blocks else _KEEPS_NONE,
+            kept_count(dial.search.facts, layout),
+            because("kept_blocks", layout.kept_blocks),
         ),
         "boundaries": (layout.boundaries, because("boundaries", layout.boundaries)),
         "batch_rows": (layout.batch_rows, batch_because),

@@ -15,6 +15,7 @@ _CURES = {
     "train.checkpoint_every": "use `end` to save only once, after the last step",
     "train.learning_rate": "or `auto`",
     "train.batch_rows": "or `auto`",
+    "train.betas": "as in [0.9, 0.999]",
     "train.warmup_steps": "or `auto`",
     "placement.chunk_rows": "or `auto`",
     "placement.budget_gib": "leave it out to use all memory",
@@ -43,6 +44,8 @@ def _message(key: str, item: Any, keys: list[str]) -> str:
     if not key:
         return text
     text = text.replace("Input should be", "must be")
+    if item["type"] in ("missing", "too_long"):  # every other key has a default
+        text = "must be two numbers"
     cure = f" ({_CURES[key]})" if key in _CURES else ""
     return f"{key} = {_SHORT.repr(item['input'])}: {text}{cure}"
 
