@@ -40,6 +40,14 @@ def test_the_wheel_has_every_module_theme_and_the_library(wheel: Path) -> None:
     assert (modules | themes | library) - packed == set()
 
 
+def test_the_wheel_describes_the_project_with_its_readme(wheel: Path) -> None:
+    packed = zipfile.ZipFile(wheel)
+    (metadata,) = (name for name in packed.namelist() if name.endswith(".dist-info/METADATA"))
+    text = packed.read(metadata).decode("utf-8")
+    assert "Description-Content-Type: text/markdown" in text
+    assert text.endswith((ROOT / "README.md").read_text(encoding="utf-8"))
+
+
 def test_the_wheel_works_without_the_checkout(wheel: Path, tmp_path: Path) -> None:
     zipfile.ZipFile(wheel).extractall(tmp_path)
     # -S and a path of our own: the editable install must not step in.

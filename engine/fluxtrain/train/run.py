@@ -49,6 +49,7 @@ from fluxtrain.train.ingredients import DEMO, Ingredients, load_ingredients
 from fluxtrain.train.keeping import CheckpointKeeper, newest_valid
 from fluxtrain.train.live_setup import live_changes
 from fluxtrain.train.loop import LoopSettings, TrainingLoop
+from fluxtrain.train.mapped import copied_bytes
 from fluxtrain.train.parameter_groups import parameter_groups
 from fluxtrain.train.peaks import host_peak_bytes, measured_peaks
 from fluxtrain.train.placing import (
@@ -183,8 +184,9 @@ class Run:
         facts = model_facts_for(config, loaded.model, loaded.config)
         self._constants = self._measured(facts, machine, device, rows)
         self._facts = self._constants.applied(facts)
-        given_back = loaded_bytes(loaded.model) - self._constants.still_to_come_bytes
-        machine = as_it_is_now(machine, given_back)  # libraries and data are there by now
+        to_come = self._constants.still_to_come_bytes
+        # libraries and data are there by now; pages of the model's files count as available
+        machine = as_it_is_now(machine, copied_bytes(loaded.model) - to_come)
         rows_there = len(self._ingredients.data.trained)
         self.placement = decide(
             config,
@@ -193,7 +195,7 @@ class Run:
             device,
             batch_rows=rows,
             data_rows=max(1, rows_there // config.train.accumulation),
-            loaded_bytes=given_back,
+            loaded_bytes=loaded_bytes(loaded.model) - to_come,
             constants=self._constants,
         )
         self.placement = replace(self.placement, reached_bytes=host_peak_bytes())
