@@ -22,7 +22,7 @@ from fluxtrain.hardware.rate import sustained_rate
 from fluxtrain.plan.facts import ModelFacts
 from fluxtrain.train import constants as constants_module
 from fluxtrain.train import preview as preview_module
-from fluxtrain.train.calibrate import COPIES, NotCalibrated, calibrate
+from fluxtrain.train.calibrate import calibrate
 from fluxtrain.train.config import demo_config
 from fluxtrain.train.constants import known_constants, measured_constants
 from fluxtrain.train.peaks import (
@@ -32,6 +32,7 @@ from fluxtrain.train.peaks import (
 )
 from fluxtrain.train.placing import model_facts
 from fluxtrain.train.preview import preview
+from fluxtrain.train.trial import COPIES, NotCalibrated
 
 Tiny = Callable[..., PreTrainedModel]
 LENGTH = 12
@@ -75,6 +76,24 @@ def test_the_model_and_the_random_state_are_as_before(tiny: Tiny, family: str) -
         assert line.at(4) > 0
     assert tried.backward.at(4) < tried.measuring_s
     assert tried.device_update_s > 0
+
+
+def test_what_a_chunk_costs_beside_its_rows_is_found(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny("llama", torch.float32)
+    layer = type(model.model.layers[0])
+    forward, pause_s = layer.forward, 0.01
+
+    def slow_to_start(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        time.sleep(pause_s)
+        return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(layer, "forward", slow_to_start)
+    tried = calibrate(model, batch_of, torch.device("cpu"), (1, 4))
+    for line in (tried.forward, tried.backward):  # which runs it once more
+        assert line.base > pause_s / 2
+        assert line.slope < pause_s
 
 
 def test_without_a_gpu_the_miniature_streams_too_and_moves_what_a_step_moves(tiny: Tiny) -> None:

@@ -13,6 +13,7 @@ from fluxtrain.plan.calibration import (
     Line,
     Streamed,
     chunked,
+    line_of_chunks,
     line_through,
     trial_rows,
 )
@@ -67,6 +68,14 @@ def test_two_trials_on_a_line_give_that_line() -> None:
     line = line_through((1, 0.5), (4, 1.1))
     assert (line.base, line.slope) == pytest.approx((0.3, 0.2))
     assert line_through((2, 1.0), (2, 1.0)) == Line(base=0.0, slope=0.5)
+
+
+def test_the_same_rows_at_once_and_in_chunks_tell_what_a_chunk_costs() -> None:
+    line = line_of_chunks(16, 4.0, 4, 4.6)
+    assert (line.base, line.slope) == pytest.approx((0.2, 3.8 / 16))
+    assert chunked(line, 16, 4) == pytest.approx(4.6)
+    assert line_of_chunks(16, 4.0, 4, 3.9) == Line(base=0.0, slope=0.25)  # noise
+    assert line_of_chunks(1, 4.0, 1, 4.0) == Line(base=0.0, slope=4.0)
 
 
 @given(st.integers(1, 64), st.integers(1, 64), st.floats(0, 1), st.floats(0, 1))

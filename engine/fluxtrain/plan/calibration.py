@@ -32,6 +32,14 @@ def line_through(few: tuple[int, float], many: tuple[int, float]) -> Line:
     return Line(base=many_value - slope * many_rows, slope=slope)
 
 
+def line_of_chunks(rows: int, whole: float, chunks: int, cut: float) -> Line:
+    """The line over the rows of one chunk, where `rows` took `whole` at once and `cut` in `chunks`
+    chunks: the same work, so that the difference is what the further chunks cost."""
+    base = (cut - whole) / (chunks - 1) if chunks > 1 else 0.0
+    base = min(max(base, 0.0), whole)
+    return Line(base=base, slope=(whole - base) / rows)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Streamed:
     """What a step took longer once its groups were at home on the host and streamed, on the cores

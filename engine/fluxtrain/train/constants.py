@@ -29,11 +29,12 @@ from fluxtrain.plan.ranked import GPU_CHUNK_TOKENS
 from fluxtrain.plan.search import CHUNK_TOKENS
 from fluxtrain.telemetry.rundir import runs_root
 from fluxtrain.telemetry.storage import write_json
-from fluxtrain.train.calibrate import NotCalibrated, calibrate
+from fluxtrain.train.calibrate import calibrate
+from fluxtrain.train.trial import NotCalibrated
 from fluxtrain.units import MIB, duration_text
 
 COPY_BYTES = 32 * MIB  # more would be the most that a small run ever holds
-FORMAT = 4  # of the file; a reader ignores another one
+FORMAT = 5  # of the file; a reader ignores another one
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,224 @@
+"""Steps of a miniature of a model, timed between the borders of its blocks."""
+
+from __future__ import annotations
+
+import gc
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from fluxtrain.data.batches import Batch
+from fluxtrain.errors import FluxTrainError
+from fluxtrain.plan.calibration import median
+from fluxtrain.train.peaks import measure_host_peak_anew, recent_host_peak_bytes, trim_heap
+
+if TYPE_CHECKING:
+    from fluxtrain.stream.engine import Engine
+
+COPIES = 2  # of the block: the second starts as every block but the first does
+REPEATS = 8
+LIMIT_S = 0.6  # for the repeats at one size; the last may end later
+HEAD_START_CYCLES = 100_000_000  # of a GPU's clock: some 50 ms
+
+
+class NotCalibrated(FluxTrainError):
+    """Why a block could not be tried; the planner goes on with what it knew."""
+
+
+@dataclass
+class Trial:
+    """What the repeats at one size took, by what took it."""
+
+    rows: int
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+    activation_bytes: int = 0
+    held_bytes: int = 0  # by the device after both copies' forward
+    keeps: bool = False  # the copies were also run with their activations kept
+    kept_bytes: int = 0  # of both copies
+
+    def took(self, **parts: float) -> None:
+        for name, seconds in parts.items():
+            self.seconds.setdefault(name, []).append(seconds)
+
+    def median(self, name: str) -> float:
+        return median(self.seconds[name])
+
+
+class Bench:
+    """Steps of the miniature, taken apart at the borders of its blocks."""
+
+    def __init__(
+        self, mini: nn.Module, engine: Engine, blocks: list[nn.Module], device: torch.device
+    ) -> None:
+        self._mini, self._engine, self._device = mini, engine, device
+        self._on_gpu = device.type == "cuda"
+        self._marks: dict[str, list[Any]] = {}
+        self._host_marks: dict[str, list[float]] = {}
+        self._held_bytes = 0
+        self._weighs = False
+        self._trial = Trial(0)
+        trained = [p for block in blocks for p in block.parameters() if p.requires_grad]
+        self._updated = sum(p.numel() for p in trained)
+        self._optimizer = torch.optim.AdamW(trained, lr=1e-5) if trained else None
+        self._hooks = [
+            handle
+            for block in blocks
+            for handle in (
+                block.register_forward_pre_hook(self._enters, with_kwargs=True),
+                block.register_forward_hook(self._leaves),
+            )
+        ]
+
+    def close(self) -> None:
+        """Let go of the blocks."""
+        for handle in self._hooks:
+            handle.remove()
+
+    def trial(self, batch: Batch, *, chunk_rows: int | None = None) -> Trial:
+        """Repeats with the rows of `batch` (None: as one chunk), after one that warms up and, where
+        memory is the host's, one that weighs what a block holds and takes time for that."""
+        trial = self._trial = Trial(int(batch.input_ids.shape[0]))
+        self._engine.chunk_rows = chunk_rows or trial.rows
+        self._step(batch)
+        if not self._on_gpu and chunk_rows is None:
+            self._weighs = True
+            self._step(batch)
+            self._weighs = False
+        trial.seconds.clear()
+        started_s = time.perf_counter()
+        for _ in range(REPEATS):
+            self._step(batch)
+            if time.perf_counter() - started_s > LIMIT_S:
+                break
+        if self._on_gpu:
+            self._keep(batch, trial)
+        return trial
+
+    def _keep(self, batch: Batch, trial: Trial) -> None:
+        """The same with the activations kept: only the backward pass differs, and what is held."""
+        kept = self._trial = Trial(trial.rows)
+        for unit in self._engine.units:
+            unit.keeps = unit.group.kind == "block"
+        try:
+            started_s = time.perf_counter()
+            for _ in range(REPEATS):
+                self._step(batch)
+                if time.perf_counter() - started_s > LIMIT_S / 2:
+                    break
+        except torch.OutOfMemoryError:
+            return
+        finally:
+            for unit in self._engine.units:
+                unit.keeps = False
+        trial.seconds["kept_backward"] = kept.seconds["backward"]
+        trial.keeps, trial.kept_bytes = True, max(0, kept.held_bytes - trial.held_bytes)
+
+    def _step(self, batch: Batch) -> None:
+        self._marks, self._host_marks = {}, {}
+        if self._on_gpu:
+            torch.cuda._sleep(HEAD_START_CYCLES)  # the host runs ahead, as in a training
+        self._mark("start")
+        loss = self._mini(**batch.inputs()).loss
+        self._mark("loss")
+        loss.backward()
+        self._mark("backward")
+        self._update()
+        self._wait()
+        forward_s = self._between("enters", "leaves")
+        backward_s = self._between("backward enters", "backward leaves")
+        host_s = self._host_between("enters", "leaves")
+        host_s += self._host_between("backward enters", "backward leaves")
+        self._trial.took(
+            forward=forward_s / COPIES,
+            backward=backward_s / COPIES,
+            host=host_s / COPIES if self._on_gpu else 0.0,
+            outside_forward=max(0.0, self._between("start", "loss") - forward_s),
+            outside_backward=max(0.0, self._between("loss", "backward") - backward_s),
+            update=self._between("backward", "updated") / max(1, self._updated),
+            whole=self._between("start", "backward"),
+        )
+        for parameter in self._mini.parameters():
+            parameter.grad = None
+
+    def _update(self) -> None:
+        """The norm and the optimizer, of weights that live on the device."""
+        if self._optimizer is not None:
+            self._engine.clip_grad_norm(1.0)
+            self._optimizer.step()
+            self._optimizer.zero_grad()
+        self._mark("updated")
+
+    def _enters(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._mark("enters")
+        hidden = _first_tensor((*args, *kwargs.values()))
+        hidden.register_hook(lambda _: self._backward_left())
+
+    def _leaves(self, _: nn.Module, args: tuple[Any, ...], out: Any) -> None:
+        self._mark("leaves")
+        if self._on_gpu:
+            self._trial.held_bytes = torch.cuda.memory_allocated(self._device)
+        hidden = _first_tensor(out if isinstance(out, tuple) else (out,))
+        hidden.register_hook(lambda _: self._backward_enters())
+
+    def _backward_enters(self) -> None:
+        self._mark("backward enters")
+        if self._on_gpu:
+            torch.cuda.reset_peak_memory_stats(self._device)
+            self._held_bytes = torch.cuda.memory_allocated(self._device)
+        elif self._weighs:
+            trim_heap()
+            self._held_bytes = measure_host_peak_anew() or 0
+
+    def _backward_left(self) -> None:
+        self._mark("backward leaves")
+        if self._on_gpu:
+            peak = torch.cuda.max_memory_allocated(self._device) - self._held_bytes
+            self._trial.activation_bytes = max(self._trial.activation_bytes, peak)
+        elif self._weighs and self._held_bytes:
+            peak = (recent_host_peak_bytes() or 0) - self._held_bytes
+            self._trial.activation_bytes = max(self._trial.activation_bytes, peak)
+
+    def _mark(self, name: str) -> None:
+        """The time now: the host's, or that of the device's stream."""
+        now: Any = time.perf_counter()
+        self._host_marks.setdefault(name, []).append(now)
+        if self._on_gpu:
+            now = torch.cuda.Event(enable_timing=True)
+            now.record(torch.cuda.current_stream(self._device))
+        self._marks.setdefault(name, []).append(now)
+
+    def _between(self, start: str, end: str) -> float:
+        """Seconds from each mark `start` to its mark `end`, added up."""
+        pairs = zip(self._marks[start], self._marks[end], strict=True)
+        if self._on_gpu:
+            return float(sum(before.elapsed_time(after) for before, after in pairs)) / 1e3
+        return float(sum(after - before for before, after in pairs))
+
+    def _host_between(self, start: str, end: str) -> float:
+        """The same by the host's clock: how long it took to queue the work."""
+        pairs = zip(self._host_marks[start], self._host_marks[end], strict=True)
+        return sum(after - before for before, after in pairs)
+
+    def _wait(self) -> None:
+        if self._on_gpu:
+            torch.cuda.synchronize(self._device)
+
+
+def _first_tensor(values: tuple[Any, ...]) -> Tensor:
+    """The hidden states: the first input (or output) that a gradient reaches."""
+    for value in values:
+        if isinstance(value, Tensor) and value.requires_grad:
+            return value
+    raise NotCalibrated("no gradient reaches its blocks")
+
+
+def give_back(device: torch.device) -> None:
+    """Free what the miniature held: the plan counts what is free."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+    trim_heap()
