@@ -28,7 +28,15 @@ from fluxtrain import _native
 from fluxtrain.optim.hyper import Hyper
 from fluxtrain.optim.narrow_adamw import update8_, update16_
 from fluxtrain.optim.reference import States8, rounding
-from fluxtrain.optim.split_adamw import accumulate_, encode, sum_squares, update_, update_f32_
+from fluxtrain.optim.split_adamw import (
+    accumulate_,
+    encode,
+    sum_squares,
+    update_,
+    update_f32_,
+    update_moments_,
+    update_weights_,
+)
 from fluxtrain.plan.states import STATE_BLOCK
 
 HYPER = Hyper(lr=1e-4)
@@ -60,6 +68,20 @@ class Arena:
         self.step += 1
         state = (self.hi, self.lo, self.m, self.v)
         update_(*state, grad, hyper=HYPER, step=self.step, threads=threads)
+
+    def stream_moments(self, threads: int) -> None:
+        pointers = (x.data_ptr() for x in (self.m, self.v, self.grad))
+        _native.kernel("stream_moments")(*pointers, self.n, threads)
+
+    def weights(self, threads: int) -> None:
+        self.step += 1
+        state = (self.hi, self.lo, self.m, self.v)
+        update_weights_(*state, self.grad, hyper=HYPER, step=self.step, threads=threads)
+
+    def moments(self, threads: int) -> None:
+        self.step += 1
+        moments = (self.m, self.v)
+        update_moments_(*moments, self.grad, hyper=HYPER, step=self.step, threads=threads)
 
     def split16(self, threads: int) -> None:
         self.step += 1
@@ -96,9 +118,13 @@ def rows_of(a: Arena) -> list[Row]:
     codes = (a.states8.m, a.states8.v)
     return [
         Row("stream, fp32 states", 26, lambda t: a.stream("stream_split", a.m, a.v, t)),
+        Row("stream, weights", 18, lambda t: a.stream("stream_weights", a.m, a.v, t)),
+        Row("stream, moments", 18, a.stream_moments),
         Row("stream, bf16 states", 18, lambda t: a.stream("stream16", a.m16, a.v16, t)),
         Row("stream, 8-bit states", 14, lambda t: a.stream("stream8", *codes, t)),
         Row("adamw, fp32 states", 26, lambda t: a.split(a.grad, t), "stream, fp32 states"),
+        Row("adamw, weights alone", 18, a.weights, "stream, weights"),
+        Row("adamw, moments alone", 18, a.moments, "stream, moments"),
         Row("adamw, bf16 states", 18, a.split16, "stream, bf16 states"),
         Row("adamw, 8-bit states", 14.06, a.split8, "stream, 8-bit states"),
         Row("adamw, f32 grad", 28, lambda t: a.split(a.grad_f32, t)),

@@ -37,6 +37,12 @@
  * and starts anew from m = v = 0. All bytes zero is the state before the first step. An array of
  * scales has one element for each block begun; calls may cut a range where a block begins.
  *
+ * The same update in two passes, fp32 states: flux_adamw_weights_* write the weights and leave m and v
+ * as they are, flux_adamw_moments_* write m and v. Both compute the new moments from the same old
+ * ones, so that after both, with one gradient and one step, every bit is that of the update in one.
+ * Each moves 18 of the 26 bytes of a split weight with a bf16 gradient. The weights come first, and
+ * the gradient must stay until the moments are done.
+ *
  * bf16 states: m and v are rounded to bf16 at random, up or down so that the mean is right: to the
  * nearest, v would stand still, because 1 - beta2 is less than the spacing of bf16. A random
  * number is a hash of the element's number and the step's two keys: low half m, high half v.
@@ -48,7 +54,7 @@
 #include <stdint.h>
 
 #define FLUX_API __attribute__((visibility("default")))
-#define FLUX_ABI_VERSION 2
+#define FLUX_ABI_VERSION 3
 
 #ifdef __cplusplus
 extern "C" {
@@ -97,6 +103,19 @@ FLUX_API void flux_adamw_split_f32(uint16_t* hi, uint16_t* lo, float* m, float* 
 FLUX_API void flux_adamw_f32(float* p, float* m, float* v, const float* grad, size_t n,
                              const flux_adamw_step* step, int threads);
 
+FLUX_API void flux_adamw_weights_split_bf16(uint16_t* hi, uint16_t* lo, const float* m,
+                                            const float* v, const uint16_t* grad_bf16, size_t n,
+                                            const flux_adamw_step* step, int threads);
+FLUX_API void flux_adamw_weights_split_f32(uint16_t* hi, uint16_t* lo, const float* m,
+                                           const float* v, const float* grad, size_t n,
+                                           const flux_adamw_step* step, int threads);
+FLUX_API void flux_adamw_weights_f32(float* p, const float* m, const float* v, const float* grad,
+                                     size_t n, const flux_adamw_step* step, int threads);
+FLUX_API void flux_adamw_moments_bf16(float* m, float* v, const uint16_t* grad_bf16, size_t n,
+                                      const flux_adamw_step* step, int threads);
+FLUX_API void flux_adamw_moments_f32(float* m, float* v, const float* grad, size_t n,
+                                     const flux_adamw_step* step, int threads);
+
 FLUX_API void flux_adamw8_split_bf16(uint16_t* hi, uint16_t* lo, const flux_states8* states,
                                      const uint16_t* grad_bf16, size_t n,
                                      const flux_adamw_step* step, int threads);
@@ -134,6 +153,10 @@ FLUX_API double flux_sum_squares_f32(const float* x, size_t n, int threads);
  * nothing; scales, a hundredth of it, are left out. */
 FLUX_API void flux_stream_split(uint16_t* hi, uint16_t* lo, float* m, float* v,
                                 const uint16_t* grad_bf16, size_t n, int threads);
+FLUX_API void flux_stream_weights(uint16_t* hi, uint16_t* lo, const float* m, const float* v,
+                                  const uint16_t* grad_bf16, size_t n, int threads);
+FLUX_API void flux_stream_moments(float* m, float* v, const uint16_t* grad_bf16, size_t n,
+                                  int threads);
 FLUX_API void flux_stream8(uint16_t* hi, uint16_t* lo, uint8_t* m, uint8_t* v,
                            const uint16_t* grad_bf16, size_t n, int threads);
 FLUX_API void flux_stream16(uint16_t* hi, uint16_t* lo, uint16_t* m, uint16_t* v,

@@ -181,6 +181,46 @@ void flux_adamw_f32(float* p, float* m, float* v, const float* grad, size_t n,
     });
 }
 
+void flux_adamw_weights_split_bf16(uint16_t* hi, uint16_t* lo, const float* m, const float* v,
+                                   const uint16_t* grad, size_t n, const flux_adamw_step* step,
+                                   int threads) {
+    const auto run = kernels().adamw_weights_split_bf16;
+    over_ranges(n, threads, kCut, [&](size_t i, size_t count) {
+        run(hi + i, lo + i, m + i, v + i, grad + i, count, *step);
+    });
+}
+
+void flux_adamw_weights_split_f32(uint16_t* hi, uint16_t* lo, const float* m, const float* v,
+                                  const float* grad, size_t n, const flux_adamw_step* step,
+                                  int threads) {
+    const auto run = kernels().adamw_weights_split_f32;
+    over_ranges(n, threads, kCut, [&](size_t i, size_t count) {
+        run(hi + i, lo + i, m + i, v + i, grad + i, count, *step);
+    });
+}
+
+void flux_adamw_weights_f32(float* p, const float* m, const float* v, const float* grad, size_t n,
+                            const flux_adamw_step* step, int threads) {
+    const auto run = kernels().adamw_weights_f32;
+    over_ranges(n, threads, kCut, [&](size_t i, size_t count) {
+        run(p + i, m + i, v + i, grad + i, count, *step);
+    });
+}
+
+void flux_adamw_moments_bf16(float* m, float* v, const uint16_t* grad, size_t n,
+                             const flux_adamw_step* step, int threads) {
+    const auto run = kernels().adamw_moments_bf16;
+    over_ranges(n, threads, kCut,
+                [&](size_t i, size_t count) { run(m + i, v + i, grad + i, count, *step); });
+}
+
+void flux_adamw_moments_f32(float* m, float* v, const float* grad, size_t n,
+                            const flux_adamw_step* step, int threads) {
+    const auto run = kernels().adamw_moments_f32;
+    over_ranges(n, threads, kCut,
+                [&](size_t i, size_t count) { run(m + i, v + i, grad + i, count, *step); });
+}
+
 void flux_accumulate_bf16(float* sum, const uint16_t* x, size_t n, int threads) {
     const auto run = kernels().accumulate_bf16;
     over_ranges(n, threads, kCut, [&](size_t i, size_t count) { run(sum + i, x + i, count); });
@@ -205,6 +245,20 @@ void flux_stream_split(uint16_t* hi, uint16_t* lo, float* m, float* v, const uin
     over_ranges(n, threads, kCut, [&](size_t i, size_t count) {
         run(hi + i, lo + i, m + i, v + i, grad + i, count);
     });
+}
+
+void flux_stream_weights(uint16_t* hi, uint16_t* lo, const float* m, const float* v,
+                         const uint16_t* grad, size_t n, int threads) {
+    const auto run = kernels().stream_weights;
+    over_ranges(n, threads, kCut, [&](size_t i, size_t count) {
+        run(hi + i, lo + i, m + i, v + i, grad + i, count);
+    });
+}
+
+void flux_stream_moments(float* m, float* v, const uint16_t* grad, size_t n, int threads) {
+    const auto run = kernels().stream_moments;
+    over_ranges(n, threads, kCut,
+                [&](size_t i, size_t count) { run(m + i, v + i, grad + i, count); });
 }
 
 void flux_adamw8_split_bf16(uint16_t* hi, uint16_t* lo, const flux_states8* states,

@@ -14,11 +14,21 @@ struct Kernels {
     void (*adamw_split_f32)(uint16_t*, uint16_t*, float*, float*, const float*, size_t,
                             const flux_adamw_step&);
     void (*adamw_f32)(float*, float*, float*, const float*, size_t, const flux_adamw_step&);
+    void (*adamw_weights_split_bf16)(uint16_t*, uint16_t*, const float*, const float*,
+                                     const uint16_t*, size_t, const flux_adamw_step&);
+    void (*adamw_weights_split_f32)(uint16_t*, uint16_t*, const float*, const float*, const float*,
+                                    size_t, const flux_adamw_step&);
+    void (*adamw_weights_f32)(float*, const float*, const float*, const float*, size_t,
+                              const flux_adamw_step&);
+    void (*adamw_moments_bf16)(float*, float*, const uint16_t*, size_t, const flux_adamw_step&);
+    void (*adamw_moments_f32)(float*, float*, const float*, size_t, const flux_adamw_step&);
     void (*accumulate_bf16)(float*, const uint16_t*, size_t);
     void (*accumulate_f32)(float*, const float*, size_t);
     double (*sum_squares_bf16)(const uint16_t*, size_t);  // of one block
     double (*sum_squares_f32)(const float*, size_t);
     void (*stream_split)(uint16_t*, uint16_t*, float*, float*, const uint16_t*, size_t);
+    void (*stream_weights)(uint16_t*, uint16_t*, const float*, const float*, const uint16_t*, size_t);
+    void (*stream_moments)(float*, float*, const uint16_t*, size_t);
 };
 
 // Those of AdamW with states smaller than fp32.

@@ -50,6 +50,12 @@ struct KernelsOver {
         if constexpr (Set::width > 1) (__builtin_prefetch(at + kAhead, 1), ...);
     }
 
+    // What is read and not written: its lines need not be this core's own.
+    template <class... Values>
+    static FLUX_INLINE void prefetch_to_read(const Values*... at) {
+        if constexpr (Set::width > 1) (__builtin_prefetch(at + kAhead, 0), ...);
+    }
+
     static FLUX_INLINE Float from_bf16(Int bits16) { return Set::as_float(Set::shift_left_16(bits16)); }
 
     static FLUX_INLINE Float decode(Int hi, Int lo) {
@@ -58,12 +64,17 @@ struct KernelsOver {
         return Set::as_float(Set::bit_or(Set::shift_left_16(top), lo));
     }
 
-    // One update of the lanes: p, m and v in place, any NaN as it comes.
-    static FLUX_INLINE void advance(Float& p, Float& m, Float& v, Float grad, const Coefficients& c) {
+    // The new moments of the lanes, any NaN as it comes.
+    static FLUX_INLINE void average(Float& m, Float& v, Float grad, const Coefficients& c) {
         const Float g = Set::mul(grad, c.grad_scale);
-        p = Set::mul(p, c.decay);
         m = Set::add(Set::mul(c.beta1, m), Set::mul(c.one_minus_beta1, g));
         v = Set::add(Set::mul(c.beta2, v), Set::mul(Set::mul(c.one_minus_beta2, g), g));
+    }
+
+    // One update of the lanes: p, m and v in place, any NaN as it comes.
+    static FLUX_INLINE void advance(Float& p, Float& m, Float& v, Float grad, const Coefficients& c) {
+        average(m, v, grad, c);
+        p = Set::mul(p, c.decay);
         const Float denominator = Set::add(Set::mul(Set::sqrt(v), c.rsqrt_correction2), c.eps);
         p = Set::sub(p, Set::div(Set::mul(c.step_size, m), denominator));
     }
@@ -123,6 +134,53 @@ struct KernelsOver {
         });
     }
 
+    template <class Grad>
+    static void adamw_weights_split(uint16_t* __restrict hi, uint16_t* __restrict lo,
+                                    const float* __restrict m, const float* __restrict v,
+                                    const Grad* __restrict grad, size_t n,
+                                    const flux_adamw_step& step) {
+        const Coefficients c(step);
+        for_each(n, [&](auto lanes, size_t i) __attribute__((always_inline)) {
+            prefetch(hi + i, lo + i);
+            prefetch_to_read(m + i, v + i, grad + i);
+            Float p = decode(lanes.load(hi + i), lanes.load(lo + i));
+            Float m_i = lanes.load(m + i);
+            Float v_i = lanes.load(v + i);
+            advance(p, m_i, v_i, load_grad(lanes, grad + i), c);
+            store_split(lanes, hi + i, lo + i, Set::quiet(p));
+        });
+    }
+
+    static void adamw_weights_f32(float* __restrict p, const float* __restrict m,
+                                  const float* __restrict v, const float* __restrict grad, size_t n,
+                                  const flux_adamw_step& step) {
+        const Coefficients c(step);
+        for_each(n, [&](auto lanes, size_t i) __attribute__((always_inline)) {
+            prefetch(p + i);
+            prefetch_to_read(m + i, v + i, grad + i);
+            Float p_i = lanes.load(p + i);
+            Float m_i = lanes.load(m + i);
+            Float v_i = lanes.load(v + i);
+            advance(p_i, m_i, v_i, lanes.load(grad + i), c);
+            lanes.store(p + i, Set::quiet(p_i));
+        });
+    }
+
+    template <class Grad>
+    static void adamw_moments(float* __restrict m, float* __restrict v, const Grad* __restrict grad,
+                              size_t n, const flux_adamw_step& step) {
+        const Coefficients c(step);
+        for_each(n, [&](auto lanes, size_t i) __attribute__((always_inline)) {
+            prefetch(m + i, v + i);
+            prefetch_to_read(grad + i);
+            Float m_i = lanes.load(m + i);
+            Float v_i = lanes.load(v + i);
+            average(m_i, v_i, load_grad(lanes, grad + i), c);
+            lanes.store(m + i, Set::quiet(m_i));
+            lanes.store(v + i, Set::quiet(v_i));
+        });
+    }
+
     template <class Value>
     static void accumulate(float* __restrict sum, const Value* __restrict x, size_t n) {
         for_each(n, [&](auto lanes, size_t i) __attribute__((always_inline)) {
@@ -145,6 +203,31 @@ struct KernelsOver {
         });
     }
 
+    static void stream_weights(uint16_t* __restrict hi, uint16_t* __restrict lo,
+                               const float* __restrict m, const float* __restrict v,
+                               const uint16_t* __restrict grad, size_t n) {
+        for_each(n, [&](auto lanes, size_t i) __attribute__((always_inline)) {
+            prefetch(hi + i, lo + i);
+            prefetch_to_read(m + i, v + i, grad + i);
+            Set::opaque(lanes.load(grad + i));
+            Set::opaque(lanes.load(m + i));
+            Set::opaque(lanes.load(v + i));
+            lanes.store_low_half(hi + i, Set::opaque(lanes.load(hi + i)));
+            lanes.store_low_half(lo + i, Set::opaque(lanes.load(lo + i)));
+        });
+    }
+
+    static void stream_moments(float* __restrict m, float* __restrict v,
+                               const uint16_t* __restrict grad, size_t n) {
+        for_each(n, [&](auto lanes, size_t i) __attribute__((always_inline)) {
+            prefetch(m + i, v + i);
+            prefetch_to_read(grad + i);
+            Set::opaque(lanes.load(grad + i));
+            lanes.store(m + i, Set::opaque(lanes.load(m + i)));
+            lanes.store(v + i, Set::opaque(lanes.load(v + i)));
+        });
+    }
+
     // Products of two fp32 are exact in double, so only the order of the additions matters.
     template <class Value>
     static double sum_squares(const Value* x, size_t n) {
@@ -160,9 +243,21 @@ struct KernelsOver {
     }
 
     static constexpr Kernels table() {
-        return {adamw_split<uint16_t>,  adamw_split<float>,    adamw_f32,
-                accumulate<uint16_t>,   accumulate<float>,     sum_squares<uint16_t>,
-                sum_squares<float>,     stream_split};
+        return {adamw_split<uint16_t>,
+                adamw_split<float>,
+                adamw_f32,
+                adamw_weights_split<uint16_t>,
+                adamw_weights_split<float>,
+                adamw_weights_f32,
+                adamw_moments<uint16_t>,
+                adamw_moments<float>,
+                accumulate<uint16_t>,
+                accumulate<float>,
+                sum_squares<uint16_t>,
+                sum_squares<float>,
+                stream_split,
+                stream_weights,
+                stream_moments};
     }
 };
 

@@ -91,7 +91,9 @@ struct State {
 
 enum Kernel {
     kSplitBf16, kSplitF32, kF32, k8SplitBf16, k8SplitF32, k8F32, k16SplitBf16, k16SplitF32, k16F32,
-    kAccumulateBf16, kAccumulateF32, kStream, kStream8, kStream16, kKernels
+    kWeightsSplitBf16, kWeightsSplitF32, kWeightsF32, kMomentsBf16, kMomentsF32,
+    kAccumulateBf16, kAccumulateF32, kStream, kStreamWeights, kStreamMoments, kStream8, kStream16,
+    kKernels
 };
 
 bool is_blockwise(int kernel) { return kernel >= k8SplitBf16 && kernel <= k8F32; }
@@ -120,6 +122,15 @@ void run(Kernel kernel, State& s, size_t first, size_t n, const flux_adamw_step&
         case kSplitBf16: return flux_adamw_split_bf16(hi, lo, m, v, grad_bf16, n, &step, threads);
         case kSplitF32: return flux_adamw_split_f32(hi, lo, m, v, grad, n, &step, threads);
         case kF32: return flux_adamw_f32(p, m, v, grad, n, &step, threads);
+        case kWeightsSplitBf16:
+            return flux_adamw_weights_split_bf16(hi, lo, m, v, grad_bf16, n, &step, threads);
+        case kWeightsSplitF32:
+            return flux_adamw_weights_split_f32(hi, lo, m, v, grad, n, &step, threads);
+        case kWeightsF32: return flux_adamw_weights_f32(p, m, v, grad, n, &step, threads);
+        case kMomentsBf16: return flux_adamw_moments_bf16(m, v, grad_bf16, n, &step, threads);
+        case kMomentsF32: return flux_adamw_moments_f32(m, v, grad, n, &step, threads);
+        case kStreamWeights: return flux_stream_weights(hi, lo, m, v, grad_bf16, n, threads);
+        case kStreamMoments: return flux_stream_moments(m, v, grad_bf16, n, threads);
         case kAccumulateBf16: return flux_accumulate_bf16(p, grad_bf16, n, threads);
         case kAccumulateF32: return flux_accumulate_f32(p, grad, n, threads);
         default: return flux_stream_split(hi, lo, m, v, grad_bf16, n, threads);
@@ -169,6 +180,33 @@ void test_cuts_and_threads_do_not_matter(int level, std::mt19937& random) {
         }
         CHECK(threaded == whole, "kernel %d, set %d: threads", kernel, level);
         CHECK(cut == whole, "kernel %d, set %d: cuts", kernel, level);
+    }
+}
+
+// The weights first and the moments later, each with its own cut, are the update in one.
+void test_two_passes_are_the_update_in_one(int level, std::mt19937& random) {
+    const Kernel whole[] = {kSplitBf16, kSplitF32, kF32};
+    const Kernel weights[] = {kWeightsSplitBf16, kWeightsSplitF32, kWeightsF32};
+    const Kernel moments[] = {kMomentsBf16, kMomentsF32, kMomentsF32};
+    for (size_t n : {1, 7, 17, 33, 100, 4099, 200000}) {
+        for (int form = 0; form < 3; ++form) {
+            const State before(n + 3, random, random() % 2);
+            State expected = before, got = before;
+            for (int repeat = 0; repeat < 3; ++repeat) {
+                const flux_adamw_step step = any_step(random);
+                flux_set_isa(FLUX_SCALAR);
+                run(whole[form], expected, 1, n, step, 1);
+                flux_set_isa(level);
+                const State untouched = got;
+                run(weights[form], got, 1, n, step, 3);
+                CHECK(same_bits(got.m, untouched.m) && same_bits(got.v, untouched.v),
+                      "form %d, set %d, n %zu: the pass over weights wrote moments", form, level, n);
+                const size_t first = 1 + random() % n;
+                run(moments[form], got, first, n + 1 - first, step, 2);
+                run(moments[form], got, 1, first - 1, step, 1);
+            }
+            CHECK(got == expected, "form %d, set %d, n %zu: two passes", form, level, n);
+        }
     }
 }
 
@@ -309,6 +347,7 @@ int main(int count, char** arguments) {
     for (int level = FLUX_SCALAR; level <= best; ++level) {
         test_every_set_gives_the_bits_of_the_reference(level, random);
         test_cuts_and_threads_do_not_matter(level, random);
+        test_two_passes_are_the_update_in_one(level, random);
         test_sums_of_squares_are_the_same_everywhere(level, random);
         test_masters_survive_the_split(level, all ? 1 : 509);
         test_codes_are_those_of_the_reference(level, all ? 1 : 1009);

@@ -23,7 +23,10 @@ from fluxtrain.optim.split_adamw import (
     update_,
     update_by_torch_,
     update_f32_,
+    update_moments_,
     update_on_device_,
+    update_weights_,
+    update_weights_f32_,
 )
 
 ISAS = pytest.mark.parametrize("isa", _native.ISA_NAMES)
@@ -113,6 +116,68 @@ def test_large_arenas_on_several_threads_have_the_oracles_bits(
             *training.state, grad, hyper=HYPER, step=training.step, grad_scale=0.5, threads=threads
         )
         training.assert_as_expected()
+
+
+@ISAS
+@GRADS
+@settings(max_examples=25)
+@given(n=st.integers(1, 300), seed=st.integers(0, 2**20), wild=st.booleans(), scale=st.floats(0, 2))
+def test_the_weights_first_and_the_moments_later_have_the_oracles_bits(
+    isa: str, grad_dtype: torch.dtype, n: int, seed: int, wild: bool, scale: float
+) -> None:
+    _native.set_isa(isa)
+    training = Training(n, seed, wild)
+    for _ in range(3):
+        grad = training.next_gradient(grad_dtype, scale)
+        how = {"hyper": HYPER, "step": training.step, "grad_scale": scale}
+        moments_before = training.m.clone(), training.v.clone()
+        update_weights_(*training.state, grad, **how, threads=1)  # type: ignore[arg-type]
+        assert_same_bits(training.m, moments_before[0])
+        assert_same_bits(training.v, moments_before[1])
+        update_moments_(training.m, training.v, grad, **how, threads=1)  # type: ignore[arg-type]
+        training.assert_as_expected()
+
+
+@ISAS
+@GRADS
+def test_both_passes_over_large_arenas_on_several_threads_have_the_oracles_bits(
+    isa: str, grad_dtype: torch.dtype
+) -> None:
+    _native.set_isa(isa)
+    training = Training(300_007, seed=5, wild=True)
+    for threads in (1, 2, 5, None):
+        grad = training.next_gradient(grad_dtype, 0.5)
+        how = {"hyper": HYPER, "step": training.step, "grad_scale": 0.5, "threads": threads}
+        update_weights_(*training.state, grad, **how)  # type: ignore[arg-type]
+        m, v = training.m, training.v
+        for part in (slice(100_001, None), slice(0, 100_001)):  # in any order, wherever cut
+            update_moments_(m[part], v[part], grad[part], **how)  # type: ignore[arg-type]
+        training.assert_as_expected()
+
+
+@ISAS
+@pytest.mark.parametrize("wild", [False, True])
+def test_both_passes_over_fp32_weights_are_the_update_in_one(isa: str, wild: bool) -> None:
+    _native.set_isa(isa)
+    p, m, v = (any_floats(4099, seed, wild) for seed in range(3))
+    v = v.abs()
+    later = [x.clone() for x in (p, m, v)]
+    for step in range(1, 4):
+        grad = any_floats(4099, 10 + step, wild)
+        update_f32_(p, m, v, grad, hyper=HYPER, step=step, grad_scale=0.7)
+        update_weights_f32_(*later, grad, hyper=HYPER, step=step, grad_scale=0.7)
+        update_moments_(*later[1:], grad, hyper=HYPER, step=step, grad_scale=0.7)
+        for one, other in zip((p, m, v), later, strict=True):
+            assert_same_bits(one, other)
+
+
+def test_the_oracles_two_passes_are_its_update_in_one() -> None:
+    master, m, v, grad = (any_floats(2000, seed, wild=True) for seed in range(4))
+    c = coefficients(HYPER, 3, 0.5)
+    expected = reference.adamw(master, m, v, grad, c)
+    assert_same_bits(reference.adamw_weights(master, m, v, grad, c), expected[0])
+    for got, wanted in zip(reference.adamw_moments(m, v, grad, c), expected[1:], strict=True):
+        assert_same_bits(got, wanted)
 
 
 @GRADS

@@ -59,8 +59,9 @@ def test_a_broken_library_names_the_cure(
 def test_a_library_of_another_version_is_refused(
     forgotten_library: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    ours = library.ABI_VERSION
     monkeypatch.setattr(library, "ABI_VERSION", 999)
-    with pytest.raises(FluxTrainError, match="speaks version 2 .* speaks 999"):
+    with pytest.raises(FluxTrainError, match=f"speaks version {ours} .* speaks 999"):
         native.isa()
 
 

@@ -14,7 +14,7 @@ import fluxtrain._native
 from fluxtrain.errors import BadInput, FluxTrainError
 
 LIBRARY = "libflux_native.so"
-ABI_VERSION = 2
+ABI_VERSION = 3
 OMP_PAUSE_SOFT = 1  # OpenMP 5.0, omp_pause_resource_t
 ISA_VARIABLE = "FLUXTRAIN_ISA"
 ISA_NAMES = ("scalar", "avx2", "avx512")
@@ -58,6 +58,11 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "flux_adamw_split_bf16": (None, (c_void_p,) * 5 + _ADAMW),
     "flux_adamw_split_f32": (None, (c_void_p,) * 5 + _ADAMW),
     "flux_adamw_f32": (None, (c_void_p,) * 4 + _ADAMW),
+    "flux_adamw_weights_split_bf16": (None, (c_void_p,) * 5 + _ADAMW),
+    "flux_adamw_weights_split_f32": (None, (c_void_p,) * 5 + _ADAMW),
+    "flux_adamw_weights_f32": (None, (c_void_p,) * 4 + _ADAMW),
+    "flux_adamw_moments_bf16": (None, (c_void_p,) * 3 + _ADAMW),
+    "flux_adamw_moments_f32": (None, (c_void_p,) * 3 + _ADAMW),
     "flux_adamw8_split_bf16": (None, (c_void_p, c_void_p, _STATES8, c_void_p, *_ADAMW)),
     "flux_adamw8_split_f32": (None, (c_void_p, c_void_p, _STATES8, c_void_p, *_ADAMW)),
     "flux_adamw8_f32": (None, (c_void_p, _STATES8, c_void_p, *_ADAMW)),
@@ -71,6 +76,8 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "flux_sum_squares_bf16": (c_double, (c_void_p, c_size_t, c_int)),
     "flux_sum_squares_f32": (c_double, (c_void_p, c_size_t, c_int)),
     "flux_stream_split": (None, (c_void_p,) * 5 + (c_size_t, c_int)),
+    "flux_stream_weights": (None, (c_void_p,) * 5 + (c_size_t, c_int)),
+    "flux_stream_moments": (None, (c_void_p,) * 3 + (c_size_t, c_int)),
     "flux_stream8": (None, (c_void_p,) * 5 + (c_size_t, c_int)),
     "flux_stream16": (None, (c_void_p,) * 5 + (c_size_t, c_int)),
 }

@@ -89,13 +89,31 @@ def adamw(
     master, m, v: fp32 of one shape; grad: fp32 or bf16 of the same shape; any device.
     Loshchilov and Hutter, Decoupled Weight Decay Regularization, 2019.
     """
-    g = grad.to(torch.float32) * c.grad_scale
-    decayed = master * c.decay
-    m = m * c.beta1 + g * c.one_minus_beta1
-    v = v * c.beta2 + (g * c.one_minus_beta2) * g
+    m, v = _averages(m, v, grad, c)
+    return quiet(_stepped(master, m, v, c)), quiet(m), quiet(v)
+
+
+def adamw_weights(master: Tensor, m: Tensor, v: Tensor, grad: Tensor, c: Coefficients) -> Tensor:
+    """The new master alone; m and v are those before the step."""
+    return quiet(_stepped(master, *_averages(m, v, grad, c), c))
+
+
+def adamw_moments(m: Tensor, v: Tensor, grad: Tensor, c: Coefficients) -> tuple[Tensor, Tensor]:
+    """The new (m, v) alone."""
+    m, v = _averages(m, v, grad, c)
+    return quiet(m), quiet(v)
+
+
+def _stepped(master: Tensor, m: Tensor, v: Tensor, c: Coefficients) -> Tensor:
+    """The new master by the new moments, any NaN as it comes."""
     denominator = rounded_sqrt(v) * c.rsqrt_correction2 + c.eps
-    master = decayed - (m * c.step_size) / denominator
-    return quiet(master), quiet(m), quiet(v)
+    return master * c.decay - (m * c.step_size) / denominator
+
+
+def _averages(m: Tensor, v: Tensor, grad: Tensor, c: Coefficients) -> tuple[Tensor, Tensor]:
+    """The new moments, any NaN as it comes."""
+    g = grad.to(torch.float32) * c.grad_scale
+    return m * c.beta1 + g * c.one_minus_beta1, v * c.beta2 + (g * c.one_minus_beta2) * g
 
 
 def adamw8(

@@ -21,7 +21,10 @@ __all__ = [
     "update_",
     "update_by_torch_",
     "update_f32_",
+    "update_moments_",
     "update_on_device_",
+    "update_weights_",
+    "update_weights_f32_",
 ]
 
 _SLICE_ELEMENTS = 1 << 22
@@ -70,6 +73,68 @@ def update_f32_(
     n = flat_length({"p": p, "m": m, "v": v, "grad": grad}, {})
     pointers = (p.data_ptr(), m.data_ptr(), v.data_ptr(), grad.data_ptr())
     _native.kernel("adamw_f32")(*pointers, n, by_reference(hyper, step, grad_scale), threads or 0)
+
+
+def update_weights_(
+    hi: Tensor,
+    lo: Tensor,
+    m: Tensor,
+    v: Tensor,
+    grad: Tensor,
+    *,
+    hyper: Hyper,
+    step: int,
+    grad_scale: float = 1.0,
+    threads: int | None = None,
+) -> None:
+    """The weights of `update_` alone, with its arguments: m and v stay as they are.
+
+    With `update_moments_` on the same gradient afterwards, every bit is that of `update_`.
+    """
+    n = flat_length(
+        {"hi": hi, "lo": lo, "m": m, "v": v, "grad": grad},
+        {"hi": HALVES, "lo": HALVES, "grad": (torch.bfloat16, torch.float32)},
+    )
+    name = "split_bf16" if grad.dtype is torch.bfloat16 else "split_f32"
+    pointers = (hi.data_ptr(), lo.data_ptr(), m.data_ptr(), v.data_ptr(), grad.data_ptr())
+    kernel = _native.kernel(f"adamw_weights_{name}")
+    kernel(*pointers, n, by_reference(hyper, step, grad_scale), threads or 0)
+
+
+def update_weights_f32_(
+    p: Tensor,
+    m: Tensor,
+    v: Tensor,
+    grad: Tensor,
+    *,
+    hyper: Hyper,
+    step: int,
+    grad_scale: float = 1.0,
+    threads: int | None = None,
+) -> None:
+    """The weights of `update_f32_` alone, as `update_weights_`."""
+    n = flat_length({"p": p, "m": m, "v": v, "grad": grad}, {})
+    pointers = (p.data_ptr(), m.data_ptr(), v.data_ptr(), grad.data_ptr())
+    kernel = _native.kernel("adamw_weights_f32")
+    kernel(*pointers, n, by_reference(hyper, step, grad_scale), threads or 0)
+
+
+def update_moments_(
+    m: Tensor,
+    v: Tensor,
+    grad: Tensor,
+    *,
+    hyper: Hyper,
+    step: int,
+    grad_scale: float = 1.0,
+    threads: int | None = None,
+) -> None:
+    """The moments of `update_` or `update_f32_` alone, with the arguments of the weights' pass."""
+    n = flat_length({"m": m, "v": v, "grad": grad}, {"grad": (torch.bfloat16, torch.float32)})
+    name = "bf16" if grad.dtype is torch.bfloat16 else "f32"
+    pointers = (m.data_ptr(), v.data_ptr(), grad.data_ptr())
+    kernel = _native.kernel(f"adamw_moments_{name}")
+    kernel(*pointers, n, by_reference(hyper, step, grad_scale), threads or 0)
 
 
 def update_on_device_(
