@@ -310,7 +310,7 @@ def run_config(
 def fluxtrain(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
     """`fluxtrain("train", ...)`: the command in a process of its own, runs below `tmp_path`."""
 
-    def call(*arguments: object, timeout_s: float = 90.0) -> subprocess.CompletedProcess[str]:
+    def call(*arguments: object, timeout_s: float = 240.0) -> subprocess.CompletedProcess[str]:
         environment = {
             **os.environ,
             "FLUXTRAIN_RUNS": str(tmp_path / "runs"),

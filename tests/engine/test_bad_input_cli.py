@@ -293,7 +293,7 @@ def test_a_full_disk_ends_with_five_and_keeps_the_checkpoint_before(
     )
     answer = subprocess.run(
         [sys.executable, "-c", limited, "train", config, "--run-dir", run_dir, "--resume", "auto"],
-        capture_output=True, text=True, check=False, timeout=90,
+        capture_output=True, text=True, check=False, timeout=240,
     )  # fmt: skip
     assert_refused(Answer(answer.returncode, answer.stdout, answer.stderr), 5, "no space left")
     assert {path: path.read_bytes() for path in kept} == kept

@@ -172,7 +172,7 @@ def doctor(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     }
     return subprocess.run(
         [sys.executable, "-c", BREAK, "doctor", *arguments],
-        capture_output=True, text=True, check=False, cwd=folder, env=environment, timeout=120,
+        capture_output=True, text=True, check=False, cwd=folder, env=environment, timeout=240,
     )  # fmt: skip
 
 

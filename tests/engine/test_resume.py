@@ -42,7 +42,7 @@ def start(*arguments: object) -> ForkServerProcess:
     return process
 
 
-def finished(*arguments: object, timeout_s: float = 60.0) -> int:
+def finished(*arguments: object, timeout_s: float = 200.0) -> int:
     process = start(*arguments)
     process.join(timeout_s)
     assert process.exitcode is not None, "the run did not end in time"
@@ -60,7 +60,7 @@ def running(*arguments: object) -> Iterator[ForkServerProcess]:
         process.join()
 
 
-def wait_for(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
+def wait_for(condition: Callable[[], bool], timeout_s: float = 200.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "it did not happen in time"
@@ -99,14 +99,28 @@ def assert_same_run(one: Path, other: Path) -> None:
 
 
 def kill_and_resume(config: Path, run_dir: Path, *, kills: int, seed: int, typical_s: float) -> int:
-    """Kill a run at `kills` random moments and let it end; returns how many processes trained."""
+    """Kill a run at `kills` random moments and let it end; returns how many processes trained.
+
+    Every other moment is counted from the greeting, so that many have trained on any machine.
+    """
     dice = random.Random(seed)
-    for _ in range(kills):
+    for number in range(kills):
         with running("train", config, "--run-dir", run_dir, "--resume", "auto") as process:
-            time.sleep(dice.uniform(0.2, 1.0) * typical_s)
+            if number % 2:
+                pid = process.pid
+                wait_for(lambda pid=pid: greeted(run_dir, pid) or not process.is_alive())
+                time.sleep(dice.uniform(0.0, 0.3) * typical_s)
+            else:
+                time.sleep(dice.uniform(0.2, 1.0) * typical_s)
             process.kill()
     assert finished("train", config, "--run-dir", run_dir, "--resume", "auto") == 0
     return len({hello.pid for hello in events(run_dir, Hello)})
+
+
+def greeted(run_dir: Path, pid: int | None) -> bool:
+    """Whether the process `pid` has begun to train here."""
+    journal = run_dir / "events.ndjson"
+    return journal.exists() and any(hello.pid == pid for hello in events(run_dir, Hello))
 
 
 RunConfig = Callable[..., Path]
@@ -129,7 +143,7 @@ def test_ten_kills_at_random_moments_change_no_loss(run_config: RunConfig, tmp_p
     config = run_config(train__steps=24, train__checkpoint_every=3, train__accumulation=2)
     typical_s = reference(config, tmp_path / "whole")
     processes = kill_and_resume(config, tmp_path / "killed", kills=10, seed=2, typical_s=typical_s)
-    assert processes >= 6  # the others were killed before they greeted
+    assert processes >= 4  # the others were killed before they greeted, or had nothing left to do
     assert sorted(curve(tmp_path / "killed")) == list(range(1, 25))
     assert_same_run(tmp_path / "whole", tmp_path / "killed")
 
@@ -156,7 +170,7 @@ def test_a_signal_writes_a_checkpoint_and_the_run_goes_on_exactly(
     with running("train", config, "--run-dir", stopped) as process:
         wait_for(lambda: steps_done(stopped) >= 3)
         os.kill(process.pid or 0, number)
-        process.join(30)
+        process.join(200)
         assert process.exitcode == code
     done = events(stopped, Done)[-1]
     assert done.exit_code == code
@@ -176,7 +190,7 @@ def test_a_second_interrupt_ends_at_once(run_config: RunConfig, tmp_path: Path) 
         os.kill(process.pid or 0, signal.SIGTERM)
         os.kill(process.pid or 0, signal.SIGINT)
         os.kill(process.pid or 0, signal.SIGCONT)
-        process.join(30)
+        process.join(200)
         assert process.exitcode in (130, 143)
     if not events(run_dir, Done):  # the interrupt came as the second: nothing more was written
         assert not (run_dir / "result.json").exists()

@@ -88,7 +88,7 @@ def test_the_command_answers_in_json_and_tells_its_progress_on_standard_error(
     done = subprocess.run(
         [sys.executable, "-m", "fluxtrain", "dry-run", str(run_config()), "--json"],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, timeout=90, check=False,
+        capture_output=True, text=True, timeout=240, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["steps"] == trial.STEPS

@@ -330,7 +330,7 @@ class Controller:
             self.answers.append((answer.ok, answer.message))
 
     def _wait(self, condition: Condition) -> None:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 120
         journal = self.run_dir / "events.ndjson"
         while time.monotonic() < deadline:
             if journal.exists() and condition(list(read_events(journal))):

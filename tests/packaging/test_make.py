@@ -64,7 +64,7 @@ class Checkout:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=200,
         )
 
 
@@ -181,7 +181,7 @@ def test_a_terminal_opens_the_app_unless_it_is_dumb(
         stdout=theirs,
         stderr=theirs,
         check=True,
-        timeout=60,
+        timeout=200,
     )
     os.close(theirs)
     assert os.read(ours, 4096).decode().startswith(opened)

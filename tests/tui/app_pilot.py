@@ -30,8 +30,8 @@ def app_on(run: Path, made: ModuleType, **options: Any) -> FluxApp:
     return FluxApp(Alive(run), **options)
 
 
-async def until(pilot: Pilot[None], true: Callable[[], Any], limit_s: float = 20.0) -> None:
-    """Wait for something."""
+async def until(pilot: Pilot[None], true: Callable[[], Any], limit_s: float = 60.0) -> None:
+    """Wait for something; the limit is for what never comes, not for what is slow."""
     deadline = time.monotonic() + limit_s
     while not true():
         assert time.monotonic() < deadline, "it did not happen in time"
@@ -43,7 +43,20 @@ async def drawn(pilot: Pilot[None]) -> None:
     app = pilot.app
     assert isinstance(app, FluxApp)
     await until(pilot, lambda: app.view.state.step is not None)
-    await pilot.pause(0.1)
+    await still(pilot)
+
+
+async def still(pilot: Pilot[None]) -> None:
+    """Wait until nothing moves any more: what was asked for has been laid out and drawn."""
+    app = pilot.app
+    assert isinstance(app, FluxApp)
+    seen: list[str] = []
+
+    def same() -> bool:
+        seen.append(text_of(app))
+        return len(seen) > 2 and seen[-1] == seen[-2] == seen[-3]
+
+    await until(pilot, same)
 
 
 def text_of(app: FluxApp) -> str:

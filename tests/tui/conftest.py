@@ -31,6 +31,7 @@ def plain_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     for name in ("NO_COLOR", "TEXTUAL_THEME", "TEXTUAL_ANIMATIONS"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("textual.app.App.NOTIFICATION_TIMEOUT", 600.0)  # on a slow machine too
 
 
 @pytest.fixture(scope="session")

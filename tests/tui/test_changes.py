@@ -289,7 +289,7 @@ def app_on(run: Path, made: ModuleType, **options: Any) -> FluxApp:
 
 
 async def until(pilot: Pilot[None], true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 8
+    deadline = time.monotonic() + 60
     while not true():
         assert time.monotonic() < deadline, "it did not happen in time"
         await pilot.pause(0.05)

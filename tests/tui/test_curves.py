@@ -259,7 +259,6 @@ async def test_the_curves_are_computed_anew_only_when_something_of_them_changed(
     app = app_pilot.app_on(tmp_path / "runs" / "ours", made, start_screen="loss")
     async with app.run_test(size=(120, 40)) as pilot:
         await app_pilot.drawn(pilot)
-        await pilot.pause(0.3)
         panel = app.screen.query_one("#loss", PanelLines)
         before = panel._drawn
         app.redraw()
@@ -280,6 +279,6 @@ async def test_attaching_to_a_run_ends_the_comparison(
         app.compare_with(runs / "other")
         await app_pilot.until(pilot, lambda: app.view.compared is not None)
         app.attach_to(runs / "other")
+        await app_pilot.until(pilot, lambda: app.screen.NAME == "dashboard")
         await app_pilot.drawn(pilot)
-        await pilot.pause(0.3)
         assert app.view.compared is None

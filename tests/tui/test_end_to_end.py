@@ -92,7 +92,7 @@ class Terminal:
         deadline = time.monotonic() + patience_s
         while self.read(0.1) and self.process.poll() is None:
             assert time.monotonic() < deadline, f"the app did not end:\n{self.text}"
-        code = self.process.wait(5)
+        code = self.process.wait(PATIENCE_S)
         while self.read(0.1) and select.select([self._master], [], [], 0)[0]:
             pass
         return code
@@ -279,7 +279,7 @@ def test_a_killed_trainer_is_seen_by_the_app(desk: Desk) -> None:
     terminal = desk.open("--demo", "--steps", "100000", *TINY)
     terminal.until("RUNNING")
     os.kill(desk.trainer_pid(), signal.SIGKILL)
-    terminal.until("DEAD", patience_s=15)
+    terminal.until("DEAD")
     terminal.press("q")
     assert terminal.ends() == 0
     assert "dead" in terminal.text
@@ -339,7 +339,7 @@ def test_a_crash_of_the_app_restores_the_terminal_and_leaves_training_alone(desk
 
 def test_a_trainer_that_ends_before_its_first_word_is_seen_by_the_app(desk: Desk) -> None:
     terminal = desk.open("--demo", "--set", "train.no_such=1")
-    terminal.until("DEAD", "no_such", patience_s=30)
+    terminal.until("DEAD", "no_such")
 
 
 TEXTUAL = [sys.executable, "-c", "import textual.app, textual.screen"]
@@ -372,8 +372,8 @@ def test_the_first_paint_costs_little_more_than_the_import_of_textual(
 
     pairs = [(first_paint_cpu_s(), import_cpu_s()) for _ in range(6)][1:]
     paints_s, imports_s = zip(*pairs, strict=True)
-    # 1.4 to 1.72 were seen on machines of two cores, idle and busy; torch alone would cost more.
-    assert min(paints_s) < 2.3 * min(imports_s), (paints_s, imports_s)
+    # 1.4 to 1.72 were seen on machines of two cores, idle and busy; torch alone would cost ten.
+    assert min(paints_s) < 3.5 * min(imports_s), (paints_s, imports_s)
 
 
 def test_without_a_terminal_the_demo_trains_in_lines_and_names_the_app(desk: Desk) -> None:

@@ -157,6 +157,9 @@ async def test_every_screen_lives_through_a_resize_storm(
         await pilot.press(key)
         for width, height in ((80, 24), (250, 70), (20, 5), (61, 21), (1, 1), (100, 34), (80, 24)):
             await pilot.resize_terminal(width, height)
-        await pilot.pause(0.4)
-        rows = app_pilot.text_of(app).splitlines()
-        assert len(rows) == 24 and "detach" in rows[-1] and "RUNNING" in rows[0]
+
+        def whole() -> bool:
+            rows = app_pilot.text_of(app).splitlines()
+            return len(rows) == 24 and "detach" in rows[-1] and "RUNNING" in rows[0]
+
+        await app_pilot.until(pilot, whole)

@@ -53,7 +53,7 @@ async def test_comma_and_full_stop_go_back_and_forth(made: ModuleType, tmp_path:
     source = ReplaySource(made.write(tmp_path / "events.ndjson", made.training(80)), None)
     app = FluxApp(source, start_screen="transfer", sample_machine=False)
     async with app.run_test(size=(120, 40)) as pilot:
-        deadline = time.monotonic() + 8
+        deadline = time.monotonic() + 60
         while app.view.state.step is None:
             assert time.monotonic() < deadline
             await pilot.pause(0.05)

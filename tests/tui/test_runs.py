@@ -275,7 +275,7 @@ async def test_resume_starts_the_trainer_on_the_runs_own_folder(
     from fluxtrain.telemetry.launch import start_trainer
 
     begun: list[Any] = []
-    stand_in = ("/bin/sh", "-c", 'echo "$@" > "$3/begun"; sleep 30', "sh")
+    stand_in = ("/bin/sh", "-c", 'echo "$@" > "$3/begun"; sleep 600', "sh")
 
     def start(arguments: Any, run_dir: Any) -> Any:
         begun.append(start_trainer(arguments, run_dir, stand_in))
@@ -292,7 +292,7 @@ async def test_resume_starts_the_trainer_on_the_runs_own_folder(
     assert begun[0].exit_code() is None, "it outlives the app"
     assert os.getsid(begun[0].pid) == begun[0].pid
     begun[0].kill()
-    begun[0].wait(10)
+    begun[0].wait(60)
 
 
 async def test_a_finished_run_is_not_resumed_and_read_only_changes_nothing(

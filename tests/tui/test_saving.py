@@ -143,6 +143,7 @@ async def test_copying_takes_the_newest_line_of_the_log_else_how_to_attach(
         await pilot.press(key)
         assert app.clipboard == f"fluxtrain-tui --attach {run}"
         await pilot.press("5")
-        await pilot.pause(0.3)
+        await app_pilot.until(pilot, lambda: app.log_screen() is not None)
+        await app_pilot.still(pilot)
         await pilot.press(key)
         assert app.clipboard == list(app.view.state.log)[-1].text

@@ -55,11 +55,12 @@ async def drawn(pilot: Pilot[None]) -> None:
     app = pilot.app
     assert isinstance(app, FluxApp)
     await until(pilot, lambda: app.view.state.step is not None)
-    await pilot.pause(0.1)
+    shown = app.screen.query_one("#keys", Lines)
+    await until(pilot, lambda: "detach" in shown.text)
 
 
 async def until(pilot: Pilot[None], true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 8
+    deadline = time.monotonic() + 60
     while not true():
         assert time.monotonic() < deadline, "it did not happen in time"
         await pilot.pause(0.05)
@@ -181,8 +182,8 @@ async def test_the_lists_of_the_wizard_take_other_keys(folder: Path) -> None:
     app = FluxApp(start_screen="wizard", sample_machine=False, make_wizard=lambda: wizard)
     app.settings = dataclasses.replace(app.settings, keys={"list_down": "f6"})
     async with app.run_test(size=(120, 40)) as pilot:
-        await until(pilot, lambda: app.screen is wizard and wizard.answers.start == "new")
-        await pilot.pause(0.2)
+        await until(pilot, lambda: app.screen is wizard and wizard.focused is not None)
+        assert wizard.answers.start == "new"
         await pilot.press("down")
         assert wizard.answers.start == "new"
         await pilot.press("f6")
@@ -232,7 +233,7 @@ async def test_a_setting_is_changed_with_the_arrows_at_once_and_kept(
         await drawn(pilot)
         await pilot.press("S")
         await until(pilot, lambda: isinstance(app.screen, SettingsScreen))
-        await pilot.pause(0.2)
+        await until(pilot, lambda: "refresh" in app.screen.query_one("#body", Lines).text)
         names = list(CHOICES)
         await pilot.press(*["j"] * names.index("refresh_hz"), "right")
         assert app.period_s() == 1 / 8

@@ -62,14 +62,24 @@ def settled(state: str, *keys: str) -> Callable[[Pilot[None]], Awaitable[None]]:
     async def run_before(pilot: Pilot[None]) -> None:
         app = pilot.app
         assert isinstance(app, FluxApp)
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while app.view.status.kind != kinds.get(state, state) or not app.view.wall_s:
             assert time.monotonic() < deadline, app.view.status
             await pilot.pause(0.05)
         await pilot.press(*keys)
-        await pilot.pause(0.7)  # a screen switch takes 50 ms, a new layout one more update
+        await still(pilot)
 
     return run_before
+
+
+async def still(pilot: Pilot[None]) -> None:
+    """Wait until nothing moves for longer than two drawings are apart."""
+    seen: list[object] = []
+    deadline = time.monotonic() + 60
+    while len(seen) < 5 or seen[-5:] != [seen[-1]] * 5:
+        assert time.monotonic() < deadline
+        await pilot.pause(0.15)
+        seen.append(pilot.app.screen._compositor.render_strips())
 
 
 @pytest.mark.parametrize("state", STATES)
@@ -112,7 +122,7 @@ def shown(*keys: str) -> Callable[[Pilot[None]], Awaitable[None]]:
         for key in keys:
             await pilot.press(key)
             await pilot.pause(0.1)
-        await pilot.pause(0.7)
+        await still(pilot)
 
     return run_before
 
@@ -148,7 +158,9 @@ def test_the_loss_beside_another_run(
         await settled("running")(pilot)
         app.compare_with(tmp_path / "other")
         await pilot.press("b", "left", "H", "H")
-        await pilot.pause(0.8)
+        while app.view.compared is None:
+            await pilot.pause(0.05)
+        await still(pilot)
 
     assert snap_compare(app, terminal_size=SIZES[1], run_before=run_before)
 

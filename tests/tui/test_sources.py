@@ -192,13 +192,14 @@ def test_a_flood_is_said_a_few_times_a_second(made: ModuleType) -> None:
     thread = threading.Thread(target=follow, args=(source, news.append, stop, lambda: 0.1))
     started_s = time.monotonic()
     thread.start()
-    while time.monotonic() - started_s < 1.0:
+    while len(news) < 4 or news[-1].state.seen < 20_000:
         time.sleep(0.02)
     stop.set()
-    thread.join(timeout=10)
+    thread.join(timeout=60)
+    lasted_s = time.monotonic() - started_s
     assert not thread.is_alive() and source.closed
-    assert 2 <= len(news) <= 12
-    assert news[-1].state.seen > 5_000
+    assert len(news) <= lasted_s / 0.1 + 1
+    assert len(news) < source.polls
 
 
 def test_the_loop_folds_anew_when_the_journal_starts_again(made: ModuleType) -> None:
@@ -245,10 +246,12 @@ def test_a_trainer_that_is_gone_has_no_numbers() -> None:
 def test_sampling_is_cheap() -> None:
     sampler = MachineSampler()
     sampler.sample()
-    started_s = time.perf_counter()
+    costs_s = []
     for _ in range(10):
+        started_s = time.process_time()
         sampler.sample(os.getpid())
-    assert (time.perf_counter() - started_s) / 10 < 0.05
+        costs_s.append(time.process_time() - started_s)
+    assert min(costs_s) < 0.02  # measured: 0.2 ms, once a second
 
 
 @pytest.mark.parametrize("name", ["events.ndjson", "missing.ndjson"])

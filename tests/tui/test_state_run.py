@@ -150,9 +150,12 @@ def test_memory_stays_bounded_over_a_flood(made: ModuleType) -> None:
 
 def test_ten_thousand_events_fold_in_well_under_their_second(made: ModuleType) -> None:
     events = made.training(1700)[:10_000]
-    started_s = time.perf_counter()
-    RunState().after_all(events)
-    assert time.perf_counter() - started_s < 1.0
+    costs_s = []
+    for _ in range(3):
+        started_s = time.process_time()
+        RunState().after_all(events)
+        costs_s.append(time.process_time() - started_s)
+    assert min(costs_s) < 0.5  # measured: 35 ms
 
 
 # --- freshness ------------------------------------------------------------------------------------

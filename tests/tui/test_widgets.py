@@ -56,7 +56,7 @@ class ListApp(App[None]):
 
 async def shown(app: ListApp) -> None:
     """Wait for the first rows."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not app.list.text.strip():
             await asyncio.sleep(0.01)
 
@@ -192,7 +192,7 @@ class Terminal:
         os.close(other)
         self.seen = b""
 
-    def read_until(self, wanted: bytes, limit_s: float = 30.0) -> None:
+    def read_until(self, wanted: bytes, limit_s: float = 120.0) -> None:
         deadline_s = time.monotonic() + limit_s
         while not re.search(wanted, self.seen):
             assert time.monotonic() < deadline_s, f"{wanted!r} not in {self.seen[-400:]!r}"
@@ -205,7 +205,7 @@ class Terminal:
     def close(self) -> None:
         if self.process.poll() is None:
             self.process.kill()
-        self.process.wait(10)
+        self.process.wait(60)
         os.close(self.end)
 
 
@@ -222,7 +222,7 @@ def test_the_app_draws_in_a_real_terminal_and_gives_it_back(terminal: Terminal) 
     assert re.search(ALTERNATE_SCREEN, terminal.seen)
     os.write(terminal.end, b"q")
     terminal.read_until(MAIN_SCREEN)
-    assert terminal.process.wait(10) == 0
+    assert terminal.process.wait(60) == 0
 
 
 def test_a_screen_comes_by_its_key_in_a_real_terminal(terminal: Terminal) -> None:

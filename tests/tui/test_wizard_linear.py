@@ -227,4 +227,4 @@ class _Typed:
                 os.write(self._master, b"\n")
         os.close(self._master)
         self._process.terminate() if time.monotonic() >= deadline else None
-        return self._process.wait(10)
+        return self._process.wait(60)

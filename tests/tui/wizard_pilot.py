@@ -120,7 +120,7 @@ class Wizard:
         await self.pilot.press(*keys)
 
     async def until(self, true: Callable[[], Any]) -> None:
-        for _ in range(500):
+        for _ in range(3000):
             if true():
                 await self.pilot.pause()
                 return

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -21,7 +20,7 @@ EXIT_CODES = ("0 finished", "1 a bug", "2 bad", "3 does not fit", "4 diverged", 
 def command(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "fluxtrain", *arguments],
-        capture_output=True, text=True, check=False, timeout=60, cwd=folder,
+        capture_output=True, text=True, check=False, timeout=200, cwd=folder,
         env={**os.environ, "FLUXTRAIN_RUNS": str(folder / "runs")},
     )  # fmt: skip
 
@@ -36,15 +35,20 @@ def test_the_help_documents_every_exit_code(tmp_path: Path, arguments: list[str]
 
 
 def test_the_help_comes_at_once(tmp_path: Path) -> None:
-    def seconds(*arguments: str) -> float:
-        started_s = time.perf_counter()
-        subprocess.run([sys.executable, *arguments], capture_output=True, check=True, cwd=tmp_path)
-        return time.perf_counter() - started_s
-
-    command("--help", folder=tmp_path)  # byte code is compiled once
-    bare_s = min(seconds("-c", "pass") for _ in range(3))
-    help_s = min(seconds("-m", "fluxtrain", "--help") for _ in range(3))
-    assert help_s - bare_s < 0.3
+    """It reads few modules, 155 when this was written, and none that takes its time."""
+    code = (
+        "import sys; from fluxtrain.cli import main\n"
+        "try: main(['--help'])\n"
+        "except SystemExit: print(*sys.modules, file=sys.stderr)"
+    )
+    answer = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True, text=True, check=True, cwd=tmp_path, timeout=200,
+    )  # fmt: skip
+    modules = answer.stderr.split()
+    heavy = {"torch", "numpy", "transformers", "textual", "pydantic", "msgspec", "psutil", "yaml"}
+    assert heavy.isdisjoint(modules)
+    assert "fluxtrain.cli" in modules and len(modules) < 300
 
 
 def test_neither_the_schema_nor_the_list_of_runs_loads_torch(tmp_path: Path) -> None:
@@ -56,7 +60,7 @@ def test_neither_the_schema_nor_the_list_of_runs_loads_torch(tmp_path: Path) -> 
     for name in ("schema", "runs"):
         answer = subprocess.run(
             [sys.executable, "-c", code, name],
-            capture_output=True, text=True, check=False, cwd=tmp_path, timeout=60,
+            capture_output=True, text=True, check=False, cwd=tmp_path, timeout=200,
         )  # fmt: skip
         assert answer.stderr.split() == ["0", "False"]
 
@@ -79,7 +83,7 @@ def test_runs_are_listed_for_people_and_for_programs(tmp_path: Path) -> None:
 def test_a_reader_that_leaves_is_no_error(tmp_path: Path) -> None:
     line = f"{sys.executable} -m fluxtrain schema | head -c 10; exit ${{PIPESTATUS[0]}}"
     answer = subprocess.run(
-        ["bash", "-c", line], capture_output=True, text=True, check=False, cwd=tmp_path, timeout=60
+        ["bash", "-c", line], capture_output=True, text=True, check=False, cwd=tmp_path, timeout=200
     )
     assert answer.returncode == 0
     assert answer.stderr == ""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from fluxtrain.hardware import others
@@ -54,26 +56,27 @@ def test_the_process_itself_is_not_another_program(monkeypatch: pytest.MonkeyPat
     assert before.others_share(before) is None
 
 
-def _spin(until_s: float) -> None:
-    while time.monotonic() < until_s:
-        pass
+SPIN = "print('ready', flush=True)\nwhile True: pass"
 
 
 def test_another_program_that_computes_is_seen() -> None:
-    before = read_use()
-    if before is None:
+    """As much of it as it got, which is little where others compute too."""
+    if read_use() is None:
         pytest.skip("the kernel does not tell")
-    other = multiprocessing.get_context("spawn").Process(
-        target=_spin, args=(time.monotonic() + 3.0,)
-    )
-    other.start()
-    try:
-        time.sleep(2.0)
-        share = others_share(before)
-    finally:
-        other.join()
+    with subprocess.Popen([sys.executable, "-c", SPIN], stdout=subprocess.PIPE) as other:
+        try:
+            assert other.stdout is not None
+            other.stdout.readline()
+            process = psutil.Process(other.pid)
+            began_s, before, had_s = time.monotonic(), read_use(), sum(process.cpu_times()[:2])
+            while (got_s := sum(process.cpu_times()[:2]) - had_s) < 0.5:
+                time.sleep(0.1)
+            lasted_s = time.monotonic() - began_s
+            share = others_share(before)
+        finally:
+            other.kill()
     assert share is not None
-    assert share > 0.3 / (os.cpu_count() or 1)
+    assert share > 0.7 * got_s / lasted_s / (os.cpu_count() or 1)
 
 
 def test_what_was_measured_in_peace_is_believed_without_a_look(

@@ -309,10 +309,19 @@ def test_a_disk_that_fills_up_while_it_is_measured_says_so_and_is_cleaned(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_best_of_several_calls_counts_and_the_first_only_warms_up() -> None:
-    durations = iter([0.2, 0.02, 0.05, 0.02])
-    rate = best_rate(1.0, lambda: time.sleep(next(durations)), repeats=3, limit_s=10)
-    assert 5 < rate < 50  # neither the warm-up nor faster than the fastest
-    calls: list[int] = []
-    best_rate(1.0, lambda: calls.append(1) or time.sleep(0.01), repeats=100, limit_s=0.0)
+def test_the_best_of_several_calls_counts_and_the_first_only_warms_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now_s, calls = [0.0], []
+
+    def works(seconds: float) -> None:
+        calls.append(seconds)
+        now_s[0] += seconds
+
+    monkeypatch.setattr("fluxtrain.hardware.rate.time.perf_counter", lambda: now_s[0])
+    durations = iter([0.001, 0.2, 0.02, 0.05])
+    rate = best_rate(1.0, lambda: works(next(durations)), repeats=3, limit_s=10)
+    assert rate == pytest.approx(1 / 0.02)  # not the warm-up, which was the fastest here
+    calls.clear()
+    best_rate(1.0, lambda: works(0.01), repeats=100, limit_s=0.0)
     assert len(calls) == 2

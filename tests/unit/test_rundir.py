@@ -186,7 +186,7 @@ def test_without_file_locks_the_recorded_process_decides(
 def test_a_read_only_directory_is_bad_input_that_names_it(open_folder: Path) -> None:
     (open_folder / "runs").mkdir(mode=0o555)
     writer = child(WRITE_AS_NOBODY, open_folder / "runs")
-    output, errors = writer.communicate(timeout=60)
+    output, errors = writer.communicate(timeout=200)
     assert writer.returncode == 0, errors
     for answer in json.loads(output):
         assert answer is not None

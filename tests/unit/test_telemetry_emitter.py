@@ -321,7 +321,7 @@ print(json.dumps([raised, other, emitter.journal_lost]))
         capture_output=True,
         check=False,
         env=child_env(),
-        timeout=60,
+        timeout=200,
     )
     assert done.returncode == 0, done.stderr
     (first, again), other, lost = json.loads(done.stdout)

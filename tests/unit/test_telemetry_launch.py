@@ -32,7 +32,10 @@ emitter = Emitter(run.journal, int(arguments["--live-fd"]))
 print("standard output", sys.argv[1:])
 print("standard error", file=sys.stderr)
 emitter.emit(LogWritten(level="info", text=f"{os.getsid(0)} {sys.stdin.read()!r}"))
-for _ in range(int(arguments["--ticks"])):
+may_end = arguments.get("--until")
+for tick in range(int(arguments["--ticks"])):
+    while tick == 10 and may_end and not os.path.exists(may_end):
+        time.sleep(0.01)
     emitter.emit(PhaseChanged(phase="training"))
     time.sleep(0.01)
 emitter.emit(Done(exit_code=0, step=1, seconds=0.1, loss=None, evaluation_loss=None,
@@ -54,7 +57,7 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return [sys.executable, str(program)]
 
 
-def wait_until(true: Callable[[], bool], timeout_s: float = 30.0) -> None:
+def wait_until(true: Callable[[], bool], timeout_s: float = 120.0) -> None:
     end_s = time.monotonic() + timeout_s
     while not true():
         assert time.monotonic() < end_s, "waited too long"
@@ -71,7 +74,7 @@ def test_a_trainer_gets_a_pipe_a_log_and_a_session_of_its_own(
     run: RunDir, command: list[str]
 ) -> None:
     trainer = start_trainer(["--ticks", "3"], run, command)
-    assert trainer.wait(30) == 0
+    assert trainer.wait(120) == 0
     events = drain(trainer)
     assert [type(event).__name__ for event in events] == [
         "LogWritten",
@@ -91,14 +94,14 @@ def test_the_real_command_ignores_modules_of_the_current_folder() -> None:
 
 def test_a_second_start_appends_to_the_log(run: RunDir, command: list[str]) -> None:
     for _ in range(2):
-        assert start_trainer(["--ticks", "0"], run, command).wait(30) == 0
+        assert start_trainer(["--ticks", "0"], run, command).wait(120) == 0
     assert run.log.read_text().count("standard error") == 2
 
 
 def test_the_trainer_leaves_no_descriptor_of_the_app_open(run: RunDir, command: list[str]) -> None:
     before = set(os.listdir("/proc/self/fd"))
     trainer = start_trainer(["--ticks", "0"], run, command)
-    trainer.wait(30)
+    trainer.wait(120)
     drain(trainer)
     assert set(os.listdir("/proc/self/fd")) == before
 
@@ -107,9 +110,10 @@ def test_the_trainer_survives_an_app_that_is_killed(run: RunDir, command: list[s
     app_program = f"""
 import os, sys, time
 from fluxtrain.telemetry.launch import start_trainer
-trainer = start_trainer(["--ticks", "100"], {str(run.path)!r}, {command!r})
+arguments = ["--ticks", "100", "--until", {str(run.path / "killed")!r}]
+trainer = start_trainer(arguments, {str(run.path)!r}, {command!r})
 print(trainer.pid, flush=True)
-time.sleep(60)
+time.sleep(600)
 """
     app = subprocess.Popen([sys.executable, "-c", app_program], stdout=subprocess.PIPE)
     assert app.stdout is not None
@@ -117,6 +121,7 @@ time.sleep(60)
     wait_until(lambda: run.journal.exists() and len(list(read_events(run.journal))) > 3)
     app.send_signal(signal.SIGKILL)
     app.communicate()
+    (run.path / "killed").touch()
     wait_until(lambda: run.liveness() == "finished")
     events = list(read_events(run.journal))
     assert sum(isinstance(event, PhaseChanged) for event in events) == 100
@@ -132,7 +137,7 @@ def test_a_killed_trainer_is_seen_as_dead_though_nobody_reaped_it(
     wait_until(lambda: run.liveness() == "running")
     trainer.kill()
     wait_until(lambda: run.liveness() == "dead")
-    assert trainer.wait(30) == -signal.SIGKILL
+    assert trainer.wait(120) == -signal.SIGKILL
     drain(trainer)
     assert trainer.exit_code() == -signal.SIGKILL
     trainer.kill()  # again, and nothing happens
@@ -143,7 +148,7 @@ def test_a_stop_is_a_request_that_the_trainer_can_answer(run: RunDir, command: l
     trainer = start_trainer(["--ticks", "3000"], run, command)
     wait_until(lambda: run.liveness() == "running")
     trainer.request_stop()
-    assert trainer.wait(30) == -signal.SIGTERM
+    assert trainer.wait(120) == -signal.SIGTERM
     trainer.reader.close()
 
 
