@@ -17,6 +17,7 @@ from torch import Tensor
 from fluxtrain.memory.device import Device, Ticket
 from fluxtrain.memory.gradient_ring import GradientRing
 from fluxtrain.memory.group import Group, Member, Segment
+from fluxtrain.memory.rows import RowSum, RowTicket, Scatter, norm_by_rows
 
 _LARGE_BYTES = 128 << 20  # one staging buffer is enough for groups that are this rare and large
 Report = Callable[[Group, Ticket, int], None]  # group, the copy, bytes
@@ -60,6 +61,8 @@ class Gradients:
         self._report = report
         self._scratch: Tensor | None = None  # shared by groups that finish within their backward
         self._open: dict[Group, _Sum] = {}
+        self._open_rows: dict[Group, RowSum] = {}
+        self._scatter = Scatter()
         self._staging: dict[int, _Ring] = {}  # by size
         self._ring = GradientRing()
         self.arrivals: dict[Group, Arrival] = {}
@@ -93,16 +96,21 @@ class Gradients:
             into.copy_(gradient)
             total.touched.add(member.index)
 
+    def add_rows(self, group: Group, rows: RowSum) -> None:
+        """The gradient of an embedding that is all of its group; `finish` follows at once."""
+        self._open_rows[group] = rows
+
     def is_open(self, group: Group) -> bool:
         """True while a sum of this group is on the device."""
-        return group in self._open
+        return group in self._open or group in self._open_rows
 
     def discard(self) -> None:
         """Drop unfinished sums (a backward pass raised)."""
         self._open.clear()
+        self._open_rows.clear()
 
     def open_groups(self) -> list[Group]:
-        return list(self._open)
+        return [*self._open, *self._open_rows]
 
     def finish(self, group: Group, *, passing: bool = False) -> None:
         """The group's backward is done: round, take the norms, and send the sum home.
@@ -110,15 +118,15 @@ class Gradients:
         passing: the group's update follows at once, so that its gradients need memory only until
         then; waits for an earlier group's update when all of that memory is lent.
         """
+        rows = self._open_rows.pop(group, None)
+        if rows is not None:
+            self._finish_rows(group, rows, passing=passing)
         total = self._open.pop(group, None)
         if total is None:
             return
         members = [m for s in group.trained for m in s.members if m.index in total.touched]
         self._clear_untouched(group, total)
-        if passing and group.home == "host":
-            self._ring.lend(group)
-        else:
-            group.ensure_gradient()
+        self._take_memory(group, passing=passing)
         if group.home == "device":
             self._keep(group, total, members)
         elif group.has_gradient:
@@ -127,6 +135,21 @@ class Gradients:
             self._send(group, total, members)
         for member in members:
             member.has_gradient = True
+
+    def _take_memory(self, group: Group, *, passing: bool) -> None:
+        if passing and group.home == "host":
+            self._ring.lend(group)
+        else:
+            group.ensure_gradient()
+
+    def _finish_rows(self, group: Group, rows: RowSum, *, passing: bool) -> None:
+        """As `finish`; nothing but the rows crosses the bus."""
+        self._take_memory(group, passing=passing)
+        if group.has_gradient:
+            self._add_rows_at_home(group, rows)
+        else:
+            self._send_rows(group, rows)
+        group.members[0].has_gradient = True
 
     def forget(self, group: Group) -> None:
         """The group's gradients are no longer wanted."""
@@ -222,7 +245,8 @@ class Gradients:
             mine = [m for m in segment.members if m.index in touched]
             for member in mine:
                 norm_of[member.index] = len(norm_of)
-            norms += _norms([m.slice(staged) for m in mine])
+            norms += _norms([m.slice(staged) for m in mine], group)
+            self._scatter.forget(segment.gradient)
             ticket = self._device.download(segment.gradient, staged)
             ring = self._staging[segment.size_bytes]
             ring.tickets[ring.turn] = ticket
@@ -253,6 +277,37 @@ class Gradients:
                     into.copy_(extra)
         self.arrivals[group] = Arrival([], None, {})
 
+    def _send_rows(self, group: Group, rows: RowSum) -> None:
+        member, buffers = group.members[0], group.rows
+        assert buffers is not None
+        segment, count = member.segment, rows.places.count
+        size_bytes = buffers.capacity * buffers.row_bytes
+        staged = self._stage(size_bytes)[: count * buffers.row_bytes]
+        staged = staged.view(segment.dtype).view(count, buffers.width)
+        staged.copy_(rows.values)
+        landing, arena = buffers.landing(count)
+        ticket = self._device.download(landing, staged)
+        ring = self._staging[size_bytes]
+        ring.tickets[ring.turn] = ticket
+        home, places, table_rows = segment.gradient, rows.places.rows, buffers.table_rows
+
+        def land() -> None:
+            assert arena.size_bytes >= landing.nbytes  # and is held until here
+            self._scatter.fill(home, places, landing, table_rows)
+
+        norm = rows.norm(table_rows)
+        self.arrivals[group] = Arrival([RowTicket(ticket, land)], norm, {member.index: 0})
+        self._report(group, ticket, staged.nbytes)
+
+    def _add_rows_at_home(self, group: Group, rows: RowSum) -> None:
+        self.wait(group)
+        member = group.members[0]
+        apply_scales([member])
+        group.widen_gradient(member.segment)
+        fresh = rows.values.to(device="cpu", dtype=torch.float32)
+        stored(member).index_add_(0, rows.places.rows, fresh)
+        self.arrivals[group] = Arrival([], None, {})
+
     def _keep(self, group: Group, total: _Sum, members: list[Member]) -> None:
         """Gradients of a group that lives on the device stay there."""
         norms: list[Tensor] = []
@@ -274,7 +329,7 @@ class Gradients:
                     member.slice(home).copy_(member.slice(flat))
             for member in mine:
                 norm_of[member.index] = len(norm_of)
-            norms += _norms([m.slice(home) for m in mine])
+            norms += _norms([m.slice(home) for m in mine], group)
         self.arrivals[group] = Arrival([], torch.stack(norms), norm_of)
 
 
@@ -284,12 +339,14 @@ def _is_whole(group: Group, gradient: Tensor) -> bool:
     return flat and gradient.numel() == group.trained_elements
 
 
-def _norms(views: list[Tensor]) -> list[Tensor]:
+def _norms(views: list[Tensor], group: Group) -> list[Tensor]:
     """2-norms in fp32 of rounded gradients, one scalar each.
 
     Their memory is taken first: scalars made beside the norm's own temporaries, one a block, would
     keep malloc from reusing those (a quarter of a gigabyte for a model of 0.2 on CPU).
     """
+    if group.by_rows:
+        return [norm_by_rows(view).squeeze(0) for view in views]
     norms = [torch.empty((), dtype=torch.float32, device=view.device) for view in views]
     for view, norm in zip(views, norms, strict=True):
         torch.linalg.vector_norm(view, dtype=torch.float32, out=norm)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import zlib
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,9 @@ from fluxtrain.errors import UnsupportedModel
 from fluxtrain.memory.arena import HostArena, aligned, device_flat, own_storage_view
 from fluxtrain.plan import states as state_formats
 from fluxtrain.plan.states import STATE_BLOCK, StateFormat
+
+if TYPE_CHECKING:
+    from fluxtrain.memory.rows import RowBuffers
 
 Home = Literal["host", "device"]
 MASTERS = ("lo", "master")  # what completes the weights to fp32 masters
@@ -152,6 +155,8 @@ class Group:
         self.version = 0  # counts changes of the weights
         self.users = 0  # units that compute with this group
         self.pending: Future[None] | None = None  # an update under way
+        self.by_rows = False  # one embedding and nothing else: norms are taken row by row
+        self.rows: RowBuffers | None = None  # what its rows pass through, in place of a slot
         self.home_views: list[Tensor] = []  # by member index
         self._arenas: list[HostArena] = []
         self._pin = False

@@ -10,6 +10,7 @@ from fluxtrain.plan.states import MomentFormat, StateFormat, moment_bytes
 
 Offload = Literal["none", "optimizer", "weights", "max"]
 Boundaries = Literal["device", "host"]
+Embedding = Literal["whole", "rows"]  # what of it is copied to the device
 OFFLOADS: tuple[Offload, ...] = ("none", "optimizer", "weights", "max")  # least offload first
 
 FP32_BYTES = 4
@@ -184,3 +185,4 @@ class Wishes:
     data_rows: int | None = None  # rows of one epoch
     accumulates: bool = False  # several backward passes a step
     eager: bool = False  # groups are updated as their gradients arrive
+    embedding: Literal["auto", "whole", "rows"] = "auto"

@@ -24,7 +24,15 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fluxtrain.plan.facts import FP32_BYTES, Boundaries, GroupFacts, ModelFacts, Offload, RowFacts
+from fluxtrain.plan.facts import (
+    FP32_BYTES,
+    Boundaries,
+    Embedding,
+    GroupFacts,
+    ModelFacts,
+    Offload,
+    RowFacts,
+)
 
 SLOTS: dict[Offload, int] = {"none": 0, "optimizer": 0, "weights": 3, "max": 2}
 LARGE_STAGING_BYTES = 128 << 20  # one buffer is enough for gradients this large, else two
@@ -55,6 +63,7 @@ class Layout:
     chunk_rows: int = 0
     accumulates: bool = False  # several backward passes a step
     eager: bool = False  # groups are updated as their gradients arrive: those at home pass through
+    embedding: Embedding = "whole"  # what of one at home is copied to the device
     slots: int | None = None  # for the blocks that are not resident; None: as `offload` says
 
     @property

@@ -27,7 +27,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fluxtrain.errors import BadInput, DoesNotFit
-from fluxtrain.plan.facts import OFFLOADS, Boundaries, ModelFacts, Offload, Room, Wishes
+from fluxtrain.plan.facts import OFFLOADS, Boundaries, Embedding, ModelFacts, Offload, Room, Wishes
 from fluxtrain.plan.footprint import Footprint, Layout, kept_count, slot_count
 from fluxtrain.plan.reasons import choices_of, refusal
 from fluxtrain.plan.search import AUTO_SHARE, Search
@@ -54,6 +54,7 @@ class Placement:
     need: Footprint  # predicted peaks
     chunk_rows: int | None  # None: chosen by `chunk_for` when a row is measured
     choices: tuple[ChoiceMade, ...]
+    embedding: Embedding = "whole"  # what of one at home is copied to the device
     process_bytes: int = 0  # the program itself on the host, measured where a run is planned
     passing_bytes: int = 0  # weights of the device on their way through the host: loading, saving
     reached_bytes: int = 0  # what the process held at its fullest before this plan
@@ -106,6 +107,7 @@ def place(facts: ModelFacts, room: Room, wishes: Wishes) -> RunPlacement:
         budget_bytes=search.budget_bytes,
         need=search.need(layout),
         chunk_rows=layout.chunk_rows,
+        embedding=layout.embedding,
         choices=choices_of(search, layout),
         batch_rows=layout.batch_rows,
     )
@@ -125,6 +127,7 @@ def place_for_any_rows(facts: ModelFacts, room: Room, wishes: Wishes) -> Placeme
         budget_bytes=search.budget_bytes,
         need=search.need(layout),
         chunk_rows=wishes.chunk_rows,
+        embedding=layout.embedding,
         choices=choices_of(search, layout),
     )
 
@@ -144,6 +147,8 @@ def _found(facts: ModelFacts, room: Room, wishes: Wishes) -> tuple[Search, Layou
             raise BadInput(f"{name} is {value}: use at least {least}, or leave it on auto")
     if wishes.boundaries not in ("auto", "device", "host"):
         raise BadInput(f"boundaries is {wishes.boundaries!r}: use auto, device or host")
+    if wishes.embedding not in ("auto", "whole", "rows"):
+        raise BadInput(f"embedding is {wishes.embedding!r}: use auto, whole or rows")
     search = Search(facts, room, wishes)
     layout = search.find()
     if layout is None:

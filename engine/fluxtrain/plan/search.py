@@ -122,6 +122,7 @@ class Search:
             eager=self.wishes.eager,
             boundaries="host" if self.wishes.boundaries == "host" else "device",
             kept_blocks=self.wishes.kept_blocks or 0,
+            embedding="rows" if self.wishes.embedding == "rows" else "whole",
         )
         if self.facts.row is None:
             yield first

@@ -11,6 +11,7 @@ import torch
 
 from fluxtrain.memory.device import Ticket
 from fluxtrain.memory.group import Group
+from fluxtrain.memory.rows import RowBuffers
 from fluxtrain.stream.block_runs import runs_of
 from fluxtrain.telemetry.events import BlockRun, Move
 
@@ -82,11 +83,15 @@ class Accounts:
         self._move_count = 0
         self._lock = threading.Lock()
 
-    def uploaded(self, group: Group, cause: str, ticket: Ticket) -> None:
+    def uploaded(
+        self, group: Group, cause: str, ticket: Ticket, size_bytes: int | None = None
+    ) -> None:
+        """A copy of the group's weights was started; None: of all of them."""
+        size = group.wire_bytes if size_bytes is None else size_bytes
         self._engine.device.recorder.copied("h2d", "weights", group.name, ticket)
         with self._lock:
-            self.h2d_bytes += group.wire_bytes
-            self._note(group, "weights", group.wire_bytes, "C>G", cause, ticket)
+            self.h2d_bytes += size
+            self._note(group, "weights", size, "C>G", cause, ticket)
 
     def downloaded(self, group: Group, ticket: Ticket, size_bytes: int) -> None:
         self._engine.device.recorder.copied("d2h", "gradients", group.name, ticket)
@@ -140,7 +145,7 @@ class Accounts:
         engine = self._engine
         at_device = [g for g in engine.groups if g.home == "device"]
         by = {
-            "weights": engine.window.size_bytes + sum(g.wire_bytes for g in at_device),
+            "weights": self._copied_bytes() + sum(g.wire_bytes for g in at_device),
             "gradients": engine.gradients.device_bytes + sum(g.gradient_bytes for g in at_device),
             "optimizer": sum(g.state_bytes for g in at_device),
             "activations": max(0, self.boundary_bytes),
@@ -164,9 +169,19 @@ class Accounts:
             self._peak_bytes,
             engine.plan.budget_bytes,
             by,
-            sum(g.wire_bytes + g.state_bytes + g.gradient_bytes for g in at_host),
-            sum(g.pinned_bytes for g in at_host),
+            sum(g.wire_bytes + g.state_bytes + g.gradient_bytes for g in at_host)
+            + sum(rows.host_bytes for rows in self._row_buffers()),
+            sum(g.pinned_bytes for g in at_host)
+            + sum(rows.pinned_bytes for rows in self._row_buffers()),
         )
+
+    def _row_buffers(self) -> list[RowBuffers]:
+        return [group.rows for group in self._engine.groups if group.rows is not None]
+
+    def _copied_bytes(self) -> int:
+        """Of the device, what weights from home are copied into."""
+        rows = sum(rows.device_bytes for rows in self._row_buffers())
+        return self._engine.window.size_bytes + rows
 
     def device_peaks(self) -> tuple[int, int]:
         """The most bytes that tensors used on the GPU, and that were reserved for them, ever."""
@@ -192,7 +207,7 @@ class Accounts:
                 for g in engine.groups
                 if g.home == "device"
             )
-            held = engine.window.size_bytes + engine.gradients.device_bytes + at_device
+            held = self._copied_bytes() + engine.gradients.device_bytes + at_device
             self._peak_bytes = max(self._peak_bytes, held + self.boundary_bytes)
 
     def _note(

@@ -34,6 +34,7 @@ from fluxtrain.stream.capture import Capture, active_collector
 from fluxtrain.stream.escapes import BoundWeights
 from fluxtrain.stream.head import LazyLogits
 from fluxtrain.stream.rng import RandomState
+from fluxtrain.stream.rows import look_up
 
 if TYPE_CHECKING:
     from fluxtrain.stream.engine import Engine
@@ -112,6 +113,10 @@ class Unit:
         """What replaces the module's forward."""
         engine = self.engine
         engine.before(self)
+        if self.group.rows is not None and self.group.home == "host":
+            found = look_up(self, args, kwargs)
+            if found is not None:
+                return found
         args, kwargs = to_device((args, kwargs), engine.device.torch_device)
         if self.is_head and not materialise and not kwargs and len(args) == 1:
             autocast = torch.is_autocast_enabled(engine.device.torch_device.type)

@@ -32,6 +32,7 @@ from fluxtrain.stream.head import HeadCall
 from fluxtrain.stream.loss_scale import LossScale
 from fluxtrain.stream.norm import GradNorm, norm_parts
 from fluxtrain.stream.parameter import HostGradient, HostParameter, Owner
+from fluxtrain.stream.rows import HostIds, Lookup
 from fluxtrain.stream.shards import load_state_shard, state_shards
 from fluxtrain.stream.updates import Updates
 from fluxtrain.stream.use import Use
@@ -60,6 +61,7 @@ class Engine:
         self.gradients = Gradients(device, self.accounts.downloaded)
         self.updates = Updates(self.gradients, device)
         self.park = BoundaryPark(device)
+        self.host_ids = HostIds()
         self.anchor = torch.zeros(1, device=device.torch_device, requires_grad=True)
         self.anchor_node = self.anchor.view_as(self.anchor).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
         self.owners: dict[Group, dict[int, Owner]] = {}
@@ -134,7 +136,7 @@ class Engine:
     def after_forward(self, unit: Unit) -> None:
         self.accounts.sample()
 
-    def begin_backward(self, unit: Unit, call: Call | HeadCall, anchor_node: Any) -> None:
+    def begin_backward(self, unit: Unit, call: Call | HeadCall | Lookup, anchor_node: Any) -> None:
         """Checks before a unit's backward; starts the copies of the units before it."""
         self.use.check()
         if not torch._C._will_engine_execute_node(anchor_node):

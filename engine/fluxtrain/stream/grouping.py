@@ -46,8 +46,21 @@ def group_parameters(
     for others in borrowed.values():
         for group in others:
             group.users += 1
+    for name, module in parts.edges:
+        group = groups[name]
+        group.by_rows = group.users == 1 and len(group.members) == 1 and is_table(module)
     order = {name: i for i, (name, _) in enumerate(model.named_modules())}
     return dict(sorted(groups.items(), key=lambda item: order.get(item[0], 0))), borrowed
+
+
+def is_table(module: nn.Module) -> bool:
+    """Is this an embedding whose rows can be looked up a few at a time?"""
+    if not isinstance(module, nn.Embedding) or type(module).forward is not nn.Embedding.forward:
+        return False
+    own = "_fluxtrain_forward" if "_fluxtrain_unit" in module.__dict__ else "forward"
+    plain = not module._parameters.keys() - {"weight"} and own not in module.__dict__
+    exotic = module.max_norm is not None or module.scale_grad_by_freq or module.sparse
+    return plain and not exotic and not hasattr(module, "parametrizations")
 
 
 def is_head(model: nn.Module, module: nn.Module) -> bool:

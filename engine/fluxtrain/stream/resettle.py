@@ -49,7 +49,7 @@ def resettle(
     engine.gradients.drain()
     device, at_home = engine.groups[:device_groups], engine.groups[device_groups:]
     blocks = [group for group in at_home if group.kind == "block"]
-    edges = [group for group in at_home if group.kind == "edge"]
+    edges = [group for group in at_home if group.kind == "edge" and group.rows is None]
     fresh: list[Slot] = []
     if any((g.home == "host") == (at < device_groups) for at, g in enumerate(engine.groups)):
         engine.gradients.give_ring_back(engine.groups)  # it lends from one host group to another
@@ -89,6 +89,9 @@ def resettle(
 
 def _tidy(engine: Engine, at_home: list[Group]) -> None:
     """After the moves: no memory stays for what is gone, and peaks are those of the new layout."""
+    for group in engine.groups:
+        if group.rows is not None and group.home == "device":
+            group.rows.give_back()
     engine.gradients.stage_only({s.size_bytes for group in at_home for s in group.trained})
     _give_back(engine)
     engine.accounts.measure_peaks_anew()

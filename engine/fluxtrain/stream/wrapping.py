@@ -25,6 +25,7 @@ from fluxtrain.stream.engine import Engine, engine_of
 from fluxtrain.stream.grouping import Borrowed, group_parameters, is_head, model_facts
 from fluxtrain.stream.keepers import choose_keepers
 from fluxtrain.stream.parameter import Owner, adopt_parameter, owner_of, release_parameter
+from fluxtrain.stream.rows import choose_rows
 from fluxtrain.stream.surface import guard_module, release_module, replace_forward
 
 
@@ -42,6 +43,7 @@ def wrap(  # noqa: PLR0913  # each is one choice of the user, by keyword
     states: StateFormat = "fp32",
     boundaries: str = "auto",
     eager: bool = False,
+    embedding: str = "auto",
 ) -> nn.Module:
     """Let the blocks of `model` stream through `device`; returns the same object.
 
@@ -64,6 +66,8 @@ def wrap(  # noqa: PLR0913  # each is one choice of the user, by keyword
     states: how AdamW's two moments are kept: `fp32`, `bf16` (rounded at random) or `8bit`
     (block-wise, the meaning of bitsandbytes' 8-bit AdamW); small parameters keep fp32.
     eager: every step will be one (`Engine.begin_eager_step`): plan less memory for gradients.
+    embedding: at home on the host it is copied to the device `whole`, or only the `rows` that a
+    batch looks up (`auto`: whole); rows read the ids on the host.
 
     Wrapping twice is wrapping once. Raises UnsupportedModel, BadInput or DoesNotFit.
     """
@@ -79,6 +83,7 @@ def wrap(  # noqa: PLR0913  # each is one choice of the user, by keyword
         kept_blocks=kept_blocks,
         budget_bytes=budget_bytes,
         eager=eager,
+        embedding=embedding,  # type: ignore[arg-type]  # any other word is refused
     )
     _refuse_fractions(wishes)
     _put_engine(model, _compute_device(device), wishes, states, overlap=overlap)
@@ -229,6 +234,7 @@ def _furnish(
     """Homes, units and slots; the model is the engine's from here on."""
     _settle(engine, groups)
     _make_units(engine, model, parts, groups, borrowed)
+    choose_rows(engine)
     _make_slots(engine)
     choose_keepers(engine)
     _put_on(engine, model, parts)
@@ -295,7 +301,7 @@ def _make_slots(engine: Engine) -> None:
     blocks = [g for g in at_home if g.kind == "block"]
     resident = blocks[: engine.plan.resident_blocks]
     for group in at_home:
-        if group.kind == "edge" or group in resident:
+        if (group.kind == "edge" and group.rows is None) or group in resident:
             engine.window.add_slot(group.wire_bytes, owner=group)
     largest = max((group.wire_bytes for group in blocks[len(resident) :]), default=0)
     for _ in range(engine.plan.slots):
@@ -349,4 +355,5 @@ def _before_model(
     moved: tuple[tuple[Any, ...], dict[str, Any]] = to_device(
         (args, kwargs), engine.device.torch_device
     )
+    engine.host_ids.note((args, kwargs), moved)
     return moved

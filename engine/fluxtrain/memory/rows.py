@@ -1,0 +1,235 @@
+"""The distinct rows of a large table that a batch touches: gathered on the host, scattered home.
+
+A batch of T tokens looks at T rows of an embedding at most, of 150 thousand. Those alone are copied
+to the device, and their gradients alone come home; the gradients of all other rows are zero there.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from fluxtrain.memory.arena import HostArena, aligned, device_flat
+from fluxtrain.memory.device import Device, Ticket
+from fluxtrain.memory.recorder import Instant
+
+_INDEX = torch.int64
+
+
+@dataclass(frozen=True, eq=False)
+class Places:
+    """Which rows a batch touches, and where its tokens find theirs among them."""
+
+    rows: Tensor  # (U,) int64 on the host, ascending
+    of_tokens: Tensor  # (T,) int64 on the host: positions in `rows`
+
+    @staticmethod
+    def of(indices: Tensor) -> Places:
+        """`indices` (T,) on the host, of any integer dtype."""
+        rows, of_tokens = torch.unique(indices.to(_INDEX), return_inverse=True)
+        return Places(rows, of_tokens)
+
+    @property
+    def count(self) -> int:
+        return len(self.rows)
+
+    def position_of(self, row: int) -> int:
+        """Where `row` stands among the rows; -1 where it is not touched."""
+        at = int(torch.searchsorted(self.rows, row))
+        return at if at < self.count and int(self.rows[at]) == row else -1
+
+
+@dataclass(frozen=True, eq=False)
+class Brought:
+    """Rows on the device, and the indices that belong to them there."""
+
+    rows: Tensor  # (U, H): valid until the buffers are released
+    places: Tensor  # (U,) int64
+    of_tokens: Tensor  # (T,) int64
+
+
+class RowBuffers:
+    """What the rows of one table pass through. The buffers grow to the largest batch and stay."""
+
+    def __init__(self, device: Device, table_rows: int, width: int, dtype: torch.dtype) -> None:
+        self._device = device
+        self.table_rows, self.width, self.dtype = table_rows, width, dtype
+        self.capacity = 0  # rows
+        self._tokens = 0
+        self._arenas: tuple[HostArena, HostArena] | None = None  # rows, indices
+        self._landing: HostArena | None = None
+        self._on_device: tuple[Tensor, Tensor] | None = None
+        self._tickets: tuple[Ticket, ...] = ()
+        self._free: object = None
+
+    @property
+    def row_bytes(self) -> int:
+        return self.width * self.dtype.itemsize
+
+    @property
+    def device_bytes(self) -> int:
+        return sum(t.nbytes for t in self._on_device or ())
+
+    @property
+    def host_bytes(self) -> int:
+        arenas = (*(self._arenas or ()), self._landing)
+        return sum(arena.size_bytes for arena in arenas if arena is not None)
+
+    @property
+    def pinned_bytes(self) -> int:
+        arenas = (*(self._arenas or ()), self._landing)
+        return sum(arena.pinned_bytes for arena in arenas if arena is not None)
+
+    def bring(self, places: Places, table: Tensor) -> tuple[Brought, tuple[Ticket, Ticket]]:
+        """Gather the rows from `table` (rows, H) on the host and start to copy them to the device;
+        the computation has to wait for both tickets, and to `release` what it was given.
+
+        Waits for the copies of the rows before, which leave from the same memory. Raises IndexError
+        for a row that the table does not have.
+        """
+        for ticket in self._tickets:
+            ticket.wait_host()
+        self._grow(places)
+        assert self._arenas is not None
+        assert self._on_device is not None
+        count, numbers = places.count, places.count + len(places.of_tokens)
+        rows = self._table(self._arenas[0])[:count]
+        torch.index_select(table, 0, places.rows, out=rows)
+        indices = self._arenas[1].tensor(_INDEX, self.capacity + self._tokens, 0)[:numbers]
+        indices[:count] = places.rows
+        indices[count:] = places.of_tokens
+        to_rows = self._on_device[0][: rows.nbytes].view(self.dtype).view(count, self.width)
+        to_indices = self._on_device[1][: indices.nbytes].view(_INDEX)
+        self._tickets = found = (
+            self._device.upload(to_indices, indices, None, self._free),
+            self._device.upload(to_rows, rows, None, self._free),
+        )
+        return Brought(to_rows, to_indices[:count], to_indices[count:]), found
+
+    def release(self) -> None:
+        """The computation that reads what was brought is queued."""
+        self._free = self._device.mark()
+
+    def landing(self, count: int) -> tuple[Tensor, HostArena]:
+        """Host memory for the gradients of `count` rows, and what keeps it locked."""
+        size_bytes = self.capacity * self.row_bytes
+        if self._landing is None or self._landing.size_bytes < size_bytes:
+            self._landing = HostArena(size_bytes, pin=self._device.pins)
+        return self._table(self._landing)[:count], self._landing
+
+    def give_back(self) -> None:
+        """Free everything; what comes next allocates anew. Copies under way are waited for."""
+        for ticket in self._tickets:
+            ticket.wait_host()
+        self._tickets = ()
+        self._arenas = self._landing = self._on_device = None
+        self.capacity = self._tokens = 0
+
+    def _table(self, arena: HostArena) -> Tensor:
+        """(capacity, H) over its memory."""
+        flat = arena.tensor(self.dtype, self.capacity * self.width, 0)
+        return flat.view(self.capacity, self.width)
+
+    def _grow(self, places: Places) -> None:
+        """Sized by tokens: how many of them are distinct changes from batch to batch."""
+        tokens = max(len(places.of_tokens), 1)
+        if tokens <= self._tokens:
+            return
+        self._arenas = self._on_device = None  # before the larger ones are there
+        self._tokens, self.capacity = tokens, min(tokens, self.table_rows)
+        sizes = (
+            aligned(self.capacity * self.row_bytes),
+            aligned((self.capacity + tokens) * _INDEX.itemsize),
+        )
+        pin, target = self._device.pins, self._device.torch_device
+        self._arenas = (HostArena(sizes[0], pin=pin), HostArena(sizes[1], pin=pin))
+        with torch.inference_mode(False):  # they stay for training passes that come later
+            self._on_device = (device_flat(target, sizes[0]), device_flat(target, sizes[1]))
+        self._free = self._device.mark()
+
+
+@dataclass(eq=False)
+class RowSum:
+    """The gradient of a table's rows after one backward pass; zero for all that are not here."""
+
+    places: Places
+    on_device: Tensor  # (U,) int64
+    values: Tensor  # (U, H) in the table's dtype, on the device
+
+    def norm(self, table_rows: int) -> Tensor:
+        """2-norm (1,) in fp32 with the bits of `norm_by_rows` over the whole gradient."""
+        return norm_by_rows(self.values, self.on_device, table_rows)
+
+
+def norm_by_rows(
+    values: Tensor, places: Tensor | None = None, table_rows: int | None = None
+) -> Tensor:
+    """2-norm (1,) in fp32 of (U, H): each row's first, so that rows of zeros elsewhere in a table
+    of `table_rows`, where the rows stand at `places`, change no bit."""
+    norms = torch.linalg.vector_norm(values, dim=1, dtype=torch.float32)
+    if places is not None and table_rows is not None:
+        norms = torch.zeros(table_rows, device=norms.device).index_copy_(0, places, norms)
+    whole: Tensor = torch.linalg.vector_norm(norms)
+    return whole.view(1)
+
+
+class Scatter:
+    """Puts rows into tables of zeros, and remembers which rows are not zero there, so that the next
+    ones need not clear the whole table."""
+
+    def __init__(self) -> None:
+        self._filled: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+    def fill(self, flat: Tensor, rows: Tensor, values: Tensor, table_rows: int) -> None:
+        """`flat` (elements,) becomes the table (table_rows, H) with `values` (U, H) at `rows` and
+        zero elsewhere."""
+        table = flat[: table_rows * values.shape[1]].view(table_rows, values.shape[1])
+        before: tuple[Tensor, int] | None = self._filled.get(flat)
+        if before is None or before[1] != flat._version:  # others have written to it since
+            flat.zero_()
+        else:
+            table.index_fill_(0, before[0], 0)
+        table.index_copy_(0, rows, values)
+        self._filled[flat] = rows, flat._version
+
+    def forget(self, flat: Tensor) -> None:
+        """Something else is copied there."""
+        self._filled.pop(flat, None)
+
+
+class RowTicket:
+    """Rows of a gradient on their way home; they have arrived when they stand in the table."""
+
+    def __init__(self, ticket: Ticket, land: Callable[[], None]) -> None:
+        self._ticket = ticket
+        self._land: Callable[[], None] | None = land
+        self._lock = threading.Lock()
+
+    @property
+    def duration_s(self) -> float | None:
+        return self._ticket.duration_s
+
+    def instants(self) -> tuple[Instant, Instant] | None:
+        return self._ticket.instants()
+
+    def done(self) -> bool:
+        return self._ticket.done()
+
+    def failed(self) -> bool:
+        return self._ticket.failed()
+
+    def wait_host(self) -> None:
+        """Block until the bytes have crossed; the first who waits puts them into the table."""
+        self._ticket.wait_host()
+        with self._lock:
+            land, self._land = self._land, None
+            if land is not None:
+                land()
+
+    def wait_compute(self, cause: str) -> None:
+        self._ticket.wait_compute(cause)

@@ -1,0 +1,194 @@
+"""The lookup of an embedding whose weights stay on the host: only rows cross the bus.
+
+The distinct ids of a batch are found on the host, their rows gathered there and copied to the
+device, and looked up by their positions among them. The gradient is that of torch over those rows
+alone: positions ascend as ids do, so each row's terms are summed in the same order.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from fluxtrain.memory.group import Group
+from fluxtrain.memory.page_locks import host_empty
+from fluxtrain.memory.rows import Brought, Places, RowBuffers, RowSum
+from fluxtrain.stream.arguments import flatten
+from fluxtrain.stream.grouping import is_table
+
+if TYPE_CHECKING:
+    from fluxtrain.stream.block import Unit
+    from fluxtrain.stream.engine import Engine
+
+
+class HostIds:
+    """Where the host has the integers that were moved to the device with a model's inputs."""
+
+    def __init__(self) -> None:
+        self._moved: list[tuple[Tensor, int, Tensor]] = []  # on the device, its version, the host's
+
+    def note(self, before: Any, after: Any) -> None:
+        """Arguments of the model before and after they were moved."""
+        pairs = zip(flatten(before)[1], flatten(after)[1], strict=True)
+        self._moved = [
+            (moved, moved._version, host)
+            for host, moved in pairs
+            if host.device.type == "cpu" and not host.is_floating_point()
+        ]
+
+    def of(self, ids: Tensor) -> Tensor | None:
+        """The same integers on the host, if nobody has written to either since."""
+        for moved, version, host in self._moved:
+            if moved is ids and moved._version == version:
+                return host
+        return None
+
+
+def choose_rows(engine: Engine) -> None:
+    """Let embeddings be looked up by rows where the plan says so."""
+    if engine.plan.embedding != "rows":
+        return
+    for unit in engine.units:
+        if unit.group.by_rows and is_table_of(unit):
+            (table_rows, width), dtype = _table(unit)
+            unit.group.rows = RowBuffers(engine.device, table_rows, width, dtype)
+
+
+def _table(unit: Unit) -> tuple[tuple[int, int], torch.dtype]:
+    weight = unit.group.members[0]
+    table_rows, width = weight.shape
+    return (table_rows, width), weight.segment.dtype
+
+
+def is_table_of(unit: Unit) -> bool:
+    """Is the unit an embedding that nobody looks into beside?"""
+    weight = unit.group.members[0].parameter
+    looked_at = torch.is_grad_enabled() and bool(weight._backward_hooks)
+    return is_table(unit.module) and not looked_at
+
+
+def look_up(unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    """The embedding of the ids among the arguments (..., H); None where rows will not do: from then
+    on the whole table has a place on the device."""
+    given = (*args, *kwargs.values())
+    ids = given[0] if len(given) == 1 and set(kwargs) <= {"input"} else None
+    if type(ids) is not Tensor or ids.dtype not in (torch.int64, torch.int32):
+        _copy_whole(unit, "it is called with something else than ids")
+        return None
+    if not is_table_of(unit):
+        _copy_whole(unit, "its weight has hooks, or its options were changed")
+        return None
+    call = Lookup(unit, ids)
+    if torch.is_grad_enabled() and unit.group.members[0].parameter.requires_grad:
+        found: Tensor = _LookedUp.apply(call, unit.engine.anchor)  # type: ignore[no-untyped-call]
+        return found
+    with torch.no_grad():
+        return call.forward()
+
+
+def _copy_whole(unit: Unit, why: str) -> None:
+    engine, group = unit.engine, unit.group
+    assert group.rows is not None
+    group.rows.give_back()
+    group.rows = None
+    engine.window.add_slot(group.wire_bytes, owner=group)
+    engine.say(f"{unit.name} is copied to the device whole: {why}")
+
+
+class Lookup:
+    """One forward of an embedding: what its backward needs."""
+
+    def __init__(self, unit: Unit, ids: Tensor) -> None:
+        module = unit.module
+        assert isinstance(module, nn.Embedding)
+        self.unit = unit
+        self.shape = ids.shape
+        self.places = Places.of(_on_host(unit.engine, ids).reshape(-1))
+        padding = module.padding_idx
+        self.padding = -1 if padding is None else self.places.position_of(padding)
+        self.training = module.training
+        self.versions: dict[Group, int] = {}
+        self.brought: Brought | None = None  # without the rows themselves
+
+    def forward(self) -> Tensor:
+        """Look the rows up; (..., H)."""
+        unit, engine, group = self.unit, self.unit.engine, self.unit.group
+        buffers = group.rows
+        assert buffers is not None
+        _wait_for_update(engine, group)
+        self.versions = {group: group.version}
+        brought, tickets = buffers.bring(self.places, group.home_views[0])
+        engine.use.begin()
+        try:
+            for ticket in tickets:
+                ticket.wait_compute("weights")
+            engine.accounts.uploaded(group, "rows", tickets[1], brought.rows.nbytes)
+            start = engine.device.recorder.instant()
+            found = torch.embedding(brought.rows, brought.of_tokens, self.padding)
+            self.brought = Brought(
+                brought.rows[:0], brought.places.clone(), brought.of_tokens.clone()
+            )
+            engine.device.recorder.computed("forward", unit.name, start)
+        finally:
+            engine.use.end()
+            buffers.release()
+        engine.after_forward(unit)
+        return found.view(*self.shape, buffers.width)
+
+    def backward(self, gradient: Tensor) -> None:
+        """Hand the rows' gradient to the engine."""
+        engine, group = self.unit.engine, self.unit.group
+        buffers, brought = group.rows, self.brought
+        assert buffers is not None
+        assert brought is not None
+        values = torch.ops.aten.embedding_dense_backward(
+            gradient.reshape(-1, buffers.width), brought.of_tokens, buffers.capacity, self.padding,
+            False,
+        )  # fmt: skip
+        rows = RowSum(self.places, brought.places, values[: self.places.count])
+        engine.gradients.add_rows(group, rows)
+
+
+class _LookedUp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: Lookup, anchor: Tensor) -> Tensor:
+        ctx.call, ctx.anchor_node = call, call.unit.engine.anchor_node
+        ctx.set_materialize_grads(False)
+        return call.forward()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[None, None]:
+        call: Lookup = ctx.call
+        engine = call.unit.engine
+        engine.begin_backward(call.unit, call, ctx.anchor_node)
+        if gradient is not None:
+            call.backward(gradient)
+        engine.after_backward(call.unit)
+        return None, None
+
+
+def _on_host(engine: Engine, ids: Tensor) -> Tensor:
+    """The ids (any shape) in host memory. Where only the device has them, this thread waits until
+    what was queued before has computed them."""
+    known = engine.host_ids.of(ids)
+    if known is not None or ids.device.type == "cpu":
+        return ids if known is None else known
+    host = host_empty(ids.shape, ids.dtype, pin=engine.device.pins)
+    engine.device.download(host, ids.contiguous()).wait_host()
+    return host
+
+
+def _wait_for_update(engine: Engine, group: Group) -> None:
+    """The gather reads the weights at home; the wait is booked as a stall."""
+    pending = group.pending
+    if pending is None or pending.done():
+        group.wait()
+        return
+    started_s = time.perf_counter()
+    group.wait()
+    engine.device.stalls.add("update", time.perf_counter() - started_s)

@@ -1,0 +1,96 @@
+"""Rows of a table: found, gathered, and scattered into zeros."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from fluxtrain.memory.device import CpuDevice
+from fluxtrain.memory.rows import Places, RowBuffers, RowTicket, Scatter, norm_by_rows
+
+
+def table_of(flat: Tensor) -> Tensor:
+    return flat[: 50 * 4].view(50, 4)
+
+
+def test_places_are_distinct_and_ascend() -> None:
+    places = Places.of(torch.tensor([9, 2, 9, 40, 2], dtype=torch.int32))
+    assert places.rows.tolist() == [2, 9, 40]
+    assert places.rows[places.of_tokens].tolist() == [9, 2, 9, 40, 2]
+    assert [places.position_of(row) for row in (2, 9, 40, 3, 99)] == [0, 1, 2, -1, -1]
+
+
+def test_rows_are_brought_as_they_are() -> None:
+    device = CpuDevice()
+    table = torch.randn(50, 4)
+    buffers = RowBuffers(device, 50, 4, torch.float32)
+    for seed in range(3):
+        ids = torch.randint(0, 50, (20 + seed,), generator=torch.Generator().manual_seed(seed))
+        brought, tickets = buffers.bring(Places.of(ids), table)
+        for ticket in tickets:
+            ticket.wait_compute("weights")
+        assert torch.equal(brought.rows[brought.of_tokens], table[ids])
+        buffers.release()
+    buffers.give_back()
+    assert buffers.device_bytes == buffers.host_bytes == 0
+    device.close()
+
+
+def test_more_tokens_than_rows_need_no_more_than_the_table() -> None:
+    device = CpuDevice()
+    buffers = RowBuffers(device, 50, 4, torch.float32)
+    _, tickets = buffers.bring(Places.of(torch.arange(50).repeat(9)), torch.randn(50, 4))
+    for ticket in tickets:
+        ticket.wait_host()
+    assert buffers.capacity == 50
+    device.close()
+
+
+def test_a_table_holds_the_last_rows_and_zeros_whatever_was_there() -> None:
+    scatter, flat = Scatter(), torch.full((210,), 7.0)
+    for rows in ([3, 4], [4, 20, 49], []):
+        values = torch.randn(len(rows), 4)
+        scatter.fill(flat, torch.tensor(rows, dtype=torch.int64), values, 50)
+        expected = torch.zeros(50, 4)
+        expected[rows] = values
+        assert torch.equal(table_of(flat), expected)
+        assert not flat[200:].any()
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_what_others_wrote_into_the_table_is_cleared(told: bool) -> None:
+    scatter, flat = Scatter(), torch.zeros(200)
+    scatter.fill(flat, torch.tensor([1]), torch.ones(1, 4), 50)
+    if told:  # a copy by the device, which no version counts
+        flat.numpy()[:] = 5.0
+        scatter.forget(flat)
+    else:
+        table_of(flat)[30].add_(5.0)
+    scatter.fill(flat, torch.tensor([2]), torch.ones(1, 4), 50)
+    assert table_of(flat).sum() == 4
+
+
+def test_rows_of_zeros_change_no_bit_of_the_norm() -> None:
+    for dtype in (torch.bfloat16, torch.float32):
+        table = torch.zeros(5000, 96, dtype=dtype)
+        rows = torch.randperm(5000)[:700].sort().values
+        table[rows] = torch.randn(700, 96).to(dtype)
+        few = norm_by_rows(table[rows], rows, 5000)
+        assert torch.equal(few, norm_by_rows(table))
+        assert float(few) == pytest.approx(float(table.double().norm()), rel=1e-6)
+
+
+def test_a_gradient_lands_once_whoever_waits() -> None:
+    landed: list[int] = []
+    device = CpuDevice()
+    ticket = RowTicket(device.download(torch.zeros(4), torch.ones(4)), lambda: landed.append(1))
+    ticket.wait_host()
+    ticket.wait_host()
+    ticket.wait_compute("gradients")
+    assert ticket.done()
+    assert not ticket.failed()
+    assert ticket.instants() is not None
+    assert ticket.duration_s is not None
+    assert landed == [1]
+    device.close()

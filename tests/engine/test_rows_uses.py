@@ -1,0 +1,263 @@
+"""How embeddings are used: hooks, several calls, evaluation, writes from outside."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import fluxtrain
+from fluxtrain.errors import BadInput, MisusedModel
+from tests.engine.row_models import (
+    HIDDEN,
+    VOCABULARY,
+    Twice,
+    by_rows,
+    equal,
+    inputs,
+    llama,
+    squares,
+    trained,
+    wrapped,
+)
+
+
+def test_an_embedding_may_be_called_twice_in_a_forward() -> None:
+    equal(trained(Twice(), "whole", loss_of=squares), trained(Twice(), "rows", loss_of=squares))
+
+
+def test_two_forwards_before_one_backward() -> None:
+    def both(model: nn.Module, seed: int) -> Tensor:
+        return squares(model, seed) + squares(model, seed + 100)
+
+    equal(trained(Twice(), "whole", loss_of=both), trained(Twice(), "rows", loss_of=both))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_around_the_embedding(reentrant: bool) -> None:
+    def within(model: Any, seed: int) -> Tensor:
+        ids = inputs(seed)["input_ids"]
+        dummy = torch.zeros(1, requires_grad=True)
+
+        def part(dummy: Tensor) -> Tensor:
+            found: Tensor = model.embed(ids) + dummy
+            return found
+
+        hidden = checkpoint(part, dummy, use_reentrant=reentrant)
+        for layer in model.layers:
+            hidden = torch.tanh(layer(hidden))
+        return hidden.float().square().mean()
+
+    equal(trained(Twice(), "whole", loss_of=within), trained(Twice(), "rows", loss_of=within))
+
+
+def test_a_weight_that_is_also_read_by_itself_gets_both_gradients() -> None:
+    def both(model: Any, seed: int) -> Tensor:
+        return squares(model, seed) + 0.1 * model.embed.weight[:50].float().square().sum()
+
+    equal(trained(Twice(), "whole", loss_of=both), trained(Twice(), "rows", loss_of=both))
+
+
+def test_a_frozen_embedding_gets_no_gradient() -> None:
+    def frozen() -> nn.Module:
+        model = llama()
+        model.get_input_embeddings().weight.requires_grad_(requires_grad=False)  # type: ignore[operator, union-attr]
+        return model
+
+    equal(trained(frozen(), "whole"), result := trained(frozen(), "rows"))
+    assert "model.embed_tokens.weight" not in result[1]
+
+
+def test_embeddings_given_in_place_of_ids() -> None:
+    def given(model: Any, seed: int) -> Tensor:
+        batch = inputs(seed)
+        hidden = model.get_input_embeddings()(batch["input_ids"]).detach().requires_grad_()
+        loss: Tensor = model(inputs_embeds=hidden, labels=batch["labels"]).loss
+        return loss
+
+    equal(trained(llama(), "whole", loss_of=given), trained(llama(), "rows", loss_of=given))
+
+
+@pytest.mark.parametrize("ids", [torch.zeros(0, 4, dtype=torch.int64), torch.tensor(3)], ids=str)
+def test_no_id_and_one_id(ids: Tensor) -> None:
+    model = Twice()
+    expected = model.embed(ids)
+    engine = wrapped(model, "rows")
+    found = model.embed(ids)
+    assert by_rows(engine)
+    assert found.shape == expected.shape
+    assert torch.equal(found, expected)
+
+
+def test_an_id_beyond_the_table_is_an_index_error() -> None:
+    model = Twice()
+    wrapped(model, "rows")
+    with pytest.raises(IndexError):
+        model(torch.tensor([[VOCABULARY]]), again=False)
+
+
+def test_generation_and_evaluation_give_what_the_plain_model_gives() -> None:
+    model = llama(torch.float32).eval()
+    ids = inputs(1)["input_ids"][:1]
+    plain = copy.deepcopy(model)
+    expected = plain.generate(ids, max_new_tokens=6, do_sample=False)  # type: ignore[operator]
+    engine = wrapped(model, "rows")
+    assert torch.equal(model.generate(ids, max_new_tokens=6, do_sample=False), expected)  # type: ignore[operator]
+    with torch.inference_mode(), engine.evaluating():
+        evaluated = model(**inputs(1)).loss.item()
+    assert by_rows(engine)
+    assert evaluated == pytest.approx(plain(**inputs(1)).loss.item(), rel=1e-6)
+    model.train()
+    model(**inputs(2)).loss.backward()
+    assert model.get_input_embeddings().weight.grad.any()  # type: ignore[operator]
+
+
+def test_hooks_on_the_module_and_after_the_gradient_are_called() -> None:
+    seen: list[str] = []
+    model = llama()
+    embed: Any = model.get_input_embeddings()  # type: ignore[operator]
+    engine = wrapped(model, "rows")
+    embed.register_forward_pre_hook(lambda *_: seen.append("before"))
+    embed.register_forward_hook(lambda *_: seen.append("after"))
+    embed.register_full_backward_hook(lambda *_: seen.append("backward"))
+    norms: list[float] = []
+    embed.weight.register_post_accumulate_grad_hook(
+        lambda weight: norms.append(float(weight.grad.float().norm()))
+    )
+    model(**inputs(0)).loss.backward()
+    assert seen == ["before", "after", "backward"]
+    assert norms == [pytest.approx(float(embed.weight.grad.float().norm()))]
+    assert by_rows(engine)
+
+
+# -- where rows will not do ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{"max_norm": 1.0}, {"scale_grad_by_freq": True}], ids=str)
+def test_exotic_embeddings_stay_whole(options: dict[str, Any]) -> None:
+    engine = wrapped(Twice(**options), "rows")
+    assert not by_rows(engine)
+
+
+def test_a_tied_embedding_and_one_of_another_kind_stay_whole() -> None:
+    class Scaled(nn.Embedding):
+        def forward(self, input: Tensor) -> Tensor:
+            return super().forward(input) * 2
+
+    assert not by_rows(wrapped(llama(tie_word_embeddings=True), "rows"))
+    model = Twice()
+    model.embed = Scaled(VOCABULARY, HIDDEN)
+    assert not by_rows(wrapped(model, "rows"))
+
+
+class Ids(Tensor):
+    """Integers of another class."""
+
+
+@pytest.mark.parametrize("kind", ["hook", "class", "max_norm"])
+def test_what_rows_cannot_do_is_done_with_the_whole_table(kind: str) -> None:
+    results = []
+    for embedding in ("whole", "rows"):
+        model = Twice()
+        engine = wrapped(model, embedding)
+        ids = inputs(0)["input_ids"]
+        if kind == "hook":
+            model.embed.weight.register_hook(lambda gradient: gradient * 2)
+        elif kind == "class":
+            ids = ids.as_subclass(Ids)
+        else:
+            model.embed.max_norm = 1e9
+        out = model(ids).as_subclass(Tensor)
+        out.float().square().mean().backward()
+        assert not by_rows(engine)
+        results.append(model.embed.weight.grad.detach().clone())
+    assert torch.equal(*results)
+
+
+# -- weights and gradients from outside ------------------------------------------------------------
+
+
+def test_writes_to_the_weights_are_seen_by_the_next_forward() -> None:
+    model = Twice()
+    wrapped(model, "rows")
+    ids = inputs(0)["input_ids"]
+    model(ids)
+    with torch.no_grad():
+        model.embed.weight.zero_()
+    assert not model.embed(ids).any()
+    model.embed.weight.data = torch.ones(VOCABULARY, HIDDEN)
+    assert model.embed(ids).eq(1).all()
+
+
+def test_a_step_between_forward_and_backward_is_refused() -> None:
+    model = Twice()
+    wrapped(model, "rows")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    squares(model, 0).backward()
+    loss = model.embed(inputs(1)["input_ids"]).square().sum()
+    optimizer.step()
+    with pytest.raises(MisusedModel, match="changed between forward and backward"):
+        loss.backward()
+
+
+def write_gradient(model: Any, kind: str) -> None:
+    weight = model.embed.weight
+    if kind == "in place":
+        weight.grad.add_(1.0)
+    elif kind == "given":
+        weight.grad = torch.ones_like(weight)
+    elif kind == "scaled":
+        weight.grad.mul_(3.0)
+    else:
+        weight.grad.copy_(torch.full_like(weight, torch.nan))
+
+
+@pytest.mark.parametrize("kind", ["in place", "given", "scaled", "nan"])
+def test_what_was_written_to_a_gradient_is_gone_in_the_next_step(kind: str) -> None:
+    results = []
+    for embedding in ("whole", "rows"):
+        model = Twice()
+        wrapped(model, embedding)
+        squares(model, 0).backward()
+        write_gradient(model, kind)
+        found = [model.embed.weight.grad.detach().clone()]
+        model.zero_grad()
+        squares(model, 1).backward()
+        found.append(model.embed.weight.grad.detach().clone())
+        results.append(found)
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one.nan_to_num(9), other.nan_to_num(9))
+
+
+def test_other_optimizers_and_torch_clipping_see_the_whole_gradient() -> None:
+    results = []
+    for embedding in ("whole", "rows"):
+        model = Twice()
+        wrapped(model, embedding)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        for step in range(3):
+            squares(model, step).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append(model.embed.weight.detach().clone())
+    assert torch.equal(*results)
+
+
+def test_unwrapped_again_it_is_a_plain_embedding() -> None:
+    model = Twice()
+    wrapped(model, "rows")
+    squares(model, 0).backward()
+    fluxtrain.unwrap(model)
+    assert type(model.embed.weight) is nn.Parameter
+    squares(model, 0).backward()
+    assert model.embed.weight.grad is not None
+
+
+def test_another_word_is_refused() -> None:
+    with pytest.raises(BadInput, match="embedding is 'some': use auto, whole or rows"):
+        wrapped(llama(), "some")
