@@ -63,6 +63,12 @@ class Stalls:
         self._recorder.host_waited(cause, seconds)
         self._book(cause, seconds)
 
+    def add_host(self, cause: str, seconds: float) -> None:
+        """The same where a GPU may have gone on meanwhile: it is told apart by the recorder."""
+        self._recorder.host_waited(cause, seconds)
+        if self._recorder.clock.on_host:
+            self._book(cause, seconds)
+
     def add_events(self, cause: str, before: Any, after: Any) -> None:
         """Book the time between two CUDA events once both have passed."""
         self._recorder.stalled(cause, before, after)

@@ -8,6 +8,7 @@ overflow arrive as infinity: their norms tell, and the step is left out.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
@@ -118,10 +119,11 @@ class Gradients:
         passing: the group's update follows at once, so that its gradients need memory only until
         then; waits for an earlier group's update when all of that memory is lent.
         """
-        rows = self._open_rows.pop(group, None)
+        rows, total = self._open_rows.pop(group, None), self._open.pop(group, None)
+        if rows is not None or total is not None:
+            self._let_the_update_end(group)
         if rows is not None:
             self._finish_rows(group, rows, passing=passing)
-        total = self._open.pop(group, None)
         if total is None:
             return
         members = [m for s in group.trained for m in s.members if m.index in total.touched]
@@ -150,6 +152,14 @@ class Gradients:
         else:
             self._send_rows(group, rows)
         group.members[0].has_gradient = True
+
+    def _let_the_update_end(self, group: Group) -> None:
+        """This thread waits for the update of the step before, whose moments still read the
+        gradients at home. A GPU does not: the group's backward is queued and keeps it busy."""
+        waits, started_s = group.under_way, time.perf_counter()
+        group.wait()
+        if waits:
+            self._device.stalls.add_host("moments", time.perf_counter() - started_s)
 
     def forget(self, group: Group) -> None:
         """The group's gradients are no longer wanted."""

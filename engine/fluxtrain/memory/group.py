@@ -154,9 +154,10 @@ class Group:
         self.wire_bytes = 0
         self.version = 0  # counts changes of the weights
         self.users = 0  # units that compute with this group
-        self.pending: Future[None] | None = None  # an update under way
         self.by_rows = False  # one embedding and nothing else: norms are taken row by row
         self.rows: RowBuffers | None = None  # what its rows pass through, in place of a slot
+        self.pending: Future[None] | None = None  # an update under way: its weights
+        self.moments: Future[None] | None = None  # what of an update comes after its weights
         self.home_views: list[Tensor] = []  # by member index
         self._arenas: list[HostArena] = []
         self._pin = False
@@ -208,8 +209,25 @@ class Group:
     def pinned_bytes(self) -> int:
         return sum(arena.pinned_bytes for arena in self._arenas)
 
+    @property
+    def under_way(self) -> bool:
+        """Is an update of this group, or its moments, not done?"""
+        return any(job is not None and not job.done() for job in (self.pending, self.moments))
+
     def wait(self) -> None:
-        """Block until no update of this group is under way; raises what made it fail."""
+        """Block until no update of this group is under way, nor its moments; raises what made one
+        fail. From then on nothing reads or writes its weights, states and gradients at home."""
+        moments = self.moments
+        self.wait_for_weights()
+        if moments is not None:
+            try:
+                moments.result()
+            finally:
+                if self.moments is moments:
+                    self.moments = None
+
+    def wait_for_weights(self) -> None:
+        """The same, but moments that come later, which touch no weights, may go on."""
         pending = self.pending
         if pending is not None:
             try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +13,13 @@ from fluxtrain.optim.fused_narrow import update8_resident_, update16_resident_
 from fluxtrain.optim.hyper import Hyper
 from fluxtrain.optim.narrow_adamw import update8_, update16_
 from fluxtrain.optim.reference import Rounding, States8
-from fluxtrain.optim.split_adamw import update_, update_f32_
+from fluxtrain.optim.split_adamw import (
+    update_,
+    update_f32_,
+    update_moments_,
+    update_weights_,
+    update_weights_f32_,
+)
 from fluxtrain.plan.states import STATE_BLOCK
 
 _WORD = 0xFFFFFFFF
@@ -59,6 +66,12 @@ class Flat:
         return replace(self, weights=self.master, master=None, gradient=gradient)
 
     @property
+    def moments_can_wait(self) -> bool:
+        """Has the update two passes, the weights' and the moments'? Those of the other formats are
+        small, or are written with the masters."""
+        return self.master is None and self.m.dtype is torch.float32
+
+    @property
     def states8(self) -> States8 | None:
         """The states where they are of 8 bits."""
         if self.m_scale is None or self.v_scale is None:
@@ -82,6 +95,22 @@ def step_on_host_(flat: Flat, *, hyper: Hyper, step: int, scale: float) -> None:
         update_f32_(f.weights, f.m, f.v, f.gradient, hyper=hyper, step=step, grad_scale=scale)
     else:
         update_(f.weights, f.lo, f.m, f.v, f.gradient, hyper=hyper, step=step, grad_scale=scale)
+
+
+def step_weights_on_host_(flat: Flat, *, hyper: Hyper, step: int, scale: float) -> None:
+    """The weights of `step_on_host_` alone, where the moments can wait."""
+    f = flat
+    how: dict[str, Any] = {"hyper": hyper, "step": step, "grad_scale": scale}
+    if f.lo is None:
+        update_weights_f32_(f.weights, f.m, f.v, f.gradient, **how)
+    else:
+        update_weights_(f.weights, f.lo, f.m, f.v, f.gradient, **how)
+
+
+def step_moments_on_host_(flat: Flat, *, hyper: Hyper, step: int, scale: float) -> None:
+    """The moments of `step_on_host_` alone, with the arguments of their weights' pass: after both
+    every bit is the same. The gradient must be the one that the weights' pass saw."""
+    update_moments_(flat.m, flat.v, flat.gradient, hyper=hyper, step=step, grad_scale=scale)
 
 
 def step_on_device_(flat: Flat, *, hyper: Hyper, step: int, scale: float, clip: Tensor) -> None:

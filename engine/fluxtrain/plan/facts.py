@@ -186,3 +186,4 @@ class Wishes:
     accumulates: bool = False  # several backward passes a step
     eager: bool = False  # groups are updated as their gradients arrive
     embedding: Literal["auto", "whole", "rows"] = "auto"
+    deferred_moments: bool | None = None  # updated after all weights; None: as time says

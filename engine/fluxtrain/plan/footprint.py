@@ -64,6 +64,7 @@ class Layout:
     accumulates: bool = False  # several backward passes a step
     eager: bool = False  # groups are updated as their gradients arrive: those at home pass through
     embedding: Embedding = "whole"  # what of one at home is copied to the device
+    deferred_moments: bool = False  # AdamW's, of groups at home: updated after all weights
     slots: int | None = None  # for the blocks that are not resident; None: as `offload` says
 
     @property

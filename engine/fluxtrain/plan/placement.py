@@ -55,6 +55,7 @@ class Placement:
     chunk_rows: int | None  # None: chosen by `chunk_for` when a row is measured
     choices: tuple[ChoiceMade, ...]
     embedding: Embedding = "whole"  # what of one at home is copied to the device
+    deferred_moments: bool = False  # AdamW's, of groups at home: updated after all weights
     process_bytes: int = 0  # the program itself on the host, measured where a run is planned
     passing_bytes: int = 0  # weights of the device on their way through the host: loading, saving
     reached_bytes: int = 0  # what the process held at its fullest before this plan
@@ -104,6 +105,7 @@ def place(facts: ModelFacts, room: Room, wishes: Wishes) -> RunPlacement:
         resident_blocks=layout.resident_blocks,
         slots=slot_count(facts, layout),
         kept_blocks=kept_count(facts, layout),
+        deferred_moments=layout.deferred_moments,
         budget_bytes=search.budget_bytes,
         need=search.need(layout),
         chunk_rows=layout.chunk_rows,
@@ -124,6 +126,7 @@ def place_for_any_rows(facts: ModelFacts, room: Room, wishes: Wishes) -> Placeme
         resident_blocks=layout.resident_blocks,
         slots=slot_count(facts, layout),
         kept_blocks=kept_count(facts, layout),
+        deferred_moments=layout.deferred_moments,
         budget_bytes=search.budget_bytes,
         need=search.need(layout),
         chunk_rows=wishes.chunk_rows,

@@ -123,6 +123,7 @@ class Search:
             boundaries="host" if self.wishes.boundaries == "host" else "device",
             kept_blocks=self.wishes.kept_blocks or 0,
             embedding="rows" if self.wishes.embedding == "rows" else "whole",
+            deferred_moments=bool(self.wishes.deferred_moments) and not self.wishes.eager,
         )
         if self.facts.row is None:
             yield first

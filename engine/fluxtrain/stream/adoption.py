@@ -169,9 +169,12 @@ def _submit(optimizer: Optimizer, entries: Entries) -> None:
         work.setdefault(owner.group, {})[member.index] = _hyper(options)
     for engine in _engines(entries):
         eager, engine.eager = engine.eager, None
-        for group in engine.groups:
-            if group in work:
-                engine.updates.submit(group, work[group], engine.norm)
+        mine = {group: work[group] for group in engine.groups if group in work}
+        if eager is None:
+            engine.updates.submit(mine, engine.norm)
+        else:
+            for group, hypers in mine.items():
+                engine.updates.submit_one(group, hypers, engine.norm)
         if engine.norm is not None and engine.loss_scale is not None:
             stepped = [g.members[i] for g in engine.groups for i in work.get(g, ())]
             engine.loss_scale.after(engine.norm, stepped)
@@ -221,7 +224,7 @@ class EagerStep:
             owner.member.step += 1
         self.updated.add(group)
         hypers = {owner.member.index: hyper for owner, hyper in mine}
-        self._engine.updates.submit(group, hypers, self.guard)
+        self._engine.updates.submit_one(group, hypers, self.guard)
 
     def end(self) -> None:
         """The step is over: gradients that were used up are gone, and so are the references to the

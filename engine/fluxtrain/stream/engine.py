@@ -59,7 +59,7 @@ class Engine:
         self.accounts = Accounts(self)
         self.window = Window(device, self.accounts.uploaded)
         self.gradients = Gradients(device, self.accounts.downloaded)
-        self.updates = Updates(self.gradients, device)
+        self.updates = Updates(self.gradients, device, defers_moments=placement.deferred_moments)
         self.park = BoundaryPark(device)
         self.host_ids = HostIds()
         self.anchor = torch.zeros(1, device=device.torch_device, requires_grad=True)
@@ -196,6 +196,7 @@ class Engine:
     def settle_gradient(self, group: Group, member: Member) -> None:
         """Somebody is about to look at (or write to) the stored gradient itself."""
         self.gradients.wait(group)
+        group.wait()  # an update under way reads it
         if member.gradient_scale != 1.0 and member.has_gradient:
             stored(member).mul_(member.gradient_scale)
         member.gradient_scale = 1.0

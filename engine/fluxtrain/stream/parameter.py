@@ -162,7 +162,7 @@ def _bring_up_to_date(*arguments: Any) -> None:
     for argument in arguments:
         for value in argument if isinstance(argument, list | tuple) else (argument,):
             if isinstance(value, HostParameter):
-                value._fluxtrain.group.wait()
+                value._fluxtrain.group.wait_for_weights()
             elif isinstance(value, HostGradient):
                 value._owner.engine.settle_gradient(value._owner.group, value._owner.member)
 

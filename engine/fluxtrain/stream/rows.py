@@ -187,8 +187,8 @@ def _wait_for_update(engine: Engine, group: Group) -> None:
     """The gather reads the weights at home; the wait is booked as a stall."""
     pending = group.pending
     if pending is None or pending.done():
-        group.wait()
+        group.wait_for_weights()
         return
     started_s = time.perf_counter()
-    group.wait()
+    group.wait_for_weights()
     engine.device.stalls.add("update", time.perf_counter() - started_s)

@@ -1,14 +1,19 @@
 """Optimizer updates: one job a group, in the order of the forward pass, on a thread of its own.
 
-Who waits: a job waits for its group's gradients and for the norm; a read or an upload of a group
-waits for that group's job; nobody else waits.
+With deferred moments these jobs write the weights alone, all that the next forward needs; a second
+one a group follows for m and v, the last group first: in that order the next backward overwrites
+the gradients, which both jobs read.
+
+Who waits: a job waits for its group's gradients and for the norm; an upload of a group waits for
+that group's first job; whoever else touches the group at home waits for both (`Group.wait`), the
+next backward when it has computed the group's gradients. Nobody else waits.
 """
 
 from __future__ import annotations
 
 import math
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -22,7 +27,13 @@ from fluxtrain.memory.recorder import Recorder
 from fluxtrain.memory.worker import Worker
 from fluxtrain.optim.reference import rounding
 from fluxtrain.optim.split_adamw import Hyper
-from fluxtrain.optim.stepping import Flat, step_on_device_, step_on_host_
+from fluxtrain.optim.stepping import (
+    Flat,
+    step_moments_on_host_,
+    step_on_device_,
+    step_on_host_,
+    step_weights_on_host_,
+)
 from fluxtrain.plan.states import STATE_BLOCK
 from fluxtrain.stream.norm import GradNorm
 
@@ -72,7 +83,7 @@ def _same(a: Range, b: Range) -> bool:
 
 
 class Updates:
-    """Runs the updates; `submit` once a group and step.
+    """Runs the updates; `submit` once a step, or `submit_one` once a group and step.
 
     Where the model computes on the host's cores too, the threads that the kernels keep are ended
     whenever no update waits: while OpenMP counts more threads than there are cores, all of them
@@ -80,16 +91,37 @@ class Updates:
     up to twice as long.
     """
 
-    def __init__(self, gradients: Gradients, device: Device) -> None:
+    def __init__(
+        self, gradients: Gradients, device: Device, *, defers_moments: bool = False
+    ) -> None:
         self._gradients = gradients
         self._recorder = device.recorder
         shares_cores = device.torch_device.type == "cpu"
         self._worker = Worker("flux-update", _native.end_threads if shares_cores else None)
-        self._pending: list[Group] = []
-        self.seconds = 0.0
+        self._pending: dict[Group, None] = {}  # in the order of their updates
+        self._defers_moments = defers_moments  # of the steps that `submit` takes
 
-    def submit(self, group: Group, hypers: dict[int, Hyper], norm: GradNorm | None) -> None:
-        """Queue one step of the group's members; their weights count as changed from now on."""
+    def submit(self, work: dict[Group, dict[int, Hyper]], norm: GradNorm | None) -> None:
+        """Queue one step of all groups of `work`, in its order (that of the forward pass)."""
+        late: list[tuple[Group, _Step]] = []
+        try:
+            for group, hypers in work.items():
+                step = self._queue(group, hypers, norm, defers=self._defers_moments)
+                if step is not None and step.defers:
+                    late.append((group, step))
+        finally:  # whose weights are on their way gets its moments too
+            for group, step in reversed(late):
+                group.moments = self._worker.submit(step.update_moments)
+
+    def submit_one(self, group: Group, hypers: dict[int, Hyper], norm: GradNorm | None) -> None:
+        """Queue one step of the group's members, weights and moments at once."""
+        self._queue(group, hypers, norm, defers=False)
+
+    def _queue(
+        self, group: Group, hypers: dict[int, Hyper], norm: GradNorm | None, *, defers: bool
+    ) -> _Step | None:
+        """Queue the group's first job; its weights count as changed from now on. None where the
+        device updates."""
         group.ensure_state()
         work = ranges(group, hypers)
         group.version += 1
@@ -97,17 +129,24 @@ class Updates:
             start = self._recorder.instant()
             _on_device(work, norm)
             self._recorder.computed("update", group.name, start)
-            return
-        arrival = self._gradients.arrivals.get(group)
-        stepped = [group.members[index] for index in hypers]
-        group.pending = self._worker.submit(
-            partial(_job, self._recorder, group.name, work, stepped, arrival, norm)
+            return None
+        step = _Step(
+            recorder=self._recorder,
+            name=group.name,
+            work=work,
+            stepped=[group.members[index] for index in hypers],
+            arrival=self._gradients.arrivals.get(group),
+            norm=norm,
+            earlier=group.moments,
+            defers=defers and any(_flat(part).moments_can_wait for part in work),
         )
-        self._pending.append(group)
+        group.pending = self._worker.submit(step.update)
+        self._pending[group] = None
+        return step
 
     def wait(self) -> None:
         """Block until all updates are done; raises the first error, once."""
-        pending, self._pending = self._pending, []
+        pending, self._pending = self._pending, {}
         errors: list[Exception] = []
         for group in pending:
             try:
@@ -121,28 +160,52 @@ class Updates:
         self._worker.close()
 
 
-def _job(
-    recorder: Recorder,
-    name: str,
-    work: list[Range],
-    stepped: list[Member],
-    arrival: Arrival | None,
-    norm: GradNorm | None,
-) -> None:
-    """One group's update, once its gradients and the norm are there."""
-    try:
-        if arrival is not None:
-            arrival.wait()
-        if norm is not None and norm.overflowed():
-            return  # the step is left out; `LossScale.settle` takes back its count
-        clip = _clip(norm)
-    except BaseException:
-        for member in stepped:  # nothing was written: this step did not happen
-            member.step -= 1
-        raise
-    with recorder.working("cpu", "update", name):
-        for part in work:
-            _on_host(part, clip)
+@dataclass(eq=False, kw_only=True)
+class _Step:
+    """One group's update: what its one or two jobs do."""
+
+    recorder: Recorder
+    name: str
+    work: list[Range]
+    stepped: list[Member]
+    arrival: Arrival | None
+    norm: GradNorm | None
+    earlier: Future[None] | None  # the moments of the group's step before, done by now
+    defers: bool  # are there two jobs?
+    clip: float | None = None  # the weights were written with it
+
+    def update(self) -> None:
+        """All of it, or the weights, once the gradients and the norm are there."""
+        try:
+            if self.earlier is not None:
+                self.earlier.result()
+            if self.arrival is not None:
+                self.arrival.wait()
+            if self.norm is not None and self.norm.overflowed():
+                return  # the step is left out; `LossScale.settle` takes back its count
+            clip = _clip(self.norm)
+        except BaseException:
+            for member in self.stepped:  # nothing was written: this step did not happen
+                member.step -= 1
+            raise
+        with self.recorder.working("cpu", "update", self.name):
+            for part in self.work:
+                flat = _flat(part)
+                later = self.defers and flat.moments_can_wait
+                step_ = step_weights_on_host_ if later else step_on_host_
+                step_(flat, hyper=part.hyper, step=part.step, scale=part.scale * clip)
+        self.clip = clip
+
+    def update_moments(self) -> None:
+        """What `update` left; nothing where that left the step out or failed, which it tells."""
+        if self.clip is None:
+            return
+        with self.recorder.working("cpu", "moments", self.name):
+            for part in self.work:
+                flat = _flat(part)
+                if flat.moments_can_wait:
+                    scale = part.scale * self.clip
+                    step_moments_on_host_(flat, hyper=part.hyper, step=part.step, scale=scale)
 
 
 def _clip(norm: GradNorm | None) -> float:
@@ -172,10 +235,6 @@ def _flat(part: Range) -> Flat:
         master=s.master[cut] if s.master is not None else None,
         rounding=rounding(s.seed, part.step, part.start),
     )
-
-
-def _on_host(part: Range, clip: float) -> None:
-    step_on_host_(_flat(part), hyper=part.hyper, step=part.step, scale=part.scale * clip)
 
 
 def _on_device(work: list[Range], norm: GradNorm | None) -> None:

@@ -44,6 +44,7 @@ def wrap(  # noqa: PLR0913  # each is one choice of the user, by keyword
     boundaries: str = "auto",
     eager: bool = False,
     embedding: str = "auto",
+    deferred_moments: bool = False,
 ) -> nn.Module:
     """Let the blocks of `model` stream through `device`; returns the same object.
 
@@ -61,22 +62,22 @@ def wrap(  # noqa: PLR0913  # each is one choice of the user, by keyword
     device_groups: so many first parts of the model (embedding, then blocks) live on the device with
     gradients and optimizer states (None: with `weights` by memory, with `none` all, else 0).
     kept_blocks: so many blocks with weights on the device keep activations, not computed again.
-    boundaries: where blocks' inputs wait for the backward pass, `device` or `host` (`auto`: on the
-    host with `max`, else on the device).
+    boundaries: where blocks' inputs wait for backward, `device`, `host` or `auto` (host with `max`)
     states: how AdamW's two moments are kept: `fp32`, `bf16` (rounded at random) or `8bit`
     (block-wise, the meaning of bitsandbytes' 8-bit AdamW); small parameters keep fp32.
     eager: every step will be one (`Engine.begin_eager_step`): plan less memory for gradients.
     embedding: at home on the host it is copied to the device `whole`, or only the `rows` that a
     batch looks up (`auto`: whole); rows read the ids on the host.
+    deferred_moments: AdamW on the host writes all weights first, fp32 moments later: the same bits.
 
     Wrapping twice is wrapping once. Raises UnsupportedModel, BadInput or DoesNotFit.
     """
     if "_fluxtrain_engine" in getattr(model, "__dict__", {}):
         return model
     _refuse_unsupported(model)
-    wishes = Wishes(
-        offload=offload,  # type: ignore[arg-type]  # any other word is refused
-        boundaries=boundaries,  # type: ignore[arg-type]  # any other word is refused
+    wishes = Wishes(  # any other word is refused
+        offload=offload,  # type: ignore[arg-type]
+        boundaries=boundaries,  # type: ignore[arg-type]
         chunk_rows=chunk_rows,
         device_groups=device_groups,
         resident_blocks=resident_blocks,
@@ -84,10 +85,9 @@ def wrap(  # noqa: PLR0913  # each is one choice of the user, by keyword
         budget_bytes=budget_bytes,
         eager=eager,
         embedding=embedding,  # type: ignore[arg-type]  # any other word is refused
+        deferred_moments=deferred_moments,
     )
-    _refuse_fractions(wishes)
     _put_engine(model, _compute_device(device), wishes, states, overlap=overlap)
-    install_adoption()
     return model
 
 
@@ -102,7 +102,8 @@ def _put_engine(
     *,
     overlap: bool,
 ) -> None:
-    """Place the model's parts and give them an engine."""
+    """Place the model's parts and give them an engine, which adopts optimizers."""
+    _refuse_fractions(wishes)
     parts = _parts_of(model)
     groups, borrowed = group_parameters(model, parts, states)
     facts = model_facts(model, parts, groups, borrowed)
@@ -110,6 +111,7 @@ def _put_engine(
     with torch.inference_mode(False), torch.enable_grad():  # whatever the caller is in
         engine = Engine(open_device(torch_device), placement, overlap=overlap)
         _furnish(engine, model, parts, groups, borrowed)
+    install_adoption()
 
 
 def unwrap(model: nn.Module) -> nn.Module:

@@ -18,6 +18,7 @@ LANE_NAMES = {
 }
 CAUSE_LANES = {  # who is waited for
     "weights": "h2d", "activations": "h2d", "gradients": "d2h", "update": "cpu",
+    "moments": "cpu",
     "checkpoint": "disk", "data": "host", "host": "host",
 }  # fmt: skip
 BINDS_FROM = 0.1  # of the step: what the computation waits for a shorter time does not bind it
@@ -57,7 +58,8 @@ def attribute(step: StepLanes) -> Attribution:
     computing = _minus(lanes["gpu"], stalled)
     left = _minus([(0.0, step.length_s)], computing)
     waits_s: dict[str, float] = {}
-    updating = _minus(lanes["cpu"], lanes["h2d"])
+    weights_written = [one for one in step.intervals if (one.lane, one.kind) == ("cpu", "update")]
+    updating = _minus(_union([_span(one) for one in weights_written]), lanes["h2d"])
     for cause, spans in _causes(step.intervals, lanes["disk"]):
         mine = _common(left, spans)
         if cause == "weights":
