@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.utils import _pytree as pytree
 from fluxtrain.errors import MisusedModel
 
 _CACHE_FLAGS = ("use_cache",)
+_OUTER_NODES = 3  # (args, kwargs), args and kwargs
 
 
 @dataclass(frozen=True)
@@ -21,23 +23,88 @@ class Tree:
 
     leaves: tuple[Any, ...]  # None where a tensor was
     tensor_at: tuple[int, ...]
+    which: tuple[int, ...]  # of the tensors is there
     spec: pytree.TreeSpec
 
     def fill(self, tensors: Sequence[Tensor]) -> Any:
         """The structure with `tensors` in their places."""
+        return pytree.tree_unflatten(self._filled(tensors), self.spec)
+
+    def nests(self) -> bool:
+        """Of (args, kwargs): is a list, dict or tuple among the arguments?"""
+        return bool(self.spec.num_nodes - self.spec.num_leaves > _OUTER_NODES)
+
+    def is_in(self, value: Any, tensors: Sequence[Tensor]) -> bool:
+        """Is `value`, which `fill(tensors)` gave, still made of the same objects?"""
+        leaves, spec = pytree.tree_flatten(value)
+        return bool(spec == self.spec) and all(
+            now is before for now, before in zip(leaves, self._filled(tensors), strict=True)
+        )
+
+    def is_like(self, other: Tree) -> bool:
+        """Does it have the same structure, and its tensors at the same places?"""
+        same = self.tensor_at == other.tensor_at and self.which == other.which
+        return same and bool(self.spec == other.spec)
+
+    def _filled(self, tensors: Sequence[Tensor]) -> list[Any]:
         leaves = list(self.leaves)
-        for position, tensor in zip(self.tensor_at, tensors, strict=True):
-            leaves[position] = tensor
-        return pytree.tree_unflatten(leaves, self.spec)
+        for position, tensor in zip(self.tensor_at, self.which, strict=True):
+            leaves[position] = tensors[tensor]
+        return leaves
 
 
-def flatten(value: Any) -> tuple[Tree, list[Tensor]]:
-    """Take the tensors out of any nesting of tuples, lists, dicts and model outputs."""
+def flatten(value: Any, *, once: bool = False) -> tuple[Tree, list[Tensor]]:
+    """Take the tensors out of any nesting of tuples, lists, dicts and model outputs.
+
+    once: a tensor that is in several places is taken out as one, for what is asked by `is` (query
+    and key of an attention) and what is written to it in place.
+    """
     leaves, spec = pytree.tree_flatten(value)
     at = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
     tensors = [leaves[i] for i in at]
+    which = tuple(range(len(tensors)))
+    if once:
+        place = {id(tensor): i for i, tensor in reversed(list(enumerate(tensors)))}
+        firsts = sorted(place.values())
+        which = tuple(firsts.index(place[id(tensor)]) for tensor in tensors)
+        tensors = [tensors[i] for i in firsts]
     rest = tuple(None if isinstance(leaf, Tensor) else leaf for leaf in leaves)
-    return Tree(rest, at, spec), tensors
+    return Tree(rest, at, which, spec), tensors
+
+
+def argument_name(function: Callable[..., Any], tree: Tree, tensor: int) -> str:
+    """What the function calls the argument (or the part of one) that a tensor of `tree` is."""
+    places = list(range(len(tree.leaves)))
+    found, _ = pytree.tree_flatten_with_path(pytree.tree_unflatten(places, tree.spec))
+    at = tree.tensor_at[tree.which.index(tensor)]
+    path = next(path for path, place in found if place == at)
+    return _spoken(function, path)
+
+
+def _spoken(function: Callable[..., Any], path: Any) -> str:
+    """`(0, 1, "key")` of (args, kwargs): the second positional argument, and what is in it."""
+    by_keyword = path[0].idx == 1
+    name = str(path[1].key if by_keyword else path[1].idx)
+    if not by_keyword:
+        try:
+            parameters = list(inspect.signature(function).parameters.values())
+        except (TypeError, ValueError):
+            parameters = []
+        kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.POSITIONAL_ONLY)
+        positional = [p.name for p in parameters if p.kind in kinds]
+        index = path[1].idx
+        name = positional[index] if index < len(positional) else f"number {index + 1}"
+    return name + str(pytree.keystr(path[2:]))
+
+
+def opaque(tree: Tree) -> Iterator[tuple[Any, list[Tensor]]]:
+    """Arguments that are no nesting but hold tensors, such as an instance of a user's dataclass."""
+    for leaf in tree.leaves:
+        held = getattr(leaf, "__dict__", None)
+        if held and not is_cache(leaf) and not isinstance(leaf, torch.nn.Module):
+            tensors = flatten(dict(held))[1]
+            if tensors:
+                yield leaf, tensors
 
 
 def is_cache(value: Any) -> bool:
@@ -122,9 +189,22 @@ def piece(tensors: Sequence[Tensor], split: Sequence[bool], start: int, stop: in
     return [t[start:stop] if s else t for t, s in zip(tensors, split, strict=True)]
 
 
-def to_device(value: Any, device: torch.device) -> Any:
-    """All tensors of a structure on `device`; the same structure when they are there already."""
-    tree, tensors = flatten(value)
+Moved = list[tuple[Tensor, Tensor, int]]  # the caller's, its copy on the device and its version
+
+
+def to_device(value: Any, device: torch.device) -> tuple[Any, Moved]:
+    """All tensors of a structure on `device`, and which were moved; the same structure when they
+    are there already."""
+    tree, tensors = flatten(value, once=True)
     if all(t.device == device for t in tensors):
-        return value
-    return tree.fill([t.to(device, non_blocking=True) for t in tensors])
+        return value, []
+    there = [_moved(t, device) for t in tensors]
+    moved = [(t, n, n._version) for t, n in zip(tensors, there, strict=True) if n is not t]
+    return tree.fill(there), moved
+
+
+def _moved(tensor: Tensor, device: torch.device) -> Tensor:
+    if not torch.is_inference_mode_enabled():
+        return tensor.to(device, non_blocking=True)
+    with torch.inference_mode(False), torch.no_grad():  # the copy counts what is written to it
+        return tensor.to(device, non_blocking=True)

@@ -33,6 +33,7 @@ from fluxtrain.stream.call import Call, checksum, run_with, spans
 from fluxtrain.stream.capture import Capture, active_collector
 from fluxtrain.stream.escapes import BoundWeights
 from fluxtrain.stream.head import LazyLogits
+from fluxtrain.stream.in_place import Habits, chunk_outputs, write_back
 from fluxtrain.stream.rng import RandomState
 from fluxtrain.stream.rows import look_up
 
@@ -62,7 +63,7 @@ class Unit:
         self.keeps = False  # what its backward needs stays on the device: nothing is recomputed
         self.records_again = False  # its graph cannot be filled again (see recompute.py)
         self.traced: set[bool] = set()  # modes in which its graph was looked at for strangers
-        self.writes_inputs = False  # x.add_(...), ReLU(inplace=True): it is given copies
+        self.habits = Habits()  # which arguments it writes to: x.add_(...), ReLU(inplace=True)
         self.checked = 0
 
     @property
@@ -117,24 +118,27 @@ class Unit:
             found = look_up(self, args, kwargs)
             if found is not None:
                 return found
-        args, kwargs = to_device((args, kwargs), engine.device.torch_device)
+        (args, kwargs), moved = to_device((args, kwargs), engine.device.torch_device)
         if self.is_head and not materialise and not kwargs and len(args) == 1:
             autocast = torch.is_autocast_enabled(engine.device.torch_device.type)
             if (torch.is_grad_enabled() or engine.lazy_without_gradients) and not autocast:
                 linear = self.module
                 dtype = torch.promote_types(args[0].dtype, linear.weight.dtype)  # type: ignore[arg-type]
                 return LazyLogits.of(self, args[0], dtype, self.group_of_weight().version)
-        if not torch.is_grad_enabled():
-            return self._without_gradients(args, kwargs)
+        run = self._with_gradients if torch.is_grad_enabled() else self._without_gradients
+        out = run(args, kwargs)
+        write_back(moved)
+        return out
+
+    def _with_gradients(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         args, kwargs = without_caches(self.name, args, kwargs)
-        tree, tensors = flatten((args, kwargs))
+        tree, tensors = flatten((args, kwargs), once=True)
         refuse_hidden_gradients(self.name, tree)
         collector = active_collector()
         call = Call(self, tree, Capture.of(collector))
         call.cut(tensors)
-        flat = _Streamed.apply(call, engine.anchor, *tensors)  # type: ignore[no-untyped-call]
-        assert call.out_tree is not None
-        out, extra = call.out_tree.fill(flat)
+        flat = _Streamed.apply(call, self.engine.anchor, *tensors)  # type: ignore[no-untyped-call]
+        out, extra = call.hand_out(flat, tensors)
         call.capture.put_back(collector, extra)
         return out
 
@@ -144,7 +148,7 @@ class Unit:
 
     def _without_gradients(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         engine = self.engine
-        tree, tensors = flatten((args, kwargs))
+        tree, tensors = flatten((args, kwargs), once=True)
         rows = batch_rows(tensors)
         whole = (
             has_cache(args, kwargs)
@@ -157,12 +161,9 @@ class Unit:
                 return self.original(*args, **kwargs)
             assert rows is not None
             split = splits(tensors, rows)
-            outs = [
-                flatten(run_with(self.original, tree.fill(piece(tensors, split, a, b))))
-                for a, b in spans(rows, engine.chunk_rows)
-            ]
-        merged = [torch.cat(parts) for parts in zip(*(t for _, t in outs), strict=True)]
-        return outs[0][0].fill(merged)
+            pieces = [piece(tensors, split, a, b) for a, b in spans(rows, engine.chunk_rows)]
+            outs = [flatten(run_with(self.original, tree.fill(given))) for given in pieces]
+        return outs[0][0].fill(chunk_outputs([out for _, out in outs], pieces, tensors))
 
     def record_again_whole(self) -> None:
         """From now on its backward pass records the block anew, from its beginning to its end."""
@@ -199,7 +200,6 @@ class _Streamed(torch.autograd.Function):
         call.parked = {}
         if engine.plan.parks and not unit.keeps:
             call.parked = engine.park.park(tensors, call.needs)
-        ctx.save_for_backward(*(t for i, t in enumerate(tensors) if i not in call.parked))
         verify = unit.checked < _CHECKED_RECOMPUTES and not unit.keeps
         parts: list[list[Tensor]] = []
         with engine.bound(unit):
@@ -208,7 +208,7 @@ class _Streamed(torch.autograd.Function):
             call.find_ends()
             for span in call.spans:
                 call.random.append(RandomState.now(engine.device.torch_device))
-                parts.append(weights.copied_out(call.record(call.inputs(tensors, span))))
+                parts.append(call.record(call.inputs(tensors, span)))
                 if verify:
                     call.checksums.append(checksum(parts[-1]))
             if not unit.keeps and weights.are_referred_to():
@@ -216,17 +216,19 @@ class _Streamed(torch.autograd.Function):
                 call.tapes.clear()
             call.buffers = unit.written.after(unit.module, buffers)
         engine.after_forward(unit)
+        call.settle(tensors, len(parts[0]))
+        ctx.save_for_backward(*call.boundary(tensors))
         call.boundary_bytes = sum(
             t.nbytes for i, t in enumerate(tensors) if call.needs[i] and i not in call.parked
         )
         ctx.boundary = engine.hold_boundary(call.boundary_bytes)
         call.out_rows = [[o.shape[0] if o.dim() else 1 for o in part] for part in parts]
-        differentiable = [o.requires_grad for o in parts[0]]
+        results = [[part[i] for part in parts] for i in call.returned]
+        differentiable = [any(chunk.requires_grad for chunk in chunks) for chunks in results]
         merged = [
-            (chunks[0] if len(parts) == 1 else torch.cat(chunks)).detach()
-            for chunks in zip(*parts, strict=True)
+            (chunks[0] if len(chunks) == 1 else torch.cat(chunks)).detach() for chunks in results
         ]
-        del parts
+        del parts, results
         ctx.mark_non_differentiable(
             *(o for o, d in zip(merged, differentiable, strict=True) if not d)
         )
@@ -238,13 +240,15 @@ class _Streamed(torch.autograd.Function):
         call: Call = ctx.call
         unit, engine = call.unit, call.unit.engine
         engine.begin_backward(unit, call, ctx.anchor_node)
+        call.refuse_changed_arguments()
+        arriving = call.gradients_of_results(gradients)
         tensors = call.brought_back(ctx.saved_tensors)
         wanted = [i for i, needed in enumerate(ctx.needs_input_grad[2:]) if needed]
         sums: list[Tensor | None] = [None] * len(tensors)
         pieces: dict[int, list[Tensor]] = {i: [] for i in wanted}
         with engine.bound(unit, "backward"), as_before(unit.module, call.buffers):
             for index, span in enumerate(call.spans):
-                found = call.backward(index, span, tensors, wanted, gradients)
+                found = call.backward(index, span, tensors, wanted, arriving)
                 for i, gradient in zip(wanted, found, strict=True):
                     if call.split[i]:
                         pieces[i].append(gradient)

@@ -13,15 +13,28 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from fluxtrain.errors import MisusedModel
 from fluxtrain.memory.boundary import Parked
 from fluxtrain.memory.group import Group, Member
-from fluxtrain.stream.arguments import Tree, batch_rows, flatten, piece, splits
+from fluxtrain.stream.arguments import Tree, argument_name, batch_rows, flatten, piece, splits
 from fluxtrain.stream.buffers import Copies, put_back
 from fluxtrain.stream.capture import Capture
-from fluxtrain.stream.escapes import refuse_strangers
+from fluxtrain.stream.escapes import copied_out, refuse_strangers
+from fluxtrain.stream.in_place import (
+    Given,
+    Source,
+    merged_sources,
+    new_tensor,
+    overlap,
+    same_layout_copy,
+    sources_of,
+    version_counter,
+    version_of,
+)
 from fluxtrain.stream.recompute import CannotRefill, Saved, Tape, aliased_leaf
 from fluxtrain.stream.rng import Autocast, RandomState
 
 if TYPE_CHECKING:
     from fluxtrain.stream.block import Unit
+
+_WRITES_TO_A_LEAF = "leaf Variable that requires grad is being used in an in-place operation"
 
 
 class Call:
@@ -45,6 +58,15 @@ class Call:
         self.parked: dict[int, Parked] = {}  # inputs that wait on the host
         self.buffers: Copies = {}  # before the forward, of those that it wrote to
         self.tapes: list[tuple[Tape, Saved]] = []  # a chunk each
+        known = unit.habits.of(self.training, tree)
+        self.explores = known is None  # the first call of this kind: all arguments are copied
+        self.written = known or frozenset[int]()  # arguments that it may write to in place
+        self.did_write = frozenset[int]()
+        self.keeps = unit.keeps and not self.explores  # or the copies would be kept
+        self.sources: list[list[Source]] = []  # of each output; by chunk
+        self.returned: list[int] = []  # which results leave the autograd function
+        self.results = 0  # how many there are
+        self.watched: list[tuple[int, Tensor, int]] = []  # arguments, and their versions
         self.trained: list[tuple[Group, Member]] = []
         self.ends: list[GradientEdge] = []  # where the gradients of `trained` arrive
 
@@ -59,6 +81,66 @@ class Call:
             return
         self.spans = spans(rows, engine.chunk_rows)
         self.split = splits(tensors, rows)
+
+    def settle(self, tensors: Sequence[Tensor], results: int) -> None:
+        """All chunks have run: what leaves the autograd function, and what its arguments became."""
+        for i in sorted(self.did_write):
+            if any(j != i and overlap(tensors[i], other) for j, other in enumerate(tensors)):
+                raise MisusedModel(
+                    f"{self.unit.name} wrote to its argument {self._name(i)} in place, and another "
+                    "argument shares memory with it, which would not see that: hand the block "
+                    "a copy of one of the two (.clone())"
+                )
+        if self.explores:
+            self.unit.habits.learn(self.training, self.tree, self.written)
+        self.sources = [merged_sources(self.sources)]
+        own = results - len(self.written)
+        needed = {s.result for s in self.sources[0] if s.result is not None}
+        self.returned = sorted(needed)
+        self.returned += [
+            own + place for place, i in enumerate(sorted(self.written)) if i in self.did_write
+        ]
+        self.results = results
+
+    def boundary(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """What the backward pass computes with again, but for what waits on the host: the inputs,
+        and copies of those whose memory is written to next."""
+        for i in self.did_write & self.parked.keys():
+            self.parked[i].ticket.wait_compute("activations")
+        for i, tensor in enumerate(tensors):
+            if i not in self.did_write:
+                self.watched.append((i, version_counter(tensor), version_of(tensor)))
+        return [
+            same_layout_copy(tensor) if i in self.did_write else tensor
+            for i, tensor in enumerate(tensors)
+            if i not in self.parked
+        ]
+
+    def refuse_changed_arguments(self) -> None:
+        """Raise MisusedModel when an argument was written to after the forward pass."""
+        for i, counter, version in self.watched:
+            if version_of(counter) != version:
+                name = self._name(i)
+                raise MisusedModel(
+                    f"the tensor that {self.unit.name} was given as {name} was changed in place "
+                    "after its forward pass, and the backward pass computes with it again: "
+                    f"{new_tensor(name)} there, or hand the block a copy (.clone())"
+                )
+
+    def hand_out(self, flat: Sequence[Tensor], arguments: Sequence[Tensor]) -> Any:
+        """The block's outputs and captured tensors as its caller sees them; what it wrote to its
+        arguments is written to them."""
+        changed = sorted(self.did_write)
+        for i, values in zip(changed, flat[len(flat) - len(changed) :], strict=True):
+            arguments[i].copy_(values)
+        results = dict(zip(self.returned, flat, strict=True))
+        assert self.out_tree is not None
+        return self.out_tree.fill([s.take(results, arguments) for s in self.sources[0]])
+
+    def gradients_of_results(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """By result of the block: None where it did not leave the autograd function."""
+        found = dict(zip(self.returned, gradients, strict=True))
+        return [found.get(i) for i in range(self.results)]
 
     def brought_back(self, saved: Sequence[Tensor]) -> list[Tensor]:
         """The inputs of this call: those that stayed, and those that waited on the host."""
@@ -85,34 +167,50 @@ class Call:
         self.ends = [get_gradient_edge(m.parameter) for _, m in self.trained]
 
     def record(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """Run the block on one chunk for its outputs and captured tensors, flattened; its graph is
-        kept, and what it saves only if the unit keeps that."""
-        outputs = None if self.unit.records_again else self._record_to_refill(inputs)
-        if outputs is None:
-            with torch.enable_grad(), self.autocast.again():
-                self.out_tree, outputs = self._compute(inputs, nullcontext)
+        """Run the block on one chunk for its results: what outputs and captured tensors are made
+        of, and the new values of the arguments that it writes to. Its graph is kept, and what it
+        saves only if that is wanted."""
+        try:
+            results = self._record(inputs)
+        except RuntimeError as error:
+            if self.explores or _WRITES_TO_A_LEAF not in str(error):
+                raise
+            self.explores, self.keeps = True, False
+            self._begin_again()
+            results = self._record(inputs)
         if self.training not in self.unit.traced:
-            refuse_strangers(self.unit, inputs, outputs, self.ends)
+            refuse_strangers(self.unit, inputs, results, self.ends)
             self.unit.traced.add(self.training)
-        return outputs
+        return results
+
+    def _record(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        results = None if self.unit.records_again else self._record_to_refill(inputs)
+        if results is None:
+            with torch.enable_grad(), self.autocast.again():
+                results = self._compute(inputs, nullcontext, forward=True)
+        return results
+
+    def _begin_again(self) -> None:
+        """Everything is as before the chunk under way."""
+        self.random[-1].restore(self.unit.engine.device.torch_device)
+        put_back(self.unit.module, self.buffers)
 
     def _record_to_refill(self, inputs: Sequence[Tensor]) -> list[Tensor] | None:
         """As `record`; None, with everything as before, for a block that has to be recorded again
         in the backward pass."""
-        saved = Saved(keeps=self.unit.keeps)
+        saved = Saved(self.unit.name, keeps=self.keeps)
         try:
             with torch.enable_grad(), self.autocast.again():
-                self.out_tree, outputs = self._compute(inputs, saved.recording)
+                results = self._compute(inputs, saved.recording, forward=True)
         except (CannotRefill, RuntimeError) as error:
             # what torch.func computes refuses hooks, ours and those of torch.utils.checkpoint
             if isinstance(error, RuntimeError) and "saved tensor hooks" not in str(error):
                 raise
             self.unit.record_again_whole()
-            self.random[-1].restore(self.unit.engine.device.torch_device)
-            put_back(self.unit.module, self.buffers)
+            self._begin_again()
             return None
-        self.tapes.append((Tape(inputs, outputs), saved))
-        return outputs
+        self.tapes.append((Tape(inputs, results), saved))
+        return results
 
     def backward(
         self,
@@ -180,10 +278,32 @@ class Call:
         inputs = self.inputs(tensors, span)
         self.find_ends()
         with torch.enable_grad(), self.autocast.again():
-            _, outputs = self._compute(inputs, nullcontext)
+            results = self._compute(inputs, nullcontext)
         after.restore(device)
-        self._check(index, outputs)
-        return Tape(inputs, outputs).backward(arriving, wanted, self.ends, again=False)
+        self._check(index, results)
+        return Tape(inputs, results).backward(arriving, wanted, self.ends, again=False)
+
+    def _note_writes(self, written: frozenset[int]) -> None:
+        """The chunk under way wrote to these arguments."""
+        if self.explores and not self.sources:
+            self.written |= written
+        name = next((self._name(i) for i in sorted(written - self.written)), None)
+        if name is not None:
+            raise MisusedModel(
+                f"{self.unit.name} wrote to its argument {name} in place for some rows of the "
+                f"batch and not for others: {new_tensor(name)} instead"
+            )
+        shared = [i for i in sorted(written) if len(self.spans) > 1 and not self.split[i]]
+        if shared:
+            raise MisusedModel(
+                f"{self.unit.name} wrote in place to its argument {self._name(shared[0])}, which "
+                "all rows of the batch share, and would do so once for each chunk of rows: "
+                "compute a new tensor instead"
+            )
+        self.did_write |= written
+
+    def _name(self, argument: int) -> str:
+        return argument_name(self.unit.original, self.tree, argument)
 
     def _rows_of(self, gradient: Tensor, chunk: int, output: int) -> Tensor:
         """This chunk's rows of the gradient of one output."""
@@ -204,28 +324,40 @@ class Call:
 
         def run() -> None:
             with torch.enable_grad(), self.autocast.again():
-                _, outputs = self._compute(inputs, saved.again)
-                self._check(index, outputs)
+                self._check(index, self._compute(inputs, saved.again))
 
         saved.fill(run, to_the_end=to_the_end)
         after.restore(device)
-        saved.check(self.unit.name)
+        saved.check()
 
     def _compute(
-        self, inputs: Sequence[Tensor], hooks: Callable[[], AbstractContextManager[None]]
-    ) -> tuple[Tree, list[Tensor]]:
-        """Run the block on one chunk; outputs and captured tensors, flattened."""
-        given = [i.clone() for i in inputs] if self.unit.writes_inputs else inputs
+        self,
+        inputs: Sequence[Tensor],
+        hooks: Callable[[], AbstractContextManager[None]],
+        *,
+        forward: bool = False,
+    ) -> list[Tensor]:
+        """Run the block on one chunk; its results (see `record`)."""
+        explores = forward and self.explores
+        copied = frozenset(range(len(inputs))) if explores else self.written
+        given = Given(self.tree, inputs, copied)
         try:
             with hooks(), self.capture.collecting() as extra:
-                out = run_with(self.unit.original, self.tree.fill(given))
+                out = run_with(self.unit.original, given.arguments)
         except RuntimeError as error:
-            if self.unit.writes_inputs or "leaf Variable that requires grad" not in str(error):
-                raise
-            self.unit.writes_inputs = True
-            self.random[-1].restore(self.unit.engine.device.torch_device)
-            return self._compute(inputs, hooks)
-        return flatten((out, extra))
+            if _WRITES_TO_A_LEAF in str(error):
+                given.refuse_lost(self.unit)
+            raise
+        given.refuse_lost(self.unit)
+        out_tree, outputs = flatten((out, extra))
+        outputs = copied_out(self.unit, outputs)
+        if forward:
+            self.out_tree = out_tree
+            self._note_writes(given.written())
+        sources, results = sources_of(outputs, given.tensors, whole=len(self.spans) == 1)
+        if forward:
+            self.sources.append(sources)
+        return results + [given.tensors[i] for i in sorted(self.written)]
 
     def _check(self, index: int, outputs: Sequence[Tensor]) -> None:
         """In the first steps: does the recomputed chunk equal the forward's?"""

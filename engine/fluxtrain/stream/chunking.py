@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from fluxtrain.stream.arguments import Tree, ambiguous, batch_rows, flatten, piece, splits
+from fluxtrain.stream.arguments import Tree, ambiguous, batch_rows, flatten, opaque, piece, splits
 from fluxtrain.stream.capture import Capture, active_collector
+from fluxtrain.stream.in_place import is_same, overlap, same_elements
 from fluxtrain.stream.rng import randomness_kept
 
 if TYPE_CHECKING:
@@ -31,10 +32,10 @@ def chunks_agree(unit: Unit, tree: Tree, tensors: Sequence[Tensor]) -> bool:
     if rows is None or rows < _TRIED_ROWS or ambiguous(tensors, rows):
         return False
     split = splits(tensors, rows)
-    together = _run(unit, tree, piece(tensors, split, 0, _TRIED_ROWS))
+    together = _run(unit, tree, piece(tensors, split, 0, _TRIED_ROWS), split)
     if together is None:
         return False
-    single = [_run(unit, tree, piece(tensors, split, i, i + 1)) for i in range(_TRIED_ROWS)]
+    single = [_run(unit, tree, piece(tensors, split, i, i + 1), split) for i in range(_TRIED_ROWS)]
     if any(s is None or len(s) != len(together) for s in single):
         return False
     for position, whole in enumerate(together):
@@ -69,12 +70,13 @@ def saved_row_bytes(unit: Unit, tree: Tree, tensors: Sequence[Tensor]) -> int:
     split = splits(tensors, rows or 1)
     one = [t.detach() for t in piece(tensors, split, 0, 1)]
     one = [t.requires_grad_(t.is_floating_point()) for t in one]
+    inside = _copies_inside(tree)
 
     def run(watching: AbstractContextManager[Any]) -> None:
         with (
             watching,
             torch.enable_grad(),
-            _left_as_it_was(unit.module),
+            _left_as_it_was(unit.module, inside),
             Capture.of(active_collector()).collecting(),
         ):
             args, kwargs = tree.fill([t.clone() for t in one])
@@ -96,19 +98,46 @@ def saved_row_bytes(unit: Unit, tree: Tree, tensors: Sequence[Tensor]) -> int:
     return max(sum(kept.values()) + outputs_bytes, 1)
 
 
-def _run(unit: Unit, tree: Tree, tensors: Sequence[Tensor]) -> list[Tensor] | None:
+def _run(
+    unit: Unit, tree: Tree, tensors: Sequence[Tensor], split: Sequence[bool]
+) -> list[Tensor] | None:
     """Outputs and captured tensors without dropout; None when the block refuses such rows."""
-    args, kwargs = tree.fill([t.clone() for t in tensors])  # a block may write to its inputs
+    given = [t.detach().clone() for t in tensors]  # a block may write to its inputs
+    args, kwargs = tree.fill(given)
     capture = Capture.of(active_collector())
     buffers = unit.written.before(unit.module)
-    with torch.no_grad(), _left_as_it_was(unit.module), _NoDropout(), capture.collecting() as extra:
+    inside = _copies_inside(tree)
+    with (
+        torch.no_grad(),
+        _left_as_it_was(unit.module, inside),
+        _NoDropout(),
+        capture.collecting() as extra,
+    ):
         try:
             out = unit.original(*args, **kwargs)
         except (RuntimeError, ValueError, IndexError):
             return None  # a shape without a batch dimension does not broadcast
         if unit.written.after(unit.module, buffers):
             return None  # each chunk would write to them
+        if not all(is_same(tensor, before) for tensor, before in inside):
+            return None
+    uncut = [i for i, cut in enumerate(split) if not cut]
+    if not all(is_same(given[i], tensors[i]) for i in uncut):
+        return None  # each chunk would write to the same tensor
+    if tree.nests() and not tree.is_in((args, kwargs), given):
+        return None  # each chunk would append to the same list
+    if _share(flatten(out)[1], given):
+        return None  # rows that are put together share no memory with anything
     return flatten((out, extra))[1]
+
+
+def _share(outputs: Sequence[Tensor], given: Sequence[Tensor]) -> bool:
+    """Is an output a view of an argument, or of another output? All of one may be passed on."""
+    for i, output in enumerate(outputs):
+        others = (*given, *outputs[:i])
+        if any(overlap(output, o) and not same_elements(output, o) for o in others):
+            return True
+    return False
 
 
 def _close(parts: Tensor, whole: Tensor) -> bool:
@@ -124,9 +153,15 @@ def _close(parts: Tensor, whole: Tensor) -> bool:
     return worst <= limit * max(scale, 1e-30)
 
 
+def _copies_inside(tree: Tree) -> list[tuple[Tensor, Tensor]]:
+    """Tensors inside of objects that are arguments, and copies of them."""
+    return [(tensor, tensor.clone()) for _, held in opaque(tree) for tensor in held]
+
+
 @contextmanager
-def _left_as_it_was(module: nn.Module) -> Iterator[None]:
-    """Random state and buffers (BatchNorm's statistics) are restored afterwards."""
+def _left_as_it_was(module: nn.Module, inside: Sequence[tuple[Tensor, Tensor]]) -> Iterator[None]:
+    """Random state and buffers (BatchNorm's statistics) are restored afterwards, and so are tensors
+    inside of objects, with their copies."""
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
     buffers = [(b, b.clone()) for b in module.buffers()]
     try:
@@ -134,7 +169,7 @@ def _left_as_it_was(module: nn.Module) -> Iterator[None]:
             yield
     finally:
         with torch.no_grad():
-            for buffer, before in buffers:
+            for buffer, before in (*buffers, *inside):
                 buffer.copy_(before)
 
 

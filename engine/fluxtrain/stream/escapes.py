@@ -33,17 +33,6 @@ class BoundWeights:
         self._slots = [unit.members_of(g)[0].parameter.untyped_storage() for g in homes]
         self._references = self._count()
 
-    def copied_out(self, outputs: Sequence[Tensor]) -> list[Tensor]:
-        """The outputs; a copy of each that lies in a slot."""
-        slots = {slot.data_ptr() for slot in self._slots}
-        with torch.enable_grad():  # a copy asks for gradients where the output does
-            return [
-                output.clone()
-                if output.layout == torch.strided and output.untyped_storage().data_ptr() in slots
-                else output
-                for output in outputs
-            ]
-
     def are_referred_to(self) -> bool:
         """Did the computation leave references to a slot behind, as a function does that stores a
         view of a weight on `ctx`? Looks twice: another thread may hold one for a moment."""
@@ -58,6 +47,18 @@ class BoundWeights:
 
     def _count(self) -> list[int]:
         return [torch._C._storage_Use_Count(slot._cdata) for slot in self._slots]
+
+
+def copied_out(unit: Unit, outputs: Sequence[Tensor]) -> list[Tensor]:
+    """The outputs; a copy of each that lies in the memory of a weight."""
+    weights = {member.parameter.untyped_storage().data_ptr() for _, member in unit.members()}
+    with torch.enable_grad():  # a copy asks for gradients where the output does
+        return [
+            output.clone()
+            if output.layout == torch.strided and output.untyped_storage().data_ptr() in weights
+            else output
+            for output in outputs
+        ]
 
 
 def refuse_strangers(

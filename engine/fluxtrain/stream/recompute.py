@@ -40,14 +40,15 @@ class Saved:
     given away once, so that its memory is free when it was used.
     """
 
-    def __init__(self, *, keeps: bool) -> None:
+    def __init__(self, name: str, *, keeps: bool) -> None:
+        self._name = name  # of the block
         self._keeps = keeps  # from the forward pass on
         self._recording = False
         self._giving = False  # the graph runs backward, for the block's own outputs
         self._count = 0  # recorded
         self._filled = 0  # by the last run of `fill`
         self._to_the_end = False
-        self._found: dict[int, Tensor] = {}
+        self._found: dict[int, tuple[Tensor, int]] = {}  # and its version when it was saved
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -92,12 +93,12 @@ class Saved:
         self._found.clear()
         return saved_tensors_hooks(self._fill, _never)
 
-    def check(self, name: str) -> None:
+    def check(self) -> None:
         """After `fill`: raise when another number of tensors was saved than counted."""
         if self._filled != self._count:
             self.clear()
             raise MisusedModel(
-                f"{name} computed something else in the backward pass ({self._filled} saved "
+                f"{self._name} computed something else in the backward pass ({self._filled} saved "
                 f"tensors) than in the forward pass ({self._count}): does it depend on something "
                 "that changed in between, such as a flag or a counter? Keep the model as it is "
                 "from forward to backward"
@@ -111,11 +112,11 @@ class Saved:
         place = self._count
         self._count += 1
         if self._keeps:
-            self._found[place] = tensor.detach()
+            self._found[place] = tensor.detach(), tensor._version
         return place
 
     def _fill(self, tensor: Tensor) -> None:
-        self._found[self._filled] = tensor.detach()
+        self._found[self._filled] = tensor.detach(), tensor._version
         self._filled += 1
         if self._filled == self._count and not self._to_the_end:
             raise _Enough
@@ -129,9 +130,15 @@ class Saved:
                 "block did not return it: return such tensors (of an auxiliary loss, say) from "
                 "the block, or .detach() them"
             )
-        found = self._found.pop(place, None)
-        if found is None:
+        if place not in self._found:
             raise CannotRefill("a function of the block asks for its saved tensors twice")
+        found, version = self._found.pop(place)
+        if found._version != version:  # hooks take this check from autograd
+            raise MisusedModel(
+                f"a tensor that {self._name} computed and needs in its backward pass was changed "
+                "in place after that, in the block or by who got it as an output: compute a new "
+                "tensor there (y = y + 1, not y += 1)"
+            )
         return found
 
 

@@ -354,8 +354,7 @@ def _before_model(
             engine.say("gradient checkpointing is off: wrapped blocks recompute by themselves")
     if engine.device.torch_device.type == "cpu":
         return None
-    moved: tuple[tuple[Any, ...], dict[str, Any]] = to_device(
-        (args, kwargs), engine.device.torch_device
-    )
+    moved: tuple[tuple[Any, ...], dict[str, Any]]
+    moved, _ = to_device((args, kwargs), engine.device.torch_device)
     engine.host_ids.note((args, kwargs), moved)
     return moved
