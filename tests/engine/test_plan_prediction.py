@@ -29,6 +29,9 @@ LAYOUTS = [
     Wishes(offload="weights", device_groups=2),
     Wishes(offload="weights", device_groups=1, resident_blocks=1),
     Wishes(offload="weights", device_groups=99),
+    Wishes(offload="weights", embedding="rows"),
+    Wishes(offload="weights", embedding="rows", device_groups=1),
+    Wishes(offload="max", embedding="rows"),
     Wishes(offload="optimizer"),
     Wishes(offload="max"),
     Wishes(offload="none"),
@@ -64,6 +67,7 @@ def trained(model: nn.Module, plan: RunPlacement, batch: dict[str, Tensor], step
         device_groups=plan.device_groups,
         resident_blocks=plan.resident_blocks,
         kept_blocks=plan.kept_blocks,
+        embedding=plan.embedding,
     )
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
     for _ in range(steps):
@@ -93,7 +97,8 @@ def test_the_predicted_bytes_are_those_that_training_holds(
         counted -= plan.need.boundaries_bytes
     assert memory.device_peak_bytes == pytest.approx(counted, rel=0.1)
     assert engine.plan.slots == plan.slots == len([s for s in engine.window.slots if not s.owner])
-    assert engine.plan.need.arena_bytes == plan.need.arena_bytes
+    if plan.embedding == "whole":  # rows depend on the batch, which `wrap` does not know
+        assert engine.plan.need.arena_bytes == plan.need.arena_bytes
 
 
 def test_several_backward_passes_a_step_are_in_the_plan(tiny: Tiny, batch: Batch) -> None:

@@ -122,6 +122,34 @@ def test_the_large_shape_with_everything_at_home() -> None:
     assert found.host_bytes == 14 * 7_615_616_512
 
 
+def test_an_embedding_by_rows_takes_those_of_a_batch() -> None:
+    facts = with_table(large())
+    whole = need(facts, offload="weights")
+    rows = need(facts, offload="weights", embedding="rows")
+    tokens, edge = ROWS * 1024, LARGE_EDGE
+    crossing = 2 * 3584 * tokens
+    assert whole.weights_bytes - rows.weights_bytes == 2 * edge - crossing - 8 * (2 * tokens)
+    assert rows.gradients_bytes == (
+        4 * LARGE_BLOCK  # no sum of a whole embedding, and the loss makes that of the head
+        + 2 * edge  # the head's gradient on its way home
+        + 2 * LARGE_BLOCK
+        + 2 * (2 * 3584)
+        + 2 * crossing  # 56 MiB: two buffers
+    )
+    assert rows.workspace_bytes == whole.workspace_bytes  # of the loss, in both
+    assert rows.arena_bytes - whole.arena_bytes == 2 * crossing + 8 * (2 * tokens)
+    on_device = need(facts, offload="weights", device_groups=1, embedding="rows")
+    assert on_device == need(facts, offload="weights", device_groups=1)
+
+
+def with_table(facts: ModelFacts) -> ModelFacts:
+    """The first group is an untied embedding of rows that are as wide as the model."""
+    assert facts.row is not None
+    count = facts.groups[0].trained // facts.row.hidden
+    table = replace(facts.groups[0], users=1, table_rows=count)
+    return replace(facts, groups=(table, *facts.groups[1:]))
+
+
 def test_the_heads_sum_becomes_that_of_the_tied_embedding() -> None:
     """Measured on an H200 (1.5 B parameters streamed, liger off): 3.65 GiB at the peak."""
     tied, untied = small(), small()

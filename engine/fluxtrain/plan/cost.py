@@ -27,7 +27,7 @@ from dataclasses import dataclass
 
 from fluxtrain.plan.calibration import Calibration, chunked
 from fluxtrain.plan.facts import GroupFacts, ModelFacts
-from fluxtrain.plan.footprint import Layout, homes, kept_count, slot_count
+from fluxtrain.plan.footprint import Layout, homes, kept_count, rows_of_table, slot_count
 
 FORWARD_PASSES = 2  # operations a weight and token
 BACKWARD_PASSES = 6  # recomputed forward, gradients of inputs and of weights
@@ -268,6 +268,10 @@ def _traffic(facts: ModelFacts, layout: Layout) -> tuple[int, int, int]:
     streamed_bytes = sum(group.weight_bytes for group in streamed)
     trained = sum(group.rounded_bytes for group in at_home)
     kept = trained - sum(group.rounded_bytes for group in streamed)
+    by_rows = rows_of_table(facts, layout, at_home)
+    if by_rows is not None:
+        kept += by_rows.weight_bytes - by_rows.table.rounded_bytes
+        trained += by_rows.gradient_bytes - by_rows.table.rounded_bytes
     return kept, streamed_bytes, trained
 
 

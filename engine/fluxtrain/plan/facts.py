@@ -36,6 +36,7 @@ class GroupFacts:
     users: int = 1  # parts that compute with it: a tied embedding has two
     states: MomentFormat = "fp32"  # how the moments of `narrow` elements are kept
     narrow: int = 0  # trained elements of large parameters; the others' moments are always fp32
+    table_rows: int = 0  # of an untied embedding, whose rows can be looked up a few at a time
     masters: bool = True  # in fp32, whatever the weights' dtype; other packages' optimizers: none
 
     @cached_property
@@ -136,6 +137,12 @@ class ModelFacts:
     def layers(self) -> int:
         """Number of blocks."""
         return sum(group.kind == "block" for group in self.groups)
+
+    @cached_property
+    def table(self) -> GroupFacts | None:
+        """The largest embedding that can be looked up by rows."""
+        tables = (group for group in self.groups if group.table_rows)
+        return max(tables, key=lambda group: group.weight_bytes, default=None)
 
     @cached_property
     def scales_its_loss(self) -> bool:

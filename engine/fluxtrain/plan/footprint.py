@@ -11,6 +11,9 @@ are at home on the host with all of that, and of their weights the device has
 | weights   | all   | the first `resident_blocks`, the others through slots | as `boundaries` says |
 | max       | all   | as `weights`, with fewer slots                        | host                 |
 
+Of an untied embedding at home the device has all, or with `embedding` rows only those that a batch
+can look up (`plan/tables.py`), and sums of their gradients alone.
+
 The first `kept_blocks` of the blocks whose weights are on the device keep their activations and
 compute nothing again. Beside them the device has what a step needs: fp32 sums of gradients, staging
 for their way home, the boundaries, and the workspace of whichever phase takes most (see
@@ -33,6 +36,7 @@ from fluxtrain.plan.facts import (
     Offload,
     RowFacts,
 )
+from fluxtrain.plan.tables import TableRows
 
 SLOTS: dict[Offload, int] = {"none": 0, "optimizer": 0, "weights": 3, "max": 2}
 LARGE_STAGING_BYTES = 128 << 20  # one buffer is enough for gradients this large, else two
@@ -117,20 +121,22 @@ def footprint(facts: ModelFacts, layout: Layout, *, has_gpu: bool) -> Footprint:
     """Peaks of `layout`. Without a GPU the host's include the device's."""
     at_device, at_home = homes(facts, layout)
     wide = layout.accumulates
+    by_rows = rows_of_table(facts, layout, at_home)
     shared = sum(g.sum_bytes for g in facts.groups if g.users > 1)
-    scratch = max((g.sum_bytes for g in facts.groups if g.users == 1), default=0)
+    scratch = max((g.sum_bytes for g in _summed(facts, by_rows) if g.users == 1), default=0)
     kept_gradients = sum(g.gradient_bytes(accumulates=wide) for g in at_device)
     kept_weights = sum(g.weight_bytes for g in at_device) + facts.loose_bytes
     device = {
-        "weights_bytes": kept_weights + _weights_from_home(facts, layout, at_home),
-        "gradients_bytes": kept_gradients + scratch + shared + _staging(at_home),
+        "weights_bytes": kept_weights + _weights_from_home(facts, layout, at_home, by_rows),
+        "gradients_bytes": kept_gradients + scratch + shared + _staging(at_home, by_rows),
         "optimizer_bytes": sum(g.state_bytes for g in at_device),
         "boundaries_bytes": _boundaries_on_device(facts, layout),
-        "workspace_bytes": _workspace(facts, layout, shared, has_gpu=has_gpu),
+        "workspace_bytes": _workspace(facts, layout, shared, by_rows, has_gpu=has_gpu),
         "kept_bytes": kept_count(facts, layout) * kept_block_bytes(facts, layout),
     }
     arenas = sum(g.weight_bytes + g.state_bytes for g in at_home)
     arenas += _gradients_at_home(at_home, layout)
+    arenas += by_rows.host_bytes if by_rows is not None else 0
     host = arenas + _boundaries_on_host(facts, layout, pinned=has_gpu)
     return Footprint(
         **device,
@@ -199,18 +205,47 @@ def _streamed(layout: Layout, at_home: Sequence[GroupFacts]) -> list[GroupFacts]
     return [] if layout.offload == "optimizer" else blocks[layout.resident_blocks :]
 
 
-def _weights_from_home(facts: ModelFacts, layout: Layout, at_home: Sequence[GroupFacts]) -> int:
+def rows_of_table(
+    facts: ModelFacts, layout: Layout, at_home: Sequence[GroupFacts]
+) -> TableRows | None:
+    """What the embedding's rows take where only those are copied."""
+    table = facts.table
+    if layout.embedding != "rows" or table is None or table not in at_home:
+        return None
+    return TableRows.of(table, facts.row, layout.batch_rows)
+
+
+def _summed(facts: ModelFacts, by_rows: TableRows | None) -> list[GroupFacts]:
+    """Groups whose gradients need a sum of their own. Beside rows the head's does not: the loss
+    makes it, and the buffer that a whole embedding would leave behind is not there."""
+    if by_rows is None:
+        return list(facts.groups)
+    return [g for g in facts.groups if g is not by_rows.table and not _is_head(facts, g)]
+
+
+def _is_head(facts: ModelFacts, group: GroupFacts) -> bool:
+    return group.kind == "edge" and group.trained == facts.head_parameters and group.users == 1
+
+
+def _weights_from_home(
+    facts: ModelFacts, layout: Layout, at_home: Sequence[GroupFacts], by_rows: TableRows | None
+) -> int:
     """Device copies of weights whose home is the host."""
     streamed = _streamed(layout, at_home)
     largest = max((group.weight_bytes for group in streamed), default=0)
     kept = sum(g.weight_bytes for g in at_home) - sum(g.weight_bytes for g in streamed)
+    if by_rows is not None:
+        kept += by_rows.device_bytes - by_rows.table.weight_bytes
     return kept + slot_count(facts, layout) * largest
 
 
-def _staging(at_home: Sequence[GroupFacts]) -> int:
+def _staging(at_home: Sequence[GroupFacts], by_rows: TableRows | None) -> int:
     """Rounded gradients on their way home: a ring for each size that there is."""
-    sizes = {2 * g.trained_bf16 for g in at_home} | {2 * g.trained_fp16 for g in at_home}
-    sizes |= {4 * g.trained_fp32 for g in at_home}
+    dense = [g for g in at_home if by_rows is None or g is not by_rows.table]
+    sizes = {2 * g.trained_bf16 for g in dense} | {2 * g.trained_fp16 for g in dense}
+    sizes |= {4 * g.trained_fp32 for g in dense}
+    if by_rows is not None:
+        sizes.add(by_rows.gradient_bytes)
     return sum(size if size >= LARGE_STAGING_BYTES else 2 * size for size in sizes)
 
 
@@ -237,7 +272,14 @@ def _boundaries_on_host(facts: ModelFacts, layout: Layout, *, pinned: bool) -> i
     return _boundary_rows(facts) * one
 
 
-def _workspace(facts: ModelFacts, layout: Layout, shared_sums: int, *, has_gpu: bool) -> int:
+def _workspace(
+    facts: ModelFacts,
+    layout: Layout,
+    shared_sums: int,
+    by_rows: TableRows | None,
+    *,
+    has_gpu: bool,
+) -> int:
     """The most that one phase of a step needs for itself.
 
     loss: the head's fp32 weight gradient, a chunk of logits, without a GPU one chunk's product in
@@ -260,7 +302,8 @@ def _workspace(facts: ModelFacts, layout: Layout, shared_sums: int, *, has_gpu: 
         evaluated = _logits_bytes(facts.row, layout.batch_rows, 0, has_gpu=has_gpu)
     loss = head_sum + chunk + hidden
     blocks = [g.rounded_bytes for g in facts.groups if g.kind == "block"]
-    edges = [g.rounded_bytes for g in facts.groups if g.kind == "edge"]
+    edges = [g.rounded_bytes for g in _summed(facts, by_rows) if g.kind == "edge"]
+    edges += [by_rows.gradient_bytes] if by_rows is not None else []
     phases = (
         max(loss - shared_sums, hidden if _becomes_the_sum(facts) else head_sum + hidden),
         activations + max(blocks, default=0) + hidden,

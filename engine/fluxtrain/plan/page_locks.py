@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from fluxtrain.plan.facts import ModelFacts
-from fluxtrain.plan.footprint import Layout, homes
+from fluxtrain.plan.footprint import Layout, homes, rows_of_table
 from fluxtrain.telemetry.events import ChoiceMade
 from fluxtrain.units import bytes_text, duration_text, rate_text
 
@@ -13,8 +13,12 @@ CROSSINGS = 1.5  # of a byte a step: weights go up twice and are half of it, gra
 
 
 def wanted_bytes(facts: ModelFacts, layout: Layout) -> int:
-    """Weights at home on the host and their gradients on the way there."""
-    return sum(group.weight_bytes + group.rounded_bytes for group in homes(facts, layout)[1])
+    """Weights at home on the host and their gradients on the way there, and what an embedding's
+    rows pass through."""
+    at_home = homes(facts, layout)[1]
+    by_rows = rows_of_table(facts, layout, at_home)
+    passing = by_rows.host_bytes if by_rows is not None else 0
+    return sum(group.weight_bytes + group.rounded_bytes for group in at_home) + passing
 
 
 def page_lock_choice(wanted: int, refused: int, per_s: Mapping[str, float | None]) -> ChoiceMade:

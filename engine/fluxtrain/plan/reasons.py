@@ -6,8 +6,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fluxtrain.plan.facts import Wishes
-from fluxtrain.plan.footprint import Layout, keepable_count, kept_count, slot_count
+from fluxtrain.plan.footprint import Layout, homes, keepable_count, kept_count, slot_count
 from fluxtrain.plan.search import BATCH_LIMIT_ROWS, CHUNK_TOKENS, Search
+from fluxtrain.plan.tables import reason as embedding_reason
 from fluxtrain.telemetry.events import ChoiceMade
 from fluxtrain.units import bytes_text
 
@@ -30,7 +31,18 @@ def choices_of(search: Search, layout: Layout) -> tuple[ChoiceMade, ...]:
     return tuple(
         ChoiceMade(name=name, value=str(value), because=reason)
         for name, (value, reason) in because.items()
-    )
+    ) + embedding_choice(search, layout)
+
+
+def embedding_choice(search: Search, layout: Layout) -> tuple[ChoiceMade, ...]:
+    """What of the embedding is copied, where that is a question."""
+    facts, wishes = search.facts, search.wishes
+    if facts.table is None and wishes.embedding == "auto":
+        return ()
+    at_home = facts.table in homes(facts, layout)[1]
+    value = layout.embedding if at_home else "whole"
+    because = embedding_reason(facts, wishes, layout.batch_rows, at_home=at_home)
+    return (ChoiceMade(name="embedding", value=value, because=because),)
 
 
 def refusal(search: Search) -> str:

@@ -8,6 +8,7 @@ from functools import cached_property
 
 from fluxtrain.plan.facts import ModelFacts, Offload, Room, Wishes
 from fluxtrain.plan.footprint import Footprint, Layout, footprint, homes
+from fluxtrain.plan.tables import embedding_for
 
 AUTO_SHARE = 0.9  # of the budget, where the rule chooses; the rest is for fragmentation
 FIXED_SHARE = 0.5  # of the budget, where the rows are not known: the rest is for activations
@@ -122,7 +123,7 @@ class Search:
             eager=self.wishes.eager,
             boundaries="host" if self.wishes.boundaries == "host" else "device",
             kept_blocks=self.wishes.kept_blocks or 0,
-            embedding="rows" if self.wishes.embedding == "rows" else "whole",
+            embedding=embedding_for(self.facts, self.wishes, 0),
             deferred_moments=bool(self.wishes.deferred_moments) and not self.wishes.eager,
         )
         if self.facts.row is None:
@@ -131,7 +132,8 @@ class Search:
         for batch in self._batches():
             most = _power_of_two(chunk_tokens // self.facts.row.sequence_length)
             for chunk in self._chunks(batch, most):
-                yield replace(first, batch_rows=batch, chunk_rows=chunk)
+                embedding = embedding_for(self.facts, self.wishes, batch)
+                yield replace(first, batch_rows=batch, chunk_rows=chunk, embedding=embedding)
 
     def _batches(self) -> list[int]:
         if self.wishes.batch_rows is not None:

@@ -19,7 +19,7 @@ from fluxtrain.plan.facts import ModelFacts, Room, Wishes
 from fluxtrain.plan.footprint import kept_count, slot_count
 from fluxtrain.plan.placement import RunPlacement, place
 from fluxtrain.plan.ranked import Dial, TimedLayout
-from fluxtrain.plan.reasons import wished_to_keep
+from fluxtrain.plan.reasons import embedding_choice, wished_to_keep
 from fluxtrain.plan.search import Search
 from fluxtrain.telemetry.events import ChoiceMade
 from fluxtrain.units import bytes_text, count_text, duration_text
@@ -68,6 +68,7 @@ def place_timed(
         boundaries="host" if layout.parks else "device",
         resident_blocks=layout.resident_blocks,
         kept_blocks=kept_count(facts, layout),
+        embedding=layout.embedding,
         slots=slot_count(facts, layout),
         need=chosen.need,
         chunk_rows=layout.chunk_rows,
@@ -140,7 +141,7 @@ def _choices(
     return tuple(
         ChoiceMade(name=name, value=str(value), because=reason)
         for name, (value, reason) in told.items()
-    )
+    ) + embedding_choice(dial.search, layout)
 
 
 def _is_set(dial: Dial) -> bool:

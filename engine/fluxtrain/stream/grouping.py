@@ -110,4 +110,5 @@ def _group_facts(group: Group) -> GroupFacts:
         users=group.users,
         states=group.states,
         narrow=group.narrow_elements,
+        table_rows=group.members[0].shape[0] if group.by_rows else 0,
     )

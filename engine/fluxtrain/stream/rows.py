@@ -49,19 +49,14 @@ class HostIds:
 
 
 def choose_rows(engine: Engine) -> None:
-    """Let embeddings be looked up by rows where the plan says so."""
+    """Let the largest embedding be looked up by rows where the plan says so."""
     if engine.plan.embedding != "rows":
         return
-    for unit in engine.units:
-        if unit.group.by_rows and is_table_of(unit):
-            (table_rows, width), dtype = _table(unit)
-            unit.group.rows = RowBuffers(engine.device, table_rows, width, dtype)
-
-
-def _table(unit: Unit) -> tuple[tuple[int, int], torch.dtype]:
-    weight = unit.group.members[0]
-    table_rows, width = weight.shape
-    return (table_rows, width), weight.segment.dtype
+    tables = [unit for unit in engine.units if unit.group.by_rows and is_table_of(unit)]
+    if tables:
+        group = max(tables, key=lambda unit: unit.group.wire_bytes).group
+        table_rows, width = group.members[0].shape
+        group.rows = RowBuffers(engine.device, table_rows, width, group.members[0].segment.dtype)
 
 
 def is_table_of(unit: Unit) -> bool:

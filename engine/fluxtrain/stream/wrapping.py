@@ -67,7 +67,7 @@ def wrap(  # noqa: PLR0913  # each is one choice of the user, by keyword
     (block-wise, the meaning of bitsandbytes' 8-bit AdamW); small parameters keep fp32.
     eager: every step will be one (`Engine.begin_eager_step`): plan less memory for gradients.
     embedding: at home on the host it is copied to the device `whole`, or only the `rows` that a
-    batch looks up (`auto`: whole); rows read the ids on the host.
+    batch looks up (`auto`: of a large one); these read the ids on the host.
     deferred_moments: AdamW on the host writes all weights first, fp32 moments later: the same bits.
 
     Wrapping twice is wrapping once. Raises UnsupportedModel, BadInput or DoesNotFit.

@@ -250,6 +250,11 @@ class PlacementSettings(Section):
         description="of so many blocks whose weights stay on the device the activations stay too, "
         "and are not computed again; auto fills what is left of a GPU",
     )
+    embedding: Literal["auto", "whole", "rows"] = Field(
+        default="auto",
+        description="what of an untied embedding in host memory is copied to the device: the whole "
+        "of it, or the rows that a batch looks up; auto takes rows of a large one",
+    )
     budget_gib: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
         default=None, description="device memory that may be used, in GiB; all of it when left out"
     )

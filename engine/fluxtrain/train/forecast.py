@@ -72,6 +72,7 @@ class Forecast:
             resident_blocks=placed.resident_blocks,
             kept_blocks=placed.kept_blocks,
             boundaries=placed.boundaries,
+            embedding=placed.embedding,
             batch_rows=placed.batch_rows,
             chunk_rows=placed.chunk_rows or placed.batch_rows,
             accumulates=self.wishes.accumulates,

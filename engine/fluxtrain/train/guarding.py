@@ -23,7 +23,7 @@ from fluxtrain.plan.guard import (
     refuse_host,
 )
 from fluxtrain.plan.page_locks import page_lock_choice, refused_before, wanted_bytes
-from fluxtrain.plan.placement import Placement
+from fluxtrain.plan.placement import Placement, RunPlacement
 from fluxtrain.telemetry.events import ChoiceMade
 from fluxtrain.telemetry.rundir import RunDir
 from fluxtrain.train.config import RunConfig
@@ -68,12 +68,17 @@ def refuse_before_loading(
 
 
 def page_locks_planned(
-    facts: ModelFacts, placement: Placement, device: str, per_s: Mapping[str, float | None]
+    facts: ModelFacts, placement: RunPlacement, device: str, per_s: Mapping[str, float | None]
 ) -> tuple[ChoiceMade, ...]:
     """What a run on a GPU will page-lock, as far as the probe knows."""
     if device != "cuda":
         return ()
-    layout = Layout(offload=placement.offload, device_groups=placement.device_groups)
+    layout = Layout(
+        offload=placement.offload,
+        device_groups=placement.device_groups,
+        embedding=placement.embedding,
+        batch_rows=placement.batch_rows,
+    )
     wanted = wanted_bytes(facts, layout)
     return (page_lock_choice(wanted, refused_before(wanted, per_s), per_s),)
 

@@ -49,6 +49,7 @@ def live_changes(
             accumulates=config.train.accumulation > 1,
             eager=eager(config, facts),
             boundaries=placement.boundaries,
+            embedding=placement.embedding,
         ),
         has_gpu=has_gpu,
         budget_bytes=placement.budget_bytes,

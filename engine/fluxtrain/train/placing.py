@@ -180,6 +180,7 @@ def wishes_of(
     return Wishes(
         offload=wished.offload if config.train.optimizer == "adamw" else "none",
         boundaries=wished.boundaries,
+        embedding=wished.embedding,
         batch_rows=batch_rows,
         chunk_rows=None if wished.chunk_rows == "auto" else wished.chunk_rows,
         device_groups=None if wished.device_groups == "auto" else wished.device_groups,
@@ -219,6 +220,7 @@ def wrapped(
         resident_blocks=placement.resident_blocks,
         kept_blocks=placement.kept_blocks,
         boundaries=placement.boundaries,
+        embedding=placement.embedding,
         states=config.train.states,
         eager=eager(config, facts),
     )

@@ -1,0 +1,85 @@
+"""An embedding at home of which only the rows that a batch looks up are copied to the device.
+
+A batch of T tokens looks at T rows at most. They are gathered on the host into page-locked memory,
+copied, looked up; the gradients of the same rows come home and are put among zeros there. Beside
+150 thousand rows that is a small part; beside a few hundred it is none, and reading the ids on the
+host is for nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fluxtrain.plan.facts import Embedding, GroupFacts, ModelFacts, RowFacts, Wishes
+from fluxtrain.units import bytes_text, count_text
+
+LEAST_TABLE_BYTES = 64 << 20  # smaller ones are copied in a few milliseconds
+MOST_OF_TABLE = 0.5  # of its rows: beyond that its copies are no larger than those of rows
+_INDEX_BYTES = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableRows:
+    """What the rows of one embedding take."""
+
+    table: GroupFacts
+    rows: int  # that a batch touches at most; 0 where the batch is not known
+    tokens: int
+
+    @staticmethod
+    def of(table: GroupFacts, row: RowFacts | None, batch_rows: int) -> TableRows:
+        """For a batch of so many rows of data."""
+        tokens = 0 if row is None else batch_rows * row.sequence_length
+        return TableRows(table=table, rows=min(table.table_rows, tokens), tokens=tokens)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of the rows."""
+        return self.rows * (self.table.weight_bytes // self.table.table_rows)
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Of their gradients in the weights' dtype."""
+        return self.weight_bytes if self.table.trained else 0
+
+    @property
+    def device_bytes(self) -> int:
+        """The rows, which they are, and which of them each token has."""
+        return self.weight_bytes + _INDEX_BYTES * (self.rows + self.tokens)
+
+    @property
+    def host_bytes(self) -> int:
+        """Page-locked, where all that leaves from and where gradients arrive."""
+        return self.device_bytes + self.gradient_bytes
+
+
+def embedding_for(facts: ModelFacts, wishes: Wishes, batch_rows: int) -> Embedding:
+    """Rows or the whole of the embedding, for a batch."""
+    if wishes.embedding != "auto":
+        return wishes.embedding
+    table = facts.table
+    if table is None or table.weight_bytes < LEAST_TABLE_BYTES:
+        return "whole"
+    found = TableRows.of(table, facts.row, batch_rows)
+    return "rows" if found.rows <= MOST_OF_TABLE * table.table_rows else "whole"
+
+
+def reason(facts: ModelFacts, wishes: Wishes, batch_rows: int, *, at_home: bool) -> str:
+    """Why, with numbers."""
+    table = facts.table
+    if table is None:
+        return "no embedding of its own: it is tied, or has options that need all of it"
+    if not at_home:
+        return f"{table.name} lives on the device with all its rows"
+    if wishes.embedding != "auto":
+        return "as set"
+    size = bytes_text(table.weight_bytes)
+    if table.weight_bytes < LEAST_TABLE_BYTES:
+        return f"{table.name} takes {size}: too little to look rows up for"
+    found = TableRows.of(table, facts.row, batch_rows)
+    if facts.row is None:
+        return f"of {table.name} ({size}) a batch needs the rows of its tokens alone"
+    return (
+        f"a batch looks at {count_text(found.rows)} of the {count_text(table.table_rows)} rows of "
+        f"{table.name} at most: {bytes_text(found.weight_bytes)} instead of {size} on the device"
+    )

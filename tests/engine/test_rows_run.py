@@ -1,0 +1,50 @@
+"""A run whose embedding is looked up by rows: the same numbers, told in its plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fluxtrain.telemetry import events as ev
+from fluxtrain.telemetry.journal import read_events
+from fluxtrain.train.config import load_config
+from fluxtrain.train.recovery import locate
+from fluxtrain.train.run import train
+
+
+def run(config: Path, run_dir: Path, *overrides: str) -> list[Any]:
+    """Train in this process; the journal's events."""
+    settings = load_config(config, list(overrides))
+    train(settings, locate(None, run_dir, settings))
+    return list(read_events(run_dir / "events.ndjson"))
+
+
+def numbers(events: list[Any]) -> list[tuple[float, float | None]]:
+    steps = [event for event in events if isinstance(event, ev.StepFinished)]
+    assert steps
+    evaluations = [e.loss for e in events if isinstance(e, ev.EvaluationFinished)]
+    return [*((step.loss, step.grad_norm) for step in steps), (evaluations[-1], None)]
+
+
+def embedding_of(events: list[Any]) -> ev.ChoiceMade:
+    planned = next(event for event in events if isinstance(event, ev.Planned))
+    return next(choice for choice in planned.choices if choice.name == "embedding")
+
+
+@pytest.mark.parametrize("limit", ["0.5", "null"])
+def test_a_run_by_rows_has_the_numbers_of_one_without(
+    run_config: Callable[..., Path],
+    model_folder: Callable[..., Path],
+    tmp_path: Path,
+    limit: str,
+) -> None:
+    config = run_config(model__path=str(model_folder("llama")), train__steps=4)
+    clip = f"train.max_grad_norm={limit}"
+    whole = run(config, tmp_path / "whole", clip, "placement.embedding=whole")
+    rows = run(config, tmp_path / "rows", clip, "placement.embedding=rows")
+    assert numbers(rows) == numbers(whole)
+    assert (embedding_of(whole).value, embedding_of(rows).value) == ("whole", "rows")
+    assert embedding_of(rows).because == "as set"

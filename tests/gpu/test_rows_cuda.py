@@ -1,0 +1,171 @@
+"""An embedding by rows on a GPU: the bits of the whole one, no waiting, no memory for a copy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import fluxtrain
+from fluxtrain.methods.known_packing import known_packing
+from fluxtrain.stream.engine import engine_of
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+
+VOCABULARY, HIDDEN = 32_000, 256
+
+
+def build(dtype: torch.dtype = torch.bfloat16) -> nn.Module:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=HIDDEN, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=VOCABULARY, max_position_embeddings=1024,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).to(dtype).train()
+
+
+def batch(seed: int, rows: int = 8, length: int = 64) -> torch.Tensor:
+    draw = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, VOCABULARY, (rows, length), generator=draw)
+    ids[:, ::3] = 11  # a row that many tokens share
+    return ids.pin_memory()
+
+
+@pytest.fixture
+def plainly() -> Iterator[None]:
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.cuda.set_sync_debug_mode("default")
+
+
+Trained = tuple[list[float], dict[str, torch.Tensor]]
+
+
+def trained(
+    embedding: str, *, dtype: torch.dtype, length: int, passes: int = 1, on_device: bool = False
+) -> Trained:
+    """Losses and norms of some clipped steps, and the weights afterwards."""
+    model = build(dtype)
+    fluxtrain.wrap(
+        model, device="cuda", offload="weights", device_groups=0, resident_blocks=0, chunk_rows=4,
+        overlap=True, embedding=embedding,
+    )  # fmt: skip
+    engine = engine_of(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    told = []
+    for step in range(5):
+        for part in range(passes):
+            ids = batch(step * passes + part, length=length)
+            ids = ids.to("cuda") if on_device else ids
+            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+            loss.backward()
+            told.append(loss.detach())
+        told.append(engine.clip_grad_norm(0.5).value())
+        optimizer.step()
+        optimizer.zero_grad()
+    engine.flush()
+    assert (engine.groups[0].rows is not None) == (embedding == "rows")
+    weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+    return [float(value) for value in told], weights
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
+@pytest.mark.parametrize("length", [64, 1024])  # torch's embedding has a kernel for few tokens
+@pytest.mark.parametrize("passes", [1, 2])
+def test_rows_give_the_bits_of_the_whole_table(
+    dtype: torch.dtype, length: int, passes: int, plainly: None
+) -> None:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    whole = trained("whole", dtype=dtype, length=length, passes=passes)
+    rows = trained("rows", dtype=dtype, length=length, passes=passes)
+    assert rows[0] == whole[0]
+    assert [n for n in whole[1] if not torch.equal(whole[1][n], rows[1][n])] == []
+
+
+def test_ids_that_only_the_device_has_give_the_same_bits(plainly: None) -> None:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    host = trained("rows", dtype=torch.bfloat16, length=64)
+    device = trained("rows", dtype=torch.bfloat16, length=64, on_device=True)
+    assert host[0] == device[0]
+
+
+@pytest.mark.parametrize("given", ["host", "device"])
+@pytest.mark.parametrize("eager", [False, True])
+def test_no_operation_of_a_step_synchronises(given: str, eager: bool, plainly: None) -> None:
+    model = build()
+    fluxtrain.wrap(
+        model, device="cuda", offload="weights", device_groups=0, resident_blocks=0, chunk_rows=4,
+        overlap=True, embedding="rows",
+    )  # fmt: skip
+    engine = engine_of(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    norms = []
+    for step in range(10):
+        if step == 5:  # the first steps look at what they computed
+            torch.cuda.synchronize()
+            torch.cuda.set_sync_debug_mode("error")
+        ids = batch(step % 2)
+        ids = ids if given == "host" else ids.to("cuda", non_blocking=True)
+        with known_packing(None):
+            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        if eager:
+            engine.begin_eager_step(optimizer, loss)
+        loss.backward()
+        norms.append(engine.clip_grad_norm(None if eager else 1.0, [loss.detach()]))
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.cuda.set_sync_debug_mode("default")
+    losses = [norm.losses()[0] for norm in norms]
+    assert losses[-1] < losses[0]
+
+
+def step_of(model: nn.Module) -> Callable[[int], None]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def step(seed: int) -> None:
+        ids = batch(seed)
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        engine_of(model).clip_grad_norm(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def test_the_device_never_holds_the_whole_table() -> None:
+    peaks = {}
+    for embedding in ("whole", "rows"):
+        model = build()
+        fluxtrain.wrap(
+            model, device="cuda", offload="weights", device_groups=0, resident_blocks=0,
+            chunk_rows=4, embedding=embedding,
+        )  # fmt: skip
+        step = step_of(model)
+        step(0)
+        step(1)
+        torch.cuda.reset_peak_memory_stats()
+        held = torch.cuda.memory_allocated()
+        for seed in range(2, 6):
+            step(seed)
+        assert torch.cuda.memory_allocated() <= held + (1 << 20), "memory grows from step to step"
+        peaks[embedding] = torch.cuda.max_memory_allocated()
+        del model, step
+        torch.cuda.synchronize()
+    table = VOCABULARY * HIDDEN * 2
+    assert peaks["whole"] - peaks["rows"] > 0.8 * table
+
+
+def test_generation_gives_the_tokens_of_the_whole_table() -> None:
+    ids = batch(3)[:1, :16].cuda()
+    found = []
+    for embedding in ("whole", "rows"):
+        model = build().eval()
+        fluxtrain.wrap(model, device="cuda", offload="weights", embedding=embedding)
+        found.append(model.generate(ids, max_new_tokens=12, do_sample=False))  # type: ignore[operator]
+    assert torch.equal(*found)

@@ -1,0 +1,145 @@
+"""When an embedding is looked up by rows, what the plan says of it, and what that saves."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from fluxtrain.errors import BadInput
+from fluxtrain.plan.cost import Rates, cost
+from fluxtrain.plan.facts import GroupFacts, ModelFacts, Room, RowFacts, Wishes
+from fluxtrain.plan.footprint import Layout, footprint
+from fluxtrain.plan.placement import place, place_for_any_rows
+from fluxtrain.plan.timed import Timing, place_timed
+from fluxtrain.units import GIB
+
+RATES = Rates(
+    has_gpu=True,
+    matmul_per_s=400e12,
+    adamw_per_s=5e9,
+    copy_bytes_per_s=70e9,
+    h2d_bytes_per_s=50e9,
+    d2h_bytes_per_s=50e9,
+)
+
+
+def model(vocabulary: int = 152_064, hidden: int = 3584, table: bool = True) -> ModelFacts:
+    def group(name: str, size: int, **more: int) -> GroupFacts:
+        kind = "block" if name.startswith("layers") else "edge"
+        return GroupFacts(
+            name=name,
+            kind=kind,  # type: ignore[arg-type]
+            weight_bytes=2 * size,
+            trained_bf16=size,
+            **more,  # type: ignore[arg-type]
+        )
+
+    edge = vocabulary * hidden
+    return ModelFacts(
+        groups=(
+            group("embed_tokens", edge, table_rows=vocabulary if table else 0),
+            *(group(f"layers.{i}", 230_000_000) for i in range(8)),
+            group("norm", hidden),
+            group("lm_head", edge),
+        ),
+        head_parameters=edge,
+        row=RowFacts(
+            hidden=hidden,
+            vocabulary=vocabulary,
+            sequence_length=1024,
+            dtype_bytes=2,
+            activation_bytes=1 << 28,
+        ),
+    )
+
+
+def room(device: float | None = 80) -> Room:
+    free = None if device is None else int(device * GIB)
+    return Room(device_free_bytes=free, host_available_bytes=400 * GIB)
+
+
+HOME = Wishes(offload="weights", device_groups=0, batch_rows=32, chunk_rows=8)
+
+
+def chosen(facts: ModelFacts, wishes: Wishes, device: float | None = 80) -> tuple[str, str]:
+    """The plan's word for the embedding and its reason; empty where it says none."""
+    plan = place(facts, room(device), wishes)
+    told = [c for c in plan.choices if c.name == "embedding"]
+    return (plan.embedding, told[0].because) if told else (plan.embedding, "")
+
+
+@pytest.mark.parametrize("device", [80, None])
+def test_a_large_table_is_looked_up_by_rows(device: float | None) -> None:
+    embedding, because = chosen(model(), HOME, device)
+    assert embedding == "rows"
+    assert because == (
+        "a batch looks at 32.8 k of the 152 k rows of embed_tokens at most: 224 MiB instead of "
+        "1.02 GiB on the device"
+    )
+
+
+def test_a_small_table_and_a_batch_that_touches_most_of_it_stay_whole() -> None:
+    assert chosen(model(vocabulary=8000), HOME)[0] == "whole"
+    assert chosen(model(vocabulary=32_000), HOME)[0] == "whole"
+    assert chosen(model(vocabulary=32_000), replace(HOME, batch_rows=8))[0] == "rows"
+
+
+def test_a_wish_is_kept_and_another_word_refused() -> None:
+    assert chosen(model(), replace(HOME, embedding="whole")) == ("whole", "as set")
+    assert chosen(model(vocabulary=8000), replace(HOME, embedding="rows")) == ("rows", "as set")
+    with pytest.raises(BadInput, match="embedding is 'half'"):
+        chosen(model(), replace(HOME, embedding="half"))  # type: ignore[arg-type]
+
+
+def test_a_tied_table_is_told_of_only_when_rows_were_asked_for() -> None:
+    assert chosen(model(table=False), HOME) == ("whole", "")
+    _, because = chosen(model(table=False), replace(HOME, embedding="rows"))
+    assert because.startswith("no embedding of its own")
+
+
+def test_a_table_that_lives_on_the_device_is_whole() -> None:
+    plan = place(model(), room(), Wishes(offload="none", batch_rows=1, chunk_rows=1))
+    told = next(c for c in plan.choices if c.name == "embedding")
+    assert told.value == "whole"
+    assert told.because == "embed_tokens lives on the device with all its rows"
+
+
+def test_rows_that_nobody_knows_count_as_none() -> None:
+    facts = replace(model(), row=None)
+    plan = place_for_any_rows(facts, room(), Wishes(offload="weights", device_groups=0))
+    whole = place_for_any_rows(
+        facts, room(), Wishes(offload="weights", device_groups=0, embedding="whole")
+    )
+    assert (plan.embedding, whole.embedding) == ("rows", "whole")
+    assert plan.device_bytes < whole.device_bytes
+
+
+def test_rows_fit_where_the_whole_does_not() -> None:
+    small = replace(HOME, batch_rows=1, chunk_rows=1)
+    need = {
+        word: place(model(), room(), replace(small, embedding=word)).device_bytes  # type: ignore[arg-type]
+        for word in ("whole", "rows")
+    }
+    assert need["whole"] - need["rows"] > 2 * GIB  # a copy, and a sum that is larger than a block's
+
+
+def test_fewer_bytes_cross_and_no_step_is_slower() -> None:
+    layout = Layout(offload="weights", batch_rows=32, chunk_rows=8)
+    whole = cost(model(), layout, RATES)
+    rows = cost(model(), replace(layout, embedding="rows"), RATES)
+    assert rows.upload_forward_s < whole.upload_forward_s
+    assert rows.download_s < whole.download_s
+    assert rows.step_s <= whole.step_s
+    timed = place_timed(model(), room(20), HOME, Timing(rates=RATES))
+    assert timed.embedding == "rows"
+    assert timed.need == footprint(
+        model(),
+        replace(
+            layout, embedding="rows", resident_blocks=timed.resident_blocks,
+            boundaries=timed.boundaries, chunk_rows=timed.chunk_rows or 0,
+            kept_blocks=timed.kept_blocks,
+        ),
+        has_gpu=True,
+    )  # fmt: skip
+    assert any(choice.name == "embedding" for choice in timed.choices)
