@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json as json_module
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -90,14 +91,19 @@ def train(  # noqa: PLR0913, PLR0917 - typer reads the options from the signatur
         if not target.resumes:
             raise BadInput(f"{target.run_dir.path} holds no run: name a CONFIG.yaml, or use --demo")
         chosen = stored_config(target.run_dir, overrides)
-    if not json and live_fd is None:
-        with contextlib.suppress(NoSpace):  # for what is printed: the run has a disk of its own
-            say(f"run: {target.run_dir.path}")
-            say(f"watch it with: fluxtrain-tui --attach {target.run_dir.path}")
     from fluxtrain.train.run import train as train_run
 
+    def opened(run_dir: Path) -> None:
+        if not json and live_fd is None:
+            from fluxtrain.telemetry.printable import printable
+
+            with contextlib.suppress(NoSpace):  # for what is printed: the run has its own disk
+                say(f"run: {printable(str(run_dir))}")
+                attach = printable(shlex.quote(str(run_dir)))
+                say(f"watch it with: fluxtrain-tui --attach {attach}")
+
     with traced(target.run_dir, trace, complain):
-        train_run(chosen, target, live_fd=live_fd, json=json)
+        train_run(chosen, target, live_fd=live_fd, json=json, opened=opened)
 
 
 @app.command(epilog=EXIT_CODES)
@@ -253,6 +259,7 @@ def runs(json: Json = False, debug: Debug = False) -> None:
     """List the runs, newest first ($FLUXTRAIN_RUNS, or ./runs)."""
     import msgspec
 
+    from fluxtrain.telemetry.printable import printable
     from fluxtrain.telemetry.rundir import list_runs, runs_root
 
     found = list_runs()
@@ -260,11 +267,12 @@ def runs(json: Json = False, debug: Debug = False) -> None:
         print_json([msgspec.to_builtins(run) for run in found])
         return
     if not found:
-        say(f"no runs below {runs_root()}")
+        say(f"no runs below {printable(str(runs_root()))}")
     for run in found:
         loss = "-" if run.loss is None else f"{run.loss:.4f}"
         progress = f"{run.step or 0}/{run.total_steps or '?'}"
-        say(f"{run.run_id:40} {run.state:12} step {progress:14} loss {loss:8} {run.model or '-'}")
+        name = printable(run.run_id)
+        say(f"{name:40} {run.state:12} step {progress:14} loss {loss:8} {run.model or '-'}")
 
 
 @app.command(epilog=EXIT_CODES)

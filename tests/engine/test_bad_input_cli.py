@@ -189,6 +189,7 @@ def test_a_run_directory_that_is_used_already_is_refused(
     with RunDir(run_dir).lock():
         again = call("train", config, "--run-dir", run_dir, "--resume", "auto")
     assert_refused(again, 2, "in use by process")
+    assert again.stdout == ""  # nothing to watch: no run of its own was begun
     assert (run_dir / "events.ndjson").read_bytes() == journal
     assert json.loads((run_dir / "result.json").read_text())["exit_code"] == 0
     assert not (run_dir / "error.json").exists()

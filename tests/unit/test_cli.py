@@ -80,6 +80,19 @@ def test_runs_are_listed_for_people_and_for_programs(tmp_path: Path) -> None:
     assert run.run_id in command("runs", folder=tmp_path).stdout
 
 
+def test_names_of_folders_cannot_steer_the_terminal_of_who_lists_the_runs(tmp_path: Path) -> None:
+    name = "red\x1b[31m\nfinished\u202egnp\udcff"
+    run = RunDir(tmp_path / "runs" / name)
+    run.path.mkdir(parents=True)
+    run.write_json(run.run, {"config": {}})
+    said = command("runs", folder=tmp_path)
+    assert said.returncode == 0 and said.stderr == ""
+    assert said.stdout.startswith("red\ufffd[31m finished\ufffdgnp\ufffd ")
+    assert said.stdout.count("\n") == 1 and said.stdout.rstrip("\n").isprintable()
+    (listed,) = json.loads(command("runs", "--json", folder=tmp_path).stdout)
+    assert listed["run_id"] == name  # programs need the name itself
+
+
 def test_a_reader_that_leaves_is_no_error(tmp_path: Path) -> None:
     line = f"{sys.executable} -m fluxtrain schema | head -c 10; exit ${{PIPESTATUS[0]}}"
     answer = subprocess.run(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -83,10 +84,12 @@ def train(
     live_fd: int | None = None,
     json: bool = False,
     kind: type[Run] | None = None,
+    opened: Callable[[Path], None] = lambda _: None,
 ) -> None:
     """Train as `config` says in the directory of `target`; returns when the model is exported.
 
-    `kind` is another run, such as one that keeps nothing.
+    `kind` is another run, such as one that keeps nothing. `opened` is called with the run directory
+    once that is this process's own.
 
     Raises:
         FluxTrainError: with the exit code; the run directory holds the record of it.
@@ -95,6 +98,7 @@ def train(
     machine = read_machine()
     limit = machine.memory_total_bytes
     with Session(target.run_dir, live_fd=live_fd, json=json, host_limit_bytes=limit) as session:
+        opened(target.run_dir.path)
         hello = first_hello(config, target.run_dir, machine.line())
         session.announcer.emit(hello)
         session.listen()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 import traceback
 from collections.abc import Callable
@@ -94,7 +95,7 @@ class Session:
     @property
     def resume_command(self) -> str:
         """What continues this run."""
-        return f"fluxtrain train --resume {self.run_dir.path}"
+        return f"fluxtrain train --resume {shlex.quote(str(self.run_dir.path))}"
 
     def _print(self) -> Callable[[str], None]:
         def write(text: str) -> None:
