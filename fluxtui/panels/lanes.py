@@ -28,6 +28,7 @@ KINDS = {
     "backward": Kind("B", "backward", "backward"),
     "gradients": Kind("G", "gradients", "gradients"),
     "update": Kind("U", "update", "update"),
+    "moments": Kind("M", "optimizer", "moments"),
     "weights": Kind("W", "weights", "weights"),
     "activations": Kind("A", "activations", "activations"),
     "checkpoint": Kind("C", "disk", "checkpoint"),

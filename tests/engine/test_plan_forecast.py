@@ -47,14 +47,39 @@ def test_a_model_without_weights_is_planned_for_a_machine_that_is_not_here(
     assert plan["device"] == "cuda"
     assert plan["device_bytes"] <= 24 * GIB * 0.9
     assert plan["need"]["host_bytes"] <= 160 * GIB * 0.9 == plan["host_limit_bytes"] * 0.9
-    # the states of what is at home pass through the optimizer, once a step
+    # the states of what is at home pass through the optimizer, in two passes of 18 of 26 bytes
     parts, home = plan["predicted"]["parts_s"], plan["need"]["arena_bytes"] / 14
-    assert parts["host_update"] == pytest.approx(home / RATES["adamw"], rel=0.01)
+    once_s = home / RATES["adamw"]
+    assert parts["host_update"] == pytest.approx(once_s * 18 / 26, rel=0.01)
+    assert parts["deferred_moments"] == parts["host_update"]
     assert plan["predicted"]["seconds_per_step"] >= parts["host_update"]
     assert [one["name"] for one in plan["plans"]] == ["fast", "balanced", "fit"]
     text = table(plan)
     assert "bound by" in text
     assert "balanced" in text
+
+
+def test_when_moments_are_updated_is_predicted_chosen_and_said(
+    large: RunConfig, tmp_path: Path
+) -> None:
+    """The states of what is at home pass through the optimizer once, or later and once more."""
+    told = {}
+    for moments in ("auto", "deferred", "with_weights"):
+        asked = large.model_copy(
+            update={"train": large.train.model_copy(update={"moments": moments})}
+        )
+        told[moments] = preview(asked, machine(tmp_path, 24, 160))
+    seconds = {name: plan["predicted"]["seconds_per_step"] for name, plan in told.items()}
+    assert seconds["auto"] == seconds["deferred"] < seconds["with_weights"]
+    whole = told["with_weights"]
+    home = whole["need"]["arena_bytes"] / 14
+    parts = whole["predicted"]["parts_s"]
+    assert parts["host_update"] == pytest.approx(home / RATES["adamw"], rel=0.01)
+    assert parts["deferred_moments"] == 0
+    for name, plan in told.items():
+        choice = next(one for one in plan["choices"] if one["name"] == "moments")
+        assert choice["value"] == ("with_weights" if name == "with_weights" else "deferred")
+        assert (choice["because"] == "as set") == (name != "auto")
 
 
 def test_a_host_that_is_too_small_is_refused_with_the_numbers(

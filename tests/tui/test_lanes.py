@@ -112,6 +112,20 @@ def test_a_stall_is_marked_and_its_cause_is_named_without_colour(
     assert "!" in small or "waits" in small
 
 
+def test_moments_that_come_after_the_weights_have_a_letter_of_their_own(
+    made: ModuleType, tmp_path: Path
+) -> None:
+    view = made_view(
+        made, tmp_path,
+        Interval("gpu", "forward", "a", 0.0, 1.0),
+        Interval("cpu", "update", "a", 0.0, 0.4), Interval("cpu", "moments", "a", 0.4, 0.5),
+    )  # fmt: skip
+    text = drawn(view)
+    assert KINDS["moments"].letter == "M"
+    assert "M  moments" in text and "U  update" in text
+    assert "moments" in next(row for row in text.splitlines() if row.startswith("│ cpu"))
+
+
 def test_a_panel_in_full_names_the_longest_with_their_blocks() -> None:
     rows = drawn(recorded(last_step=19), height=36).splitlines()
     start = next(i for i, row in enumerate(rows) if "the longest" in row)

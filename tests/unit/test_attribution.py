@@ -63,12 +63,28 @@ def test_a_stall_for_weights_while_no_copy_runs_is_a_wait_for_their_update() -> 
     assert one.bound == "cpu" and one.waits_for("h2d") == pytest.approx(0.1)
 
 
+def test_moments_beside_the_backward_pass_hide_no_wait_for_weights_and_cost_nothing() -> None:
+    one = found(
+        ("gpu", "forward", 0.0, 0.3),
+        ("cpu", "update", 0.0, 0.3),
+        ("cpu", "moments", 0.3, 0.9),
+        ("host", "moments", 0.35, 0.55),  # the driving thread waits, the computation goes on
+        ("stall", "weights", 0.6, 0.8),  # in the backward pass, which no update holds up
+        ("gpu", "backward", 0.3, 0.6),
+        ("gpu", "backward", 0.8, 1.0),
+    )
+    assert one.waits_s == pytest.approx({"weights": 0.2})
+    assert one.busy_s["cpu"] == pytest.approx(0.9)
+    assert one.bound == "h2d"
+
+
 @pytest.mark.parametrize(
     ("wait", "lane", "cause"),
     [
         (("stall", "weights", 0.0, 0.4), "h2d", "weights"),
         (("stall", "activations", 0.0, 0.4), "h2d", "activations"),
         (("stall", "gradients", 0.0, 0.4), "d2h", "gradients"),
+        (("host", "moments", 0.0, 0.4), "cpu", "moments"),
         (("disk", "checkpoint", 0.0, 0.4), "disk", "checkpoint"),
         (("host", "data", 0.0, 0.4), "host", "data"),
         (("stall", "moonlight", 0.0, 0.4), "host", "moonlight"),

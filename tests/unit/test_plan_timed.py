@@ -124,6 +124,7 @@ def layout(plan: RunPlacement) -> Layout:
         kept_blocks=plan.kept_blocks,
         batch_rows=plan.batch_rows,
         chunk_rows=plan.chunk_rows or 0,
+        deferred_moments=plan.deferred_moments,
     )
 
 

@@ -6,7 +6,7 @@ import ctypes
 import mmap
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from fluxtrain import _native
 from fluxtrain.hardware.rate import Rate, best_rate, sustained_rate
@@ -20,6 +20,7 @@ _BYTES_8BIT = {
     "m": 1.0, "v": 1.0, "m_scale": _SCALE_BYTES, "v_scale": _SCALE_BYTES,
 }  # fmt: skip
 PARAMETER_BYTES = int(sum(_BYTES.values()))
+Part = Literal["all", "weights", "moments"]  # of the update: both, or one of its two passes
 _CUT = 1 << 15  # parameters: each part begins on a page
 
 
@@ -30,10 +31,11 @@ def adamw_rate(
     limit_s: float = 1.5,
     threads: int | None = None,
     eight_bit: bool = False,
+    part: Part = "all",
     sustained: bool = False,
 ) -> Rate:
     """Parameters a second of an update in bf16 with fp32 masters: 14 bytes kept, 26 moved for each;
-    `eight_bit` with 8-bit states: 8 and 14.
+    `eight_bit` with 8-bit states: 8 and 14. `part` is one of the two passes, of fp32 states: 18.
 
     Takes an eighth of `available_bytes` at most. threads None: all that OpenMP has. `sustained`: of
     all calls together, not of the fastest, which part of a large cache can serve. Raises
@@ -56,7 +58,7 @@ def adamw_rate(
         for name, size in sizes.items():
             at[name] = start + offset
             offset += int(size * parameters)
-        update = _update_8bit(at) if eight_bit else _update(at)
+        update = _update_8bit(at) if eight_bit else _update(at, part)
         rate = (sustained_rate if sustained else best_rate)(
             parameters,
             lambda: update(parameters, ctypes.byref(step), threads or 0),
@@ -67,8 +69,10 @@ def adamw_rate(
     return Rate(rate, f"{parameters >> 20} M parameters, {_native.isa()}")
 
 
-def _update(at: dict[str, int]) -> Callable[..., Any]:
-    kernel = _native.kernel("adamw_split_bf16")
+def _update(at: dict[str, int], part: Part) -> Callable[..., Any]:
+    if part == "moments":
+        return partial(_native.kernel("adamw_moments_bf16"), at["m"], at["v"], at["grad"])
+    kernel = _native.kernel("adamw_split_bf16" if part == "all" else "adamw_weights_split_bf16")
     return partial(kernel, at["hi"], at["lo"], at["m"], at["v"], at["grad"])
 
 

@@ -75,6 +75,8 @@ class Calibration:
     streamed: Streamed | None = None  # without a GPU
     adamw_per_s: float | None = None  # parameters, at the size of this model; None: as probed
     adamw_8bit_per_s: float | None = None  # with 8-bit states, where the run has them
+    adamw_weights_per_s: float | None = None  # the weights' pass alone, on a GPU's host
+    adamw_moments_per_s: float | None = None  # the moments' pass alone, there
     runtime_bytes: int = 0  # what the process grew by when it first computed
     rows: tuple[int, int]  # of the two chunks
     measured_at_s: float  # Unix time

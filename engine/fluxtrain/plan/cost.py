@@ -1,10 +1,13 @@
 """How long a step of a layout takes, from measured rates. Pure arithmetic.
 
     exact    step = max(forward, uploads, host update) + loss + backward
+    deferred step = max(forward, uploads, weights' pass) + loss + max(backward, moments - loss)
     eager    step = max(forward + loss + backward, host update), each phase with its copies
 
 Each phase takes as long as the slowest of what runs at once in it. The forward pass cannot end
-before the last block's update, so nothing of that overlaps with the loss. Groups on the device cost
+before the last block's update, so nothing of that overlaps with the loss. With deferred moments
+that update is the weights' pass; it moves 18 of 26 bytes a parameter, and so does the moments'
+pass, which is hidden under loss and backward. Groups on the device cost
 no bus and no host update; of blocks whose weights are resident only the
 updated weights are copied, once a step; streamed ones are copied for the forward and again for the
 backward, in which their gradients go home on the other lane of the bus. The optimizer's and the
@@ -34,6 +37,7 @@ BACKWARD_PASSES = 6  # recomputed forward, gradients of inputs and of weights
 FROZEN_BACKWARD_PASSES = 4  # no gradients of weights
 FP16_CONVERSION = 0.5  # of an update's time, once more, goes into widening and rounding of fp16
 BF16_UPDATE_BYTES = 26  # for each parameter with fp32 moments: what the measured rate counts
+BF16_PASS_BYTES = 18  # the same of its weights' pass, and of its moments' pass
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +62,8 @@ class Rates:
     matmul_per_s: float  # operations
     adamw_per_s: float  # parameters in bf16 with fp32 masters, all threads
     adamw_8bit_per_s: float | None = None  # the same with 8-bit states; None: by their bytes
+    adamw_weights_per_s: float | None = None  # the weights' pass alone; None: by its bytes
+    adamw_moments_per_s: float | None = None  # the moments' pass alone; None: by its bytes
     copy_bytes_per_s: float = float("inf")  # within host memory; the bus of a machine without GPU
     h2d_bytes_per_s: float | None = None
     d2h_bytes_per_s: float | None = None
@@ -81,7 +87,8 @@ class Cost:
     upload_forward_s: float
     upload_backward_s: float
     download_s: float
-    host_update_s: float
+    host_update_s: float  # where moments are deferred, of the weights alone
+    deferred_moments_s: float = 0.0  # on the host, beside the first backward pass
     device_update_s: float = 0.0  # of groups that live on the device, where it was measured
     beside_bytes_s: float = 0.0  # of groups at home on the cores that compute, where measured
     queueing_s: float = 0.0  # by the host, of all blocks, where it was measured
@@ -118,6 +125,8 @@ def rates_from(
         matmul_per_s=known.get(matmul, float("inf")),
         adamw_per_s=known["adamw"],
         adamw_8bit_per_s=known.get("adamw_8bit"),
+        adamw_weights_per_s=None if calibration is None else calibration.adamw_weights_per_s,
+        adamw_moments_per_s=None if calibration is None else calibration.adamw_moments_per_s,
         copy_bytes_per_s=known.get("host_copy", float("inf")),
         h2d_bytes_per_s=known.get("h2d_pinned"),
         d2h_bytes_per_s=known.get("d2h_pinned"),
@@ -134,7 +143,7 @@ def cost(
     forward_s, head_s, backward_s = _compute(facts, layout, rates)
     device_update_s = _device_update(facts, layout, rates)
     queueing_s = passes * _queueing(facts, layout, rates)
-    update_s = _host_update(facts, layout, rates)
+    update_s, moments_s = _host_updates(facts, layout, rates)
     beside_s = _beside_bytes(facts, layout, rates)
     once, streamed, home = _traffic(facts, layout)
     carried = _boundary_bytes(facts, layout)
@@ -148,6 +157,8 @@ def cost(
     forward = {"compute": forward_s, "uploads": uploads[0], "downloads": left_s}
     backward = {"compute": backward_s, "uploads": uploads[1], "downloads": downloads[1]}
     phases = [dict(forward) for _ in range(passes)] + [{"compute": head_s}, backward] * passes
+    hidden_s = head_s if rates.has_gpu else 0.0
+    phases[passes + 1] = {**backward, "moments": max(0.0, moments_s - hidden_s)}
     if not rates.has_gpu:
         seconds = sum(sum(phase.values()) for phase in phases) + update_s + device_update_s
         seconds += beside_s
@@ -172,6 +183,7 @@ def cost(
         upload_backward_s=passes * uploads[1],
         download_s=passes * sum(downloads),
         host_update_s=update_s,
+        deferred_moments_s=moments_s,
         device_update_s=device_update_s,
         beside_bytes_s=beside_s,
         queueing_s=queueing_s,
@@ -247,16 +259,24 @@ def _frozen(group: GroupFacts, dtype_bytes: int) -> int:
     return max(0, group.weight_bytes - group.rounded_bytes) // dtype_bytes
 
 
-def _host_update(facts: ModelFacts, layout: Layout, rates: Rates) -> float:
-    """Seconds of AdamW on the groups at home: by the bytes that it moves (the measured rate moves
-    26 a parameter), but no faster than 8-bit states were measured, whose codes cost arithmetic."""
-    seconds = 0.0
+def _host_updates(facts: ModelFacts, layout: Layout, rates: Rates) -> tuple[float, float]:
+    """Seconds of AdamW on the groups at home, and of the moments that come later: by the bytes that
+    it moves (the measured rate moves 26 a parameter, that of a pass 18), but no faster than 8-bit
+    states were measured, whose codes cost arithmetic."""
+    seconds = moments_s = 0.0
+    bytes_per_s = BF16_UPDATE_BYTES * rates.adamw_per_s
+    weights_bytes_per_s = BF16_PASS_BYTES * (rates.adamw_weights_per_s or 0.0) or bytes_per_s
+    moments_bytes_per_s = BF16_PASS_BYTES * (rates.adamw_moments_per_s or 0.0) or bytes_per_s
     for group in homes(facts, layout)[1]:
+        if layout.deferred_moments and group.pass_bytes:
+            seconds += group.pass_bytes / weights_bytes_per_s
+            moments_s += group.pass_bytes / moments_bytes_per_s
+            continue
         by_bytes_s = group.update_bytes / BF16_UPDATE_BYTES / rates.adamw_per_s
         by_bytes_s *= 1 + FP16_CONVERSION * group.trained_fp16 / max(1, group.trained)
         coded = group.narrow if group.states == "8bit" and rates.adamw_8bit_per_s else 0
         seconds += max(by_bytes_s, coded / (rates.adamw_8bit_per_s or 1.0))
-    return seconds
+    return seconds, moments_s
 
 
 def _traffic(facts: ModelFacts, layout: Layout) -> tuple[int, int, int]:
@@ -296,12 +316,12 @@ def _binding(phases: list[dict[str, float]], *, together: bool) -> str:
 
 def _words(resource: str, *, has_gpu: bool) -> str:
     if not has_gpu:
-        return {"compute": "the processor", "update": "AdamW on the host"}.get(
-            resource, "copies in host memory"
-        )
+        update = dict.fromkeys(("update", "moments"), "AdamW on the host")
+        return {"compute": "the processor", **update}.get(resource, "copies in host memory")
     return {
         "compute": "the GPU",
         "update": "AdamW on the host",
+        "moments": "AdamW on the host",
         "uploads": "copies of weights to the GPU",
         "downloads": "copies of gradients to the host",
         "queueing": "the processor that drives the GPU",

@@ -68,6 +68,14 @@ class GroupFacts:
         return 2 * (masters + self.moment_bytes) + rounded
 
     @cached_property
+    def pass_bytes(self) -> int:
+        """Read and written by each of the update's two passes (the weights', then the moments');
+        0 where it has only one: fp32 moments of bf16 and fp32 weights can come later."""
+        if self.states != "fp32" or self.trained_fp16 or not self.masters:
+            return 0
+        return self.update_bytes - self.moment_bytes
+
+    @cached_property
     def rounded_bytes(self) -> int:
         """Gradients in the weights' dtypes."""
         halves = self.trained_bf16 + self.trained_fp16

@@ -15,6 +15,7 @@ from functools import cached_property
 from fluxtrain.plan.cost import Cost, Rates, cost
 from fluxtrain.plan.facts import OFFLOADS, Offload
 from fluxtrain.plan.footprint import Footprint, Layout, keepable_count, kept_block_bytes
+from fluxtrain.plan.moments import faster_of_both
 from fluxtrain.plan.search import CHUNK_TOKENS, Search
 
 STOPS = {"fast": 1.0, "balanced": 0.5, "fit": 0.0}
@@ -62,13 +63,21 @@ class Dial:
         return tuple(self._timed(layout) for layout in self._layouts() if self.search.fits(layout))
 
     def _timed(self, layout: Layout) -> TimedLayout:
-        facts, exact, passes = self.search.facts, self.exact, self.passes
+        free = self.search.wishes.deferred_moments is None and self.rates.has_gpu and self.exact
+        found = self.cost_of(layout)
+        if free:
+            layout, found = faster_of_both(layout, self.cost_of)
         return TimedLayout(
             layout=layout,
             need=self.search.need(layout),
-            cost=cost(facts, layout, self.rates, exact=exact, passes=passes),
+            cost=found,
             has_gpu=self.rates.has_gpu,
         )
+
+    def cost_of(self, layout: Layout) -> Cost:
+        """What a step of `layout` takes."""
+        facts, exact, passes = self.search.facts, self.exact, self.passes
+        return cost(facts, layout, self.rates, exact=exact, passes=passes)
 
     def limit_bytes(self, share: float) -> int:
         """What the stop at `share` may take."""
@@ -165,4 +174,5 @@ def _preference(one: TimedLayout) -> tuple[float, float, int, int]:
     cost = one.cost
     copies_s = cost.upload_forward_s + cost.upload_backward_s + cost.download_s
     offload = OFFLOADS.index(one.layout.offload)
-    return cost.step_s, cost.host_update_s + copies_s, offload, one.size_bytes
+    host_s = cost.host_update_s + cost.deferred_moments_s
+    return cost.step_s, host_s + copies_s, offload, one.size_bytes

@@ -7,6 +7,7 @@ from typing import Any
 
 from fluxtrain.plan.facts import Wishes
 from fluxtrain.plan.footprint import Layout, homes, keepable_count, kept_count, slot_count
+from fluxtrain.plan.moments import moments_choice
 from fluxtrain.plan.search import BATCH_LIMIT_ROWS, CHUNK_TOKENS, Search
 from fluxtrain.plan.tables import reason as embedding_reason
 from fluxtrain.telemetry.events import ChoiceMade
@@ -28,10 +29,16 @@ def choices_of(search: Search, layout: Layout) -> tuple[ChoiceMade, ...]:
         because["batch_rows"] = (layout.batch_rows, _batch(search, layout))
         tokens = layout.chunk_rows * search.facts.row.sequence_length
         because["chunk_rows"] = (layout.chunk_rows, _chunk(search, layout, tokens))
-    return tuple(
+    told = (
         ChoiceMade(name=name, value=str(value), because=reason)
         for name, (value, reason) in because.items()
-    ) + embedding_choice(search, layout)
+    )
+    moments = (moments_choice(layout, None, is_set=True),)
+    return (
+        *told,
+        *embedding_choice(search, layout),
+        *(moments if search.wishes.deferred_moments is not None else ()),
+    )
 
 
 def embedding_choice(search: Search, layout: Layout) -> tuple[ChoiceMade, ...]:

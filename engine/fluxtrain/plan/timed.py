@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from fluxtrain.plan.cost import Rates
 from fluxtrain.plan.facts import ModelFacts, Room, Wishes
 from fluxtrain.plan.footprint import kept_count, slot_count
+from fluxtrain.plan.moments import moments_choice
 from fluxtrain.plan.placement import RunPlacement, place
 from fluxtrain.plan.ranked import Dial, TimedLayout
 from fluxtrain.plan.reasons import embedding_choice, wished_to_keep
@@ -69,6 +70,7 @@ def place_timed(
         resident_blocks=layout.resident_blocks,
         kept_blocks=kept_count(facts, layout),
         embedding=layout.embedding,
+        deferred_moments=layout.deferred_moments,
         slots=slot_count(facts, layout),
         need=chosen.need,
         chunk_rows=layout.chunk_rows,
@@ -138,10 +140,12 @@ def _choices(
         "batch_rows": (layout.batch_rows, batch_because),
         "chunk_rows": (layout.chunk_rows, because("chunk_rows", layout.chunk_rows)),
     }
-    return tuple(
-        ChoiceMade(name=name, value=str(value), because=reason)
-        for name, (value, reason) in told.items()
-    ) + embedding_choice(dial.search, layout)
+    moments_set = dial.search.wishes.deferred_moments is not None
+    return (
+        *(ChoiceMade(name=n, value=str(value), because=why) for n, (value, why) in told.items()),
+        *embedding_choice(dial.search, layout),
+        moments_choice(layout, dial.cost_of, is_set=moments_set),
+    )
 
 
 def _is_set(dial: Dial) -> bool:

@@ -85,7 +85,7 @@ def wrap(  # noqa: PLR0913  # each is one choice of the user, by keyword
         budget_bytes=budget_bytes,
         eager=eager,
         embedding=embedding,  # type: ignore[arg-type]  # any other word is refused
-        deferred_moments=deferred_moments,
+        deferred_moments=deferred_moments or None,
     )
     _put_engine(model, _compute_device(device), wishes, states, overlap=overlap)
     return model

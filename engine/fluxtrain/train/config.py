@@ -168,6 +168,12 @@ class TrainSettings(Section):
         "(rounded at random) 4, 8bit (block-wise, as bitsandbytes does it) 2; parameters below "
         "4096 elements keep fp32",
     )
+    moments: Literal["auto", "with_weights", "deferred"] = Field(
+        default="auto",
+        description="when fp32 moments of weights at home on the host are updated: together "
+        "with_weights, or deferred until all weights are, beside the next backward pass (the same "
+        "bits); auto defers where a GPU's step is predicted to be shorter",
+    )
     optimizer: OptimizerName = Field(
         default="adamw",
         description="FluxTrain's own adamw keeps fp32 masters, in every placement; the others "
@@ -199,6 +205,15 @@ class TrainSettings(Section):
         """Is each block updated as soon as its gradients arrive?"""
         own = self.optimizer == "adamw"
         return self.max_grad_norm is None and self.accumulation == 1 and own
+
+    @model_validator(mode="after")
+    def _deferred_only_after_the_norm(self) -> TrainSettings:
+        if self.moments == "deferred" and self.updates_eagerly:
+            raise ValueError(
+                "moments = deferred waits for all weights, and max_grad_norm = null updates each "
+                "block at once: set one of the two, or moments = with_weights"
+            )
+        return self
 
     @field_validator("betas")
     @classmethod

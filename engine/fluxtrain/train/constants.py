@@ -15,7 +15,7 @@ import torch
 
 from fluxtrain.data.batches import Batch
 from fluxtrain.errors import FluxTrainError
-from fluxtrain.hardware.adamw_rate import LEAST_PARAMETERS, PARAMETERS, adamw_rate
+from fluxtrain.hardware.adamw_rate import LEAST_PARAMETERS, PARAMETERS, Part, adamw_rate
 from fluxtrain.hardware.bandwidth import bus_rates, host_copy_rate, sample_bytes
 from fluxtrain.hardware.busy_bus import busy_bus
 from fluxtrain.hardware.cache import cache_file, is_fresh
@@ -34,7 +34,7 @@ from fluxtrain.train.trial import NotCalibrated
 from fluxtrain.units import MIB, duration_text
 
 COPY_BYTES = 32 * MIB  # more would be the most that a small run ever holds
-FORMAT = 5  # of the file; a reader ignores another one
+FORMAT = 6  # of the file; a reader ignores another one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,6 +118,12 @@ def measured_constants(
     if any(group.states == "8bit" for group in facts.groups):
         coded = _adamw_per_s(facts, machine, device, eight_bit=True)
         tried = replace(tried, adamw_8bit_per_s=coded)
+    if device == "cuda":  # elsewhere nothing hides what the two passes move more
+        tried = replace(
+            tried,
+            adamw_weights_per_s=_adamw_per_s(facts, machine, device, part="weights"),
+            adamw_moments_per_s=_adamw_per_s(facts, machine, device, part="moments"),
+        )
     rates = _missing_rates(known.per_s, machine, device)
     _write(_place(facts, machine, device, batch_rows), _Kept(FORMAT, rates, tried))
     return Constants(
@@ -163,7 +169,12 @@ def _missing_rates(
 
 
 def _adamw_per_s(
-    facts: ModelFacts, machine: Machine, device: str, *, eight_bit: bool = False
+    facts: ModelFacts,
+    machine: Machine,
+    device: str,
+    *,
+    eight_bit: bool = False,
+    part: Part = "all",
 ) -> float | None:
     """The native optimizer over as much memory as this model's states take, up to what is beyond
     any cache, beside copies as a training has them."""
@@ -175,6 +186,7 @@ def _adamw_per_s(
             threads=sustained_threads(machine),
             limit_s=1.0,
             eight_bit=eight_bit,
+            part=part,
             sustained=True,
         )
     return found.per_s

@@ -77,6 +77,7 @@ class Forecast:
             chunk_rows=placed.chunk_rows or placed.batch_rows,
             accumulates=self.wishes.accumulates,
             eager=self.wishes.eager,
+            deferred_moments=placed.deferred_moments,
         )
 
     def _dial(self, rates: Rates) -> Dial:

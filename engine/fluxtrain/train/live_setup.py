@@ -50,6 +50,7 @@ def live_changes(
             eager=eager(config, facts),
             boundaries=placement.boundaries,
             embedding=placement.embedding,
+            deferred_moments=placement.deferred_moments,
         ),
         has_gpu=has_gpu,
         budget_bytes=placement.budget_bytes,

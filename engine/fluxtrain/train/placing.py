@@ -35,6 +35,9 @@ if TYPE_CHECKING:
     from fluxtrain.stream.engine import Engine
 
 
+_DEFERRED = {"auto": None, "with_weights": False, "deferred": True}
+
+
 def choose_device(config: RunConfig) -> ChoiceMade:
     """cpu or cuda, with the reason.
 
@@ -190,6 +193,7 @@ def wishes_of(
         data_rows=data_rows,
         accumulates=config.train.accumulation > 1,
         eager=eager(config, facts),
+        deferred_moments=_DEFERRED[config.train.moments],
     )
 
 
@@ -223,6 +227,7 @@ def wrapped(
         embedding=placement.embedding,
         states=config.train.states,
         eager=eager(config, facts),
+        deferred_moments=placement.deferred_moments,
     )
     engine = engine_of(streamed)
     if facts.scales_its_loss:

@@ -1,0 +1,98 @@
+"""Runs whose moments come after all weights: told, stopped, resumed, and the same bits."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from fluxtrain.errors import Interrupted
+from fluxtrain.telemetry import events as ev
+from fluxtrain.telemetry.journal import read_events
+from fluxtrain.telemetry.ring import read_ring
+from fluxtrain.train.config import load_config
+from fluxtrain.train.loop import TrainingLoop
+from fluxtrain.train.recovery import locate
+from fluxtrain.train.run import train
+
+MakeConfig = Callable[..., Path]
+
+
+def run(config: Path, run_dir: Path, moments: str, resume: str | None = None) -> list[Any]:
+    settings = load_config(config, [f"train.moments={moments}"])
+    train(settings, locate(resume, run_dir, settings))
+    return told(run_dir)
+
+
+def told(run_dir: Path) -> list[Any]:
+    events = read_events(run_dir / "events.ndjson")
+    steps = [event for event in events if isinstance(event, ev.StepFinished)]
+    return [(step.step, step.loss, step.grad_norm) for step in steps]
+
+
+def weights(run_dir: Path) -> dict[str, torch.Tensor]:
+    return load_file(run_dir / "model" / "model.safetensors")
+
+
+def assert_same_weights(one: Path, other: Path) -> None:
+    left, right = weights(one), weights(other)
+    assert left.keys() == right.keys()
+    assert all(torch.equal(left[name], right[name]) for name in left)
+
+
+def choice(run_dir: Path) -> dict[str, str] | None:
+    choices = json.loads((run_dir / "plan.json").read_text())["choices"]
+    return next((one for one in choices if one["name"] == "moments"), None)
+
+
+def kinds(run_dir: Path) -> set[str]:
+    steps = read_ring(run_dir / "timeline.ring")
+    return {one.kind for step in steps for one in step.intervals if one.lane == "cpu"}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_run_that_is_stopped_and_goes_on_the_other_way_has_the_same_bits(
+    run_config: MakeConfig, tmp_path: Path, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With evaluations and checkpoints in between, and numbers read late, as on a GPU."""
+    monkeypatch.setattr(TrainingLoop, "_reads_at_once", lambda _: False)
+    config = run_config(
+        model__dtype=dtype, train__steps=16, train__checkpoint_every=4, train__evaluate_every=5,
+        train__accumulation=2,
+    )  # fmt: skip
+    whole = run(config, tmp_path / "whole", "with_weights")
+    deferred = run(config, tmp_path / "deferred", "deferred")
+    assert whole == deferred
+    assert_same_weights(tmp_path / "whole", tmp_path / "deferred")
+    between = TrainingLoop._between_steps
+
+    def stop(self: TrainingLoop) -> None:
+        between(self)
+        if self.state.step == 6:
+            self._requests.stop(130)
+
+    monkeypatch.setattr(TrainingLoop, "_between_steps", stop)
+    with pytest.raises(Interrupted):
+        run(config, tmp_path / "parts", "deferred")
+    monkeypatch.setattr(TrainingLoop, "_between_steps", between)
+    assert run(config, tmp_path / "parts", "with_weights", resume="auto") == whole
+    assert_same_weights(tmp_path / "whole", tmp_path / "parts")
+
+
+def test_the_plan_and_the_timeline_say_when_moments_were_updated(
+    run_config: MakeConfig, tmp_path: Path
+) -> None:
+    config = run_config(train__steps=6)
+    for moments in ("deferred", "with_weights", "auto"):
+        run(config, tmp_path / moments, moments)
+    chosen = choice(tmp_path / "deferred")
+    assert chosen is not None
+    assert (chosen["value"], chosen["because"]) == ("deferred", "as set")
+    assert choice(tmp_path / "auto") is None, "without a GPU there is nothing to choose"
+    assert kinds(tmp_path / "deferred") == {"update", "moments"}
+    assert kinds(tmp_path / "with_weights") == kinds(tmp_path / "auto") == {"update"}
