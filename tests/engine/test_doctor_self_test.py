@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -130,6 +131,23 @@ def test_a_disk_that_gives_back_other_bytes_is_found(
     monkeypatch.setattr(self_test, "write_tensors", wrong)
     with pytest.raises(Mismatch, match="the disk gave back other bytes"):
         check_checkpoint(tmp_path)
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs /proc")
+def test_a_folder_that_cannot_be_written_is_no_fault_of_the_engine(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    told = run_check("checkpoint", lambda: check_checkpoint(Path("/proc")))
+    assert told.passed is None
+    assert "/proc" in told.detail and "set FLUXTRAIN_RUNS" in told.detail
+
+    def full(path: Path, tensors: dict[str, Tensor]) -> Any:
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    monkeypatch.setattr(self_test, "write_tensors", full)
+    told = run_check("checkpoint", lambda: check_checkpoint(tmp_path))
+    assert told.passed is None and "free some space" in told.detail
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_check_that_breaks_has_failed_in_its_own_words() -> None:

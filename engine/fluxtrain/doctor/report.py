@@ -17,7 +17,7 @@ class SelfTest:
     """One thing that the engine must get right on this machine."""
 
     name: str
-    passed: bool | None  # None: there is nothing here to test it on
+    passed: bool | None  # None: there is nothing here to test it on, or nowhere
     detail: str
 
 

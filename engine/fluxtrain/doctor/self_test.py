@@ -5,6 +5,7 @@ A tiny model of Llama's shape is trained a few steps; each check tells how much 
 
 from __future__ import annotations
 
+import errno
 import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -18,8 +19,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from fluxtrain.doctor.kernel_test import check_kernels
 from fluxtrain.doctor.report import SelfTest
 from fluxtrain.doctor.same import Mismatch, same_bits
+from fluxtrain.errors import NoSpace
 from fluxtrain.stream.engine import engine_of
 from fluxtrain.stream.wrapping import wrap
+from fluxtrain.telemetry.storage import NO_SPACE_ERRNOS
 from fluxtrain.train.shard_file import hash_file, read_tensors, write_tensors
 from fluxtrain.units import bytes_text
 
@@ -27,6 +30,11 @@ STEPS = 3
 ROWS, CHUNK_ROWS, SEQUENCE_LENGTH, VOCABULARY = 4, 2, 32, 128
 
 Check = Callable[[], str]
+_CLOSED = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR})
+
+
+class Unwritable(Exception):
+    """The disk of the runs cannot be tested: that is no fault of the engine."""
 
 
 def self_tests(folder: Path, say: Callable[[str], None]) -> tuple[SelfTest, ...]:
@@ -48,11 +56,13 @@ def self_tests(folder: Path, say: Callable[[str], None]) -> tuple[SelfTest, ...]
 
 
 def run_check(name: str, check: Check) -> SelfTest:
-    """Passed, or failed with what differed or what broke."""
+    """Passed, or failed with what differed or what broke; neither where nothing can be written."""
     try:
         return SelfTest(name=name, passed=True, detail=check())
     except Mismatch as mismatch:
         return SelfTest(name=name, passed=False, detail=str(mismatch))
+    except Unwritable as unwritable:
+        return SelfTest(name=name, passed=None, detail=str(unwritable))
     except Exception as error:  # noqa: BLE001 - whatever breaks the engine here is the result
         words = str(error).partition("\n")[0]
         return SelfTest(name=name, passed=False, detail=f"{type(error).__name__}: {words}")
@@ -70,12 +80,12 @@ def check_streaming(device: str) -> str:
 
 def check_checkpoint(folder: Path) -> str:
     """A state that went through files on the run's disk goes on as the one that did not."""
-    with _deterministic(), tempfile.TemporaryDirectory(prefix=".fluxtrain-", dir=folder) as place:
+    with _deterministic(), _temporary(folder) as place:
         saved, restored = (Trainee(seed=seed, device="cpu", offload="max") for seed in (1, 2))
         saved.train(range(STEPS))
         written = 0
         for position, (name, tensors) in enumerate(saved.engine.state_shards()):
-            path = Path(place) / f"{position}.safetensors"
+            path = place / f"{position}.safetensors"
             file = write_tensors(path, tensors)
             if hash_file(path) != file:
                 raise Mismatch(f"{name}: the disk gave back other bytes than were written")
@@ -84,6 +94,24 @@ def check_checkpoint(folder: Path) -> str:
         same_bits(saved.state(), restored.state())
         ends = [{**one.train([STEPS]), **one.state()} for one in (saved, restored)]
     return f"{bytes_text(written)} to files and back, equal in {same_bits(*ends):,} values"
+
+
+@contextmanager
+def _temporary(folder: Path) -> Iterator[Path]:
+    """A folder inside of `folder`, for as long as the context lasts. Raises Unwritable."""
+    try:
+        with tempfile.TemporaryDirectory(prefix=".fluxtrain-", dir=folder) as place:
+            yield Path(place)
+    except (OSError, NoSpace) as error:
+        full = isinstance(error, NoSpace) or error.errno in NO_SPACE_ERRNOS
+        if not full and error.errno not in _CLOSED:
+            raise
+        why = "it is full" if full else error.strerror
+        raise Unwritable(
+            f"nothing can be written in {folder}, where runs go ({why}): "
+            + ("free some space there, or " if full else "")
+            + "set FLUXTRAIN_RUNS to a folder that you can write"
+        ) from error
 
 
 def tiny_model(seed: int) -> nn.Module:
