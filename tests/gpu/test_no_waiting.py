@@ -29,6 +29,12 @@ def waiting_is_an_error() -> Iterator[None]:
     "placement",
     [
         {"offload": "weights", "device_groups": 0, "resident_blocks": 0},
+        {
+            "offload": "weights",
+            "device_groups": 0,
+            "resident_blocks": 0,
+            "deferred_moments": True,
+        },
         {"offload": "weights", "device_groups": 3, "resident_blocks": 1},
         {"offload": "weights", "device_groups": 0, "boundaries": "host"},
         {"offload": "none"},
