@@ -18,10 +18,10 @@ Result = tuple[list[float], dict[str, Tensor], dict[str, Tensor]]
 
 def llama(dtype: torch.dtype = torch.bfloat16, **changes: Any) -> nn.Module:
     torch.manual_seed(3)
+    sizes: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": HIDDEN, **changes}
     config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=HIDDEN, intermediate_size=48, num_hidden_layers=3,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
-        **changes,
+        intermediate_size=48, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+        max_position_embeddings=64, **sizes,
     )  # fmt: skip
     return LlamaForCausalLM(config).to(dtype).train()
 

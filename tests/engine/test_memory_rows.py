@@ -7,11 +7,15 @@ import torch
 from torch import Tensor
 
 from fluxtrain.memory.device import CpuDevice
-from fluxtrain.memory.rows import Places, RowBuffers, RowTicket, Scatter, norm_by_rows
+from fluxtrain.memory.rows import Gather, Places, RowBuffers, RowTicket, Scatter, norm_by_rows
 
 
 def table_of(flat: Tensor) -> Tensor:
     return flat[: 50 * 4].view(50, 4)
+
+
+def gather(table: Tensor) -> Gather:
+    return lambda rows, into: torch.index_select(table, 0, rows, out=into)
 
 
 def test_places_are_distinct_and_ascend() -> None:
@@ -27,7 +31,7 @@ def test_rows_are_brought_as_they_are() -> None:
     buffers = RowBuffers(device, 50, 4, torch.float32)
     for seed in range(3):
         ids = torch.randint(0, 50, (20 + seed,), generator=torch.Generator().manual_seed(seed))
-        brought, tickets = buffers.bring(Places.of(ids), table)
+        brought, tickets = buffers.bring(Places.of(ids), gather(table))
         for ticket in tickets:
             ticket.wait_compute("weights")
         assert torch.equal(brought.rows[brought.of_tokens], table[ids])
@@ -40,7 +44,7 @@ def test_rows_are_brought_as_they_are() -> None:
 def test_more_tokens_than_rows_need_no_more_than_the_table() -> None:
     device = CpuDevice()
     buffers = RowBuffers(device, 50, 4, torch.float32)
-    _, tickets = buffers.bring(Places.of(torch.arange(50).repeat(9)), torch.randn(50, 4))
+    _, tickets = buffers.bring(Places.of(torch.arange(50).repeat(9)), gather(torch.randn(50, 4)))
     for ticket in tickets:
         ticket.wait_host()
     assert buffers.capacity == 50

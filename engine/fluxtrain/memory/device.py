@@ -97,10 +97,10 @@ class Device(Protocol):
 
     def upload(
         self, to: Tensor, source: Tensor, after: Future[None] | None, free: Any,
-        follows: Ticket | None = None,
+        follows: Ticket | None = None, *, urgent: bool = False,
     ) -> Ticket:  # fmt: skip
         """Copy host `source` to device `to` once `after` is done, `free` has passed and the
-        download `follows` has arrived."""
+        download `follows` has arrived. urgent: not behind copies that still wait for theirs."""
 
     def download(self, to: Tensor, source: Tensor) -> Ticket:
         """Copy device `source` to host `to` once the computation so far is done."""
@@ -157,7 +157,7 @@ class CpuDevice:
 
     def upload(
         self, to: Tensor, source: Tensor, after: Future[None] | None, free: Any,
-        follows: Ticket | None = None,
+        follows: Ticket | None = None, *, urgent: bool = False,
     ) -> Ticket:  # fmt: skip
         def job() -> tuple[float, float]:
             if after is not None:
@@ -167,6 +167,10 @@ class CpuDevice:
             return _timed(copy, to, source)
 
         copy = self._copying(source, 0)
+        if urgent and after is None and follows is None:  # this thread is the computation's
+            made: Future[tuple[float, float]] = Future()
+            made.set_result(_timed(copy, to, source))
+            return _CpuTicket(made, self.stalls)
         return _CpuTicket(self._up.submit(job), self.stalls)
 
     def download(self, to: Tensor, source: Tensor) -> Ticket:
@@ -281,7 +285,7 @@ class CudaDevice:
 
     def upload(
         self, to: Tensor, source: Tensor, after: Future[None] | None, free: Any,
-        follows: Ticket | None = None,
+        follows: Ticket | None = None, *, urgent: bool = False,
     ) -> Ticket:  # fmt: skip
         ticket = _CudaTicket(self.stalls)
         if not page_locks.LOCKS.holds(source):

@@ -62,8 +62,9 @@ def choose_rows(engine: Engine) -> None:
 def is_table_of(unit: Unit) -> bool:
     """Is the unit an embedding that nobody looks into beside?"""
     weight = unit.group.members[0].parameter
-    looked_at = torch.is_grad_enabled() and bool(weight._backward_hooks)
-    return is_table(unit.module) and not looked_at
+    with torch._C.DisableTorchFunctionSubclass():  # no read that would wait for an update
+        looked_at = torch.is_grad_enabled() and bool(weight._backward_hooks)
+        return is_table(unit.module) and not looked_at
 
 
 def look_up(unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
@@ -114,9 +115,8 @@ class Lookup:
         unit, engine, group = self.unit, self.unit.engine, self.unit.group
         buffers = group.rows
         assert buffers is not None
-        _wait_for_update(engine, group)
         self.versions = {group: group.version}
-        brought, tickets = buffers.bring(self.places, group.home_views[0])
+        brought, tickets = buffers.bring(self.places, self._gather)
         engine.use.begin()
         try:
             for ticket in tickets:
@@ -133,6 +133,16 @@ class Lookup:
             buffers.release()
         engine.after_forward(unit)
         return found.view(*self.shape, buffers.width)
+
+    def _gather(self, rows: Tensor, into: Tensor) -> None:
+        """The weights of rows (U,), up to date, into (U, H); the wait for the update is a stall."""
+        engine, group = self.unit.engine, self.unit.group
+        waits, started_s = group.pending is not None, time.perf_counter()
+        if not engine.updates.rows_ahead(group, rows, into):
+            group.wait_for_weights()
+            torch.index_select(group.home_views[0], 0, rows, out=into)
+        if waits:
+            engine.device.stalls.add_host("update", time.perf_counter() - started_s)
 
     def backward(self, gradient: Tensor) -> None:
         """Hand the rows' gradient to the engine."""
@@ -176,14 +186,3 @@ def _on_host(engine: Engine, ids: Tensor) -> Tensor:
     host = host_empty(ids.shape, ids.dtype, pin=engine.device.pins)
     engine.device.download(host, ids.contiguous()).wait_host()
     return host
-
-
-def _wait_for_update(engine: Engine, group: Group) -> None:
-    """The gather reads the weights at home; the wait is booked as a stall."""
-    pending = group.pending
-    if pending is None or pending.done():
-        group.wait_for_weights()
-        return
-    started_s = time.perf_counter()
-    group.wait_for_weights()
-    engine.device.stalls.add("update", time.perf_counter() - started_s)

@@ -4,6 +4,9 @@ With deferred moments these jobs write the weights alone, all that the next forw
 one a group follows for m and v, the last group first: in that order the next backward overwrites
 the gradients, which both jobs read.
 
+A table whose rows are looked up is updated last: what the next forward needs of it is computed
+ahead of its job (`rows_ahead`).
+
 Who waits: a job waits for its group's gradients and for the norm; an upload of a group waits for
 that group's first job; whoever else touches the group at home waits for both (`Group.wait`), the
 next backward when it has computed the group's gradients. Nobody else waits.
@@ -12,8 +15,9 @@ next backward when it has computed the group's gradients. Nobody else waits.
 from __future__ import annotations
 
 import math
+import threading
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -35,6 +39,7 @@ from fluxtrain.optim.stepping import (
     step_weights_on_host_,
 )
 from fluxtrain.plan.states import STATE_BLOCK
+from fluxtrain.stream.ahead import weights_of_rows
 from fluxtrain.stream.norm import GradNorm
 
 
@@ -96,21 +101,22 @@ class Updates:
     ) -> None:
         self._gradients = gradients
         self._recorder = device.recorder
-        shares_cores = device.torch_device.type == "cpu"
-        self._worker = Worker("flux-update", _native.end_threads if shares_cores else None)
+        self._shares_cores = device.torch_device.type == "cpu"
+        self._worker = Worker("flux-update", _native.end_threads if self._shares_cores else None)
         self._pending: dict[Group, None] = {}  # in the order of their updates
+        self._ahead: dict[Group, _Step] = {}  # of tables, the last one
         self._defers_moments = defers_moments  # of the steps that `submit` takes
 
     def submit(self, work: dict[Group, dict[int, Hyper]], norm: GradNorm | None) -> None:
         """Queue one step of all groups of `work`, in its order (that of the forward pass)."""
-        late: list[tuple[Group, _Step]] = []
+        late: dict[Group, _Step] = {}
         try:
-            for group, hypers in work.items():
-                step = self._queue(group, hypers, norm, defers=self._defers_moments)
+            for group in sorted(work, key=_looks_ahead):
+                step = self._queue(group, work[group], norm, defers=self._defers_moments)
                 if step is not None and step.defers:
-                    late.append((group, step))
+                    late[group] = step
         finally:  # whose weights are on their way gets its moments too
-            for group, step in reversed(late):
+            for group, step in ((g, late[g]) for g in reversed(work) if g in late):
                 group.moments = self._worker.submit(step.update_moments)
 
     def submit_one(self, group: Group, hypers: dict[int, Hyper], norm: GradNorm | None) -> None:
@@ -142,7 +148,23 @@ class Updates:
         )
         group.pending = self._worker.submit(step.update)
         self._pending[group] = None
+        if _looks_ahead(group):
+            self._ahead[group] = step
         return step
+
+    def rows_ahead(self, group: Group, rows: Tensor, into: Tensor) -> bool:
+        """The weights that `rows` (U,) of the group's table have after the update under way, `into`
+        (U, H), while that update waits for its turn; waits for the gradients and the norm. False
+        where the table itself has them, or will have when its update is done."""
+        step = self._ahead.pop(group, None)
+        if step is None:
+            return False
+        found = step.rows_ahead(rows, into)
+        if found:
+            self._ahead[group] = step
+        if self._shares_cores:
+            _native.end_threads()
+        return found
 
     def wait(self) -> None:
         """Block until all updates are done; raises the first error, once."""
@@ -173,9 +195,17 @@ class _Step:
     earlier: Future[None] | None  # the moments of the group's step before, done by now
     defers: bool  # are there two jobs?
     clip: float | None = None  # the weights were written with it
+    begun: bool = False  # nobody may read what is at home any more
+    lock: threading.Lock = field(default_factory=threading.Lock)  # held by who reads or writes it
 
     def update(self) -> None:
         """All of it, or the weights, once the gradients and the norm are there."""
+        try:
+            self._update()
+        finally:
+            self.begun = True
+
+    def _update(self) -> None:
         try:
             if self.earlier is not None:
                 self.earlier.result()
@@ -188,13 +218,34 @@ class _Step:
             for member in self.stepped:  # nothing was written: this step did not happen
                 member.step -= 1
             raise
-        with self.recorder.working("cpu", "update", self.name):
+        with self.lock, self.recorder.working("cpu", "update", self.name):
+            self.begun = True
             for part in self.work:
                 flat = _flat(part)
                 later = self.defers and flat.moments_can_wait
                 step_ = step_weights_on_host_ if later else step_on_host_
                 step_(flat, hyper=part.hyper, step=part.step, scale=part.scale * clip)
         self.clip = clip
+
+    def rows_ahead(self, rows: Tensor, into: Tensor) -> bool:
+        """As `Updates.rows_ahead`."""
+        if self.earlier is not None:
+            self.earlier.result()
+        if self.arrival is not None:
+            self.arrival.wait()
+        scale = 1.0 if self.norm is None else self.norm.scale()
+        if not math.isfinite(scale):
+            return False  # the update refuses the step, or leaves it out
+        with self.lock:
+            if self.begun or len(self.work) != 1:
+                return False
+            part = self.work[0]
+            with self.recorder.working("cpu", "rows", self.name):
+                weights_of_rows(
+                    _flat(part), rows, into,
+                    hyper=part.hyper, step=part.step, scale=part.scale * scale,
+                )  # fmt: skip
+        return True
 
     def update_moments(self) -> None:
         """What `update` left; nothing where that left the step out or failed, which it tells."""
@@ -206,6 +257,14 @@ class _Step:
                 if flat.moments_can_wait:
                     scale = part.scale * self.clip
                     step_moments_on_host_(flat, hyper=part.hyper, step=part.step, scale=scale)
+
+
+def _looks_ahead(group: Group) -> bool:
+    """Does the forward read rows of it, which can be computed before its own turn?"""
+    if group.rows is None or group.home == "device":
+        return False
+    segment = group.members[0].segment
+    return segment.format != "8bit" or group.rows.width % STATE_BLOCK == 0
 
 
 def _clip(norm: GradNorm | None) -> float:

@@ -1,0 +1,144 @@
+"""Rows of the next batch are computed before their table's update has its turn."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fluxtrain
+from fluxtrain.errors import Diverged
+from fluxtrain.stream.engine import Engine
+from tests.engine.row_models import by_rows, inputs, llama, wrapped
+
+
+class Held:
+    """The thread of the updates does nothing until it is let go."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._go = threading.Event()
+        engine.updates._worker.submit(lambda: self._go.wait(5))
+
+    def __enter__(self) -> Held:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._go.set()
+
+
+def stepped(model: nn.Module, engine: Engine, *, passes: int = 1, steps: int = 2) -> Any:
+    """Some steps; the last one's optimizer step is left to the caller."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    for step in range(steps):
+        for part in range(passes):
+            model(**inputs(step * passes + part)).loss.backward()
+        engine.clip_grad_norm(0.5)
+        if step < steps - 1:
+            optimizer.step()
+            optimizer.zero_grad()
+    return optimizer
+
+
+def table_after(dtype: torch.dtype, **options: Any) -> Tensor:
+    """The whole table after the same steps, without rows."""
+    passes = options.pop("passes", 1)
+    width = options.pop("hidden_size", 32)
+    model = llama(dtype, hidden_size=width)
+    engine = wrapped(model, "whole", **options)
+    stepped(model, engine, passes=passes).step()
+    engine.flush()
+    weight: Tensor = model.get_input_embeddings().weight.detach().clone()  # type: ignore[operator]
+    return weight
+
+
+CASES: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
+    "bf16": (torch.bfloat16, {}),
+    "fp32": (torch.float32, {}),
+    "fp16": (torch.float16, {}),
+    "several passes": (torch.bfloat16, {"passes": 2}),
+    "moments later": (torch.bfloat16, {"deferred_moments": True}),
+    "moments in bf16": (torch.bfloat16, {"states": "bf16"}),
+    "moments in 8 bits": (torch.bfloat16, {"states": "8bit", "hidden_size": 256}),
+    "moments of fp32 in 8 bits": (torch.float32, {"states": "8bit", "hidden_size": 256}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_rows_have_their_new_weights_before_any_update_was_made(case: str) -> None:
+    dtype, options = CASES[case]
+    expected = table_after(dtype, **options)
+    passes, width = options.pop("passes", 1), options.pop("hidden_size", 32)
+    model = llama(dtype, hidden_size=width)
+    engine = wrapped(model, "rows", **options)
+    optimizer = stepped(model, engine, passes=passes)
+    ids = inputs(9)["input_ids"]
+    with Held(engine):
+        optimizer.step()
+        optimizer.zero_grad()
+        embed: Any = model.get_input_embeddings()  # type: ignore[operator]
+        found = embed(ids)
+        assert engine.groups[0].under_way  # the table itself is as it was
+        again = embed(ids[:1])
+    options.update(passes=passes, hidden_size=width)
+    assert torch.equal(found, expected[ids])
+    assert torch.equal(again, expected[ids[:1]])
+    engine.flush()
+    assert torch.equal(embed(ids), expected[ids])
+    assert torch.equal(embed.weight.detach(), expected)
+
+
+def test_rows_of_odd_width_with_states_in_blocks_wait_for_their_table() -> None:
+    expected = table_after(torch.bfloat16, states="8bit")
+    model = llama(torch.bfloat16)
+    engine = wrapped(model, "rows", states="8bit")
+    stepped(model, engine).step()
+    ids = inputs(9)["input_ids"]
+    assert torch.equal(model.get_input_embeddings()(ids), expected[ids])  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+def test_the_table_is_updated_after_all_others_and_its_moments_too(deferred: bool) -> None:
+    model = llama(torch.bfloat16)
+    engine = wrapped(model, "rows", deferred_moments=deferred)
+    optimizer = stepped(model, engine)
+    order: list[tuple[str, str]] = []
+    recorder: Any = engine.device.recorder
+    working = recorder.working
+
+    def noted(lane: str, what: str, name: str) -> Any:
+        order.append((what, name))
+        return working(lane, what, name)
+
+    recorder.working = noted
+    optimizer.step()
+    engine.flush()
+    names = [group.name for group in engine.groups]
+    assert [name for what, name in order if what == "update"] == [*names[1:], names[0]]
+    later = [name for what, name in order if what == "moments"]
+    assert later == (names[::-1] if deferred else [])
+
+
+def test_a_step_that_is_refused_is_refused_in_the_forward() -> None:
+    model = llama(torch.bfloat16)
+    engine = wrapped(model, "rows")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    loss = model(**inputs(0)).loss * float("nan")
+    loss.backward()
+    engine.clip_grad_norm(0.5)
+    optimizer.step()
+    with pytest.raises(Diverged):
+        model(**inputs(1))
+    assert by_rows(engine)
+
+
+def test_whoever_reads_the_table_itself_waits_for_it() -> None:
+    expected = table_after(torch.bfloat16)
+    model = llama(torch.bfloat16)
+    engine = wrapped(model, "rows")
+    stepped(model, engine).step()
+    model(**inputs(9))
+    assert torch.equal(model.get_input_embeddings().weight.detach(), expected)  # type: ignore[operator]
+    fluxtrain.sync(model)
