@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from fluxtrain.data.batches import Batch
 from fluxtrain.hardware.busy_bus import busy_bus
 from fluxtrain.hardware.machine import Machine, read_machine
 from fluxtrain.hardware.rate import sustained_rate
+from fluxtrain.plan.cost import rates_from
 from fluxtrain.plan.facts import ModelFacts
 from fluxtrain.train import constants as constants_module
 from fluxtrain.train import preview as preview_module
@@ -292,3 +294,31 @@ def test_a_run_with_8_bit_states_is_timed_with_its_own_kernel(tiny: Tiny, machin
     assert second.calibration is not None
     assert rates.adamw_8bit_per_s == second.calibration.adamw_8bit_per_s
     assert rates.adamw_8bit_per_s
+
+
+@pytest.mark.parametrize("states", ["fp32", "8bit"])
+def test_both_passes_of_the_update_are_rated_where_a_gpu_may_hide_one(
+    tiny: Tiny, machine: Machine, monkeypatch: pytest.MonkeyPatch, states: Any
+) -> None:
+    """What a GPU would be asked is left out; the host's kernels are rated as they are."""
+    tried = measured_constants(
+        facts_of(tiny("llama", torch.bfloat16)), machine, "cpu", 4, tiny("llama", torch.bfloat16),
+        batch_of,
+    ).calibration  # fmt: skip
+    assert tried is not None
+    assert tried.adamw_weights_per_s is None
+    monkeypatch.setattr(constants_module, "calibrate", lambda *_: tried)
+    monkeypatch.setattr(constants_module, "busy_bus", lambda _: nullcontext())
+    monkeypatch.setattr(constants_module, "_missing_rates", lambda *_: {})
+    facts = facts_of(tiny("llama", torch.bfloat16)).with_states(states)
+    found = measured_constants(facts, machine, "cuda", 4, tiny("llama", torch.bfloat16), batch_of)
+    assert found.calibration is not None
+    both = (found.calibration.adamw_weights_per_s, found.calibration.adamw_moments_per_s)
+    if states == "8bit":
+        assert both == (None, None)
+        return
+    per_s = {"h2d_pinned": 1e10, "d2h_pinned": 1e10}
+    rates = rates_from(per_s, has_gpu=True, calibration=found.calibration)
+    assert not isinstance(rates, str)
+    assert (rates.adamw_weights_per_s, rates.adamw_moments_per_s) == both
+    assert all(rate is not None and rate > 1e6 for rate in both)

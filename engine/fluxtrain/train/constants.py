@@ -118,7 +118,8 @@ def measured_constants(
     if any(group.states == "8bit" for group in facts.groups):
         coded = _adamw_per_s(facts, machine, device, eight_bit=True)
         tried = replace(tried, adamw_8bit_per_s=coded)
-    if device == "cuda":  # elsewhere nothing hides what the two passes move more
+    two_passes = any(group.pass_bytes for group in facts.groups)
+    if two_passes and device == "cuda":  # elsewhere nothing hides what they move more
         tried = replace(
             tried,
             adamw_weights_per_s=_adamw_per_s(facts, machine, device, part="weights"),
