@@ -124,6 +124,37 @@ def test_rows_fit_where_the_whole_does_not() -> None:
     assert need["whole"] - need["rows"] > 2 * GIB  # a copy, and a sum that is larger than a block's
 
 
+def test_a_forward_that_waits_for_updates_does_not_wait_for_that_of_the_table() -> None:
+    slow = replace(RATES, adamw_per_s=1e9)
+    layout = Layout(offload="weights", batch_rows=32, chunk_rows=8)
+    whole = cost(model(), layout, slow)
+    rows = cost(model(), replace(layout, embedding="rows"), slow)
+    table_s = 152_064 * 3584 / 1e9
+    assert whole.binds == rows.binds == "AdamW on the host"
+    assert rows.host_update_s == whole.host_update_s  # all of it is still made
+    assert whole.step_s - rows.step_s == pytest.approx(table_s)
+
+
+def test_a_forward_that_computes_begins_when_the_rows_are_there() -> None:
+    quick = replace(RATES, adamw_per_s=1e11, matmul_per_s=1e13)
+    layout = Layout(offload="weights", batch_rows=32, chunk_rows=8)
+    whole = cost(model(), layout, quick)
+    rows = cost(model(), replace(layout, embedding="rows"), quick)
+    waited_s = 152_064 * 3584 * (1 / 1e11 + 2 / 50e9)
+    share = 32 * 1024 / 152_064
+    assert whole.step_s - rows.step_s == pytest.approx((1 - share) * waited_s)
+
+
+def test_states_in_blocks_that_rows_would_cut_are_updated_with_their_table() -> None:
+    narrow = replace(RATES, adamw_per_s=1e9)
+    layout = Layout(offload="weights", batch_rows=8, chunk_rows=8, embedding="rows")
+    step_s = {
+        hidden: cost(model(hidden=hidden).with_states("8bit"), layout, narrow).step_s
+        for hidden in (3584, 3585)
+    }
+    assert step_s[3585] > step_s[3584] + 0.1
+
+
 def test_fewer_bytes_cross_and_no_step_is_slower() -> None:
     layout = Layout(offload="weights", batch_rows=32, chunk_rows=8)
     whole = cost(model(), layout, RATES)

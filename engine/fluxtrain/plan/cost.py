@@ -7,7 +7,9 @@
 Each phase takes as long as the slowest of what runs at once in it. The forward pass cannot end
 before the last block's update, so nothing of that overlaps with the loss. With deferred moments
 that update is the weights' pass; it moves 18 of 26 bytes a parameter, and so does the moments'
-pass, which is hidden under loss and backward. Groups on the device cost
+pass, which is hidden under loss and backward. The forward begins when the embedding is updated and
+copied; of one that is looked up by rows these are computed and copied first, and its own update
+comes last, as moments do. Groups on the device cost
 no bus and no host update; of blocks whose weights are resident only the
 updated weights are copied, once a step; streamed ones are copied for the forward and again for the
 backward, in which their gradients go home on the other lane of the bus. The optimizer's and the
@@ -145,6 +147,7 @@ def cost(
     queueing_s = passes * _queueing(facts, layout, rates)
     update_s, moments_s = _host_updates(facts, layout, rates)
     beside_s = _beside_bytes(facts, layout, rates)
+    start_s, last_s = _start(facts, layout, rates)
     once, streamed, home = _traffic(facts, layout)
     carried = _boundary_bytes(facts, layout)
     up = rates.h2d_bytes_per_s or rates.copy_bytes_per_s
@@ -158,13 +161,14 @@ def cost(
     backward = {"compute": backward_s, "uploads": uploads[1], "downloads": downloads[1]}
     phases = [dict(forward) for _ in range(passes)] + [{"compute": head_s}, backward] * passes
     hidden_s = head_s if rates.has_gpu else 0.0
-    phases[passes + 1] = {**backward, "moments": max(0.0, moments_s - hidden_s)}
+    late_s = moments_s + (last_s if exact else 0.0)
+    phases[passes + 1] = {**backward, "moments": max(0.0, late_s - hidden_s)}
     if not rates.has_gpu:
         seconds = sum(sum(phase.values()) for phase in phases) + update_s + device_update_s
-        seconds += beside_s
+        seconds += beside_s - (last_s if exact else 0.0)
         binding = _binding([*phases, {"update": update_s}], together=False)
     elif exact:
-        phases[0]["update"] = update_s
+        phases[0] |= {"update": update_s - last_s, "compute": forward_s + start_s}
         seconds = sum(max(phase.values()) for phase in phases) + device_update_s
         binding = _binding(phases, together=True)
     else:
@@ -263,20 +267,38 @@ def _host_updates(facts: ModelFacts, layout: Layout, rates: Rates) -> tuple[floa
     """Seconds of AdamW on the groups at home, and of the moments that come later: by the bytes that
     it moves (the measured rate moves 26 a parameter, that of a pass 18), but no faster than 8-bit
     states were measured, whose codes cost arithmetic."""
-    seconds = moments_s = 0.0
+    found = [_host_update(group, layout, rates) for group in homes(facts, layout)[1]]
+    return sum(seconds for seconds, _ in found), sum(moments_s for _, moments_s in found)
+
+
+def _host_update(group: GroupFacts, layout: Layout, rates: Rates) -> tuple[float, float]:
+    """The same of one group."""
     bytes_per_s = BF16_UPDATE_BYTES * rates.adamw_per_s
-    weights_bytes_per_s = BF16_PASS_BYTES * (rates.adamw_weights_per_s or 0.0) or bytes_per_s
-    moments_bytes_per_s = BF16_PASS_BYTES * (rates.adamw_moments_per_s or 0.0) or bytes_per_s
-    for group in homes(facts, layout)[1]:
-        if layout.deferred_moments and group.pass_bytes:
-            seconds += group.pass_bytes / weights_bytes_per_s
-            moments_s += group.pass_bytes / moments_bytes_per_s
-            continue
-        by_bytes_s = group.update_bytes / BF16_UPDATE_BYTES / rates.adamw_per_s
-        by_bytes_s *= 1 + FP16_CONVERSION * group.trained_fp16 / max(1, group.trained)
-        coded = group.narrow if group.states == "8bit" and rates.adamw_8bit_per_s else 0
-        seconds += max(by_bytes_s, coded / (rates.adamw_8bit_per_s or 1.0))
-    return seconds, moments_s
+    if layout.deferred_moments and group.pass_bytes:
+        weights_bytes_per_s = BF16_PASS_BYTES * (rates.adamw_weights_per_s or 0.0) or bytes_per_s
+        moments_bytes_per_s = BF16_PASS_BYTES * (rates.adamw_moments_per_s or 0.0) or bytes_per_s
+        return group.pass_bytes / weights_bytes_per_s, group.pass_bytes / moments_bytes_per_s
+    by_bytes_s = group.update_bytes / BF16_UPDATE_BYTES / rates.adamw_per_s
+    by_bytes_s *= 1 + FP16_CONVERSION * group.trained_fp16 / max(1, group.trained)
+    coded = group.narrow if group.states == "8bit" and rates.adamw_8bit_per_s else 0
+    return max(by_bytes_s, coded / (rates.adamw_8bit_per_s or 1.0)), 0.0
+
+
+def _start(facts: ModelFacts, layout: Layout, rates: Rates) -> tuple[float, float]:
+    """Seconds before the forward's first computation can begin, and of the update that comes after
+    all others instead: that of an embedding whose rows are computed first."""
+    first, at_home = facts.groups[0], homes(facts, layout)[1]
+    if first not in at_home or first.kind == "block":
+        return 0.0, 0.0
+    up = rates.h2d_bytes_per_s or rates.copy_bytes_per_s
+    update_s = _host_update(first, layout, rates)[0]
+    by_rows = rows_of_table(facts, layout, at_home)
+    if by_rows is None or by_rows.table is not first:
+        return update_s + first.weight_bytes / up, 0.0
+    touched_s = by_rows.weight_bytes / up
+    if not by_rows.computed_first:
+        return update_s + touched_s, 0.0
+    return update_s * by_rows.rows / first.table_rows + touched_s, update_s
 
 
 def _traffic(facts: ModelFacts, layout: Layout) -> tuple[int, int, int]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fluxtrain.plan.facts import Embedding, GroupFacts, ModelFacts, RowFacts, Wishes
+from fluxtrain.plan.states import STATE_BLOCK
 from fluxtrain.units import bytes_text, count_text
 
 LEAST_TABLE_BYTES = 64 << 20  # smaller ones are copied in a few milliseconds
@@ -36,6 +37,12 @@ class TableRows:
     def weight_bytes(self) -> int:
         """Of the rows."""
         return self.rows * (self.table.weight_bytes // self.table.table_rows)
+
+    @property
+    def computed_first(self) -> bool:
+        """Can the rows be updated before the table? Blocks of 8-bit states must not be cut."""
+        width = self.table.trained // self.table.table_rows
+        return self.table.states != "8bit" or width % STATE_BLOCK == 0
 
     @property
     def gradient_bytes(self) -> int:
