@@ -97,7 +97,7 @@ def test_trials_have_two_sizes_of_which_the_larger_is_what_a_run_takes(
 
 
 def test_a_tried_block_replaces_the_constants_of_its_class() -> None:
-    """By hand: ten blocks, eight rows in two chunks; nothing waits for the bus once it has begun."""
+    """By hand: ten blocks, eight rows in two chunks; once begun, nothing waits for the bus."""
     rates = rates_from(PER_S, has_gpu=True, calibration=TRIED)
     assert isinstance(rates, Rates)
     layout = Layout(offload="weights", batch_rows=8, chunk_rows=4)
