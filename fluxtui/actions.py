@@ -219,9 +219,20 @@ def key_names(keys: Iterable[str]) -> list[str]:
     return [names.get(key, key) for key in keys]
 
 
-def footer_actions(screen: str, actions: Sequence[Action] = ACTIONS) -> list[Action]:
-    """What the footer offers on a screen, in the order of the table."""
-    return [action for action in actions if action.rank and action.works_on(screen)]
+def footer_actions(
+    screen: str, actions: Sequence[Action] = ACTIONS, commands: bool = True
+) -> list[Action]:
+    """What the footer offers on a screen, in the order of the table.
+
+    commands: whether the trainer of the run on screen can be asked for anything.
+    """
+    return [
+        action
+        for action in actions
+        if action.rank
+        and action.works_on(screen)
+        and (commands or not action.changes_run or action.group != "Run")
+    ]
 
 
 def find(action_id: str) -> Action:

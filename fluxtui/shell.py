@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from textual import on
 from textual.app import App
+from textual.filter import LineFilter
 from textual.message import Message
 from textual.screen import Screen
 from textual.signal import Signal
@@ -26,13 +27,17 @@ from fluxtui.sources.source import RunSource
 from fluxtui.state.machine import MachineSample
 from fluxtui.state.view import ChartSettings, View
 from fluxtui.themes import (
+    COLOURLESS_THEME,
     DEFAULT_THEME,
+    GREYS,
     PLAIN,
     PLAIN_THEME,
+    Colourless,
     Palette,
     ThemeFile,
     load_themes,
     theme_folders,
+    wants_no_colour,
 )
 
 if TYPE_CHECKING:
@@ -94,6 +99,8 @@ class Shell(App[None]):
         make_wizard: Callable[[], Screen[Any]] | None = None,
     ) -> None:
         super().__init__()
+        self.no_color = wants_no_colour()  # Textual would also take an empty NO_COLOR for one
+        self._colourless = Colourless(self.no_color)
         self._settings_file = settings_file
         self.settings, self._skipped = (
             load_settings(settings_file) if settings_file else (Settings(), [])
@@ -125,6 +132,11 @@ class Shell(App[None]):
     def on_unmount(self) -> None:
         self._stop_following.set()
         self._stop_sampling.set()
+
+    def get_line_filters(self) -> Sequence[LineFilter]:
+        """Textual's, but what NO_COLOR asks for is no colour instead of shades of grey."""
+        others = [one for one in super().get_line_filters() if not isinstance(one, GREYS)]
+        return [*others, self._colourless] if self.no_color else others
 
     def _load_themes(self) -> None:
         """Before the first style sheet is made, so that it is made once."""
@@ -165,8 +177,11 @@ class Shell(App[None]):
         self.redraw()
 
     def _set_colours(self) -> None:
-        plain = self.low_bandwidth and PLAIN_THEME in self._themes
-        name = PLAIN_THEME if plain else self._theme_name
+        name = self._theme_name
+        for asked, instead in (
+            (self.low_bandwidth, PLAIN_THEME), (self.no_color, COLOURLESS_THEME),
+        ):  # fmt: skip
+            name = instead if asked and instead in self._themes else name
         self.animation_level = "none" if self.low_bandwidth else "full"
         self.theme = name
         self.palette = self._themes[name].palette

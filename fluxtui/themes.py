@@ -12,14 +12,17 @@ import re
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from rich.color import Color, ColorParseError
 from rich.errors import StyleSyntaxError
+from rich.segment import Segment
 from rich.style import Style
 from textual.color import Color as TextualColor
 from textual.color import ColorParseError as TextualColorParseError
+from textual.filter import LineFilter, Monochrome, NoColor
 from textual.theme import Theme
 
 from fluxtrain.errors import BadInput
@@ -28,6 +31,7 @@ from fluxtrain.telemetry.printable import printable
 _NAME = re.compile(r"[A-Za-z][\w-]*", re.ASCII)
 DEFAULT_THEME = "flux-dark"
 PLAIN_THEME = "sixteen"  # the fewest bytes a colour
+COLOURLESS_THEME = "plain"
 TEXT_STYLES = frozenset(
     ("none", "bold", "dim", "italic", "underline", "reverse", "strike", "blink", "not")
 )
@@ -79,7 +83,9 @@ class Palette:
         if not kind:
             return plain
         if color is None or color.is_default:
-            return Style(reverse=kind != "soft")
+            if kind == "soft":
+                return plain
+            return plain + Style(reverse=True)  # bold and dim still tell neighbours apart
         if kind == "on" or (kind == "tile" and self.ground is None):
             return Style(color=_readable_on(color), bgcolor=color)
         if self.ground is None:
@@ -110,6 +116,33 @@ def _linear(part: float) -> float:
 
 
 PLAIN = Palette({})
+
+
+def wants_no_colour(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether the user asks for output without colours: https://no-color.org.
+
+    Bold, dim, underlined and reversed text is no colour.
+    """
+    return bool(environment.get("NO_COLOR"))
+
+
+GREYS = (Monochrome, NoColor)  # Textual's own answers to NO_COLOR
+
+
+class Colourless(LineFilter):
+    """Takes the colours out of whatever is drawn and leaves the other attributes."""
+
+    def apply(self, segments: list[Segment], background: TextualColor) -> list[Segment]:
+        """The same segments without colours."""
+        return [
+            Segment(text, style and _without_colour(style), control)
+            for text, style, control in segments
+        ]
+
+
+@lru_cache(maxsize=1024)
+def _without_colour(style: Style) -> Style:
+    return style.without_color
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fluxtrain.telemetry.events import AdviceGiven
 from fluxtui.panels.panel import Panel
-from fluxtui.panels.trials import asked_line, promise, trial_line, why_not
+from fluxtui.panels.trials import asked_line, no_advice, promise, trial_line, why_not
 from fluxtui.state.changes import ranked
 from fluxtui.state.view import View
 from fluxtui.widgets.spans import Line, wrapped
@@ -17,7 +17,7 @@ def body(view: View, width: int, height: int) -> list[Line]:
     lines: list[Line] = [((" ", "text"), *line) for line in changed]
     for given in ranked(view.state.advice):
         lines.extend(rows(given, width, only_watching=bool(why_not(view))))
-    return lines[:height] or [((" none so far", "dim"),)]
+    return lines[:height] or [((f" {no_advice(view)}", "dim"),)]
 
 
 def rows(

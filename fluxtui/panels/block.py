@@ -11,7 +11,7 @@ from fluxtui.panels.moves import ROLES as WAY_ROLES
 from fluxtui.panels.panel import Panel, stale_note
 from fluxtui.panels.residency import CLASSES, ROLES
 from fluxtui.state.view import View
-from fluxtui.widgets.spans import Line, dropped_to_fit, fitted
+from fluxtui.widgets.spans import Line, dropped_to_fit, wrapped
 
 WORDS = {
     "G": "device", "C": "host", "N": "disk", ">": "on its way in", "<": "on its way home",
@@ -47,7 +47,7 @@ def body(view: View, width: int, height: int) -> list[Line]:
     ]
     name = name_of(sample, at)
     moves = [move for move in view.state.moves if name and move.block == name]
-    lines.append(_copies_line(moves, view.state.moves_are_a_sample, width))
+    lines += _copies_lines(moves, view.state.moves_are_a_sample, width)
     room = max(0, height - len(lines))
     lines += [_move_line(move, width) for move in reversed(moves[-room:] if room else [])]
     return lines[:height]
@@ -91,13 +91,13 @@ def _class_line(name: str, letter: str, size: int | None, width: int) -> Line:
     )
 
 
-def _copies_line(moves: Sequence[Move], sampled: bool, width: int) -> Line:
+def _copies_lines(moves: Sequence[Move], sampled: bool, width: int) -> list[Line]:
     """How many copies of it are among the latest that were told, in and out."""
     if not moves:
-        note = " none in the sample of copies" if sampled else " no copy of it among the latest"
-        return fitted(((note, "dim"),), width)
+        note = "none in the sample of copies" if sampled else "no copy of it among the latest"
+        return [((f" {part}", "dim"),) for part in wrapped(note, max(1, width - 1))]
     inward = sum(move.direction.endswith(">G") for move in moves)
-    return dropped_to_fit(
+    counts = dropped_to_fit(
         [
             ((" sampled copies" if sampled else " latest copies", "title"),),
             ((f"{inward}", "strong"), (" in", "dim")),
@@ -106,6 +106,7 @@ def _copies_line(moves: Sequence[Move], sampled: bool, width: int) -> Line:
         ],
         width,
     )
+    return [counts]
 
 
 def _move_line(move: Move, width: int) -> Line:

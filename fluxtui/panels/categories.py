@@ -50,7 +50,7 @@ def _row(letter: str, role: str, texts: tuple[str, str, str, str], width: int) -
     mark: Line = ((f" {letter} ", f"on:{role}"),) if letter else (("   ", "text"),)
     value = "dim" if now in (UNKNOWN, "now") else "strong"
     columns: list[Line] = [
-        (*mark, (f" {label:<12}", "text"), (f"{now:>8}", value)),
+        (*mark, (f" {label:<13}", "text"), (f"{now:>8}", value)),
         ((f"{share:>6}", "dim"),),
         ((f"{most:>8}", "dim" if most == "most" else "text"),),
     ]

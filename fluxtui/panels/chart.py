@@ -11,7 +11,7 @@ from fluxtui.state.history import DRAWABLE, Bucket, drawable
 from fluxtui.state.run import RunState
 from fluxtui.state.view import ChartSettings
 from fluxtui.widgets.braille import Canvas, Series, Window, rounded_ticks
-from fluxtui.widgets.spans import Line, fitted, line
+from fluxtui.widgets.spans import Line, fitted, line, wrapped
 
 AXIS_CELLS = 7  # " 1.234 ┤"
 ENOUGH = 2
@@ -59,7 +59,7 @@ def chart(traces: Sequence[Trace], settings: ChartSettings, width: int, height: 
     main = traces[0]
     if len(main.buckets) < ENOUGH or width < AXIS_CELLS + 8 or height < 3:
         note = "the curve starts at the second step" if len(main.buckets) < ENOUGH else ""
-        return [line((f" {note}", "dim"))][:height]
+        return [line((f" {part}", "dim")) for part in wrapped(note, width - 1) or [""]][:height]
     low, high = x_range(traces, settings)
     rows, room = height - 1, width - AXIS_CELLS - 1
     seen = [_points(trace, low, high, room) for trace in traces]

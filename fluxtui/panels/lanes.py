@@ -42,7 +42,8 @@ def heading(view: View, width: int) -> Line:
     """Which step, how long, and what bound it."""
     found = shown(view)
     if isinstance(found, str):
-        return phases_heading(view, width)
+        phases = phases_heading(view, width - len("step "))
+        return (("step ", "text"), *phases) if view.fresh(view.state.step) else phases
     looking_back = view.chart.last_step is not None
     parts: list[Line] = [
         ((f"step {found.head.step}", "warn" if looking_back else "text"),),

@@ -7,7 +7,7 @@ import time
 from fluxtui.panels.panel import Panel
 from fluxtui.state.run import LogLine
 from fluxtui.state.view import View
-from fluxtui.widgets.spans import Line, dropped_to_fit, fitted, wrapped
+from fluxtui.widgets.spans import Line, dropped_to_fit, fitted, width_of, wrapped
 
 LEVEL_ROLES = {"debug": "dim", "info": "text", "warning": "warn", "error": "bad"}
 RECURRING = ("training", "evaluating", "saving")
@@ -40,17 +40,31 @@ def _is_news(entry: LogLine) -> bool:
     return entry.kind != "advice" and entry.text not in RECURRING
 
 
-def row(entry: LogLine, width: int, dates: bool = False) -> Line:
+def row(entry: LogLine, width: int) -> Line:
     """Time, mark and text of one entry, cut at the width."""
+    head, role = _head(entry, dates=False)
+    return fitted((*head, (" ".join(entry.text.split()), role)), width)
+
+
+def rows(entry: LogLine, width: int, dates: bool = False) -> list[Line]:
+    """The same in as many lines as its text needs."""
+    head, role = _head(entry, dates)
+    indent = width_of(head)
+    parts = wrapped(entry.text, max(8, width - indent)) or [""]
+    return [
+        ((*head, (part, role)) if i == 0 else ((" " * indent, "text"), (part, role)))
+        for i, part in enumerate(parts)
+    ]
+
+
+def _head(entry: LogLine, dates: bool) -> tuple[Line, str]:
+    """Time and mark of an entry, and the role of its text."""
     pattern = "%Y-%m-%d %H:%M:%S" if dates else "%H:%M:%S"
     clock = time.strftime(pattern, time.localtime(entry.wall_s))
     role = LEVEL_ROLES[entry.level]
     if entry.level == "info":
         role = KIND_ROLES.get(entry.kind, role)
-    text = " ".join(entry.text.split())
-    return fitted(
-        ((f"{clock} ", "dim"), (f"{LEVEL_MARKS[entry.level]} ", role), (text, role)), width
-    )
+    return ((f"{clock} ", "dim"), (f"{LEVEL_MARKS[entry.level]} ", role)), role
 
 
 PANEL = Panel("log", "Log", body, heading, about="what happened; the whole of it on screen 5")

@@ -11,6 +11,7 @@ from fluxtui.state.machine import GpuProcess, GpuSample, MachineSample
 from fluxtui.state.view import View
 from fluxtui.widgets.bars import meter
 from fluxtui.widgets.spans import Line, dropped_to_fit, spread
+from fluxtui.words import counted
 
 SIDE_BY_SIDE = 56  # cells from which processor and memory share a line
 BYTES_CELLS = 10
@@ -75,7 +76,10 @@ def _host_in_short(sample: MachineSample, beside_gpus: bool) -> list[Line]:
     if beside_gpus:
         return [cpu, pair("RAM", whole_share(_used_share(sample)))]
     ram = pair("RAM", bytes_text(sample.memory_used_bytes))
-    return [(*cpu, (f" of {sample.cores} cores", "dim")), (*ram, (f" {_used_text(sample)}", "dim"))]
+    return [
+        (*cpu, (f" of {counted(sample.cores, 'core')}", "dim")),
+        (*ram, (f" {_used_text(sample)}", "dim")),
+    ]
 
 
 def _warnings(gpus: Sequence[GpuSample]) -> list[Line]:
@@ -102,7 +106,7 @@ def _names(gpus: Sequence[GpuSample]) -> str:
 
 def _host(sample: MachineSample | None, width: int, may_share: bool) -> list[Line]:
     """Processor and memory; below GPUs they share a line where it is wide enough."""
-    cpu = ("CPU", sample.cpu if sample else None, f"{sample.cores} cores" if sample else "")
+    cpu = ("CPU", sample.cpu if sample else None, counted(sample.cores, "core") if sample else "")
     ram = ("RAM", _used_share(sample), _used_text(sample))
     if not may_share or width < SIDE_BY_SIDE:
         return [meter(*cpu, "info", width), meter(*ram, "info", width)]
@@ -135,16 +139,11 @@ def _used_text(sample: MachineSample | None) -> str:
 
 def _trainer(sample: MachineSample | None, width: int) -> Line:
     cores = sample.trainer_cpu if sample else None
-    return dropped_to_fit(
-        [
-            pair("trainer", bytes_text(sample.trainer_rss_bytes if sample else None), "text"),
-            (
-                *pair("", f"{cores:.1f}" if cores is not None else UNKNOWN, "text")[1:],
-                (" cores", "dim"),
-            ),
-        ],
-        width,
-    )
+    held = bytes_text(sample.trainer_rss_bytes if sample else None)
+    parts: list[Line] = [pair("trainer", held, "text")]
+    if cores is not None:
+        parts.append(((f"{cores:.1f}", "text"), (" cores", "dim")))
+    return dropped_to_fit(parts, width)
 
 
 PANEL = Panel("machine", "Machine", body, heading, about="CPU, memory and GPU as the app sees them")

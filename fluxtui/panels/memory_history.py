@@ -41,11 +41,13 @@ def body(view: View, width: int, height: int) -> list[Line]:
     if height > upper:
         host = [Layer(arenas, "host", "C"), Layer(rest, "other", "P")]
         limit = planned.host_bytes if planned else None
-        title: Line = (
-            (" host  ", "title"), ("C", "on:host"), (" arenas  ", "dim"), ("P", "on:other"),
-            (" the rest of the process", "dim"),
-        )  # fmt: skip
-        lines.append(title)
+        parts: list[Line] = [
+            ((" host", "title"),),
+            (("C", "on:host"), (" arenas", "dim")),
+            (("P", "on:other"), (" the rest", "dim")),
+            ((" of the process", "dim"),),
+        ]
+        lines.append((*dropped_to_fit(parts[:3], width), *dropped_to_fit(parts[3:], width - 29)))
         lines += stacked(times, host, width, height - upper - 1, bytes_text, limit)
     return lines[:height]
 

@@ -11,7 +11,7 @@ from fluxtui.state.view import View
 from fluxtui.widgets.bars import gauge
 from fluxtui.widgets.spans import Line, dropped_to_fit, spread, width_of
 
-GAUGE_ROLES = {"failed": "bad", "dead": "bad", "finished": "good", "paused": "warn"}
+GAUGE_ROLES = {"failed": "bad", "dead": "bad", "finished": "good", "paused": "warn", "cut": "warn"}
 
 
 def body(view: View, width: int, height: int) -> list[Line]:

@@ -9,6 +9,7 @@ from fluxtrain.units import UNKNOWN, bytes_text
 from fluxtui.panels.panel import Panel, stale_note
 from fluxtui.state.view import ChartSettings, View
 from fluxtui.widgets.spans import Line, Span, dropped_to_fit, line, spread
+from fluxtui.words import counted
 
 ROLES = {"G": "device", "C": "host", "N": "disk", ">": "flight", "<": "flight", ".": "absent"}
 CLASSES = ("weights", "gradients", "optimizer")
@@ -29,7 +30,7 @@ def heading(view: View, width: int) -> Line:
         for span in ((letter, ROLES[letter]), (f" {word}  ", "dim"))
     )
     flight: Line = ((">", "flight"), (" in  ", "dim"), ("<", "flight"), (" out", "dim"))
-    return dropped_to_fit([((f"{count} blocks", "text"),), (*legend, *flight)], width)
+    return dropped_to_fit([((counted(count, "block"), "text"),), (*legend, *flight)], width)
 
 
 def body(view: View, width: int, height: int) -> list[Line]:

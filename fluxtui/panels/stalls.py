@@ -33,14 +33,18 @@ def body(view: View, width: int, height: int) -> list[Line]:
         mean = waited_text(waited_s / len(steps)) if steps else UNKNOWN
         room = width - 40 if width >= BAR_FROM_CELLS else 0
         between: Line = ((f"{mean:>9}", "text"),) if width >= MEAN_FROM_CELLS else ()
-        text: Line = (
-            (f"{cause:<11}", "text"), (f"{last:>8}", "strong"), *between,
-            (f"{share_text(share):>7}  ", "dim"),
-        )  # fmt: skip
-        lines.append(fitted((*text, *gauge(share, room, "stall")), width))
+        text: list[Line] = [
+            ((f"{cause:<11}", "text"), (f"{last:>8}", "strong")),
+            (*between, (f"{share_text(share):>7}", "dim")),
+        ]
+        whole = dropped_to_fit(text, width, gap="")
+        beside: Line = (("  ", "text"), *gauge(share, room, "stall")) if room else ()
+        lines.append(fitted((*whole, *beside), width))
     lines += [BLANK, totals_line(view.fresh(view.state.traffic), width)]
     if step is not None:
-        lines.append(dropped_to_fit([pair("of a step of", duration_text(step.step_s))], width))
+        lines.append(
+            dropped_to_fit([pair("the last step took", duration_text(step.step_s))], width)
+        )
     return lines[:height]
 
 

@@ -23,6 +23,13 @@ def why_not(view: View) -> str:
     return ""
 
 
+def no_advice(view: View) -> str:
+    """Why no advice is shown, in a word or two."""
+    if view.state.advised:
+        return "none at the end" if view.status.ended else "none now"
+    return "none was given" if view.status.ended else "none so far"
+
+
 def promise(given: AdviceGiven, *, only_watching: bool = False) -> Line:
     """The gain and the change, and whether it can be made now."""
     gain = given.gain if given.gain_share is None else f"{given.gain_share:+.1%}"

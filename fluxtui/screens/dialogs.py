@@ -17,6 +17,7 @@ from fluxtui.actions import ACTIONS, GROUPS, Action
 from fluxtui.panels import PANELS
 from fluxtui.widgets.scrolling import ScrollingLines
 from fluxtui.widgets.spans import BLANK, Line
+from fluxtui.words import counted
 
 if TYPE_CHECKING:
     from fluxtui.app import FluxApp
@@ -67,7 +68,7 @@ class DeleteDialog(ModalScreen[bool]):
         self._run, self._size_bytes, self._step = name, size_bytes, step
 
     def compose(self) -> ComposeResult:
-        done = "" if self._step is None else f" of {self._step} steps"
+        done = "" if self._step is None else f" of {counted(self._step, 'step')}"
         size = bytes_text(self._size_bytes)
         text = f"{size}: checkpoints, model and log{done}.\nThey cannot be brought back.\n"
         with Vertical(classes="dialog"):

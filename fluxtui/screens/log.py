@@ -9,7 +9,7 @@ from dataclasses import replace
 from textual.app import ComposeResult
 from textual.widgets import Input
 
-from fluxtui.panels.log import row
+from fluxtui.panels.log import rows
 from fluxtui.screens.run_screen import RunScreen
 from fluxtui.state.log_filter import LogFilter
 from fluxtui.state.view import View
@@ -18,6 +18,7 @@ from fluxtui.widgets.entry import Entry
 from fluxtui.widgets.lines import Lines
 from fluxtui.widgets.scrolling import ScrollingLines
 from fluxtui.widgets.spans import Line, Span, dropped_to_fit
+from fluxtui.words import counted
 
 
 class LogScreen(RunScreen):
@@ -48,8 +49,9 @@ class LogScreen(RunScreen):
         self.newest = entries[-1].text if entries else ""
         words = self.wanted.words
         lines = [
-            marked((("  ", "text"), *row(entry, width - 4, dates=width >= 100)), words)
+            marked((("  ", "text"), *spans), words)
             for entry in entries
+            for spans in rows(entry, width - 4, dates=width >= 100)
         ]
         body.show_all(lines, palette, at_end=self.following)
         self.query_one("#summary", Lines).show(
@@ -120,9 +122,9 @@ def marked(spans: Line, words: Sequence[str]) -> Line:
 
 
 def _summary(wanted: LogFilter, shown: int, all_lines: int, following: bool, width: int) -> Line:
-    parts: list[Line] = [((f"  {all_lines} lines", "dim"),)]
+    parts: list[Line] = [((f"  {counted(all_lines, 'line')}", "dim"),)]
     if wanted != LogFilter():
-        parts = [((f"  {shown} of {all_lines} lines", "dim"),)]
+        parts = [((f"  {shown:,} of {counted(all_lines, 'line')}", "dim"),)]
     if wanted.text:
         parts.append((("with ", "dim"), (wanted.text, "accent")))
     if wanted.least != "debug":

@@ -10,14 +10,15 @@ from textual.app import ComposeResult
 from fluxtrain.telemetry.events import Planned
 from fluxtrain.units import UNKNOWN, bytes_text, duration_text
 from fluxtui.panels.advice import rows as advice_rows
-from fluxtui.panels.trials import asked_line, trial_line, why_not
+from fluxtui.panels.trials import asked_line, no_advice, trial_line, why_not
 from fluxtui.screens.run_screen import RunScreen
 from fluxtui.state.changes import ranked
 from fluxtui.state.run import RunState
 from fluxtui.state.view import View
 from fluxtui.themes import Palette
 from fluxtui.widgets.scrolling import ScrollingLines
-from fluxtui.widgets.spans import BLANK, Line, wrapped
+from fluxtui.widgets.spans import BLANK, Line, dropped_to_fit, width_of, wrapped
+from fluxtui.words import counted
 
 WIDEST_TEXT = 110
 NAME_CELLS = 22
@@ -44,7 +45,7 @@ def plan_lines(view: View, width: int) -> list[Line]:
     planned = view.state.planned
     if planned is None:
         return [BLANK, (("  the trainer has not planned yet", "dim"),)]
-    lines = [BLANK, *_advice(view, width), *_changes(view)]
+    lines = [BLANK, *_advice(view, width), *_changes(view, width)]
     lines += [_title("What the run does"), *_facts(view.state, planned), BLANK]
     lines += [_title("Predicted and measured"), *_comparison(view.state, planned, width), BLANK]
     if planned.choices:
@@ -68,7 +69,8 @@ def _advice(view: View, width: int) -> list[Line]:
     note = f"  cannot be applied: {because}" if because and held else ""
     lines: list[Line] = [(*_title("Advice"), (note, "warn"))]
     if not held:
-        lines.append((("  none so far: it follows from the last 20 steady steps", "dim"),))
+        follows = "" if view.status.ended else ": it follows from the last 20 steady steps"
+        lines.append(((f"  {no_advice(view)}{follows}", "dim"),))
     selected = min(view.advice_at, len(held) - 1)
     for at, given in enumerate(held):
         mark = "▸" if at == selected else " "
@@ -77,14 +79,25 @@ def _advice(view: View, width: int) -> list[Line]:
     return [*lines, BLANK]
 
 
-def _changes(view: View) -> list[Line]:
+def _changes(view: View, width: int) -> list[Line]:
     """What was changed while it trains, the newest first; nothing when nothing was."""
     waiting = asked_line(view)
     trials = view.state.changes.trials[::-1][:TRIALS_SHOWN]
     lines = [line for line in (waiting, *map(trial_line, trials)) if line]
     if not lines:
         return []
-    return [_title("Changed while it trains"), *((("  ", "text"), *line) for line in lines), BLANK]
+    parts = [part for line in lines for part in _in_parts(line, width)]
+    return [_title("Changed while it trains"), *((("  ", "text"), *part) for part in parts), BLANK]
+
+
+def _in_parts(line: Line, width: int) -> list[Line]:
+    """One line, or where that is too long its pieces below each other."""
+    if width_of(line) <= width:
+        return [line]
+    (first, role), *rest = line
+    below = [((part, role),) for text, role in rest for part in wrapped(text, width - 2)]
+    return [*(((part, role),) for part in wrapped(first, width)),
+            *((("  ", "text"), *part) for part in below)]  # fmt: skip
 
 
 def _title(text: str) -> Line:
@@ -100,7 +113,11 @@ def _facts(state: RunState, planned: Planned) -> list[Line]:
     ahead = max(0, planned.slots - 1)
     pairs = (
         ("offload", planned.offload, None),
-        ("batch", f"{planned.batch_rows} rows of {planned.sequence_length} tokens", None),
+        (
+            "batch",
+            f"{counted(planned.batch_rows, 'row')} of {counted(planned.sequence_length, 'token')}",
+            None,
+        ),
         ("accumulation", str(planned.accumulation), None),
         ("chunk_rows", str(planned.chunk_rows), now.get("chunk_rows")),
         ("resident_blocks", str(planned.resident_blocks), now.get("resident_blocks")),
@@ -134,7 +151,8 @@ def _comparison(state: RunState, planned: Planned, width: int) -> list[Line]:
         wanted[row.quantity], found[row.quantity] = row.predicted, row.measured
     names = (f"{'predicted':>12}", f"{'measured':>12}", f"{'error':>9}")
     so_far = "" if state.checked or state.done else "  so far"
-    lines: list[Line] = [(*_name(""), *((name, "dim") for name in names), (so_far, "dim"))]
+    head: Line = (*_name(""), *((name, "dim") for name in names))
+    lines: list[Line] = [dropped_to_fit([head, ((so_far, "dim"),)], max(width, width_of(head)), "")]
     lines += [
         _compared(label, wanted[name], found[name], text_of)
         for name, label, text_of in (

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, ClassVar, cast
 from textual.app import ComposeResult
 from textual.screen import Screen
 
+from fluxtui.panels.trials import why_not
 from fluxtui.screens.arrangement import too_small
 from fluxtui.state.view import View
 from fluxtui.themes import Palette
@@ -69,7 +70,8 @@ class RunScreen(Screen[None]):
         if tiny:
             return
         paused = view.status.kind == "paused"
-        self.query_one(Footer).show_keys(paused, self.flux.actions, palette)
+        commands = not why_not(view)
+        self.query_one(Footer).show_keys(paused, self.flux.actions, palette, commands)
         self.draw_body(view, palette)
 
     def notices(self, view: View, width: int) -> list[Line]:

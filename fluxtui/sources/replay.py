@@ -52,7 +52,8 @@ class ReplaySource:
         due_s = self._due_s()
         while self._next < limit and self._events[self._next].wall_s <= due_s:
             self._next += 1
-        link = Link(run_dir=self._path.parent, replay=True, problem=self._problem)
+        whole = self.over and self._until_share is None
+        link = Link(run_dir=self._path.parent, replay=True, over=whole, problem=self._problem)
         return Batch(self._events[start : self._next], link, more=self._next == limit > start)
 
     def close(self) -> None:

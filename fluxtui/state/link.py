@@ -16,6 +16,7 @@ class Link:
     run_dir: Path | None = None
     process: Process = "unknown"
     replay: bool = False  # the run is played back from its journal
+    over: bool = False  # the journal that is played back has no more
     live: bool = False  # over the trainer's own pipe, not only the journal
     corrupt_lines: int = 0
     problem: str | None = None  # why the journal cannot be read

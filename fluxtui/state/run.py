@@ -14,6 +14,7 @@ from fluxtrain.telemetry import events as ev
 from fluxtrain.units import bytes_text, duration_text
 from fluxtui.state.changes import Changes, with_advice, without_advice
 from fluxtui.state.history import Curve, History
+from fluxtui.words import counted
 
 Sample = TypeVar("Sample", bound=ev.Event)
 Level = Literal["debug", "info", "warning", "error"]
@@ -80,6 +81,7 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
     moves_told: int = 0  # of this process's; it makes more than it tells
     log: History[LogLine] = field(default_factory=lambda: History(LOG_LIMIT))
     advice: tuple[ev.AdviceGiven, ...] = ()
+    advised: bool = False  # by the newest process; it may have taken all of it back
     changes: Changes = field(default_factory=Changes)
     processes: int = 0  # how many trainers wrote to this journal: more than one after a resume
     seen: int = 0
@@ -171,6 +173,7 @@ def _after_hello(state: RunState, event: ev.Hello) -> RunState:
         residency=None,
         made=None,
         advice=(),
+        advised=False,
         changes=Changes(),
         heartbeat=None,
         failed=None,
@@ -185,7 +188,7 @@ def _after_hello(state: RunState, event: ev.Hello) -> RunState:
 
 def _after_planned(state: RunState, event: ev.Planned) -> RunState:
     text = (
-        f"planned: offload {event.offload}, batch {event.batch_rows} rows "
+        f"planned: offload {event.offload}, batch of {counted(event.batch_rows, 'row')} "
         f"in chunks of {event.chunk_rows}"
     )
     return _logged(replace(state, planned=event), event, "info", "phase", text)
@@ -265,7 +268,7 @@ def _after_sample(state: RunState, event: ev.SampleGenerated) -> RunState:
 
 
 def _after_advice(state: RunState, event: ev.AdviceGiven) -> RunState:
-    state = replace(state, advice=with_advice(state.advice, event))
+    state = replace(state, advice=with_advice(state.advice, event), advised=True)
     return _logged(state, event, "info", "advice", event.text)
 
 

@@ -12,9 +12,10 @@ from fluxtui.state.link import Link
 from fluxtui.state.run import RunState
 
 Kind = Literal[
-    "waiting", "running", "paused", "stalled", "dead", "failed", "stopped", "finished", "unreadable"
-]
-ENDED: frozenset[Kind] = frozenset({"dead", "failed", "stopped", "finished"})
+    "waiting", "running", "paused", "stalled", "dead", "cut", "failed", "stopped", "finished",
+    "unreadable",
+]  # fmt: skip
+ENDED: frozenset[Kind] = frozenset({"dead", "cut", "failed", "stopped", "finished"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,17 +39,9 @@ def status_of(state: RunState, link: Link, now_s: float) -> Status:
         if link.process == "dead":
             return Status("dead", "DEAD", link.last_words or "it ended before its first event")
         return Status("waiting", "WAITING", "for the trainer's first event")
-    ended = _ended(state)
+    ended = _ended(state) or _gone(state, link)
     if ended is not None:
         return ended
-    if link.process == "dead":
-        step = state.step.step if state.step else 0
-        told = f"process {state.hello.pid} is gone after step {step}"
-        if link.last_words:
-            told += f": {link.last_words}"
-        if state.checkpoint is not None:
-            told += f"; --resume auto goes on from step {state.checkpoint.step}"
-        return Status("dead", "DEAD", told)
     quiet_s = max(now_s - (state.last_wall_s or now_s), link.quiet_s)  # the clock may be set back
     if quiet_s > HEARTBEAT_LATE_S:
         return Status("stalled", "STALLED", f"no sign of life for {duration_text(quiet_s)}")
@@ -57,6 +50,21 @@ def status_of(state: RunState, link: Link, now_s: float) -> Status:
     if phase == "paused":
         return Status("paused", "PAUSED", detail or "p resumes")
     return Status("running", "RUNNING" if phase == "training" else phase.upper(), detail)
+
+
+def _gone(state: RunState, link: Link) -> Status | None:
+    """What there is to say where nothing comes any more though the run has not spoken its end."""
+    step = state.step.step if state.step else 0
+    if link.over:
+        return Status("cut", "CUT OFF", f"the recording ends after step {step}, the run did not")
+    if link.process != "dead" or state.hello is None:
+        return None
+    told = f"process {state.hello.pid} is gone after step {step}"
+    if link.last_words:
+        told += f": {link.last_words}"
+    if state.checkpoint is not None:
+        told += f"; --resume auto goes on from step {state.checkpoint.step}"
+    return Status("dead", "DEAD", told)
 
 
 def _ended(state: RunState) -> Status | None:

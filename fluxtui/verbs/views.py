@@ -44,6 +44,8 @@ class ViewVerbs(Shell):
         said = self._themes[self._theme_name].title if self._themes else ""
         if self.low_bandwidth:
             said = f"{said}, once low bandwidth is off"
+        if self.no_color:
+            said = f"{said}, once NO_COLOR is not set"
         self.notify(said, title="Theme", timeout=2)
 
     def choose_theme(self, name: str) -> None:

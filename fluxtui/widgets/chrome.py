@@ -8,6 +8,7 @@ from fluxtui.panels.progress import eta
 from fluxtui.state.status import Status
 from fluxtui.state.view import View
 from fluxtui.widgets.spans import Line, Span, dropped_to_fit, joined, spread, width_of, wrapped
+from fluxtui.words import counted
 
 NOTICE_ROWS = 3
 STATUS_MARKS: dict[str, Span] = {
@@ -16,6 +17,7 @@ STATUS_MARKS: dict[str, Span] = {
     "paused": ("‖", "warn"),
     "stalled": ("!", "warn"),
     "dead": ("✗", "bad"),
+    "cut": ("■", "warn"),
     "failed": ("✗", "bad"),
     "stopped": ("■", "warn"),
     "finished": ("✓", "good"),
@@ -66,7 +68,7 @@ def link_notes(view: View) -> list[Line]:
     """What one should know about the way the events come."""
     notes: list[Line] = []
     if view.link.corrupt_lines:
-        notes.append(((f"{view.link.corrupt_lines} corrupt lines", "warn"),))
+        notes.append(((counted(view.link.corrupt_lines, "corrupt line"), "warn"),))
     if view.state.dropped:
         notes.append(((f"{view.state.dropped} dropped", "dim"),))
     started = view.state.started_wall_s

@@ -25,9 +25,11 @@ class Footer(Lines):
         self._shown: list[Action] = []
         self._paused = False
 
-    def show_keys(self, paused: bool, registry: Sequence[Action], palette: Palette) -> None:
-        """Draw the keys that fit."""
-        self._shown = shown_actions(self._of, self.size.width, paused, registry)
+    def show_keys(
+        self, paused: bool, registry: Sequence[Action], palette: Palette, commands: bool = True
+    ) -> None:
+        """Draw the keys that fit; without `commands` those that ask the trainer are left out."""
+        self._shown = shown_actions(self._of, self.size.width, paused, registry, commands)
         self._paused = paused
         self.show([_keys(self._shown, self._of, paused)], palette)
 
@@ -45,10 +47,10 @@ def footer_line(
 
 
 def shown_actions(
-    screen: str, width: int, paused: bool, registry: Sequence[Action]
+    screen: str, width: int, paused: bool, registry: Sequence[Action], commands: bool = True
 ) -> list[Action]:
     """What fits. The names of the screens give way to the keys that only this screen has."""
-    actions = footer_actions(screen, registry)
+    actions = footer_actions(screen, registry, commands)
     shown = _fitting(actions, screen, paused, width)
     missed = [action for action in actions if action not in shown]
     if any(action.screens and action.rank >= OWN_RANK for action in missed):

@@ -18,13 +18,17 @@ OTHER_CELLS = 71
 DETAIL_ROWS = 4
 FIXED_CELLS = 60
 NOTE_CELLS = 5
+AGE_FROM_CELLS = 78  # narrower, the age gives way
+LOSS_FROM_CELLS = 69  # and then the loss; the detail below tells it
 
 
 def columns(width: int) -> Line:
     """The names of the columns."""
+    loss = f"  {'loss':>8}" if width >= LOSS_FROM_CELLS else ""
+    age = f"  {'age':>7}  " if width >= AGE_FROM_CELLS else ""
     text = (
-        f"   {'state':<12}{'run':<{_name_cells(width)}}{'step':>13}  {'loss':>8}  "
-        f"{'left':>9}  {'age':>7}  {'model' if _has_note(width) else ''}"
+        f"   {'state':<12}{'run':<{_name_cells(width)}}{'step':>13}{loss}"
+        f"  {'left':>9}{age}{'model' if _has_note(width) else ''}"
     )
     return fitted(((text, "dim"),), width)
 
@@ -41,9 +45,13 @@ def run_row(run: RunSummary, attached: Path | None, now_s: float, width: int) ->
             (f"{run.state:<12}", STATE_ROLES[run.state]),
             (f"{run.run_id[: cells - 1]:<{cells}}", "strong" if here else "text"),
             (f"{step:>13}", "text"),
-            (f"  {number_text(run.loss):>8}", "text"),
+            *(((f"  {number_text(run.loss):>8}", "text"),) if width >= LOSS_FROM_CELLS else ()),
             (f"  {left_text(run, now_s):>9}", "text"),
-            (f"  {_age_text(now_s - run.updated_s):>7}  ", "dim"),
+            *(
+                ((f"  {_age_text(now_s - run.updated_s):>7}  ", "dim"),)
+                if width >= AGE_FROM_CELLS
+                else ()
+            ),
             (note, "bad" if run.message else "dim"),
         ),
         width,
@@ -52,12 +60,11 @@ def run_row(run: RunSummary, attached: Path | None, now_s: float, width: int) ->
 
 def run_detail(run: RunSummary, width: int) -> list[Line]:
     """What the row has no room for: where the run lies, what it trains, how it ended."""
-    facts = " · ".join(filter(None, (run.model, run.method, run.path)))
-    message = wrapped(run.message, width - 4)[: DETAIL_ROWS - 1]
-    return [
-        (("   ", "text"), (facts, "dim")),
-        *((("   ", "text"), (part, STATE_ROLES[run.state])) for part in message),
-    ]
+    loss = f"loss {number_text(run.loss)}" if width < LOSS_FROM_CELLS and run.loss else ""
+    facts = " · ".join(filter(None, (run.model, run.method, loss, run.path)))
+    told = [(part, "dim") for part in wrapped(facts, max(1, width - 4))]
+    told += [(part, STATE_ROLES[run.state]) for part in wrapped(run.message, max(1, width - 4))]
+    return [(("   ", "text"), span) for span in told[:DETAIL_ROWS]]
 
 
 def left_text(run: RunSummary, now_s: float) -> str:

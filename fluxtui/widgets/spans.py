@@ -74,7 +74,7 @@ def dropped_to_fit(parts: Sequence[Line], width: int, gap: str = "  ") -> Line:
 def wrapped(text: str, width: int) -> list[str]:
     """Words of `text` in lines of at most `width` cells; longer words are cut."""
     lines: list[str] = []
-    current = ""
+    current, width = "", max(1, width)
     pieces = (word[i : i + width] for word in text.split() for i in range(0, len(word), width))
     for word in pieces:
         candidate = f"{current} {word}" if current else word

@@ -8,6 +8,7 @@ from typing import Any
 
 from fluxtrain.units import count_text
 from fluxtui.wizard.data_facts import Piece
+from fluxtui.words import counted
 
 BEYOND = 0.98  # longer documents than this share of them are put into the last column
 EIGHTHS = " ▁▂▃▄▅▆▇█"
@@ -25,7 +26,7 @@ class TokenSample:
     @property
     def title(self) -> str:
         """How long it is, and how much of it is learnt and shown."""
-        text = f"{self.tokens:,} tokens, {self.learnt_tokens:,} learnt"
+        text = f"{counted(self.tokens, 'token')}, {self.learnt_tokens:,} learnt"
         part = self.shown_tokens < self.tokens
         return text + (f", the first {self.shown_tokens:,} shown" if part else "")
 
@@ -50,7 +51,7 @@ class Inspection:
     def extent(self) -> str:
         """How much data there is, and how that is known."""
         if self.sampled_share >= 1:
-            return f"{self.documents:,} documents, {count_text(sum(self.lengths))} tokens"
+            return f"{counted(self.documents, 'document')}, {count_text(sum(self.lengths))} tokens"
         return (
             f"about {count_text(self.estimated_documents)} documents, "
             f"{count_text(self.estimated_tokens)} tokens: from the first {self.documents:,}"

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fluxtrain.units import UNKNOWN, bytes_text, count_text, duration_text, rate_text
+from fluxtui.words import counted
 
 Row = tuple[str, str, str]  # what, its value, how it is known
 
@@ -67,7 +68,9 @@ def machine_lines(probe: Mapping[str, Any]) -> list[str]:
     machine, disk = _table(probe, "machine"), _table(probe, "disk")
     lines = []
     if machine.get("cores"):
-        lines.append(f"{machine['cores']} cores ({machine.get('instruction_set', UNKNOWN)})")
+        lines.append(
+            f"{counted(machine['cores'], 'core')} ({machine.get('instruction_set', UNKNOWN)})"
+        )
     if machine.get("memory_total_bytes"):
         free = bytes_text(machine.get("memory_available_bytes"))
         lines.append(f"{bytes_text(machine['memory_total_bytes'])} memory, {free} free")
@@ -121,7 +124,7 @@ def _users(gpu: Mapping[str, Any]) -> tuple[str, str]:
     if not others:
         return "none", "no other program holds memory of it"
     named = ", ".join(f"{one['pid']} ({bytes_text(one.get('used_bytes'))})" for one in others[:4])
-    return f"{len(others)} others", f"process {named}"
+    return counted(len(others), "other"), f"process {named}"
 
 
 def _pinned_rows(machine: Mapping[str, Any], rates: Mapping[str, Any]) -> list[Row]:

@@ -16,6 +16,7 @@ from typing import Any
 from fluxtrain.errors import BadInput
 from fluxtrain.methods.model_files import ModelFiles, check_model_folder
 from fluxtrain.units import bytes_text, count_text
+from fluxtui.words import counted
 
 _CARD_BYTES = 4096  # the front matter of a model card comes first
 
@@ -43,7 +44,7 @@ class ModelFacts:
             ("parameters", count_text(self.parameters) if self.parameters else "not known"),
             ("blocks", f"{self.blocks}{width}" if self.blocks else ""),
             ("weights", weights),
-            ("context", f"{self.context:,} tokens" if self.context else ""),
+            ("context", counted(self.context, "token") if self.context else ""),
             ("licence", self.licence or "not stated"),
         )
         return tuple((name, value) for name, value in rows if value)

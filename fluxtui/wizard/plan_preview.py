@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from fluxtrain.units import count_text
+from fluxtui.words import counted
 
 Fit = Literal["fits", "fits with offload", "does not fit"]
 
@@ -172,7 +173,7 @@ def _model_line(model: Any) -> str:
     parts = [
         str(model.get("name") or ""),
         f"{count_text(parameters)} parameters" if parameters else "",
-        f"{model['blocks']} blocks" if model.get("blocks") else "",
+        counted(model["blocks"], "block") if model.get("blocks") else "",
         str(model.get("dtype") or "").replace("torch.", ""),
     ]
     return " · ".join(part for part in parts if part)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fluxtrain.units import bytes_text, duration_text
+from fluxtui.words import counted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +35,8 @@ class Trial:
     def eta(self) -> str:
         """How long the run takes at the speed of its steps."""
         low, high = duration_text(self.eta_low_s), duration_text(self.eta_high_s)
-        return f"{self.total_steps:,} steps take {low} to {high}"
+        take = "takes" if self.total_steps == 1 else "take"
+        return f"{counted(self.total_steps, 'step')} {take} {low} to {high}"
 
 
 def read_trial(answer: Mapping[str, Any]) -> Trial:

@@ -57,7 +57,7 @@ def app_in(made: ModuleType, folder: Path, state: str, **options: Any) -> FluxAp
 
 def settled(state: str, *keys: str) -> Callable[[Pilot[None]], Awaitable[None]]:
     """Wait until the state is on the screen and nothing moves any more."""
-    kinds = {"done": "finished", "schema": "unreadable", "replay": "running"}
+    kinds = {"done": "finished", "schema": "unreadable", "replay": "cut"}
 
     async def run_before(pilot: Pilot[None]) -> None:
         app = pilot.app

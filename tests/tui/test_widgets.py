@@ -179,10 +179,10 @@ RULE_IN_ROW_4 = (
 class Terminal:
     """The app in a pseudo-terminal of 120x40."""
 
-    def __init__(self, journal: Path, *arguments: str) -> None:
+    def __init__(self, journal: Path, *arguments: str, **environment: str) -> None:
         self.end, other = pty.openpty()
         fcntl.ioctl(other, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
-        environment = {**os.environ, "TERM": "xterm-256color"}
+        environment = {**os.environ, "TERM": "xterm-256color", **environment}
         for name in ("COLUMNS", "LINES"):  # they would outweigh the terminal's own size
             environment.pop(name, None)
         self.process = subprocess.Popen(
@@ -246,6 +246,50 @@ def test_a_suspended_app_comes_back(terminal: Terminal) -> None:
     terminal.process.send_signal(signal.SIGCONT)
     os.write(terminal.end, b"4")
     terminal.read_until(b"Gradient norm")
+
+
+def colours_in(output: bytes) -> set[str]:
+    """The parts of SGR sequences that choose a colour (ECMA-48 8.3.117, and 90 to 107)."""
+    found = set()
+    for sequence in re.findall(rb"\x1b\[([0-9;:]*)m", output):
+        for part in re.split(r"[;:]", sequence.decode()):
+            number = int(part or 0)
+            if 30 <= number <= 38 or 40 <= number <= 48 or 90 <= number <= 107:
+                found.add(part)
+    return found
+
+
+def test_no_color_leaves_no_colour_in_what_the_terminal_gets(
+    tmp_path: Path, made: ModuleType
+) -> None:
+    journal = made.write(tmp_path / "events.ndjson", made.training(80))
+    plain = Terminal(journal, NO_COLOR="1")
+    try:
+        plain.read_until(b"Device memory")
+        for key, shown in ((b"2", b"By category"), (b"4", b"Gradient norm"), (b"7", b"state"),
+                           (b"?", b"whole run"), (b"\x1b", b"state"), (b":", b"Search"),
+                           (b"\x1b", b"state"), (b"t", b"NO_COLOR")):  # fmt: skip
+            plain.seen, before = b"", plain.seen
+            assert colours_in(before) == set()
+            os.write(plain.end, key)
+            plain.read_until(shown)
+        assert re.search(rb"\x1b\[[0-9;]*7m|\x1b\[1m", before), "bold and reversed text stays"
+    finally:
+        plain.close()
+
+
+@pytest.mark.parametrize("value", ["", None])
+def test_an_empty_no_color_asks_for_nothing(
+    tmp_path: Path, made: ModuleType, value: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    journal = made.write(tmp_path / "events.ndjson", made.training(80))
+    coloured = Terminal(journal, **({} if value is None else {"NO_COLOR": value}))
+    try:
+        coloured.read_until(b"Device memory")
+        assert colours_in(coloured.seen) != set()
+    finally:
+        coloured.close()
 
 
 def test_low_bandwidth_draws_once_a_second(tmp_path: Path) -> None:
