@@ -8,8 +8,10 @@ from typing import Literal
 
 from textual.binding import Binding, BindingType
 
-Group = Literal["Screens", "Run", "Runs", "Chart", "View", "App", "Lists"]
-GROUPS: tuple[Group, ...] = ("Screens", "Run", "Runs", "Chart", "View", "App", "Lists")
+Group = Literal["Screens", "Run", "Runs", "Chart", "View", "App", "Lists", "Wizard"]
+GROUPS: tuple[Group, ...] = (
+    "Screens", "Run", "Runs", "Chart", "View", "App", "Lists", "Wizard",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +46,21 @@ class Action:
         """It belongs to what has the focus, not to the app: no entry of the palette."""
         return self.group == "Lists"
 
+    @property
+    def in_wizard(self) -> bool:
+        """It belongs to a page of the wizard."""
+        return self.group == "Wizard"
+
+    @property
+    def where(self) -> frozenset[str]:
+        """The screens, and the pages of the wizard, where it works."""
+        if self.screens:
+            return frozenset(self.screens)
+        return frozenset(RUN_SCREENS + (PAGES if self.id in IN_WIZARD_TOO else ()))
+
     def works_on(self, screen: str) -> bool:
-        """Whether it does something on this screen."""
-        return not self.screens or screen in self.screens
+        """Whether it does something on this screen; without a screen: whether it does anywhere."""
+        return (screen in self.where) if screen else not self.screens
 
 
 KEY_TEXTS = {
@@ -55,7 +69,14 @@ KEY_TEXTS = {
     "left": "←", "right": "→", "shift+left": "⇧←", "shift+right": "⇧→", "escape": "esc",
     "up": "↑", "down": "↓", "pageup": "pgup", "pagedown": "pgdn",
 }  # fmt: skip
+RUN_SCREENS = ("dashboard", "memory", "transfer", "loss", "log", "plan", "runs", "settings")
+PAGES = tuple(
+    f"wizard.{page}"
+    for page in ("start", "model", "data", "method", "hardware", "strategy", "preview", "launch")
+)
+IN_WIZARD_TOO = ("help", "palette")
 LISTS = ("log", "plan", "runs", "settings")
+STRATEGY = ("wizard.strategy",)
 CHARTS = ("dashboard", "loss")
 PANEL_SCREENS = ("dashboard", "memory", "transfer", "loss")
 
@@ -154,12 +175,12 @@ ACTIONS: tuple[Action, ...] = (
            "copy"),
     Action("palette", "ctrl+p,colon", "cmds", "Find and run any of these by name", "App",
            "command_palette", rank=50),
-    Action("help", "question_mark", "help", "Keys and what they do", "App", "help", rank=95),
+    Action("help", "question_mark,f1", "help", "Keys and what they do", "App", "help", rank=95),
     Action("detach", "d,q", "detach", "Leave; the training goes on", "App", "detach", rank=100),
     Action("list_up", "up,k", "up", "A line up; in the wizard the choice before", "Lists",
-           "move(-1)", LISTS),
+           "move(-1)", LISTS + PAGES),
     Action("list_down", "down,j", "down", "A line down; in the wizard the next choice", "Lists",
-           "move(1)", LISTS),
+           "move(1)", LISTS + PAGES),
     Action("list_page_up", "pageup,ctrl+b", "page", "A page up", "Lists", "page(-1)", LISTS),
     Action("list_page_down", "pagedown,space,ctrl+f", "page", "A page down", "Lists", "page(1)",
            LISTS),
@@ -171,9 +192,35 @@ ACTIONS: tuple[Action, ...] = (
            ("settings",)),
     Action("setting_after", "right,l", "after", "The next value", "Lists", "turn(1)",
            ("settings",)),
+    Action("wizard_next", "enter", "next", "Accept the answer and go on; at the end, start it",
+           "Wizard", "next", PAGES),
+    Action("wizard_back", "escape", "back", "The step before; nothing is lost", "Wizard", "back",
+           PAGES),
+    Action("wizard_again", "r", "again", "Ask the engine, or measure, once more", "Wizard",
+           "again", PAGES[3:7]),
+    Action("wizard_faster", "left,h", "dial", "A plan that is faster and takes more", "Wizard",
+           "dial(-1)", STRATEGY),
+    Action("wizard_smaller", "right,l", "dial", "A plan that takes less", "Wizard", "dial(1)",
+           STRATEGY),
+    Action("wizard_batch", "b", "batch", "Set the rows of a batch", "Wizard",
+           "number('batch_rows')", STRATEGY),
+    Action("wizard_chunk", "c", "chunk", "Set the rows that a block computes at once", "Wizard",
+           "number('chunk_rows')", STRATEGY),
+    Action("wizard_steps", "s", "steps", "Set the number of steps", "Wizard", "number('steps')",
+           STRATEGY),
+    Action("wizard_offload", "o", "offload", "The next offload setting", "Wizard", "offload",
+           STRATEGY),
+    Action("wizard_why", "w", "why", "All reasons, or that of the selected choice", "Wizard",
+           "why", STRATEGY),
+    Action("wizard_try", "t", "dry run", "Try three steps of it", "Wizard", "wish('try')",
+           PAGES[6:]),
+    Action("wizard_yaml", "y", "YAML", "Copy the configuration file", "Wizard",
+           "wish('copy yaml')", PAGES[6:]),
+    Action("wizard_command", "m", "command", "Copy the command that does the same", "Wizard",
+           "wish('copy command')", PAGES[6:]),
 )  # fmt: skip
 
-LIST_KEYS = tuple(action.id for action in ACTIONS if action.in_lists and action.screens == LISTS)
+LIST_KEYS = tuple(action.id for action in ACTIONS if action.id.startswith("list_"))
 
 
 def bindings() -> list[Binding]:
@@ -181,12 +228,12 @@ def bindings() -> list[Binding]:
     return [
         Binding(action.keys, action.do, action.about, id=action.id, show=False)
         for action in ACTIONS
-        if not action.in_lists
+        if not (action.in_lists or action.in_wizard)
     ]
 
 
-def list_bindings(ids: Sequence[str] = LIST_KEYS, **does: str) -> list[BindingType]:
-    """The keys of a list for a widget of its own; `does` gives an action other words than ours."""
+def own_bindings(ids: Sequence[str] = LIST_KEYS, **does: str) -> list[BindingType]:
+    """Keys for a widget of its own, a list's by default; `does` gives an action other words."""
     return [
         Binding(action.keys, does.get(action.id, action.do), action.about, id=action.id, show=False)
         for action in map(find, ids)
@@ -202,6 +249,8 @@ def screens_of_actions(registry: Sequence[Action] = ACTIONS) -> dict[str, frozen
     """By the name of the app's action: the screens where some key runs it; empty is everywhere."""
     found: dict[str, frozenset[str]] = {}
     for action in registry:
+        if action.in_lists or action.in_wizard:
+            continue
         name = action.do.split("(")[0]
         wider = not action.screens or found.get(name) == frozenset()
         found[name] = frozenset() if wider else found.get(name, frozenset()) | set(action.screens)
@@ -210,7 +259,7 @@ def screens_of_actions(registry: Sequence[Action] = ACTIONS) -> dict[str, frozen
 
 def overlap(one: Action, other: Action) -> bool:
     """Whether there is a screen where both work, so that they cannot share a key."""
-    return not one.screens or not other.screens or bool(set(one.screens) & set(other.screens))
+    return not one.where.isdisjoint(other.where)
 
 
 def key_names(keys: Iterable[str]) -> list[str]:

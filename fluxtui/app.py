@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from functools import partial
 from importlib import import_module
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from textual.app import SystemCommand
 from textual.binding import BindingType
@@ -18,6 +18,9 @@ from fluxtui.verbs.advice import AdviceVerbs
 from fluxtui.verbs.runs import RunsVerbs
 from fluxtui.verbs.saving import SavingVerbs
 from fluxtui.verbs.views import ViewVerbs
+
+if TYPE_CHECKING:
+    from fluxtui.wizard.frame import WizardFrame
 
 SCREENS: dict[str, tuple[str, str]] = {
     "dashboard": ("fluxtui.screens.charts", "Dashboard"),
@@ -73,6 +76,8 @@ class FluxApp(AdviceVerbs, RunsVerbs, ViewVerbs, SavingVerbs):
         on_screens = _SCREENS_OF.get(action)
         if on_screens is not None:
             screen = self.screen
+            if hasattr(screen, "place"):  # the wizard, whose module is not read for this
+                return action in ("help", "command_palette")
             if not isinstance(screen, RunScreen) or (on_screens and screen.NAME not in on_screens):
                 return False
         return super().check_action(action, parameters)
@@ -81,6 +86,9 @@ class FluxApp(AdviceVerbs, RunsVerbs, ViewVerbs, SavingVerbs):
         """The palette: the registry, and each theme by its title."""
         name = screen.NAME if isinstance(screen, RunScreen) else ""
         run = partial(self.call_later, self.run_action)
+        if hasattr(screen, "place"):
+            wizard = cast("WizardFrame", screen)
+            name, run = wizard.place, partial(self.call_later, wizard.do)
         return palette_commands(self.actions, name, self._themes, run, self.choose_theme)
 
 

@@ -8,7 +8,7 @@ from typing import ClassVar
 from textual.app import ComposeResult
 from textual.binding import BindingType
 
-from fluxtui.actions import Action, list_bindings
+from fluxtui.actions import Action, own_bindings
 from fluxtui.screens.run_screen import RunScreen
 from fluxtui.settings import Settings
 from fluxtui.state.view import View
@@ -35,7 +35,7 @@ class SettingsScreen(RunScreen):
     SettingsScreen > #keys-in-use { height: 1fr; width: 1fr; }
     SettingsScreen.-tiny > #keys-in-use { display: none; }
     """
-    BINDINGS: ClassVar[list[BindingType]] = list_bindings(("setting_before", "setting_after"))
+    BINDINGS: ClassVar[list[BindingType]] = own_bindings(("setting_before", "setting_after"))
 
     def compose_body(self) -> ComposeResult:
         yield ScrollingLines(id="body", cursor=True)

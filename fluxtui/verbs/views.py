@@ -80,4 +80,4 @@ class ViewVerbs(Shell):
 
         screen = self.screen
         panels = screen.SHOWN if isinstance(screen, PanelScreen) else ()
-        self.push_screen(HelpScreen(self.screen_name, panels))
+        self.push_screen(HelpScreen(self.screen_name or getattr(screen, "place", ""), panels))

@@ -9,7 +9,7 @@ from textual.binding import BindingType
 from textual.events import Click, MouseScrollDown, MouseScrollUp
 from textual.message import Message
 
-from fluxtui.actions import list_bindings
+from fluxtui.actions import own_bindings
 from fluxtui.themes import Palette
 from fluxtui.widgets.lines import Lines
 from fluxtui.widgets.spans import Line
@@ -20,7 +20,7 @@ WHEEL_ROWS = 3
 class ScrollingLines(Lines, can_focus=True):
     """Keeps an offset into the lines; with `cursor` a selected line that Enter chooses."""
 
-    BINDINGS: ClassVar[list[BindingType]] = list_bindings()
+    BINDINGS: ClassVar[list[BindingType]] = own_bindings()
 
     class Scrolled(Message):
         """The user moved; `at_end` tells whether the last line is in view."""

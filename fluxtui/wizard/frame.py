@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from pathlib import Path
 from typing import ClassVar
 
 from textual import work
 from textual.app import ComposeResult
-from textual.binding import Binding, BindingType
+from textual.binding import BindingType
 from textual.containers import Horizontal, VerticalScroll
 from textual.content import Content
+from textual.css.query import NoMatches
 from textual.screen import Screen
 from textual.signal import Signal
 from textual.widgets import ContentSwitcher
 
 from fluxtrain.telemetry.rundir import RunSummary, runs_root
+from fluxtui.actions import ACTIONS, Action, own_bindings
+from fluxtui.shell import Shell
 from fluxtui.state.machine import MachineSample
 from fluxtui.wizard import drawing, questions
 from fluxtui.wizard.answers import Answers, route
 from fluxtui.wizard.asking import Option
 from fluxtui.wizard.background import Background
 from fluxtui.wizard.checks import Check
-from fluxtui.wizard.keys import KEYS, TRYING
+from fluxtui.wizard.keys import key_hints
 from fluxtui.wizard.known_runs import (
     known_runs,
     recent_models,
@@ -69,10 +73,7 @@ class WizardFrame(Screen[Outcome | None]):
     """
     HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (104, "-wide")]
     VERTICAL_BREAKPOINTS = [(0, "-short"), (30, "-high")]
-    BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("enter", "next", "next"),
-        Binding("escape", "back", "back"),
-    ]
+    BINDINGS: ClassVar[list[BindingType]] = own_bindings(("wizard_next", "wizard_back"))
 
     def __init__(self, answers: Answers, root: Path | None, engine: tuple[str, ...]) -> None:
         super().__init__()
@@ -115,14 +116,31 @@ class WizardFrame(Screen[Outcome | None]):
 
     def _machine_sampled(self, sample: MachineSample) -> None:
         self.machine = sample
-        if self.is_mounted and self.is_current:
-            if self.answers.step == "hardware":
-                self.current.show(self.view)
-            self.query_one("#aside", Drawn).refresh(layout=True)
+        with suppress(NoMatches):
+            if self.is_mounted and self.is_current:
+                if self.answers.step == "hardware":
+                    self.current.show(self.view)
+                self.query_one("#aside", Drawn).refresh(layout=True)
 
     def on_unmount(self) -> None:
         """Remove the scratch folder."""
         self.background.close()
+
+    @property
+    def registry(self) -> tuple[Action, ...]:
+        """The actions, with the user's own keys where the app has them."""
+        return self.app.actions if isinstance(self.app, Shell) else ACTIONS
+
+    @property
+    def place(self) -> str:
+        """The page on screen, by its name in the registry of actions."""
+        return f"wizard.{self.answers.step}"
+
+    async def do(self, action: str) -> None:
+        """Run an action of the registry where it belongs: on the page, the wizard or the app."""
+        method = f"action_{action.split('(', maxsplit=1)[0]}"
+        holders = (self.current, self, self.app)
+        await self.app.run_action(action, next(one for one in holders if hasattr(one, method)))
 
     @property
     def current(self) -> Step:
@@ -158,11 +176,12 @@ class WizardFrame(Screen[Outcome | None]):
             self.redraw()
 
     def redraw(self) -> None:
-        """Draw what is known now."""
-        self.current.show(self.view)
-        for name in ("stepper", "footer"):
-            self.query_one(f"#{name}").refresh()
-        self.query_one("#aside", Drawn).refresh(layout=True)
+        """Draw what is known now; nothing while the screen is being taken down."""
+        with suppress(NoMatches):
+            self.current.show(self.view)
+            for name in ("stepper", "footer"):
+                self.query_one(f"#{name}").refresh()
+            self.query_one("#aside", Drawn).refresh(layout=True)
 
     @work(exclusive=True, group="runs")
     async def _read_runs(self) -> None:
@@ -170,16 +189,18 @@ class WizardFrame(Screen[Outcome | None]):
         runs = await asyncio.to_thread(known_runs, self.root)
         models = await asyncio.to_thread(recent_models, runs)
         self.runs = tuple(runs)
-        start, model = (self.query_one(f"#{name}", SourceStep) for name in ("start", "model"))
-        start.offer("resume", [run_option(run) for run in runs_to_resume(runs)])
-        start.offer("attach", [run_option(run) for run in runs_to_watch(runs)])
-        model.offer("recent", [Option(path, Path(path).name, path) for path in models])
+        with suppress(NoMatches):
+            start, model = (self.query_one(f"#{name}", SourceStep) for name in ("start", "model"))
+            start.offer("resume", [run_option(run) for run in runs_to_resume(runs)])
+            start.offer("attach", [run_option(run) for run in runs_to_watch(runs)])
+            model.offer("recent", [Option(path, Path(path).name, path) for path in models])
         self.redraw()
 
     def _tick(self) -> None:
         """A clock runs on the page while the engine is asked."""
         if self.background.busy:
-            self.current.show(self.view)
+            with suppress(NoMatches):
+                self.current.show(self.view)
 
     def _draw_stepper(self, width: int) -> Content:
         return drawing.stepper(self.answers.step, width, route(self.answers))
@@ -187,5 +208,5 @@ class WizardFrame(Screen[Outcome | None]):
     def _draw_footer(self, width: int) -> Content:
         wide = self.has_class("-wide")  # there the machine has a place of its own
         trying = self.background.trial.state.pending
-        keys = TRYING if trying else KEYS[self.answers.step]
+        keys = key_hints(self.answers.step, self.registry, trying)
         return drawing.footer(keys, () if wide else self.view.machine_lines, width)

@@ -1,37 +1,61 @@
-"""The key hints of each step."""
+"""The key hints of each step: which of the registry's actions are shown, and in what words."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from fluxtui.actions import KEY_TEXTS, Action
 from fluxtui.wizard.answers import StepName
 
-KEYS: dict[StepName, list[tuple[str, str]]] = {
-    "start": [("enter", "next"), ("↑↓", "choose"), ("tab", "list"), ("esc", "leave")],
-    "model": [("enter", "next"), ("↑↓", "choose"), ("tab", "field"), ("esc", "back")],
-    "data": [
-        ("enter", "next"),
-        ("↑↓", "choose"),
-        ("tab", "field"),
-        ("pgdn", "more"),
-        ("esc", "back"),
-    ],
-    "method": [("enter", "next"), ("r", "again"), ("esc", "back")],
-    "hardware": [("enter", "next"), ("r", "measure again"), ("↑↓", "scroll"), ("esc", "back")],
-    "strategy": [
-        ("enter", "next"),
-        ("← →", "dial"),
-        ("b c s o", "change"),
-        ("w", "why"),
-        ("r", "again"),
-        ("esc", "back"),
-    ],
-    "preview": [
-        ("enter", "next"),
-        ("t", "dry run"),
-        ("y", "YAML"),
-        ("m", "command"),
-        ("↑↓", "scroll"),
-        ("esc", "back"),
-    ],
-    "launch": [("enter", "start"), ("t", "dry run"), ("↑↓", "scroll"), ("esc", "back")],
-}
-TRYING = [("esc", "end the dry run"), ("↑↓", "scroll")]
+Hint = tuple[tuple[str, ...], str]  # ids of actions, or keys that are Textual's own; and words
+NEXT: Hint = (("wizard_next",), "next")
+BACK: Hint = (("wizard_back",), "back")
+CHOOSE: Hint = (("list_up", "list_down"), "choose")
+SCROLL: Hint = (("list_up", "list_down"), "scroll")
+HELP: Hint = (("help",), "help")
+TRY: Hint = (("wizard_try",), "dry run")
+WITH_FIELDS: tuple[StepName, ...] = ("start", "model", "data")  # a letter there is an answer
+HINTS: dict[StepName, tuple[Hint, ...]] = {
+    "start": (NEXT, CHOOSE, (("tab",), "list"), (("wizard_back",), "leave"), HELP),
+    "model": (NEXT, CHOOSE, (("tab",), "field"), BACK, HELP),
+    "data": (NEXT, CHOOSE, (("tab",), "field"), (("pgdn",), "more"), BACK, HELP),
+    "method": (NEXT, (("wizard_again",), "again"), BACK, HELP),
+    "hardware": (NEXT, (("wizard_again",), "measure again"), SCROLL, BACK, HELP),
+    "strategy": (
+        NEXT,
+        (("wizard_faster", "wizard_smaller"), "dial"),
+        (("wizard_batch", "wizard_chunk", "wizard_steps", "wizard_offload"), "change"),
+        (("wizard_why",), "why"), (("wizard_again",), "again"), BACK, HELP,
+    ),
+    "preview": (
+        NEXT, TRY, (("wizard_yaml",), "YAML"), (("wizard_command",), "command"), SCROLL, BACK,
+        HELP,
+    ),
+    "launch": ((("wizard_next",), "start"), TRY, SCROLL, BACK, HELP),
+}  # fmt: skip
+TRYING: tuple[Hint, ...] = ((("wizard_back",), "end the dry run"), SCROLL)
+
+
+def key_hints(
+    step: StepName, registry: Sequence[Action], trying: bool = False
+) -> list[tuple[str, str]]:
+    """Keys and what they do, in the order of the footer."""
+    by_id = {action.id: action for action in registry}
+    hints = TRYING if trying else HINTS[step]
+    return [(_joined([_key(by_id, name, step) for name in names]), words) for names, words in hints]
+
+
+def _key(by_id: dict[str, Action], name: str, step: StepName) -> str:
+    """The key of an action as a person reads it; where letters are typed, none of them."""
+    action = by_id.get(name)
+    if action is None:
+        return name
+    keys = action.keys.split(",")
+    named = [key for key in keys if len(key) > 1 and len(KEY_TEXTS.get(key, key)) > 1]
+    key = named[0] if step in WITH_FIELDS and action.id in ("help",) and named else keys[0]
+    return KEY_TEXTS.get(key, key.replace("ctrl+", "^"))
+
+
+def _joined(keys: list[str]) -> str:
+    """`↑↓` for two arrows that stand together, else with a space between."""
+    return "".join(keys) if keys == ["↑", "↓"] else " ".join(keys)

@@ -224,7 +224,7 @@ class WizardScreen(WizardFrame):
         name, answers = step.name_of_step, self.answers
         if not go_on:
             self.checks[name] = None
-            step.show(self.view)
+            self.redraw()
         await asyncio.sleep(pause_s)
         check = await asyncio.to_thread(_CHECKS[name], answers)
         self.checks[name] = check
@@ -232,9 +232,11 @@ class WizardScreen(WizardFrame):
         if name == "data" and check.error is None:
             self.background.look_at(self.answers)  # while the first documents are read
         self.redraw()
-        if go_on and check.error is None:
+        if not go_on or not self.is_current:
+            return
+        if check.error is None:
             self._accepted(step)
-        elif go_on:
+        else:
             (step.open_input or step).focus()
             self.app.bell()
 

@@ -15,7 +15,7 @@ from textual.reactive import reactive
 from textual.widget import Widget
 
 from fluxtrain.telemetry.printable import printable_lines
-from fluxtui.actions import list_bindings
+from fluxtui.actions import own_bindings
 from fluxtui.wizard.asking import Option
 from fluxtui.wizard.drawing import MUTED
 
@@ -56,7 +56,7 @@ class ChoiceList(Widget, can_focus=True):
     """A short list with one choice; the arrow keys and the mouse change it."""
 
     DEFAULT_CSS = "ChoiceList { height: auto; width: 1fr; }"
-    BINDINGS: ClassVar[list[BindingType]] = list_bindings(("list_up", "list_down"))
+    BINDINGS: ClassVar[list[BindingType]] = own_bindings(("list_up", "list_down"))
     chosen: reactive[int] = reactive(0)
 
     class Chosen(Message):

@@ -11,14 +11,6 @@ from typing import Any
 from textual.pilot import Pilot
 
 from fluxtui.app import FluxApp
-from fluxtui.sources.journal import JournalSource
-
-
-class Alive(JournalSource):
-    """A run whose process is taken to be alive."""
-
-    def _look_after_the_process(self) -> None:
-        self._process = "alive"
 
 
 def app_on(run: Path, made: ModuleType, **options: Any) -> FluxApp:
@@ -27,7 +19,7 @@ def app_on(run: Path, made: ModuleType, **options: Any) -> FluxApp:
     options.setdefault("wall_clock", lambda: last_s + 0.5)
     options.setdefault("sample_machine", False)
     options.setdefault("runs_folder", run.parent)
-    return FluxApp(Alive(run), **options)
+    return FluxApp(made.Alive(run), **options)
 
 
 async def until(pilot: Pilot[None], true: Callable[[], Any], limit_s: float = 60.0) -> None:

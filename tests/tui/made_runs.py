@@ -12,6 +12,9 @@ from msgspec.structs import replace
 from fluxtrain.telemetry import events as ev
 from fluxtrain.telemetry.lanes import Interval, StepLanes
 from fluxtrain.telemetry.ring import RingWriter
+from fluxtui.sources.journal import JournalSource
+from fluxtui.sources.source import Batch
+from fluxtui.state.link import Process
 
 GIB = 1 << 30
 START_S = 1_700_000_000.0
@@ -195,3 +198,21 @@ def write_ring(path: Path, steps: Iterable[int]) -> Path:
         ring.write(lanes(number))
     ring.close()
     return path
+
+
+class Alive(JournalSource):
+    """A run whose process is what the test says, and which is never quiet: the test may be slow."""
+
+    process: Process = "alive"
+    _last: ev.AnyEvent | None = None
+
+    def _look_after_the_process(self) -> None:
+        self._process = self.process
+
+    def poll(self) -> Batch:
+        batch = super().poll()
+        self._last = batch.events[-1] if batch.events else self._last
+        if batch.events or self._last is None:
+            return batch
+        beat = ev.Heartbeat(phase="training", step=0, wall_s=self._last.wall_s)
+        return Batch([beat], batch.link, batch.restarted, batch.more)

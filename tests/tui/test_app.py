@@ -28,8 +28,12 @@ from fluxtui.screens.runs import RunsScreen
 from fluxtui.screens.settings import SettingsScreen
 from fluxtui.sources.journal import JournalSource
 from fluxtui.sources.replay import ReplaySource
+from fluxtui.themes import load_themes
 from fluxtui.widgets.lines import Lines
 from fluxtui.widgets.scrolling import ScrollingLines
+from fluxtui.wizard.screen import WizardScreen
+from fluxtui.wizard.steps.step import DrawnStep
+from fluxtui.wizard.steps.strategy import StrategyStep
 
 SIZE = (120, 40)
 
@@ -46,14 +50,7 @@ def app_on(run: Path, made: ModuleType, **options: Any) -> FluxApp:
     options.setdefault("wall_clock", lambda: last_s + 0.5)
     options.setdefault("sample_machine", False)
     options.setdefault("runs_folder", run.parent)
-    return FluxApp(Alive(run), **options)
-
-
-class Alive(JournalSource):
-    """A run whose process is taken to be alive."""
-
-    def _look_after_the_process(self) -> None:
-        self._process = "alive"
+    return FluxApp(made.Alive(run), **options)
 
 
 async def until(pilot: Pilot[None], true: Callable[[], bool], limit_s: float = 60.0) -> None:
@@ -128,6 +125,8 @@ async def test_every_action_of_the_registry_exists_in_the_app(run: Path, made: M
     for action in ACTIONS:
         name = action.do.split("(")[0]
         holders = (ScrollingLines, SettingsScreen) if action.in_lists else (app,)
+        if action.in_wizard:
+            holders = (WizardScreen, StrategyStep, DrawnStep)
         assert any(hasattr(holder, f"action_{name}") for holder in holders), name
 
 
@@ -280,11 +279,11 @@ async def test_the_theme_key_goes_through_all_themes_and_back(run: Path, made: M
     app = app_on(run, made)
     async with app.run_test(size=SIZE) as pilot:
         await drawn(pilot)
-        seen = [app.theme]
-        for _ in range(4):
+        seen, themes = [app.theme], len(load_themes()[0])
+        for _ in range(themes):
             await pilot.press("t")
             seen.append(app.theme)
-        assert len(set(seen)) == 4 and seen[0] == seen[-1]
+        assert len(set(seen)) == themes >= 5 and seen[0] == seen[-1]
 
 
 async def test_an_unknown_theme_is_told_and_the_default_used(run: Path, made: ModuleType) -> None:
@@ -427,7 +426,7 @@ async def test_a_flood_does_not_keep_keys_waiting(run: Path, made: ModuleType) -
     from fluxtui.sources.source import Batch
     from fluxtui.state.link import Link
 
-    class Flood(Alive):
+    class Flood(made.Alive):
         polls = 0
 
         def poll(self) -> Batch:

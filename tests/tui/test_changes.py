@@ -18,7 +18,6 @@ from fluxtrain.telemetry.rundir import RunDir
 from fluxtui.app import FluxApp
 from fluxtui.panels.trials import headline, trial_line, why_not
 from fluxtui.screens.plan import plan_lines
-from fluxtui.sources.journal import JournalSource
 from fluxtui.sources.replay import ReplaySource
 from fluxtui.state.changes import Changes, Trial, ranked
 from fluxtui.state.link import Link
@@ -251,11 +250,6 @@ def test_a_run_that_ended_says_so(made: ModuleType) -> None:
 # --- the keys -------------------------------------------------------------------------------------
 
 
-class Alive(JournalSource):
-    def _look_after_the_process(self) -> None:
-        self._process = "alive"
-
-
 @pytest.fixture
 def run(tmp_path: Path, made: ModuleType) -> Path:
     known = made.training(80)
@@ -281,7 +275,7 @@ def trainer(run: Path) -> Iterator[list[tuple[str, dict[str, Any]]]]:
 
 def app_on(run: Path, made: ModuleType, **options: Any) -> FluxApp:
     last_s = made.training(80)[-1].wall_s
-    source = options.pop("source", None) or Alive(run)
+    source = options.pop("source", None) or made.Alive(run)
     return FluxApp(
         source, wall_clock=lambda: last_s + 0.6, sample_machine=False, runs_folder=run.parent,
         **options,

@@ -12,7 +12,15 @@ from msgspec.structs import replace
 
 from fluxtrain.telemetry import events as ev
 from fluxtrain.telemetry.rundir import RunSummary
-from fluxtui.actions import ACTIONS, bindings, find, footer_actions, list_bindings
+from fluxtui.actions import (
+    ACTIONS,
+    PAGES,
+    RUN_SCREENS,
+    bindings,
+    find,
+    footer_actions,
+    own_bindings,
+)
 from fluxtui.panels import PANELS
 from fluxtui.panels.memory import parts_of
 from fluxtui.panels.panel import number_text, power_text, share_text, whole_text
@@ -29,6 +37,10 @@ from fluxtui.widgets.footer import action_at, footer_line, shown_actions
 from fluxtui.widgets.framed import framed
 from fluxtui.widgets.run_rows import run_detail
 from fluxtui.widgets.spans import Line, width_of
+from fluxtui.wizard.frame import WizardFrame
+from fluxtui.wizard.screen import WizardScreen
+from fluxtui.wizard.steps.step import DrawnStep
+from fluxtui.wizard.steps.strategy import StrategyStep
 
 STATES = ("waiting", "running", "stale", "failed", "finished")
 SIZES = [(1, 1), (12, 2), (38, 7), (76, 3), (118, 12), (198, 30)]
@@ -275,14 +287,16 @@ def test_the_status_line_says_the_essentials(made: ModuleType) -> None:
 
 def test_ids_and_keys_are_unique_on_every_screen() -> None:
     assert len({action.id for action in ACTIONS}) == len(ACTIONS)
-    for screen in ("dashboard", "memory", "transfer", "loss", "log", "plan", "runs", "settings"):
+    for screen in (*RUN_SCREENS, *PAGES):
         keys = [k for a in ACTIONS if a.works_on(screen) for k in a.keys.split(",")]
         assert len(keys) == len(set(keys)), screen
 
 
 def test_keymap_footer_and_help_come_from_the_registry() -> None:
-    bound = [binding.id for binding in (*bindings(), *SettingsScreen.BINDINGS, *list_bindings())]
-    assert sorted(bound) == sorted(action.id for action in ACTIONS)
+    of_wizard = (*WizardScreen.BINDINGS, *DrawnStep.BINDINGS, *StrategyStep.BINDINGS)
+    made = (*bindings(), *SettingsScreen.BINDINGS, *own_bindings(), *WizardFrame.BINDINGS)
+    bound = [binding.id for binding in (*made, *of_wizard)]
+    assert set(bound) == {action.id for action in ACTIONS}
     text = whole(help_lines())
     assert all(action.about in text for action in ACTIONS)
     assert all(panel.about in text for panel in PANELS.values())

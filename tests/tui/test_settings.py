@@ -12,23 +12,15 @@ from typing import Any
 import pytest
 from textual.pilot import Pilot
 
-from fluxtui.actions import ACTIONS
+from fluxtui.actions import ACTIONS, PAGES, RUN_SCREENS
 from fluxtui.app import FluxApp
 from fluxtui.screens.run_screen import RunScreen
 from fluxtui.screens.settings import SettingsScreen
 from fluxtui.settings import CHOICES, Settings, load_settings, save_settings, settings_path
-from fluxtui.sources.journal import JournalSource
 from fluxtui.widgets.lines import Lines
 from fluxtui.widgets.scrolling import ScrollingLines
 from fluxtui.wizard.answers import Answers
 from fluxtui.wizard.screen import WizardScreen
-
-
-class Alive(JournalSource):
-    """A run whose process is taken to be alive."""
-
-    def _look_after_the_process(self) -> None:
-        self._process = "alive"
 
 
 @pytest.fixture
@@ -42,7 +34,7 @@ def app_on(made: ModuleType, folder: Path, file: Path | None, **options: Any) ->
     made.write(run / "events.ndjson", events)
     last_s = events[-1].wall_s
     return FluxApp(
-        Alive(run),
+        made.Alive(run),
         settings_file=file,
         sample_machine=False,
         runs_folder=folder,
@@ -152,7 +144,7 @@ def test_every_setting_but_the_keys_can_be_changed_in_the_app() -> None:
 
 
 def test_no_two_actions_of_one_screen_share_a_key() -> None:
-    for screen in ("dashboard", "memory", "transfer", "loss", "log", "plan", "runs", "settings"):
+    for screen in (*RUN_SCREENS, *PAGES):
         keys = [key for one in ACTIONS if one.works_on(screen) for key in one.keys.split(",")]
         assert len(keys) == len(set(keys)), screen
 

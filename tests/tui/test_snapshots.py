@@ -13,23 +13,12 @@ from textual.pilot import Pilot
 
 from fluxtrain.telemetry.rundir import RunSummary
 from fluxtui.app import FluxApp
-from fluxtui.sources.journal import JournalSource
 from fluxtui.sources.replay import ReplaySource
 from fluxtui.sources.source import RunSource
-from fluxtui.state.link import Process
 
 Compare = Callable[..., bool]
 SIZES = [(80, 24), (120, 40), (200, 60)]
 STATES = ["waiting", "running", "stalled", "dead", "failed", "done", "replay", "schema"]
-
-
-class Judged(JournalSource):
-    """A journal with a process that is what the test says."""
-
-    process: Process = "alive"
-
-    def _look_after_the_process(self) -> None:
-        self._process = self.process
 
 
 def app_in(made: ModuleType, folder: Path, state: str, **options: Any) -> FluxApp:
@@ -46,10 +35,10 @@ def app_in(made: ModuleType, folder: Path, state: str, **options: Any) -> FluxAp
     if state not in ("waiting", "schema"):
         made.write_ring(run / "timeline.ring", range(70, 201 if state == "done" else 81))
     last_s = made.training(80)[-1].wall_s
-    source: RunSource = Judged(run)
+    source: RunSource = made.Alive(run)
     if state == "replay":
         source = ReplaySource(journal, None)
-    if state == "dead" and isinstance(source, Judged):
+    if state == "dead" and not isinstance(source, ReplaySource):
         source.process = "dead"
     quiet_s = {"stalled": 75.0, "dead": 20.0}.get(state, 0.4)
     return FluxApp(source, wall_clock=lambda: last_s + quiet_s, sample_machine=False, **options)
@@ -63,13 +52,21 @@ def settled(state: str, *keys: str) -> Callable[[Pilot[None]], Awaitable[None]]:
         app = pilot.app
         assert isinstance(app, FluxApp)
         deadline = time.monotonic() + 60
-        while app.view.status.kind != kinds.get(state, state) or not app.view.wall_s:
+        while app.view.status.kind != kinds.get(state, state) or not read_to(app, state):
             assert time.monotonic() < deadline, app.view.status
             await pilot.pause(0.05)
         await pilot.press(*keys)
         await still(pilot)
 
     return run_before
+
+
+def read_to(app: FluxApp, state: str) -> bool:
+    """Whether the run was read to its last step."""
+    if state in ("waiting", "schema"):
+        return bool(app.view.wall_s)
+    step = app.view.state.step
+    return step is not None and step.step == (200 if state == "done" else 80)
 
 
 async def still(pilot: Pilot[None]) -> None:

@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Literal
 
 from textual.app import ComposeResult
-from textual.binding import Binding, BindingType
+from textual.binding import BindingType
 from textual.containers import VerticalScroll
 from textual.content import Content
 from textual.message import Message
 
-from fluxtui.actions import list_bindings
+from fluxtui.actions import own_bindings
 from fluxtui.wizard.answers import StepName
 from fluxtui.wizard.view import View
 from fluxtui.wizard.widgets import Drawn
@@ -68,11 +68,8 @@ class DrawnStep(Step, can_focus=True):
     """A page that is only drawn; its keys say wishes, and it scrolls."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        *list_bindings(("list_up", "list_down"), list_up="scroll_up", list_down="scroll_down"),
-        Binding("r", "again", "again", show=False),
-        Binding("t", "wish('try')", "dry run", show=False),
-        Binding("y", "wish('copy yaml')", "copy YAML", show=False),
-        Binding("m", "wish('copy command')", "copy command", show=False),
+        *own_bindings(("list_up", "list_down"), list_up="scroll_up", list_down="scroll_down"),
+        *own_bindings(("wizard_again", "wizard_try", "wizard_yaml", "wizard_command")),
     ]
     AGAIN: ClassVar[dict[str, Wish]] = {"hardware": "measure", "method": "plan", "preview": "plan"}
     ON_PREVIEW = ("try", "copy yaml", "copy command")

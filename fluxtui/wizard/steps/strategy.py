@@ -6,11 +6,11 @@ from typing import ClassVar
 
 from textual import on
 from textual.app import ComposeResult
-from textual.binding import Binding, BindingType
+from textual.binding import BindingType
 from textual.content import Content
 from textual.widgets import Input
 
-from fluxtui.actions import list_bindings
+from fluxtui.actions import own_bindings
 from fluxtui.widgets.entry import Entry
 from fluxtui.wizard import drawing
 from fluxtui.wizard.answers import DIAL, OFFLOADS, Dial
@@ -35,15 +35,19 @@ class StrategyStep(Step, can_focus=True):
     }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("left", "dial(-1)", "faster", show=False),
-        Binding("right", "dial(1)", "smaller", show=False),
-        Binding("b", "number('batch_rows')", "batch", show=False),
-        Binding("c", "number('chunk_rows')", "chunk", show=False),
-        Binding("s", "number('steps')", "steps", show=False),
-        Binding("o", "offload", "offload", show=False),
-        Binding("w", "why", "all reasons", show=False),
-        Binding("r", "again", "plan again", show=False),
-        *list_bindings(("list_up", "list_down"), list_up="walk(-1)", list_down="walk(1)"),
+        *own_bindings(
+            (
+                "wizard_faster",
+                "wizard_smaller",
+                "wizard_batch",
+                "wizard_chunk",
+                "wizard_steps",
+                "wizard_offload",
+                "wizard_why",
+                "wizard_again",
+            )
+        ),
+        *own_bindings(("list_up", "list_down"), list_up="walk(-1)", list_down="walk(1)"),
     ]
 
     def __init__(self) -> None:
