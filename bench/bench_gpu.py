@@ -33,6 +33,7 @@ from fluxtrain.data.batches import Batch
 from fluxtrain.hardware.machine import read_machine
 from fluxtrain.methods.kernels import choose_kernels
 from fluxtrain.plan.facts import Room, Wishes
+from fluxtrain.plan.moments import WISHES as MOMENTS_WISHES
 from fluxtrain.plan.placement import RunPlacement
 from fluxtrain.plan.timed import Timing, place_timed
 from fluxtrain.train.constants import measured_constants
@@ -106,6 +107,7 @@ def main() -> None:
     parser.add_argument("--kept-blocks", type=int)
     parser.add_argument("--chunk-rows", type=int)
     parser.add_argument("--states", default="fp32", choices=("fp32", "bf16", "8bit"))
+    parser.add_argument("--moments", default="auto", choices=MOMENTS_WISHES)
     parser.add_argument("--eager", action="store_true", help="no clipping, update at once")
     parser.add_argument("--budget-gib", type=float, default=23.0)
     parser.add_argument("--learning-rate", type=float, default=2e-4)
@@ -156,6 +158,7 @@ def wrapped(model: Qwen2ForCausalLM, options: argparse.Namespace) -> tuple[Any, 
             boundaries=options.boundaries,
             kept_blocks=options.kept_blocks,
             eager=options.eager,
+            deferred_moments=MOMENTS_WISHES[options.moments],
         ),
         None if isinstance(rates, str) else Timing(rates=rates, exact=not options.eager),
     )
@@ -171,6 +174,8 @@ def wrapped(model: Qwen2ForCausalLM, options: argparse.Namespace) -> tuple[Any, 
         budget_bytes=budget_bytes,
         overlap=True,
         states=options.states,
+        embedding=plan.embedding,
+        deferred_moments=plan.deferred_moments,
     )
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
@@ -296,6 +301,8 @@ def report(
             "chunk_rows": engine.chunk_rows,
             "boundaries": plan.boundaries,
             "kept_blocks": plan.kept_blocks,
+            "embedding": plan.embedding,
+            "deferred_moments": plan.deferred_moments,
             "predicted_device_gib": round(plan.device_bytes / GIB, 2),
             "torch_peak_gib": round(torch.cuda.max_memory_allocated() / GIB, 2),
             "predicted_host_gib": round(plan.host_bytes / GIB, 2),

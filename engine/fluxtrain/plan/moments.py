@@ -15,6 +15,7 @@ from fluxtrain.telemetry.events import ChoiceMade
 from fluxtrain.units import duration_text
 
 DEFERRED, WITH_WEIGHTS = "deferred", "with_weights"
+WISHES: dict[str, bool | None] = {"auto": None, WITH_WEIGHTS: False, DEFERRED: True}
 
 
 def faster_of_both(layout: Layout, cost_of: Callable[[Layout], Cost]) -> tuple[Layout, Cost]:

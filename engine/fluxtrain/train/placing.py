@@ -19,6 +19,7 @@ from fluxtrain.methods.precision import Capability, Precision
 from fluxtrain.optim.outside import check_outside
 from fluxtrain.plan.facts import ModelFacts, Room, RowFacts, Wishes
 from fluxtrain.plan.footprint import Layout, activation_estimate, passing_bytes
+from fluxtrain.plan.moments import WISHES as MOMENTS_WISHES
 from fluxtrain.plan.placement import RunPlacement
 from fluxtrain.plan.ranked import STOPS
 from fluxtrain.plan.states import OUTSIDE_FORMATS, StateFormat
@@ -33,9 +34,6 @@ from fluxtrain.units import GIB
 
 if TYPE_CHECKING:
     from fluxtrain.stream.engine import Engine
-
-
-_DEFERRED = {"auto": None, "with_weights": False, "deferred": True}
 
 
 def choose_device(config: RunConfig) -> ChoiceMade:
@@ -193,7 +191,7 @@ def wishes_of(
         data_rows=data_rows,
         accumulates=config.train.accumulation > 1,
         eager=eager(config, facts),
-        deferred_moments=_DEFERRED[config.train.moments],
+        deferred_moments=MOMENTS_WISHES[config.train.moments],
     )
 
 
