@@ -178,6 +178,21 @@ def test_what_rows_cannot_do_is_done_with_the_whole_table(kind: str) -> None:
     assert torch.equal(*results)
 
 
+def test_a_call_by_rows_before_one_that_needs_the_whole_table() -> None:
+    results = []
+    for embedding in ("whole", "rows"):
+        model = Twice(padding_idx=7)
+        engine = wrapped(model, embedding)
+        ids = inputs(0)["input_ids"]
+        first = model(ids)
+        second = model(ids.flip(0).as_subclass(Ids)).as_subclass(Tensor)
+        assert not by_rows(engine)
+        (first.square().mean() + second.square().mean()).backward()
+        results.append(model.embed.weight.grad.detach().clone())
+    assert torch.equal(*results)
+    assert not results[0][7].any()
+
+
 # -- weights and gradients from outside ------------------------------------------------------------
 
 

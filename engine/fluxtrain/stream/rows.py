@@ -104,8 +104,8 @@ class Lookup:
         self.unit = unit
         self.shape = ids.shape
         self.places = Places.of(_on_host(unit.engine, ids).reshape(-1))
-        padding = module.padding_idx
-        self.padding = -1 if padding is None else self.places.position_of(padding)
+        self.padding_row = -1 if module.padding_idx is None else module.padding_idx
+        self.padding = self.places.position_of(self.padding_row)
         self.training = module.training
         self.versions: dict[Group, int] = {}
         self.brought: Brought | None = None  # without the rows themselves
@@ -147,13 +147,18 @@ class Lookup:
     def backward(self, gradient: Tensor) -> None:
         """Hand the rows' gradient to the engine."""
         engine, group = self.unit.engine, self.unit.group
-        buffers, brought = group.rows, self.brought
-        assert buffers is not None
+        buffers, brought, member = group.rows, self.brought, group.members[0]
         assert brought is not None
-        values = torch.ops.aten.embedding_dense_backward(
-            gradient.reshape(-1, buffers.width), brought.of_tokens, buffers.capacity, self.padding,
-            False,
-        )  # fmt: skip
+        flat = gradient.reshape(-1, member.shape[1])
+        if buffers is None:  # a later call needed the whole table
+            count, padding, where = member.shape[0], self.padding_row, brought.places
+            where = where[brought.of_tokens]
+        else:
+            count, padding, where = buffers.capacity, self.padding, brought.of_tokens
+        values = torch.ops.aten.embedding_dense_backward(flat, where, count, padding, False)
+        if buffers is None:
+            engine.gradients.add(group, member, values)
+            return
         rows = RowSum(self.places, brought.places, values[: self.places.count])
         engine.gradients.add_rows(group, rows)
 
