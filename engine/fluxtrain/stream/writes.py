@@ -48,7 +48,7 @@ def check_writes(engine: Engine, group: Group) -> None:
             member.write_version = parameter._version
             member.fingerprint = None
     if changed:
-        group.wait()
+        group.wait_for_weights()
         group.version += 1
         for member in changed:
             member.segment.masters_are_weights(member)
@@ -64,7 +64,7 @@ def _take_over(group: Group, member: Member, home: Tensor) -> None:
             f"and is now {tuple(parameter.shape)} {parameter.dtype} on {parameter.device}: resize "
             "or convert before fluxtrain.wrap(model), or fluxtrain.unwrap(model) first"
         )
-    group.wait()
+    group.wait_for_weights()
     with torch.no_grad():
         home.copy_(parameter.detach())
     parameter.data = home
