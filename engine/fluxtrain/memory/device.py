@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from fluxtrain.memory import page_locks
+from fluxtrain.memory.heap import Heap
 from fluxtrain.memory.recorder import CudaClock, HostClock, Instant, Recorder
 from fluxtrain.memory.staging import Staging, Wait, host_copy
 from fluxtrain.memory.worker import Worker
@@ -108,6 +109,9 @@ class Device(Protocol):
     def mark(self) -> Any:
         """A point in the computation, for `upload(free=...)`."""
 
+    def tidy(self) -> None:
+        """Between two blocks: give back memory that is free and not going to be needed."""
+
     def close(self) -> None: ...
 
 
@@ -154,6 +158,7 @@ class CpuDevice:
         self._up = Worker("flux-upload")
         self._down = Worker("flux-download")
         self._staging = (Staging(), Staging()) if self.pins else None
+        self._heap = Heap()
 
     def upload(
         self, to: Tensor, source: Tensor, after: Future[None] | None, free: Any,
@@ -186,6 +191,9 @@ class CpuDevice:
 
     def mark(self) -> None:
         return None
+
+    def tidy(self) -> None:
+        self._heap.tidy()
 
     def close(self) -> None:
         self._up.close()
@@ -348,6 +356,9 @@ class CudaDevice:
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self.torch_device))
         return event
+
+    def tidy(self) -> None:
+        return None  # torch's allocator of device memory reuses what is free
 
     def close(self) -> None:
         self._up_thread.close()

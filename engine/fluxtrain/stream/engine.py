@@ -135,6 +135,7 @@ class Engine:
 
     def after_forward(self, unit: Unit) -> None:
         self.accounts.sample()
+        self.device.tidy()
 
     def begin_backward(self, unit: Unit, call: Call | HeadCall | Lookup, anchor_node: Any) -> None:
         """Checks before a unit's backward; starts the copies of the units before it."""
@@ -168,6 +169,7 @@ class Engine:
                 self._finish(group)
         self.device.recorder.computed("gradients", unit.name, start)
         self.accounts.sample()
+        self.device.tidy()
 
     # -- gradients as the user sees them ---------------------------------------------------------
 

@@ -185,6 +185,7 @@ class TrainingLoop:
                 self._engine.begin_eager_step(own, loss)
             (loss if scale is None else scale.of(loss)).backward()
             losses.append(loss.detach())
+            del loss  # its graph would wait for the end of the next forward pass
             clock.ends("backward")
         norm = self._engine.clip_grad_norm(limit, losses)
         clock.ends("backward")

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import re
 import resource
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -56,12 +54,6 @@ def measure_host_peak_anew(process: Path = PROCESS) -> int | None:
         return None
     _earlier_peaks[0] = before
     return _resident(process, "VmRSS")
-
-
-def trim_heap() -> None:
-    """What the C library keeps of freed memory goes back to the system."""
-    with suppress(OSError, AttributeError):  # another C library: its allocator keeps some pages
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _resident(process: Path, name: str) -> int | None:

@@ -15,6 +15,7 @@ from fluxtrain.errors import BadInput
 from fluxtrain.hardware.device import check_accelerator
 from fluxtrain.hardware.gpu import Gpus
 from fluxtrain.hardware.machine import Machine, read_machine
+from fluxtrain.memory.heap import trim_heap
 from fluxtrain.methods.precision import Capability, Precision
 from fluxtrain.optim.outside import check_outside
 from fluxtrain.plan.facts import ModelFacts, Room, RowFacts, Wishes
@@ -29,7 +30,6 @@ from fluxtrain.telemetry.events import ChoiceMade
 from fluxtrain.train.config import RunConfig
 from fluxtrain.train.constants import Constants
 from fluxtrain.train.device_budget import hold_to_budget
-from fluxtrain.train.peaks import trim_heap
 from fluxtrain.units import GIB
 
 if TYPE_CHECKING:

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from fluxtrain.data.batches import Batch
 from fluxtrain.errors import FluxTrainError
+from fluxtrain.memory.heap import trim_heap
 from fluxtrain.plan.calibration import median
-from fluxtrain.train.peaks import measure_host_peak_anew, recent_host_peak_bytes, trim_heap
+from fluxtrain.train.peaks import measure_host_peak_anew, recent_host_peak_bytes
 
 if TYPE_CHECKING:
     from fluxtrain.stream.engine import Engine
