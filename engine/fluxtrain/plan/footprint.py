@@ -44,7 +44,9 @@ LARGE_GRADIENT_BYTES = 512 << 20
 BOUNDARIES_IN_FLIGHT = 3  # on the device when the boundaries themselves are on the host
 HIDDEN_IN_FLIGHT = 4  # the loss's hidden gradient, once more in fp32 while it is scaled, the result
 LOGITS_CHUNK_BYTES = 256 << 20  # fp32 logits of one chunk of tokens
-HEAP_BYTES = 64 << 20  # of a processor's; larger tensors (above 32 MiB) are mapped by themselves
+# A processor's heap keeps as much of what was freed, at most: memory/heap.py sees to that; tensors
+# above 32 MiB are mapped by themselves.
+HEAP_BYTES = 64 << 20
 FUSED_LOGITS_BYTES = 512 << 20  # on a GPU: logits in the activations' dtype, their slope in place
 
 # What one decoder block holds for its backward pass, in tensors of (tokens, hidden): two norms with
