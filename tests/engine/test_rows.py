@@ -41,6 +41,29 @@ def test_rows_give_the_bits_of_the_whole_table(options: dict[str, Any]) -> None:
     equal(trained(llama(), "whole", **options), trained(llama(), "rows", **options))
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"passes": 2},
+        {"eager": True},
+        {"states": "8bit"},
+        {"deferred_moments": True},
+        {"offload": "max"},
+        {"offload": "optimizer"},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_of_a_tied_table_give_the_bits_of_the_whole(
+    dtype: torch.dtype, options: dict[str, Any]
+) -> None:
+    def tied() -> nn.Module:
+        return llama(dtype, tie_word_embeddings=True, pad_token_id=7)
+
+    equal(trained(tied(), "whole", **options), trained(tied(), "rows", **options))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("passes", [1, 2])
 def test_rows_give_the_bits_of_the_whole_table_in_every_dtype(

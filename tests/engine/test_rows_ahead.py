@@ -121,6 +121,40 @@ def test_the_table_is_updated_after_all_others_and_its_moments_too(deferred: boo
     assert later == (names[::-1] if deferred else [])
 
 
+def test_a_tied_table_is_updated_early_enough_for_the_head() -> None:
+    model = llama(torch.bfloat16, tie_word_embeddings=True)
+    engine = wrapped(model, "rows", deferred_moments=True)
+    optimizer = stepped(model, engine)
+    order: list[tuple[str, str]] = []
+    recorder: Any = engine.device.recorder
+    working = recorder.working
+    recorder.working = lambda lane, what, name: (
+        order.append((what, name)) or working(lane, what, name)  # type: ignore[func-returns-value]
+    )
+    optimizer.step()
+    engine.flush()
+    table, *others = [group.name for group in engine.groups]
+    updated = [name for what, name in order if what == "update"]
+    assert updated == [*others[:3], table, *others[3:]]
+    assert [name for what, name in order if what == "moments"] == [*others[::-1], table]
+
+
+def test_rows_of_a_tied_table_have_their_new_weights_before_any_update_was_made() -> None:
+    plain = llama(torch.bfloat16, tie_word_embeddings=True)
+    engine = wrapped(plain, "whole")
+    stepped(plain, engine).step()
+    ids = inputs(9)["input_ids"]
+    expected = plain.get_input_embeddings()(ids)  # type: ignore[operator]
+    model = llama(torch.bfloat16, tie_word_embeddings=True)
+    engine = wrapped(model, "rows")
+    optimizer = stepped(model, engine)
+    with Held(engine):
+        optimizer.step()
+        found = model.get_input_embeddings()(ids)  # type: ignore[operator]
+        assert engine.groups[0].under_way
+    assert torch.equal(found, expected)
+
+
 def test_a_step_that_is_refused_is_refused_in_the_forward() -> None:
     model = llama(torch.bfloat16)
     engine = wrapped(model, "rows")

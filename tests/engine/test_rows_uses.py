@@ -143,12 +143,11 @@ def test_exotic_embeddings_stay_whole(options: dict[str, Any]) -> None:
     assert not by_rows(engine)
 
 
-def test_a_tied_embedding_and_one_of_another_kind_stay_whole() -> None:
+def test_an_embedding_of_another_kind_stays_whole() -> None:
     class Scaled(nn.Embedding):
         def forward(self, input: Tensor) -> Tensor:
             return super().forward(input) * 2
 
-    assert not by_rows(wrapped(llama(tie_word_embeddings=True), "rows"))
     model = Twice()
     model.embed = Scaled(VOCABULARY, HIDDEN)
     assert not by_rows(wrapped(model, "rows"))
@@ -156,6 +155,33 @@ def test_a_tied_embedding_and_one_of_another_kind_stay_whole() -> None:
 
 class Ids(Tensor):
     """Integers of another class."""
+
+
+def test_a_table_that_two_embeddings_share_stays_whole() -> None:
+    model = Twice()
+    model.other = nn.Embedding(VOCABULARY, HIDDEN)
+    model.other.weight = model.embed.weight
+    assert not by_rows(wrapped(model, "rows"))
+
+
+@pytest.mark.parametrize("kind", ["hook", "class"])
+def test_a_tied_table_falls_back_to_the_slot_of_the_head(kind: str) -> None:
+    results = []
+    for embedding in ("whole", "rows"):
+        model: Any = llama(tie_word_embeddings=True)
+        engine = wrapped(model, embedding)
+        ids = inputs(0)["input_ids"]
+        embed = model.get_input_embeddings()
+        if kind == "hook":
+            embed.weight.register_hook(lambda gradient: gradient * 1)
+        else:
+            ids = ids.as_subclass(Ids)
+        slots = len(engine.window.slots)
+        embed(ids).as_subclass(Tensor).float().square().mean().backward()
+        assert len(engine.window.slots) == slots
+        assert not by_rows(engine)
+        results.append(embed.weight.grad.detach().clone())
+    assert torch.equal(*results)
 
 
 @pytest.mark.parametrize("kind", ["hook", "class", "max_norm"])

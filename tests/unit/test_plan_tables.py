@@ -92,10 +92,35 @@ def test_a_wish_is_kept_and_another_word_refused() -> None:
         chosen(model(), replace(HOME, embedding="half"))  # type: ignore[arg-type]
 
 
-def test_a_tied_table_is_told_of_only_when_rows_were_asked_for() -> None:
+def test_without_a_table_rows_are_told_of_only_when_they_were_asked_for() -> None:
     assert chosen(model(table=False), HOME) == ("whole", "")
     _, because = chosen(model(table=False), replace(HOME, embedding="rows"))
-    assert because.startswith("no embedding of its own")
+    assert because.startswith("no embedding that can be looked up")
+
+
+def tied() -> ModelFacts:
+    facts = model()
+    table = replace(facts.groups[0], users=2)
+    return replace(facts, groups=(table, *facts.groups[1:-1]))
+
+
+def test_a_tied_table_is_there_for_the_head_too_and_the_forward_begins_with_rows() -> None:
+    embedding, because = chosen(tied(), HOME)
+    assert embedding == "rows"
+    assert because == (
+        "the forward begins with 224 MiB of embed_tokens at most: the head's 1.02 GiB are updated "
+        "and copied meanwhile"
+    )
+    layout = Layout(offload="weights", batch_rows=32, chunk_rows=8)
+    rows = replace(layout, embedding="rows")
+    more = footprint(tied(), rows, has_gpu=True).device_bytes
+    more -= footprint(tied(), layout, has_gpu=True).device_bytes
+    tokens = 32 * 1024
+    assert more == 2 * 3584 * tokens + 8 * 2 * tokens
+    quick = replace(RATES, adamw_per_s=1e11, matmul_per_s=1e13)
+    saved_s = cost(tied(), layout, quick).step_s - cost(tied(), rows, quick).step_s
+    waited_s = 152_064 * 3584 * (1 / 1e11 + 2 / 50e9)
+    assert saved_s == pytest.approx((1 - tokens / 152_064) * waited_s)
 
 
 def test_a_table_that_lives_on_the_device_is_whole() -> None:

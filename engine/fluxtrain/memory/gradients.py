@@ -98,8 +98,20 @@ class Gradients:
             total.touched.add(member.index)
 
     def add_rows(self, group: Group, rows: RowSum) -> None:
-        """The gradient of an embedding that is all of its group; `finish` follows at once."""
-        self._open_rows[group] = rows
+        """The gradient of an embedding that is all of its group; `finish` follows at once. That of
+        a tied one is added to the sum that the head's is in."""
+        if group.by_rows:
+            self._open_rows[group] = rows
+            return
+        total = self._open.get(group)
+        if total is None:
+            total = self._open[group] = _Sum(self._buffer(group), set())
+        member = group.members[0]
+        table = total.flat[: member.count].view(member.shape)
+        if member.index not in total.touched:
+            table.zero_()
+            total.touched.add(member.index)
+        table.index_add_(0, rows.on_device, rows.values.float())
 
     def is_open(self, group: Group) -> bool:
         """True while a sum of this group is on the device."""

@@ -98,7 +98,11 @@ class Window:
         `keep` are groups that are needed sooner: when the backward pass turns around, the least
         recently used of them is the next one.
         """
-        if group.home == "device" or group.rows is not None or self.holds(group) is not None:
+        if (
+            group.home == "device"
+            or (group.rows and group.by_rows)
+            or self.holds(group) is not None
+        ):
             return True
         slot = self._free_slot(group, keep)
         if slot is None:

@@ -298,7 +298,8 @@ def _start(facts: ModelFacts, layout: Layout, rates: Rates) -> tuple[float, floa
     touched_s = by_rows.weight_bytes / up
     if not by_rows.computed_first:
         return update_s + touched_s, 0.0
-    return update_s * by_rows.rows / first.table_rows + touched_s, update_s
+    last_s = 0.0 if by_rows.tied else update_s  # the head waits for the whole of it
+    return update_s * by_rows.rows / first.table_rows + touched_s, last_s
 
 
 def _traffic(facts: ModelFacts, layout: Layout) -> tuple[int, int, int]:
@@ -312,8 +313,9 @@ def _traffic(facts: ModelFacts, layout: Layout) -> tuple[int, int, int]:
     kept = trained - sum(group.rounded_bytes for group in streamed)
     by_rows = rows_of_table(facts, layout, at_home)
     if by_rows is not None:
-        kept += by_rows.weight_bytes - by_rows.table.rounded_bytes
-        trained += by_rows.gradient_bytes - by_rows.table.rounded_bytes
+        whole_bytes = 0 if by_rows.tied else by_rows.table.rounded_bytes
+        kept += by_rows.weight_bytes - whole_bytes
+        trained += by_rows.gradient_bytes - whole_bytes
     return kept, streamed_bytes, trained
 
 

@@ -36,7 +36,7 @@ class GroupFacts:
     users: int = 1  # parts that compute with it: a tied embedding has two
     states: MomentFormat = "fp32"  # how the moments of `narrow` elements are kept
     narrow: int = 0  # trained elements of large parameters; the others' moments are always fp32
-    table_rows: int = 0  # of an untied embedding, whose rows can be looked up a few at a time
+    table_rows: int = 0  # of an embedding whose rows can be looked up a few at a time
     masters: bool = True  # in fp32, whatever the weights' dtype; other packages' optimizers: none
 
     @cached_property

@@ -11,8 +11,8 @@ are at home on the host with all of that, and of their weights the device has
 | weights   | all   | the first `resident_blocks`, the others through slots | as `boundaries` says |
 | max       | all   | as `weights`, with fewer slots                        | host                 |
 
-Of an untied embedding at home the device has all, or with `embedding` rows only those that a batch
-can look up (`plan/tables.py`), and sums of their gradients alone.
+Of an embedding at home the device has all, or with `embedding` rows only those that a batch can
+look up (`plan/tables.py`), and sums of their gradients alone; a tied one it has too, for the head.
 
 The first `kept_blocks` of the blocks whose weights are on the device keep their activations and
 compute nothing again. Beside them the device has what a step needs: fp32 sums of gradients, staging
@@ -220,7 +220,7 @@ def rows_of_table(
 def _summed(facts: ModelFacts, by_rows: TableRows | None) -> list[GroupFacts]:
     """Groups whose gradients need a sum of their own. Beside rows the head's does not: the loss
     makes it, and the buffer that a whole embedding would leave behind is not there."""
-    if by_rows is None:
+    if by_rows is None or by_rows.tied:
         return list(facts.groups)
     return [g for g in facts.groups if g is not by_rows.table and not _is_head(facts, g)]
 
@@ -237,13 +237,14 @@ def _weights_from_home(
     largest = max((group.weight_bytes for group in streamed), default=0)
     kept = sum(g.weight_bytes for g in at_home) - sum(g.weight_bytes for g in streamed)
     if by_rows is not None:
-        kept += by_rows.device_bytes - by_rows.table.weight_bytes
+        kept += by_rows.device_bytes - (0 if by_rows.tied else by_rows.table.weight_bytes)
     return kept + slot_count(facts, layout) * largest
 
 
 def _staging(at_home: Sequence[GroupFacts], by_rows: TableRows | None) -> int:
     """Rounded gradients on their way home: a ring for each size that there is."""
-    dense = [g for g in at_home if by_rows is None or g is not by_rows.table]
+    alone = None if by_rows is None or by_rows.tied else by_rows.table
+    dense = [g for g in at_home if g is not alone]
     sizes = {2 * g.trained_bf16 for g in dense} | {2 * g.trained_fp16 for g in dense}
     sizes |= {4 * g.trained_fp32 for g in dense}
     if by_rows is not None:

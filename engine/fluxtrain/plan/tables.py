@@ -34,6 +34,11 @@ class TableRows:
         return TableRows(table=table, rows=min(table.table_rows, tokens), tokens=tokens)
 
     @property
+    def tied(self) -> bool:
+        """Does the head need all of it too? Then rows only let the forward begin early."""
+        return self.table.users > 1
+
+    @property
     def weight_bytes(self) -> int:
         """Of the rows."""
         return self.rows * (self.table.weight_bytes // self.table.table_rows)
@@ -46,8 +51,8 @@ class TableRows:
 
     @property
     def gradient_bytes(self) -> int:
-        """Of their gradients in the weights' dtype."""
-        return self.weight_bytes if self.table.trained else 0
+        """Of their gradients in the weights' dtype, where they come home by themselves."""
+        return self.weight_bytes if self.table.trained and not self.tied else 0
 
     @property
     def device_bytes(self) -> int:
@@ -75,7 +80,7 @@ def reason(facts: ModelFacts, wishes: Wishes, batch_rows: int, *, at_home: bool)
     """Why, with numbers."""
     table = facts.table
     if table is None:
-        return "no embedding of its own: it is tied, or has options that need all of it"
+        return "no embedding that can be looked up by rows: its options need all of it"
     if not at_home:
         return f"{table.name} lives on the device with all its rows"
     if wishes.embedding != "auto":
@@ -86,6 +91,11 @@ def reason(facts: ModelFacts, wishes: Wishes, batch_rows: int, *, at_home: bool)
     found = TableRows.of(table, facts.row, batch_rows)
     if facts.row is None:
         return f"of {table.name} ({size}) a batch needs the rows of its tokens alone"
+    if found.tied:
+        return (
+            f"the forward begins with {bytes_text(found.weight_bytes)} of {table.name} at most: "
+            f"the head's {size} are updated and copied meanwhile"
+        )
     return (
         f"a batch looks at {count_text(found.rows)} of the {count_text(table.table_rows)} rows of "
         f"{table.name} at most: {bytes_text(found.weight_bytes)} instead of {size} on the device"

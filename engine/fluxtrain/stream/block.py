@@ -82,6 +82,11 @@ class Unit:
     def groups(self) -> list[Group]:
         return [g for g in (self.group, *self.borrowed) if g.members]
 
+    @property
+    def copied(self) -> list[Group]:
+        """Those that it needs on the device: not the table that it looks rows up in."""
+        return [g for g in self.groups if g.rows is None or g is not self.group]
+
     def members(self) -> Iterator[tuple[Group, Member]]:
         """Every parameter that this unit computes with."""
         for member in self.group.members:

@@ -355,8 +355,8 @@ class Engine:
             if unit is None or unit in seen:
                 break
             seen.append(unit)
-            near.update(unit.groups)
-            started = [self.window.prefetch(group, near) for group in unit.groups]
+            near.update(unit.copied)
+            started = [self.window.prefetch(group, near) for group in unit.copied]
             if not all(started):
                 break
 

@@ -82,8 +82,18 @@ def model_facts(
     """The sizes that a placement needs, with the padding that the arenas will have."""
     heads = [m.weight for _, m in parts.edges if is_head(model, m) and isinstance(m, nn.Linear)]
     trained_heads = [weight for weight in heads if weight.requires_grad]
+    modules = dict([*parts.edges, *parts.blocks])
+    tables = {name for name, m in parts.edges if is_table(m) and len(groups[name].members) == 1}
+    for name, others in borrowed.items():
+        tables.discard(name)
+        if not is_head(model, modules[name]):
+            tables -= {group.name for group in others}
     return ModelFacts(
-        groups=tuple(_group_facts(group) for group in groups.values() if group.members),
+        groups=tuple(
+            _group_facts(group, is_one=name in tables)
+            for name, group in groups.items()
+            if group.members
+        ),
         head_parameters=max((weight.numel() for weight in trained_heads), default=0),
         head_dtype_bytes=max((weight.element_size() for weight in trained_heads), default=2),
         loose_bytes=sum(
@@ -96,7 +106,8 @@ def model_facts(
     )
 
 
-def _group_facts(group: Group) -> GroupFacts:
+def _group_facts(group: Group, *, is_one: bool) -> GroupFacts:
+    """`is_one`: a table whose rows can be looked up."""
     elements: Counter[torch.dtype] = Counter()
     for segment in group.trained:
         elements[segment.dtype] += segment.elements
@@ -110,5 +121,5 @@ def _group_facts(group: Group) -> GroupFacts:
         users=group.users,
         states=group.states,
         narrow=group.narrow_elements,
-        table_rows=group.members[0].shape[0] if group.by_rows else 0,
+        table_rows=group.members[0].shape[0] if is_one else 0,
     )

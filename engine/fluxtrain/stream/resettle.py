@@ -49,7 +49,7 @@ def resettle(
     engine.gradients.drain()
     device, at_home = engine.groups[:device_groups], engine.groups[device_groups:]
     blocks = [group for group in at_home if group.kind == "block"]
-    edges = [group for group in at_home if group.kind == "edge" and group.rows is None]
+    edges = [g for g in at_home if g.kind == "edge" and not (g.rows and g.by_rows)]
     fresh: list[Slot] = []
     if any((g.home == "host") == (at < device_groups) for at, g in enumerate(engine.groups)):
         engine.gradients.give_ring_back(engine.groups)  # it lends from one host group to another

@@ -52,7 +52,9 @@ def choose_rows(engine: Engine) -> None:
     """Let the largest embedding be looked up by rows where the plan says so."""
     if engine.plan.embedding != "rows":
         return
-    tables = [unit for unit in engine.units if unit.group.by_rows and is_table_of(unit)]
+    shared = {group for unit in engine.units if not unit.is_head for group in unit.borrowed}
+    ones = [u for u in engine.units if len(u.group.members) == 1 and not u.borrowed]
+    tables = [unit for unit in ones if unit.group not in shared and is_table_of(unit)]
     if tables:
         group = max(tables, key=lambda unit: unit.group.wire_bytes).group
         table_rows, width = group.members[0].shape
@@ -91,7 +93,8 @@ def _copy_whole(unit: Unit, why: str) -> None:
     assert group.rows is not None
     group.rows.give_back()
     group.rows = None
-    engine.window.add_slot(group.wire_bytes, owner=group)
+    if group.by_rows:  # else the head's slot is there
+        engine.window.add_slot(group.wire_bytes, owner=group)
     engine.say(f"{unit.name} is copied to the device whole: {why}")
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 import threading
+from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
@@ -111,7 +112,7 @@ class Updates:
         """Queue one step of all groups of `work`, in its order (that of the forward pass)."""
         late: dict[Group, _Step] = {}
         try:
-            for group in sorted(work, key=_looks_ahead):
+            for group in _in_order(work):
                 step = self._queue(group, work[group], norm, defers=self._defers_moments)
                 if step is not None and step.defers:
                     late[group] = step
@@ -257,6 +258,16 @@ class _Step:
                 if flat.moments_can_wait:
                     scale = part.scale * self.clip
                     step_moments_on_host_(flat, hyper=part.hyper, step=part.step, scale=scale)
+
+
+def _in_order(work: Iterable[Group]) -> list[Group]:
+    """That of the forward pass, but a table whose rows are computed ahead comes last; one that the
+    head needs whole, early enough for its copy."""
+    order = list(work)
+    for table in [group for group in order if _looks_ahead(group)]:
+        order.remove(table)
+        order.insert(len(order) if table.by_rows else 3 * len(order) // 4, table)
+    return order
 
 
 def _looks_ahead(group: Group) -> bool:

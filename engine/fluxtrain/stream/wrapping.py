@@ -303,7 +303,8 @@ def _make_slots(engine: Engine) -> None:
     blocks = [g for g in at_home if g.kind == "block"]
     resident = blocks[: engine.plan.resident_blocks]
     for group in at_home:
-        if (group.kind == "edge" and group.rows is None) or group in resident:
+        slotless = group.rows is not None and group.by_rows
+        if (group.kind == "edge" and not slotless) or group in resident:
             engine.window.add_slot(group.wire_bytes, owner=group)
     largest = max((group.wire_bytes for group in blocks[len(resident) :]), default=0)
     for _ in range(engine.plan.slots):

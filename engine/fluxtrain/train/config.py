@@ -267,8 +267,9 @@ class PlacementSettings(Section):
     )
     embedding: Literal["auto", "whole", "rows"] = Field(
         default="auto",
-        description="what of an untied embedding in host memory is copied to the device: the whole "
-        "of it, or the rows that a batch looks up; auto takes rows of a large one",
+        description="what of an embedding in host memory is copied to the device: the whole of it, "
+        "or the rows that a batch looks up (a tied one in addition, for the head); auto takes rows "
+        "of a large one",
     )
     budget_gib: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
         default=None, description="device memory that may be used, in GiB; all of it when left out"
