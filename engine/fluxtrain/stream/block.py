@@ -28,7 +28,7 @@ from fluxtrain.stream.arguments import (
     to_device,
     without_caches,
 )
-from fluxtrain.stream.buffers import WrittenBuffers, as_before
+from fluxtrain.stream.buffers import WrittenBuffers
 from fluxtrain.stream.call import Call, checksum, run_with, spans
 from fluxtrain.stream.capture import Capture, active_collector
 from fluxtrain.stream.escapes import BoundWeights
@@ -63,6 +63,7 @@ class Unit:
         self.keeps = False  # what its backward needs stays on the device: nothing is recomputed
         self.records_again = False  # its graph cannot be filled again (see recompute.py)
         self.traced: set[bool] = set()  # modes in which its graph was looked at for strangers
+        self.draws_on_host = False  # from Python's or numpy's generators
         self.habits = Habits()  # which arguments it writes to: x.add_(...), ReLU(inplace=True)
         self.checked = 0
 
@@ -118,6 +119,7 @@ class Unit:
     ) -> Any:
         """What replaces the module's forward."""
         engine = self.engine
+        self._refuse_nesting()
         engine.before(self)
         if self.group.rows is not None and self.group.home == "host":
             found = look_up(self, args, kwargs)
@@ -134,6 +136,15 @@ class Unit:
         out = run(args, kwargs)
         write_back(moved)
         return out
+
+    def _refuse_nesting(self) -> None:
+        member = next((member for _, member in self.members()), None)
+        if member is not None and type(member.parameter) is nn.Parameter:  # as while it computes
+            raise MisusedModel(
+                f"{self.name} was called inside of its own forward pass, as torch.utils.checkpoint "
+                "does around a block that computes gradients in its forward: leave the checkpoint "
+                "out, wrapped blocks are computed again without it"
+            )
 
     def _with_gradients(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         args, kwargs = without_caches(self.name, args, kwargs)
@@ -162,12 +173,16 @@ class Unit:
             or not engine.chunks(self, rows, tree, tensors)
         )
         with engine.bound(self):
+            weights = BoundWeights(self)
             if whole:
-                return self.original(*args, **kwargs)
+                out = self.original(*args, **kwargs)
+                weights.refuse_writes()
+                return out
             assert rows is not None
             split = splits(tensors, rows)
             pieces = [piece(tensors, split, a, b) for a, b in spans(rows, engine.chunk_rows)]
             outs = [flatten(run_with(self.original, tree.fill(given))) for given in pieces]
+            weights.refuse_writes()
         return outs[0][0].fill(chunk_outputs([out for _, out in outs], pieces, tensors))
 
     def record_again_whole(self) -> None:
@@ -205,17 +220,19 @@ class _Streamed(torch.autograd.Function):
         call.parked = {}
         if engine.plan.parks and not unit.keeps:
             call.parked = engine.park.park(tensors, call.needs)
-        verify = unit.checked < _CHECKED_RECOMPUTES and not unit.keeps
+        verify = unit.checked < _CHECKED_RECOMPUTES and not call.keeps
         parts: list[list[Tensor]] = []
         with engine.bound(unit):
             weights = BoundWeights(unit)
             call.buffers = buffers = unit.written.before(unit.module)
             call.find_ends()
             for span in call.spans:
-                call.random.append(RandomState.now(engine.device.torch_device))
+                host = call.explores or unit.draws_on_host
+                call.random.append(RandomState.now(engine.device.torch_device, host=host))
                 parts.append(call.record(call.inputs(tensors, span)))
                 if verify:
                     call.checksums.append(checksum(parts[-1]))
+            weights.refuse_writes()
             if not unit.keeps and weights.are_referred_to():
                 unit.record_again_whole()
                 call.tapes.clear()
@@ -251,7 +268,7 @@ class _Streamed(torch.autograd.Function):
         wanted = [i for i, needed in enumerate(ctx.needs_input_grad[2:]) if needed]
         sums: list[Tensor | None] = [None] * len(tensors)
         pieces: dict[int, list[Tensor]] = {i: [] for i in wanted}
-        with engine.bound(unit, "backward"), as_before(unit.module, call.buffers):
+        with engine.bound(unit, "backward"):
             for index, span in enumerate(call.spans):
                 found = call.backward(index, span, tensors, wanted, arriving)
                 for i, gradient in zip(wanted, found, strict=True):

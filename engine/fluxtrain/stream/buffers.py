@@ -52,8 +52,9 @@ def as_before(module: nn.Module, copies: Copies) -> Iterator[None]:
 
 
 def put_back(module: nn.Module, copies: Copies) -> None:
-    """Give the buffers the values that were copied."""
+    """Give the buffers the values that were copied. That is no write for autograd, which refuses
+    what was changed after it was saved: whatever runs again finds what it found before."""
     buffers = list(module.buffers()) if copies else []
     with torch.no_grad():
         for i, copy in copies.items():
-            buffers[i].copy_(copy)
+            buffers[i].data.copy_(copy)

@@ -14,7 +14,7 @@ from fluxtrain.errors import MisusedModel
 from fluxtrain.memory.boundary import Parked
 from fluxtrain.memory.group import Group, Member
 from fluxtrain.stream.arguments import Tree, argument_name, batch_rows, flatten, piece, splits
-from fluxtrain.stream.buffers import Copies, put_back
+from fluxtrain.stream.buffers import Copies, as_before, put_back
 from fluxtrain.stream.capture import Capture
 from fluxtrain.stream.escapes import copied_out, refuse_strangers
 from fluxtrain.stream.in_place import (
@@ -93,6 +93,7 @@ class Call:
                 )
         if self.explores:
             self.unit.habits.learn(self.training, self.tree, self.written)
+            self.unit.draws_on_host |= any(r.host and r.host.has_moved() for r in self.random)
         self.sources = [merged_sources(self.sources)]
         own = results - len(self.written)
         needed = {s.result for s in self.sources[0] if s.result is not None}
@@ -228,11 +229,13 @@ class Call:
             None if gradient is None else self._rows_of(gradient, index, position)
             for position, gradient in enumerate(gradients)
         ]
-        found = None
+        found, module = None, self.unit.module
         if not self.unit.records_again:
-            found = self._backward_refilled(index, span, tensors, wanted, arriving)
+            with as_before(module, {} if self.keeps else self.buffers):
+                found = self._backward_refilled(index, span, tensors, wanted, arriving)
         if found is None:
-            found = self._backward_recorded_again(index, span, tensors, wanted, arriving)
+            with as_before(module, self.buffers):
+                found = self._backward_recorded_again(index, span, tensors, wanted, arriving)
         for (group, member), gradient in zip(self.trained, found[len(wanted) :], strict=True):
             if gradient is not None:
                 self.unit.engine.gradients.add(group, member, gradient)
@@ -273,7 +276,7 @@ class Call:
     ) -> list[Tensor | None]:
         """By a second graph, recorded from the beginning of the block to its end."""
         device = self.unit.engine.device.torch_device
-        after = RandomState.now(device)
+        after = RandomState.now(device, host=self.random[index].host is not None)
         self.random[index].restore(device)
         inputs = self.inputs(tensors, span)
         self.find_ends()
@@ -318,7 +321,7 @@ class Call:
         to_the_end = index < len(self.checksums)
         if saved.is_full() and not to_the_end:
             return
-        after = RandomState.now(device)
+        after = RandomState.now(device, host=self.random[index].host is not None)
         self.random[index].restore(device)
         inputs = self.inputs(tensors, span)
 

@@ -84,7 +84,7 @@ def saved_row_bytes(unit: Unit, tree: Tree, tensors: Sequence[Tensor]) -> int:
         del held
 
     try:
-        run(torch.autograd.graph.saved_tensors_hooks(count, lambda _: torch.empty(0)))
+        run(torch.autograd.graph.saved_tensors_hooks(count, _not_there))
     except RuntimeError as error:
         if "saved tensor hooks" not in str(error):
             raise
@@ -140,6 +140,11 @@ def _share(outputs: Sequence[Tensor], given: Sequence[Tensor]) -> bool:
     return False
 
 
+def _not_there(_: object) -> Tensor:
+    """For a block that runs backward inside of its forward."""
+    raise RuntimeError("saved tensor hooks that only count were asked for a tensor")
+
+
 def _close(parts: Tensor, whole: Tensor) -> bool:
     if parts.shape != whole.shape:
         return False
@@ -163,13 +168,17 @@ def _left_as_it_was(module: nn.Module, inside: Sequence[tuple[Tensor, Tensor]]) 
     """Random state and buffers (BatchNorm's statistics) are restored afterwards, and so are tensors
     inside of objects, with their copies."""
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
-    buffers = [(b, b.clone()) for b in module.buffers()]
+    places = [(m, name) for m in module.modules() for name in m._buffers]
+    buffers = [(m, name, m._buffers[name]) for m, name in places]
+    copies = [(b, b.clone()) for _, _, b in buffers if b is not None]
     try:
         with randomness_kept(device):
             yield
     finally:
+        for owner, name, buffer in buffers:  # a forward may have put another tensor there
+            owner._buffers[name] = buffer
         with torch.no_grad():
-            for buffer, before in (*buffers, *inside):
+            for buffer, before in (*copies, *inside):
                 buffer.copy_(before)
 
 

@@ -26,12 +26,29 @@ _MOMENT_S = 0.002
 
 
 class BoundWeights:
-    """The slots that a unit's weights lie in while it computes, and who refers to them."""
+    """A unit's weights while it computes: the slots that they lie in, who refers to those, and
+    whether they are written to."""
 
     def __init__(self, unit: Unit) -> None:
+        self._unit = unit
+        self._before = [_state(member.parameter) for _, member in unit.members()]
         homes = [g for g in unit.groups if g.home == "host"]
         self._slots = [unit.members_of(g)[0].parameter.untyped_storage() for g in homes]
         self._references = self._count()
+
+    def refuse_writes(self) -> None:
+        """Raise MisusedModel when the computation wrote to a weight: in a slot that would be lost,
+        and computing the block again would write a second time."""
+        for (_, member), before in zip(self._unit.members(), self._before, strict=True):
+            if _state(member.parameter) == before:
+                continue
+            for group in self._unit.groups:
+                group.version += 1  # what the slots hold is not what is at home
+            raise MisusedModel(
+                f"{self._unit.name} wrote to its weight {member.name} in its forward pass, which "
+                "would be lost: compute with a new tensor there (weight.clamp(...), not "
+                "weight.clamp_(...)), or write to it after optimizer.step() under torch.no_grad()"
+            )
 
     def are_referred_to(self) -> bool:
         """Did the computation leave references to a slot behind, as a function does that stores a
@@ -47,6 +64,10 @@ class BoundWeights:
 
     def _count(self) -> list[int]:
         return [torch._C._storage_Use_Count(slot._cdata) for slot in self._slots]
+
+
+def _state(parameter: nn.Parameter) -> tuple[int, int]:
+    return parameter._version, parameter.data_ptr()
 
 
 def copied_out(unit: Unit, outputs: Sequence[Tensor]) -> list[Tensor]:
