@@ -347,6 +347,33 @@ def test_random_models_train_as_without_fluxtrain(seed: int) -> None:
     as_the_plain_model(lambda: Random(seed), LAYOUTS[seed % len(LAYOUTS)])
 
 
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_an_embedding_with_a_largest_norm_shortens_its_rows_at_home(layout: dict[str, Any]) -> None:
+    class Looks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(16, WIDTH, max_norm=0.5)
+            self.blocks = nn.ModuleList(Twice() for _ in range(2))
+            self.blocks.eval()
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.table((x[..., 0].abs() * 9).long() % 16)
+            for block in self.blocks:
+                x = block.eval()(x)
+            return x
+
+    as_the_plain_model(Looks, layout)
+    if layout.get("offload") == "none":
+        return
+    for dtype in (torch.bfloat16, torch.float16):
+        model = fluxtrain.wrap(Looks().to(dtype), **layout)
+        model(torch.zeros(4, 5, WIDTH)).float().sum().backward()
+        torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0).step()
+        norms = model.table.weight.detach().float().norm(dim=1)
+        assert float(norms[0]) == pytest.approx(0.5, rel=1e-2)  # also by its master
+        assert float(norms[1:].max()) > 0.5
+
+
 # -- what is refused -------------------------------------------------------------------------------
 
 

@@ -19,6 +19,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from fluxtrain.errors import MisusedModel
 
 if TYPE_CHECKING:
+    from fluxtrain.memory.group import Group, Member
     from fluxtrain.stream.block import Unit
 
 
@@ -39,11 +40,14 @@ class BoundWeights:
     def refuse_writes(self) -> None:
         """Raise MisusedModel when the computation wrote to a weight: in a slot that would be lost,
         and computing the block again would write a second time."""
-        for (_, member), before in zip(self._unit.members(), self._before, strict=True):
+        for (group, member), before in zip(self._unit.members(), self._before, strict=True):
             if _state(member.parameter) == before:
                 continue
-            for group in self._unit.groups:
-                group.version += 1  # what the slots hold is not what is at home
+            shortens = getattr(self._unit.module, "max_norm", None) is not None
+            if shortens and _take_home(group, member):
+                continue
+            for written in self._unit.groups:
+                written.version += 1  # what the slots hold is not what is at home
             raise MisusedModel(
                 f"{self._unit.name} wrote to its weight {member.name} in its forward pass, which "
                 "would be lost: compute with a new tensor there (weight.clamp(...), not "
@@ -64,6 +68,25 @@ class BoundWeights:
 
     def _count(self) -> list[int]:
         return [torch._C._storage_Use_Count(slot._cdata) for slot in self._slots]
+
+
+def _take_home(group: Group, member: Member) -> bool:
+    """An embedding shortened rows that it looked up, and doing that again changes nothing: they
+    are at home now too. False where masters on the device would have to know which rows."""
+    segment = member.segment
+    if group.home != "host":
+        return segment.lo is None and segment.master is None
+    home = group.home_views[member.index]
+    with torch.no_grad():
+        now = member.parameter.detach().to(home.device)
+        changed = now != home
+        home.copy_(now)
+        if segment.lo is not None:
+            member.slice(segment.lo).masked_fill_(changed, 0)
+        if segment.master is not None:
+            master = member.slice(segment.master)
+            master.copy_(torch.where(changed, now.to(master.dtype), master))
+    return True
 
 
 def _state(parameter: nn.Parameter) -> tuple[int, int]:
