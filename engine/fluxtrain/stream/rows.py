@@ -124,7 +124,7 @@ class Lookup:
         try:
             for ticket in tickets:
                 ticket.wait_compute("weights")
-            engine.accounts.uploaded(group, "rows", tickets[1], brought.rows.nbytes)
+            engine.accounts.uploaded(group, "demand", tickets[1], brought.rows.nbytes)
             start = engine.device.recorder.instant()
             found = torch.embedding(brought.rows, brought.of_tokens, self.padding)
             self.brought = Brought(

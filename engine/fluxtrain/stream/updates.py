@@ -241,7 +241,7 @@ class _Step:
             if self.begun or len(self.work) != 1:
                 return False
             part = self.work[0]
-            with self.recorder.working("cpu", "rows", self.name):
+            with self.recorder.working("cpu", "update", self.name):
                 weights_of_rows(
                     _flat(part), rows, into,
                     hyper=part.hyper, step=part.step, scale=part.scale * scale,
