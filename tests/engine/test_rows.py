@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from fluxtrain.plan import footprint
 from fluxtrain.stream.engine import engine_of
 from fluxtrain.stream.resettle import resettle
 from tests.engine.row_models import (
@@ -128,6 +129,14 @@ def steps(model: nn.Module, optimizer: torch.optim.Optimizer, numbers: range) ->
         optimizer.step()
         optimizer.zero_grad()
     return told
+
+
+def test_rows_land_in_memory_that_the_heads_gradient_was_in(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(footprint, "LARGE_GRADIENT_BYTES", 1)  # one buffer for both
+    whole = trained(llama(), "whole", eager=True)
+    equal(whole, trained(llama(), "rows", eager=True))
 
 
 def test_the_row_of_the_padding_gets_no_gradient() -> None:

@@ -134,6 +134,31 @@ def test_hooks_on_the_module_and_after_the_gradient_are_called() -> None:
     assert by_rows(engine)
 
 
+@pytest.mark.parametrize(
+    ("trained_too", "rows"), [({}, True), ({"modules_to_save": ["embed_tokens"]}, False)], ids=str
+)
+def test_adapters_beside_a_frozen_embedding(trained_too: dict[str, Any], rows: bool) -> None:
+    peft = pytest.importorskip("peft")
+    results = []
+    for embedding in ("whole", "rows"):
+        model = llama(torch.float32)
+        torch.manual_seed(1)
+        wanted = peft.LoraConfig(r=4, target_modules=["q_proj"], **trained_too)
+        model = peft.get_peft_model(model, wanted).train()
+        engine = wrapped(model, embedding)
+        assert by_rows(engine) == (rows and embedding == "rows")
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+        losses = []
+        for step in range(3):
+            loss = model(**inputs(step)).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(loss.detach()))
+        results.append(losses)
+    assert results[0] == results[1]
+
+
 # -- where rows will not do ------------------------------------------------------------------------
 
 
