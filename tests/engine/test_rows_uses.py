@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fluxtrain
 from fluxtrain.errors import BadInput, MisusedModel
+from fluxtrain.stream.rows import HostIds
 from tests.engine.row_models import (
     HIDDEN,
     VOCABULARY,
@@ -157,6 +158,19 @@ def test_adapters_beside_a_frozen_embedding(trained_too: dict[str, Any], rows: b
             losses.append(float(loss.detach()))
         results.append(losses)
     assert results[0] == results[1]
+
+
+def test_ids_that_were_moved_are_found_on_the_host_until_they_are_written_to() -> None:
+    known, host = HostIds(), torch.arange(12).view(3, 4)
+    moved, mask = host.clone(), torch.ones(3, 4)
+    known.note(((host,), {"mask": mask}), ((moved,), {"mask": mask.clone()}))
+    for found in (known.of(moved), known.of(moved.view(-1, 2)), known.of(moved[:])):
+        assert found is host
+    assert known.of(moved[1:]) is None
+    assert known.of(moved.t()) is None
+    assert known.of(moved.clone()) is None
+    moved.view(-1)[3] = 5
+    assert known.of(moved) is None
 
 
 # -- where rows will not do ------------------------------------------------------------------------

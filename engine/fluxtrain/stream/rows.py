@@ -41,9 +41,12 @@ class HostIds:
         ]
 
     def of(self, ids: Tensor) -> Tensor | None:
-        """The same integers on the host, if nobody has written to either since."""
+        """The same integers on the host, in the same order, if nobody has written to them since;
+        `ids` may be a view."""
         for moved, version, host in self._moved:
-            if moved is ids and moved._version == version:
+            same = moved.data_ptr() == ids.data_ptr() and moved.numel() == ids.numel()
+            plain = ids.is_contiguous() and moved.is_contiguous() and moved.dtype == ids.dtype
+            if same and plain and moved._version == version:
                 return host
         return None
 
