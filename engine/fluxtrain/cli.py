@@ -262,6 +262,8 @@ def runs(json: Json = False, debug: Debug = False) -> None:
     from fluxtrain.telemetry.printable import printable
     from fluxtrain.telemetry.rundir import list_runs, runs_root
 
+    if runs_root().is_file():
+        raise BadInput(f"{runs_root()} is a file: set FLUXTRAIN_RUNS to the folder of the runs")
     found = list_runs()
     if json:
         print_json([msgspec.to_builtins(run) for run in found])

@@ -80,6 +80,12 @@ def test_runs_are_listed_for_people_and_for_programs(tmp_path: Path) -> None:
     assert run.run_id in command("runs", folder=tmp_path).stdout
 
 
+def test_a_file_in_the_place_of_the_runs_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "runs").write_text("")
+    said = command("runs", folder=tmp_path)
+    assert said.returncode == 2 and "is a file: set FLUXTRAIN_RUNS" in said.stderr
+
+
 def test_names_of_folders_cannot_steer_the_terminal_of_who_lists_the_runs(tmp_path: Path) -> None:
     name = "red\x1b[31m\nfinished\u202egnp\udcff"
     run = RunDir(tmp_path / "runs" / name)

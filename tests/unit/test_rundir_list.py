@@ -65,6 +65,22 @@ def test_a_directory_with_damaged_files_is_still_listed(tmp_path: Path, make_hel
     assert (summary.state, summary.step, summary.model) == ("dead", None, None)
 
 
+def test_a_folder_of_another_user_hides_no_run(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run.write_json(run.run, {})
+    closed = RunDir.create(run.path.parent, "closed")
+    exists = Path.exists
+
+    def refused(path: Path, **options: Any) -> bool:
+        if closed.path in path.parents:
+            raise PermissionError(13, "Permission denied", str(path))
+        return exists(path, **options)
+
+    monkeypatch.setattr(Path, "exists", refused)
+    assert [one.run_id for one in list_runs(run.path.parent)] == [run.run_id]
+
+
 def test_a_long_journal_is_summed_up_from_its_end(
     run: RunDir, make_hello: Make, make_step: Make, make_memory: Make
 ) -> None:

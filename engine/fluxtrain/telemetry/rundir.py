@@ -304,8 +304,8 @@ def list_runs(root: Path | str | None = None) -> list[RunSummary]:
     summaries = []
     for path in root.iterdir():
         run = RunDir(path)
-        if run.journal.exists() or run.run.exists() or run.pid.exists():
-            with contextlib.suppress(FileNotFoundError):  # removed while we looked
+        with contextlib.suppress(FileNotFoundError, PermissionError):  # removed, or another user's
+            if run.journal.exists() or run.run.exists() or run.pid.exists():
                 summaries.append(run.summary())
     return sorted(summaries, key=lambda one: (one.started_s, one.run_id), reverse=True)
 
