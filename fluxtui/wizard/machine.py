@@ -29,6 +29,13 @@ _RATES = {
 }
 
 
+_NEED_A_GPU = ("the bus to a GPU and back", "GPU arithmetic")
+_IN_PLAIN_WORDS = {  # of what the driver's library says
+    "NVML Shared Library Not Found": "no NVIDIA driver is installed here",
+    "Driver Not Loaded": "the NVIDIA driver is not loaded",
+}
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MachineFacts:
     """A probe in words."""
@@ -55,7 +62,7 @@ def read_machine_facts(probe: Mapping[str, Any]) -> MachineFacts:
             *_gpu_rows(machine),
             *_pinned_rows(machine, rates),
             *_disk_rows(disk),
-            *_rate_rows(rates),
+            *_rate_rows(rates, has_gpu=bool(machine.get("gpus") or not machine)),
         ),
         warnings=_warnings(machine, disk),
         lines=tuple(machine_lines(probe)),
@@ -105,7 +112,7 @@ def _gpu_rows(machine: Mapping[str, Any]) -> list[Row]:
     unknown = _table(machine, "unknown")
     gpus = machine.get("gpus") or ()
     if not gpus:
-        return [("GPU", "none", str(unknown.get("gpus", "no GPU is visible to this process")))]
+        return [("GPU", "none", _reason(str(unknown.get("gpus") or "none is visible to us")))]
     rows: list[Row] = []
     for gpu in gpus:
         free, total = gpu.get("memory_free_bytes"), gpu.get("memory_total_bytes")
@@ -132,6 +139,8 @@ def _pinned_rows(machine: Mapping[str, Any], rates: Mapping[str, Any]) -> list[R
         return []
     limit, pin = machine.get("memlock_limit_bytes"), _table(rates, "pin")
     allowed = "no limit" if limit is None else f"limit {bytes_text(limit)}"
+    if not machine.get("gpus"):
+        return [("pinnable", "not needed", f"memory is page-locked for a GPU alone; {allowed}")]
     speed = f"pinned at {rate_text(pin['per_s'])}; " if pin.get("per_s") else ""
     how = _reason(str(pin.get("how", ""))) or "not tried"
     return [("pinnable", allowed, f"{speed}{how}")]
@@ -144,7 +153,7 @@ def _disk_rows(disk: Mapping[str, Any]) -> list[Row]:
     return [("disk", f"{bytes_text(disk.get('free_bytes'))} free", ", ".join(filter(None, notes)))]
 
 
-def _rate_rows(rates: Mapping[str, Any]) -> list[Row]:
+def _rate_rows(rates: Mapping[str, Any], has_gpu: bool) -> list[Row]:
     """Measured rates; those that are missing for one reason share a row."""
     rows: list[Row] = []
     missing: dict[str, list[str]] = {}
@@ -155,12 +164,16 @@ def _rate_rows(rates: Mapping[str, Any]) -> list[Row]:
         elif rate:
             missing.setdefault(str(rate.get("how", "")), []).append(title)
     for why, titles in missing.items():
-        rows.append(("not measured", UNKNOWN, f"{'; '.join(titles)}: {_reason(why)}"))
+        if not has_gpu and "GPU arithmetic" in titles:
+            rows.append(("not measured", UNKNOWN, f"{', '.join(_NEED_A_GPU)}: there is none"))
+        else:
+            rows.append(("not measured", UNKNOWN, f"{'; '.join(titles)}: {_reason(why)}"))
     return rows
 
 
 def _reason(how: str) -> str:
-    return how.removeprefix("not measured: ")
+    why = how.removeprefix("not measured: ")
+    return _IN_PLAIN_WORDS.get(why.removeprefix("NVML says: "), why)
 
 
 def _rate(name: str, per_s: float) -> str:

@@ -302,3 +302,25 @@ def test_data_that_the_engine_refuses_is_told_at_the_launch() -> None:
     going_on = dataclasses.replace(view, answers=Answers(start="resume", resume_run="/runs/a"))
     assert "has no chat template" not in launch_page(going_on, 80).plain
     assert "fluxtrain train --resume /runs/a" in launch_page(going_on, 80).plain
+
+
+@pytest.mark.parametrize("width", [56, 76, 92])
+def test_a_machine_without_a_gpu_is_told_in_words_and_without_repeating_why(width: int) -> None:
+    none = "not measured: NVML says: NVML Shared Library Not Found"
+    rates: dict[str, Any] = {
+        name: {"per_s": None, "how": none}
+        for name in ("h2d_pinned", "d2h_pinned", "h2d_pageable", "gpu_matmul", "pin")
+    }
+    rates["host_copy"] = {"per_s": 1e10, "how": "256 MiB"}
+    machine = {
+        "cores": 1, "gpus": [], "memlock_limit_bytes": 8 << 20,
+        "unknown": {"gpus": "NVML says: NVML Shared Library Not Found"},
+    }  # fmt: skip
+    facts = read_machine_facts({"machine": machine, "disk": {}, "rates": rates})
+    shown = hardware_page(View(probe=Asked(value=facts)), width).plain
+    words = " ".join(shown.split())
+    assert "NVML" not in words and "no NVIDIA driver is installed here" in words
+    assert "not needed memory is page-locked for a GPU alone; limit 8.00 MiB" in words
+    assert "the bus to a GPU and back, GPU arithmetic: there is none" in words
+    assert "cores 1 " in words and words.count("not measured -") == 1
+    assert max(map(len, shown.splitlines())) <= width
