@@ -12,7 +12,9 @@ import io
 import os
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
     from fluxtrain.telemetry.launch import TrainerProcess
     from fluxtui.app import FluxApp
 
+LEAVING_S = 2.0  # what reads files gets so long to end
 SETTLED_S = 1.0  # after so long the first screens are drawn
 _EPILOG = """\
 Leaving the app never stops a training; --attach shows it again. Exit codes are those of
@@ -256,19 +259,57 @@ def show(make: Callable[[], FluxApp]) -> int:
     except BaseException:
         gc.enable()
         raise
+    others = set(threading.enumerate())
+    code = EXIT_BUG
     try:
-        asyncio.run(_until_left(app))
+        _run(app)
+        code = EXIT_BUG if app.return_code else EXIT_FINISHED
     finally:
         gc.enable()
-        if app.run_dir is not None:
-            print(printable(farewell(app.run_dir)))
-    return EXIT_BUG if app.return_code else EXIT_FINISHED
+        run_dir = app.run_dir
+        if run_dir is not None:
+            print(printable(_in_time(lambda: farewell(run_dir)) or f"{run_dir} does not answer"))
+        _leave_behind(set(threading.enumerate()) - others, code)
+    return code
+
+
+def _run(app: FluxApp) -> None:
+    """As `asyncio.run`, but it waits for no thread: one may hang in a file system for ever."""
+    loop = asyncio.new_event_loop()
+    try:
+        loop.run_until_complete(_until_left(app))
+    finally:
+        for task in asyncio.all_tasks(loop):
+            task.cancel()
+        loop.run_until_complete(asyncio.sleep(0))
+        loop.run_until_complete(loop.shutdown_asyncgens())
+        loop.close()
+
+
+def _in_time(what: Callable[[], str]) -> str | None:
+    """What it says; None when that takes too long."""
+    said: list[str] = []
+    thread = threading.Thread(target=lambda: said.append(what()), daemon=True)
+    thread.start()
+    thread.join(LEAVING_S)
+    return said[0] if said else None
+
+
+def _leave_behind(threads: Iterable[threading.Thread], code: int) -> None:
+    """End the process at once where a thread still hangs; the terminal is restored already."""
+    until_s = time.monotonic() + LEAVING_S
+    for thread in threads:
+        thread.join(max(0.0, until_s - time.monotonic()))
+        if thread.is_alive() and not thread.daemon:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
 
 
 async def _until_left(app: FluxApp) -> None:
     """Run the app so that a signal to end restores the terminal too."""
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGHUP):
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
         loop.add_signal_handler(number, app.exit)
     loop.call_later(SETTLED_S, _collect_again)
     await app.run_async()

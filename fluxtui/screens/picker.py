@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, cast
 from textual.app import ComposeResult
 from textual.binding import Binding
 from textual.containers import Vertical
+from textual.css.query import NoMatches
 from textual.screen import ModalScreen
 from textual.widgets import Static
 
@@ -55,19 +57,24 @@ class RunPicker(ModalScreen["RunPicker.Picked | None"]):
         self.run_worker(self._read, thread=True, exclusive=True)
 
     def _read(self) -> None:
-        runs = [run for run in list_runs(self._folder) if Path(run.path) != self._present]
+        runs: list[RunSummary] = []
+        with suppress(OSError):
+            runs = [run for run in list_runs(self._folder) if Path(run.path) != self._present]
         self.app.call_from_thread(self._show, runs)
 
     def _show(self, runs: Sequence[RunSummary]) -> None:
         self._runs = runs
-        self.query_one("#others").styles.height = min(MOST_ROWS, len(runs) + 1)
+        with suppress(NoMatches):  # left meanwhile
+            self.query_one("#others").styles.height = min(MOST_ROWS, len(runs) + 1)
         self.call_after_refresh(self.draw)
 
     def on_resize(self) -> None:
         self.call_after_refresh(self.draw)
 
     def draw(self) -> None:
-        """Draw the list."""
+        """Draw the list; nothing while the screen is not whole."""
+        if not self.query("#others"):
+            return
         others = self.query_one("#others", ScrollingLines)
         alone: Line = (("   no other run", "dim" if self._runs else "text"),)
         now_s, width = time.time(), others.size.width

@@ -21,6 +21,7 @@ from fluxtui.widgets.scrolling import ScrollingLines
 from fluxtui.widgets.spans import BLANK, Line
 
 REFRESH_PERIOD_S = 3.0
+NO_RUNS = "no runs here yet: n makes one"
 
 
 class RunsScreen(RunScreen):
@@ -33,6 +34,7 @@ class RunsScreen(RunScreen):
     def __init__(self) -> None:
         super().__init__()
         self.runs: Sequence[RunSummary] = ()
+        self._problem = ""
 
     def compose_body(self) -> ComposeResult:
         yield Lines(id="columns", classes="chrome")
@@ -52,11 +54,21 @@ class RunsScreen(RunScreen):
             self.run_worker(self._read, thread=True, exclusive=True, group="runs")
 
     def _read(self) -> None:
-        runs = list_runs(self.flux.runs_folder)
-        self.app.call_from_thread(self._show, runs)
+        runs: Sequence[RunSummary] = ()
+        problem = ""
+        try:
+            runs = list_runs(self.flux.runs_folder)
+        except OSError as error:
+            problem = f"{self.flux.runs_folder} cannot be read: {error.strerror}"
+        self.app.call_from_thread(self._show, runs, problem)
 
-    def _show(self, runs: Sequence[RunSummary]) -> None:
-        self.runs = runs
+    def _show(self, runs: Sequence[RunSummary], problem: str = "") -> None:
+        chosen = self.selected
+        self.runs, self._problem = runs, problem
+        if chosen is not None:  # the cursor stays on its run when others come or go
+            paths = [run.path for run in runs]
+            body = self.query_one("#body", ScrollingLines)
+            body.cursor = paths.index(chosen.path) if chosen.path in paths else body.cursor
         self.draw()
 
     @property
@@ -75,7 +87,7 @@ class RunsScreen(RunScreen):
         self.query_one("#columns", Lines).show([columns(width)], palette)
         attached = view.link.run_dir
         lines = [run_row(run, attached, view.wall_s or time.time(), width) for run in self.runs]
-        empty: list[Line] = [BLANK, (("  no runs here yet: n makes one", "dim"),)]
+        empty: list[Line] = [BLANK, ((f"  {self._problem or NO_RUNS}", "dim"),)]
         body.show_all(lines or empty, palette)
         detail = [] if self.selected is None else run_detail(self.selected, width)
         self.query_one("#detail", Lines).show(detail, palette)

@@ -51,8 +51,10 @@ class JournalSource:
         events: list[AnyEvent] = []
         try:
             events = self._journal.poll()
-        except (SchemaTooNew, OSError) as error:
+        except SchemaTooNew as error:
             problem = printable(str(error))
+        except OSError as error:
+            problem = printable(f"{self._run.journal} cannot be read: {error.strerror or error}")
         there = os.path.isdir(self._run.path)
         if self._was_there and not there:
             problem = printable(f"its folder is gone: {self._run.path}")
@@ -90,7 +92,11 @@ class JournalSource:
         if now_s - self._looked_s < LIVENESS_PERIOD_S:
             return
         self._looked_s = now_s
-        state = self._run.liveness()
+        try:
+            state = self._run.liveness()
+        except OSError:  # a folder that we may not look into tells nothing
+            self._process = "unknown"
+            return
         if state == "running":
             self._process = "alive"
         elif state == "new":  # no process has claimed it; ours closed its pipe when it ended

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from fluxtrain.telemetry.events import AnyEvent
+from fluxtrain.telemetry.printable import printable
 from fluxtrain.telemetry.reader import JournalFollower, SchemaTooNew
 from fluxtui.sources.source import Batch
 from fluxtui.state.link import Link
@@ -68,8 +69,10 @@ class ReplaySource:
         self._started_s = self._clock()
         try:
             self._events = JournalFollower(self._path).read_all()
-        except (SchemaTooNew, OSError) as error:
-            self._problem = str(error)
+        except SchemaTooNew as error:
+            self._problem = printable(str(error))
+        except OSError as error:
+            self._problem = printable(f"{self._path} cannot be read: {error.strerror or error}")
         if self._until_share is not None and self._events:
             first_s, last_s = self._events[0].wall_s, self._events[-1].wall_s
             end_s = first_s + (last_s - first_s) * self._until_share

@@ -69,7 +69,7 @@ class RunsVerbs(RunVerbs, ChartVerbs):
 
     def action_clone_run(self) -> None:
         """The wizard, filled with the selected run's configuration."""
-        from fluxtui.wizard.configuring import answers_from_config
+        from fluxtui.wizard.draft import answers_from_run
         from fluxtui.wizard.screen import WizardScreen
 
         run = self._selected()
@@ -81,8 +81,12 @@ class RunsVerbs(RunVerbs, ChartVerbs):
         elif not isinstance(config, dict):
             self._refused("clone", f"{run.run_id} has no readable run.json")
         else:
-            wizard = WizardScreen(answers_from_config(config), self.runs_folder)
-            self.push_screen(wizard, self._cloned)
+            try:
+                answers = answers_from_run(config)
+            except FluxTrainError as error:
+                self._refused("clone", f"{run.run_id}: {error}")
+                return
+            self.push_screen(WizardScreen(answers, self.runs_folder), self._cloned)
 
     def _cloned(self, launch: Any) -> None:
         if launch is not None:  # without one the list is still behind the wizard

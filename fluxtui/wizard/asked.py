@@ -9,6 +9,7 @@ from typing import Any, Generic, TypeVar
 
 from textual.screen import Screen
 
+from fluxtrain.errors import EXIT_BUG
 from fluxtui.wizard.engine import EngineRefused, ask_engine
 
 T = TypeVar("T")
@@ -86,6 +87,9 @@ class Question(Generic[T]):
                 *arguments, program=self._program, said=self._said, environment=environment
             )
             self.state = dataclasses.replace(self.state, value=self._read(answer))
+        except (AttributeError, LookupError, TypeError, ValueError, OverflowError) as error:
+            told = f"its answer cannot be understood: {type(error).__name__}: {error}"
+            self.state = dataclasses.replace(self.state, refusal=told, exit_code=EXIT_BUG)
         except EngineRefused as error:
             self.state = dataclasses.replace(
                 self.state, refusal=str(error), exit_code=error.exit_code

@@ -9,10 +9,11 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Mapping
+from pathlib import Path
 
 from fluxtrain.errors import BadInput
 from fluxtrain.telemetry.rundir import RunDir
-from fluxtui.wizard.answers import HUB_DATA, Answers, hub_id_problem, is_hub_id
+from fluxtui.wizard.answers import HUB_DATA, Answers, expanded, hub_id_problem, is_hub_id
 from fluxtui.wizard.configuring import answers_from_file
 from fluxtui.wizard.data_facts import Sample, demo_samples, read_data_file
 from fluxtui.wizard.known_runs import RESUMABLE, run_rows
@@ -94,6 +95,9 @@ def check_data(answers: Answers) -> Check:
 def _check_file(answers: Answers) -> Check:
     if not answers.config_path.strip():
         return Check(error="type the path of a configuration file, such as run.yaml", open=True)
+    place = Path(expanded(answers.config_path))
+    if place.exists() and not place.is_file():
+        return Check(error=f"{place} is no file: name one such as run.yaml")
     try:
         loaded = answers_from_file(answers.config_path, answers.overrides)
     except BadInput as error:

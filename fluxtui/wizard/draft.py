@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, get_args
 
+from fluxtrain.errors import BadInput
+from fluxtrain.telemetry.storage import read_json
 from fluxtui.wizard.answers import (
     DIAL,
     METHODS,
@@ -20,6 +22,7 @@ from fluxtui.wizard.answers import (
     ModelSource,
     StartSource,
 )
+from fluxtui.wizard.configuring import answers_from_config
 
 _ALLOWED: dict[str, tuple[str, ...]] = {
     "start": get_args(StartSource),
@@ -61,10 +64,10 @@ def save_draft(answers: Answers, path: Path) -> bool:
 def load_draft(path: Path) -> Answers | None:
     """The kept answers; None if there are none, they cannot be read, or they are the defaults."""
     try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        fields = read_json(path)
+        answers = _answers(fields) if fields is not None else None
+    except (TypeError, ValueError):
         return None
-    answers = _answers(fields) if isinstance(fields, dict) else None
     if answers is None or dataclasses.replace(answers, step="start") == Answers():
         return None
     return answers
@@ -79,19 +82,37 @@ def _answers(fields: dict[str, Any]) -> Answers | None:
     known = {field.name for field in dataclasses.fields(Answers)}
     values = {name: value for name, value in fields.items() if name in known}
     for name, value in values.items():
-        if not _acceptable(name, value):
+        if not acceptable(name, value):
             return None
     values["overrides"] = tuple(values.get("overrides", ()))
     return Answers(**values)
 
 
-def _acceptable(name: str, value: object) -> bool:
+def acceptable(name: str, value: object) -> bool:
+    """Whether a field of the answers can have this value."""
     if name in _ALLOWED:
-        return value in _ALLOWED[name]
+        return isinstance(value, str) and value in _ALLOWED[name]
     if name in _NUMBERS:
-        return value is None or (isinstance(value, int) and value > 0)
+        return value is None or (type(value) is int and value > 0)
     if name == "overrides":
         return isinstance(value, list) and all(isinstance(item, str) for item in value)
     if name in ("base", "dial_settings"):
         return isinstance(value, dict)
     return isinstance(value, str)
+
+
+def answers_from_run(config: dict[str, Any]) -> Answers:
+    """The wizard's answers out of a run's own record, which anybody may have written.
+
+    Raises:
+        BadInput: it holds what no configuration does.
+    """
+    try:
+        answers = answers_from_config(config)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise BadInput(f"its configuration cannot be understood: {error}") from error
+    for field in dataclasses.fields(Answers):
+        value = getattr(answers, field.name)
+        if field.name != "overrides" and not acceptable(field.name, value):
+            raise BadInput(f"its configuration cannot be understood: {field.name} is {value!r:.60}")
+    return answers

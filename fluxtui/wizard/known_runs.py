@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 
 from fluxtrain.telemetry.rundir import RunDir, RunSummary, list_runs
+from fluxtrain.telemetry.storage import read_json
 from fluxtrain.units import UNKNOWN, duration_text
 from fluxtui.wizard.answers import DEMO
 from fluxtui.wizard.asking import Option
@@ -66,8 +66,8 @@ def run_rows(run: RunSummary) -> tuple[tuple[str, str], ...]:
 
 def _model_path(run: RunDir) -> str | None:
     try:
-        path = json.loads(run.run.read_text("utf-8"))["config"]["model"]["path"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        path = (read_json(run.run) or {})["config"]["model"]["path"]
+    except (KeyError, TypeError):
         return None
     return path if isinstance(path, str) else None
 

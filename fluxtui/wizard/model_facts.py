@@ -15,6 +15,7 @@ from typing import Any
 
 from fluxtrain.errors import BadInput
 from fluxtrain.methods.model_files import ModelFiles, check_model_folder
+from fluxtrain.telemetry.storage import open_to_read
 from fluxtrain.units import bytes_text, count_text
 from fluxtui.words import counted
 
@@ -115,8 +116,8 @@ def _licence(folder: Path, config: Mapping[str, Any]) -> str | None:
     if isinstance(config.get("license"), str):
         return str(config["license"])
     try:
-        with (folder / "README.md").open(encoding="utf-8", errors="replace") as card:
-            head = card.read(_CARD_BYTES)
+        with open_to_read(folder / "README.md") as card:
+            head = card.read(_CARD_BYTES).decode("utf-8", "replace")
     except OSError:
         return None
     front = head.removeprefix("---").partition("\n---")[0] if head.startswith("---") else ""

@@ -53,11 +53,8 @@ async def still(pilot: Pilot[None]) -> None:
 
 def text_of(app: FluxApp) -> str:
     """What the screen in front shows, without colours."""
-    screen = app.screen
-    return "\n".join(
-        "".join(segment.text for segment in screen._compositor.render_strips()[y])
-        for y in range(screen.size.height)
-    )
+    strips = app.screen._compositor.render_strips()
+    return "\n".join("".join(segment.text for segment in strip) for strip in strips)
 
 
 def notes(app: FluxApp) -> list[str]:

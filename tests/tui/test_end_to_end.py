@@ -21,6 +21,7 @@ import termios
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import psutil
 import pyte
@@ -335,6 +336,41 @@ def test_a_crash_of_the_app_restores_the_terminal_and_leaves_training_alone(desk
     desk.until_state("running")
     watching = desk.open("--attach", "last")
     watching.until("RUNNING")
+
+
+HANGING = """
+import sys, threading
+from fluxtrain.telemetry.rundir import RunDir
+from fluxtui import launch
+from fluxtui.sources.journal import JournalSource
+polls = []
+def hang(*_):
+    polls.append(1)
+    if len(polls) > 1:
+        open(sys.argv[2] + "/hangs", "w").close()
+        threading.Event().wait()
+    return poll(*_)
+poll, JournalSource.poll = JournalSource.poll, hang
+def summed_up(self):
+    return threading.Event().wait() if len(polls) > 1 else summary(self)
+summary, RunDir.summary = RunDir.summary, summed_up
+sys.exit(launch.main(sys.argv[1:]))
+"""
+
+
+def test_a_file_system_that_never_answers_again_keeps_nobody_from_leaving(
+    desk: Desk, made: ModuleType
+) -> None:
+    run = desk.runs / "stuck"
+    made.write(run / "events.ndjson", made.training(20))
+    terminal = desk.run([sys.executable, "-P", "-c", HANGING, "--attach", str(run)])
+    terminal.until("step 20/200")
+    while not (run / "hangs").exists():
+        terminal.read(0.1)
+    terminal.press("q")
+    assert terminal.ends() == 0
+    assert RESTORED in terminal.output
+    assert "does not answer" in terminal.text
 
 
 def test_a_trainer_that_ends_before_its_first_word_is_seen_by_the_app(desk: Desk) -> None:

@@ -26,6 +26,7 @@ import msgspec
 from fluxtrain.errors import BadInput, FluxTrainError
 
 REQUEST_LIMIT_BYTES = 1 << 16
+ANSWER_LIMIT_BYTES = 1 << 20
 CLIENT_IDLE_S = 30.0
 CLIENTS_LIMIT = 32
 ADDRESS_LIMIT_BYTES = 100  # sun_path holds 108 with its NUL
@@ -208,7 +209,7 @@ def send_command(
                 f"the trainer of {path.parent} did not answer {command!r} in {timeout_s:g} s: "
                 "it may be stopped or swapping; try again, or look at engine.log"
             ) from error
-        except (OSError, msgspec.DecodeError) as error:
+        except (OSError, msgspec.DecodeError, RecursionError) as error:
             raise NotReachable(f"cannot talk to the trainer of {path.parent}: {error}") from error
 
 
@@ -223,6 +224,8 @@ def _receive_line(connection: socket.socket, deadline_s: float) -> bytes:
         if not data:
             raise ConnectionResetError("it ended before it answered")
         received += data
+        if len(received) > ANSWER_LIMIT_BYTES:
+            raise OSError("its answer has no end")
     return bytes(received)
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from fluxtrain.telemetry.events import FRAME_LIMIT_BYTES, AnyEvent
 from fluxtrain.telemetry.frames import Skipped, classify_line, decode_line
-from fluxtrain.telemetry.storage import storage_error
+from fluxtrain.telemetry.storage import open_to_read, storage_error
 
 TAIL_BYTES = 64 * FRAME_LIMIT_BYTES
 
@@ -88,7 +88,7 @@ def read_events(path: Path, on_skipped: list[Skipped] | None = None) -> Iterator
 def tail_lines(path: Path, limit_bytes: int = TAIL_BYTES) -> list[bytes]:
     """The whole lines in the last `limit_bytes` of a file, newest first; [] without a file."""
     try:
-        with open(path, "rb") as file:
+        with open_to_read(path) as file:
             size = file.seek(0, os.SEEK_END)
             start = max(0, size - limit_bytes)
             file.seek(start)

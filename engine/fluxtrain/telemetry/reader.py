@@ -13,6 +13,7 @@ from pathlib import Path
 from fluxtrain.telemetry.events import FRAME_LIMIT_BYTES, AnyEvent
 from fluxtrain.telemetry.frames import SchemaTooNew, Skipped, classify_line, decode_line
 from fluxtrain.telemetry.printable import is_plain, printable_texts
+from fluxtrain.telemetry.storage import open_to_read
 
 __all__ = ["JournalFollower", "PipeReader", "SchemaTooNew", "decode_line"]
 
@@ -76,7 +77,7 @@ class JournalFollower:
         Raises `SchemaTooNew` for a run of another major version.
         """
         try:
-            with open(self.path, "rb", buffering=0) as file:
+            with open_to_read(self.path) as file:
                 return self._read(file)
         except FileNotFoundError:
             return []

@@ -33,11 +33,18 @@ from fluxtrain.telemetry.frames import SchemaTooNew, decode_line
 from fluxtrain.telemetry.journal import tail_lines
 from fluxtrain.telemetry.printable import printable
 from fluxtrain.telemetry.process import ProcessMark
-from fluxtrain.telemetry.storage import check_space, read_json, storage_error, write_json
+from fluxtrain.telemetry.storage import (
+    check_space,
+    open_to_read,
+    read_json,
+    storage_error,
+    write_json,
+)
 
 RunState = Literal["running", "finished", "failed", "interrupted", "dead", "new"]
 
 RUN_SPACE_BYTES = 1 << 20  # a run that cannot even write its journal need not start
+MARK_LIMIT_BYTES = 1 << 16
 REMOTE_SILENCE_S = 30.0  # a run on another host is dead when its journal is silent for longer
 
 
@@ -206,8 +213,9 @@ class RunDir:
     def user(self) -> ProcessMark | None:
         """The process that last locked the directory and did not release it."""
         try:
-            return msgspec.json.decode(self.pid.read_bytes(), type=ProcessMark)
-        except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+            with open_to_read(self.pid) as file:
+                return msgspec.json.decode(file.read(MARK_LIMIT_BYTES), type=ProcessMark)
+        except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return None
 
     def silence_s(self) -> float | None:
@@ -304,7 +312,7 @@ def list_runs(root: Path | str | None = None) -> list[RunSummary]:
     summaries = []
     for path in root.iterdir():
         run = RunDir(path)
-        with contextlib.suppress(FileNotFoundError, PermissionError):  # removed, or another user's
+        with contextlib.suppress(OSError):  # removed, another user's, or on a dead mount
             if run.journal.exists() or run.run.exists() or run.pid.exists():
                 summaries.append(run.summary())
     return sorted(summaries, key=lambda one: (one.started_s, one.run_id), reverse=True)
@@ -334,8 +342,8 @@ def _glance(line: bytes) -> AnyEvent | None:
 
 def _first_hello(journal: Path) -> Hello | None:
     try:
-        with open(journal, "rb") as file:
-            event = _glance(file.readline(1 << 16))
+        with open_to_read(journal) as file:
+            event = _glance(file.read(1 << 16).partition(b"\n")[0])
     except OSError:
         return None
     return event if isinstance(event, Hello) else None

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import os
 import shutil
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import msgspec
 from fluxtrain.errors import BadInput, FluxTrainError, NoSpace
 from fluxtrain.units import bytes_text
 
+JSON_LIMIT_BYTES = 32 << 20  # a plan of a hundred thousand blocks is smaller
 NO_SPACE_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
@@ -75,11 +78,27 @@ def write_json(path: Path, value: Any) -> None:
     write_bytes(path, msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n")
 
 
-def read_json(path: Path) -> dict[str, Any] | None:
-    """The object in `path`, or None when it is missing or not a JSON object."""
+def open_to_read(path: Path) -> io.FileIO:
+    """A file without a buffer; OSError where it is a pipe or a device: reading may never end."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", os.fspath(path))
+    except OSError:
+        os.close(descriptor)
+        raise
+    return io.FileIO(descriptor, "rb")
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """The object in `path`, or None when it is missing, no JSON object, or far too large."""
+    try:
+        with open_to_read(path) as file:
+            data = file.read(JSON_LIMIT_BYTES + 1)
+        if len(data) > JSON_LIMIT_BYTES:
+            return None
+        return msgspec.json.decode(data, type=dict[str, Any])
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
 
 
