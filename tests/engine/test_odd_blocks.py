@@ -14,7 +14,7 @@ from torch.nn.utils import parametrizations, weight_norm
 from torch.utils.checkpoint import checkpoint
 
 import fluxtrain
-from fluxtrain.errors import MisusedModel
+from fluxtrain.errors import MisusedModel, UnsupportedModel
 
 WIDTH = 8
 LAYOUTS: list[dict[str, Any]] = [
@@ -228,6 +228,12 @@ class Twice(Part):
         return self.drop(x) + self.again(torch.relu_(self.linear(x)))
 
 
+class Sparse(Part):
+    def forward(self, x: Tensor) -> Tensor:
+        mix = torch.eye(WIDTH).to_sparse()
+        return x + torch.sparse.mm(mix, self.linear(x).flatten(0, 1).t()).t().view_as(x)
+
+
 class Wide(Part):
     """Other dtypes inside, and a module of torch's that asks whether its inputs are one tensor."""
 
@@ -253,6 +259,7 @@ PARTS: list[type[nn.Module]] = [
     Adapted,
     Reparametrised,
     Twice,
+    Sparse,
     Wide,
 ]
 DRAWING = {Drops, Twice}  # chunks draw other numbers than the whole
@@ -402,6 +409,16 @@ def test_a_weight_that_a_forward_writes_to_is_refused_by_name(
         model(x)
     with torch.no_grad(), pytest.raises(MisusedModel, match="after optimizer.step"):
         model(x)
+
+
+def test_complex_weights_are_refused_with_a_cure_that_keeps_their_imaginary_part() -> None:
+    class Turned(Part):
+        def __init__(self) -> None:
+            super().__init__()
+            self.turns = nn.Parameter(torch.randn(WIDTH, dtype=torch.cfloat))
+
+    with pytest.raises(UnsupportedModel, match="complex64.*view_as_real"):
+        fluxtrain.wrap(Stack(Turned(), Turned()))
 
 
 def test_a_block_that_runs_inside_of_itself_is_refused() -> None:

@@ -59,6 +59,8 @@ def saved_row_bytes(unit: Unit, tree: Tree, tensors: Sequence[Tensor]) -> int:
     weights = {p.untyped_storage().data_ptr() for p in unit.module.parameters()}
 
     def count(tensor: Tensor) -> None:  # keeping an output would tie it to its own graph for ever
+        if tensor.layout != torch.strided:  # sparse; its parts are hardly what fills a device
+            return
         address = tensor.untyped_storage().data_ptr()
         if address not in weights:
             kept[address] = tensor.untyped_storage().nbytes()
