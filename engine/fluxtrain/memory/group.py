@@ -241,8 +241,8 @@ class Group:
         trained = parameter.requires_grad
         if trained and parameter.dtype not in TRAINED_DTYPES:
             raise UnsupportedModel(
-                f"{name} is {parameter.dtype} and trained; bfloat16, float16 and float32 can be "
-                f"trained: {_cure(parameter.dtype)}"
+                f"{name} is {parameter.dtype} and trained; bfloat16, float16 and float32 can be: "
+                "convert first, model.to(torch.bfloat16); of complex ones torch.view_as_real(...)"
             )
         large = trained and parameter.numel() >= state_formats.LEAST_NARROW
         segment = self._segment(parameter.dtype, trained, self.states if large else "fp32")
@@ -398,9 +398,3 @@ class Group:
         return arena.tensor(torch.uint8, max(size_bytes, 1), 0), [
             arena.tensor(t, n, o) for t, n, o in spans
         ]
-
-
-def _cure(dtype: torch.dtype) -> str:
-    if dtype.is_complex:  # a conversion would drop its imaginary part
-        return "register torch.view_as_real(...) of it, and torch.view_as_complex it in the forward"
-    return "convert first, model.to(torch.bfloat16)"
