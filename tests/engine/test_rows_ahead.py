@@ -11,8 +11,14 @@ from torch import Tensor, nn
 
 import fluxtrain
 from fluxtrain.errors import Diverged
+from fluxtrain.plan import tables
 from fluxtrain.stream.engine import Engine
-from tests.engine.row_models import by_rows, inputs, llama, wrapped
+from tests.engine.row_models import by_rows, equal, inputs, llama, trained, wrapped
+
+
+@pytest.fixture(autouse=True)
+def rows_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tables, "ROWS_FIRST", True)
 
 
 class Held:
@@ -176,3 +182,11 @@ def test_whoever_reads_the_table_itself_waits_for_it() -> None:
     model(**inputs(9))
     assert torch.equal(model.get_input_embeddings().weight.detach(), expected)  # type: ignore[operator]
     fluxtrain.sync(model)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_training_keeps_its_bits(tied: bool) -> None:
+    equal(
+        trained(llama(tie_word_embeddings=tied), "whole"),
+        trained(llama(tie_word_embeddings=tied), "rows"),
+    )

@@ -8,8 +8,8 @@ Each phase takes as long as the slowest of what runs at once in it. The forward 
 before the last block's update, so nothing of that overlaps with the loss. With deferred moments
 that update is the weights' pass; it moves 18 of 26 bytes a parameter, and so does the moments'
 pass, which is hidden under loss and backward. The forward begins when the embedding is updated and
-copied; of one that is looked up by rows these are computed and copied first, and its own update
-comes last, as moments do. Groups on the device cost
+copied, or the rows of it that are looked up (where those are computed first, its own update comes
+last, as moments do). Groups on the device cost
 no bus and no host update; of blocks whose weights are resident only the
 updated weights are copied, once a step; streamed ones are copied for the forward and again for the
 backward, in which their gradients go home on the other lane of the bus. The optimizer's and the

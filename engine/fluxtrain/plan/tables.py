@@ -18,6 +18,11 @@ LEAST_TABLE_BYTES = 64 << 20  # smaller ones are copied in a few milliseconds
 MOST_OF_TABLE = 0.5  # of its rows: beyond that its copies are no larger than those of rows
 _INDEX_BYTES = 8
 
+# Are the rows of the next batch computed ahead of their table's update (`stream/ahead.py`)? Their
+# copies are made by torch's threads, which then keep the kernels' threads from the cores: on two
+# busy ones a fifth of a table took longer than all of it. A kernel over rows ends that.
+ROWS_FIRST = False
+
 
 @dataclass(frozen=True, kw_only=True)
 class TableRows:
@@ -47,7 +52,7 @@ class TableRows:
     def computed_first(self) -> bool:
         """Can the rows be updated before the table? Blocks of 8-bit states must not be cut."""
         width = self.table.trained // self.table.table_rows
-        return self.table.states != "8bit" or width % STATE_BLOCK == 0
+        return ROWS_FIRST and (self.table.states != "8bit" or width % STATE_BLOCK == 0)
 
     @property
     def gradient_bytes(self) -> int:
@@ -94,7 +99,7 @@ def reason(facts: ModelFacts, wishes: Wishes, batch_rows: int, *, at_home: bool)
     if found.tied:
         return (
             f"the forward begins with {bytes_text(found.weight_bytes)} of {table.name} at most: "
-            f"the head's {size} are updated and copied meanwhile"
+            f"the head's {size} are copied meanwhile"
         )
     return (
         f"a batch looks at {count_text(found.rows)} of the {count_text(table.table_rows)} rows of "

@@ -4,8 +4,8 @@ With deferred moments these jobs write the weights alone, all that the next forw
 one a group follows for m and v, the last group first: in that order the next backward overwrites
 the gradients, which both jobs read.
 
-A table whose rows are looked up is updated last: what the next forward needs of it is computed
-ahead of its job (`rows_ahead`).
+Where `tables.ROWS_FIRST` says so, a table whose rows are looked up is updated last: what the next
+forward needs of it is computed ahead of its job (`rows_ahead`).
 
 Who waits: a job waits for its group's gradients and for the norm; an upload of a group waits for
 that group's first job; whoever else touches the group at home waits for both (`Group.wait`), the
@@ -39,6 +39,7 @@ from fluxtrain.optim.stepping import (
     step_on_host_,
     step_weights_on_host_,
 )
+from fluxtrain.plan import tables
 from fluxtrain.plan.states import STATE_BLOCK
 from fluxtrain.stream.ahead import weights_of_rows
 from fluxtrain.stream.norm import GradNorm
@@ -264,15 +265,15 @@ def _in_order(work: Iterable[Group]) -> list[Group]:
     """That of the forward pass, but a table whose rows are computed ahead comes last; one that the
     head needs whole, early enough for its copy."""
     order = list(work)
-    for table in [group for group in order if _looks_ahead(group)]:
-        order.remove(table)
-        order.insert(len(order) if table.by_rows else 3 * len(order) // 4, table)
+    for group in [group for group in order if _looks_ahead(group)]:
+        order.remove(group)
+        order.insert(len(order) if group.by_rows else 3 * len(order) // 4, group)
     return order
 
 
 def _looks_ahead(group: Group) -> bool:
     """Does the forward read rows of it, which can be computed before its own turn?"""
-    if group.rows is None or group.home == "device":
+    if group.rows is None or group.home == "device" or not tables.ROWS_FIRST:
         return False
     segment = group.members[0].segment
     return segment.format != "8bit" or group.rows.width % STATE_BLOCK == 0
