@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import fcntl
 import os
 import pty
@@ -246,6 +247,16 @@ def test_a_suspended_app_comes_back(terminal: Terminal) -> None:
     terminal.process.send_signal(signal.SIGCONT)
     os.write(terminal.end, b"4")
     terminal.read_until(b"Gradient norm")
+
+
+def test_what_is_copied_reaches_the_clipboard_of_the_terminal_itself(terminal: Terminal) -> None:
+    """As OSC 52, so that it works through ssh too."""
+    terminal.read_until(b"Device memory")
+    os.write(terminal.end, b"Y")
+    terminal.read_until(rb"\x1b\]52;c;[A-Za-z0-9+/=]{20,}")
+    copied = re.search(rb"\x1b\]52;c;([A-Za-z0-9+/=]+)", terminal.seen)
+    assert copied is not None
+    assert base64.b64decode(copied[1]).startswith(b"fluxtrain-tui --attach /")
 
 
 def colours_in(output: bytes) -> set[str]:
