@@ -65,6 +65,7 @@ def trained(model: nn.Module, plan: RunPlacement, batch: dict[str, Tensor], step
         offload=plan.offload,
         chunk_rows=plan.chunk_rows,
         device_groups=plan.device_groups,
+        device_first=plan.device_first,
         resident_blocks=plan.resident_blocks,
         kept_blocks=plan.kept_blocks,
         embedding=plan.embedding,

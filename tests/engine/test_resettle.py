@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 
 import fluxtrain
-from fluxtrain.errors import DoesNotFit
+from fluxtrain.errors import BadInput, DoesNotFit
 from fluxtrain.memory.group import Group
 from fluxtrain.memory.window import Window
 from fluxtrain.plan import states as state_formats
@@ -62,11 +63,14 @@ class Training:
         batch: Callable[..., Any],
         states: Any = "fp32",
         offload: Any = "weights",
+        device_first: Any = "embedding",
     ) -> None:
-        self.ground = ground_of(model, states, offload)
+        found = ground_of(model, states, offload)
+        self.ground = replace(found, layout=replace(found.layout, device_first=device_first))
         self.model = fluxtrain.wrap(
-            model, device="cpu", offload=offload, chunk_rows=2, overlap=True, states=states
-        )
+            model, device="cpu", offload=offload, chunk_rows=2, overlap=True, states=states,
+            device_first=device_first,
+        )  # fmt: skip
         self.engine = engine_of(self.model)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         self.batch = batch
@@ -89,9 +93,12 @@ class Training:
 
 @pytest.fixture
 def training(tiny: Any, batch: Any) -> Callable[..., Training]:
-    def fresh(states: Any = "fp32", family: str = "llama", offload: str = "weights") -> Training:
+    def fresh(
+        states: Any = "fp32", family: str = "llama", offload: str = "weights",
+        device_first: str = "embedding",
+    ) -> Training:  # fmt: skip
         model = tiny(family, torch.bfloat16, num_hidden_layers=LAYERS)
-        return Training(model, batch, states, offload)
+        return Training(model, batch, states, offload, device_first)
 
     return fresh
 
@@ -237,6 +244,38 @@ def test_whole_parts_move_to_the_device_and_back_with_the_same_bits(
     assert turned.steps(2) == plain.steps(2)
     assert all(torch.equal(a, b) for a, b in zip(turned.weights(), plain.weights(), strict=True))
     assert turned.engine.memory().device_by["weights"] == planned.device_by["weights"]
+
+
+def test_blocks_can_move_to_the_device_before_the_embedding_does(
+    training: Callable[..., Training],
+) -> None:
+    plain, turned = training(), training(device_first="blocks")
+    plain.steps(8)
+    for device_groups, resident in ((2, 0), (2, 2), (LAYERS + 1, 0), (0, 0)):
+        turned.steps(2)
+        knobs = Knobs(
+            prefetch=2, resident_blocks=resident, chunk_rows=2, device_groups=device_groups
+        )
+        turn(turned.engine, turned.ground, knobs)
+        used, need = turned.engine.memory().device_by, turned.ground.need(knobs)
+        assert (used["weights"], used["optimizer"]) == (need.weights_bytes, need.optimizer_bytes)
+        letters = turned.engine.residency().optimizer
+        assert letters == ("G" * min(device_groups, LAYERS)).ljust(LAYERS, "C")
+        embedding = turned.engine.groups[0]
+        assert embedding.home == ("device" if device_groups > LAYERS else "host")
+    assert turned.losses == plain.losses
+    assert all(torch.equal(a, b) for a, b in zip(turned.weights(), plain.weights(), strict=True))
+
+
+def test_a_model_is_wrapped_with_its_first_blocks_on_the_device_and_the_embedding_at_home(
+    tiny: Any,
+) -> None:
+    model = tiny("llama", torch.bfloat16, num_hidden_layers=LAYERS)
+    fluxtrain.wrap(model, device="cpu", offload="weights", device_groups=2, device_first="blocks")
+    homes = [group.home for group in engine_of(model).groups]
+    assert homes == ["host", "device", "device"] + ["host"] * (len(homes) - 3)
+    with pytest.raises(BadInput, match=r"device_first is 'head': use embedding or blocks"):
+        fluxtrain.wrap(tiny("llama", torch.bfloat16), device="cpu", device_first="head")
 
 
 def test_a_moved_state_is_the_optimizers_and_survives_its_export(

@@ -7,7 +7,14 @@ from dataclasses import replace
 import pytest
 
 from fluxtrain.plan.facts import GroupFacts, ModelFacts, RowFacts
-from fluxtrain.plan.footprint import Footprint, Layout, activation_estimate, footprint, slot_count
+from fluxtrain.plan.footprint import (
+    Footprint,
+    Layout,
+    activation_estimate,
+    footprint,
+    parted,
+    slot_count,
+)
 from fluxtrain.units import MIB
 
 VOCABULARY, LENGTH, ROWS, CHUNK = 151_936, 1024, 8, 4
@@ -256,3 +263,19 @@ def test_loose_parameters_are_on_the_device_in_every_layout() -> None:
     for offload in ("none", "optimizer", "weights", "max"):
         found = need(facts, offload=offload)
         assert found.weights_bytes == need(small(), offload=offload).weights_bytes + 1000
+
+
+def test_the_embedding_or_the_blocks_go_to_the_device_first() -> None:
+    facts = large()
+    kinds = [group.kind for group in facts.groups]
+    assert kinds[0] == "edge"
+    assert "block" not in kinds[-2:]  # last norm and head
+    assert parted(facts.groups, 2, "embedding") == (facts.groups[:2], facts.groups[2:])
+    blocks, others = parted(facts.groups, 2, "blocks")
+    assert blocks == facts.groups[1:3]
+    assert others == (facts.groups[0], *facts.groups[3:])
+    most, rest = parted(facts.groups, facts.layers + 1, "blocks")
+    assert most == facts.groups[:-2]  # in forward order
+    assert rest == facts.groups[-2:]
+    for first in ("embedding", "blocks"):
+        assert parted(facts.groups, len(facts.groups), first) == (facts.groups, ())

@@ -119,6 +119,7 @@ def layout(plan: RunPlacement) -> Layout:
     return Layout(
         offload=plan.offload,
         device_groups=plan.device_groups,
+        device_first=plan.device_first,
         resident_blocks=plan.resident_blocks,
         boundaries=plan.boundaries,
         kept_blocks=plan.kept_blocks,

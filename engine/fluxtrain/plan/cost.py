@@ -21,6 +21,9 @@ place of the matmul rate and of the class's constants. Two more things are known
 groups that live on the device, which come after the backward pass and overlap with nothing, and how
 fast the host can queue the work of a GPU, which no step is shorter than.
 
+Where the update binds the forward, its last group is still to be copied and computed with when that
+ends.
+
 Without a GPU everything is done by the same cores, so nothing overlaps. What a group at home costs
 there beside its bytes (threads that start and wait, bookkeeping) was then tried too.
 """
@@ -148,6 +151,7 @@ def cost(
     update_s, moments_s = _host_updates(facts, layout, rates)
     beside_s = _beside_bytes(facts, layout, rates)
     start_s, last_s = _start(facts, layout, rates)
+    end_s = _end(facts, layout, rates, forward_s)
     once, streamed, home = _traffic(facts, layout)
     carried = _boundary_bytes(facts, layout)
     up = rates.h2d_bytes_per_s or rates.copy_bytes_per_s
@@ -168,7 +172,7 @@ def cost(
         seconds += beside_s - (last_s if exact else 0.0)
         binding = _binding([*phases, {"update": update_s}], together=False)
     elif exact:
-        phases[0] |= {"update": update_s - last_s, "compute": forward_s + start_s}
+        phases[0] |= {"update": update_s - last_s + end_s, "compute": forward_s + start_s}
         seconds = sum(max(phase.values()) for phase in phases) + device_update_s
         binding = _binding(phases, together=True)
     else:
@@ -300,6 +304,24 @@ def _start(facts: ModelFacts, layout: Layout, rates: Rates) -> tuple[float, floa
         return update_s + touched_s, 0.0
     last_s = 0.0 if by_rows.tied else update_s  # the head waits for the whole of it
     return update_s * by_rows.rows / first.table_rows + touched_s, last_s
+
+
+def _end(facts: ModelFacts, layout: Layout, rates: Rates, forward_s: float) -> float:
+    """Seconds from the last update that the forward waits for to its end: the last block is copied
+    and computed while what follows it is updated, a head is copied (and computed with later)."""
+    up = rates.h2d_bytes_per_s or rates.copy_bytes_per_s
+    block_s = forward_s / max(1, facts.layers)
+    end_s = meanwhile_s = 0.0
+    for group in reversed(homes(facts, layout)[1]):
+        if not group.trained or group is facts.table:
+            continue
+        is_block = group.kind == "block"
+        left_s = group.weight_bytes / up + (block_s if is_block else 0.0)
+        end_s = max(end_s, left_s - meanwhile_s)
+        if is_block:
+            break
+        meanwhile_s += _host_update(group, layout, rates)[0]
+    return end_s
 
 
 def _traffic(facts: ModelFacts, layout: Layout) -> tuple[int, int, int]:

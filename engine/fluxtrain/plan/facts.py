@@ -10,6 +10,7 @@ from fluxtrain.plan.states import MomentFormat, StateFormat, moment_bytes
 
 Offload = Literal["none", "optimizer", "weights", "max"]
 Boundaries = Literal["device", "host"]
+DeviceFirst = Literal["embedding", "blocks"]  # which groups live on the device before others do
 Embedding = Literal["whole", "rows"]  # what of it is copied to the device
 OFFLOADS: tuple[Offload, ...] = ("none", "optimizer", "weights", "max")  # least offload first
 
@@ -194,6 +195,7 @@ class Wishes:
     batch_rows: int | None = None
     chunk_rows: int | None = None
     device_groups: int | None = None  # or all, if the model has fewer
+    device_first: DeviceFirst | None = None
     resident_blocks: int | None = None  # or all that are at home on the host
     kept_blocks: int | None = None  # or all whose weights are on the device
     budget_bytes: int | None = None

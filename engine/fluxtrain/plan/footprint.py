@@ -1,7 +1,7 @@
 """How many bytes a layout of a model takes on the device and on the host. Pure arithmetic.
 
-The first `device_groups` groups in forward order live on the device altogether: weights, gradients
-and optimizer states (14 bytes a trained bf16 parameter, 16 an fp16 or fp32 one). The other groups
+`device_groups` groups (`parted` says which) live on the device altogether: weights, gradients and
+optimizer states (14 bytes a trained bf16 parameter, 16 an fp16 or fp32 one). The other groups
 are at home on the host with all of that, and of their weights the device has
 
 | offload   | edges | blocks                                                | boundary activations |
@@ -26,10 +26,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 from fluxtrain.plan.facts import (
     FP32_BYTES,
     Boundaries,
+    DeviceFirst,
     Embedding,
     GroupFacts,
     ModelFacts,
@@ -61,7 +63,8 @@ class Layout:
     """One way to run the model."""
 
     offload: Offload
-    device_groups: int = 0  # the first ones; with `none` all, whatever is said here
+    device_groups: int = 0  # with `none` all, whatever is said here
+    device_first: DeviceFirst = "embedding"  # which ones those are: see `parted`
     resident_blocks: int = 0  # the first ones at home; with `optimizer` all
     kept_blocks: int = 0  # of those whose weights are on the device, or all of them
     boundaries: Boundaries = "device"  # where they wait; with `max` on the host, whatever is said
@@ -162,12 +165,37 @@ def _gradients_at_home(at_home: Sequence[GroupFacts], layout: Layout) -> int:
     return sum(min(count, ring_depth(size)) * size for (_, size), count in alike.items())
 
 
+class Placed(Protocol):
+    """What can live on the device: a block, or a part outside the blocks (an edge)."""
+
+    @property
+    def kind(self) -> str: ...
+
+
+_P = TypeVar("_P", bound=Placed)
+
+
+def parted(
+    groups: Sequence[_P], count: int, first: DeviceFirst
+) -> tuple[tuple[_P, ...], tuple[_P, ...]]:
+    """Of `groups` in forward order the `count` that live on the device, and the others: with the
+    embedding first in forward order, else all blocks before what stands outside of them."""
+    if first == "embedding":
+        return tuple(groups[:count]), tuple(groups[count:])
+    order = sorted(range(len(groups)), key=lambda at: groups[at].kind != "block")
+    chosen = set(order[:count])
+    return (
+        tuple(group for at, group in enumerate(groups) if at in chosen),
+        tuple(group for at, group in enumerate(groups) if at not in chosen),
+    )
+
+
 def homes(
     facts: ModelFacts, layout: Layout
 ) -> tuple[tuple[GroupFacts, ...], tuple[GroupFacts, ...]]:
     """The groups that live on the device, and those at home on the host."""
     count = len(facts.groups) if layout.offload == "none" else layout.device_groups
-    return facts.groups[:count], facts.groups[count:]
+    return parted(facts.groups, count, layout.device_first)
 
 
 def passing_bytes(facts: ModelFacts, layout: Layout) -> int:

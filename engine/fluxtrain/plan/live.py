@@ -4,7 +4,7 @@
 |-------------------|---------------------------------------------|------------------------|
 | `prefetch`        | blocks copied ahead of the one that computes | yes                    |
 | `resident_blocks` | blocks whose weights stay on the device      | yes                    |
-| `device_groups`   | first parts that live there with their states | yes                   |
+| `device_groups`   | parts that live there with their states, those that the plan has first | yes |
 | `kept_blocks`     | blocks with weights there that keep activations | yes                |
 | `chunk_rows`      | rows computed at once inside a block         | no, summed in another order |
 """

@@ -27,7 +27,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fluxtrain.errors import BadInput, DoesNotFit
-from fluxtrain.plan.facts import OFFLOADS, Boundaries, Embedding, ModelFacts, Offload, Room, Wishes
+from fluxtrain.plan.facts import (
+    OFFLOADS,
+    Boundaries,
+    DeviceFirst,
+    Embedding,
+    ModelFacts,
+    Offload,
+    Room,
+    Wishes,
+)
 from fluxtrain.plan.footprint import Footprint, Layout, kept_count, slot_count
 from fluxtrain.plan.reasons import choices_of, refusal
 from fluxtrain.plan.search import AUTO_SHARE, Search
@@ -45,7 +54,7 @@ class Placement:
     """Where the bytes go, what that is predicted to take, and why."""
 
     offload: Offload
-    device_groups: int  # first groups in forward order with states and gradients on the device
+    device_groups: int  # so many groups with states and gradients on the device
     boundaries: Boundaries  # where they wait between forward and backward
     resident_blocks: int  # first of the other blocks, whose weights stay on the device
     slots: int  # shared by the blocks that are left
@@ -54,6 +63,7 @@ class Placement:
     need: Footprint  # predicted peaks
     chunk_rows: int | None  # None: chosen by `chunk_for` when a row is measured
     choices: tuple[ChoiceMade, ...]
+    device_first: DeviceFirst = "embedding"  # which groups those are
     embedding: Embedding = "whole"  # what of one at home is copied to the device
     deferred_moments: bool = False  # AdamW's, of groups at home: updated after all weights
     process_bytes: int = 0  # the program itself on the host, measured where a run is planned
@@ -101,6 +111,7 @@ def place(facts: ModelFacts, room: Room, wishes: Wishes) -> RunPlacement:
     return RunPlacement(
         offload=layout.offload,
         device_groups=layout.device_groups,
+        device_first=layout.device_first,
         boundaries="host" if layout.parks else "device",
         resident_blocks=layout.resident_blocks,
         slots=slot_count(facts, layout),
@@ -122,6 +133,7 @@ def place_for_any_rows(facts: ModelFacts, room: Room, wishes: Wishes) -> Placeme
     return Placement(
         offload=layout.offload,
         device_groups=layout.device_groups,
+        device_first=layout.device_first,
         boundaries="host" if layout.parks else "device",
         resident_blocks=layout.resident_blocks,
         slots=slot_count(facts, layout),
@@ -150,6 +162,8 @@ def _found(facts: ModelFacts, room: Room, wishes: Wishes) -> tuple[Search, Layou
             raise BadInput(f"{name} is {value}: use at least {least}, or leave it on auto")
     if wishes.boundaries not in ("auto", "device", "host"):
         raise BadInput(f"boundaries is {wishes.boundaries!r}: use auto, device or host")
+    if wishes.device_first not in (None, "embedding", "blocks"):
+        raise BadInput(f"device_first is {wishes.device_first!r}: use embedding or blocks")
     if wishes.embedding not in ("auto", "whole", "rows"):
         raise BadInput(f"embedding is {wishes.embedding!r}: use auto, whole or rows")
     search = Search(facts, room, wishes)

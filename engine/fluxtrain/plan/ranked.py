@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from fluxtrain.plan.cost import Cost, Rates, cost
-from fluxtrain.plan.facts import OFFLOADS, Offload
+from fluxtrain.plan.facts import OFFLOADS, DeviceFirst, Offload
 from fluxtrain.plan.footprint import Footprint, Layout, keepable_count, kept_block_bytes
 from fluxtrain.plan.moments import faster_of_both
 from fluxtrain.plan.search import CHUNK_TOKENS, Search
@@ -132,9 +132,10 @@ class Dial:
                 if offload == "none":
                     yield replace(whole, device_groups=every)
                     continue
-                for count in self._group_counts(offload):
-                    for resident in self._residents(offload, count):
-                        yield replace(whole, device_groups=count, resident_blocks=resident)
+                for count, first in self._device_groups(offload):
+                    placed = replace(whole, device_groups=count, device_first=first)
+                    for resident in self._residents(placed):
+                        yield replace(placed, resident_blocks=resident)
 
     def _starts(self) -> Iterator[Layout]:
         """Batches and chunks; on a GPU also with the boundaries on the host."""
@@ -158,8 +159,16 @@ class Dial:
             return (min(wished, every),)
         return range(every) if self.rates.has_gpu and offload != "optimizer" else (0,)
 
-    def _residents(self, offload: Offload, device_groups: int) -> list[int]:
-        blocks = self.search.home_blocks(device_groups)
+    def _device_groups(self, offload: Offload) -> Iterator[tuple[int, DeviceFirst]]:
+        wished: DeviceFirst | None = self.search.wishes.device_first
+        for count in self._group_counts(offload):
+            yield count, wished or "embedding"
+            if wished is None and self.rates.has_gpu and 0 < count < len(self.search.facts.groups):
+                yield count, "blocks"
+
+    def _residents(self, layout: Layout) -> list[int]:
+        offload = layout.offload
+        blocks = self.search.home_blocks(layout.device_groups, layout.device_first)
         wished = self.search.wishes.resident_blocks
         if offload == "optimizer":
             return [blocks]

@@ -172,7 +172,8 @@ def _device_groups(search: Search, layout: Layout) -> str:
     if layout.device_groups == len(groups):
         return f"all {len(groups)} fit"
     following = search.one_more_group(layout)
-    name = groups[layout.device_groups].name
+    before = homes(search.facts, layout)[0]
+    name = next(g.name for g in homes(search.facts, following)[0] if g not in before)
     return (
         "their updates need no host memory and no copies; "
         f"{name} as well would need {_room(search, following, spare=True)}"
@@ -180,7 +181,7 @@ def _device_groups(search: Search, layout: Layout) -> str:
 
 
 def _resident_blocks(search: Search, layout: Layout) -> str:
-    at_home = sum(group.kind == "block" for group in search.facts.groups[layout.device_groups :])
+    at_home = search.home_blocks(layout.device_groups, layout.device_first)
     if layout.offload == "none" or not at_home:
         return "every block lives on the device"
     if layout.offload == "optimizer":

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from fluxtrain.plan.facts import ModelFacts, Offload, Room, Wishes
-from fluxtrain.plan.footprint import Footprint, Layout, footprint, homes
+from fluxtrain.plan.facts import DeviceFirst, ModelFacts, Offload, Room, Wishes
+from fluxtrain.plan.footprint import Footprint, Layout, footprint, parted
 from fluxtrain.plan.tables import embedding_for
 
 AUTO_SHARE = 0.9  # of the budget, where the rule chooses; the rest is for fragmentation
@@ -102,7 +102,7 @@ class Search:
     def one_more_group(self, layout: Layout) -> Layout:
         """The same with the next group on the device, and no optional resident."""
         count = layout.device_groups + 1
-        kept = self._kept_blocks(count)
+        kept = self._kept_blocks(count, layout.device_first)
         return replace(layout, device_groups=count, resident_blocks=kept)
 
     def _rounds(self) -> tuple[tuple[Offload, ...], ...]:
@@ -123,6 +123,7 @@ class Search:
             eager=self.wishes.eager,
             boundaries="host" if self.wishes.boundaries == "host" else "device",
             kept_blocks=self.wishes.kept_blocks or 0,
+            device_first=self.wishes.device_first or "embedding",
             embedding=embedding_for(self.facts, self.wishes, 0),
             deferred_moments=bool(self.wishes.deferred_moments) and not self.wishes.eager,
         )
@@ -166,11 +167,12 @@ class Search:
         elif self.fills(layout) and self.wishes.device_groups is None:
             counts = list(range(every, -1, -1))
         streams = layout.offload in ("weights", "max")
+        least = self._kept_blocks if streams else self.home_blocks
         return [
             replace(
                 layout,
                 device_groups=count,
-                resident_blocks=self._kept_blocks(count) if streams else self.home_blocks(count),
+                resident_blocks=least(count, layout.device_first),
             )
             for count in counts
         ]
@@ -178,18 +180,18 @@ class Search:
     def _with_residents(self, layout: Layout) -> Layout:
         if self.wishes.resident_blocks is not None:
             return layout
-        for resident in range(self.home_blocks(layout.device_groups), 0, -1):
+        for resident in range(self.home_blocks(layout.device_groups, layout.device_first), 0, -1):
             fuller = replace(layout, resident_blocks=resident)
             if self.fits(fuller, spare=True):
                 return fuller
         return layout
 
-    def _kept_blocks(self, device_groups: int) -> int:
-        return min(self.wishes.resident_blocks or 0, self.home_blocks(device_groups))
+    def _kept_blocks(self, device_groups: int, first: DeviceFirst) -> int:
+        return min(self.wishes.resident_blocks or 0, self.home_blocks(device_groups, first))
 
-    def home_blocks(self, device_groups: int) -> int:
-        """Blocks at home on the host when the first `device_groups` groups are not."""
-        at_home = homes(self.facts, Layout(offload="weights", device_groups=device_groups))[1]
+    def home_blocks(self, device_groups: int, first: DeviceFirst) -> int:
+        """Blocks at home on the host when `device_groups` groups are not."""
+        at_home = parted(self.facts.groups, device_groups, first)[1]
         return sum(group.kind == "block" for group in at_home)
 
     def _pressure(self, layout: Layout) -> float:

@@ -66,6 +66,7 @@ def place_timed(
         ruled,
         offload=layout.offload,
         device_groups=layout.device_groups,
+        device_first=layout.device_first,
         boundaries="host" if layout.parks else "device",
         resident_blocks=layout.resident_blocks,
         kept_blocks=kept_count(facts, layout),
@@ -128,6 +129,7 @@ def _choices(
     told = {
         "offload": (layout.offload, "as set" if _is_set(dial) else offload),
         "device_groups": (layout.device_groups, because("device_groups", layout.device_groups)),
+        "device_first": (layout.device_first, because("device_first", layout.device_first)),
         "resident_blocks": (
             layout.resident_blocks,
             because("resident_blocks", layout.resident_blocks),

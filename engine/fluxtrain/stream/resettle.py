@@ -8,6 +8,7 @@ of a run that has that chunk, within rounding of this one.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -17,7 +18,7 @@ from fluxtrain.errors import DoesNotFit
 from fluxtrain.memory.group import Group
 from fluxtrain.memory.moving import new_home
 from fluxtrain.memory.window import Slot
-from fluxtrain.plan.footprint import Footprint
+from fluxtrain.plan.footprint import Footprint, parted
 from fluxtrain.stream.keepers import choose_keepers
 from fluxtrain.stream.optimizer_state import renew_state
 
@@ -37,21 +38,21 @@ def resettle(
 ) -> None:
     """Give `engine` this placement and chunk; between two steps, by the thread that drives it.
 
-    device_groups: the first so many groups live on the device; resident_blocks: the first so many
-    of the blocks at home on the host keep their weights there too; slots: shared by the other
-    blocks; kept_blocks: the first so many with weights on the device keep their activations; need:
-    the predicted peaks of all that, for the accounts.
+    device_groups: so many groups live on the device, those that `engine.plan.device_first` takes
+    first; resident_blocks: the first so many of the blocks at home on the host keep their weights
+    there too; slots: shared by the other blocks; kept_blocks: the first so many with weights on the
+    device keep their activations; need: the predicted peaks of all that, for the accounts.
 
     New memory is taken before any is given back, so that running out of it leaves everything as it
     was. Raises DoesNotFit then.
     """
     engine.flush()  # copies under way may wait for updates
     engine.gradients.drain()
-    device, at_home = engine.groups[:device_groups], engine.groups[device_groups:]
+    device, at_home = parted(engine.groups, device_groups, engine.plan.device_first)
     blocks = [group for group in at_home if group.kind == "block"]
     edges = [g for g in at_home if g.kind == "edge" and not (g.rows and g.by_rows)]
     fresh: list[Slot] = []
-    if any((g.home == "host") == (at < device_groups) for at, g in enumerate(engine.groups)):
+    if any(g.home == "host" for g in device) or any(g.home == "device" for g in at_home):
         engine.gradients.give_ring_back(engine.groups)  # it lends from one host group to another
     try:
         gone = _owned(engine, [*edges, *blocks[:resident_blocks]], fresh)
@@ -87,7 +88,7 @@ def resettle(
     engine.copy_ahead_for_the_next_step()
 
 
-def _tidy(engine: Engine, at_home: list[Group]) -> None:
+def _tidy(engine: Engine, at_home: Sequence[Group]) -> None:
     """After the moves: no memory stays for what is gone, and peaks are those of the new layout."""
     for group in engine.groups:
         if group.rows is not None and group.home == "device":

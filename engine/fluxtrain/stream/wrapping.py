@@ -15,6 +15,7 @@ from fluxtrain.hardware.machine import read_machine
 from fluxtrain.memory.device import open_device
 from fluxtrain.memory.group import Group
 from fluxtrain.plan.facts import Room, Wishes
+from fluxtrain.plan.footprint import parted
 from fluxtrain.plan.placement import place_for_any_rows
 from fluxtrain.plan.states import StateFormat
 from fluxtrain.stream.adoption import install as install_adoption
@@ -39,6 +40,7 @@ def wrap(  # noqa: PLR0913  # each is one choice of the user, by keyword
     budget_bytes: int | None = None,
     resident_blocks: int | None = None,
     device_groups: int | None = None,
+    device_first: str = "embedding",
     kept_blocks: int = 0,
     states: StateFormat = "fp32",
     boundaries: str = "auto",
@@ -50,7 +52,6 @@ def wrap(  # noqa: PLR0913  # each is one choice of the user, by keyword
 
     The model is used as before: forward, backward, `torch.optim.AdamW`, `clip_grad_norm_`,
     `state_dict`, `generate`. Weights, gradients and optimizer states live where `offload` says:
-
     - `none`: all on the device; `optimizer`: weights there, gradients and states on the host;
     - `weights`: blocks' weights stream in too (`resident_blocks` of them stay); `max`: with the
       fewest slots, boundary activations on the host; `auto`: by free memory (see `engine.plan`).
@@ -59,8 +60,8 @@ def wrap(  # noqa: PLR0913  # each is one choice of the user, by keyword
     overlap: `optimizer.step()` returns at once and each block of the next forward waits for its own
     update; call `fluxtrain.sync(model)` before reading weights through tensors taken earlier.
     budget_bytes: device memory to plan for (None: what is free).
-    device_groups: so many first parts of the model (embedding, then blocks) live on the device with
-    gradients and optimizer states (None: with `weights` by memory, with `none` all, else 0).
+    device_groups: so many parts (embedding, then blocks; with `device_first="blocks"` those first)
+    live on the device with gradients and states (None: `weights` by memory, `none` all, else 0).
     kept_blocks: so many blocks with weights on the device keep activations, not computed again.
     boundaries: where blocks' inputs wait for backward, `device`, `host` or `auto` (host with `max`)
     states: how AdamW's two moments are kept: `fp32`, `bf16` (rounded at random) or `8bit`
@@ -69,7 +70,6 @@ def wrap(  # noqa: PLR0913  # each is one choice of the user, by keyword
     embedding: at home on the host it is copied to the device `whole`, or only the `rows` that a
     batch looks up (`auto`: of a large one); these read the ids on the host.
     deferred_moments: AdamW on the host writes all weights first, fp32 moments later: the same bits.
-
     Wrapping twice is wrapping once. Raises UnsupportedModel, BadInput or DoesNotFit.
     """
     if "_fluxtrain_engine" in getattr(model, "__dict__", {}):
@@ -80,6 +80,7 @@ def wrap(  # noqa: PLR0913  # each is one choice of the user, by keyword
         boundaries=boundaries,  # type: ignore[arg-type]
         chunk_rows=chunk_rows,
         device_groups=device_groups,
+        device_first=device_first,  # type: ignore[arg-type]
         resident_blocks=resident_blocks,
         kept_blocks=kept_blocks,
         budget_bytes=budget_bytes,
@@ -246,8 +247,10 @@ def _settle(engine: Engine, groups: dict[str, Group]) -> None:
     """Move every group's weights home, one group at a time, so that no second copy of the model
     ever exists."""
     engine.groups = [g for g in groups.values() if g.members]
-    for position, group in enumerate(engine.groups):
-        at_device = position < engine.plan.device_groups
+    plan = engine.plan
+    on_device = set(parted(engine.groups, plan.device_groups, plan.device_first)[0])
+    for group in engine.groups:
+        at_device = group in on_device
         group.settle(
             "device" if at_device else "host",
             engine.device.torch_device,

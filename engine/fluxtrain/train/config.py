@@ -252,8 +252,13 @@ class PlacementSettings(Section):
     )
     device_groups: Annotated[int, Field(ge=0)] | Auto = Field(
         default="auto",
-        description="so many first parts of the model (embedding, then blocks) live on the device "
-        "with their gradients and optimizer states; auto chooses from free memory",
+        description="so many parts of the model (embedding, then blocks; see device_first) live on "
+        "the device with their gradients and optimizer states; auto chooses from free memory",
+    )
+    device_first: Literal["auto", "embedding", "blocks"] = Field(
+        default="auto",
+        description="which parts live on the device first: embedding, then blocks, or blocks, then "
+        "what stands outside of them; auto takes what is predicted to be faster",
     )
     resident_blocks: Annotated[int, Field(ge=0)] | Auto = Field(
         default="auto",

@@ -69,6 +69,7 @@ class Forecast:
         return Layout(
             offload=placed.offload,
             device_groups=placed.device_groups,
+            device_first=placed.device_first,
             resident_blocks=placed.resident_blocks,
             kept_blocks=placed.kept_blocks,
             boundaries=placed.boundaries,

@@ -76,6 +76,7 @@ def page_locks_planned(
     layout = Layout(
         offload=placement.offload,
         device_groups=placement.device_groups,
+        device_first=placement.device_first,
         embedding=placement.embedding,
         batch_rows=placement.batch_rows,
     )

@@ -42,6 +42,7 @@ def live_changes(
         layout=Layout(
             offload=placement.offload,
             device_groups=placement.device_groups,
+            device_first=placement.device_first,
             resident_blocks=placement.resident_blocks,
             kept_blocks=placement.kept_blocks,
             batch_rows=placement.batch_rows,

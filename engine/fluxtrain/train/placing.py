@@ -134,7 +134,11 @@ def decide(
         wishes if budget_bytes is None else replace(wishes, budget_bytes=budget_bytes),
         None if constants is None else timing_of(config, facts, constants, device == "cuda"),
     )
-    layout = Layout(offload=placement.offload, device_groups=placement.device_groups)
+    layout = Layout(
+        offload=placement.offload,
+        device_groups=placement.device_groups,
+        device_first=placement.device_first,
+    )
     trim_heap()  # what is kept of freed memory is used again: it is no part of the process
     return replace(
         placement,
@@ -185,6 +189,7 @@ def wishes_of(
         batch_rows=batch_rows,
         chunk_rows=None if wished.chunk_rows == "auto" else wished.chunk_rows,
         device_groups=None if wished.device_groups == "auto" else wished.device_groups,
+        device_first=None if wished.device_first == "auto" else wished.device_first,
         resident_blocks=None if wished.resident_blocks == "auto" else wished.resident_blocks,
         kept_blocks=None if wished.kept_blocks == "auto" else wished.kept_blocks,
         budget_bytes=None if wished.budget_gib is None else int(wished.budget_gib * GIB),
@@ -219,6 +224,7 @@ def wrapped(
         overlap=True,
         budget_bytes=placement.budget_bytes,
         device_groups=placement.device_groups,
+        device_first=placement.device_first,
         resident_blocks=placement.resident_blocks,
         kept_blocks=placement.kept_blocks,
         boundaries=placement.boundaries,

@@ -133,6 +133,7 @@ def _placed(config: RunConfig, placement: RunPlacement, device: str) -> dict[str
     return {
         "offload": placement.offload,
         "device_groups": placement.device_groups,
+        "device_first": placement.device_first,
         "resident_blocks": placement.resident_blocks,
         "kept_blocks": placement.kept_blocks,
         "embedding": placement.embedding,

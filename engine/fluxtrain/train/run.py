@@ -262,6 +262,7 @@ class Run:
             accumulation=self._config.train.accumulation,
             sequence_length=self._config.data.sequence_length,
             device_groups=plan.device_groups,
+            device_first=plan.device_first,
             resident_blocks=plan.resident_blocks,
             kept_blocks=plan.kept_blocks,
             slots=plan.slots,
