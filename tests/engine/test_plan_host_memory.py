@@ -47,3 +47,14 @@ def test_tied_weights_are_counted_once_and_empty_ones_not_at_all() -> None:
     assert loaded_bytes(model) == sum(p.nbytes for p in model.parameters())
     with torch.device("meta"):
         assert loaded_bytes(nn.Linear(8, 8)) == 0
+
+
+def test_a_plan_says_where_the_dial_has_no_effect() -> None:
+    model, machine = demo_model(256), read_machine()
+    facts = model_facts(model, model.config, 128)
+    for dial, told in (("fit", ["fit"]), ("0.3", ["0.3"]), ("auto", [])):
+        config = demo_config([f"placement.aggressiveness={dial}"])
+        plan = decide(config, facts, machine, "cpu", batch_rows=4, data_rows=99)
+        found = [choice for choice in plan.choices if choice.name == "aggressiveness"]
+        assert [choice.value for choice in found] == told
+        assert all("no effect without a GPU" in choice.because for choice in found)

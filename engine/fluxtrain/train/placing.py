@@ -128,11 +128,13 @@ def decide(
     if device == "cuda" and room is None:
         budget_bytes = hold_to_budget(config.placement.budget_gib)
     wishes = wishes_of(config, facts, batch_rows, data_rows)
+    has_gpu = device == "cuda"
+    timing = None if constants is None else timing_of(config, facts, constants, has_gpu)
     placement = place_timed(
         facts,
         room or room_of(machine, device),
         wishes if budget_bytes is None else replace(wishes, budget_bytes=budget_bytes),
-        None if constants is None else timing_of(config, facts, constants, device == "cuda"),
+        timing,
     )
     layout = Layout(
         offload=placement.offload,
@@ -142,9 +144,25 @@ def decide(
     trim_heap()  # what is kept of freed memory is used again: it is no part of the process
     return replace(
         placement,
+        choices=(*placement.choices, *dial_choice(config, device, timed=timing is not None)),
         process_bytes=max(0, psutil.Process().memory_info().rss - loaded_bytes),
         passing_bytes=passing_bytes(facts, layout) if device == "cuda" else 0,
     )
+
+
+def dial_choice(config: RunConfig, device: str, *, timed: bool) -> tuple[ChoiceMade, ...]:
+    """Why a dial that somebody turned has no effect, where it has none."""
+    wished = config.placement.aggressiveness
+    because = ""
+    if device != "cuda":
+        because = "no effect without a GPU: what is on the device is in host memory as well"
+    elif config.placement.offload == "max":
+        because = "no effect with offload=max, which takes the least of the device"
+    elif not timed:
+        because = "no effect: without measured rates no layout is timed"
+    if wished == "auto" or not because:
+        return ()
+    return (ChoiceMade(name="aggressiveness", value=str(wished), because=because),)
 
 
 def as_it_is_now(machine: Machine, given_back_bytes: int) -> Machine:
