@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -508,3 +510,67 @@ def test_a_model_is_not_deferred_unless_it_is_asked_for(held: Hold) -> None:
     model = fluxtrain.wrap(build(), device="cpu", offload="weights", overlap=True)
     engine: Engine = engine_of(model)
     assert not engine.plan.deferred_moments
+
+
+class InterruptedOnce:
+    """A job whose first wait ends as one does that ctrl-c comes into."""
+
+    def __init__(self, job: Any) -> None:
+        self._job, self._first = job, True
+
+    def result(self) -> Any:
+        if self._first:
+            self._first = False
+            raise KeyboardInterrupt
+        return self._job.result()
+
+    def done(self) -> bool:
+        return bool(self._job.done())
+
+
+@pytest.mark.parametrize("which", ["pending", "moments"])
+def test_an_interrupted_wait_is_gone_on_with_by_the_next_one(held: Hold, which: str) -> None:
+    training = Training(build(), deferred=True)
+    training.steps(1)
+    training.engine.flush()
+    held.hold()
+    training.backward()
+    training.step()
+    group = training.engine.groups[0]  # whose moments come last
+    setattr(group, which, InterruptedOnce(getattr(group, which)))
+    with pytest.raises(KeyboardInterrupt):
+        training.engine.flush()
+    saved: list[dict[str, Tensor]] = []
+    held.assert_waits(lambda: saved.append(training.state()))
+    training.engine.flush()
+    assert_same_bits(saved[0], training.state())
+
+
+def test_a_copy_of_the_optimizer_has_the_moments_of_its_step(held: Hold) -> None:
+    training = Training(build(), deferred=True)
+    training.steps(1)
+    training.engine.flush()
+    held.hold()
+    training.backward()
+    training.step()
+    copies: list[torch.optim.Optimizer] = []
+    held.assert_waits(lambda: copies.append(copy.deepcopy(training.optimizer)))
+    of_step = training.optimizer.state_dict()["state"]["fluxtrain"]
+    copied: Any = copies[0].state["fluxtrain"]  # type: ignore[index]
+    assert type(copied) is dict
+    assert copied.keys() == of_step.keys()
+    for index, entry in copied.items():
+        assert entry["step"] == of_step[index]["step"] == 2
+        assert torch.equal(entry["exp_avg"], of_step[index]["exp_avg"])
+        assert torch.equal(entry["exp_avg_sq"], of_step[index]["exp_avg_sq"])
+
+
+def test_a_saved_state_is_read_back_as_plain_values(held: Hold) -> None:
+    training = Training(build(), deferred=True)
+    training.steps(2)
+    written = io.BytesIO()
+    torch.save(training.optimizer.state_dict(), written)
+    written.seek(0)
+    read = torch.load(written, weights_only=True)
+    assert type(read["state"]["fluxtrain"]).__module__ == "collections"
+    assert {entry["step"] for entry in read["state"]["fluxtrain"].values()} == {2}

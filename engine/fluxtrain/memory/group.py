@@ -222,8 +222,8 @@ class Group:
         if moments is not None:
             try:
                 moments.result()
-            finally:
-                if self.moments is moments:
+            finally:  # an interrupted wait (Ctrl-C) leaves the job to whoever waits next
+                if self.moments is moments and moments.done():
                     self.moments = None
 
     def wait_for_weights(self) -> None:
@@ -233,7 +233,7 @@ class Group:
             try:
                 pending.result()
             finally:
-                if self.pending is pending:
+                if self.pending is pending and pending.done():
                     self.pending = None
 
     def add(self, parameter: nn.Parameter, name: str) -> Member:

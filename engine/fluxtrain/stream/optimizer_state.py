@@ -6,7 +6,9 @@ stands under another key is restored as it is. Plain `exp_avg` states are still 
 
 from __future__ import annotations
 
+import copy
 import weakref
+from collections import OrderedDict
 from collections.abc import Iterable
 from typing import Any
 
@@ -28,6 +30,27 @@ _NAMES = {
 }
 Entries = list[tuple[Owner, dict[str, Any], int]]
 _exporting: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+
+
+class _Held(dict[int, dict[str, Any]]):
+    """What stands under our key. Copied or pickled, as `copy.deepcopy(optimizer)` does, it is first
+    brought up to date, and is then a dict of a kind that `torch.load` takes as weights only."""
+
+    def __init__(self, optimizer: Optimizer, entries: dict[int, dict[str, Any]]) -> None:
+        super().__init__(entries)
+        self._optimizer = weakref.ref(optimizer)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[int, dict[str, Any]]:
+        return copy.deepcopy(self._plain(), memo)
+
+    def __reduce_ex__(self, _: Any) -> tuple[Any, ...]:
+        return OrderedDict, (), None, None, iter(self._plain().items())
+
+    def _plain(self) -> dict[int, dict[str, Any]]:
+        optimizer = self._optimizer()
+        if optimizer is not None and held_state(optimizer) is self:
+            _before_export(optimizer)
+        return dict(self)
 
 
 def wrapped_parameters(optimizer: Optimizer) -> Entries:
@@ -60,7 +83,7 @@ def attach_state(optimizer: Optimizer, entries: Entries) -> None:
         elif owner.member.step:
             held[index] = _entry(owner.member)
     if held:
-        state[KEY] = held
+        state[KEY] = held if isinstance(held, _Held) else _Held(optimizer, held)
     if optimizer not in _exporting:
         _exporting.add(optimizer)
         optimizer.register_state_dict_pre_hook(_before_export)

@@ -169,14 +169,15 @@ class Updates:
         return found
 
     def wait(self) -> None:
-        """Block until all updates are done; raises the first error, once."""
-        pending, self._pending = self._pending, {}
+        """Block until all updates are done; raises the first error, once. After an interrupt
+        (Ctrl-C) the next call waits for the rest."""
         errors: list[Exception] = []
-        for group in pending:
+        for group in list(self._pending):
             try:
                 group.wait()
             except Exception as error:  # noqa: BLE001  # raised below, when all have ended
                 errors.append(error)
+            self._pending.pop(group, None)
         if errors:
             raise errors[0]
 
