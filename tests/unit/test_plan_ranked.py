@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -201,11 +202,36 @@ def test_what_is_free_counts_more_than_what_is_built_in(tmp_path: Path) -> None:
         ({"machine": {}}, "memory_total_bytes"),
         ({"machine": {"memory_total_bytes": GIB, "gpus": [{}]}}, "memory_total_bytes"),
         ({"machine": {"memory_total_bytes": GIB}, "rates": {"adamw": -1}}, "the rate adamw is -1"),
+        (
+            {"machine": {"memory_total_bytes": GIB}, "rates": {"adamw": 1e-30}},
+            "the rate adamw is 1e",
+        ),
+        ({"machine": {"memory_total_bytes": GIB}, "rates": {"adamw": math.nan}}, "adamw is nan"),
+        ({"machine": {"memory_total_bytes": GIB}, "rates": {"adamw": math.inf}}, "adamw is inf"),
+        ({"machine": {"memory_total_bytes": GIB}, "rates": [1, 2]}, "rates is no object"),
+        ({"machine": {"memory_total_bytes": GIB, "gpus": {"a": 1}}}, "gpus is no list"),
+        ({"machine": {"memory_total_bytes": GIB, "gpus": "card"}}, "gpus is no list"),
+        ({"machine": {"memory_total_bytes": GIB, "gpus": [5]}}, "memory_total_bytes"),
+        ({"machine": {"memory_total_bytes": math.inf}}, "memory_total_bytes"),
+        ({"machine": {"memory_total_bytes": math.nan}}, "memory_total_bytes"),
+        ({"machine": {"memory_total_bytes": 10**400}}, "memory_total_bytes"),
+        ({"machine": {"memory_total_bytes": GIB}, "disk": {"free_bytes": math.inf}}, "free_bytes"),
     ],
 )
 def test_a_file_that_says_too_little_is_refused(tmp_path: Path, content: Any, named: str) -> None:
     with pytest.raises(BadInput, match=named):
         read_machine_file(written(tmp_path, content))
+
+
+def test_a_cards_name_that_a_terminal_would_obey_is_only_shown(tmp_path: Path) -> None:
+    machine = {
+        "memory_total_bytes": 64 * GIB,
+        "gpus": [{"name": "\x1b[31mcard\n" + "x" * 500, "memory_total_bytes": 24 * GIB}],
+    }
+    line = read_machine_file(written(tmp_path, {"machine": machine})).line
+    assert line.isprintable()
+    assert "[31mcardxxx" in line
+    assert len(line) < 150
 
 
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:

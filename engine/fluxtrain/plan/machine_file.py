@@ -24,6 +24,10 @@ from fluxtrain.plan.facts import Room
 from fluxtrain.plan.guard import UNKNOWN_DISK, DiskRoom
 from fluxtrain.units import bytes_text
 
+MOST = 1 << 62  # of bytes, and of anything a second
+LEAST_RATE = 1.0
+LONGEST_NAME = 60
+
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedMachine:
@@ -46,17 +50,21 @@ def read_machine_file(path: Path) -> PlannedMachine:
         found = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise BadInput(f"{path} cannot be read: {error.strerror}: check --machine") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise BadInput(
             f"{path} is not JSON ({error}): write it with `fluxtrain probe --json`"
         ) from error
     machine = _part(found, "machine", path)
     host = _bytes(machine, ("memory_available_bytes", "memory_total_bytes"), path)
     gpus = machine.get("gpus") or []
+    if not isinstance(gpus, list):
+        raise BadInput(f'{path}: gpus is no list: write [] or [{{"memory_total_bytes": ...}}]')
     device = _bytes(gpus[0], ("memory_free_bytes", "memory_total_bytes"), path) if gpus else None
-    name = (gpus[0].get("name") or "GPU") if gpus else "no GPU"
+    name = _name(gpus[0].get("name")) if gpus else "no GPU"
     card = f"{name} {bytes_text(device)}" if gpus else name
     rates = found.get("rates") or {}
+    if not isinstance(rates, dict):
+        raise BadInput(f"{path}: rates is no object of names and numbers: or leave it out")
     return PlannedMachine(
         line=f"{path.name}: {bytes_text(host)} host memory, {card}",
         room=Room(device_free_bytes=device, host_available_bytes=host),
@@ -78,13 +86,19 @@ def _disk(part: Any, path: Path) -> DiskRoom:
     free = part.get("free_bytes") if isinstance(part, dict) else None
     if free is None:
         return UNKNOWN_DISK
-    if not isinstance(free, int | float) or isinstance(free, bool) or free < 0:
+    if _number(free, 0) is None:
         raise BadInput(f"{path}: free_bytes of the disk is {free!r}: use a number, or leave it out")
     return DiskRoom(
         path=f"the runs' folder of {path.name}",
         free_bytes=int(free),
         in_memory=part.get("in_memory") is True,
     )
+
+
+def _name(told: Any) -> str:
+    """Of a card, as a line of a terminal can show it."""
+    shown = "".join(letter for letter in str(told or "") if letter.isprintable())
+    return shown[:LONGEST_NAME] or "GPU"
 
 
 def _capability(told: Any, path: Path) -> tuple[int, int]:
@@ -100,17 +114,25 @@ def _bytes(part: Any, names: tuple[str, ...], path: Path) -> int:
     """The first of `names` that is there."""
     known = (part.get(name) for name in names) if isinstance(part, dict) else ()
     size = next((value for value in known if value is not None), None)
-    if not isinstance(size, int | float) or isinstance(size, bool) or size <= 0:
-        raise BadInput(f"{path} needs {names[-1]} as a number above 0 for host and GPU")
-    return int(size)
+    found = _number(size, 1)
+    if found is None:
+        raise BadInput(f"{path} needs {names[-1]} as a number of bytes for host and GPU")
+    return int(found)
+
+
+def _number(value: Any, least: float) -> float | None:
+    """`value` if it is a number that can be reckoned with: neither nan nor endless."""
+    told = isinstance(value, int | float) and not isinstance(value, bool)
+    return value if told and least <= value < MOST else None
 
 
 def _per_s(name: str, rate: Any, path: Path) -> float | None:
     value = rate.get("per_s") if isinstance(rate, dict) else rate
     if value is None:
         return None
-    if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
+    found = _number(value, LEAST_RATE)
+    if found is None:
         raise BadInput(
             f"{path}: the rate {name} is {value!r}: use a number above 0, or leave it out"
         )
-    return float(value)
+    return float(found)

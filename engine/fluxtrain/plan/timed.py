@@ -26,6 +26,7 @@ from fluxtrain.telemetry.events import ChoiceMade
 from fluxtrain.units import bytes_text, count_text, duration_text
 
 _KEEPS_NONE = "every block computes its activations again: no room is left to keep them"
+_KEEPS_UNTRIED = "what a block that keeps its activations takes was not tried: training does"
 HIDDEN_SHARE = 0.95  # of the best batch's tokens a second
 
 
@@ -118,7 +119,9 @@ def _choices(
         if wished is not None and wished != "auto":
             return wished_to_keep(dial.search, layout) if name == "kept_blocks" else "as set"
         if name == "kept_blocks" and not value:
-            return _KEEPS_NONE
+            tried = dial.rates.calibration
+            known = tried is not None and tried.kept_backward is not None
+            return _KEEPS_NONE if known else _KEEPS_UNTRIED
         others = [one for one in within if getattr(one.layout, name) != value]
         if not others:
             return "nothing else fits"
