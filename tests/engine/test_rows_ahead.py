@@ -161,6 +161,23 @@ def test_rows_of_a_tied_table_have_their_new_weights_before_any_update_was_made(
     assert torch.equal(found, expected)
 
 
+@pytest.mark.parametrize("deferred", [False, True])
+def test_rows_have_both_of_two_steps_without_a_forward_between(deferred: bool) -> None:
+    ids, found = inputs(1)["input_ids"], []
+    for embedding in ("whole", "rows"):
+        model = llama(torch.bfloat16)
+        engine = wrapped(model, embedding, deferred_moments=deferred)
+        optimizer = stepped(model, engine)
+        with Held(engine) as held:
+            optimizer.step()
+            optimizer.step()
+            threading.Timer(0.2, held.__exit__).start()
+            found.append(model.get_input_embeddings()(ids).detach().clone())  # type: ignore[operator]
+        engine.flush()
+        found.append(model.get_input_embeddings()(ids).detach().clone())  # type: ignore[operator]
+    assert all(torch.equal(found[0], other) for other in found[1:])
+
+
 def test_a_step_that_is_refused_is_refused_in_the_forward() -> None:
     model = llama(torch.bfloat16)
     engine = wrapped(model, "rows")

@@ -182,6 +182,11 @@ class Gradients:
         for segment in group.trained:
             segment.is_wide = False
 
+    def hand_out(self, member: Member) -> Tensor:
+        """What the member's gradient is stored in, for others than the engine."""
+        self._scatter.handed_out(member.segment.gradient)
+        return stored(member)
+
     def wait(self, group: Group) -> None:
         """Block until the group's gradients are at home."""
         arrival = self.arrivals.get(group)

@@ -186,10 +186,12 @@ def norm_by_rows(
 
 class Scatter:
     """Puts rows into tables of zeros, and remembers which rows are not zero there, so that the next
-    ones need not clear the whole table."""
+    ones need not clear the whole table. One that anybody has seen is cleared whole each time:
+    `.data`, numpy and collectives write without a trace, also to what was handed out long ago."""
 
     def __init__(self) -> None:
         self._filled: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self._seen: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
     def fill(self, flat: Tensor, rows: Tensor, values: Tensor, table_rows: int) -> None:
         """`flat` (elements,) becomes the table (table_rows, H) with `values` (U, H) at `rows` and
@@ -198,12 +200,16 @@ class Scatter:
         if values.shape[1] * values.itemsize % _INDEX.itemsize == 0:  # in words: half the time
             table, values = table.view(_INDEX), values.view(_INDEX)
         before: tuple[Tensor, int] | None = self._filled.get(flat)
-        if before is None or before[1] != flat._version:  # others have written to it since
+        if before is None or flat in self._seen or before[1] != flat._version:
             flat.zero_()
         else:
             table.index_fill_(0, before[0], 0)
         table.index_copy_(0, rows, values)
         self._filled[flat] = rows, flat._version
+
+    def handed_out(self, flat: Tensor) -> None:
+        """Somebody outside the engine has it, or a view of it."""
+        self._seen[flat] = True
 
     def forget(self, flat: Tensor) -> None:
         """Something else is copied there."""

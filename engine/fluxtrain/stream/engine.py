@@ -180,7 +180,7 @@ class Engine:
                 f"the gradient of {member.name} in {group.name} was used up: in an eager step each "
                 "group is updated as its gradients arrive, and their memory serves the next group"
             )
-        return HostGradient.over(stored(member), self.owners[group][member.index])
+        return HostGradient.over(self.gradients.hand_out(member), self.owners[group][member.index])
 
     def set_gradient(self, group: Group, member: Member, value: Tensor | None) -> None:
         if value is None:

@@ -129,7 +129,8 @@ class Lookup:
                 ticket.wait_compute("weights")
             engine.accounts.uploaded(group, "demand", tickets[1], brought.rows.nbytes)
             start = engine.device.recorder.instant()
-            found = torch.embedding(brought.rows, brought.of_tokens, self.padding)
+            ids = brought.of_tokens.view(self.shape)  # of their shape: what is found is no view
+            found = torch.embedding(brought.rows, ids, self.padding)
             self.brought = Brought(
                 brought.rows[:0], brought.places.clone(), brought.of_tokens.clone()
             )
@@ -138,7 +139,7 @@ class Lookup:
             engine.use.end()
             buffers.release()
         engine.after_forward(unit)
-        return found.view(*self.shape, buffers.width)
+        return found
 
     def _gather(self, rows: Tensor, into: Tensor) -> None:
         """The weights of rows (U,), up to date, into (U, H); the wait for the update is a stall."""

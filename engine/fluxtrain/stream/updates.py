@@ -145,7 +145,7 @@ class Updates:
             stepped=[group.members[index] for index in hypers],
             arrival=self._gradients.arrivals.get(group),
             norm=norm,
-            earlier=group.moments,
+            earlier=[job for job in (group.pending, group.moments) if job is not None],
             defers=defers and any(_flat(part).moments_can_wait for part in work),
         )
         group.pending = self._worker.submit(step.update)
@@ -195,7 +195,7 @@ class _Step:
     stepped: list[Member]
     arrival: Arrival | None
     norm: GradNorm | None
-    earlier: Future[None] | None  # the moments of the group's step before, done by now
+    earlier: list[Future[None]]  # of the group's step before; done when the first job's turn comes
     defers: bool  # are there two jobs?
     clip: float | None = None  # the weights were written with it
     begun: bool = False  # nobody may read what is at home any more
@@ -210,8 +210,8 @@ class _Step:
 
     def _update(self) -> None:
         try:
-            if self.earlier is not None:
-                self.earlier.result()
+            for job in self.earlier:
+                job.result()
             if self.arrival is not None:
                 self.arrival.wait()
             if self.norm is not None and self.norm.overflowed():
@@ -232,8 +232,8 @@ class _Step:
 
     def rows_ahead(self, rows: Tensor, into: Tensor) -> bool:
         """As `Updates.rows_ahead`."""
-        if self.earlier is not None:
-            self.earlier.result()
+        for job in self.earlier:  # they write what is read here
+            job.result()
         if self.arrival is not None:
             self.arrival.wait()
         scale = 1.0 if self.norm is None else self.norm.scale()
