@@ -29,7 +29,7 @@ from fluxtrain.stream.arguments import (
     without_caches,
 )
 from fluxtrain.stream.buffers import WrittenBuffers
-from fluxtrain.stream.call import Call, checksum, run_with, spans
+from fluxtrain.stream.call import Call, run_with, spans
 from fluxtrain.stream.capture import Capture, active_collector
 from fluxtrain.stream.escapes import BoundWeights
 from fluxtrain.stream.head import LazyLogits
@@ -193,6 +193,15 @@ class Unit:
             "backward pass: they keep views of weights, or their graph cannot be filled twice"
         )
 
+    def note_ever_other_arguments(self) -> None:
+        """Each structure of arguments is looked at anew, and there seems to be no end of them."""
+        self.engine.say(
+            f"blocks of {type(self.module).__name__} are called with arguments of ever other "
+            "structure (a dict with other keys, a longer list): all of them are copied in each "
+            "such call, because what a block writes to them is not known. Pass what changes as "
+            "values, not as keys"
+        )
+
     def try_chunks(self, tree: Tree, tensors: Sequence[Tensor], rows: int) -> bool:
         """Do chunks give what the whole gives? Tried once for each mode and each way to cut."""
         key = (self.module.training, splits(tensors, rows))
@@ -220,7 +229,7 @@ class _Streamed(torch.autograd.Function):
         call.parked = {}
         if engine.plan.parks and not unit.keeps:
             call.parked = engine.park.park(tensors, call.needs)
-        verify = unit.checked < _CHECKED_RECOMPUTES and not call.keeps
+        call.verifies = unit.checked < _CHECKED_RECOMPUTES and not call.keeps
         parts: list[list[Tensor]] = []
         with engine.bound(unit):
             weights = BoundWeights(unit)
@@ -230,8 +239,6 @@ class _Streamed(torch.autograd.Function):
                 host = call.explores or unit.draws_on_host
                 call.random.append(RandomState.now(engine.device.torch_device, host=host))
                 parts.append(call.record(call.inputs(tensors, span)))
-                if verify:
-                    call.checksums.append(checksum(parts[-1]))
             weights.refuse_writes()
             if not unit.keeps and weights.are_referred_to():
                 unit.record_again_whole()

@@ -16,6 +16,7 @@ from fluxtrain.memory.group import Group, Member
 from fluxtrain.stream.arguments import Tree, argument_name, batch_rows, flatten, piece, splits
 from fluxtrain.stream.buffers import Copies, as_before, put_back
 from fluxtrain.stream.capture import Capture
+from fluxtrain.stream.checks import Sums, checksum, sums_of
 from fluxtrain.stream.escapes import copied_out, refuse_strangers
 from fluxtrain.stream.in_place import (
     Given,
@@ -53,7 +54,8 @@ class Call:
         self.random: list[RandomState] = []
         self.out_tree: Tree | None = None
         self.out_rows: list[list[int]] = []  # per chunk and output: rows of the output
-        self.checksums: list[Tensor] = []
+        self.verifies = False  # what is computed again is compared
+        self.sums: list[Sums] = []
         self.boundary_bytes = 0
         self.parked: dict[int, Parked] = {}  # inputs that wait on the host
         self.buffers: Copies = {}  # before the forward, of those that it wrote to
@@ -62,6 +64,7 @@ class Call:
         self.explores = known is None  # the first call of this kind: all arguments are copied
         self.written = known or frozenset[int]()  # arguments that it may write to in place
         self.did_write = frozenset[int]()
+        self.uncounted = frozenset[int]()  # of those, by `.data` and the like
         self.keeps = unit.keeps and not self.explores  # or the copies would be kept
         self.sources: list[list[Source]] = []  # of each output; by chunk
         self.returned: list[int] = []  # which results leave the autograd function
@@ -92,7 +95,8 @@ class Call:
                     "a copy of one of the two (.clone())"
                 )
         if self.explores:
-            self.unit.habits.learn(self.training, self.tree, self.written)
+            if self.unit.habits.learn(self.training, self.tree, self.written):
+                self.unit.note_ever_other_arguments()
             self.unit.draws_on_host |= any(r.host and r.host.has_moved() for r in self.random)
         self.sources = [merged_sources(self.sources)]
         own = results - len(self.written)
@@ -133,7 +137,9 @@ class Call:
         arguments is written to them."""
         changed = sorted(self.did_write)
         for i, values in zip(changed, flat[len(flat) - len(changed) :], strict=True):
-            arguments[i].copy_(values)
+            theirs = arguments[i]
+            past = i in self.uncounted and theirs.is_leaf and theirs.requires_grad
+            (theirs.detach() if past else theirs).copy_(values)  # torch refuses to, with gradients
         results = dict(zip(self.returned, flat, strict=True))
         assert self.out_tree is not None
         return self.out_tree.fill([s.take(results, arguments) for s in self.sources[0]])
@@ -171,6 +177,7 @@ class Call:
         """Run the block on one chunk for its results: what outputs and captured tensors are made
         of, and the new values of the arguments that it writes to. Its graph is kept, and what it
         saves only if that is wanted."""
+        before = sums_of(inputs) if self.verifies else []
         try:
             results = self._record(inputs)
         except RuntimeError as error:
@@ -182,6 +189,8 @@ class Call:
         if self.training not in self.unit.traced:
             refuse_strangers(self.unit, inputs, results, self.ends)
             self.unit.traced.add(self.training)
+        if self.verifies:
+            self.sums.append(Sums(before, checksum(results)))
         return results
 
     def _record(self, inputs: Sequence[Tensor]) -> list[Tensor]:
@@ -283,7 +292,8 @@ class Call:
         with torch.enable_grad(), self.autocast.again():
             results = self._compute(inputs, nullcontext)
         after.restore(device)
-        self._check(index, results)
+        if index < len(self.sums):
+            self.sums[index].compare(self.unit, self.tree, inputs, results)
         return Tape(inputs, results).backward(arriving, wanted, self.ends, again=False)
 
     def _note_writes(self, written: frozenset[int]) -> None:
@@ -318,8 +328,8 @@ class Call:
     def _refill(self, index: int, span: tuple[int, int], tensors: Sequence[Tensor]) -> None:
         """Compute one chunk again, as far as its backward needs, with the random state it had."""
         device, saved = self.unit.engine.device.torch_device, self.tapes[index][1]
-        to_the_end = index < len(self.checksums)
-        if saved.is_full() and not to_the_end:
+        verifies = index < len(self.sums)
+        if saved.is_full() and not verifies:
             return
         after = RandomState.now(device, host=self.random[index].host is not None)
         self.random[index].restore(device)
@@ -327,9 +337,11 @@ class Call:
 
         def run() -> None:
             with torch.enable_grad(), self.autocast.again():
-                self._check(index, self._compute(inputs, saved.again))
+                results = self._compute(inputs, saved.again)
+            if verifies:
+                self.sums[index].compare(self.unit, self.tree, inputs, results)
 
-        saved.fill(run, to_the_end=to_the_end)
+        saved.fill(run, to_the_end=verifies or bool(self.uncounted))
         after.restore(device)
         saved.check()
 
@@ -343,7 +355,7 @@ class Call:
         """Run the block on one chunk; its results (see `record`)."""
         explores = forward and self.explores
         copied = frozenset(range(len(inputs))) if explores else self.written
-        given = Given(self.tree, inputs, copied)
+        given = Given(self.tree, inputs, copied, explores=explores)
         try:
             with hooks(), self.capture.collecting() as extra:
                 out = run_with(self.unit.original, given.arguments)
@@ -356,39 +368,18 @@ class Call:
         outputs = copied_out(self.unit, outputs)
         if forward:
             self.out_tree = out_tree
-            self._note_writes(given.written())
+            uncounted = given.uncounted()
+            self.uncounted |= uncounted
+            self._note_writes(given.counted() | uncounted)
         sources, results = sources_of(outputs, given.tensors, whole=len(self.spans) == 1)
         if forward:
             self.sources.append(sources)
         return results + [given.tensors[i] for i in sorted(self.written)]
 
-    def _check(self, index: int, outputs: Sequence[Tensor]) -> None:
-        """In the first steps: does the recomputed chunk equal the forward's?"""
-        if index >= len(self.checksums):
-            return
-        before, now = float(self.checksums[index]), float(checksum(outputs))
-        if abs(before - now) > 1e-3 * max(abs(before), 1e-6):
-            raise MisusedModel(
-                f"{self.unit.name} computed something else in the backward pass (checksum "
-                f"{now:.6g}) than in the forward pass ({before:.6g}): was it switched between "
-                "train and eval, or were adapters toggled, in between? Keep the model as it is "
-                "from forward to backward"
-            )
-
 
 def spans(rows: int, chunk_rows: int) -> list[tuple[int, int]]:
     """[start, stop) of chunks of `chunk_rows`; the last may be shorter."""
     return [(start, min(start + chunk_rows, rows)) for start in range(0, rows, chunk_rows)]
-
-
-def checksum(outputs: Sequence[Tensor]) -> Tensor:
-    """A scalar (float64) that changes when any output does."""
-    floats = [
-        torch.linalg.vector_norm(o.detach(), 1, dtype=torch.float64)  # without a copy in float64
-        for o in outputs
-        if o.is_floating_point()
-    ]
-    return torch.stack(floats).sum() if floats else torch.zeros((), dtype=torch.float64)
 
 
 def run_with(

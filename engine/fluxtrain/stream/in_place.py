@@ -6,7 +6,8 @@ that is an argument (or a view of one) is given back as that argument, with auto
 later write to one of the two is seen in the other, as in the plain model.
 
 Where writing is expected the stand-in is a copy, because what was there before is computed with
-again. Which arguments a block writes to is found when it is first called in a way.
+again. Which arguments a block writes to is found when it is first called in a way: by torch's count
+of writes, and by what is in the copies, because writes through `.data` or `.numpy()` do not count.
 """
 
 from __future__ import annotations
@@ -26,32 +27,48 @@ if TYPE_CHECKING:
     from fluxtrain.stream.block import Unit
 
 Geometry = tuple[torch.Size, tuple[int, ...], int]  # size, stride, elements from the start
+KNOWN_STRUCTURES = 32  # of arguments, by block; a dict with other keys each time has no end of them
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
 
 
 class Habits:
-    """Which arguments a block writes to in place, by mode and by the arguments that it is given."""
+    """Which arguments a block writes to in place, by mode and by the arguments that it is given.
+
+    The structures that it was called with last are known; another is looked at anew.
+    """
 
     def __init__(self) -> None:
-        self._known: list[tuple[bool, Tree, frozenset[int]]] = []
+        self._known: list[tuple[bool, Tree, frozenset[int]]] = []  # the last used at the end
 
     def of(self, training: bool, tree: Tree) -> frozenset[int] | None:
-        """Positions among the tensors; None when it was not called like this before."""
-        for mode, like, written in self._known:
+        """Positions among the tensors; None when it is not known to be called like this."""
+        for place in reversed(range(len(self._known))):
+            mode, like, written = self._known[place]
             if mode == training and like.is_like(tree):
+                self._known.append(self._known.pop(place))
                 return written
         return None
 
-    def learn(self, training: bool, tree: Tree, written: frozenset[int]) -> None:
-        """Keep what was found; instead of what was known, if anything was."""
+    def learn(self, training: bool, tree: Tree, written: frozenset[int]) -> bool:
+        """Keep what was found; instead of what was known, if anything was. Was another structure
+        forgotten for it?"""
         self._known = [k for k in self._known if k[0] != training or not k[1].is_like(tree)]
         skeleton = Tree((None,) * len(tree.leaves), tree.tensor_at, tree.which, tree.spec)
         self._known.append((training, skeleton, written))
+        forgets = len(self._known) > KNOWN_STRUCTURES
+        del self._known[:-KNOWN_STRUCTURES]
+        return forgets
 
 
 class Given:
-    """The arguments of one run of a block: `inputs` themselves, or copies of those at `copied`."""
+    """The arguments of one run of a block: `inputs` themselves, or copies of those at `copied`.
 
-    def __init__(self, tree: Tree, inputs: Sequence[Tensor], copied: frozenset[int]) -> None:
+    explores: what objects among the arguments hold is compared with copies too.
+    """
+
+    def __init__(
+        self, tree: Tree, inputs: Sequence[Tensor], copied: frozenset[int], *, explores: bool
+    ) -> None:
         self._tree = tree
         self._copied = frozenset(i for i in copied if _can_be_written(inputs[i]))
         with torch.enable_grad():
@@ -61,28 +78,45 @@ class Given:
             ]
         self.arguments = tree.fill(self.tensors)
         self._versions = [version_of(tensor) for tensor in self.tensors]
+        self._originals = {i: (inputs[i], version_of(inputs[i])) for i in self._copied}
         self._held = [
-            (leaf, tensor, version_of(tensor))
+            (leaf, tensor, version_of(tensor), _copy_of_held(tensor) if explores else None)
             for leaf, tensors in opaque(tree)
             for tensor in tensors
         ]
 
-    def written(self) -> frozenset[int]:
-        """Positions of the tensors that were written to since."""
+    def counted(self) -> frozenset[int]:
+        """Positions of the tensors that were written to since, as far as torch counts that."""
         now = [version_of(tensor) for tensor in self.tensors]
         return frozenset(i for i, v in enumerate(now) if v != self._versions[i])
 
+    def uncounted(self) -> frozenset[int]:
+        """Positions of the copies that were written to past torch's count: through `.data`,
+        `.numpy()` or a kernel of one's own. Waits for the device.
+
+        Where the original was written to, as a buffer that is an argument too, the copy is not
+        what changed.
+        """
+        return frozenset(
+            i
+            for i, (original, version) in self._originals.items()
+            if version_of(self.tensors[i]) == self._versions[i]
+            and version_of(original) == version
+            and not _same_bits(self.tensors[i], original)
+        )
+
     def refuse_lost(self, unit: Unit) -> None:
         """Raise MisusedModel where the block changed what cannot be followed."""
-        for i in sorted(self.written() - self._copied):
+        for i in sorted(self.counted() - self._copied):
             name = argument_name(unit.original, self._tree, i)
             raise MisusedModel(
                 f"{unit.name} wrote to its argument {name} in place, which it did not do when it "
                 "was first called in this way: what was there is needed to compute the block "
                 f"again and is gone. Let it {new_tensor(name)} instead"
             )
-        for leaf, tensor, version in self._held:
-            if version_of(tensor) != version:
+        for leaf, tensor, version, copy in self._held:
+            changed = copy is not None and not _same_bits(tensor, copy)
+            if changed or version_of(tensor) != version:
                 raise MisusedModel(
                     f"{unit.name} wrote in place to a tensor inside of its argument of type "
                     f"{type(leaf).__name__}, and would write a second time when it is computed "
@@ -240,6 +274,22 @@ def is_same(now: Tensor, before: Tensor) -> bool:
     return torch.equal(now.isnan(), before.isnan()) and torch.equal(
         now.nan_to_num(0.0, math.inf, -math.inf), before.nan_to_num(0.0, math.inf, -math.inf)
     )
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    """Of one size and type: NaNs of the same bits are the same, and 0.0 is not -0.0."""
+    return torch.equal(_bits(one), _bits(other))
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    real = tensor.detach().resolve_conj().resolve_neg()
+    if real.is_complex():
+        real = torch.view_as_real(real)
+    return real.view(_BITS[real.element_size()])
+
+
+def _copy_of_held(tensor: Tensor) -> Tensor | None:
+    return same_layout_copy(tensor.detach()) if _can_be_written(tensor) else None
 
 
 def _within(output: Tensor, given: Tensor, argument: int) -> Source | None:
