@@ -88,7 +88,7 @@ def test_what_was_measured_in_peace_is_believed_without_a_look(
     monkeypatch.setattr(others, "read_use", never)
     assert not is_calm_after(None)
     assert not is_calm_after(BUSY_SHARE / 2)
-    assert beside_text(BUSY_SHARE / 2) == beside_text(None) == ""
+    assert beside_text(BUSY_SHARE / 2, command="x") == beside_text(None, command="x") == ""
 
 
 @pytest.mark.parametrize(("now", "again"), [(0.0, True), (0.5, False), (None, False)])
@@ -98,4 +98,9 @@ def test_what_was_measured_beside_others_is_measured_again_once_they_are_gone(
     monkeypatch.setattr(others, "LOOK_S", 0.0)
     monkeypatch.setattr(others, "others_share", lambda _: now)
     assert is_calm_after(0.6) is again
-    assert "other programs used 60% of the processors" in beside_text(0.6)
+
+
+def test_what_was_measured_beside_others_says_who_measures_again_and_when() -> None:
+    text = beside_text(0.6, command="fluxtrain train")
+    assert "other programs used 60% of the processors" in text
+    assert "the next `fluxtrain train` measures again by itself once they are calm" in text

@@ -69,8 +69,14 @@ def is_calm_after(share: float | None) -> bool:
     return now is not None and now < BUSY_SHARE / 2
 
 
-def beside_text(share: float | None) -> str:
-    """For people, after what was measured; empty where nobody disturbed it."""
+def beside_text(share: float | None, *, command: str) -> str:
+    """For people, after what was measured; empty where nobody disturbed it.
+
+    command: the one that looks whether the processors are calm now, and then measures again.
+    """
     if share is None or share < BUSY_SHARE:
         return ""
-    return f", while other programs used {share:.0%} of the processors: too slow, measure again"
+    return (
+        f", while other programs used {share:.0%} of the processors, which makes this machine look "
+        f"slower: the next `{command}` measures again by itself once they are calm"
+    )

@@ -86,7 +86,8 @@ class Probe:
         """When the rates were measured, and how long that took."""
         took = duration_text(self.measuring_s)
         when = f"{duration_text(self.age_s)} ago" if self.from_cache else "now"
-        return f"measured {when} in {took}{beside_text(self.others_share)}"
+        beside = beside_text(self.others_share, command="fluxtrain probe")
+        return f"measured {when} in {took}{beside}"
 
 
 def probe(run_dir: Path | str, fresh: bool = False, report: Report | None = None) -> Probe:

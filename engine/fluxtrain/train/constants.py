@@ -143,9 +143,10 @@ def _trial_tokens(device: str) -> int:
 
 def _when(tried: Calibration) -> str:
     few, many = tried.rows
+    beside = beside_text(tried.others_share, command="fluxtrain train")
     return (
         f"with {few} and {many} rows before a training on this machine, in "
-        f"{duration_text(tried.measuring_s)}{beside_text(tried.others_share)}"
+        f"{duration_text(tried.measuring_s)}{beside}"
     )
 
 
