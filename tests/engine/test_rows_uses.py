@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fluxtrain
-from fluxtrain.errors import BadInput, MisusedModel
+from fluxtrain.errors import BadInput
 from fluxtrain.stream.rows import HostIds
 from tests.engine.row_models import (
     HIDDEN,
@@ -74,6 +74,31 @@ def test_a_frozen_embedding_gets_no_gradient() -> None:
     assert "model.embed_tokens.weight" not in result[1]
 
 
+BAD_CALLS: dict[str, tuple[type[Exception], Callable[[Any, Tensor], Any]]] = {
+    "floats": (RuntimeError, lambda embed, ids: embed(ids.float())),
+    "booleans": (RuntimeError, lambda embed, ids: embed(ids > 3)),
+    "small integers": (RuntimeError, lambda embed, ids: embed(ids.to(torch.int16))),
+    "a list": (TypeError, lambda embed, ids: embed(ids.tolist())),
+    "nothing": (TypeError, lambda embed, ids: embed()),
+    "too much": (TypeError, lambda embed, ids: embed(ids, ids)),
+    "another name": (TypeError, lambda embed, ids: embed(ids=ids)),
+}
+
+
+@pytest.mark.parametrize("kind", BAD_CALLS)
+def test_a_call_that_torch_refuses_is_refused_with_its_words_and_rows_stay(kind: str) -> None:
+    error, call = BAD_CALLS[kind]
+    model, ids = Twice(), inputs(0)["input_ids"]
+    with pytest.raises(error) as plain:
+        call(model.embed, ids)
+    engine = wrapped(model, "rows")
+    with pytest.raises(error) as found:
+        call(model.embed, ids)
+    assert str(found.value) == str(plain.value)
+    assert by_rows(engine)
+    squares(model, 0).backward()
+
+
 def test_embeddings_given_in_place_of_ids() -> None:
     def given(model: Any, seed: int) -> Tensor:
         batch = inputs(seed)
@@ -82,49 +107,6 @@ def test_embeddings_given_in_place_of_ids() -> None:
         return loss
 
     equal(trained(llama(), "whole", loss_of=given), trained(llama(), "rows", loss_of=given))
-
-
-WRITES: dict[str, Callable[[Tensor], Any]] = {
-    "add": lambda found: found.add_(1.0),
-    "mul": lambda found: found.mul_(3.0),
-    "a part": lambda found: found[:, 0].fill_(2.0),
-    "masked": lambda found: found.masked_fill_(torch.arange(10)[None, :, None] < 4, 0.5),
-    "index": lambda found: found.__setitem__(torch.arange(40).view(4, 10) % 3 == 0, 0.25),
-    "dropout": lambda found: nn.functional.dropout(found, 0.0, inplace=True),
-}
-
-
-@pytest.mark.parametrize("kind", WRITES)
-def test_what_was_looked_up_may_be_written_to_in_place(kind: str) -> None:
-    results = []
-    for embedding in ("whole", "rows"):
-        model = Twice()
-        engine = wrapped(model, embedding)
-        found = model.embed(inputs(0)["input_ids"])
-        WRITES[kind](found)
-        for layer in model.layers:
-            found = torch.tanh(layer(found))
-        found.square().mean().backward()
-        assert by_rows(engine) == (embedding == "rows")
-        results.append(model.embed.weight.grad.detach().clone())
-    assert results[0].any()
-    assert torch.equal(*results)
-
-
-@pytest.mark.parametrize("kind", WRITES)
-def test_what_was_looked_up_without_gradients_may_be_written_to(kind: str) -> None:
-    results = []
-    for embedding in ("whole", "rows"):
-        model = Twice()
-        wrapped(model, embedding)
-        ids = inputs(0)["input_ids"]
-        with torch.no_grad():
-            found = model.embed(ids)
-        cut = model.embed(ids).detach()
-        for one in (found, cut):
-            WRITES[kind](one)
-        results.append(torch.stack([found, cut]))
-    assert torch.equal(*results)
 
 
 @pytest.mark.parametrize("ids", [torch.zeros(0, 4, dtype=torch.int64), torch.tensor(3)], ids=str)
@@ -213,8 +195,32 @@ def test_ids_that_were_moved_are_found_on_the_host_until_they_are_written_to() -
     assert known.of(moved[1:]) is None
     assert known.of(moved.t()) is None
     assert known.of(moved.clone()) is None
+    host[0, 0] = 3
+    assert known.of(moved) is None
+    known.note(((host,), {}), ((moved,), {}))
+    assert known.of(moved) is host
     moved.view(-1)[3] = 5
     assert known.of(moved) is None
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_ids_on_the_host_are_not_looked_at_after_the_forward(fails: bool) -> None:
+    model = Twice()
+    engine = wrapped(model, "rows")
+    ids = inputs(0)["input_ids"]
+    engine.host_ids.note(((ids,), {}), ((ids,), {}))
+    seen: list[bool] = []
+    model.layers[0].register_forward_pre_hook(
+        lambda *_: seen.append(engine.host_ids.of(ids) is ids)
+    )
+    if fails:
+        model.layers[2].register_forward_pre_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            model(ids)
+    else:
+        model(ids)
+    assert seen == [True]
+    assert engine.host_ids.of(ids) is None
 
 
 # -- where rows will not do ------------------------------------------------------------------------
@@ -287,6 +293,30 @@ def test_what_rows_cannot_do_is_done_with_the_whole_table(kind: str) -> None:
     assert torch.equal(*results)
 
 
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("when", ["after the forward", "between two forwards"])
+def test_a_hook_that_comes_late_is_called(when: str, tied: bool) -> None:
+    results = []
+    for embedding in ("whole", "rows"):
+        model: Any = llama(torch.float32, tie_word_embeddings=tied, pad_token_id=7)
+        engine = wrapped(model, embedding)
+        embed, seen = model.get_input_embeddings(), []
+        found = embed(inputs(0)["input_ids"]).square().sum()
+        embed.weight.register_hook(
+            lambda gradient, seen=seen: seen.append(gradient) or gradient * 2
+        )
+        if when == "between two forwards":
+            found = found + embed(inputs(1)["input_ids"]).square().sum()
+        found.backward()
+        assert [gradient.shape for gradient in seen] == [embed.weight.shape] * len(seen)
+        results.append([*seen, embed.weight.grad.detach().clone()])
+        embed(inputs(2)["input_ids"])
+        assert not by_rows(engine)
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
+    assert results[0][-1].any()
+
+
 def test_a_call_by_rows_before_one_that_needs_the_whole_table() -> None:
     results = []
     for embedding in ("whole", "rows"):
@@ -300,104 +330,6 @@ def test_a_call_by_rows_before_one_that_needs_the_whole_table() -> None:
         results.append(model.embed.weight.grad.detach().clone())
     assert torch.equal(*results)
     assert not results[0][7].any()
-
-
-# -- weights and gradients from outside ------------------------------------------------------------
-
-
-def test_writes_to_the_weights_are_seen_by_the_next_forward() -> None:
-    model = Twice()
-    wrapped(model, "rows")
-    ids = inputs(0)["input_ids"]
-    model(ids)
-    with torch.no_grad():
-        model.embed.weight.zero_()
-    assert not model.embed(ids).any()
-    model.embed.weight.data = torch.ones(VOCABULARY, HIDDEN)
-    assert model.embed(ids).eq(1).all()
-
-
-def test_a_step_between_forward_and_backward_is_refused() -> None:
-    model = Twice()
-    wrapped(model, "rows")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    squares(model, 0).backward()
-    loss = model.embed(inputs(1)["input_ids"]).square().sum()
-    optimizer.step()
-    with pytest.raises(MisusedModel, match="changed between forward and backward"):
-        loss.backward()
-
-
-def write_gradient(model: Any, kind: str) -> None:
-    weight = model.embed.weight
-    if kind == "in place":
-        weight.grad.add_(1.0)
-    elif kind == "given":
-        weight.grad = torch.ones_like(weight)
-    elif kind == "scaled":
-        weight.grad.mul_(3.0)
-    elif kind == "without a count":
-        weight.grad.data.add_(1.0)
-    elif kind == "numpy":
-        weight.grad.numpy()[:] = 1.0
-    else:
-        weight.grad.copy_(torch.full_like(weight, torch.nan))
-
-
-def once(model: nn.Module, seed: int) -> Tensor:
-    """With one look into the embedding: its rows' gradients are put among zeros, and no more."""
-    result: Tensor = model(inputs(seed)["input_ids"], again=False).square().mean()
-    return result
-
-
-@pytest.mark.parametrize("kind", ["in place", "given", "scaled", "nan", "without a count", "numpy"])
-def test_what_was_written_to_a_gradient_is_gone_in_the_next_step(kind: str) -> None:
-    results = []
-    for embedding in ("whole", "rows"):
-        model = Twice()
-        wrapped(model, embedding)
-        once(model, 0).backward()
-        write_gradient(model, kind)
-        found = [model.embed.weight.grad.detach().clone()]
-        model.zero_grad()
-        once(model, 1).backward()
-        found.append(model.embed.weight.grad.detach().clone())
-        results.append(found)
-    for one, other in zip(*results, strict=True):
-        assert torch.equal(one.nan_to_num(9), other.nan_to_num(9))
-
-
-def test_what_is_written_to_a_gradient_that_was_kept_is_gone_in_the_next_step() -> None:
-    results = []
-    for embedding in ("whole", "rows"):
-        model = Twice()
-        engine = wrapped(model, embedding)
-        once(model, 0).backward()
-        kept = model.embed.weight.grad.data
-        for step in (1, 2):
-            model.zero_grad()
-            once(model, step).backward()
-            engine.gradients.wait(engine.groups[0])
-            kept.add_(1.0)
-        model.zero_grad()
-        once(model, 3).backward()
-        results.append(model.embed.weight.grad.detach().clone())
-    assert torch.equal(*results)
-
-
-def test_other_optimizers_and_torch_clipping_see_the_whole_gradient() -> None:
-    results = []
-    for embedding in ("whole", "rows"):
-        model = Twice()
-        wrapped(model, embedding)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        for step in range(3):
-            squares(model, step).backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
-            optimizer.step()
-            optimizer.zero_grad()
-        results.append(model.embed.weight.detach().clone())
-    assert torch.equal(*results)
 
 
 def test_unwrapped_again_it_is_a_plain_embedding() -> None:

@@ -8,6 +8,7 @@ alone: positions ascend as ids do, so each row's terms are summed in the same or
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,34 +20,44 @@ from fluxtrain.memory.page_locks import host_empty
 from fluxtrain.memory.rows import Brought, Places, RowBuffers, RowSum
 from fluxtrain.stream.arguments import flatten
 from fluxtrain.stream.grouping import is_table
+from fluxtrain.stream.in_place import version_of
 
 if TYPE_CHECKING:
     from fluxtrain.stream.block import Unit
     from fluxtrain.stream.engine import Engine
 
+Hook = Callable[[Tensor], Tensor | None]
+_IDS = (torch.int64, torch.int32)
+
 
 class HostIds:
-    """Where the host has the integers that were moved to the device with a model's inputs."""
+    """Where the host has the integers that were moved to the device with a model's inputs, until
+    its forward ends: whoever loads data may write the next batch into the same memory then."""
 
     def __init__(self) -> None:
-        self._moved: list[tuple[Tensor, int, Tensor]] = []  # on the device, its version, the host's
+        # on the device, on the host, and their versions
+        self._moved: list[tuple[Tensor, Tensor, tuple[int, int]]] = []
 
     def note(self, before: Any, after: Any) -> None:
         """Arguments of the model before and after they were moved."""
         pairs = zip(flatten(before)[1], flatten(after)[1], strict=True)
         self._moved = [
-            (moved, moved._version, host)
+            (moved, host, (version_of(moved), version_of(host)))
             for host, moved in pairs
             if host.device.type == "cpu" and not host.is_floating_point()
         ]
 
+    def forget(self) -> None:
+        """The model's forward has ended."""
+        self._moved = []
+
     def of(self, ids: Tensor) -> Tensor | None:
-        """The same integers on the host, in the same order, if nobody has written to them since;
+        """The same integers on the host, in the same order, if nobody has written to either since;
         `ids` may be a view."""
-        for moved, version, host in self._moved:
+        for moved, host, versions in self._moved:
             same = moved.data_ptr() == ids.data_ptr() and moved.numel() == ids.numel()
             plain = ids.is_contiguous() and moved.is_contiguous() and moved.dtype == ids.dtype
-            if same and plain and moved._version == version:
+            if same and plain and (version_of(moved), version_of(host)) == versions:
                 return host
         return None
 
@@ -66,22 +77,32 @@ def choose_rows(engine: Engine) -> None:
 
 def is_table_of(unit: Unit) -> bool:
     """Is the unit an embedding that nobody looks into beside?"""
-    weight = unit.group.members[0].parameter
+    looked_at = torch.is_grad_enabled() and _hooks_of(unit.group.members[0].parameter)
     with torch._C.DisableTorchFunctionSubclass():  # no read that would wait for an update
-        looked_at = torch.is_grad_enabled() and bool(weight._backward_hooks)
         return is_table(unit.module) and not looked_at
+
+
+def _hooks_of(weight: nn.Parameter) -> list[Hook]:
+    """What `weight.register_hook` was given."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return list((weight._backward_hooks or {}).values())
 
 
 def look_up(unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
     """The embedding of the ids among the arguments (..., H); None where rows will not do: from then
-    on the whole table has a place on the device."""
-    given = (*args, *kwargs.values())
-    ids = given[0] if len(given) == 1 and set(kwargs) <= {"input"} else None
-    if type(ids) is not Tensor or ids.dtype not in (torch.int64, torch.int32):
-        _copy_whole(unit, "it is called with something else than ids")
-        return None
+    on the whole table has a place on the device. What no embedding takes raises as it does there.
+    """
     if not is_table_of(unit):
         _copy_whole(unit, "its weight has hooks, or its options were changed")
+        return None
+    given = (*args, *kwargs.values())
+    if len(given) != 1 or not set(kwargs) <= {"input"}:
+        nn.Embedding.forward(unit.module, *args, **kwargs)  # type: ignore[arg-type]  # raises
+    ids = given[0]
+    if not isinstance(ids, Tensor) or ids.dtype not in _IDS:
+        torch.embedding(torch.empty(1, 1), ids)  # raises
+    if type(ids) is not Tensor or ids.dtype not in _IDS:
+        _copy_whole(unit, "it is called with something else than ids")
         return None
     call = Lookup(unit, ids)
     if torch.is_grad_enabled() and unit.group.members[0].parameter.requires_grad:
@@ -156,16 +177,17 @@ class Lookup:
         engine, group = self.unit.engine, self.unit.group
         buffers, brought, member = group.rows, self.brought, group.members[0]
         assert brought is not None
-        flat = gradient.reshape(-1, member.shape[1])
-        if buffers is None:  # a later call needed the whole table
-            count, padding, where = member.shape[0], self.padding_row, brought.places
-            where = where[brought.of_tokens]
-        else:
-            count, padding, where = buffers.capacity, self.padding, brought.of_tokens
-        values = torch.ops.aten.embedding_dense_backward(flat, where, count, padding, False)
-        if buffers is None:
+        flat, dense = gradient.reshape(-1, member.shape[1]), torch.ops.aten.embedding_dense_backward
+        hooks = _hooks_of(member.parameter)  # they may have come after the forward
+        if hooks or buffers is None or buffers.capacity < self.places.count:
+            where = brought.places[brought.of_tokens]
+            values = dense(flat, where, member.shape[0], self.padding_row, False)
+            for hook in hooks:
+                changed = hook(values)
+                values = values if changed is None else changed
             engine.gradients.add(group, member, values)
             return
+        values = dense(flat, brought.of_tokens, buffers.capacity, self.padding, False)
         rows = RowSum(self.places, brought.places, values[: self.places.count])
         engine.gradients.add_rows(group, rows)
 

@@ -30,7 +30,13 @@ _OURS = (
     "_fluxtrain_forward",
     "_fluxtrain_unit",
     "_fluxtrain_guard",
-    "_fluxtrain_hook",
+    "_fluxtrain_hooks",
+)
+_HOOKED = (
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks",
+    "_forward_hooks_always_called",
 )
 
 
@@ -98,10 +104,10 @@ def _plain_state(self: nn.Module) -> dict[str, Any]:
     state = {k: v for k, v in self.__dict__.items() if k not in _OURS}
     if "_fluxtrain_forward" in self.__dict__:
         state["forward"] = self.__dict__["_fluxtrain_forward"]
-    hook = self.__dict__.get("_fluxtrain_hook")
-    if hook is not None:
-        for name in ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"):
-            state[name] = type(state[name])((k, v) for k, v in state[name].items() if k != hook.id)
+    ours = {hook.id for hook in self.__dict__.get("_fluxtrain_hooks", ())}
+    if ours:
+        for name in _HOOKED:
+            state[name] = type(state[name])((k, v) for k, v in state[name].items() if k not in ours)
     return state
 
 

@@ -120,7 +120,8 @@ def unwrap(model: nn.Module) -> nn.Module:
     only in what the optimizer's `state_dict()` gave before. Returns the same object."""
     engine = engine_of(model)
     engine.close()
-    model.__dict__.pop("_fluxtrain_hook").remove()
+    for hook in model.__dict__.pop("_fluxtrain_hooks"):
+        hook.remove()
     for unit in engine.units:
         release_module(unit.module)
         for group, member in unit.members():
@@ -323,8 +324,9 @@ def _put_on(engine: Engine, model: nn.Module, parts: Parts) -> None:
     if device.type != "cpu":
         _move_buffers(model, device)
     model.__dict__["_fluxtrain_engine"] = engine
-    model.__dict__["_fluxtrain_hook"] = model.register_forward_pre_hook(
-        _before_model, with_kwargs=True
+    model.__dict__["_fluxtrain_hooks"] = (
+        model.register_forward_pre_hook(_before_model, with_kwargs=True),
+        model.register_forward_hook(_after_model, always_call=True),
     )
     for module in _ancestors(model, {id(u.module) for u in engine.units}):
         guard_module(module, engine)
@@ -362,3 +364,9 @@ def _before_model(
     moved, _ = to_device((args, kwargs), engine.device.torch_device)
     engine.host_ids.note((args, kwargs), moved)
     return moved
+
+
+def _after_model(model: nn.Module, *_: object) -> None:
+    engine = model.__dict__.get("_fluxtrain_engine")
+    if engine is not None:
+        engine.host_ids.forget()
