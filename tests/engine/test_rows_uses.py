@@ -227,9 +227,22 @@ def test_ids_on_the_host_are_not_looked_at_after_the_forward(fails: bool) -> Non
 
 
 @pytest.mark.parametrize("options", [{"max_norm": 1.0}, {"scale_grad_by_freq": True}], ids=str)
-def test_exotic_embeddings_stay_whole(options: dict[str, Any]) -> None:
-    engine = wrapped(Twice(**options), "rows")
-    assert not by_rows(engine)
+def test_exotic_embeddings_stay_whole_and_that_is_said(
+    options: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    assert not by_rows(wrapped(Twice(**options), "auto"))
+    assert not caplog.messages
+    assert not by_rows(wrapped(Twice(**options), "rows"))
+    assert "embedding='rows' has no effect: no embedding" in caplog.text
+
+
+def test_a_table_with_hooks_stays_whole_and_that_is_said(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = Twice()
+    model.embed.weight.register_hook(lambda gradient: gradient)
+    assert not by_rows(wrapped(model, "rows"))
+    assert "its weight has hooks" in caplog.text
 
 
 def test_an_embedding_of_another_kind_stays_whole() -> None:

@@ -50,6 +50,16 @@ def test_the_plan_names_every_setting_and_gives_every_choice_a_reason() -> None:
     assert "  train.seed" in text
 
 
+@pytest.mark.parametrize("offload", ["none", "weights"])
+@pytest.mark.parametrize("wish", ["rows", "whole"])
+def test_text_and_values_of_a_plan_say_the_same_of_the_embedding(offload: str, wish: str) -> None:
+    wishes = [f"placement.offload={offload}", f"placement.embedding={wish}"]
+    plan = preview(demo_config([*wishes, "placement.device=cpu"]))
+    told = next(choice for choice in plan["choices"] if choice["name"] == "embedding")
+    assert plan["embedding"] == told["value"] == (wish if offload == "weights" else "whole")
+    assert {one["embedding"] for one in plan["plans"]} <= {told["value"]}
+
+
 def test_the_plan_of_a_run_is_what_was_shown_before(run_config: MakeConfig, tmp_path: Path) -> None:
     path = run_config(train__batch_rows="auto", train__steps=2)
     config = load_config(path)

@@ -95,7 +95,8 @@ def test_a_wish_is_kept_and_another_word_refused() -> None:
 
 def test_without_a_table_rows_are_told_of_only_when_they_were_asked_for() -> None:
     assert chosen(model(table=False), HOME) == ("whole", "")
-    _, because = chosen(model(table=False), replace(HOME, embedding="rows"))
+    embedding, because = chosen(model(table=False), replace(HOME, embedding="rows"))
+    assert embedding == "whole"
     assert because.startswith("no embedding that can be looked up")
 
 

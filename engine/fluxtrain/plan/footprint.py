@@ -245,6 +245,12 @@ def rows_of_table(
     return TableRows.of(table, facts.row, layout.batch_rows)
 
 
+def embedding_copied(facts: ModelFacts, layout: Layout) -> Embedding:
+    """What of the embedding is copied to the device; one that lives there is whole."""
+    by_rows = rows_of_table(facts, layout, homes(facts, layout)[1])
+    return "whole" if by_rows is None else "rows"
+
+
 def _summed(facts: ModelFacts, by_rows: TableRows | None) -> list[GroupFacts]:
     """Groups whose gradients need a sum of their own. Beside rows the head's does not: the loss
     makes it, and the buffer that a whole embedding would leave behind is not there."""

@@ -6,7 +6,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fluxtrain.plan.facts import Wishes
-from fluxtrain.plan.footprint import Layout, homes, keepable_count, kept_count, slot_count
+from fluxtrain.plan.footprint import (
+    Layout,
+    embedding_copied,
+    homes,
+    keepable_count,
+    kept_count,
+    slot_count,
+)
 from fluxtrain.plan.moments import moments_choice
 from fluxtrain.plan.search import BATCH_LIMIT_ROWS, CHUNK_TOKENS, Search
 from fluxtrain.plan.tables import reason as embedding_reason
@@ -47,9 +54,9 @@ def embedding_choice(search: Search, layout: Layout) -> tuple[ChoiceMade, ...]:
     if facts.table is None and wishes.embedding == "auto":
         return ()
     at_home = facts.table in homes(facts, layout)[1]
-    value = layout.embedding if at_home else "whole"
     because = embedding_reason(facts, wishes, layout.batch_rows, at_home=at_home)
-    return (ChoiceMade(name="embedding", value=value, because=because),)
+    copied = embedding_copied(facts, layout)
+    return (ChoiceMade(name="embedding", value=copied, because=because),)
 
 
 def refusal(search: Search) -> str:

@@ -72,10 +72,12 @@ class TableRows:
 
 def embedding_for(facts: ModelFacts, wishes: Wishes, batch_rows: int) -> Embedding:
     """Rows or the whole of the embedding, for a batch."""
+    table = facts.table
+    if table is None:
+        return "whole"
     if wishes.embedding != "auto":
         return wishes.embedding
-    table = facts.table
-    if table is None or table.weight_bytes < LEAST_TABLE_BYTES:
+    if table.weight_bytes < LEAST_TABLE_BYTES:
         return "whole"
     found = TableRows.of(table, facts.row, batch_rows)
     return "rows" if found.rows <= MOST_OF_TABLE * table.table_rows else "whole"

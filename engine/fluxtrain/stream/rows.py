@@ -73,6 +73,8 @@ def choose_rows(engine: Engine) -> None:
         group = max(tables, key=lambda unit: unit.group.wire_bytes).group
         table_rows, width = group.members[0].shape
         group.rows = RowBuffers(engine.device, table_rows, width, group.members[0].segment.dtype)
+    else:
+        engine.say("no embedding is looked up by rows: its weight has hooks")
 
 
 def is_table_of(unit: Unit) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 from fluxtrain.plan.cost import Cost, Rates, cost
 from fluxtrain.plan.facts import ModelFacts, Room, Wishes
-from fluxtrain.plan.footprint import Layout, passing_bytes
+from fluxtrain.plan.footprint import Layout, embedding_copied, passing_bytes
 from fluxtrain.plan.placement import RunPlacement
 from fluxtrain.plan.ranked import Dial, RankedPlan
 from fluxtrain.plan.search import Search
@@ -34,19 +34,13 @@ class Forecast:
     def told(self, steps: int) -> dict[str, Any]:
         """Time and ranked plans as plain values; None and the reason where rates are missing."""
         rates = self._rates
-        if isinstance(rates, str):
-            return {
-                "disk_bytes": self.disk_bytes,
-                "checkpoint_bytes": self.checkpoint_bytes,
-                "predicted": None,
-                "predicted_because": rates,
-                "plans": [],
-            }
+        plans = () if isinstance(rates, str) else self._dial(rates).plans()
         return {
+            "embedding": embedding_copied(self.facts, self._layout()),
             "disk_bytes": self.disk_bytes,
             "checkpoint_bytes": self.checkpoint_bytes,
             **self.time(steps),
-            "plans": [self._ranked(plan, steps) for plan in self._dial(rates).plans()],
+            "plans": [self._ranked(plan, steps) for plan in plans],
         }
 
     def time(self, steps: int) -> dict[str, Any]:
@@ -102,6 +96,7 @@ class Forecast:
                 for key, value in asdict(layout).items()
                 if key not in ("accumulates", "eager", "slots")
             },
+            "embedding": embedding_copied(self.facts, layout),
             "device_bytes": need.shown_device_bytes(has_gpu=self.room.has_gpu),
             "host_bytes": need.host_bytes + self.placement.process_bytes + passing,
             **_time(plan.chosen.cost, steps),

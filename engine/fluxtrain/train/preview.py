@@ -136,7 +136,6 @@ def _placed(config: RunConfig, placement: RunPlacement, device: str) -> dict[str
         "device_first": placement.device_first,
         "resident_blocks": placement.resident_blocks,
         "kept_blocks": placement.kept_blocks,
-        "embedding": placement.embedding,
         "batch_rows": placement.batch_rows,
         "chunk_rows": placement.chunk_rows,
         "accumulation": config.train.accumulation,
