@@ -50,8 +50,9 @@ test-native: dev ## the C++ kernels against their scalar reference
 test-gpu: dev ## the tests that need an NVIDIA GPU
 	$(BIN)/python -m pytest -m "gpu and not slow" $(TESTS)
 
-soak: dev ## the long tests: many kills and resumes, random models
+soak: dev ## the long tests: many kills and resumes, random models, new examples of properties
 	$(PYTEST) -m "slow and not gpu" --timeout 3600 $(TESTS)
+	FLUXTRAIN_EXPLORE=1 $(PYTEST) -n 2 -m "not gpu and not slow" $(shell grep -rlE "hypothesis" tests --include=test_*.py)
 
 bench-cpu: $(STAMPS)/native ## the native optimizer against the memory's own speed
 	$(BIN)/python bench/bench_cpu.py

@@ -46,6 +46,7 @@ def split(tokens: Tokens, share: float, row_tokens: int, seed: int) -> Split:
     held = np.zeros_like(lengths)  # how many tokens at the end of each document
     if share > 0.0:
         wanted = max(round(share * tokens.count), min(row_tokens, tokens.count // 2))
+        wanted = min(wanted, tokens.count - 1)
         order = np.argsort(_keys(tokens, seed), kind="stable")
         reached = np.cumsum(lengths[order])
         place = int(np.searchsorted(reached, wanted))
