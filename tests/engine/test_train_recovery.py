@@ -257,3 +257,10 @@ def test_printed_json_decodes_again(tmp_path: Path, capsys: pytest.CaptureFixtur
     lines = capsys.readouterr().out.splitlines()
     told = [decode_line(line.encode()) for line in lines]
     assert any(isinstance(e, ev.LogWritten) and "µs\nmore" in e.text for e in told)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_log_that_a_full_disk_cut_short_hides_no_other_error() -> None:
+    log = RunLog(Path("/dev/full"))
+    log.printed("a line that finds no room")
+    log.close()

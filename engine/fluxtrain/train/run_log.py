@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections.abc import Callable
@@ -61,7 +62,8 @@ class RunLog:
             logging.getLogger("fluxtrain").removeHandler(self._teller)
         for name in (_OWN, "fluxtrain"):
             logging.getLogger(name).propagate = True
-        self._handler.close()
+        with contextlib.suppress(OSError):  # a full disk, whose own error is on its way
+            self._handler.close()
 
     @staticmethod
     def _lost(_record: logging.LogRecord) -> None:
