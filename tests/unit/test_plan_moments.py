@@ -169,6 +169,12 @@ def test_a_wish_is_kept_with_and_without_a_gpu(wish: bool) -> None:
         assert choice(plan) == ("deferred" if wish else "with_weights", "as set")
 
 
+def test_a_wish_without_effect_is_told_so() -> None:
+    wishes = Wishes(offload="none", batch_rows=8, deferred_moments=True)
+    plan = place(model(), Room(device_free_bytes=None, host_available_bytes=64 * GIB), wishes)
+    assert choice(plan)[1] == "as set, without effect: no trained weights are at home on the host"
+
+
 def test_without_a_gpu_nothing_is_deferred_by_itself() -> None:
     room = Room(device_free_bytes=None, host_available_bytes=64 * GIB)
     slow = Rates(has_gpu=False, matmul_per_s=1e12, adamw_per_s=2e9, copy_bytes_per_s=1e10)

@@ -29,6 +29,7 @@ __all__ = [
 
 _SLICE_ELEMENTS = 1 << 22
 HALVES = (torch.bfloat16, torch.int16, torch.uint16)
+_ALLOWED = {"hi": HALVES, "lo": HALVES, "grad": (torch.bfloat16, torch.float32)}  # else float32
 
 
 def update_(
@@ -49,13 +50,8 @@ def update_(
     tensors of one length. step counts from 1. threads None: OpenMP's default. The result does not
     depend on threads, on the instruction set, or on how a range is cut into calls.
     """
-    n = flat_length(
-        {"hi": hi, "lo": lo, "m": m, "v": v, "grad": grad},
-        {"hi": HALVES, "lo": HALVES, "grad": (torch.bfloat16, torch.float32)},
-    )
-    name = "adamw_split_bf16" if grad.dtype is torch.bfloat16 else "adamw_split_f32"
-    pointers = (hi.data_ptr(), lo.data_ptr(), m.data_ptr(), v.data_ptr(), grad.data_ptr())
-    _native.kernel(name)(*pointers, n, by_reference(hyper, step, grad_scale), threads or 0)
+    flats = {"hi": hi, "lo": lo, "m": m, "v": v, "grad": grad}
+    _run(f"adamw_split_{_width(grad)}", flats, hyper, step, grad_scale, threads)
 
 
 def update_f32_(
@@ -70,9 +66,8 @@ def update_f32_(
     threads: int | None = None,
 ) -> None:
     """One AdamW step on fp32 weights on the host, in place; all four float32, else as `update_`."""
-    n = flat_length({"p": p, "m": m, "v": v, "grad": grad}, {})
-    pointers = (p.data_ptr(), m.data_ptr(), v.data_ptr(), grad.data_ptr())
-    _native.kernel("adamw_f32")(*pointers, n, by_reference(hyper, step, grad_scale), threads or 0)
+    flats = {"p": p, "m": m, "v": v, "grad": grad}
+    _run("adamw_f32", flats, hyper, step, grad_scale, threads, fp32=True)
 
 
 def update_weights_(
@@ -91,14 +86,8 @@ def update_weights_(
 
     With `update_moments_` on the same gradient afterwards, every bit is that of `update_`.
     """
-    n = flat_length(
-        {"hi": hi, "lo": lo, "m": m, "v": v, "grad": grad},
-        {"hi": HALVES, "lo": HALVES, "grad": (torch.bfloat16, torch.float32)},
-    )
-    name = "split_bf16" if grad.dtype is torch.bfloat16 else "split_f32"
-    pointers = (hi.data_ptr(), lo.data_ptr(), m.data_ptr(), v.data_ptr(), grad.data_ptr())
-    kernel = _native.kernel(f"adamw_weights_{name}")
-    kernel(*pointers, n, by_reference(hyper, step, grad_scale), threads or 0)
+    flats = {"hi": hi, "lo": lo, "m": m, "v": v, "grad": grad}
+    _run(f"adamw_weights_split_{_width(grad)}", flats, hyper, step, grad_scale, threads)
 
 
 def update_weights_f32_(
@@ -113,10 +102,8 @@ def update_weights_f32_(
     threads: int | None = None,
 ) -> None:
     """The weights of `update_f32_` alone, as `update_weights_`."""
-    n = flat_length({"p": p, "m": m, "v": v, "grad": grad}, {})
-    pointers = (p.data_ptr(), m.data_ptr(), v.data_ptr(), grad.data_ptr())
-    kernel = _native.kernel("adamw_weights_f32")
-    kernel(*pointers, n, by_reference(hyper, step, grad_scale), threads or 0)
+    flats = {"p": p, "m": m, "v": v, "grad": grad}
+    _run("adamw_weights_f32", flats, hyper, step, grad_scale, threads, fp32=True)
 
 
 def update_moments_(
@@ -130,11 +117,28 @@ def update_moments_(
     threads: int | None = None,
 ) -> None:
     """The moments of `update_` or `update_f32_` alone, with the arguments of the weights' pass."""
-    n = flat_length({"m": m, "v": v, "grad": grad}, {"grad": (torch.bfloat16, torch.float32)})
-    name = "bf16" if grad.dtype is torch.bfloat16 else "f32"
-    pointers = (m.data_ptr(), v.data_ptr(), grad.data_ptr())
-    kernel = _native.kernel(f"adamw_moments_{name}")
-    kernel(*pointers, n, by_reference(hyper, step, grad_scale), threads or 0)
+    flats = {"m": m, "v": v, "grad": grad}
+    _run(f"adamw_moments_{_width(grad)}", flats, hyper, step, grad_scale, threads)
+
+
+def _run(
+    kernel: str,
+    flats: dict[str, Tensor],
+    hyper: Hyper,
+    step: int,
+    grad_scale: float,
+    threads: int | None,
+    *,
+    fp32: bool = False,
+) -> None:
+    """Call a kernel with its arrays in order, once they are what it takes (`fp32`: all float32)."""
+    n = flat_length(flats, {} if fp32 else _ALLOWED)
+    pointers = (flat.data_ptr() for flat in flats.values())
+    _native.kernel(kernel)(*pointers, n, by_reference(hyper, step, grad_scale), threads or 0)
+
+
+def _width(grad: Tensor) -> str:
+    return "bf16" if grad.dtype is torch.bfloat16 else "f32"
 
 
 def update_on_device_(

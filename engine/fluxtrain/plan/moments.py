@@ -10,7 +10,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from fluxtrain.plan.cost import Cost
-from fluxtrain.plan.footprint import Layout
+from fluxtrain.plan.facts import ModelFacts
+from fluxtrain.plan.footprint import Layout, homes
 from fluxtrain.telemetry.events import ChoiceMade
 from fluxtrain.units import duration_text
 
@@ -26,24 +27,30 @@ def faster_of_both(layout: Layout, cost_of: Callable[[Layout], Cost]) -> tuple[L
 
 
 def moments_choice(
-    layout: Layout, cost_of: Callable[[Layout], Cost] | None, *, is_set: bool
+    facts: ModelFacts,
+    layout: Layout,
+    cost_of: Callable[[Layout], Cost] | None,
+    *,
+    is_set: bool,
 ) -> ChoiceMade:
     """What a plan says; `cost_of` None: no time is known."""
     value = DEFERRED if layout.deferred_moments else WITH_WEIGHTS
-    return ChoiceMade(name="moments", value=value, because=_because(layout, cost_of, is_set))
+    because = _because(facts, layout, cost_of, is_set)
+    return ChoiceMade(name="moments", value=value, because=because)
 
 
-def _because(layout: Layout, cost_of: Callable[[Layout], Cost] | None, is_set: bool) -> str:
+def _because(
+    facts: ModelFacts, layout: Layout, cost_of: Callable[[Layout], Cost] | None, is_set: bool
+) -> str:
     if layout.eager:
         return "each group is updated at once, as its gradients arrive"
+    alone = _nothing_waits(facts, layout)
     if is_set or cost_of is None:
-        return "as set"
+        return f"as set, without effect: {alone}" if layout.deferred_moments and alone else "as set"
+    if alone:
+        return alone
     now = cost_of(layout)
-    if not now.host_update_s:
-        return "nothing is updated on the host"
     other = cost_of(replace(layout, deferred_moments=not layout.deferred_moments))
-    if not other.deferred_moments_s and not now.deferred_moments_s:
-        return "fp16 masters, and moments in fewer bits than fp32, are updated with the weights"
     told, instead = duration_text(now.step_s), duration_text(other.step_s)
     if layout.deferred_moments:
         first, whole = duration_text(now.host_update_s), duration_text(other.host_update_s)
@@ -52,3 +59,13 @@ def _because(layout: Layout, cost_of: Callable[[Layout], Cost] | None, is_set: b
             f"for {first} of AdamW on the host in place of {whole}"
         )
     return f"{told} a step is predicted, and {instead} deferred, which moves more bytes"
+
+
+def _nothing_waits(facts: ModelFacts, layout: Layout) -> str:
+    """Why no moments can come later; "" where some can."""
+    at_home = homes(facts, layout)[1]
+    if not any(group.trained for group in at_home):
+        return "no trained weights are at home on the host"
+    if not any(group.pass_bytes for group in at_home):
+        return "fp16 masters, and moments in fewer bits than fp32, are updated with the weights"
+    return ""

@@ -100,6 +100,23 @@ class RunPlacement(Placement):
 
     batch_rows: int
 
+    def layout(self, *, accumulates: bool = False, eager: bool = False) -> Layout:
+        """What footprint and time are computed from; how the run steps is not the placement's."""
+        return Layout(
+            offload=self.offload,
+            device_groups=self.device_groups,
+            device_first=self.device_first,
+            resident_blocks=self.resident_blocks,
+            kept_blocks=self.kept_blocks,
+            boundaries=self.boundaries,
+            embedding=self.embedding,
+            batch_rows=self.batch_rows,
+            chunk_rows=self.chunk_rows or self.batch_rows,
+            accumulates=accumulates,
+            eager=eager,
+            deferred_moments=self.deferred_moments,
+        )
+
 
 def place(facts: ModelFacts, room: Room, wishes: Wishes) -> RunPlacement:
     """Decide for rows as `facts.row` says.

@@ -40,7 +40,7 @@ def choices_of(search: Search, layout: Layout) -> tuple[ChoiceMade, ...]:
         ChoiceMade(name=name, value=str(value), because=reason)
         for name, (value, reason) in because.items()
     )
-    moments = (moments_choice(layout, None, is_set=True),)
+    moments = (moments_choice(search.facts, layout, None, is_set=True),)
     return (
         *told,
         *embedding_choice(search, layout),

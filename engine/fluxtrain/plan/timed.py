@@ -149,7 +149,7 @@ def _choices(
     return (
         *(ChoiceMade(name=n, value=str(value), because=why) for n, (value, why) in told.items()),
         *embedding_choice(dial.search, layout),
-        moments_choice(layout, dial.cost_of, is_set=moments_set),
+        moments_choice(dial.search.facts, layout, dial.cost_of, is_set=moments_set),
     )
 
 

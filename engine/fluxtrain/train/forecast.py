@@ -59,21 +59,7 @@ class Forecast:
         return self.constants.rates(has_gpu=self.room.has_gpu)
 
     def _layout(self) -> Layout:
-        placed = self.placement
-        return Layout(
-            offload=placed.offload,
-            device_groups=placed.device_groups,
-            device_first=placed.device_first,
-            resident_blocks=placed.resident_blocks,
-            kept_blocks=placed.kept_blocks,
-            boundaries=placed.boundaries,
-            embedding=placed.embedding,
-            batch_rows=placed.batch_rows,
-            chunk_rows=placed.chunk_rows or placed.batch_rows,
-            accumulates=self.wishes.accumulates,
-            eager=self.wishes.eager,
-            deferred_moments=placed.deferred_moments,
-        )
+        return self.placement.layout(accumulates=self.wishes.accumulates, eager=self.wishes.eager)
 
     def _dial(self, rates: Rates) -> Dial:
         wishes = replace(self.wishes, batch_rows=self.placement.batch_rows)

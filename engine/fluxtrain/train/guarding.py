@@ -12,7 +12,6 @@ from transformers import PreTrainedModel
 from fluxtrain.hardware.disk import read_disk
 from fluxtrain.hardware.machine import Machine
 from fluxtrain.plan.facts import ModelFacts
-from fluxtrain.plan.footprint import Layout
 from fluxtrain.plan.guard import (
     EVERY_CHECKPOINT,
     DiskRoom,
@@ -73,14 +72,7 @@ def page_locks_planned(
     """What a run on a GPU will page-lock, as far as the probe knows."""
     if device != "cuda":
         return ()
-    layout = Layout(
-        offload=placement.offload,
-        device_groups=placement.device_groups,
-        device_first=placement.device_first,
-        embedding=placement.embedding,
-        batch_rows=placement.batch_rows,
-    )
-    wanted = wanted_bytes(facts, layout)
+    wanted = wanted_bytes(facts, placement.layout())
     return (page_lock_choice(wanted, refused_before(wanted, per_s), per_s),)
 
 

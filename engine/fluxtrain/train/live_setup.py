@@ -12,7 +12,7 @@ from fluxtrain.hardware.gpu import Gpus
 from fluxtrain.hardware.machine import read_machine
 from fluxtrain.plan.cost import Rates, cost
 from fluxtrain.plan.facts import ModelFacts
-from fluxtrain.plan.footprint import Layout, passing_bytes
+from fluxtrain.plan.footprint import passing_bytes
 from fluxtrain.plan.live import Ground, Knobs, Use
 from fluxtrain.plan.placement import Placement, RunPlacement
 from fluxtrain.plan.prediction import Promise
@@ -39,19 +39,9 @@ def live_changes(
     has_gpu = engine.device.torch_device.type == "cuda"
     ground = Ground(
         facts=facts,
-        layout=Layout(
-            offload=placement.offload,
-            device_groups=placement.device_groups,
-            device_first=placement.device_first,
-            resident_blocks=placement.resident_blocks,
-            kept_blocks=placement.kept_blocks,
-            batch_rows=placement.batch_rows,
+        layout=replace(
+            placement.layout(accumulates=config.train.accumulation > 1, eager=eager(config, facts)),
             chunk_rows=engine.chunk_rows,
-            accumulates=config.train.accumulation > 1,
-            eager=eager(config, facts),
-            boundaries=placement.boundaries,
-            embedding=placement.embedding,
-            deferred_moments=placement.deferred_moments,
         ),
         has_gpu=has_gpu,
         budget_bytes=placement.budget_bytes,

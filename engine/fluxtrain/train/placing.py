@@ -19,7 +19,7 @@ from fluxtrain.memory.heap import trim_heap
 from fluxtrain.methods.precision import Capability, Precision
 from fluxtrain.optim.outside import check_outside
 from fluxtrain.plan.facts import ModelFacts, Room, RowFacts, Wishes
-from fluxtrain.plan.footprint import Layout, activation_estimate, passing_bytes
+from fluxtrain.plan.footprint import activation_estimate, passing_bytes
 from fluxtrain.plan.moments import WISHES as MOMENTS_WISHES
 from fluxtrain.plan.placement import RunPlacement
 from fluxtrain.plan.ranked import STOPS
@@ -136,17 +136,12 @@ def decide(
         wishes if budget_bytes is None else replace(wishes, budget_bytes=budget_bytes),
         timing,
     )
-    layout = Layout(
-        offload=placement.offload,
-        device_groups=placement.device_groups,
-        device_first=placement.device_first,
-    )
     trim_heap()  # what is kept of freed memory is used again: it is no part of the process
     return replace(
         placement,
         choices=(*placement.choices, *dial_choice(config, device, timed=timing is not None)),
         process_bytes=max(0, psutil.Process().memory_info().rss - loaded_bytes),
-        passing_bytes=passing_bytes(facts, layout) if device == "cuda" else 0,
+        passing_bytes=passing_bytes(facts, placement.layout()) if device == "cuda" else 0,
     )
 
 
