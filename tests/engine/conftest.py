@@ -7,7 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -26,6 +26,8 @@ from transformers import (
 )
 
 from fluxtrain.data.demo import train_tokenizer
+from fluxtrain.stream import updates
+from tests.engine.deferred_models import Hold
 
 VOCABULARY = 320
 SENTENCES = [
@@ -322,3 +324,12 @@ def fluxtrain(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]
         )  # fmt: skip
 
     return call
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hold]:
+    """What every update of moments passes through."""
+    hold = Hold()
+    monkeypatch.setattr(updates, "step_moments_on_host_", hold)
+    yield hold
+    hold.free.set()

@@ -1,0 +1,332 @@
+"""Nobody comes between the weights and their moments, and nobody waits for them who need not."""
+
+from __future__ import annotations
+
+import copy
+import io
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fluxtrain
+from fluxtrain.errors import Diverged
+from fluxtrain.memory.group import Group
+from fluxtrain.stream.engine import Engine, engine_of
+from fluxtrain.stream.resettle import resettle
+from tests.engine.deferred_models import HOLD_S, MAX_NORM, Hold, Training, assert_same_bits, build
+
+
+def a_checkpoint(training: Training) -> object:
+    return training.state()
+
+
+def the_optimizers_state(training: Training) -> object:
+    return training.optimizer.state_dict()
+
+
+def a_flush(training: Training) -> object:
+    return training.engine.flush()
+
+
+def a_sync(training: Training) -> object:
+    return fluxtrain.sync(training.model)
+
+
+def an_evaluation(training: Training) -> object:
+    with training.engine.evaluating(), torch.no_grad():
+        return training.forward()
+
+
+def a_restored_shard(training: Training) -> object:
+    name, tensors = next(iter(training.saved))
+    return training.engine.load_state_shard(name, tensors)
+
+
+def gradients_of_zero(training: Training) -> object:
+    return training.optimizer.zero_grad(set_to_none=False)
+
+
+def a_gradient_that_is_set(training: Training) -> object:
+    weight = next(training.model.parameters())
+    weight.grad = torch.zeros_like(weight)
+    return weight
+
+
+def a_gradient_that_is_written(training: Training) -> object:
+    gradient = next(training.model.parameters()).grad
+    assert gradient is not None
+    return gradient.add_(1.0)
+
+
+def a_second_backward(training: Training) -> object:
+    return training.backward()
+
+
+def an_eager_backward(training: Training) -> object:
+    training.optimizer.zero_grad()
+    training.engine.begin_eager_step(training.optimizer)
+    return training.backward()
+
+
+def another_optimizer_of_ours(training: Training) -> object:
+    training.optimizer = torch.optim.AdamW(training.model.parameters())
+    return training.optimizer.step()
+
+
+def a_foreign_optimizer(training: Training) -> object:
+    return torch.optim.SGD(training.model.parameters(), lr=0.1).step()
+
+
+def a_loaded_model(training: Training) -> object:
+    return training.model.load_state_dict(training.weights)
+
+
+def another_placement(training: Training) -> object:
+    plan = training.engine.plan
+    return resettle(
+        training.engine, device_groups=2, resident_blocks=1, kept_blocks=0, slots=2,
+        chunk_rows=2, need=plan.need,
+    )  # fmt: skip
+
+
+def an_unwrapped_model(training: Training) -> object:
+    return fluxtrain.unwrap(training.model)
+
+
+@pytest.mark.parametrize(
+    "action",
+    [
+        a_checkpoint, the_optimizers_state, a_flush, a_sync, an_evaluation, a_restored_shard,
+        gradients_of_zero, a_gradient_that_is_set, a_gradient_that_is_written, a_second_backward,
+        an_eager_backward, another_optimizer_of_ours, a_foreign_optimizer,
+        another_placement, an_unwrapped_model,
+    ],
+)  # fmt: skip
+def test_whoever_touches_a_group_at_home_waits_for_its_moments(
+    action: Callable[[Training], object], held: Hold
+) -> None:
+    training = Training(build(), deferred=True)
+    training.steps(1)
+    state = training.engine.state_shards()
+    training.saved = [(n, {k: t.clone() for k, t in ts.items()}) for n, ts in state]
+    weights = training.model.state_dict()
+    training.weights = {n: w.detach().clone() for n, w in weights.items()}
+    training.backward()
+    held.hold()
+    training.step()
+    assert any(group.under_way for group in training.engine.groups)
+    held.assert_waits(lambda: action(training))
+
+
+@pytest.mark.parametrize(
+    "action",
+    [
+        gradients_of_zero, a_second_backward, an_eager_backward, an_evaluation, another_placement,
+        the_optimizers_state, a_loaded_model,
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("passes", [1, 2])
+def test_what_comes_between_two_steps_leaves_the_bits_of_the_update_in_one(
+    action: Callable[[Training], object], passes: int, held: Hold
+) -> None:
+    both = [Training(build(tied=True), deferred=deferred) for deferred in (False, True)]
+    for training in both:
+        training.steps(2, passes)
+        training.weights = {n: w + 0.25 for n, w in training.model.state_dict().items()}
+        for _ in range(passes):
+            training.backward()
+        training.engine.flush()
+        held.hold()
+        training.step()
+        timer = threading.Timer(HOLD_S, held.free.set)
+        timer.start()
+        action(training)
+        timer.join()
+        training.backward()
+        training.step()
+        training.optimizer.zero_grad()
+        training.steps(2, passes)
+    assert both[0].losses == both[1].losses
+    assert_same_bits(both[1].state(), both[0].state())
+
+
+def test_stepping_and_forgetting_gradients_waits_for_nothing(held: Hold) -> None:
+    training = Training(build(), deferred=True)
+    training.steps(1)
+    training.engine.flush()
+    training.backward()
+    held.hold()
+    training.step()
+    gradient = next(training.model.parameters()).grad
+    assert gradient is not None
+    gradient.mul_(0.5)  # recorded
+    training.optimizer.zero_grad()
+    assert not held.free.is_set()
+    assert all(group.under_way for group in training.engine.groups)
+
+
+def test_two_optimizers_over_one_block_step_one_after_the_other(held: Hold) -> None:
+    found = []
+    for deferred in (False, True):
+        training = Training(build(), deferred=deferred)
+        parameters = list(training.model.parameters())
+        halves = [torch.optim.AdamW(parameters[at::2], lr=3e-3) for at in (0, 1)]
+        for _ in range(4):
+            training.backward()
+            training.engine.clip_grad_norm(MAX_NORM)
+            for half in halves:
+                half.step()
+            for half in halves:
+                half.zero_grad()
+        found.append((training.losses, training.state()))
+    assert found[0][0] == found[1][0]
+    assert_same_bits(found[1][1], found[0][1])
+
+
+def test_a_step_that_diverges_leaves_weights_and_moments_out(held: Hold) -> None:
+    training = Training(build(), deferred=True)
+    training.steps(2)
+    before, passed = training.state(), list(held.passed)
+    loss = training.forward()
+    loss.backward()
+    training.engine.clip_grad_norm(MAX_NORM, [loss.detach() * float("nan")])
+    training.optimizer.step()
+    training.optimizer.zero_grad()
+    with pytest.raises(Diverged):
+        training.engine.flush()
+    assert held.passed == passed
+    assert_same_bits(training.state(), before)
+    training.steps(1)
+    assert all(m.step == 3 for g in training.engine.groups for m in g.members)
+
+
+@pytest.mark.parametrize(
+    "surfaces", [a_flush, a_second_backward, a_checkpoint, the_optimizers_state]
+)
+def test_moments_that_fail_say_so_once_as_weights_do(
+    surfaces: Callable[[Training], object], held: Hold
+) -> None:
+    training = Training(build(), deferred=True)
+    training.steps(1)
+    training.engine.flush()
+    training.backward()
+    held.hold()
+    training.step()
+    held.fails = RuntimeError("no memory bus")
+    held.free.set()
+    with pytest.raises(RuntimeError, match="no memory bus"):
+        surfaces(training)
+    training.engine.flush()  # told once
+
+
+def test_moments_that_fail_are_told_of_though_the_next_step_was_queued(held: Hold) -> None:
+    training = Training(build(), deferred=True)
+    parameters = [p for n, p in training.model.named_parameters() if ".layers." in n]
+    halves = [torch.optim.AdamW(parameters[at::2]) for at in (0, 1)]
+    training.backward()
+    held.hold()
+    held.fails = RuntimeError("no memory bus")
+    halves[0].step()
+    halves[1].step()  # the same groups, whose first moments are still to come
+    held.free.set()
+    with pytest.raises(RuntimeError, match="no memory bus"):
+        training.engine.flush()
+
+
+def test_groups_that_were_queued_before_one_could_not_be_get_their_moments(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    expected = Training(build(), deferred=False)
+    expected.steps(1)
+    training = Training(build(), deferred=True)
+    training.backward()
+    ensure_state = Group.ensure_state
+
+    def fails(self: Group) -> None:
+        if self is training.engine.groups[2]:
+            raise MemoryError("states find no room")
+        ensure_state(self)
+
+    monkeypatch.setattr(Group, "ensure_state", fails)
+    with pytest.raises(MemoryError):
+        training.step()
+    training.engine.flush()
+    for got, wanted in zip(training.engine.groups[:2], expected.engine.groups[:2], strict=True):
+        wanted.wait()
+        for mine, theirs in zip(got.trained, wanted.trained, strict=True):
+            for name, flat in mine.states().items():
+                assert torch.equal(flat, theirs.states()[name]), name
+
+
+def test_a_model_is_not_deferred_unless_it_is_asked_for(held: Hold) -> None:
+    model = fluxtrain.wrap(build(), device="cpu", offload="weights", overlap=True)
+    engine: Engine = engine_of(model)
+    assert not engine.plan.deferred_moments
+
+
+class InterruptedOnce:
+    """A job whose first wait ends as one does that ctrl-c comes into."""
+
+    def __init__(self, job: Any) -> None:
+        self._job, self._first = job, True
+
+    def result(self) -> Any:
+        if self._first:
+            self._first = False
+            raise KeyboardInterrupt
+        return self._job.result()
+
+    def done(self) -> bool:
+        return bool(self._job.done())
+
+
+@pytest.mark.parametrize("which", ["pending", "moments"])
+def test_an_interrupted_wait_is_gone_on_with_by_the_next_one(held: Hold, which: str) -> None:
+    training = Training(build(), deferred=True)
+    training.steps(1)
+    training.engine.flush()
+    held.hold()
+    training.backward()
+    training.step()
+    group = training.engine.groups[0]  # whose moments come last
+    setattr(group, which, InterruptedOnce(getattr(group, which)))
+    with pytest.raises(KeyboardInterrupt):
+        training.engine.flush()
+    saved: list[dict[str, Tensor]] = []
+    held.assert_waits(lambda: saved.append(training.state()))
+    training.engine.flush()
+    assert_same_bits(saved[0], training.state())
+
+
+def test_a_copy_of_the_optimizer_has_the_moments_of_its_step(held: Hold) -> None:
+    training = Training(build(), deferred=True)
+    training.steps(1)
+    training.engine.flush()
+    held.hold()
+    training.backward()
+    training.step()
+    copies: list[torch.optim.Optimizer] = []
+    held.assert_waits(lambda: copies.append(copy.deepcopy(training.optimizer)))
+    of_step = training.optimizer.state_dict()["state"]["fluxtrain"]
+    copied: Any = copies[0].state["fluxtrain"]  # type: ignore[index]
+    assert type(copied) is dict
+    assert copied.keys() == of_step.keys()
+    for index, entry in copied.items():
+        assert entry["step"] == of_step[index]["step"] == 2
+        assert torch.equal(entry["exp_avg"], of_step[index]["exp_avg"])
+        assert torch.equal(entry["exp_avg_sq"], of_step[index]["exp_avg_sq"])
+
+
+def test_a_saved_state_is_read_back_as_plain_values(held: Hold) -> None:
+    training = Training(build(), deferred=True)
+    training.steps(2)
+    written = io.BytesIO()
+    torch.save(training.optimizer.state_dict(), written)
+    written.seek(0)
+    read = torch.load(written, weights_only=True)
+    assert type(read["state"]["fluxtrain"]).__module__ == "collections"
+    assert {entry["step"] for entry in read["state"]["fluxtrain"].values()} == {2}
