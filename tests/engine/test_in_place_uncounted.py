@@ -15,7 +15,7 @@ import fluxtrain
 from fluxtrain.errors import MisusedModel
 from fluxtrain.stream.arguments import flatten
 from fluxtrain.stream.in_place import KNOWN_STRUCTURES, Habits
-from tests.engine.test_in_place import (
+from tests.engine.in_place_models import (
     LAYOUTS,
     Extra,
     Model,
@@ -126,20 +126,6 @@ def test_what_no_block_writes_to_is_left_alone(value: Any) -> None:
     for _ in range(2):
         wrapped(torch.randn(5, 6, 8), extra).sum().backward()
     assert extra._version == 0
-
-
-def test_an_uncounted_write_that_another_argument_would_see_is_refused() -> None:
-    def inside(block: Any, x: Tensor, part: Tensor) -> Tensor:
-        x.data.mul_(0.5)
-        return block.linear(x) + part
-
-    def around(block: nn.Module, x: Tensor) -> Tensor:
-        x = x * 1.0
-        return block(x, x[:, :1])
-
-    wrapped = fluxtrain.wrap(Model(inside, around))
-    with pytest.raises(MisusedModel, match=r"blocks.0 wrote to its argument x in place.*clone"):
-        wrapped(torch.randn(5, 6, 8))
 
 
 def test_an_uncounted_write_to_a_tensor_inside_an_object_is_refused() -> None:
