@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import pynvml
 import torch
@@ -32,6 +33,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from fluxtrain.data.batches import Batch
 from fluxtrain.hardware.machine import read_machine
 from fluxtrain.methods.kernels import choose_kernels
+from fluxtrain.plan.cost import cost
 from fluxtrain.plan.facts import Room, Wishes
 from fluxtrain.plan.moments import WISHES as MOMENTS_WISHES
 from fluxtrain.plan.placement import RunPlacement
@@ -135,19 +137,26 @@ def main() -> None:
         options.json.write_text(json.dumps(row, indent=1))
 
 
-def wrapped(model: Qwen2ForCausalLM, options: argparse.Namespace) -> tuple[Any, RunPlacement]:
-    """Wrap the model as a run with these rows would be; its engine, and the plan for the rows."""
+def wrapped(
+    model: Qwen2ForCausalLM, options: argparse.Namespace
+) -> tuple[Any, RunPlacement, dict[str, Any]]:
+    """Wrap the model as a run with these rows would be; its engine, the plan for the rows, and what
+    is to be said of it. The model is on the host as a loaded one: the trial has the card alone."""
     import fluxtrain
     from fluxtrain.stream.engine import engine_of
 
+    model.cpu()
+    torch.cuda.empty_cache()
     budget_bytes = int((options.budget_gib - CONTEXT_GIB) * GIB)
     facts = model_facts(model, model.config, options.sequence, options.states)
     constants = measured_constants(
         facts, read_machine(), "cuda", options.batch, model, partial(trial_batch, options)
     )
     rates = constants.rates(has_gpu=True)
+    facts = constants.applied(facts)
+    timing = None if isinstance(rates, str) else Timing(rates=rates, exact=not options.eager)
     plan = place_timed(
-        constants.applied(facts),
+        facts,
         Room(device_free_bytes=budget_bytes, host_available_bytes=None),
         Wishes(
             offload=options.offload,
@@ -160,14 +169,23 @@ def wrapped(model: Qwen2ForCausalLM, options: argparse.Namespace) -> tuple[Any, 
             eager=options.eager,
             deferred_moments=MOMENTS_WISHES[options.moments],
         ),
-        None if isinstance(rates, str) else Timing(rates=rates, exact=not options.eager),
+        timing,
     )
+    told: dict[str, Any] = {
+        "constants": constants.source if timing else f"{constants.source}; {rates}",
+        "because": {choice.name: choice.because for choice in plan.choices},
+    }
+    if timing is not None:
+        predicted = cost(facts, plan.layout(eager=options.eager), timing.rates, exact=timing.exact)
+        told["predicted_step_s"] = round(predicted.step_s, 3)
+        told["calibration"] = msgspec.to_builtins(timing.rates.calibration)
     fluxtrain.wrap(
         model,
         device="cuda",
         offload=plan.offload,
         resident_blocks=plan.resident_blocks,
         device_groups=plan.device_groups,
+        device_first=plan.device_first,
         chunk_rows=plan.chunk_rows,
         boundaries=plan.boundaries,
         kept_blocks=plan.kept_blocks,
@@ -179,7 +197,7 @@ def wrapped(model: Qwen2ForCausalLM, options: argparse.Namespace) -> tuple[Any, 
     )
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    return engine_of(model), plan
+    return engine_of(model), plan, told
 
 
 def trial_batch(options: argparse.Namespace, rows: int) -> Batch:
@@ -195,7 +213,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     """Train some steps and return the row."""
     started_s = time.perf_counter()
     model = build(options.shape)
-    loop, engine, plan, kernels = made(model, options)
+    loop, engine, plan, told = made(model, options)
     setup_s = time.perf_counter() - started_s
     tokens = corpus(model.config.vocab_size)
     timeline = StepTimeline(engine) if engine else None
@@ -219,7 +237,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     bound = {} if timeline is None else timeline.close(options.trace, options.shape)
     return report(options, model, engine, plan, times, read) | {
         "setup_s": round(setup_s, 1),
-        "kernels": kernels,
+        **told,
         "last_step_stalls_s": {k: round(v, 3) for k, v in stalls.items()},
         **bound,
     }
@@ -227,19 +245,22 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 def made(
     model: Qwen2ForCausalLM, options: argparse.Namespace
-) -> tuple[Loop, Any, RunPlacement | None, str]:
-    """The loop, FluxTrain's engine and plan where it is FluxTrain, and whose kernels run."""
+) -> tuple[Loop, Any, RunPlacement | None, dict[str, Any]]:
+    """The loop, FluxTrain's engine and plan where it is FluxTrain, and what is to be said: whose
+    kernels run, and what the plan rests on."""
     rate = options.learning_rate
     if options.engine == "flux":
         kernels = choose_kernels(options.kernels, model, "cuda").value
-        engine, plan = wrapped(model, options)
-        return FluxLoop(model, engine, rate, eager=options.eager), engine, plan, kernels
+        engine, plan, told = wrapped(model, options)
+        loop = FluxLoop(model, engine, rate, eager=options.eager)
+        return loop, engine, plan, {"kernels": kernels, **told}
     kernels = with_fused_loss(model) if options.kernels != "torch" else "torch"
     if options.engine == "resident":
-        return ResidentLoop(model, rate), None, None, kernels
+        return ResidentLoop(model, rate), None, None, {"kernels": kernels}
     if options.engine == "resident-fp32":
-        return MastersLoop(model, rate), None, None, kernels
-    return DeepSpeedLoop(model, rate, int(options.engine[-1]), options.batch), None, None, kernels
+        return MastersLoop(model, rate), None, None, {"kernels": kernels}
+    stage = int(options.engine[-1])
+    return DeepSpeedLoop(model, rate, stage, options.batch), None, None, {"kernels": kernels}
 
 
 def with_fused_loss(model: Qwen2ForCausalLM) -> str:

@@ -106,11 +106,18 @@ def line(row: Row, rows: dict[str, Row]) -> str:
 def _plan(found: Row) -> str:
     if "offload" not in found:
         return ""
-    return (
+    words = [
         f"{found['offload']}, {found['device_groups']} groups and {found['resident_blocks']} "
         f"blocks' weights on the GPU, chunks of {found['chunk_rows']}, boundaries on the "
         f"{found['boundaries']}, {found['kept_blocks']} blocks keep activations"
-    )
+    ]
+    words += ["embedding by rows"] if found.get("embedding") == "rows" else []
+    words += ["moments deferred"] if found.get("deferred_moments") else []
+    if "predicted_step_s" in found:
+        words.append(f"{found['predicted_step_s']:.3f} s predicted")
+    else:
+        words.append(f"no time known ({found.get('constants', '')})")
+    return ", ".join(words)
 
 
 def machine() -> str:

@@ -16,12 +16,14 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+import fluxtrain
 from fluxtrain.data.batches import Batch
 from fluxtrain.hardware.busy_bus import busy_bus
 from fluxtrain.hardware.machine import Machine, read_machine
 from fluxtrain.hardware.rate import sustained_rate
 from fluxtrain.plan.cost import rates_from
 from fluxtrain.plan.facts import ModelFacts
+from fluxtrain.stream.engine import engine_of
 from fluxtrain.train import constants as constants_module
 from fluxtrain.train import preview as preview_module
 from fluxtrain.train.calibrate import calibrate
@@ -110,6 +112,43 @@ def test_without_a_gpu_the_miniature_streams_too_and_moves_what_a_step_moves(tin
     # each weight goes up at least once a step and each gradient comes home
     least = sum(group.weight_bytes + group.rounded_bytes for group in groups)
     assert 0.9 * least < streamed.copied_bytes < 1.6 * least
+
+
+def test_a_miniature_that_the_device_cannot_hold_is_tried_with_its_edges_at_home(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny("llama", torch.float32)
+    tries: list[tuple[str, int]] = []
+
+    def of_a_small_card(mini: nn.Module, **wishes: Any) -> nn.Module:
+        tries.append((wishes["offload"], wishes["chunk_rows"]))
+        if tries[-1] in (("none", 8), ("weights", 8)):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        wrapped = wrap(mini, **wishes)
+        if wishes.get("device_first") == "blocks":
+            homes = {group.kind: group.home for group in engine_of(mini).groups}
+            assert homes == {"edge": "host", "block": "device"}
+        return wrapped
+
+    wrap = fluxtrain.wrap
+    monkeypatch.setattr(fluxtrain, "wrap", of_a_small_card)
+    tried = calibrate(model, batch_of, torch.device("cpu"), (2, 8), (1, 4))
+    assert tries[:3] == [("none", 8), ("weights", 8), ("weights", 4)]
+    assert tried.rows == (1, 4)
+    for line in (tried.forward, tried.backward, tried.outside_forward):
+        assert line.at(4) > 0
+    assert tried.device_update_s > 0
+
+
+def test_a_block_that_the_device_cannot_hold_is_told(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def too_large(*_: Any, **__: Any) -> nn.Module:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    monkeypatch.setattr(fluxtrain, "wrap", too_large)
+    with pytest.raises(NotCalibrated, match="do not fit on the device"):
+        calibrate(tiny("llama", torch.float32), batch_of, torch.device("cpu"), (1, 4))
 
 
 def test_blocks_in_several_lists_are_told_not_guessed() -> None:

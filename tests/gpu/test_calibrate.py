@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch import nn
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
+import fluxtrain
 from fluxtrain.data.batches import Batch
 from fluxtrain.hardware.busy_bus import busy_bus
 from fluxtrain.methods.demo_model import demo_model
+from fluxtrain.stream.engine import engine_of
 from fluxtrain.train.calibrate import calibrate
 
 pytestmark = pytest.mark.gpu
@@ -38,6 +44,31 @@ def test_a_block_is_tried_on_the_gpu_and_leaves_nothing_there() -> None:
     assert 0 < tried.kept_backward.at(8) < tried.backward.at(8)
     assert tried.kept_bytes is not None
     assert 0 < tried.kept_bytes <= 1.2 * tried.activation_bytes
+
+
+def test_with_its_edges_at_home_a_block_takes_as_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = Qwen2Config(
+        hidden_size=1024, intermediate_size=4096, num_hidden_layers=2, num_attention_heads=8,
+        num_key_value_heads=2, vocab_size=65536, tie_word_embeddings=False,
+    )  # fmt: skip
+    model = Qwen2ForCausalLM(config).to(torch.bfloat16).train()
+    here = calibrate(model, batch_of, torch.device("cuda"), (16, 64))
+    wrap, homes = fluxtrain.wrap, []
+
+    def of_a_small_card(mini: nn.Module, **wishes: Any) -> nn.Module:
+        if wishes["offload"] == "none":
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        wrapped = wrap(mini, **wishes)
+        homes.append({group.kind: group.home for group in engine_of(mini).groups})
+        return wrapped
+
+    monkeypatch.setattr(fluxtrain, "wrap", of_a_small_card)
+    at_home = calibrate(model, batch_of, torch.device("cuda"), (16, 64))
+    assert homes == [{"edge": "host", "block": "device"}]
+    for line in ("forward", "backward", "outside_forward"):
+        ratio = getattr(at_home, line).at(64) / getattr(here, line).at(64)
+        assert 0.7 < ratio < 1.4, (line, ratio)
+    assert at_home.device_update_s == pytest.approx(here.device_update_s, rel=0.5)
 
 
 def test_copies_keep_the_bus_busy_until_they_are_told_to_stop() -> None:

@@ -1,12 +1,13 @@
 """Run one block for real before training: what it takes on this machine, for the planner.
 
 A miniature of the model (its edges, and one of its blocks twice) goes through the engine as the
-run will, all of it on the device so that no copy is in the times: some rows, more rows at once, and
-those in chunks of some. The latter two are the same work, so their difference is what a chunk costs
-beside its rows: gradients are added up once for each, and small products are slow. Without a GPU,
-where copies and updates take time from the cores that compute, the miniature then streams for some
-steps. Weights are the model's own; nothing of the model itself is touched, and the random state is
-as it was afterwards.
+run will, all of it on the device so that no copy is in the times; where that is too much (embedding
+and head can be larger than many blocks) the edges stream, and their copies are hidden. Tried are
+some rows, more rows at once, and those in chunks of some. The latter two are the same work, so
+their difference is what a chunk costs beside its rows: gradients are added up once for each, and
+small products are slow. Without a GPU, where copies and updates take time from the cores that
+compute, the miniature then streams for some steps. Weights are the model's own; nothing of the
+model itself is touched, and the random state is as it was afterwards.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import psutil
 import torch
@@ -48,8 +49,8 @@ def calibrate(
     rows: tuple[int, int],
     fewer: tuple[int, int] | None = None,
 ) -> Calibration:
-    """Time a block, and what stands outside the blocks, at chunks of `rows` rows, or of `fewer`
-    where those do not fit.
+    """Time a block, and what stands outside the blocks, at chunks of `rows` rows. Where the
+    miniature does not fit on a GPU, with its edges at home on the host; or else with `fewer` rows.
 
     `batch_of` gives real rows. Raises NotCalibrated with the reason: blocks in several lists, or
     too little memory for the miniature.
@@ -57,14 +58,10 @@ def calibrate(
     started_s, before = time.monotonic(), read_use()
     process = psutil.Process()
     before_bytes = process.memory_info().rss
+    at_home = [_Way(count, edges="host") for count in dict.fromkeys((rows, fewer or rows))]
     try:
         with randomness_kept(device):
-            tried = _tried(model, batch_of, device, rows)
-    except torch.OutOfMemoryError as error:
-        if fewer is not None and fewer != rows:
-            give_back(device)
-            return calibrate(model, batch_of, device, fewer)
-        raise NotCalibrated("one block beside the head does not fit on the device") from error
+            tried = _first_that_fits([_Way(rows), *at_home], model, batch_of, device)
     except UnsupportedModel as error:
         raise NotCalibrated(str(error)) from error
     finally:
@@ -107,16 +104,43 @@ class _Tried:
     streamed: Streamed | None
 
 
-def _tried(
+@dataclass(frozen=True)
+class _Way:
+    """How the miniature is tried."""
+
+    rows: tuple[int, int]
+    edges: Literal["device", "host"] = "device"
+
+    def wrapped(self, mini: nn.Module, device: torch.device) -> AbstractContextManager[Engine]:
+        if self.edges == "device":
+            return _wrapped(mini, device, "none", max(self.rows))
+        at_home = {"device_groups": COPIES, "device_first": "blocks", "embedding": "whole"}
+        return _wrapped(mini, device, "weights", max(self.rows), **at_home)
+
+
+def _first_that_fits(
+    ways: Iterable[_Way],
     model: nn.Module,
     batch_of: Callable[[int], Batch],
     device: torch.device,
-    rows: tuple[int, int],
 ) -> _Tried:
-    mini = _miniature(model, device)
+    for way in ways:
+        try:
+            return _tried(model, batch_of, device, way)
+        except torch.OutOfMemoryError:
+            pass  # the error holds the miniature until here
+        give_back(device)
+    raise NotCalibrated("two blocks do not fit on the device with their states")
+
+
+def _tried(
+    model: nn.Module, batch_of: Callable[[int], Batch], device: torch.device, way: _Way
+) -> _Tried:
+    rows = way.rows
+    mini = _miniature(model, device, edges=device if way.edges == "device" else torch.device("cpu"))
     mini.train()
     facts = facts_of(mini)
-    few, many, cut = _resident_trials(mini, batch_of, device, rows)
+    few, many, cut = _trials(mini, batch_of, device, way)
     if device.type == "cuda":
         return _Tried(few, many, cut, None)
     give_back(device)  # the trials after each other take no more than one of them
@@ -131,15 +155,12 @@ def _tried(
     return _Tried(few, many, cut, streamed)
 
 
-def _resident_trials(
-    mini: nn.Module,
-    batch_of: Callable[[int], Batch],
-    device: torch.device,
-    rows: tuple[int, int],
+def _trials(
+    mini: nn.Module, batch_of: Callable[[int], Batch], device: torch.device, way: _Way
 ) -> tuple[Trial, Trial, Trial]:
-    with _wrapped(mini, device, "none", max(rows)) as engine:
+    with way.wrapped(mini, device) as engine:
         bench = Bench(mini, engine, [module for _, module in take_apart(mini).blocks], device)
-        few, many = (bench.trial(batch_of(count)) for count in rows)
+        few, many = (bench.trial(batch_of(count)) for count in way.rows)
         cut = bench.trial(batch_of(many.rows), chunk_rows=few.rows)
         bench.close()
     return few, many, cut
@@ -147,11 +168,13 @@ def _resident_trials(
 
 @contextmanager
 def _wrapped(
-    mini: nn.Module, device: torch.device, offload: Offload, chunk_rows: int
+    mini: nn.Module, device: torch.device, offload: Offload, chunk_rows: int, **places: Any
 ) -> Iterator[Engine]:
     from fluxtrain.stream.engine import engine_of
 
-    fluxtrain.wrap(mini, device=device, offload=offload, chunk_rows=chunk_rows, overlap=True)
+    fluxtrain.wrap(
+        mini, device=device, offload=offload, chunk_rows=chunk_rows, overlap=True, **places
+    )
     engine = engine_of(mini)
     try:
         for unit in engine.units:
@@ -183,8 +206,9 @@ def _streamed_steps(mini: nn.Module, engine: Engine, batch: Batch) -> tuple[floa
     return min(steps_s[1:]), (traffic.h2d_bytes + traffic.d2h_bytes) // len(steps_s)
 
 
-def _miniature(model: nn.Module, device: torch.device) -> nn.Module:
-    """A copy of `model` on `device` with `COPIES` of its middle block in place of all of them."""
+def _miniature(model: nn.Module, device: torch.device, *, edges: torch.device) -> nn.Module:
+    """A copy of `model` with `COPIES` of its middle block on `device` in place of all of them, and
+    what stands outside the blocks on `edges`."""
     parts = take_apart(model)
     lists = {name.rpartition(".")[0] for name, _ in parts.blocks}
     if len(lists) != 1:
@@ -195,7 +219,7 @@ def _miniature(model: nn.Module, device: torch.device) -> nn.Module:
     short = nn.Sequential(*copies) if isinstance(listed, nn.Sequential) else nn.ModuleList(copies)
     inside = {id(parameter) for parameter in listed.parameters()}
     outside = (p for p in model.parameters() if id(p) not in inside)
-    return copy.deepcopy(model, {**_on(device, outside), id(listed): short})
+    return copy.deepcopy(model, {**_on(edges, outside), id(listed): short})
 
 
 def _on(device: torch.device, parameters: Iterable[nn.Parameter]) -> dict[int, Any]:
