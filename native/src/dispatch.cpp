@@ -22,6 +22,8 @@ constexpr size_t kLeastPerThread = 32768;
 // Ranges are cut at whole cache lines of every stream (64 bytes of 16-bit halves).
 constexpr size_t kCut = 32;
 static_assert(flux::kStateBlock % kCut == 0);
+// Elements at most of the ranges that threads take one after another: a millisecond of AdamW each.
+constexpr size_t kRange = 1 << 18;
 
 int processor_level() {
 #ifdef FLUX_X86
@@ -92,7 +94,9 @@ int threads_for(size_t n, int threads) {
 #endif
 }
 
-// body(first, count) on each of up to `threads` contiguous ranges that cover [0, n).
+// body(first, count) on contiguous ranges that cover [0, n), by up to `threads` threads. There are
+// more ranges than threads, and each goes to who is free: a core that also runs the program's other
+// threads does fewer, where in equal shares all others would wait for it.
 template <class Body>
 void over_ranges(size_t n, int threads, size_t cut, Body body) {
     const int workers = threads_for(n, threads);
@@ -101,14 +105,17 @@ void over_ranges(size_t n, int threads, size_t cut, Body body) {
         body(0, n);
         return;
     }
-    const size_t share = (n / static_cast<size_t>(workers) + cut) / cut * cut;
+    const size_t each = n / static_cast<size_t>(workers);
+    const size_t share = (each / (each / kRange + 1) + cut) / cut * cut;
 #ifdef _OPENMP
-#pragma omp parallel for num_threads(workers) schedule(static, 1)
+#pragma omp parallel num_threads(workers)
 #endif
-    for (int worker = 0; worker < workers; ++worker) {
-        const size_t first = share * static_cast<size_t>(worker);
-        if (first < n) {
-            DefaultRounding rounding;
+    {
+        DefaultRounding rounding;
+#ifdef _OPENMP
+#pragma omp for schedule(dynamic, 1) nowait
+#endif
+        for (size_t first = 0; first < n; first += share) {
             body(first, n - first < share ? n - first : share);
         }
     }
