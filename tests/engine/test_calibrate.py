@@ -6,7 +6,6 @@ import json
 import threading
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -291,7 +290,8 @@ def test_a_sustained_rate_counts_all_calls_and_stops_in_time() -> None:
 
 def test_without_a_gpu_no_bus_is_kept_busy() -> None:
     before = threading.active_count()
-    with busy_bus("cpu"):
+    with busy_bus("cpu", up_bytes=2) as begins:
+        begins(1 << 20)
         assert threading.active_count() == before
 
 
@@ -347,7 +347,7 @@ def test_both_passes_of_the_update_are_rated_where_a_gpu_may_hide_one(
     assert tried is not None
     assert tried.adamw_weights_per_s is None
     monkeypatch.setattr(constants_module, "calibrate", lambda *_: tried)
-    monkeypatch.setattr(constants_module, "busy_bus", lambda _: nullcontext())
+    monkeypatch.setattr(constants_module, "busy_bus", lambda _, **__: busy_bus("cpu"))
     monkeypatch.setattr(constants_module, "_missing_rates", lambda *_: {})
     facts = facts_of(tiny("llama", torch.bfloat16)).with_states(states)
     found = measured_constants(facts, machine, "cuda", 4, tiny("llama", torch.bfloat16), batch_of)

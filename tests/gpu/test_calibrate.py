@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.profiler import ProfilerActivity, profile
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import fluxtrain
@@ -71,6 +74,15 @@ def test_with_its_edges_at_home_a_block_takes_as_long(monkeypatch: pytest.Monkey
     assert at_home.device_update_s == pytest.approx(here.device_update_s, rel=0.5)
 
 
-def test_copies_keep_the_bus_busy_until_they_are_told_to_stop() -> None:
-    with busy_bus("cuda"):
-        assert float(torch.ones(8, device="cuda").sum()) == 8
+def test_as_many_bytes_are_copied_as_the_parameters_that_are_updated_have() -> None:
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        with busy_bus("cuda", up_bytes=4, down_bytes=2) as begins:
+            begins(32 << 20)
+            time.sleep(0.3)
+            begins(1 << 20)
+            time.sleep(0.3)
+        torch.cuda.synchronize()
+    copies = [event.name for event in seen.events() if "Memcpy" in event.name]
+    assert sum("HtoD" in name for name in copies) == 2 + 1  # of 64 MiB at most
+    assert sum("DtoH" in name for name in copies) == 1 + 1
+    assert not any(thread.name == "busy-bus" for thread in threading.enumerate())

@@ -33,6 +33,7 @@ def adamw_rate(
     eight_bit: bool = False,
     part: Part = "all",
     sustained: bool = False,
+    begins: Callable[[int], None] = lambda _: None,
 ) -> Rate:
     """Parameters a second of an update in bf16 with fp32 masters: 14 bytes kept, 26 moved for each;
     `eight_bit` with 8-bit states: 8 and 14. `part` is one of the two passes, of fp32 states: 18.
@@ -59,9 +60,14 @@ def adamw_rate(
             at[name] = start + offset
             offset += int(size * parameters)
         update = _update_8bit(at) if eight_bit else _update(at, part)
+
+        def once() -> None:
+            begins(parameters)
+            update(parameters, ctypes.byref(step), threads or 0)
+
         rate = (sustained_rate if sustained else best_rate)(
             parameters,
-            lambda: update(parameters, ctypes.byref(step), threads or 0),
+            once,
             repeats=20 if sustained else 5,
             limit_s=limit_s,
         )

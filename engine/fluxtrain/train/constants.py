@@ -34,7 +34,8 @@ from fluxtrain.train.trial import NotCalibrated
 from fluxtrain.units import MIB, duration_text
 
 COPY_BYTES = 32 * MIB  # more would be the most that a small run ever holds
-FORMAT = 6  # of the file; a reader ignores another one
+WEIGHT_BYTES = 2  # of a parameter in 16 bits, and of its gradient
+FORMAT = 7  # of the file; a reader ignores another one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,9 +180,11 @@ def _adamw_per_s(
     part: Part = "all",
 ) -> float | None:
     """The native optimizer over as much memory as this model's states take, up to what is beyond
-    any cache, beside copies as a training has them."""
+    any cache, beside copies as a training has them: what is updated goes up for the next forward
+    pass, and gradients come down in the backward pass, which moments are updated beside."""
     trained = sum(group.trained for group in facts.groups)
-    with busy_bus(device):
+    down_bytes = WEIGHT_BYTES if part == "moments" else 0
+    with busy_bus(device, up_bytes=WEIGHT_BYTES, down_bytes=down_bytes) as begins:
         found = adamw_rate(
             machine.memory_available_bytes,
             parameters=min(max(trained, LEAST_PARAMETERS), PARAMETERS),
@@ -190,6 +193,7 @@ def _adamw_per_s(
             eight_bit=eight_bit,
             part=part,
             sustained=True,
+            begins=begins,
         )
     return found.per_s
 
