@@ -35,6 +35,7 @@ from fluxtrain.hardware.machine import read_machine
 from fluxtrain.methods.kernels import choose_kernels
 from fluxtrain.plan.cost import cost
 from fluxtrain.plan.facts import Room, Wishes
+from fluxtrain.plan.footprint import homes
 from fluxtrain.plan.moments import WISHES as MOMENTS_WISHES
 from fluxtrain.plan.placement import RunPlacement
 from fluxtrain.plan.timed import Timing, place_timed
@@ -131,7 +132,11 @@ def main() -> None:
     row = run(options)
     watch.stop()
     row["nvml_gib"] = round(watch.device_bytes / GIB, 2)
-    row["host_gib"] = round((watch.host_bytes - watch.empty_host_bytes) / GIB, 2)
+    host_bytes = watch.host_bytes - watch.empty_host_bytes
+    row["host_gib"] = round(host_bytes / GIB, 2)
+    if row.get("parameters_at_home"):
+        apart = row["boundaries_on_host_gib"] * GIB
+        row["host_bytes_each"] = round((host_bytes - apart) / row["parameters_at_home"], 2)
     print(json.dumps({**row, "losses": [round(loss, 3) for loss in row["losses"][:20]]}))
     if options.json:
         options.json.write_text(json.dumps(row, indent=1))
@@ -175,8 +180,12 @@ def wrapped(
         "constants": constants.source if timing else f"{constants.source}; {rates}",
         "because": {choice.name: choice.because for choice in plan.choices},
     }
+    layout = plan.layout(eager=options.eager)
+    told["parameters_at_home"] = sum(group.trained for group in homes(facts, layout)[1])
+    row_bytes = facts.row.boundary_bytes if facts.row and plan.boundaries == "host" else 0
+    told["boundaries_on_host_gib"] = round(facts.layers * options.batch * row_bytes / GIB, 2)
     if timing is not None:
-        predicted = cost(facts, plan.layout(eager=options.eager), timing.rates, exact=timing.exact)
+        predicted = cost(facts, layout, timing.rates, exact=timing.exact)
         told["predicted_step_s"] = round(predicted.step_s, 3)
         told["calibration"] = msgspec.to_builtins(timing.rates.calibration)
     fluxtrain.wrap(

@@ -111,6 +111,8 @@ def _plan(found: Row) -> str:
         f"blocks' weights on the GPU, chunks of {found['chunk_rows']}, boundaries on the "
         f"{found['boundaries']}, {found['kept_blocks']} blocks keep activations"
     ]
+    if "host_bytes_each" in found:
+        words.append(f"{found['host_bytes_each']} bytes of host memory a parameter at home")
     words += ["embedding by rows"] if found.get("embedding") == "rows" else []
     words += ["moments deferred"] if found.get("deferred_moments") else []
     if "predicted_step_s" in found:
