@@ -13,8 +13,16 @@
 namespace flux {
 
 // How many elements ahead the streams are fetched. The hardware prefetchers follow fewer streams
-// than AdamW has and stop at each page; 256 to 1024 all gain about a fifth on one core.
+// than AdamW has and stop at each page: without, it is a tenth slower on one core. 256 is too near,
+// 1024 and fetching into the second cache alone are no faster.
 constexpr size_t kAhead = 512;
+// Elements of 16 bits in a cache line. A prefetch for each vector would ask for most lines twice or
+// four times, a tenth slower with AVX2.
+constexpr size_t kLineBytes = 64;
+constexpr size_t kLine = kLineBytes / sizeof(uint16_t);
+// Elements of a turn of the loop, whose vectors may be interleaved. With fp32 weights, which need no
+// unpacking, a turn is one vector: more only cost.
+constexpr size_t kTurn = 2 * kLine;
 
 template <class Set>
 struct KernelsOver {
@@ -44,16 +52,34 @@ struct KernelsOver {
         if (i < n) body(typename Set::Tail(n - i), i);
     }
 
-    template <class... Values>
-    static FLUX_INLINE void prefetch(const Values*... at) {
-        // Past the end too: a prefetch never faults. One lane at a time it would only cost.
-        if constexpr (Set::width > 1) (__builtin_prefetch(at + kAhead, 1), ...);
+    // Each cache line of the `count` elements that are `ahead` of `at`. Past the end too: a prefetch
+    // never faults. One lane at a time it would only cost.
+    template <size_t ahead = kAhead, class Value>
+    static FLUX_INLINE void fetch(const Value* at, size_t count) {
+        if constexpr (Set::width > 1)
+            for (size_t byte = 0; byte < count * sizeof(Value); byte += kLineBytes)
+                __builtin_prefetch(reinterpret_cast<const char*>(at + ahead) + byte);
     }
 
-    // What is read and not written: its lines need not be this core's own.
-    template <class... Values>
-    static FLUX_INLINE void prefetch_to_read(const Values*... at) {
-        if constexpr (Set::width > 1) (__builtin_prefetch(at + kAhead, 0), ...);
+    // for_each over `streams`, which are in no cache: each line of a turn is fetched ahead where it
+    // begins.
+    template <size_t turn = kTurn, class Body, class... Values>
+    static FLUX_INLINE void for_each_fetched(size_t n, Body body, const Values*... streams) {
+        size_t done = 0;
+        for (; done + turn <= n; done += turn) {
+#pragma GCC unroll 8
+            for (size_t j = 0; j < turn; j += Set::width) {
+                (fetch_line_of(streams + done, j), ...);
+                body(typename Set::Whole{}, done + j);
+            }
+        }
+        for_each(n - done, [&](auto lanes, size_t j) __attribute__((always_inline)) {
+            body(lanes, done + j);
+        });
+    }
+    template <class Value>
+    static FLUX_INLINE void fetch_line_of(const Value* at, size_t j) {
+        if (j * sizeof(Value) % kLineBytes == 0) fetch(at + j, 1);
     }
 
     static FLUX_INLINE Float from_bf16(Int bits16) { return Set::as_float(Set::shift_left_16(bits16)); }
@@ -107,8 +133,7 @@ struct KernelsOver {
                             float* __restrict v, const Grad* __restrict grad, size_t n,
                             const flux_adamw_step& step) {
         const Coefficients c(step);
-        for_each(n, [&](auto lanes, size_t i) __attribute__((always_inline)) {
-            prefetch(hi + i, lo + i, m + i, v + i, grad + i);
+        for_each_fetched(n, [&](auto lanes, size_t i) __attribute__((always_inline)) {
             Float p = decode(lanes.load(hi + i), lanes.load(lo + i));
             Float m_i = lanes.load(m + i);
             Float v_i = lanes.load(v + i);
@@ -116,14 +141,13 @@ struct KernelsOver {
             store_split(lanes, hi + i, lo + i, p);
             lanes.store(m + i, m_i);
             lanes.store(v + i, v_i);
-        });
+        }, hi, lo, m, v, grad);
     }
 
     static void adamw_f32(float* __restrict p, float* __restrict m, float* __restrict v,
                           const float* __restrict grad, size_t n, const flux_adamw_step& step) {
         const Coefficients c(step);
-        for_each(n, [&](auto lanes, size_t i) __attribute__((always_inline)) {
-            prefetch(p + i, m + i, v + i, grad + i);
+        for_each_fetched<Set::width>(n, [&](auto lanes, size_t i) __attribute__((always_inline)) {
             Float p_i = lanes.load(p + i);
             Float m_i = lanes.load(m + i);
             Float v_i = lanes.load(v + i);
@@ -131,7 +155,7 @@ struct KernelsOver {
             lanes.store(p + i, p_i);
             lanes.store(m + i, m_i);
             lanes.store(v + i, v_i);
-        });
+        }, p, m, v, grad);
     }
 
     template <class Grad>
@@ -140,92 +164,80 @@ struct KernelsOver {
                                     const Grad* __restrict grad, size_t n,
                                     const flux_adamw_step& step) {
         const Coefficients c(step);
-        for_each(n, [&](auto lanes, size_t i) __attribute__((always_inline)) {
-            prefetch(hi + i, lo + i);
-            prefetch_to_read(m + i, v + i, grad + i);
+        for_each_fetched(n, [&](auto lanes, size_t i) __attribute__((always_inline)) {
             Float p = decode(lanes.load(hi + i), lanes.load(lo + i));
             Float m_i = lanes.load(m + i);
             Float v_i = lanes.load(v + i);
             advance(p, m_i, v_i, load_grad(lanes, grad + i), c);
             store_split(lanes, hi + i, lo + i, Set::quiet(p));
-        });
+        }, hi, lo, m, v, grad);
     }
 
     static void adamw_weights_f32(float* __restrict p, const float* __restrict m,
                                   const float* __restrict v, const float* __restrict grad, size_t n,
                                   const flux_adamw_step& step) {
         const Coefficients c(step);
-        for_each(n, [&](auto lanes, size_t i) __attribute__((always_inline)) {
-            prefetch(p + i);
-            prefetch_to_read(m + i, v + i, grad + i);
+        for_each_fetched<Set::width>(n, [&](auto lanes, size_t i) __attribute__((always_inline)) {
             Float p_i = lanes.load(p + i);
             Float m_i = lanes.load(m + i);
             Float v_i = lanes.load(v + i);
             advance(p_i, m_i, v_i, lanes.load(grad + i), c);
             lanes.store(p + i, Set::quiet(p_i));
-        });
+        }, p, m, v, grad);
     }
 
     template <class Grad>
     static void adamw_moments(float* __restrict m, float* __restrict v, const Grad* __restrict grad,
                               size_t n, const flux_adamw_step& step) {
         const Coefficients c(step);
-        for_each(n, [&](auto lanes, size_t i) __attribute__((always_inline)) {
-            prefetch(m + i, v + i);
-            prefetch_to_read(grad + i);
+        for_each_fetched(n, [&](auto lanes, size_t i) __attribute__((always_inline)) {
             Float m_i = lanes.load(m + i);
             Float v_i = lanes.load(v + i);
             average(m_i, v_i, load_grad(lanes, grad + i), c);
             lanes.store(m + i, Set::quiet(m_i));
             lanes.store(v + i, Set::quiet(v_i));
-        });
+        }, m, v, grad);
     }
 
     template <class Value>
     static void accumulate(float* __restrict sum, const Value* __restrict x, size_t n) {
-        for_each(n, [&](auto lanes, size_t i) __attribute__((always_inline)) {
-            prefetch(sum + i, x + i);
+        for_each_fetched(n, [&](auto lanes, size_t i) __attribute__((always_inline)) {
             const Float total = Set::add(lanes.load(sum + i), load_grad(lanes, x + i));
             lanes.store(sum + i, Set::quiet(total));
-        });
+        }, sum, x);
     }
 
     static void stream_split(uint16_t* __restrict hi, uint16_t* __restrict lo, float* __restrict m,
                              float* __restrict v, const uint16_t* __restrict grad, size_t n) {
         // Opaque, or the compiler would see that nothing changes and drop the loads and stores.
-        for_each(n, [&](auto lanes, size_t i) __attribute__((always_inline)) {
-            prefetch(hi + i, lo + i, m + i, v + i, grad + i);
+        for_each_fetched(n, [&](auto lanes, size_t i) __attribute__((always_inline)) {
             Set::opaque(lanes.load(grad + i));
             lanes.store_low_half(hi + i, Set::opaque(lanes.load(hi + i)));
             lanes.store_low_half(lo + i, Set::opaque(lanes.load(lo + i)));
             lanes.store(m + i, Set::opaque(lanes.load(m + i)));
             lanes.store(v + i, Set::opaque(lanes.load(v + i)));
-        });
+        }, hi, lo, m, v, grad);
     }
 
     static void stream_weights(uint16_t* __restrict hi, uint16_t* __restrict lo,
                                const float* __restrict m, const float* __restrict v,
                                const uint16_t* __restrict grad, size_t n) {
-        for_each(n, [&](auto lanes, size_t i) __attribute__((always_inline)) {
-            prefetch(hi + i, lo + i);
-            prefetch_to_read(m + i, v + i, grad + i);
+        for_each_fetched(n, [&](auto lanes, size_t i) __attribute__((always_inline)) {
             Set::opaque(lanes.load(grad + i));
             Set::opaque(lanes.load(m + i));
             Set::opaque(lanes.load(v + i));
             lanes.store_low_half(hi + i, Set::opaque(lanes.load(hi + i)));
             lanes.store_low_half(lo + i, Set::opaque(lanes.load(lo + i)));
-        });
+        }, hi, lo, m, v, grad);
     }
 
     static void stream_moments(float* __restrict m, float* __restrict v,
                                const uint16_t* __restrict grad, size_t n) {
-        for_each(n, [&](auto lanes, size_t i) __attribute__((always_inline)) {
-            prefetch(m + i, v + i);
-            prefetch_to_read(grad + i);
+        for_each_fetched(n, [&](auto lanes, size_t i) __attribute__((always_inline)) {
             Set::opaque(lanes.load(grad + i));
             lanes.store(m + i, Set::opaque(lanes.load(m + i)));
             lanes.store(v + i, Set::opaque(lanes.load(v + i)));
-        });
+        }, m, v, grad);
     }
 
     // Products of two fp32 are exact in double, so only the order of the additions matters.

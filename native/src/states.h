@@ -114,13 +114,9 @@ struct StatesOver {
         lanes.store(at.p + i, p);
     }
 
-    // Every cache line of `count` elements ahead: with narrow states a prefetch for each vector would
-    // ask for most lines several times.
     template <size_t ahead = kAhead, class Value>
     static FLUX_INLINE void fetch(const Value* at, size_t count) {
-        if constexpr (Set::width > 1)
-            for (size_t byte = 0; byte < count * sizeof(Value); byte += 64)
-                __builtin_prefetch(reinterpret_cast<const char*>(at + ahead) + byte, 1);
+        Base::template fetch<ahead>(at, count);
     }
     template <size_t ahead = kAhead>
     static FLUX_INLINE void fetch(SplitWeights at, size_t count) {
@@ -148,6 +144,11 @@ struct StatesOver {
     }
     static FLUX_INLINE SplitWeights from(SplitWeights at, size_t i) { return {at.hi + i, at.lo + i}; }
     static FLUX_INLINE WholeWeights from(WholeWeights at, size_t i) { return {at.p + i}; }
+    // Of every stream the `count` elements from i on.
+    template <class... Streams>
+    static FLUX_INLINE void fetch_all(size_t i, size_t count, Streams... streams) {
+        (fetch(from(streams, i), count), ...);
+    }
     static FLUX_INLINE flux_states8 from(flux_states8 at, size_t i) {
         const size_t block = i / kStateBlock;
         return {at.m + i, at.v + i, at.m_scale + block, at.v_scale + block};
@@ -235,8 +236,11 @@ struct StatesOver {
         const Coefficients c(step);
         size_t done = 0;
         if constexpr (Set::width > 1) {
-            for (; done + 2 * Set::width <= n; done += 2 * Set::width)
-                pair16(weights, m, v, grad, done, key, c);
+            for (; done + kLine <= n; done += kLine) {
+                fetch_all(done, kLine, weights, m, v, grad);
+                for (size_t j = 0; j < kLine; j += 2 * Set::width)
+                    pair16(weights, m, v, grad, done + j, key, c);
+            }
         }
         Base::for_each(n - done, [&](auto lanes, size_t j) __attribute__((always_inline)) {
             const size_t i = done + j;
@@ -257,8 +261,6 @@ struct StatesOver {
     template <class Weights, class Grad>
     static FLUX_INLINE void pair16(Weights weights, uint16_t* m, uint16_t* v, const Grad* grad,
                                    size_t i, const flux_rounding& key, const Coefficients& c) {
-        prefetch_weights(weights, i);
-        Base::prefetch(m + i, v + i, grad + i);
         Float p[2], g[2], m_i[2], v_i[2];
         Pairs<Set>::load(from(weights, i), p[0], p[1]);
         Pairs<Set>::load(grad + i, g[0], g[1]);
@@ -277,10 +279,6 @@ struct StatesOver {
         Pairs<Set>::store_high(m + i, for_m[0], for_m[1]);
         Pairs<Set>::store_high(v + i, for_v[0], for_v[1]);
     }
-    static FLUX_INLINE void prefetch_weights(SplitWeights at, size_t i) {
-        Base::prefetch(at.hi + i, at.lo + i);
-    }
-    static FLUX_INLINE void prefetch_weights(WholeWeights at, size_t i) { Base::prefetch(at.p + i); }
 
     // The memory traffic of an update with states of `State`, and no arithmetic.
     template <class State>
@@ -288,10 +286,7 @@ struct StatesOver {
                        const uint16_t* __restrict grad, size_t n) {
         for (size_t at = 0; at < n; at += kStateBlock) {
             const size_t count = n - at < kStateBlock ? n - at : kStateBlock;
-            fetch(from(weights, at), count);
-            fetch(m + at, count);
-            fetch(v + at, count);
-            fetch(grad + at, count);
+            fetch_all(at, count, weights, m, v, grad);
             Base::for_each(count, [&](auto lanes, size_t j) __attribute__((always_inline)) {
                 const size_t i = at + j;
                 Set::opaque(lanes.load(grad + i));
