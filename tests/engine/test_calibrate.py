@@ -99,7 +99,10 @@ def test_what_a_chunk_costs_beside_its_rows_is_found(
         assert line.slope < pause_s
 
 
-def test_without_a_gpu_the_miniature_streams_too_and_moves_what_a_step_moves(tiny: Tiny) -> None:
+def test_without_a_gpu_the_miniature_streams_too_and_moves_what_a_step_moves(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fluxtrain.train.rounds.others_share", lambda _: None)
     model = tiny("llama", torch.float32)
     streamed = calibrate(model, batch_of, torch.device("cpu"), (1, 4)).streamed
     assert streamed is not None

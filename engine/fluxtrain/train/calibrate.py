@@ -6,17 +6,18 @@ and head can be larger than many blocks) the edges stream, and their copies are 
 some rows, more rows at once, and those in chunks of some. The latter two are the same work, so
 their difference is what a chunk costs beside its rows: gradients are added up once for each, and
 small products are slow. Without a GPU, where copies and updates take time from the cores that
-compute, the miniature then streams for some steps. Weights are the model's own; nothing of the
-model itself is touched, and the random state is as it was afterwards.
+compute, it streams for some steps too, in turn with the others (`train/rounds.py`). Weights are the
+model's own; nothing of the model itself is touched, and the random state is as it was afterwards.
 """
 
 from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -33,12 +34,21 @@ from fluxtrain.plan.facts import Offload
 from fluxtrain.stream.blocks import take_apart
 from fluxtrain.stream.grouping import facts_of
 from fluxtrain.stream.rng import randomness_kept
-from fluxtrain.train.trial import COPIES, LIMIT_S, REPEATS, Bench, NotCalibrated, Trial, give_back
+from fluxtrain.train.rounds import Round, until_agreed
+from fluxtrain.train.trial import (
+    COPIES,
+    REPEATS,
+    ROUND_LIMIT_S,
+    Bench,
+    NotCalibrated,
+    Trial,
+    give_back,
+)
 
 if TYPE_CHECKING:
     from fluxtrain.stream.engine import Engine
 
-LEAST_STEPS = 4  # of a streamed miniature; the first only warms up
+WARMING = 2  # streamed steps: the first touches weights and gradients, the second the moments
 ALL_CHECKED = 3  # recomputes after which the engine stops to compare them with the forward
 
 
@@ -136,23 +146,35 @@ def _first_that_fits(
 def _tried(
     model: nn.Module, batch_of: Callable[[int], Batch], device: torch.device, way: _Way
 ) -> _Tried:
-    rows = way.rows
     mini = _miniature(model, device, edges=device if way.edges == "device" else torch.device("cpu"))
     mini.train()
     facts = facts_of(mini)
-    few, many, cut = _trials(mini, batch_of, device, way)
     if device.type == "cuda":
-        return _Tried(few, many, cut, None)
-    give_back(device)  # the trials after each other take no more than one of them
-    with _wrapped(mini, device, "weights", max(rows)) as engine:
-        seconds, copied_bytes = _streamed_steps(mini, engine, batch_of(max(rows)))
-    streamed = Streamed(
-        longer_s=seconds - min(many.seconds["whole"]),
-        updated_bytes=sum(group.update_bytes for group in facts.groups),
-        copied_bytes=copied_bytes,
-        groups=len(facts.groups),
+        return _Tried(*_trials(mini, batch_of, device, way), None)
+    rounds = until_agreed(partial(_round, mini, batch_of, device, way))
+    longer_s = rounds.longer_s()
+    streamed = (
+        None
+        if longer_s is None
+        else Streamed(
+            longer_s=longer_s,
+            updated_bytes=sum(group.update_bytes for group in facts.groups),
+            copied_bytes=rounds.rounds[0].copied_bytes,
+            groups=len(facts.groups),
+        )
     )
-    return _Tried(few, many, cut, streamed)
+    return _Tried(*rounds.trials(), streamed)
+
+
+def _round(
+    mini: nn.Module, batch_of: Callable[[int], Batch], device: torch.device, way: _Way
+) -> Round:
+    few, many, cut = _trials(mini, batch_of, device, way)
+    give_back(device)  # the trials after each other take no more than one of them
+    with _wrapped(mini, device, "weights", max(way.rows)) as engine:
+        streamed_s, copied_bytes = _streamed_steps(mini, engine, batch_of(max(way.rows)))
+    give_back(device)
+    return Round(few=few, many=many, cut=cut, streamed_s=streamed_s, copied_bytes=copied_bytes)
 
 
 def _trials(
@@ -184,26 +206,22 @@ def _wrapped(
         fluxtrain.unwrap(mini)
 
 
-def _streamed_steps(mini: nn.Module, engine: Engine, batch: Batch) -> tuple[float, int]:
-    """Seconds of a whole step with the update of all that is trained, and bytes that it copies.
-
-    The fastest step, to be compared with the fastest that does not stream: other programs disturb
-    both, and what is left of that in a small difference would count once for every group.
-    """
+def _streamed_steps(mini: nn.Module, engine: Engine, batch: Batch) -> tuple[Sequence[float], int]:
+    """Seconds of whole steps with the update of all that is trained, and bytes that one copies."""
     optimizer = torch.optim.AdamW([p for p in mini.parameters() if p.requires_grad], lr=1e-5)
     ends_s = [time.perf_counter()]
-    while len(ends_s) < LEAST_STEPS or (
-        len(ends_s) <= 1 + REPEATS and ends_s[-1] - ends_s[0] < LIMIT_S
-    ):
+    while len(ends_s) <= WARMING + REPEATS:
         mini(**batch.inputs()).loss.backward()
         engine.clip_grad_norm(1.0)
         optimizer.step()
         optimizer.zero_grad()
         ends_s.append(time.perf_counter())
+        if len(ends_s) > 1 + WARMING and ends_s[-1] - ends_s[WARMING] > ROUND_LIMIT_S:
+            break
     engine.flush()
     traffic = engine.traffic()
     steps_s = [after - before for before, after in pairwise(ends_s)]
-    return min(steps_s[1:]), (traffic.h2d_bytes + traffic.d2h_bytes) // len(steps_s)
+    return steps_s[WARMING:], (traffic.h2d_bytes + traffic.d2h_bytes) // len(steps_s)
 
 
 def _miniature(model: nn.Module, device: torch.device, *, edges: torch.device) -> nn.Module:

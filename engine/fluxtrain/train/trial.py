@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 COPIES = 2  # of the block: the second starts as every block but the first does
 REPEATS = 8
 LIMIT_S = 0.6  # for the repeats at one size; the last may end later
+ROUND_LIMIT_S = 0.25  # the same in one of the rounds that are made without a GPU
 HEAD_START_CYCLES = 100_000_000  # of a GPU's clock: some 50 ms
 
 
@@ -43,6 +44,12 @@ class Trial:
     def took(self, **parts: float) -> None:
         for name, seconds in parts.items():
             self.seconds.setdefault(name, []).append(seconds)
+
+    def add(self, other: Trial) -> None:
+        """The repeats of another trial at the same size."""
+        for name, seconds in other.seconds.items():
+            self.seconds.setdefault(name, []).extend(seconds)
+        self.activation_bytes = max(self.activation_bytes, other.activation_bytes)
 
     def median(self, name: str) -> float:
         return median(self.seconds[name])
@@ -92,7 +99,7 @@ class Bench:
         started_s = time.perf_counter()
         for _ in range(REPEATS):
             self._step(batch)
-            if time.perf_counter() - started_s > LIMIT_S:
+            if time.perf_counter() - started_s > (LIMIT_S if self._on_gpu else ROUND_LIMIT_S):
                 break
         if self._on_gpu:
             self._keep(batch, trial)

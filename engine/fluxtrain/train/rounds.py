@@ -1,0 +1,85 @@
+"""A miniature that computes resident and streams in turn, until two rounds found the same.
+
+What streaming costs beside its bytes is a small difference between two steps, and counts once for
+every group of the model. Other programs, and fresh pages that the system has to find first (a
+virtual machine's host too), can make all steps of one kind slow for a second. Only slower: so the
+fastest step of each kind counts, once another round comes near to it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from fluxtrain.hardware.others import BUSY_SHARE, others_share, read_use
+from fluxtrain.train.trial import Trial
+
+SAME = 0.05  # steps that differ by less agree
+ROUNDS_S = 6.0  # no further round that would end later
+MOST_ROUNDS = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Round:
+    """Seconds of steps of the miniature."""
+
+    few: Trial
+    many: Trial
+    cut: Trial  # the many rows in chunks of the few
+    streamed_s: Sequence[float]  # steps with the many rows, streamed, with their updates
+    copied_bytes: int  # of one such step
+
+    @property
+    def fastest(self) -> tuple[float, float]:
+        """The resident step of the many rows, and the streamed one."""
+        return min(self.many.seconds["whole"]), min(self.streamed_s)
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """What was found until two agreed, or time was up."""
+
+    rounds: Sequence[Round]
+    others_share: float | None  # of all processors, used by other programs meanwhile
+
+    def trials(self) -> tuple[Trial, Trial, Trial]:
+        """Few rows, many, and those in chunks of the few; of all rounds."""
+        first, *others = self.rounds
+        for one in others:
+            first.few.add(one.few)
+            first.many.add(one.many)
+            first.cut.add(one.cut)
+        return first.few, first.many, first.cut
+
+    def longer_s(self) -> float | None:
+        """What the fastest streamed step took beyond the fastest resident one. None where other
+        programs disturbed the rounds and no two agree: then it says more about those."""
+        found = [one.fastest for one in self.rounds]
+        if not agree(found) and (self.others_share or 0.0) >= BUSY_SHARE:
+            return None
+        resident_s = min(resident for resident, _ in found)
+        return min(streamed for _, streamed in found) - resident_s
+
+
+def until_agreed(
+    one_round: Callable[[], Round], clock: Callable[[], float] = time.monotonic
+) -> Rounds:
+    """Rounds until two agree, no more than there is time for."""
+    before, started_s = read_use(), clock()
+    rounds: list[Round] = []
+    while True:
+        began_s = clock()
+        rounds.append(one_round())
+        now_s = clock()
+        late = now_s + (now_s - began_s) > started_s + ROUNDS_S
+        if late or len(rounds) == MOST_ROUNDS or agree([one.fastest for one in rounds]):
+            return Rounds(rounds, others_share(before))
+
+
+def agree(fastest: Sequence[tuple[float, float]]) -> bool:
+    """Was the fastest step of each kind (resident, streamed) nearly reached in a second round?"""
+    if len(fastest) < 2:
+        return False
+    pairs = (sorted(seconds)[:2] for seconds in zip(*fastest, strict=True))
+    return all(second <= first * (1 + SAME) for first, second in pairs)
