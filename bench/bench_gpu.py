@@ -153,6 +153,32 @@ def wrapped(
     model.cpu()
     torch.cuda.empty_cache()
     budget_bytes = int((options.budget_gib - CONTEXT_GIB) * GIB)
+    plan, told = planned(model, options, budget_bytes)
+    fluxtrain.wrap(
+        model,
+        device="cuda",
+        offload=plan.offload,
+        resident_blocks=plan.resident_blocks,
+        device_groups=plan.device_groups,
+        device_first=plan.device_first,
+        chunk_rows=plan.chunk_rows,
+        boundaries=plan.boundaries,
+        kept_blocks=plan.kept_blocks,
+        budget_bytes=budget_bytes,
+        overlap=True,
+        states=options.states,
+        embedding=plan.embedding,
+        deferred_moments=plan.deferred_moments,
+    )
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    return engine_of(model), plan, told
+
+
+def planned(
+    model: Qwen2ForCausalLM, options: argparse.Namespace, budget_bytes: int
+) -> tuple[RunPlacement, dict[str, Any]]:
+    """The plan for the rows, and what it rests on."""
     facts = model_facts(model, model.config, options.sequence, options.states)
     constants = measured_constants(
         facts, read_machine(), "cuda", options.batch, model, partial(trial_batch, options)
@@ -188,25 +214,7 @@ def wrapped(
         predicted = cost(facts, layout, timing.rates, exact=timing.exact)
         told["predicted_step_s"] = round(predicted.step_s, 3)
         told["calibration"] = msgspec.to_builtins(timing.rates.calibration)
-    fluxtrain.wrap(
-        model,
-        device="cuda",
-        offload=plan.offload,
-        resident_blocks=plan.resident_blocks,
-        device_groups=plan.device_groups,
-        device_first=plan.device_first,
-        chunk_rows=plan.chunk_rows,
-        boundaries=plan.boundaries,
-        kept_blocks=plan.kept_blocks,
-        budget_bytes=budget_bytes,
-        overlap=True,
-        states=options.states,
-        embedding=plan.embedding,
-        deferred_moments=plan.deferred_moments,
-    )
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    return engine_of(model), plan, told
+    return plan, told
 
 
 def trial_batch(options: argparse.Namespace, rows: int) -> Batch:
