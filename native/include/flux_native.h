@@ -46,6 +46,11 @@
  * bf16 states: m and v are rounded to bf16 at random, up or down so that the mean is right: to the
  * nearest, v would stand still, because 1 - beta2 is less than the spacing of bf16. A random
  * number is a hash of the element's number and the step's two keys: low half m, high half v.
+ *
+ * flux_adamw*_rows_* compute the weights that some rows of a table will have after its update, with
+ * its bits, into `out` (rows->count x rows->width), and write nothing of the table: its moments and the
+ * lower halves of its masters stay as they are. A row may begin and end within a block of 8-bit
+ * states. Rows may come in any order and more than once, and must be rows that the table has.
  */
 #ifndef FLUX_NATIVE_H
 #define FLUX_NATIVE_H
@@ -54,7 +59,7 @@
 #include <stdint.h>
 
 #define FLUX_API __attribute__((visibility("default")))
-#define FLUX_ABI_VERSION 3
+#define FLUX_ABI_VERSION 4
 
 #ifdef __cplusplus
 extern "C" {
@@ -84,6 +89,12 @@ typedef struct flux_rounding {
     uint32_t first_key;
     uint32_t second_key;
 } flux_rounding;
+
+typedef struct flux_rows {
+    const int64_t* numbers;
+    size_t count; /* of the rows that are wanted */
+    size_t width; /* elements of one */
+} flux_rows;
 
 enum flux_isa_level { FLUX_SCALAR = 0, FLUX_AVX2 = 1, FLUX_AVX512 = 2 };
 
@@ -135,6 +146,40 @@ FLUX_API void flux_adamw16_split_f32(uint16_t* hi, uint16_t* lo, uint16_t* m, ui
 FLUX_API void flux_adamw16_f32(float* p, uint16_t* m, uint16_t* v, const float* grad, size_t n,
                                const flux_rounding* rounding, const flux_adamw_step* step,
                                int threads);
+
+FLUX_API void flux_adamw_rows_split_bf16(uint16_t* out, const uint16_t* hi, const uint16_t* lo,
+                                         const float* m, const float* v,
+                                         const uint16_t* grad_bf16, const flux_rows* rows,
+                                         const flux_adamw_step* step, int threads);
+FLUX_API void flux_adamw_rows_split_f32(uint16_t* out, const uint16_t* hi, const uint16_t* lo,
+                                        const float* m, const float* v, const float* grad,
+                                        const flux_rows* rows, const flux_adamw_step* step,
+                                        int threads);
+FLUX_API void flux_adamw_rows_f32(float* out, const float* p, const float* m, const float* v,
+                                  const float* grad, const flux_rows* rows,
+                                  const flux_adamw_step* step, int threads);
+FLUX_API void flux_adamw8_rows_split_bf16(uint16_t* out, const uint16_t* hi, const uint16_t* lo,
+                                          const flux_states8* states, const uint16_t* grad_bf16,
+                                          const flux_rows* rows, const flux_adamw_step* step,
+                                          int threads);
+FLUX_API void flux_adamw8_rows_split_f32(uint16_t* out, const uint16_t* hi, const uint16_t* lo,
+                                         const flux_states8* states, const float* grad,
+                                         const flux_rows* rows, const flux_adamw_step* step,
+                                         int threads);
+FLUX_API void flux_adamw8_rows_f32(float* out, const float* p, const flux_states8* states,
+                                   const float* grad, const flux_rows* rows,
+                                   const flux_adamw_step* step, int threads);
+FLUX_API void flux_adamw16_rows_split_bf16(uint16_t* out, const uint16_t* hi, const uint16_t* lo,
+                                           const uint16_t* m, const uint16_t* v,
+                                           const uint16_t* grad_bf16, const flux_rows* rows,
+                                           const flux_adamw_step* step, int threads);
+FLUX_API void flux_adamw16_rows_split_f32(uint16_t* out, const uint16_t* hi, const uint16_t* lo,
+                                          const uint16_t* m, const uint16_t* v, const float* grad,
+                                          const flux_rows* rows, const flux_adamw_step* step,
+                                          int threads);
+FLUX_API void flux_adamw16_rows_f32(float* out, const float* p, const uint16_t* m,
+                                    const uint16_t* v, const float* grad, const flux_rows* rows,
+                                    const flux_adamw_step* step, int threads);
 
 /* Codes of fractions in [-1, 1] (unsigned map: [0, 1]), and the fractions of codes. */
 FLUX_API void flux_encode8(const float* x, uint8_t* codes, size_t n, int is_signed);

@@ -1,7 +1,7 @@
 // Eight lanes. A tail goes through a small buffer, because AVX2 cannot mask 16-bit lanes.
 #include <immintrin.h>
 
-#include "lanes.h"
+#include "rows.h"
 
 namespace flux {
 namespace {
@@ -309,5 +309,6 @@ struct Avx2 {
 
 extern const Kernels kAvx2Kernels = KernelsOver<Avx2>::table();
 extern const StateKernels kAvx2StateKernels = StatesOver<Avx2>::table();
+extern const RowKernels kAvx2RowKernels = RowsOver<Avx2>::table();
 
 }  // namespace flux

@@ -1,7 +1,7 @@
 // Sixteen lanes; tails are masked.
 #include <immintrin.h>
 
-#include "lanes.h"
+#include "rows.h"
 
 namespace flux {
 namespace {
@@ -277,5 +277,6 @@ struct Avx512 {
 
 extern const Kernels kAvx512Kernels = KernelsOver<Avx512>::table();
 extern const StateKernels kAvx512StateKernels = StatesOver<Avx512>::table();
+extern const RowKernels kAvx512RowKernels = RowsOver<Avx512>::table();
 
 }  // namespace flux

@@ -1,29 +1,19 @@
-// The C interface: picks the instruction set once, cuts ranges over threads, and runs the kernels.
-// The only file that knows CPUID and OpenMP.
+// The C interface: picks the instruction set once and runs the kernels on several threads.
+// The only file that knows CPUID.
 #include <stdlib.h>
 #include <string.h>
 
-#ifdef _OPENMP
-#include <omp.h>
-#endif
-#ifdef FLUX_X86
-#include <xmmintrin.h>
-#endif
-
 #include "kernels.h"
 #include "map8.h"
+#include "threads.h"
 
 namespace {
 
+using flux::kCut;
 using flux::Kernels;
+using flux::over_ranges;
 
-// Below this many elements a second thread costs more than it saves.
-constexpr size_t kLeastPerThread = 32768;
-// Ranges are cut at whole cache lines of every stream (64 bytes of 16-bit halves).
-constexpr size_t kCut = 32;
 static_assert(flux::kStateBlock % kCut == 0);
-// Elements at most of the ranges that threads take one after another: a millisecond of AdamW each.
-constexpr size_t kRange = 1 << 18;
 
 int processor_level() {
 #ifdef FLUX_X86
@@ -66,59 +56,23 @@ const flux::StateKernels& state_kernels() {
     return flux::kScalarStateKernels;
 }
 
-// Round to nearest and keep subnormals while a kernel runs, whatever the process chose: a thread
-// that flushes subnormals would give other bits than its neighbour.
-class DefaultRounding {
+const flux::RowKernels& row_kernels() {
 #ifdef FLUX_X86
-  public:
-    DefaultRounding() : saved_(_mm_getcsr()) { _mm_setcsr(0x1f80); }
-    ~DefaultRounding() { _mm_setcsr(saved_); }
-
-  private:
-    unsigned saved_;
-#else
-  public:
-    DefaultRounding() {}
-    ~DefaultRounding() {}
+    if (in_use == FLUX_AVX512) return flux::kAvx512RowKernels;
+    if (in_use == FLUX_AVX2) return flux::kAvx2RowKernels;
 #endif
-};
-
-int threads_for(size_t n, int threads) {
-#ifdef _OPENMP
-    const size_t wanted = static_cast<size_t>(threads > 0 ? threads : omp_get_max_threads());
-    const size_t useful = n / kLeastPerThread + 1;
-    return static_cast<int>(wanted < useful ? wanted : useful);
-#else
-    (void)n, (void)threads;
-    return 1;
-#endif
+    return flux::kScalarRowKernels;
 }
 
-// body(first, count) on contiguous ranges that cover [0, n), by up to `threads` threads. There are
-// more ranges than threads, and each goes to who is free: a core that also runs the program's other
-// threads does fewer, where in equal shares all others would wait for it.
-template <class Body>
-void over_ranges(size_t n, int threads, size_t cut, Body body) {
-    const int workers = threads_for(n, threads);
-    if (workers <= 1) {
-        DefaultRounding rounding;
-        body(0, n);
-        return;
-    }
-    const size_t each = n / static_cast<size_t>(workers);
-    const size_t share = (each / (each / kRange + 1) + cut) / cut * cut;
-#ifdef _OPENMP
-#pragma omp parallel num_threads(workers)
-#endif
-    {
-        DefaultRounding rounding;
-#ifdef _OPENMP
-#pragma omp for schedule(dynamic, 1) nowait
-#endif
-        for (size_t first = 0; first < n; first += share) {
-            body(first, n - first < share ? n - first : share);
-        }
-    }
+// run(out, ..., rows, count, width, step) for ranges of the rows.
+template <class Out, class Run, class... Arrays>
+void over_rows(Run run, Out* out, const flux_rows* rows, const flux_adamw_step* step, int threads,
+               Arrays... arrays) {
+    const size_t width = rows->width;
+    if (width == 0) return;
+    over_ranges(rows->count * width, threads, width, [&](size_t i, size_t count) {
+        run(out + i, arrays..., rows->numbers + i / width, count / width, width, *step);
+    });
 }
 
 // States of the range that begins at element i, where a block begins.
@@ -319,13 +273,65 @@ void flux_adamw16_f32(float* p, uint16_t* m, uint16_t* v, const float* grad, siz
     });
 }
 
+void flux_adamw_rows_split_bf16(uint16_t* out, const uint16_t* hi, const uint16_t* lo, const float*
+                                m, const float* v, const uint16_t* grad, const flux_rows* rows,
+                                const flux_adamw_step* step, int threads) {
+    over_rows(row_kernels().split_bf16, out, rows, step, threads, hi, lo, m, v, grad);
+}
+
+void flux_adamw_rows_split_f32(uint16_t* out, const uint16_t* hi, const uint16_t* lo, const float*
+                               m, const float* v, const float* grad, const flux_rows* rows, const
+                               flux_adamw_step* step, int threads) {
+    over_rows(row_kernels().split_f32, out, rows, step, threads, hi, lo, m, v, grad);
+}
+
+void flux_adamw_rows_f32(float* out, const float* p, const float* m, const float* v, const float*
+                         grad, const flux_rows* rows, const flux_adamw_step* step, int threads) {
+    over_rows(row_kernels().f32, out, rows, step, threads, p, m, v, grad);
+}
+
+void flux_adamw8_rows_split_bf16(uint16_t* out, const uint16_t* hi, const uint16_t* lo, const
+                                 flux_states8* states, const uint16_t* grad, const flux_rows* rows,
+                                 const flux_adamw_step* step, int threads) {
+    over_rows(row_kernels().split8_bf16, out, rows, step, threads, hi, lo, *states, grad);
+}
+
+void flux_adamw8_rows_split_f32(uint16_t* out, const uint16_t* hi, const uint16_t* lo, const
+                                flux_states8* states, const float* grad, const flux_rows* rows,
+                                const flux_adamw_step* step, int threads) {
+    over_rows(row_kernels().split8_f32, out, rows, step, threads, hi, lo, *states, grad);
+}
+
+void flux_adamw8_rows_f32(float* out, const float* p, const flux_states8* states, const float* grad,
+                          const flux_rows* rows, const flux_adamw_step* step, int threads) {
+    over_rows(row_kernels().f32_8, out, rows, step, threads, p, *states, grad);
+}
+
+void flux_adamw16_rows_split_bf16(uint16_t* out, const uint16_t* hi, const uint16_t* lo, const
+                                  uint16_t* m, const uint16_t* v, const uint16_t* grad, const
+                                  flux_rows* rows, const flux_adamw_step* step, int threads) {
+    over_rows(row_kernels().split16_bf16, out, rows, step, threads, hi, lo, m, v, grad);
+}
+
+void flux_adamw16_rows_split_f32(uint16_t* out, const uint16_t* hi, const uint16_t* lo, const
+                                 uint16_t* m, const uint16_t* v, const float* grad, const flux_rows*
+                                 rows, const flux_adamw_step* step, int threads) {
+    over_rows(row_kernels().split16_f32, out, rows, step, threads, hi, lo, m, v, grad);
+}
+
+void flux_adamw16_rows_f32(float* out, const float* p, const uint16_t* m, const uint16_t* v, const
+                           float* grad, const flux_rows* rows, const flux_adamw_step* step, int
+                           threads) {
+    over_rows(row_kernels().f32_16, out, rows, step, threads, p, m, v, grad);
+}
+
 void flux_encode8(const float* x, uint8_t* codes, size_t n, int is_signed) {
-    DefaultRounding rounding;
+    flux::DefaultRounding rounding;
     state_kernels().encode8(x, codes, n, is_signed != 0);
 }
 
 void flux_decode8(const uint8_t* codes, float* x, size_t n, int is_signed) {
-    DefaultRounding rounding;
+    flux::DefaultRounding rounding;
     state_kernels().decode8(codes, x, n, is_signed != 0);
 }
 

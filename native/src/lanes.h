@@ -112,10 +112,14 @@ struct KernelsOver {
         v = Set::quiet(v);
     }
 
+    static FLUX_INLINE Int high_half(Int bits) {
+        return Set::shift_right_16(Set::add(bits, Set::all_int(0x8000)));
+    }
+
     template <class Lanes>
     static FLUX_INLINE void store_split(Lanes lanes, uint16_t* hi, uint16_t* lo, Float p) {
         const Int bits = Set::as_int(p);
-        lanes.store_low_half(hi, Set::shift_right_16(Set::add(bits, Set::all_int(0x8000))));
+        lanes.store_low_half(hi, high_half(bits));
         lanes.store_low_half(lo, bits);
     }
 

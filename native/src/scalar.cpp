@@ -1,5 +1,5 @@
 // The reference: one lane, plain C++. The wide sets must equal it bit for bit.
-#include "lanes.h"
+#include "rows.h"
 
 namespace flux {
 namespace {
@@ -96,5 +96,6 @@ struct Scalar {
 
 extern const Kernels kScalarKernels = KernelsOver<Scalar>::table();
 extern const StateKernels kScalarStateKernels = StatesOver<Scalar>::table();
+extern const RowKernels kScalarRowKernels = RowsOver<Scalar>::table();
 
 }  // namespace flux

@@ -11,14 +11,8 @@ from torch import Tensor, nn
 
 import fluxtrain
 from fluxtrain.errors import Diverged
-from fluxtrain.plan import tables
 from fluxtrain.stream.engine import Engine
 from tests.engine.row_models import by_rows, equal, inputs, llama, trained, wrapped
-
-
-@pytest.fixture(autouse=True)
-def rows_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tables, "ROWS_FIRST", True)
 
 
 class Held:
@@ -63,11 +57,12 @@ def table_after(dtype: torch.dtype, **options: Any) -> Tensor:
 CASES: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "bf16": (torch.bfloat16, {}),
     "fp32": (torch.float32, {}),
-    "fp16": (torch.float16, {}),
     "several passes": (torch.bfloat16, {"passes": 2}),
     "moments later": (torch.bfloat16, {"deferred_moments": True}),
     "moments in bf16": (torch.bfloat16, {"states": "bf16"}),
     "moments in 8 bits": (torch.bfloat16, {"states": "8bit", "hidden_size": 256}),
+    "blocks of moments that rows cut": (torch.bfloat16, {"states": "8bit", "hidden_size": 96}),
+    "moments of fp32 in bf16": (torch.float32, {"states": "bf16"}),
     "moments of fp32 in 8 bits": (torch.float32, {"states": "8bit", "hidden_size": 256}),
 }
 
@@ -96,13 +91,15 @@ def test_rows_have_their_new_weights_before_any_update_was_made(case: str) -> No
     assert torch.equal(embed.weight.detach(), expected)
 
 
-def test_rows_of_odd_width_with_states_in_blocks_wait_for_their_table() -> None:
-    expected = table_after(torch.bfloat16, states="8bit")
-    model = llama(torch.bfloat16)
-    engine = wrapped(model, "rows", states="8bit")
+def test_rows_of_fp16_wait_for_their_table() -> None:
+    expected = table_after(torch.float16)
+    model = llama(torch.float16)
+    engine = wrapped(model, "rows")
     stepped(model, engine).step()
     ids = inputs(9)["input_ids"]
     assert torch.equal(model.get_input_embeddings()(ids), expected[ids])  # type: ignore[operator]
+    assert by_rows(engine)
+    assert engine.groups[0].pending is None or engine.groups[0].pending.done()
 
 
 @pytest.mark.parametrize("deferred", [False, True])

@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 
 from fluxtrain.errors import BadInput
-from fluxtrain.plan import tables
 from fluxtrain.plan.cost import Rates, cost
 from fluxtrain.plan.facts import GroupFacts, ModelFacts, Room, RowFacts, Wishes
 from fluxtrain.plan.footprint import Layout, footprint
@@ -106,7 +105,6 @@ def tied() -> ModelFacts:
     return replace(facts, groups=(table, *facts.groups[1:-1]))
 
 
-@pytest.mark.usefixtures("rows_first")
 def test_a_tied_table_is_there_for_the_head_too_and_the_forward_begins_with_rows() -> None:
     embedding, because = chosen(tied(), HOME)
     assert embedding == "rows"
@@ -152,21 +150,18 @@ def test_rows_fit_where_the_whole_does_not() -> None:
     assert need["whole"] - need["rows"] > 2 * GIB  # a copy, and a sum that is larger than a block's
 
 
-@pytest.fixture
-def rows_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tables, "ROWS_FIRST", True)
-
-
-def test_a_forward_begins_with_the_tables_update_and_the_rows() -> None:
+def test_a_forward_of_fp16_begins_with_the_tables_update_and_the_rows() -> None:
+    facts = model()
+    table = replace(facts.groups[0], trained_bf16=0, trained_fp16=facts.groups[0].trained_bf16)
+    halves = replace(facts, groups=(table, *facts.groups[1:]))
     quick = replace(RATES, adamw_per_s=1e11, matmul_per_s=1e13)
     layout = Layout(offload="weights", batch_rows=32, chunk_rows=8)
-    whole = cost(model(), layout, quick)
-    rows = cost(model(), replace(layout, embedding="rows"), quick)
+    whole = cost(halves, layout, quick)
+    rows = cost(halves, replace(layout, embedding="rows"), quick)
     copied_s = (152_064 - 32 * 1024) * 3584 * 2 / 50e9
     assert whole.step_s - rows.step_s == pytest.approx(copied_s)
 
 
-@pytest.mark.usefixtures("rows_first")
 def test_a_forward_that_waits_for_updates_does_not_wait_for_that_of_the_table() -> None:
     slow = replace(RATES, adamw_per_s=1e9)
     layout = Layout(offload="weights", batch_rows=32, chunk_rows=8)
@@ -178,7 +173,6 @@ def test_a_forward_that_waits_for_updates_does_not_wait_for_that_of_the_table() 
     assert whole.step_s - rows.step_s == pytest.approx(table_s)
 
 
-@pytest.mark.usefixtures("rows_first")
 def test_a_forward_that_computes_begins_when_the_rows_are_there() -> None:
     quick = replace(RATES, adamw_per_s=1e11, matmul_per_s=1e13)
     layout = Layout(offload="weights", batch_rows=32, chunk_rows=8)
@@ -187,17 +181,6 @@ def test_a_forward_that_computes_begins_when_the_rows_are_there() -> None:
     waited_s = 152_064 * 3584 * (1 / 1e11 + 2 / 50e9)
     share = 32 * 1024 / 152_064
     assert whole.step_s - rows.step_s == pytest.approx((1 - share) * waited_s)
-
-
-@pytest.mark.usefixtures("rows_first")
-def test_states_in_blocks_that_rows_would_cut_are_updated_with_their_table() -> None:
-    narrow = replace(RATES, adamw_per_s=1e9)
-    layout = Layout(offload="weights", batch_rows=8, chunk_rows=8, embedding="rows")
-    step_s = {
-        hidden: cost(model(hidden=hidden).with_states("8bit"), layout, narrow).step_s
-        for hidden in (3584, 3585)
-    }
-    assert step_s[3585] > step_s[3584] + 0.1
 
 
 def test_fewer_bytes_cross_and_no_step_is_slower() -> None:

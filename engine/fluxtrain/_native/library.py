@@ -14,7 +14,7 @@ import fluxtrain._native
 from fluxtrain.errors import BadInput, FluxTrainError
 
 LIBRARY = "libflux_native.so"
-ABI_VERSION = 3
+ABI_VERSION = 4
 OMP_PAUSE_SOFT = 1  # OpenMP 5.0, omp_pause_resource_t
 ISA_VARIABLE = "FLUXTRAIN_ISA"
 ISA_NAMES = ("scalar", "avx2", "avx512")
@@ -48,9 +48,16 @@ class Rounding(ctypes.Structure):
     _fields_ = (("first_element", c_uint32), ("first_key", c_uint32), ("second_key", c_uint32))
 
 
+class Rows(ctypes.Structure):
+    """Numbers of the rows that are wanted (int64), how many, and their width (struct flux_rows)."""
+
+    _fields_ = (("numbers", c_void_p), ("count", c_size_t), ("width", c_size_t))
+
+
 _ADAMW = (c_size_t, POINTER(AdamWStep), c_int)
 _STATES8 = POINTER(States8)
 _ADAMW16 = (c_size_t, POINTER(Rounding), POINTER(AdamWStep), c_int)
+_ROWS = (POINTER(Rows), POINTER(AdamWStep), c_int)
 _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "flux_abi_version": (c_int, ()),
     "flux_isa": (c_int, ()),
@@ -69,6 +76,15 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "flux_adamw16_split_bf16": (None, (c_void_p,) * 5 + _ADAMW16),
     "flux_adamw16_split_f32": (None, (c_void_p,) * 5 + _ADAMW16),
     "flux_adamw16_f32": (None, (c_void_p,) * 4 + _ADAMW16),
+    "flux_adamw_rows_split_bf16": (None, (c_void_p,) * 6 + _ROWS),
+    "flux_adamw_rows_split_f32": (None, (c_void_p,) * 6 + _ROWS),
+    "flux_adamw_rows_f32": (None, (c_void_p,) * 5 + _ROWS),
+    "flux_adamw8_rows_split_bf16": (None, (*(c_void_p,) * 3, _STATES8, c_void_p, *_ROWS)),
+    "flux_adamw8_rows_split_f32": (None, (*(c_void_p,) * 3, _STATES8, c_void_p, *_ROWS)),
+    "flux_adamw8_rows_f32": (None, (*(c_void_p,) * 2, _STATES8, c_void_p, *_ROWS)),
+    "flux_adamw16_rows_split_bf16": (None, (c_void_p,) * 6 + _ROWS),
+    "flux_adamw16_rows_split_f32": (None, (c_void_p,) * 6 + _ROWS),
+    "flux_adamw16_rows_f32": (None, (c_void_p,) * 5 + _ROWS),
     "flux_encode8": (None, (c_void_p, c_void_p, c_size_t, c_int)),
     "flux_decode8": (None, (c_void_p, c_void_p, c_size_t, c_int)),
     "flux_accumulate_bf16": (None, (c_void_p, c_void_p, c_size_t, c_int)),

@@ -11,17 +11,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fluxtrain.plan.facts import Embedding, GroupFacts, ModelFacts, RowFacts, Wishes
-from fluxtrain.plan.states import STATE_BLOCK
 from fluxtrain.units import bytes_text, count_text
 
 LEAST_TABLE_BYTES = 64 << 20  # smaller ones are copied in a few milliseconds
 MOST_OF_TABLE = 0.5  # of its rows: beyond that its copies are no larger than those of rows
 _INDEX_BYTES = 8
-
-# Are the rows of the next batch computed ahead of their table's update (`stream/ahead.py`)? Their
-# copies are made by torch's threads, which then keep the kernels' threads from the cores: on two
-# busy ones a fifth of a table took longer than all of it. A kernel over rows ends that.
-ROWS_FIRST = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,9 +44,9 @@ class TableRows:
 
     @property
     def computed_first(self) -> bool:
-        """Can the rows be updated before the table? Blocks of 8-bit states must not be cut."""
-        width = self.table.trained // self.table.table_rows
-        return ROWS_FIRST and (self.table.states != "8bit" or width % STATE_BLOCK == 0)
+        """Can the rows have their new weights before the table? fp16 is rounded from its masters
+        when they are written."""
+        return not self.table.trained_fp16
 
     @property
     def gradient_bytes(self) -> int:

@@ -4,8 +4,8 @@ With deferred moments these jobs write the weights alone, all that the next forw
 one a group follows for m and v, the last group first: in that order the next backward overwrites
 the gradients, which both jobs read.
 
-Where `tables.ROWS_FIRST` says so, a table whose rows are looked up is updated last: what the next
-forward needs of it is computed ahead of its job (`rows_ahead`).
+A table whose rows are looked up is updated last: what the next forward needs of it is computed
+ahead of its job (`rows_ahead`).
 
 Who waits: a job waits for its group's gradients and for the norm; an upload of a group waits for
 that group's first job; whoever else touches the group at home waits for both (`Group.wait`), the
@@ -31,6 +31,7 @@ from fluxtrain.memory.group import Group, Member, Segment
 from fluxtrain.memory.recorder import Recorder
 from fluxtrain.memory.worker import Worker
 from fluxtrain.optim.reference import rounding
+from fluxtrain.optim.row_adamw import weights_of_rows
 from fluxtrain.optim.split_adamw import Hyper
 from fluxtrain.optim.stepping import (
     Flat,
@@ -39,9 +40,7 @@ from fluxtrain.optim.stepping import (
     step_on_host_,
     step_weights_on_host_,
 )
-from fluxtrain.plan import tables
 from fluxtrain.plan.states import STATE_BLOCK
-from fluxtrain.stream.ahead import weights_of_rows
 from fluxtrain.stream.norm import GradNorm
 
 
@@ -273,11 +272,10 @@ def _in_order(work: Iterable[Group]) -> list[Group]:
 
 
 def _looks_ahead(group: Group) -> bool:
-    """Does the forward read rows of it, which can be computed before its own turn?"""
-    if group.rows is None or group.home == "device" or not tables.ROWS_FIRST:
-        return False
-    segment = group.members[0].segment
-    return segment.format != "8bit" or group.rows.width % STATE_BLOCK == 0
+    """Does the forward read rows of it, which can be computed before its own turn? fp16 is rounded
+    from its masters when they are written."""
+    at_home = group.rows is not None and group.home != "device"
+    return at_home and group.members[0].segment.dtype is not torch.float16
 
 
 def _clip(norm: GradNorm | None) -> float:

@@ -1,0 +1,170 @@
+// Weights, gradients and states of every kind, and one name for each kernel over them.
+#pragma once
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include <cmath>
+#include <random>
+#include <vector>
+
+#include "flux_native.h"
+
+inline int failures = 0;
+
+#define CHECK(condition, ...)                                   \
+    do {                                                        \
+        if (!(condition)) {                                     \
+            printf("FAILED line %d (%s): ", __LINE__, #condition); \
+            printf(__VA_ARGS__);                                \
+            printf("\n");                                       \
+            if (++failures > 20) exit(1);                       \
+        }                                                       \
+    } while (0)
+
+inline uint32_t bits_of(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    return bits;
+}
+
+inline float float_of(uint32_t bits) {
+    float x;
+    memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
+template <class Value>
+bool same_bits(const std::vector<Value>& a, const std::vector<Value>& b) {
+    return a.size() == b.size() && memcmp(a.data(), b.data(), a.size() * sizeof(Value)) == 0;
+}
+
+// Ordinary magnitudes, every kind of special value, and plain random bits, mixed.
+inline float any_float(std::mt19937& random, bool tame = false) {
+    static const uint32_t special[] = {0x00000000, 0x80000000, 0x00000001, 0x80000001, 0x007fffff,
+                                       0x00800000, 0x7f7fffff, 0xff7fffff, 0x7f800000, 0xff800000,
+                                       0x7f800001, 0x7fc00000, 0xffffffff, 0x3f808000, 0x00008000};
+    switch (tame ? 2 : random() % 4) {
+        case 0: return float_of(special[random() % (sizeof special / sizeof *special)]);
+        case 1: return float_of(random());
+        default: return std::normal_distribution<float>(0, 0.05f)(random);
+    }
+}
+
+struct State {
+    std::vector<uint16_t> hi, lo, grad_bf16, m16, v16;
+    std::vector<float> p, m, v, grad, m_scale, v_scale;
+    std::vector<uint8_t> m8, v8;
+
+    // Tame ones are finite and of ordinary size, as nearly all are: the rest goes other ways.
+    State(size_t n, std::mt19937& random, bool tame)
+        : hi(n), lo(n), grad_bf16(n), m16(n), v16(n), p(n), m(n), v(n), grad(n),
+          m_scale(n / 256 + 2), v_scale(n / 256 + 2), m8(n), v8(n) {
+        for (float& scale : m_scale) scale = std::fabs(any_float(random, tame));
+        for (float& scale : v_scale) scale = std::fabs(any_float(random, tame));
+        for (size_t i = 0; i < n; ++i) {
+            hi[i] = static_cast<uint16_t>(bits_of(any_float(random, tame)) >> 16);
+            lo[i] = static_cast<uint16_t>(random());
+            grad_bf16[i] = static_cast<uint16_t>(bits_of(any_float(random, tame)) >> 16);
+            p[i] = any_float(random, tame);
+            m[i] = any_float(random, tame);
+            v[i] = random() % 8 ? std::fabs(any_float(random, tame)) : any_float(random, tame);
+            grad[i] = any_float(random, tame);
+            m16[i] = static_cast<uint16_t>(bits_of(m[i]) >> 16);
+            v16[i] = static_cast<uint16_t>(bits_of(std::fabs(v[i])) >> 16);
+            m8[i] = static_cast<uint8_t>(random());
+            v8[i] = static_cast<uint8_t>(random());
+        }
+    }
+
+    bool operator==(const State& other) const {
+        return same_bits(hi, other.hi) && same_bits(lo, other.lo) && same_bits(p, other.p) &&
+               same_bits(m, other.m) && same_bits(v, other.v) && same_bits(grad, other.grad) &&
+               same_bits(m16, other.m16) && same_bits(v16, other.v16) && same_bits(m8, other.m8) &&
+               same_bits(v8, other.v8) && same_bits(m_scale, other.m_scale) &&
+               same_bits(v_scale, other.v_scale);
+    }
+};
+
+enum Kernel {
+    kSplitBf16, kSplitF32, kF32, k8SplitBf16, k8SplitF32, k8F32, k16SplitBf16, k16SplitF32, k16F32,
+    kWeightsSplitBf16, kWeightsSplitF32, kWeightsF32, kMomentsBf16, kMomentsF32,
+    kAccumulateBf16, kAccumulateF32, kStream, kStreamWeights, kStreamMoments, kStream8, kStream16,
+    kKernels
+};
+
+inline bool is_blockwise(int kernel) { return kernel >= k8SplitBf16 && kernel <= k8F32; }
+
+inline void run(Kernel kernel, State& s, size_t first, size_t n, const flux_adamw_step& step, int threads) {
+    uint16_t *hi = s.hi.data() + first, *lo = s.lo.data() + first;
+    float *p = s.p.data() + first, *m = s.m.data() + first, *v = s.v.data() + first;
+    const uint16_t* grad_bf16 = s.grad_bf16.data() + first;
+    const float* grad = s.grad.data() + first;
+    uint16_t *m16 = s.m16.data() + first, *v16 = s.v16.data() + first;
+    uint8_t *m8 = s.m8.data() + first, *v8 = s.v8.data() + first;
+    const flux_states8 states{m8, v8, s.m_scale.data() + first / 256, s.v_scale.data() + first / 256};
+    const flux_rounding rounding{static_cast<uint32_t>(first), 0x12345678u, 0x9abcdef0u};
+    switch (kernel) {
+        case k8SplitBf16:
+            return flux_adamw8_split_bf16(hi, lo, &states, grad_bf16, n, &step, threads);
+        case k8SplitF32: return flux_adamw8_split_f32(hi, lo, &states, grad, n, &step, threads);
+        case k8F32: return flux_adamw8_f32(p, &states, grad, n, &step, threads);
+        case k16SplitBf16:
+            return flux_adamw16_split_bf16(hi, lo, m16, v16, grad_bf16, n, &rounding, &step, threads);
+        case k16SplitF32:
+            return flux_adamw16_split_f32(hi, lo, m16, v16, grad, n, &rounding, &step, threads);
+        case k16F32: return flux_adamw16_f32(p, m16, v16, grad, n, &rounding, &step, threads);
+        case kStream8: return flux_stream8(hi, lo, m8, v8, grad_bf16, n, threads);
+        case kStream16: return flux_stream16(hi, lo, m16, v16, grad_bf16, n, threads);
+        case kSplitBf16: return flux_adamw_split_bf16(hi, lo, m, v, grad_bf16, n, &step, threads);
+        case kSplitF32: return flux_adamw_split_f32(hi, lo, m, v, grad, n, &step, threads);
+        case kF32: return flux_adamw_f32(p, m, v, grad, n, &step, threads);
+        case kWeightsSplitBf16:
+            return flux_adamw_weights_split_bf16(hi, lo, m, v, grad_bf16, n, &step, threads);
+        case kWeightsSplitF32:
+            return flux_adamw_weights_split_f32(hi, lo, m, v, grad, n, &step, threads);
+        case kWeightsF32: return flux_adamw_weights_f32(p, m, v, grad, n, &step, threads);
+        case kMomentsBf16: return flux_adamw_moments_bf16(m, v, grad_bf16, n, &step, threads);
+        case kMomentsF32: return flux_adamw_moments_f32(m, v, grad, n, &step, threads);
+        case kStreamWeights: return flux_stream_weights(hi, lo, m, v, grad_bf16, n, threads);
+        case kStreamMoments: return flux_stream_moments(m, v, grad_bf16, n, threads);
+        case kAccumulateBf16: return flux_accumulate_bf16(p, grad_bf16, n, threads);
+        case kAccumulateF32: return flux_accumulate_f32(p, grad, n, threads);
+        default: return flux_stream_split(hi, lo, m, v, grad_bf16, n, threads);
+    }
+}
+
+inline flux_adamw_step any_step(std::mt19937& random) {
+    const float t = 1 + static_cast<float>(random() % 1000);
+    flux_adamw_step step{0.37f, 0.99999f, 0.9f, 0.1f, 0.999f, 0.001f, 0, 0, 1e-8f};
+    step.step_size = 1e-3f / (1 - std::pow(0.9f, t));
+    step.rsqrt_correction2 = 1 / std::sqrt(1 - std::pow(0.999f, t));
+    return step;
+}
+
+// Into `out` or `wide`, what `run` of the same kernel would make of the weights of some rows.
+inline void run_rows(Kernel kernel, const State& s, uint16_t* out, float* wide, const flux_rows& rows,
+                     const flux_adamw_step& step, int threads) {
+    const uint16_t *hi = s.hi.data(), *lo = s.lo.data(), *narrow = s.grad_bf16.data();
+    const uint16_t *m16 = s.m16.data(), *v16 = s.v16.data();
+    const float *p = s.p.data(), *m = s.m.data(), *v = s.v.data(), *grad = s.grad.data();
+    State held = s;
+    const flux_states8 states{held.m8.data(), held.v8.data(), held.m_scale.data(), held.v_scale.data()};
+    switch (kernel) {
+        case kSplitBf16:
+            return flux_adamw_rows_split_bf16(out, hi, lo, m, v, narrow, &rows, &step, threads);
+        case kSplitF32: return flux_adamw_rows_split_f32(out, hi, lo, m, v, grad, &rows, &step, threads);
+        case kF32: return flux_adamw_rows_f32(wide, p, m, v, grad, &rows, &step, threads);
+        case k8SplitBf16:
+            return flux_adamw8_rows_split_bf16(out, hi, lo, &states, narrow, &rows, &step, threads);
+        case k8SplitF32:
+            return flux_adamw8_rows_split_f32(out, hi, lo, &states, grad, &rows, &step, threads);
+        case k8F32: return flux_adamw8_rows_f32(wide, p, &states, grad, &rows, &step, threads);
+        case k16SplitBf16:
+            return flux_adamw16_rows_split_bf16(out, hi, lo, m16, v16, narrow, &rows, &step, threads);
+        case k16SplitF32:
+            return flux_adamw16_rows_split_f32(out, hi, lo, m16, v16, grad, &rows, &step, threads);
+        default: return flux_adamw16_rows_f32(wide, p, m16, v16, grad, &rows, &step, threads);
+    }
+}
