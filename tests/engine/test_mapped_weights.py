@@ -1,17 +1,24 @@
-"""Weights that are pages of their files take no memory that a plan would have to give back."""
+"""Weights that are pages of their files take no memory that a plan would have to give back, and
+what loading will copy is known before."""
 
 from __future__ import annotations
 
+import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
+from transformers import PreTrainedModel
 
+from fluxtrain.memory.mapped import cool, copied_bytes
+from fluxtrain.methods.copies import Copied
 from fluxtrain.methods.models import ModelSource, load_model
-from fluxtrain.train.mapped import copied_bytes
 from fluxtrain.train.placing import loaded_bytes
+from tests.engine.conftest import VOCABULARY
 
 ModelFolder = Callable[..., Path]
 
@@ -32,6 +39,81 @@ def test_converted_weights_are_copies(model_folder: ModelFolder) -> None:
     other = "float32" if stored == torch.bfloat16 else "bfloat16"
     model = load_model(ModelSource(path=folder, dtype=other)).model
     assert copied_bytes(model) == loaded_bytes(model) > 0
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gpt2"])
+def test_what_loading_will_copy_is_told_by_the_headers_of_the_files(
+    model_folder: ModelFolder, family: str, dtype: str
+) -> None:
+    """With a head of its own, tied, and stored without the prefix of the model inside."""
+    folder = model_folder(family)
+    told: list[Copied] = []
+    loaded = load_model(
+        ModelSource(path=str(folder), dtype=dtype), lambda _, copied: told.append(copied)
+    )
+    held = copied_bytes(loaded.model)
+    assert told == [Copied(weights_bytes=held)]
+    assert held == (0 if dtype == "float32" else loaded_bytes(loaded.model))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_experts_that_are_stored_one_by_one_are_copies_in_any_dtype(
+    tiny: Callable[..., PreTrainedModel], tmp_path: Path, tokenizer_folder: Path, dtype: str
+) -> None:
+    folder = tmp_path / "mixtral"
+    shutil.copytree(tokenizer_folder, folder)
+    model = tiny("mixtral", torch.bfloat16, vocab_size=VOCABULARY)
+    model.save_pretrained(folder, max_shard_size="20KB")
+    assert len(list(folder.glob("*.safetensors"))) > 2
+    told: list[Copied] = []
+    loaded = load_model(
+        ModelSource(path=str(folder), dtype=dtype), lambda _, copied: told.append(copied)
+    )
+    [copied] = told
+    held = copied_bytes(loaded.model)
+    experts = sum(p.nbytes for name, p in loaded.model.named_parameters() if ".experts." in name)
+    assert copied.weights_bytes == held
+    assert copied.merged_bytes == loaded.merged_bytes == experts > 0
+    if dtype == "bfloat16":
+        assert held == experts and copied.sources_bytes == 0
+    else:
+        assert held == loaded_bytes(loaded.model) and copied.sources_bytes == experts
+
+
+def test_pickled_weights_count_as_copies_before_they_are_loaded(model_folder: ModelFolder) -> None:
+    folder = model_folder()
+    model = load_model(ModelSource(path=str(folder))).model
+    torch.save(model.state_dict(), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    told: list[Copied] = []
+    load_model(ModelSource(path=str(folder)), lambda _, copied: told.append(copied))
+    assert told == [Copied(weights_bytes=loaded_bytes(model))]
+
+
+def test_pages_of_files_that_nobody_needs_soon_count_as_not_used(tmp_path: Path) -> None:
+    stored = tmp_path / "weights.safetensors"
+    save_file({"weight": torch.arange(1 << 20, dtype=torch.float32)}, stored)
+    model = nn.Module()
+    model.weight = nn.Parameter(load_file(stored)["weight"])
+    assert float(model.weight.detach().sum()) > 0
+    before = referenced_bytes(stored)
+    cool(model)
+    if before < model.weight.nbytes // 2 or referenced_bytes(stored) == before:
+        pytest.skip("this kernel does not tell which pages were used, or does not know MADV_COLD")
+    assert referenced_bytes(stored) < before // 8
+    assert torch.equal(model.weight.detach(), torch.arange(1 << 20, dtype=torch.float32))
+
+
+def referenced_bytes(file: Path) -> int:
+    """Of the pages of a mapped file, those that this process used lately."""
+    total, inside = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
+            inside = line.endswith(str(file))
+        elif inside and line.startswith("Referenced:"):
+            total += int(line.split()[1]) * 1024
+    return total
 
 
 def test_memory_without_a_file_on_a_disk_is_a_copy(tmp_path: Path) -> None:

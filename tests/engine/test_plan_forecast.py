@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Callable
 from pathlib import Path
+from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
 from transformers import LlamaConfig
 
-from fluxtrain.errors import BadInput, DoesNotFit
+from fluxtrain.errors import EXIT_DOES_NOT_FIT, BadInput, DoesNotFit
 from fluxtrain.plan.machine_file import PlannedMachine, read_machine_file
 from fluxtrain.train.config import RunConfig, demo_config
 from fluxtrain.train.preview import preview, table
@@ -87,6 +90,32 @@ def test_a_host_that_is_too_small_is_refused_with_the_numbers(
 ) -> None:
     with pytest.raises(DoesNotFit, match="of host memory and 57.6 GiB may be used"):
         preview(large, machine(tmp_path, 24, 64))
+
+
+def test_a_model_that_is_larger_than_the_host_fits_where_its_files_are_only_mapped(
+    large: RunConfig, tmp_path: Path
+) -> None:
+    plan = preview(large, machine(tmp_path, 160, 8))
+    weights = 2 * plan["model"]["parameters"]
+    assert plan["offload"] == "none" and weights > plan["host_limit_bytes"] == 8 * GIB
+    assert 4e9 <= plan["host_bytes"] < 8 * GIB, "weights of one file, while the model is saved"
+    with pytest.raises(DoesNotFit, match=r"while they are saved 3.73 GiB need .* is available"):
+        preview(large, machine(tmp_path, 160, 3.5))
+
+
+def test_a_model_whose_weights_loading_converts_must_fit_the_host_as_a_whole(
+    large: RunConfig, tmp_path: Path, fluxtrain: Callable[..., CompletedProcess[str]]
+) -> None:
+    shape = Path(large.model.path) / "config.json"
+    shape.write_text(json.dumps({**json.loads(shape.read_text()), "dtype": "float32"}))
+    assert preview(large, machine(tmp_path, 160, 24))["model"]["dtype"] == "bfloat16"
+    machine(tmp_path, 160, 8)
+    asked = [f"--set={setting}" for setting in (f"model.path={shape.parent}",
+             "data.sequence_length=1024", "train.batch_rows=8")]  # fmt: skip
+    ended = fluxtrain("plan", "--demo", *asked, "--machine", tmp_path / "machine.json")
+    assert ended.returncode == EXIT_DOES_NOT_FIT, ended.stderr
+    told = r"converted while they are loaded need 1[56]\.\d GiB, and 8\.00 GiB is available: store"
+    assert re.search(told, ended.stderr)
 
 
 def test_a_machine_without_rates_has_a_plan_but_no_time(large: RunConfig, tmp_path: Path) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
 from fluxtrain.errors import EXIT_DOES_NOT_FIT, BadInput, DoesNotFit
 from fluxtrain.plan.facts import GroupFacts, ModelFacts
+from fluxtrain.plan.footprint import Layout, saving_bytes
 from fluxtrain.plan.guard import (
     JOURNAL_BYTES,
     STEP_BYTES,
@@ -18,6 +20,7 @@ from fluxtrain.plan.guard import (
     DiskRoom,
     HostNeed,
     disk_need,
+    loading_bytes,
     refuse_disk,
     refuse_host,
 )
@@ -105,21 +108,74 @@ def test_every_setting_that_is_offered_fits() -> None:
 # --- host memory ----------------------------------------------------------------------------------
 
 
-def test_weights_on_their_way_count_beside_what_is_at_home() -> None:
-    need = HostNeed(home_bytes=10 * GIB, passing_bytes=4 * GIB, parameters=1_000_000_000)
+def test_weights_that_are_saved_count_beside_what_is_at_home() -> None:
+    need = HostNeed(home_bytes=10 * GIB, saving_bytes=4 * GIB, parameters=1_000_000_000)
     refuse_host(need, 14 * GIB, NO_FILES, UNKNOWN_DISK)
     refuse_host(need, None, NO_FILES, UNKNOWN_DISK)
     with pytest.raises(DoesNotFit) as raised:
         refuse_host(need, 12 * GIB, NO_FILES, UNKNOWN_DISK)
     assert str(raised.value) == (
         "the run does not fit host memory: weights, states, gradients and activations 10.0 GiB, "
-        "weights while they are loaded and saved 4.00 GiB need 14.0 GiB, and 12.0 GiB is "
+        "weights while they are saved 4.00 GiB need 14.0 GiB, and 12.0 GiB is "
         "available: free 2.00 GiB; or choose a model of about 857 M parameters"
     )
 
 
+def test_copies_of_loading_are_gone_before_states_come_and_do_not_add_to_them() -> None:
+    need = HostNeed(home_bytes=10 * GIB, loading_bytes=11 * GIB, saving_bytes=2 * GIB)
+    assert need.total_bytes == 12 * GIB
+    refuse_host(need, 12 * GIB, NO_FILES, UNKNOWN_DISK)
+    with pytest.raises(DoesNotFit, match="are saved 2.00 GiB need 12.0 GiB"):
+        refuse_host(need, 12 * GIB - 1, NO_FILES, UNKNOWN_DISK)
+
+
+def test_copies_of_loading_alone_can_be_too_much_and_files_that_need_none_are_the_cure() -> None:
+    need = HostNeed(home_bytes=GIB, loading_bytes=16 * GIB, parameters=8_000_000_000)
+    with pytest.raises(DoesNotFit) as raised:
+        refuse_host(need, 8 * GIB, NO_FILES, UNKNOWN_DISK)
+    assert raised.value.exit_code == EXIT_DOES_NOT_FIT
+    assert str(raised.value) == (
+        "the run does not fit host memory: weights that are converted while they are loaded need "
+        "16.0 GiB, and 8.00 GiB is available: store them as safetensors in the dtype of the "
+        "training first, which fits; or free 8.00 GiB; or choose a model of about 4.00 B parameters"
+    )
+    with pytest.raises(DoesNotFit) as raised:
+        refuse_host(replace(need, home_bytes=9 * GIB), 8 * GIB, NO_FILES, UNKNOWN_DISK)
+    assert "store them" not in str(raised.value), "what trains does not fit either"
+
+
+def test_loading_counts_copies_their_sources_or_arenas_and_one_group_twice() -> None:
+    def group(name: str, elements: int) -> GroupFacts:
+        kind: Literal["block", "edge"] = "edge" if name == "embedding" else "block"
+        return GroupFacts(name=name, kind=kind, weight_bytes=2 * elements, trained_bf16=elements)
+
+    facts = ModelFacts(groups=(group("embedding", 500), group("a", 100), group("b", 100)))
+    on_device, at_home = (Layout(offload=offload) for offload in ("none", "weights"))
+    for layout in (on_device, at_home):
+        assert loading_bytes(facts, layout, copied_bytes=0) == 0, "pages of files take none"
+        assert loading_bytes(facts, layout, copied_bytes=1400) == 1400 + 1000
+        sources = loading_bytes(facts, layout, copied_bytes=1400, sources_bytes=300)
+        assert sources == 1400 + 300 + 1000
+    assert loading_bytes(facts, on_device, copied_bytes=400) == 400 + 1000
+    assert loading_bytes(facts, at_home, copied_bytes=400) == 400 + 1000 + 1000
+
+
+def test_a_model_on_the_device_comes_to_the_host_one_file_at_a_time() -> None:
+    def model(count: int, gigabytes: float) -> ModelFacts:
+        size = int(gigabytes * 1e9)
+        block = GroupFacts(name="b", kind="block", weight_bytes=size, trained_bf16=size // 2)
+        return ModelFacts(groups=(block,) * count, loose_bytes=1000)
+
+    on_device = Layout(offload="none")
+    assert saving_bytes(model(3, 0.5), on_device) == 1_500_001_000
+    assert saving_bytes(model(30, 0.5), on_device) == 4_000_000_000
+    assert saving_bytes(model(2, 5), on_device) == 5_000_000_000, "one weight is one file"
+    some = Layout(offload="weights", device_groups=2)
+    assert saving_bytes(model(30, 0.5), some) == 1_000_001_000, "what is at home is there already"
+
+
 def test_files_on_a_ram_disk_take_host_memory() -> None:
-    need = HostNeed(home_bytes=10 * GIB, passing_bytes=0)
+    need = HostNeed(home_bytes=10 * GIB)
     ram = room(64 * GIB, in_memory=True, kind="tmpfs")
     refuse_host(need, 30 * GIB, NEED, room(64 * GIB))
     refuse_host(need, 36 * GIB, NEED, ram)

@@ -21,7 +21,7 @@ from fluxtrain.methods.quiet import quiet_transformers
 from fluxtrain.units import bytes_text
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
-SHARD_SIZE = "4GB"
+SHARD_BYTES = 4_000_000_000  # what of it lies on a GPU is on the host while it is written
 
 
 def save_model(
@@ -62,7 +62,7 @@ def _written(
     folder: Path,
 ) -> int:
     with quiet_transformers():
-        model.save_pretrained(made, max_shard_size=SHARD_SIZE)
+        model.save_pretrained(made, max_shard_size=SHARD_BYTES)
     if tokenizer is not None:
         tokenizer.save_pretrained(made)
     made.chmod(0o777 & ~_umask())  # mkdtemp's 0700 would keep other users from the model

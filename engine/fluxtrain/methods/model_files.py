@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 import struct
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,14 @@ _KERNEL_KEYS = ("attn_implementation", "_attn_implementation")  # may name a hub
 _DTYPE_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """One tensor of a safetensors file."""
+
+    dtype: str  # as torch names it, or as the file does where no model is trained in it
+    shape: tuple[int, ...]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFiles:
     """What the files of a model folder say."""
@@ -38,6 +47,7 @@ class ModelFiles:
     parameters: int | None  # None for pickled weights: only loading tells
     weight_bytes: int
     dtype: str | None  # what most parameters are stored in, as torch names it
+    tensors: Mapping[str, StoredTensor] = field(default_factory=dict)  # none of pickled weights
 
 
 def check_model_folder(folder: Path, trust_remote_code: bool = False) -> ModelFiles:
@@ -84,6 +94,11 @@ def check_model_folder(folder: Path, trust_remote_code: bool = False) -> ModelFi
         parameters=counts.total(),
         weight_bytes=sum(_data_bytes(header) for header in headers.values()),
         dtype=_common_dtype(folder, counts),
+        tensors={
+            name: StoredTensor(_DTYPE_NAMES.get(t["dtype"], t["dtype"]), tuple(t["shape"]))
+            for header in headers.values()
+            for name, t in header.items()
+        },
     )
 
 

@@ -1,7 +1,8 @@
 """Loading a causal language model with its tokenizer: a local folder, a hub id, or the demo.
 
-Weights come by safetensors' memory map straight into the parameters, so loading never holds a
-second copy of the model.
+Weights come by safetensors' memory map straight into the parameters, so that loading takes no
+memory beside the pages of the files. Converted ones (another dtype, experts that are merged) are
+copies of their own, and loading never holds a second one of the whole model.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from transformers import (
 )
 
 from fluxtrain.errors import BadInput, FluxTrainError
+from fluxtrain.methods.copies import Copied, copied_by_loading
 from fluxtrain.methods.isolation import keeps_documents_apart
 from fluxtrain.methods.model_files import ModelFiles, check_model_folder
 from fluxtrain.methods.precision import DTYPES, Capability, Precision, choose_dtype, demo_dtype
@@ -59,15 +61,16 @@ class LoadedModel:
     embedding_rows: int
     max_positions: int | None
     pad_id: int
+    merged_bytes: int = 0  # of weights that were put together from several
 
 
 def load_model(
-    source: ModelSource, fits: Callable[[PreTrainedModel], None] | None = None
+    source: ModelSource, fits: Callable[[PreTrainedModel, Copied], None] | None = None
 ) -> LoadedModel:
     """Check, load and check again.
 
-    `fits` is given the model without its weights before they are read, and raises DoesNotFit when
-    there is no room for them: reading a model larger than the memory takes long and ends badly.
+    `fits` is given the model without its weights before they are read, and what of them will be
+    copied; it raises DoesNotFit when there is no room: a process that runs out of memory is killed.
 
     Raises BadInput for whatever a user can repair: a wrong name, a damaged or incomplete folder,
     code of its own, quantised weights, weights that are not finite.
@@ -81,12 +84,14 @@ def load_model(
     files = check_model_folder(folder, source.trust_remote_code)
     choice = choose_dtype(wished, files.dtype or "float32", source.capability)
     chosen = getattr(torch, choice.dtype)
+    empty = _empty(folder, chosen, source.trust_remote_code)
+    copied = copied_by_loading(empty, files, files.dtype or "float32")
     if fits is not None:
-        fits(_empty(folder, chosen, source.trust_remote_code))
+        fits(empty, copied)
     tokenizer = _tokenizer(folder, source.trust_remote_code)
     model = _weights(files, chosen, source.trust_remote_code)
     check_finite(model, str(folder))
-    return _loaded(model, tokenizer, _name(source.path), choice)
+    return _loaded(model, tokenizer, _name(source.path), choice, copied.merged_bytes)
 
 
 def load_tokenizer(source: ModelSource) -> tuple[PreTrainedTokenizerBase, PretrainedConfig]:
@@ -279,6 +284,7 @@ def _loaded(
     tokenizer: PreTrainedTokenizerBase,
     name: str,
     choice: Precision,
+    merged_bytes: int = 0,
 ) -> LoadedModel:
     embedding: Any = model.get_input_embeddings()
     text_config = model.config.get_text_config()
@@ -292,6 +298,7 @@ def _loaded(
         embedding_rows=int(embedding.weight.shape[0]),
         max_positions=getattr(text_config, "max_position_embeddings", None),
         pad_id=pad_id(tokenizer),
+        merged_bytes=merged_bytes,
     )
 
 

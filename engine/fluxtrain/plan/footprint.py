@@ -45,6 +45,7 @@ LARGE_STAGING_BYTES = 128 << 20  # one buffer is enough for gradients this large
 LARGE_GRADIENT_BYTES = 512 << 20
 BOUNDARIES_IN_FLIGHT = 3  # on the device when the boundaries themselves are on the host
 HIDDEN_IN_FLIGHT = 4  # the loss's hidden gradient, once more in fp32 while it is scaled, the result
+SAVED_FILE_BYTES = 4_000_000_000  # of a saved model (methods/export.py), or one larger weight
 LOGITS_CHUNK_BYTES = 256 << 20  # fp32 logits of one chunk of tokens
 # A processor's heap keeps as much of what was freed, at most: memory/heap.py sees to that; tensors
 # above 32 MiB are mapped by themselves.
@@ -198,9 +199,10 @@ def homes(
     return parted(facts.groups, count, layout.device_first)
 
 
-def passing_bytes(facts: ModelFacts, layout: Layout) -> int:
-    """Host memory of weights whose home is a GPU while they are loaded, and again while saved."""
-    return sum(group.weight_bytes for group in homes(facts, layout)[0])
+def saving_bytes(facts: ModelFacts, layout: Layout) -> int:
+    """Host memory of weights whose home is a GPU while the model is saved: those of one file."""
+    sizes = [group.weight_bytes for group in homes(facts, layout)[0]]
+    return min(sum(sizes) + facts.loose_bytes, max([SAVED_FILE_BYTES, *sizes]))
 
 
 def keepable_count(facts: ModelFacts, layout: Layout) -> int:

@@ -1,7 +1,14 @@
 """Refuses a run before anything is loaded when host memory or the disk of the run cannot hold it.
 
 The placement rule looks at the step; a run also loads, evaluates, keeps checkpoints and saves a
-model. Evaluation needs nothing that a step does not (its loss is computed in the same chunks).
+model. Evaluation needs nothing that a step does not (its loss is computed in the same chunks), and
+a checkpoint brings a GPU's tensors to the host in small pieces.
+
+Of host memory each phase is judged by itself. While the weights are loaded, nothing is at home yet:
+those that are pages of their files take none that the system could not have back, the others are
+copies, all of them at once, which then go home group by group. While the model is saved, all that
+trains is at home, and weights of the GPU come on top, one file at a time.
+
 Pure functions: sizes in, `DoesNotFit` out.
 """
 
@@ -12,6 +19,7 @@ from dataclasses import dataclass, replace
 
 from fluxtrain.errors import DoesNotFit
 from fluxtrain.plan.facts import ModelFacts
+from fluxtrain.plan.footprint import Layout, homes
 from fluxtrain.units import MIB, bytes_text, count_text
 
 JOURNAL_BYTES = 8 * MIB  # about two hours of samples, once a second
@@ -57,16 +65,32 @@ UNKNOWN_DISK = DiskRoom(path="", free_bytes=None)
 
 @dataclass(frozen=True, kw_only=True)
 class HostNeed:
-    """Host memory at the fullest moment of a run."""
+    """Host memory that the system cannot have back, in the two fullest phases of a run."""
 
     home_bytes: int  # arenas and boundaries
-    passing_bytes: int  # weights of the device that pass through the host: loading and saving
+    loading_bytes: int = 0  # copies of weights before they are at home
+    saving_bytes: int = 0  # copies of weights beside what is at home
     parameters: int = 0
 
     @property
     def total_bytes(self) -> int:
-        """All of it."""
-        return self.home_bytes + self.passing_bytes
+        """Of the fuller one."""
+        return max(self.loading_bytes, self.home_bytes + self.saving_bytes)
+
+
+def loading_bytes(
+    facts: ModelFacts, layout: Layout, *, copied_bytes: int, sources_bytes: int = 0
+) -> int:
+    """Until all weights are at home: those that are no pages of files (`copied_bytes`), with what
+    they are made of (`sources_bytes`), later with arenas for weights that are. One group's are
+    there twice, when they are put together and on their way home."""
+    if not copied_bytes:
+        return 0  # arenas alone, which what is at home counts
+    every = sum(group.weight_bytes for group in facts.groups)
+    at_home = sum(group.weight_bytes for group in homes(facts, layout)[1])
+    arenas = min(at_home, max(0, every - copied_bytes))
+    largest = max((group.weight_bytes for group in facts.groups), default=0)
+    return copied_bytes + max(sources_bytes, arenas) + largest
 
 
 def disk_need(facts: ModelFacts, *, kept: int, written: int, steps: int) -> DiskNeed:
@@ -114,16 +138,22 @@ def refuse_host(
     if available_bytes is None:
         return
     files = max(0, disk.total_bytes - room.held_bytes) if room.in_memory else 0
-    total = need.total_bytes + files
+    lasting = need.home_bytes + need.saving_bytes + files
+    total = max(need.loading_bytes, lasting)
     if total <= available_bytes:
         return
-    parts = [f"weights, states, gradients and activations {bytes_text(need.home_bytes)}"]
-    if need.passing_bytes:
-        parts.append(f"weights while they are loaded and saved {bytes_text(need.passing_bytes)}")
-    if files:
-        parts.append(f"files in {_place(room)} {bytes_text(files)}")
+    if need.loading_bytes > lasting:
+        parts = ["weights that are converted while they are loaded"]
+    else:
+        parts = [f"weights, states, gradients and activations {bytes_text(need.home_bytes)}"]
+        if need.saving_bytes:
+            parts.append(f"weights while they are saved {bytes_text(need.saving_bytes)}")
+        if files:
+            parts.append(f"files in {_place(room)} {bytes_text(files)}")
     cures = [f"free {bytes_text(total - available_bytes)}"]
-    if need.total_bytes <= available_bytes:
+    if lasting <= available_bytes:
+        cures.insert(0, "store them as safetensors in the dtype of the training first, which fits")
+    elif need.total_bytes <= available_bytes:
         cures.insert(0, "choose a --run-dir on a disk, which fits")
     if need.parameters:
         cures.append(_smaller(need.parameters, available_bytes / total))

@@ -67,7 +67,7 @@ class Placement:
     embedding: Embedding = "whole"  # what of one at home is copied to the device
     deferred_moments: bool = False  # AdamW's, of groups at home: updated after all weights
     process_bytes: int = 0  # the program itself on the host, measured where a run is planned
-    passing_bytes: int = 0  # weights of the device on their way through the host: loading, saving
+    saving_bytes: int = 0  # weights of the device that are on the host while a file is written
     reached_bytes: int = 0  # what the process held at its fullest before this plan
 
     @property
@@ -83,7 +83,7 @@ class Placement:
     @property
     def host_bytes(self) -> int:
         """Predicted peak of the whole process, as far as the program itself was measured."""
-        coming = self.need.host_bytes + self.process_bytes + self.passing_bytes
+        coming = self.need.host_bytes + self.process_bytes + self.saving_bytes
         return max(coming, self.reached_bytes)
 
     def chunk_for(self, row_bytes: int, rows: int) -> int:

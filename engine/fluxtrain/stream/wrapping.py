@@ -14,6 +14,8 @@ from fluxtrain.hardware.gpu import Gpus
 from fluxtrain.hardware.machine import read_machine
 from fluxtrain.memory.device import open_device
 from fluxtrain.memory.group import Group
+from fluxtrain.memory.heap import trim_heap
+from fluxtrain.memory.mapped import cool, copied_bytes
 from fluxtrain.plan.facts import Room, Wishes
 from fluxtrain.plan.footprint import parted
 from fluxtrain.plan.placement import place_for_any_rows
@@ -221,9 +223,10 @@ def _compute_device(device: str | torch.device | None) -> torch.device:
 def _room(model: nn.Module, device: torch.device) -> Room:
     """What is free once the model's weights have left the places where they are now."""
     no_gpus = Gpus(gpus=(), driver=None, reason="not asked")
+    cool(model)
     available = read_machine(gpus=no_gpus).memory_available_bytes
     if available is not None:
-        available += sum(p.nbytes for p in model.parameters() if p.device.type == "cpu")
+        available += copied_bytes(model)  # pages of files count as available
     if device.type != "cuda":
         return Room(device_free_bytes=None, host_available_bytes=available)
     here = torch.empty(0, device=device).device  # with its index
@@ -267,6 +270,7 @@ def _settle(engine: Engine, groups: dict[str, Group]) -> None:
             if member.parameter.requires_grad:
                 _catch_stray_gradients(member.parameter, owner)
             adopt_parameter(member.parameter, owner)
+        trim_heap()  # the copies that its weights were may be pieces of the heap
     gc.collect()
 
 

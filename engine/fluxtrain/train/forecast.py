@@ -8,7 +8,7 @@ from typing import Any
 
 from fluxtrain.plan.cost import Cost, Rates, cost
 from fluxtrain.plan.facts import ModelFacts, Room, Wishes
-from fluxtrain.plan.footprint import Layout, embedding_copied, passing_bytes
+from fluxtrain.plan.footprint import Layout, embedding_copied, saving_bytes
 from fluxtrain.plan.placement import RunPlacement
 from fluxtrain.plan.ranked import Dial, RankedPlan
 from fluxtrain.plan.search import Search
@@ -68,7 +68,7 @@ class Forecast:
 
     def _ranked(self, plan: RankedPlan, steps: int) -> dict[str, Any]:
         layout, need = plan.chosen.layout, plan.chosen.need
-        passing = passing_bytes(self.facts, layout) if self.room.has_gpu else 0
+        saving = saving_bytes(self.facts, layout) if self.room.has_gpu else 0
         settings: dict[str, Any] = {"train.batch_rows": layout.batch_rows}
         if self.room.has_gpu:
             settings["placement.aggressiveness"] = plan.name
@@ -84,7 +84,7 @@ class Forecast:
             },
             "embedding": embedding_copied(self.facts, layout),
             "device_bytes": need.shown_device_bytes(has_gpu=self.room.has_gpu),
-            "host_bytes": need.host_bytes + self.placement.process_bytes + passing,
+            "host_bytes": need.host_bytes + self.placement.process_bytes + saving,
             **_time(plan.chosen.cost, steps),
             "settings": settings,
         }

@@ -11,18 +11,22 @@ from transformers import PreTrainedModel
 
 from fluxtrain.hardware.disk import read_disk
 from fluxtrain.hardware.machine import Machine
+from fluxtrain.memory.mapped import cool, copied_bytes
+from fluxtrain.methods.copies import Copied
+from fluxtrain.methods.models import LoadedModel
 from fluxtrain.plan.facts import ModelFacts
 from fluxtrain.plan.guard import (
     EVERY_CHECKPOINT,
     DiskRoom,
     HostNeed,
     disk_need,
+    loading_bytes,
     parameters_of,
     refuse_disk,
     refuse_host,
 )
 from fluxtrain.plan.page_locks import page_lock_choice, refused_before, wanted_bytes
-from fluxtrain.plan.placement import Placement, RunPlacement
+from fluxtrain.plan.placement import RunPlacement
 from fluxtrain.telemetry.events import ChoiceMade
 from fluxtrain.telemetry.rundir import RunDir
 from fluxtrain.train.config import RunConfig
@@ -35,13 +39,14 @@ if TYPE_CHECKING:
 def refuse_what_does_not_fit(
     config: RunConfig,
     facts: ModelFacts,
-    placement: Placement,
+    placement: RunPlacement,
+    copied: Copied,
     available_bytes: int | None,
     disk: DiskRoom,
 ) -> None:
     """Raise `DoesNotFit` when host memory or the disk cannot hold the run as it is placed.
 
-    available_bytes: of host memory, before anything of the model is loaded.
+    available_bytes: of host memory, as if nothing of the model were loaded.
     """
     steps = config.train.steps or 0
     files = disk_need(
@@ -50,20 +55,38 @@ def refuse_what_does_not_fit(
     refuse_disk(files, disk)
     need = HostNeed(
         home_bytes=placement.need.host_bytes,
-        passing_bytes=placement.passing_bytes,
+        loading_bytes=loading_bytes(
+            facts,
+            placement.layout(),
+            copied_bytes=copied.weights_bytes,
+            sources_bytes=copied.sources_bytes,
+        ),
+        saving_bytes=placement.saving_bytes + copied.merged_bytes,
         parameters=parameters_of(facts),
     )
     refuse_host(need, available_bytes, files, disk)
 
 
 def refuse_before_loading(
-    config: RunConfig, machine: Machine, device: str, disk: DiskRoom, empty: PreTrainedModel
+    config: RunConfig,
+    machine: Machine,
+    device: str,
+    disk: DiskRoom,
+    empty: PreTrainedModel,
+    copied: Copied,
 ) -> None:
     """The same from a model without its weights, with one row a step: the rows that are asked for
     are judged when the data is known."""
     facts = model_facts_for(config, empty, empty.config)
     placement = decide(config, facts, machine, device, batch_rows=1, data_rows=1)
-    refuse_what_does_not_fit(config, facts, placement, machine.memory_available_bytes, disk)
+    left = machine.memory_available_bytes
+    refuse_what_does_not_fit(config, facts, placement, copied, left, disk)
+
+
+def copied_now(loaded: LoadedModel) -> Copied:
+    """What of the weights on the host is no pages of a file; what is counts as available."""
+    cool(loaded.model)
+    return Copied(weights_bytes=copied_bytes(loaded.model), merged_bytes=loaded.merged_bytes)
 
 
 def page_locks_planned(

@@ -12,6 +12,7 @@ from fluxtrain.data.demo import PROMPT
 from fluxtrain.data.formats import documents
 from fluxtrain.data.hub import local_file
 from fluxtrain.data.prepare import DataSource, ModelLimits, PreparedData, prepare
+from fluxtrain.methods.copies import Copied
 from fluxtrain.methods.models import LoadedModel, ModelSource, load_model
 from fluxtrain.methods.precision import Capability
 from fluxtrain.train.config import RunConfig
@@ -31,7 +32,7 @@ class Ingredients:
 
 def load_ingredients(
     config: RunConfig,
-    fits: Callable[[PreTrainedModel], None] | None = None,
+    fits: Callable[[PreTrainedModel, Copied], None] | None = None,
     capability: Capability | None = None,
 ) -> Ingredients:
     """Read model and data; `fits` is asked before the weights are read. `capability` is that of the

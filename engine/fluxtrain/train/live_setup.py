@@ -12,7 +12,7 @@ from fluxtrain.hardware.gpu import Gpus
 from fluxtrain.hardware.machine import read_machine
 from fluxtrain.plan.cost import Rates, cost
 from fluxtrain.plan.facts import ModelFacts
-from fluxtrain.plan.footprint import passing_bytes
+from fluxtrain.plan.footprint import saving_bytes
 from fluxtrain.plan.live import Ground, Knobs, Use
 from fluxtrain.plan.placement import Placement, RunPlacement
 from fluxtrain.plan.prediction import Promise
@@ -65,8 +65,8 @@ def live_changes(
 def promise_of(setup: Setup, placement: Placement, knobs: Knobs) -> Promise:
     """What the run of `placement` is predicted to take with `knobs`."""
     ground, layout = setup.ground, setup.ground.layout_with(knobs)
-    passing = passing_bytes(ground.facts, layout) if ground.has_gpu else 0
-    need = replace(placement, need=ground.need(knobs), passing_bytes=passing)
+    saving = saving_bytes(ground.facts, layout) if ground.has_gpu else 0
+    need = replace(placement, need=ground.need(knobs), saving_bytes=saving)
     promise = Promise(
         device_bytes=need.need.shown_device_bytes(has_gpu=ground.has_gpu),
         host_bytes=need.host_bytes,

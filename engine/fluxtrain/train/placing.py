@@ -19,7 +19,7 @@ from fluxtrain.memory.heap import trim_heap
 from fluxtrain.methods.precision import Capability, Precision
 from fluxtrain.optim.outside import check_outside
 from fluxtrain.plan.facts import ModelFacts, Room, RowFacts, Wishes
-from fluxtrain.plan.footprint import activation_estimate, passing_bytes
+from fluxtrain.plan.footprint import activation_estimate, saving_bytes
 from fluxtrain.plan.moments import WISHES as MOMENTS_WISHES
 from fluxtrain.plan.placement import RunPlacement
 from fluxtrain.plan.ranked import STOPS
@@ -141,7 +141,7 @@ def decide(
         placement,
         choices=(*placement.choices, *dial_choice(config, device, timed=timing is not None)),
         process_bytes=max(0, psutil.Process().memory_info().rss - loaded_bytes),
-        passing_bytes=passing_bytes(facts, placement.layout()) if device == "cuda" else 0,
+        saving_bytes=saving_bytes(facts, placement.layout()) if device == "cuda" else 0,
     )
 
 

@@ -18,8 +18,9 @@ from fluxtrain.data.sources import glance
 from fluxtrain.errors import BadInput
 from fluxtrain.hardware.machine import Machine, read_machine
 from fluxtrain.hardware.probe import Report, probe
+from fluxtrain.methods.copies import Copied, copied_by_loading
 from fluxtrain.methods.demo_model import demo_config as demo_shape
-from fluxtrain.methods.model_files import check_model_folder
+from fluxtrain.methods.model_files import ModelFiles, check_model_folder
 from fluxtrain.methods.models import unloadable
 from fluxtrain.methods.precision import choose_dtype, demo_dtype
 from fluxtrain.plan.facts import Room
@@ -65,7 +66,7 @@ def preview(
     device = choose_device(config) if elsewhere is None else _device_of(config, elsewhere)
     machine, per_s = _measured(elsewhere, report)
     room = _room(config, elsewhere, device.value)
-    model, dtype = _empty_model(config, elsewhere, device.value)
+    model, dtype, copied = _empty_model(config, elsewhere, device.value)
     wished_rows = None if config.train.batch_rows == "auto" else config.train.batch_rows
     facts = model_facts_for(config, model, model.config)
     constants = Constants(per_s=per_s, source=ASSUMED)
@@ -85,7 +86,7 @@ def preview(
     )
     where = room or room_of(machine, device.value)
     disk = elsewhere.disk if elsewhere else disk_room(run_dir or runs_root())
-    refuse_what_does_not_fit(config, facts, placement, where.host_available_bytes, disk)
+    refuse_what_does_not_fit(config, facts, placement, copied, where.host_available_bytes, disk)
     step_rows = placement.batch_rows * config.train.accumulation
     course = choose_course(
         config.train,
@@ -199,13 +200,14 @@ def _room(config: RunConfig, elsewhere: PlannedMachine | None, device: str) -> R
 
 def _empty_model(
     config: RunConfig, elsewhere: PlannedMachine | None, device: str
-) -> tuple[PreTrainedModel, ChoiceMade]:
-    """The model without its weights, in the dtype that it would be trained in."""
-    wished = config.model.dtype
+) -> tuple[PreTrainedModel, ChoiceMade, Copied]:
+    """The model without its weights, in the dtype that it would be trained in; what of it will be
+    copied while it is loaded."""
+    wished, files = config.model.dtype, None
     if config.model.path == DEMO:
-        shape, dtype = demo_shape(VOCABULARY), demo_dtype(wished)
+        shape, dtype, stored = demo_shape(VOCABULARY), demo_dtype(wished), ""
     else:
-        shape, stored = _shape_of(config, elsewhere is not None)
+        shape, stored, files = _shape_of(config, elsewhere is not None)
         if elsewhere is None:
             capability = card_capability(device)
         else:
@@ -222,19 +224,20 @@ def _empty_model(
         raise unloadable(config.model.path, error) from error
     positions = getattr(shape.get_text_config(), "max_position_embeddings", None)
     check_sequence_length(config.data.sequence_length, positions)
-    return model, dtype_choice(dtype)
+    return model, dtype_choice(dtype), copied_by_loading(model, files, stored)
 
 
-def _shape_of(config: RunConfig, weightless: bool) -> tuple[Any, str]:
-    """A folder's or a hub model's configuration, and the dtype its weights are stored in."""
+def _shape_of(config: RunConfig, weightless: bool) -> tuple[Any, str, ModelFiles | None]:
+    """A folder's or a hub model's configuration, the dtype its weights are stored in, and its files
+    where they are looked at."""
     source, trusted = config.model, config.model.trust_remote_code
     folder = Path(source.path).expanduser()
     if weightless and (folder / "config.json").exists():
         shape = _local_shape(folder, trusted)
-        return shape, str(shape.dtype or torch.float32).removeprefix("torch.")
+        return shape, str(shape.dtype or torch.float32).removeprefix("torch."), None
     if folder.exists():
         files = check_model_folder(folder, trusted)
-        return _local_shape(folder, trusted), files.dtype or "float32"
+        return _local_shape(folder, trusted), files.dtype or "float32", files
     try:
         shape = AutoConfig.from_pretrained(
             source.path, revision=source.revision, trust_remote_code=trusted
@@ -244,7 +247,7 @@ def _shape_of(config: RunConfig, weightless: bool) -> tuple[Any, str]:
             f"{source.path!r} is no local folder, and its configuration cannot be had from the hub "
             f"({str(error).splitlines()[0]}): check model.path and the network"
         ) from error
-    return shape, str(shape.dtype or torch.float32).removeprefix("torch.")
+    return shape, str(shape.dtype or torch.float32).removeprefix("torch."), None
 
 
 def _local_shape(folder: Path, trusted: bool) -> Any:

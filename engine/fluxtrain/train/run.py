@@ -41,6 +41,7 @@ from fluxtrain.train.device_budget import hold_to_budget
 from fluxtrain.train.fingerprint import fingerprint
 from fluxtrain.train.forecast import forecast_of
 from fluxtrain.train.guarding import (
+    copied_now,
     disk_room,
     page_locks_of,
     refuse_before_loading,
@@ -50,7 +51,6 @@ from fluxtrain.train.ingredients import DEMO, Ingredients, load_ingredients
 from fluxtrain.train.keeping import CheckpointKeeper, newest_valid
 from fluxtrain.train.live_setup import live_changes
 from fluxtrain.train.loop import LoopSettings, TrainingLoop
-from fluxtrain.train.mapped import copied_bytes
 from fluxtrain.train.parameter_groups import parameter_groups
 from fluxtrain.train.peaks import host_peak_bytes, measured_peaks
 from fluxtrain.train.placing import (
@@ -190,7 +190,8 @@ class Run:
         self._facts = self._constants.applied(facts)
         to_come = self._constants.still_to_come_bytes
         # libraries and data are there by now; pages of the model's files count as available
-        machine = as_it_is_now(machine, copied_bytes(loaded.model) - to_come)
+        copied = copied_now(loaded)
+        machine = as_it_is_now(machine, copied.weights_bytes - to_come)
         rows_there = len(self._ingredients.data.trained)
         self.placement = decide(
             config,
@@ -205,7 +206,7 @@ class Run:
         self.placement = replace(self.placement, reached_bytes=host_peak_bytes())
         room = self._room = room_of(machine, device)
         left, files = room.host_available_bytes, self.files(self._session)
-        refuse_what_does_not_fit(config, facts, self.placement, left, files)
+        refuse_what_does_not_fit(config, facts, self.placement, copied, left, files)
 
     def _measured(
         self, facts: ModelFacts, machine: Machine, device: str, rows: int | None

@@ -52,7 +52,7 @@ def write_plan_file(
     content |= {
         "need": asdict(placement.need),
         "process_bytes": placement.process_bytes,
-        "passing_bytes": placement.passing_bytes,
+        "saving_bytes": placement.saving_bytes,
         "parts_s": parts_s,
         "per_s": dict(constants.per_s),
         "calibration": msgspec.to_builtins(constants.calibration),
