@@ -20,8 +20,8 @@ from fluxtrain.data.batches import Batch
 from fluxtrain.hardware.busy_bus import busy_bus
 from fluxtrain.hardware.machine import Machine, read_machine
 from fluxtrain.hardware.rate import sustained_rate
-from fluxtrain.plan.cost import rates_from
 from fluxtrain.plan.facts import ModelFacts
+from fluxtrain.plan.rates import rates_from
 from fluxtrain.stream.engine import engine_of
 from fluxtrain.train import constants as constants_module
 from fluxtrain.train import preview as preview_module

@@ -6,10 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 from fluxtrain.plan.advice import RunFacts, StepFacts
-from fluxtrain.plan.cost import Rates
 from fluxtrain.plan.facts import GroupFacts, ModelFacts, RowFacts
 from fluxtrain.plan.footprint import Layout
 from fluxtrain.plan.live import Ground, Use
+from fluxtrain.plan.rates import Rates
 from fluxtrain.units import GIB, MIB
 
 BLOCK_BYTES = 100 * MIB

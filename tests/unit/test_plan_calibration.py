@@ -17,10 +17,11 @@ from fluxtrain.plan.calibration import (
     line_through,
     trial_rows,
 )
-from fluxtrain.plan.cost import Rates, cost, rates_from
+from fluxtrain.plan.cost import cost
 from fluxtrain.plan.facts import GroupFacts, ModelFacts, RowFacts
 from fluxtrain.plan.footprint import Layout
 from fluxtrain.plan.prediction import WARMING_STEPS, compared, steady_step_s
+from fluxtrain.plan.rates import Rates, rates_from
 
 seconds = st.floats(1e-6, 1e3)
 TRIED = Calibration(

@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from fluxtrain.errors import BadInput
 from fluxtrain.hardware.adamw_rate import adamw_rate
 from fluxtrain.plan.calibration import Calibration, Line
-from fluxtrain.plan.cost import Rates, cost, rates_from
+from fluxtrain.plan.cost import cost
 from fluxtrain.plan.facts import GroupFacts, ModelFacts, Room, RowFacts, Wishes
 from fluxtrain.plan.footprint import Layout
 from fluxtrain.plan.placement import RunPlacement, place
+from fluxtrain.plan.rates import Rates, rates_from
 from fluxtrain.plan.timed import Timing, place_timed
 from fluxtrain.train.config import demo_config
 from fluxtrain.units import GIB

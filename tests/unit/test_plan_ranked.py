@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fluxtrain.errors import BadInput
-from fluxtrain.plan.cost import Rates
 from fluxtrain.plan.facts import GroupFacts, ModelFacts, Room, RowFacts, Wishes
 from fluxtrain.plan.footprint import activation_estimate
 from fluxtrain.plan.machine_file import read_machine_file
 from fluxtrain.plan.ranked import STOPS, Dial, RankedPlan
+from fluxtrain.plan.rates import Rates
 from fluxtrain.plan.search import AUTO_SHARE, HOST_SHARE, Search
 from fluxtrain.units import GIB
 

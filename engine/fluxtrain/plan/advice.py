@@ -26,10 +26,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from fluxtrain.errors import FluxTrainError
-from fluxtrain.plan.cost import Rates, cost
+from fluxtrain.plan.cost import cost
 from fluxtrain.plan.facts import GroupFacts
 from fluxtrain.plan.footprint import homes
 from fluxtrain.plan.live import Change, Ground, Knobs, Use, knobs_after
+from fluxtrain.plan.rates import Rates
 from fluxtrain.units import bytes_text, duration_text
 
 LEAST_GAIN = 0.02
@@ -129,7 +130,7 @@ def _resident(facts: RunFacts) -> Advice | None:
     trained = any(block.rounded_bytes for block in _blocks(facts))
     saved_s = waited_s * (before - after) / before
     if facts.rates is not None:
-        saved_s = min(waited_s / (2 if trained else 1), (before - after) / _up(facts.rates))
+        saved_s = min(waited_s / (2 if trained else 1), (before - after) / facts.rates.up)
     growth = ground.device_growth_bytes(knobs, change.applied_to(knobs))
     return Advice(
         id="resident",
@@ -174,7 +175,7 @@ def _prefetch(facts: RunFacts) -> Advice | None:
     change = Change(name="prefetch", value=min(2 * knobs.prefetch, streamed - 1))
     if change.value <= knobs.prefetch or not _fits(facts, change):
         return None
-    copying_s = _copied_bytes(facts, knobs) / _up(facts.rates)
+    copying_s = _copied_bytes(facts, knobs) / facts.rates.up
     must_wait_s = max(0.0, copying_s - facts.steps.computing_s)
     return Advice(
         id="prefetch",
@@ -345,10 +346,6 @@ def _copied_bytes(facts: RunFacts, knobs: Knobs) -> int:
     resident, streamed = blocks[: knobs.resident_blocks], blocks[knobs.resident_blocks :]
     once = sum(block.weight_bytes for block in resident if block.rounded_bytes)
     return once + 2 * facts.passes * sum(block.weight_bytes for block in streamed)
-
-
-def _up(rates: Rates) -> float:
-    return rates.h2d_bytes_per_s or rates.copy_bytes_per_s
 
 
 def _modelled_step_s(facts: RunFacts) -> float | None:

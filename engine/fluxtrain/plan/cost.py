@@ -2,14 +2,17 @@
 
     exact    step = max(forward, uploads, host update) + loss + backward
     deferred step = max(forward, uploads, weights' pass) + loss + max(backward, moments - loss)
-    eager    step = max(forward + loss + backward, host update), each phase with its copies
+    eager    step = max(forward, uploads) after the last update + loss + backward
 
 Each phase takes as long as the slowest of what runs at once in it. The forward pass cannot end
 before the last block's update, so nothing of that overlaps with the loss. With deferred moments
 that update is the weights' pass; it moves 18 of 26 bytes a parameter, and so does the moments'
 pass, which is hidden under loss and backward. The forward begins when the embedding is updated and
 copied, or the rows of it that are looked up (where those are computed first, its own update comes
-last, as moments do). Groups on the device cost
+last, as moments do). In an eager step updates follow the backward pass: each begins when its
+group's gradients are at home and the one before is done (`plan/updates.py`), that of the embedding
+last of all. What the next forward needs first is then what it gets last: only blocks that live on
+the device are computed meanwhile, and copies are asked for afterwards. Groups on the device cost
 no bus and no host update; of blocks whose weights are resident only the
 updated weights are copied, once a step; streamed ones are copied for the forward and again for the
 backward, in which their gradients go home on the other lane of the bus. The optimizer's and the
@@ -30,56 +33,24 @@ there beside its bytes (threads that start and wait, bookkeeping) was then tried
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
-from fluxtrain.plan.calibration import Calibration, chunked
+from fluxtrain.plan.calibration import chunked
 from fluxtrain.plan.facts import GroupFacts, ModelFacts
 from fluxtrain.plan.footprint import Layout, homes, kept_count, rows_of_table, slot_count
+from fluxtrain.plan.rates import Rates
+from fluxtrain.plan.updates import (
+    BF16_UPDATE_BYTES,
+    before_home_s,
+    eager_waits,
+    end_after_updates,
+    host_updates,
+    start_of,
+)
 
 FORWARD_PASSES = 2  # operations a weight and token
 BACKWARD_PASSES = 6  # recomputed forward, gradients of inputs and of weights
 FROZEN_BACKWARD_PASSES = 4  # no gradients of weights
-FP16_CONVERSION = 0.5  # of an update's time, once more, goes into widening and rounding of fp16
-BF16_UPDATE_BYTES = 26  # for each parameter with fp32 moments: what the measured rate counts
-BF16_PASS_BYTES = 18  # the same of its weights' pass, and of its moments' pass
-
-
-@dataclass(frozen=True, kw_only=True)
-class Efficiency:
-    """What a class of machines reaches beside the rates that are measured on each."""
-
-    matmul_fraction: float  # of the measured matmul rate, within a block
-    block_chunk_s: float  # beside the products, for each block and chunk: launches, norms
-
-
-# Fitted to the resident rows of docs/benchmarks.md: 0.245, 0.459 and 1.698 s.
-GPU = Efficiency(matmul_fraction=0.615, block_chunk_s=1.0e-3)
-# Fitted to the demo on two shared cores (docs/planner.md).
-CPU = Efficiency(matmul_fraction=0.5, block_chunk_s=5.0e-3)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rates:
-    """Measured rates of a machine; the bus lanes are None without a GPU."""
-
-    has_gpu: bool
-    matmul_per_s: float  # operations
-    adamw_per_s: float  # parameters in bf16 with fp32 masters, all threads
-    adamw_8bit_per_s: float | None = None  # the same with 8-bit states; None: by their bytes
-    adamw_weights_per_s: float | None = None  # the weights' pass alone; None: by its bytes
-    adamw_moments_per_s: float | None = None  # the moments' pass alone; None: by its bytes
-    copy_bytes_per_s: float = float("inf")  # within host memory; the bus of a machine without GPU
-    h2d_bytes_per_s: float | None = None
-    d2h_bytes_per_s: float | None = None
-    h2d_both_bytes_per_s: float | None = None  # while the other lane is busy; None: as alone
-    d2h_both_bytes_per_s: float | None = None
-    calibration: Calibration | None = None  # of the model that is planned
-
-    @property
-    def efficiency(self) -> Efficiency:
-        """Of this class of machines."""
-        return GPU if self.has_gpu else CPU
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,40 +78,6 @@ class Cost:
         return self.tokens / self.step_s
 
 
-def rates_from(
-    per_s: Mapping[str, float | None], *, has_gpu: bool, calibration: Calibration | None = None
-) -> Rates | str:
-    """Rates from those of a probe by name, or which one is missing and so prevents a prediction.
-
-    With a `calibration` no matmul rate is needed, and its own rate of AdamW counts.
-    """
-    known = {name: float(rate) for name, rate in per_s.items() if rate}
-    if calibration is not None and calibration.adamw_per_s:
-        known["adamw"] = calibration.adamw_per_s
-    if calibration is not None and calibration.adamw_8bit_per_s:
-        known["adamw_8bit"] = calibration.adamw_8bit_per_s
-    matmul = "gpu_matmul" if has_gpu else "cpu_matmul"
-    needed = ["adamw", "h2d_pinned", "d2h_pinned"] if has_gpu else ["adamw", "host_copy"]
-    needed += [] if calibration is not None else [matmul]
-    missing = [name for name in needed if name not in known]
-    if missing:
-        return f"not measured on this machine: {', '.join(missing)}"
-    return Rates(
-        has_gpu=has_gpu,
-        matmul_per_s=known.get(matmul, float("inf")),
-        adamw_per_s=known["adamw"],
-        adamw_8bit_per_s=known.get("adamw_8bit"),
-        adamw_weights_per_s=None if calibration is None else calibration.adamw_weights_per_s,
-        adamw_moments_per_s=None if calibration is None else calibration.adamw_moments_per_s,
-        copy_bytes_per_s=known.get("host_copy", float("inf")),
-        h2d_bytes_per_s=known.get("h2d_pinned"),
-        d2h_bytes_per_s=known.get("d2h_pinned"),
-        h2d_both_bytes_per_s=known.get("h2d_both_ways"),
-        d2h_both_bytes_per_s=known.get("d2h_both_ways"),
-        calibration=calibration,
-    )
-
-
 def cost(
     facts: ModelFacts, layout: Layout, rates: Rates, *, exact: bool = True, passes: int = 1
 ) -> Cost:
@@ -148,37 +85,37 @@ def cost(
     forward_s, head_s, backward_s = _compute(facts, layout, rates)
     device_update_s = _device_update(facts, layout, rates)
     queueing_s = passes * _queueing(facts, layout, rates)
-    update_s, moments_s = _host_updates(facts, layout, rates)
+    update_s, moments_s = host_updates(facts, layout, rates)
     beside_s = _beside_bytes(facts, layout, rates)
-    start_s, last_s = _start(facts, layout, rates)
-    end_s = _end(facts, layout, rates, forward_s)
+    start = start_of(facts, layout, rates)
+    last_s = start.late_s if exact else 0.0
+    end_s = end_after_updates(facts, layout, rates, forward_s)
     once, streamed, home = _traffic(facts, layout)
     carried = _boundary_bytes(facts, layout)
-    up = rates.h2d_bytes_per_s or rates.copy_bytes_per_s
-    down = rates.d2h_bytes_per_s or rates.copy_bytes_per_s
-    up_both = rates.h2d_both_bytes_per_s or up
-    down_both = rates.d2h_both_bytes_per_s or down
-    uploads = (once + streamed) / up, (streamed + carried) / up_both
-    downloads = carried / down, home / down_both
+    uploads = (once + streamed) / rates.up, (streamed + carried) / rates.up_both
+    downloads = carried / rates.down, home / rates.down_both
     left_s = max(0.0, downloads[0] - head_s)
     forward = {"compute": forward_s, "uploads": uploads[0], "downloads": left_s}
     backward = {"compute": backward_s, "uploads": uploads[1], "downloads": downloads[1]}
     phases = [dict(forward) for _ in range(passes)] + [{"compute": head_s}, backward] * passes
     hidden_s = head_s if rates.has_gpu else 0.0
-    late_s = moments_s + (last_s if exact else 0.0)
-    phases[passes + 1] = {**backward, "moments": max(0.0, late_s - hidden_s)}
+    phases[passes + 1] = {**backward, "moments": max(0.0, moments_s + last_s - hidden_s)}
     if not rates.has_gpu:
         seconds = sum(sum(phase.values()) for phase in phases) + update_s + device_update_s
-        seconds += beside_s - (last_s if exact else 0.0)
+        seconds += beside_s - last_s
         binding = _binding([*phases, {"update": update_s}], together=False)
     elif exact:
-        phases[0] |= {"update": update_s - last_s + end_s, "compute": forward_s + start_s}
+        begins_s = start.update_s + start.copy_s
+        phases[0] |= {"update": update_s - last_s + end_s, "compute": forward_s + begins_s}
         seconds = sum(max(phase.values()) for phase in phases) + device_update_s
         binding = _binding(phases, together=True)
     else:
-        alone_s = sum(max(phase.values()) for phase in phases)
-        seconds = max(alone_s, update_s) + device_update_s
-        binding = "update" if update_s > alone_s else _binding(phases, together=True)
+        binding = _binding([*phases[:-1], {**backward, "update": update_s}], together=True)
+        late_s, whole_s = eager_waits(facts, layout, rates, backward)
+        begins_s = late_s + start.copy_s - before_home_s(facts, layout, forward_s)
+        phases[0] |= {"compute": forward_s + max(0.0, begins_s), "uploads": uploads[0] + late_s}
+        phases[0]["update"] = whole_s
+        seconds = sum(max(phase.values()) for phase in phases) + device_update_s
     if queueing_s > seconds:
         seconds, binding = queueing_s, "queueing"
     row = facts.row
@@ -265,63 +202,6 @@ def _queueing(facts: ModelFacts, layout: Layout, rates: Rates) -> float:
 
 def _frozen(group: GroupFacts, dtype_bytes: int) -> int:
     return max(0, group.weight_bytes - group.rounded_bytes) // dtype_bytes
-
-
-def _host_updates(facts: ModelFacts, layout: Layout, rates: Rates) -> tuple[float, float]:
-    """Seconds of AdamW on the groups at home, and of the moments that come later: by the bytes that
-    it moves (the measured rate moves 26 a parameter, that of a pass 18), but no faster than 8-bit
-    states were measured, whose codes cost arithmetic."""
-    found = [_host_update(group, layout, rates) for group in homes(facts, layout)[1]]
-    return sum(seconds for seconds, _ in found), sum(moments_s for _, moments_s in found)
-
-
-def _host_update(group: GroupFacts, layout: Layout, rates: Rates) -> tuple[float, float]:
-    """The same of one group."""
-    bytes_per_s = BF16_UPDATE_BYTES * rates.adamw_per_s
-    if layout.deferred_moments and group.pass_bytes:
-        weights_bytes_per_s = BF16_PASS_BYTES * (rates.adamw_weights_per_s or 0.0) or bytes_per_s
-        moments_bytes_per_s = BF16_PASS_BYTES * (rates.adamw_moments_per_s or 0.0) or bytes_per_s
-        return group.pass_bytes / weights_bytes_per_s, group.pass_bytes / moments_bytes_per_s
-    by_bytes_s = group.update_bytes / BF16_UPDATE_BYTES / rates.adamw_per_s
-    by_bytes_s *= 1 + FP16_CONVERSION * group.trained_fp16 / max(1, group.trained)
-    coded = group.narrow if group.states == "8bit" and rates.adamw_8bit_per_s else 0
-    return max(by_bytes_s, coded / (rates.adamw_8bit_per_s or 1.0)), 0.0
-
-
-def _start(facts: ModelFacts, layout: Layout, rates: Rates) -> tuple[float, float]:
-    """Seconds before the forward's first computation can begin, and of the update that comes after
-    all others instead: that of an embedding whose rows are computed first."""
-    first, at_home = facts.groups[0], homes(facts, layout)[1]
-    if first not in at_home or first.kind == "block":
-        return 0.0, 0.0
-    up = rates.h2d_bytes_per_s or rates.copy_bytes_per_s
-    update_s = _host_update(first, layout, rates)[0]
-    by_rows = rows_of_table(facts, layout, at_home)
-    if by_rows is None or by_rows.table is not first:
-        return update_s + first.weight_bytes / up, 0.0
-    touched_s = by_rows.weight_bytes / up
-    if not by_rows.computed_first:
-        return update_s + touched_s, 0.0
-    last_s = 0.0 if by_rows.tied else update_s  # the head waits for the whole of it
-    return update_s * by_rows.rows / first.table_rows + touched_s, last_s
-
-
-def _end(facts: ModelFacts, layout: Layout, rates: Rates, forward_s: float) -> float:
-    """Seconds from the last update that the forward waits for to its end: the last block is copied
-    and computed while what follows it is updated, a head is copied (and computed with later)."""
-    up = rates.h2d_bytes_per_s or rates.copy_bytes_per_s
-    block_s = forward_s / max(1, facts.layers)
-    end_s = meanwhile_s = 0.0
-    for group in reversed(homes(facts, layout)[1]):
-        if not group.trained or group is facts.table:
-            continue
-        is_block = group.kind == "block"
-        left_s = group.weight_bytes / up + (block_s if is_block else 0.0)
-        end_s = max(end_s, left_s - meanwhile_s)
-        if is_block:
-            break
-        meanwhile_s += _host_update(group, layout, rates)[0]
-    return end_s
 
 
 def _traffic(facts: ModelFacts, layout: Layout) -> tuple[int, int, int]:

@@ -12,10 +12,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from fluxtrain.plan.cost import Cost, Rates, cost
+from fluxtrain.plan.cost import Cost, cost
 from fluxtrain.plan.facts import OFFLOADS, DeviceFirst, Offload
 from fluxtrain.plan.footprint import Footprint, Layout, keepable_count, kept_block_bytes
 from fluxtrain.plan.moments import faster_of_both
+from fluxtrain.plan.rates import Rates
 from fluxtrain.plan.search import CHUNK_TOKENS, Search
 
 STOPS = {"fast": 1.0, "balanced": 0.5, "fit": 0.0}

@@ -14,12 +14,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from fluxtrain.plan.cost import Rates
 from fluxtrain.plan.facts import ModelFacts, Room, Wishes
 from fluxtrain.plan.footprint import kept_count, slot_count
 from fluxtrain.plan.moments import moments_choice
 from fluxtrain.plan.placement import RunPlacement, place
 from fluxtrain.plan.ranked import Dial, TimedLayout
+from fluxtrain.plan.rates import Rates
 from fluxtrain.plan.reasons import embedding_choice, wished_to_keep
 from fluxtrain.plan.search import Search
 from fluxtrain.telemetry.events import ChoiceMade

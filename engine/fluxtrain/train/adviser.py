@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from fluxtrain.hardware.pressure import memory_waited_s
 from fluxtrain.plan.advice import Advice, RunFacts, StepFacts, advise, redone
-from fluxtrain.plan.cost import Rates
 from fluxtrain.plan.live import Change, Ground, Knobs, Use
+from fluxtrain.plan.rates import Rates
 from fluxtrain.telemetry.events import AdviceGiven, AdviceWithdrawn
 from fluxtrain.train.announce import Announcer
 

@@ -23,9 +23,9 @@ from fluxtrain.hardware.machine import Machine
 from fluxtrain.hardware.others import beside_text, is_calm_after
 from fluxtrain.hardware.probe import known_rates, sustained_threads
 from fluxtrain.plan.calibration import Calibration, trial_rows
-from fluxtrain.plan.cost import Rates, rates_from
 from fluxtrain.plan.facts import ModelFacts
 from fluxtrain.plan.ranked import GPU_CHUNK_TOKENS
+from fluxtrain.plan.rates import Rates, rates_from
 from fluxtrain.plan.search import CHUNK_TOKENS
 from fluxtrain.telemetry.rundir import runs_root
 from fluxtrain.telemetry.storage import write_json

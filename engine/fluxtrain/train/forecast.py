@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from fluxtrain.plan.cost import Cost, Rates, cost
+from fluxtrain.plan.cost import Cost, cost
 from fluxtrain.plan.facts import ModelFacts, Room, Wishes
 from fluxtrain.plan.footprint import Layout, embedding_copied, saving_bytes
 from fluxtrain.plan.placement import RunPlacement
 from fluxtrain.plan.ranked import Dial, RankedPlan
+from fluxtrain.plan.rates import Rates
 from fluxtrain.plan.search import Search
 from fluxtrain.train.config import RunConfig
 from fluxtrain.train.constants import Constants

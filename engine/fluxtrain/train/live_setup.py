@@ -10,12 +10,13 @@ import torch
 
 from fluxtrain.hardware.gpu import Gpus
 from fluxtrain.hardware.machine import read_machine
-from fluxtrain.plan.cost import Rates, cost
+from fluxtrain.plan.cost import cost
 from fluxtrain.plan.facts import ModelFacts
 from fluxtrain.plan.footprint import saving_bytes
 from fluxtrain.plan.live import Ground, Knobs, Use
 from fluxtrain.plan.placement import Placement, RunPlacement
 from fluxtrain.plan.prediction import Promise
+from fluxtrain.plan.rates import Rates
 from fluxtrain.stream.resettle import resettle
 from fluxtrain.train.adviser import Setup
 from fluxtrain.train.announce import Announcer

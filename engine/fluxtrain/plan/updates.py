@@ -1,0 +1,118 @@
+"""Seconds of AdamW on the host, and what the next forward pass waits for of it. Pure arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import takewhile
+
+from fluxtrain.plan.facts import GroupFacts, ModelFacts
+from fluxtrain.plan.footprint import Layout, homes, rows_of_table
+from fluxtrain.plan.rates import Rates
+
+FP16_CONVERSION = 0.5  # of an update's time, once more, goes into widening and rounding of fp16
+BF16_UPDATE_BYTES = 26  # for each parameter with fp32 moments: what the measured rate counts
+BF16_PASS_BYTES = 18  # the same of its weights' pass, and of its moments' pass
+
+
+def host_updates(facts: ModelFacts, layout: Layout, rates: Rates) -> tuple[float, float]:
+    """Seconds of AdamW on the groups at home, and of the moments that come later: by the bytes that
+    it moves (the measured rate moves 26 a parameter, that of a pass 18), but no faster than 8-bit
+    states were measured, whose codes cost arithmetic."""
+    found = [host_update(group, layout, rates) for group in homes(facts, layout)[1]]
+    return sum(seconds for seconds, _ in found), sum(moments_s for _, moments_s in found)
+
+
+def host_update(group: GroupFacts, layout: Layout, rates: Rates) -> tuple[float, float]:
+    """The same of one group."""
+    bytes_per_s = BF16_UPDATE_BYTES * rates.adamw_per_s
+    if layout.deferred_moments and group.pass_bytes:
+        weights_bytes_per_s = BF16_PASS_BYTES * (rates.adamw_weights_per_s or 0.0) or bytes_per_s
+        moments_bytes_per_s = BF16_PASS_BYTES * (rates.adamw_moments_per_s or 0.0) or bytes_per_s
+        return group.pass_bytes / weights_bytes_per_s, group.pass_bytes / moments_bytes_per_s
+    by_bytes_s = group.update_bytes / BF16_UPDATE_BYTES / rates.adamw_per_s
+    by_bytes_s *= 1 + FP16_CONVERSION * group.trained_fp16 / max(1, group.trained)
+    coded = group.narrow if group.states == "8bit" and rates.adamw_8bit_per_s else 0
+    return max(by_bytes_s, coded / (rates.adamw_8bit_per_s or 1.0)), 0.0
+
+
+@dataclass(frozen=True)
+class Start:
+    """What the forward's first computation waits for, where the embedding is at home."""
+
+    update_s: float = 0.0  # of the embedding, or of the rows that are looked up
+    copy_s: float = 0.0  # of the same
+    late_s: float = 0.0  # update that comes after all others instead
+    ahead: bool = False  # are the rows updated ahead of all of it?
+
+
+def start_of(facts: ModelFacts, layout: Layout, rates: Rates) -> Start:
+    """Of a layout."""
+    first, at_home = facts.groups[0], homes(facts, layout)[1]
+    if first not in at_home or first.kind == "block":
+        return Start()
+    update_s = host_update(first, layout, rates)[0]
+    by_rows = rows_of_table(facts, layout, at_home)
+    if by_rows is None or by_rows.table is not first:
+        return Start(update_s, first.weight_bytes / rates.up)
+    touched_s = by_rows.weight_bytes / rates.up
+    if not by_rows.computed_first:
+        return Start(update_s, touched_s)
+    late_s = 0.0 if by_rows.tied else update_s  # the head waits for the whole of it
+    return Start(update_s * by_rows.rows / first.table_rows, touched_s, late_s, ahead=True)
+
+
+def eager_waits(
+    facts: ModelFacts, layout: Layout, rates: Rates, backward: Mapping[str, float]
+) -> tuple[float, float]:
+    """Seconds of an eager step from the end of the backward phase to what the forward needs at
+    first, and to the copy of a tied embedding whose rows are enough until the head.
+
+    Gradients are there from the loss on for what comes after the blocks, then evenly over the
+    blocks in reverse, and the embedding's last. Each group's come home after those before, and are
+    then used as soon as the update before has ended; looked up rows need not wait for that one.
+    """
+    computing_s = max(backward["compute"], backward["uploads"])
+    at_home = homes(facts, layout)[1]
+    home_ids, by_rows = {id(group) for group in at_home}, rows_of_table(facts, layout, at_home)
+    start, passed = start_of(facts, layout, rates), 0
+    home_s = updated_s = first_s = 0.0
+    for group in reversed(facts.groups):
+        passed += group.kind == "block"
+        if id(group) not in home_ids:
+            continue
+        rows = by_rows if by_rows is not None and by_rows.table is group else None
+        size = rows.gradient_bytes if rows is not None and not rows.tied else group.rounded_bytes
+        home_s = max(home_s, computing_s * passed / max(1, facts.layers)) + size / rates.down_both
+        rows_s = max(updated_s, home_s + start.update_s)
+        updated_s = max(updated_s, home_s) + host_update(group, layout, rates)[0]
+        first_s = rows_s if start.ahead and group is facts.groups[0] else updated_s
+    whole_s = 0.0
+    if start.ahead and by_rows is not None and by_rows.tied:
+        whole_s = updated_s + by_rows.table.weight_bytes / rates.up
+    ended_s = max(backward.values())
+    return max(0.0, first_s - ended_s), max(0.0, whole_s - ended_s)
+
+
+def before_home_s(facts: ModelFacts, layout: Layout, forward_s: float) -> float:
+    """Seconds of the forward pass before it needs the first weights that the host updates."""
+    updated = {id(group) for group in homes(facts, layout)[1] if group.trained}
+    before = takewhile(lambda group: id(group) not in updated, facts.groups)
+    return forward_s * sum(group.kind == "block" for group in before) / max(1, facts.layers)
+
+
+def end_after_updates(facts: ModelFacts, layout: Layout, rates: Rates, forward_s: float) -> float:
+    """Seconds from the last update that the forward waits for to its end: the last block is copied
+    and computed while what follows it is updated, a head is copied (and computed with later)."""
+    block_s = forward_s / max(1, facts.layers)
+    end_s = meanwhile_s = 0.0
+    for group in reversed(homes(facts, layout)[1]):
+        if not group.trained or group is facts.table:
+            continue
+        is_block = group.kind == "block"
+        left_s = group.weight_bytes / rates.up + (block_s if is_block else 0.0)
+        end_s = max(end_s, left_s - meanwhile_s)
+        if is_block:
+            break
+        meanwhile_s += host_update(group, layout, rates)[0]
+    return end_s
