@@ -124,6 +124,20 @@ def test_rows_that_are_looked_up_do_not_wait_for_the_update_of_their_table() -> 
     assert whole.step_s == pytest.approx(COMPUTED_S + 2 * 0.01)
 
 
+def test_rows_and_blocks_on_the_device_hide_the_updates_of_the_others() -> None:
+    """Four blocks compute with the rows that are there, then wait for the updates of six."""
+    layout = replace(BY_ROWS, device_groups=4, device_first="blocks")
+    hidden_s = 4 / LAYERS * FORWARD_S
+    waits_s = 7 * 0.06 - BACKWARD_S  # of the head and six blocks
+    step = found(0.06, layout, facts=with_table(users=1))
+    rows_s = 0.06 * 16 / 1000
+    assert hidden_s > rows_s
+    assert step.step_s == pytest.approx(COMPUTED_S + waits_s - hidden_s)
+    step = found(0.04, layout, facts=with_table(users=1))
+    assert step.step_s == pytest.approx(COMPUTED_S + 0.04 * 16 / 1000)
+    assert step.binds == "the GPU"  # eight updates in 0.3 s: but the table's is not waited for
+
+
 def test_a_tied_table_is_updated_and_copied_before_the_head() -> None:
     """The tied table is the last of eleven groups, and the only one without work of its own."""
     step = found(0.2, BY_ROWS, facts=with_table(users=2))

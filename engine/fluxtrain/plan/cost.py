@@ -12,12 +12,12 @@ copied, or the rows of it that are looked up (where those are computed first, it
 last, as moments do). In an eager step updates follow the backward pass: each begins when its
 group's gradients are at home and the one before is done (`plan/updates.py`), that of the embedding
 last of all. What the next forward needs first is then what it gets last: only blocks that live on
-the device are computed meanwhile, and copies are asked for afterwards. Groups on the device cost
-no bus and no host update; of blocks whose weights are resident only the
-updated weights are copied, once a step; streamed ones are copied for the forward and again for the
-backward, in which their gradients go home on the other lane of the bus. The optimizer's and the
-copies' share of the same host memory is not counted. A mixture of experts is taken as if every
-expert computed for every token.
+the device are computed meanwhile, and copies are asked for afterwards. Groups on the device cost no
+bus and no host update; of blocks whose weights are resident only the updated weights are copied,
+once a step; streamed ones are copied for the forward and again for the backward, in which their
+gradients go home on the other lane of the bus. The optimizer's and the copies' share of the same
+host memory is not counted. A mixture of experts is taken as if every expert computed for every
+token.
 
 Where a block of this model was tried on this machine (`plan/calibration.py`), its seconds take the
 place of the matmul rate and of the class's constants. Two more things are known then: updates of
@@ -41,8 +41,8 @@ from fluxtrain.plan.footprint import Layout, homes, kept_count, rows_of_table, s
 from fluxtrain.plan.rates import Rates
 from fluxtrain.plan.updates import (
     BF16_UPDATE_BYTES,
-    before_home_s,
-    eager_waits,
+    eager_forward,
+    eager_work,
     end_after_updates,
     host_updates,
     start_of,
@@ -110,11 +110,9 @@ def cost(
         seconds = sum(max(phase.values()) for phase in phases) + device_update_s
         binding = _binding(phases, together=True)
     else:
-        binding = _binding([*phases[:-1], {**backward, "update": update_s}], together=True)
-        late_s, whole_s = eager_waits(facts, layout, rates, backward)
-        begins_s = late_s + start.copy_s - before_home_s(facts, layout, forward_s)
-        phases[0] |= {"compute": forward_s + max(0.0, begins_s), "uploads": uploads[0] + late_s}
-        phases[0]["update"] = whole_s
+        waited = {**backward, "update": eager_work(facts, layout, rates, forward_s)}
+        binding = _binding([*phases[:-1], waited], together=True)
+        phases[0] = eager_forward(facts, layout, rates, forward, backward)
         seconds = sum(max(phase.values()) for phase in phases) + device_update_s
     if queueing_s > seconds:
         seconds, binding = queueing_s, "queueing"

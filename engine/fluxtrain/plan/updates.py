@@ -62,13 +62,47 @@ def start_of(facts: ModelFacts, layout: Layout, rates: Rates) -> Start:
     return Start(update_s * by_rows.rows / first.table_rows, touched_s, late_s, ahead=True)
 
 
-def eager_waits(
-    facts: ModelFacts, layout: Layout, rates: Rates, backward: Mapping[str, float]
-) -> tuple[float, float]:
-    """Seconds of an eager step from the end of the backward phase to what the forward needs at
-    first, and to the copy of a tied embedding whose rows are enough until the head.
+def eager_forward(
+    facts: ModelFacts,
+    layout: Layout,
+    rates: Rates,
+    forward: Mapping[str, float],
+    backward: Mapping[str, float],
+) -> dict[str, float]:
+    """Seconds of an eager step's forward phase after its backward phase, by what takes them."""
+    waits, start = _eager_waits(facts, layout, rates, backward), start_of(facts, layout, rates)
+    others_s = waits.others_s - _before_home(facts, layout, forward["compute"])
+    return {
+        **forward,
+        "compute": forward["compute"] + max(0.0, waits.start_s + start.copy_s, others_s),
+        "uploads": forward["uploads"] + max(waits.start_s, waits.others_s),
+        "update": waits.whole_s,
+    }
 
-    Gradients are there from the loss on for what comes after the blocks, then evenly over the
+
+def eager_work(facts: ModelFacts, layout: Layout, rates: Rates, forward_s: float) -> float:
+    """Seconds of an eager step's AdamW that only its backward phase can hide: not what blocks on
+    the device hide, nor the table's where its rows are there ahead."""
+    at_home, start = homes(facts, layout)[1], start_of(facts, layout, rates)
+    waited = [group for group in at_home if not (start.ahead and group is facts.groups[0])]
+    update_s = sum(host_update(group, layout, rates)[0] for group in waited)
+    return update_s - _before_home(facts, layout, forward_s)
+
+
+@dataclass(frozen=True)
+class _EagerWaits:
+    """Seconds of an eager step from the end of its backward phase until what the forward needs is
+    updated."""
+
+    start_s: float  # an embedding at home, or the rows of it that are looked up
+    others_s: float  # every other group at home
+    whole_s: float  # a tied embedding of which rows were enough until then: copied for the head
+
+
+def _eager_waits(
+    facts: ModelFacts, layout: Layout, rates: Rates, backward: Mapping[str, float]
+) -> _EagerWaits:
+    """Gradients are there from the loss on for what comes after the blocks, then evenly over the
     blocks in reverse, and the embedding's last. Each group's come home after those before, and are
     then used as soon as the update before has ended; looked up rows need not wait for that one.
     """
@@ -76,7 +110,7 @@ def eager_waits(
     at_home = homes(facts, layout)[1]
     home_ids, by_rows = {id(group) for group in at_home}, rows_of_table(facts, layout, at_home)
     start, passed = start_of(facts, layout, rates), 0
-    home_s = updated_s = first_s = 0.0
+    home_s = updated_s = start_s = others_s = whole_s = 0.0
     for group in reversed(facts.groups):
         passed += group.kind == "block"
         if id(group) not in home_ids:
@@ -84,20 +118,23 @@ def eager_waits(
         rows = by_rows if by_rows is not None and by_rows.table is group else None
         size = rows.gradient_bytes if rows is not None and not rows.tied else group.rounded_bytes
         home_s = max(home_s, computing_s * passed / max(1, facts.layers)) + size / rates.down_both
-        rows_s = max(updated_s, home_s + start.update_s)
         updated_s = max(updated_s, home_s) + host_update(group, layout, rates)[0]
-        first_s = rows_s if start.ahead and group is facts.groups[0] else updated_s
-    whole_s = 0.0
-    if start.ahead and by_rows is not None and by_rows.tied:
-        whole_s = updated_s + by_rows.table.weight_bytes / rates.up
+        if group is not facts.groups[0] or group.kind == "block":
+            others_s = updated_s
+            continue
+        start_s = home_s + start.update_s if start.ahead else updated_s
+        if rows is not None and rows.tied and start.ahead:
+            whole_s = updated_s + group.weight_bytes / rates.up
     ended_s = max(backward.values())
-    return max(0.0, first_s - ended_s), max(0.0, whole_s - ended_s)
+    return _EagerWaits(*(max(0.0, s - ended_s) for s in (start_s, others_s, whole_s)))
 
 
-def before_home_s(facts: ModelFacts, layout: Layout, forward_s: float) -> float:
-    """Seconds of the forward pass before it needs the first weights that the host updates."""
+def _before_home(facts: ModelFacts, layout: Layout, forward_s: float) -> float:
+    """Seconds of the forward pass, once the embedding is there, before it needs other weights that
+    the host updates."""
     updated = {id(group) for group in homes(facts, layout)[1] if group.trained}
-    before = takewhile(lambda group: id(group) not in updated, facts.groups)
+    groups = facts.groups[1:] if facts.groups[0].kind == "edge" else facts.groups
+    before = takewhile(lambda group: id(group) not in updated, groups)
     return forward_s * sum(group.kind == "block" for group in before) / max(1, facts.layers)
 
 
