@@ -16,11 +16,8 @@ steps_s = st.floats(0.1, 10)
 
 
 def one_round(resident_s: float, streamed_s: float) -> Round:
-    trials = [Trial(rows, {"whole": [resident_s, 2 * resident_s]}) for rows in (1, 4, 4)]
-    return Round(
-        few=trials[0], many=trials[1], cut=trials[2],
-        streamed_s=[2 * streamed_s, streamed_s], copied_bytes=0,
-    )  # fmt: skip
+    trials = {"many": Trial(4, {"whole": [resident_s, 2 * resident_s]})}
+    return Round(trials=trials, streamed_s=[2 * streamed_s, streamed_s], copied_bytes=0)
 
 
 def made(
@@ -36,8 +33,9 @@ def made(
     left: Iterator[tuple[float, float]] = iter(found)
     count = 0
 
-    def next_round() -> Round:
+    def next_round(is_first: bool) -> Round:
         nonlocal count
+        assert is_first == (count == 0)
         now[0] += takes_s
         count += 1
         return one_round(*next(left))
@@ -59,9 +57,9 @@ def test_a_round_that_was_slow_throughout_does_not_count(monkeypatch: pytest.Mon
 
 
 def test_rounds_end_when_there_is_no_time_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, count = made(monkeypatch, [(1, 2), (2, 3), (3, 4), (4, 5)], takes_s=ROUNDS_S / 2.5)
+    _, count = made(monkeypatch, [(1, 2), (2, 3), (3, 4), (4, 5)], takes_s=0.6 * ROUNDS_S)
     assert count == 2
-    _, count = made(monkeypatch, [(1.0, 2.0)], takes_s=ROUNDS_S)
+    _, count = made(monkeypatch, [(1.0, 2.0)], takes_s=1.1 * ROUNDS_S)
     assert count == 1
     never_alike = [(2.0**i, 3.0**i) for i in range(9)]
     _, count = made(monkeypatch, never_alike)
@@ -72,7 +70,7 @@ def test_rounds_end_when_there_is_no_time_for_another(monkeypatch: pytest.Monkey
 def test_rounds_that_disagree_say_nothing_of_streaming_where_other_programs_ran(
     monkeypatch: pytest.MonkeyPatch, others: float | None, counts: bool
 ) -> None:
-    rounds, _ = made(monkeypatch, [(0.2, 2.5)], takes_s=ROUNDS_S, others=others)
+    rounds, _ = made(monkeypatch, [(0.2, 2.5)], takes_s=1.1 * ROUNDS_S, others=others)
     assert (rounds.longer_s() is not None) == counts
     alike, _ = made(monkeypatch, [(0.2, 0.25), (0.2, 0.25)], others=others)
     assert alike.longer_s() == pytest.approx(0.05)
@@ -87,9 +85,10 @@ def test_slower_rounds_never_undo_an_agreement(
         assert agree([*found, (slowest[0] + resident_s, slowest[1] + streamed_s)])
 
 
-def test_the_steps_of_all_rounds_are_one_trial(monkeypatch: pytest.MonkeyPatch) -> None:
-    rounds, _ = made(monkeypatch, [(0.2, 0.3), (0.1, 0.3), (0.1, 0.3)])
-    few, many, cut = rounds.trials()
-    assert few.seconds == many.seconds == cut.seconds
-    assert many.seconds["whole"] == [0.2, 0.4, 0.1, 0.2, 0.1, 0.2]
-    assert (few.rows, many.rows) == (1, 4)
+def test_the_steps_of_all_rounds_are_one_trial() -> None:
+    few, many = Trial(1, {"whole": [0.1]}, 700), Trial(4, {"whole": [0.2]}, 800)
+    first = Round(trials={"few": few, "many": many}, streamed_s=[1.0], copied_bytes=0)
+    found = Rounds([first, one_round(0.3, 1.0)], None).trials()
+    assert found["many"] == Trial(4, {"whole": [0.2, 0.3, 0.6]}, 800)
+    assert found["few"] == few
+    assert many.seconds == {"whole": [0.2]}

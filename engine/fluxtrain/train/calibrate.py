@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from fluxtrain.stream.engine import Engine
 
 WARMING = 2  # streamed steps: the first touches weights and gradients, the second the moments
+TRIALS = ("few", "many", "cut")
 ALL_CHECKED = 3  # recomputes after which the engine stops to compare them with the forward
 
 
@@ -150,7 +151,7 @@ def _tried(
     mini.train()
     facts = facts_of(mini)
     if device.type == "cuda":
-        return _Tried(*_trials(mini, batch_of, device, way), None)
+        return _Tried(**_trials(mini, batch_of, device, way), streamed=None)
     rounds = until_agreed(partial(_round, mini, batch_of, device, way))
     longer_s = rounds.longer_s()
     streamed = (
@@ -163,29 +164,43 @@ def _tried(
             groups=len(facts.groups),
         )
     )
-    return _Tried(*rounds.trials(), streamed)
+    return _Tried(**rounds.trials(), streamed=streamed)
 
 
 def _round(
-    mini: nn.Module, batch_of: Callable[[int], Batch], device: torch.device, way: _Way
+    mini: nn.Module,
+    batch_of: Callable[[int], Batch],
+    device: torch.device,
+    way: _Way,
+    is_first: bool,
 ) -> Round:
-    few, many, cut = _trials(mini, batch_of, device, way)
+    trials = _trials(mini, batch_of, device, way, TRIALS if is_first else TRIALS[1:])
     give_back(device)  # the trials after each other take no more than one of them
     with _wrapped(mini, device, "weights", max(way.rows)) as engine:
         streamed_s, copied_bytes = _streamed_steps(mini, engine, batch_of(max(way.rows)))
     give_back(device)
-    return Round(few=few, many=many, cut=cut, streamed_s=streamed_s, copied_bytes=copied_bytes)
+    return Round(trials=trials, streamed_s=streamed_s, copied_bytes=copied_bytes)
 
 
 def _trials(
-    mini: nn.Module, batch_of: Callable[[int], Batch], device: torch.device, way: _Way
-) -> tuple[Trial, Trial, Trial]:
+    mini: nn.Module,
+    batch_of: Callable[[int], Batch],
+    device: torch.device,
+    way: _Way,
+    names: Sequence[str] = TRIALS,
+) -> dict[str, Trial]:
+    """Those of `names`; what a block holds is weighed where all are made."""
+    few, many = way.rows
+    sizes = {"few": (few, None), "many": (many, None), "cut": (many, few)}
     with way.wrapped(mini, device) as engine:
         bench = Bench(mini, engine, [module for _, module in take_apart(mini).blocks], device)
-        few, many = (bench.trial(batch_of(count)) for count in way.rows)
-        cut = bench.trial(batch_of(many.rows), chunk_rows=few.rows)
+        found = {
+            name: bench.trial(batch_of(rows), chunk_rows=chunk_rows, weighs=names == TRIALS)
+            for name, (rows, chunk_rows) in sizes.items()
+            if name in names
+        }
         bench.close()
-    return few, many, cut
+    return found
 
 
 @contextmanager
@@ -216,7 +231,7 @@ def _streamed_steps(mini: nn.Module, engine: Engine, batch: Batch) -> tuple[Sequ
         optimizer.step()
         optimizer.zero_grad()
         ends_s.append(time.perf_counter())
-        if len(ends_s) > 1 + WARMING and ends_s[-1] - ends_s[WARMING] > ROUND_LIMIT_S:
+        if len(ends_s) > 1 + WARMING and ends_s[-1] - ends_s[WARMING] > 2 * ROUND_LIMIT_S:
             break
     engine.flush()
     traffic = engine.traffic()

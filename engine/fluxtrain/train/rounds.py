@@ -3,20 +3,21 @@
 What streaming costs beside its bytes is a small difference between two steps, and counts once for
 every group of the model. Other programs, and fresh pages that the system has to find first (a
 virtual machine's host too), can make all steps of one kind slow for a second. Only slower: so the
-fastest step of each kind counts, once another round comes near to it.
+fastest step of each kind counts, once another round comes near to it. Of what else is timed the
+median over all rounds counts.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from fluxtrain.hardware.others import BUSY_SHARE, others_share, read_use
 from fluxtrain.train.trial import Trial
 
 SAME = 0.05  # steps that differ by less agree
-ROUNDS_S = 6.0  # no further round that would end later
+ROUNDS_S = 6.5  # no further round begins later
 MOST_ROUNDS = 4
 
 
@@ -24,16 +25,14 @@ MOST_ROUNDS = 4
 class Round:
     """Seconds of steps of the miniature."""
 
-    few: Trial
-    many: Trial
-    cut: Trial  # the many rows in chunks of the few
+    trials: Mapping[str, Trial]  # by name; of "many" rows in every round
     streamed_s: Sequence[float]  # steps with the many rows, streamed, with their updates
     copied_bytes: int  # of one such step
 
     @property
     def fastest(self) -> tuple[float, float]:
         """The resident step of the many rows, and the streamed one."""
-        return min(self.many.seconds["whole"]), min(self.streamed_s)
+        return min(self.trials["many"].seconds["whole"]), min(self.streamed_s)
 
 
 @dataclass(frozen=True)
@@ -43,14 +42,13 @@ class Rounds:
     rounds: Sequence[Round]
     others_share: float | None  # of all processors, used by other programs meanwhile
 
-    def trials(self) -> tuple[Trial, Trial, Trial]:
-        """Few rows, many, and those in chunks of the few; of all rounds."""
-        first, *others = self.rounds
-        for one in others:
-            first.few.add(one.few)
-            first.many.add(one.many)
-            first.cut.add(one.cut)
-        return first.few, first.many, first.cut
+    def trials(self) -> dict[str, Trial]:
+        """By name, with the steps of all rounds."""
+        found: dict[str, Trial] = {}
+        for one in self.rounds:
+            for name, trial in one.trials.items():
+                found.setdefault(name, Trial(trial.rows)).add(trial)
+        return found
 
     def longer_s(self) -> float | None:
         """What the fastest streamed step took beyond the fastest resident one. None where other
@@ -63,16 +61,15 @@ class Rounds:
 
 
 def until_agreed(
-    one_round: Callable[[], Round], clock: Callable[[], float] = time.monotonic
+    one_round: Callable[[bool], Round], clock: Callable[[], float] = time.monotonic
 ) -> Rounds:
-    """Rounds until two agree, no more than there is time for."""
+    """Rounds until two agree, no more than there is time for; `one_round` is told whether it makes
+    the first."""
     before, started_s = read_use(), clock()
     rounds: list[Round] = []
     while True:
-        began_s = clock()
-        rounds.append(one_round())
-        now_s = clock()
-        late = now_s + (now_s - began_s) > started_s + ROUNDS_S
+        rounds.append(one_round(not rounds))
+        late = clock() - started_s > ROUNDS_S
         if late or len(rounds) == MOST_ROUNDS or agree([one.fastest for one in rounds]):
             return Rounds(rounds, others_share(before))
 

@@ -85,13 +85,13 @@ class Bench:
         for handle in self._hooks:
             handle.remove()
 
-    def trial(self, batch: Batch, *, chunk_rows: int | None = None) -> Trial:
+    def trial(self, batch: Batch, *, chunk_rows: int | None = None, weighs: bool = True) -> Trial:
         """Repeats with the rows of `batch` (None: as one chunk), after one that warms up and, where
-        memory is the host's, one that weighs what a block holds and takes time for that."""
+        memory is the host's, one that `weighs` what a block holds and takes time for that."""
         trial = self._trial = Trial(int(batch.input_ids.shape[0]))
         self._engine.chunk_rows = chunk_rows or trial.rows
         self._step(batch)
-        if not self._on_gpu and chunk_rows is None:
+        if weighs and not self._on_gpu and chunk_rows is None:
             self._weighs = True
             self._step(batch)
             self._weighs = False
