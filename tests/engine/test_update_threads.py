@@ -1,117 +1,68 @@
-"""Threads of updates end with them where the model computes on the same cores."""
+"""Updates beside a GPU's computation leave a core to the threads that queue its work."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-import threading
-from pathlib import Path
+from typing import Any
 
 import pytest
-
-from fluxtrain.memory.worker import Worker
-
-counts_threads = pytest.mark.skipif(
-    not Path("/proc/self/task").is_dir(), reason="the threads of a process are counted in /proc"
-)
-
-KERNELS = """
-import os
-import threading
 import torch
-from fluxtrain import _native
-from fluxtrain.optim.hyper import Hyper
-from fluxtrain.optim.split_adamw import update_f32_
 
-def update():
-    update_f32_(*(torch.zeros(1 << 18) for _ in range(4)), hyper=Hyper(), step=1, threads=2)
-
-def work():
-    for does in (update, _native.end_threads, update, _native.end_threads):
-        does()
-        seen.append(len(os.listdir("/proc/self/task")))
-
-seen = []
-thread = threading.Thread(target=work)
-thread.start()
-thread.join()
-print(*seen)
-"""
-
-TRAINING = """
-import os
-import torch
 import fluxtrain
+from fluxtrain.optim.stepping import threads_beside
+from fluxtrain.stream import updates
 from fluxtrain.stream.engine import engine_of
 
-def computed():
-    model(torch.randn(64, 512)).square().mean().backward()
-    return len(os.listdir("/proc/self/task"))
 
-blocks = [torch.nn.Sequential(torch.nn.Linear(512, 512), torch.nn.Tanh()) for _ in range(4)]
-model = torch.nn.Sequential(torch.nn.Linear(512, 512), torch.nn.Sequential(*blocks))
-model = fluxtrain.wrap(model, device="cpu", offload="weights", overlap=True)
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-computed()
-before = computed()
-optimizer.step()  # starts the thread that updates
-optimizer.zero_grad()
-engine_of(model).flush()
-print(computed() - before)
-"""
+@pytest.mark.parametrize(("cores", "used"), [(2, None), (4, 3), (8, 7), (16, 14), (64, 56)])
+def test_of_eight_cores_one_is_left(
+    cores: int, used: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: cores)
+    assert threads_beside(torch.device("cuda")) == used
+    assert threads_beside(torch.device("cpu")) is None
 
 
-def run_python(code: str) -> list[int]:
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "OMP_NUM_THREADS": "2"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return [int(word) for word in done.stdout.split()]
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int | None]]:
+    """Which update took how many threads, in an engine that has 3 of them beside a computation."""
+    seen: list[tuple[str, int | None]] = []
+
+    def watched(name: str) -> None:
+        step = getattr(updates, name)
+
+        def counted(*args: Any, **kwargs: Any) -> None:
+            seen.append((name, kwargs.get("threads")))
+            step(*args, **kwargs)
+
+        monkeypatch.setattr(updates, name, counted)
+
+    for name in ("step_on_host_", "step_weights_on_host_", "step_moments_on_host_"):
+        watched(name)
+    monkeypatch.setattr(updates, "threads_beside", lambda _: 3)
+    return seen
 
 
-@counts_threads
-def test_the_threads_that_serve_a_kernel_end_when_told_and_start_anew() -> None:
-    with_them, without, again, at_the_end = run_python(KERNELS)
-    assert (with_them, again) == (without + 1, at_the_end + 1)
-    assert without == at_the_end
+def test_only_what_the_next_forward_waits_for_takes_all(
+    tiny: Any, batch: Any, calls: list[tuple[str, int | None]]
+) -> None:
+    model = fluxtrain.wrap(tiny("llama"), offload="weights", deferred_moments=True)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(**batch("llama")).loss.backward()
+    optimizer.step()
+    assert set(calls) == {("step_weights_on_host_", None), ("step_moments_on_host_", 3)}
 
 
-@counts_threads
-def test_an_updated_model_computes_beside_no_thread_of_its_update() -> None:
-    (more,) = run_python(TRAINING)
-    assert more == 1, "the thread that waits for the next update, and none that a kernel keeps"
-
-
-def test_a_worker_is_idle_after_the_last_of_its_jobs_alone() -> None:
-    idle_after: list[int] = []
-    done: list[int] = []
-    queued = threading.Event()
-    worker = Worker("test", when_idle=lambda: idle_after.append(len(done)))
-
-    def job(number: int) -> None:
-        queued.wait()
-        done.append(number)
-
-    for number in range(3):
-        worker.submit(lambda number=number: job(number))
-    queued.set()
-    worker.close()
-    assert idle_after == [3]
-
-
-def test_a_worker_whose_job_failed_is_idle_too_and_goes_on() -> None:
-    idle: list[str] = []
-    worker = Worker("test", when_idle=lambda: idle.append("idle"))
-
-    def fails() -> None:
-        raise ValueError("broken")
-
-    with pytest.raises(ValueError, match="broken"):
-        worker.submit(fails).result()
-    assert worker.submit(lambda: 7).result() == 7
-    worker.close()
-    assert idle == ["idle", "idle"]
+def test_updates_under_the_backward_pass_leave_a_core(
+    tiny: Any, batch: Any, calls: list[tuple[str, int | None]]
+) -> None:
+    model = fluxtrain.wrap(tiny("llama"), offload="weights")
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(**batch("llama")).loss.backward()
+    optimizer.step()
+    assert set(calls) == {("step_on_host_", None)}  # of a step that waits for the norm
+    optimizer.zero_grad()
+    calls.clear()
+    engine_of(model).begin_eager_step(optimizer)
+    model(**batch("llama")).loss.backward()
+    optimizer.step()
+    assert set(calls) == {("step_on_host_", 3)}

@@ -23,6 +23,7 @@ from fluxtrain.optim.split_adamw import (
 from fluxtrain.plan.states import STATE_BLOCK
 
 _WORD = 0xFFFFFFFF
+FEW_CORES = 4  # fewer are all for the update
 _SLICE_ELEMENTS = 1 << 18  # a multiple of STATE_BLOCK: their fp32 gradients stay in the caches
 
 
@@ -79,22 +80,31 @@ class Flat:
         return States8(self.m, self.v, self.m_scale, self.v_scale)
 
 
-def step_on_host_(flat: Flat, *, hyper: Hyper, step: int, scale: float) -> None:
-    """In place by the native kernels; gradients count times `scale`."""
+def threads_beside(computation: torch.device) -> int | None:
+    """For updates under the backward pass: of eight cores one is left to the threads that queue the
+    GPU's work, which otherwise waits for them. None (all) where the host computes, or has few."""
+    cores = torch.get_num_threads()
+    if computation.type == "cpu" or cores < FEW_CORES:
+        return None
+    return cores - max(1, cores // 8)
+
+
+def step_on_host_(
+    flat: Flat, *, hyper: Hyper, step: int, scale: float, threads: int | None = None
+) -> None:
+    """In place by the native kernels; gradients count times `scale`. threads None: all."""
     f, states8 = flat, flat.states8
+    how: dict[str, Any] = {"hyper": hyper, "step": step, "grad_scale": scale, "threads": threads}
     if f.master is not None:
-        _step_masters_on_host_(f, hyper=hyper, step=step, scale=scale)
+        _step_masters_on_host_(f, hyper=hyper, step=step, scale=scale, threads=threads)
     elif states8 is not None:
-        update8_(f.weights, f.lo, states8, f.gradient, hyper=hyper, step=step, grad_scale=scale)
+        update8_(f.weights, f.lo, states8, f.gradient, **how)
     elif f.m.dtype is torch.bfloat16:
-        update16_(
-            f.weights, f.lo, f.m, f.v, f.gradient, f.rounding,
-            hyper=hyper, step=step, grad_scale=scale,
-        )  # fmt: skip
+        update16_(f.weights, f.lo, f.m, f.v, f.gradient, f.rounding, **how)
     elif f.lo is None:
-        update_f32_(f.weights, f.m, f.v, f.gradient, hyper=hyper, step=step, grad_scale=scale)
+        update_f32_(f.weights, f.m, f.v, f.gradient, **how)
     else:
-        update_(f.weights, f.lo, f.m, f.v, f.gradient, hyper=hyper, step=step, grad_scale=scale)
+        update_(f.weights, f.lo, f.m, f.v, f.gradient, **how)
 
 
 def step_weights_on_host_(flat: Flat, *, hyper: Hyper, step: int, scale: float) -> None:
@@ -107,10 +117,14 @@ def step_weights_on_host_(flat: Flat, *, hyper: Hyper, step: int, scale: float) 
         update_weights_(f.weights, f.lo, f.m, f.v, f.gradient, **how)
 
 
-def step_moments_on_host_(flat: Flat, *, hyper: Hyper, step: int, scale: float) -> None:
+def step_moments_on_host_(
+    flat: Flat, *, hyper: Hyper, step: int, scale: float, threads: int | None = None
+) -> None:
     """The moments of `step_on_host_` alone, with the arguments of their weights' pass: after both
     every bit is the same. The gradient must be the one that the weights' pass saw."""
-    update_moments_(flat.m, flat.v, flat.gradient, hyper=hyper, step=step, grad_scale=scale)
+    update_moments_(
+        flat.m, flat.v, flat.gradient, hyper=hyper, step=step, grad_scale=scale, threads=threads
+    )
 
 
 def step_on_device_(flat: Flat, *, hyper: Hyper, step: int, scale: float, clip: Tensor) -> None:
@@ -141,7 +155,9 @@ def step_on_device_(flat: Flat, *, hyper: Hyper, step: int, scale: float, clip: 
         )  # fmt: skip
 
 
-def _step_masters_on_host_(flat: Flat, *, hyper: Hyper, step: int, scale: float) -> None:
+def _step_masters_on_host_(
+    flat: Flat, *, hyper: Hyper, step: int, scale: float, threads: int | None
+) -> None:
     """fp16 weights: their masters take the step of fp32 ones, slice by slice, and are rounded."""
     n = flat.weights.numel()
     wide = torch.empty(min(n, _SLICE_ELEMENTS), dtype=torch.float32)
@@ -151,5 +167,5 @@ def _step_masters_on_host_(flat: Flat, *, hyper: Hyper, step: int, scale: float)
         if gradient.dtype is not torch.float32:
             gradient = wide[: gradient.numel()].copy_(gradient)
         masters = part.of_masters(gradient)
-        step_on_host_(masters, hyper=hyper, step=step, scale=scale)
+        step_on_host_(masters, hyper=hyper, step=step, scale=scale, threads=threads)
         part.weights.copy_(masters.weights)

@@ -39,6 +39,7 @@ from fluxtrain.optim.stepping import (
     step_on_device_,
     step_on_host_,
     step_weights_on_host_,
+    threads_beside,
 )
 from fluxtrain.plan.states import STATE_BLOCK
 from fluxtrain.stream.norm import GradNorm
@@ -103,6 +104,7 @@ class Updates:
         self._gradients = gradients
         self._recorder = device.recorder
         self._shares_cores = device.torch_device.type == "cpu"
+        self._threads_beside = threads_beside(device.torch_device)
         self._worker = Worker("flux-update", _native.end_threads if self._shares_cores else None)
         self._pending: dict[Group, None] = {}  # in the order of their updates
         self._ahead: dict[Group, _Step] = {}  # of tables, the last one
@@ -121,11 +123,18 @@ class Updates:
                 group.moments = self._worker.submit(step.update_moments)
 
     def submit_one(self, group: Group, hypers: dict[int, Hyper], norm: GradNorm | None) -> None:
-        """Queue one step of the group's members, weights and moments at once."""
-        self._queue(group, hypers, norm, defers=False)
+        """Queue one step of the group's members, weights and moments at once, under the backward
+        pass."""
+        self._queue(group, hypers, norm, defers=False, threads=self._threads_beside)
 
     def _queue(
-        self, group: Group, hypers: dict[int, Hyper], norm: GradNorm | None, *, defers: bool
+        self,
+        group: Group,
+        hypers: dict[int, Hyper],
+        norm: GradNorm | None,
+        *,
+        defers: bool,
+        threads: int | None = None,
     ) -> _Step | None:
         """Queue the group's first job; its weights count as changed from now on. None where the
         device updates."""
@@ -146,6 +155,8 @@ class Updates:
             norm=norm,
             earlier=[job for job in (group.pending, group.moments) if job is not None],
             defers=defers and any(_flat(part).moments_can_wait for part in work),
+            threads=threads,
+            threads_of_moments=self._threads_beside,
         )
         group.pending = self._worker.submit(step.update)
         self._pending[group] = None
@@ -196,6 +207,8 @@ class _Step:
     norm: GradNorm | None
     earlier: list[Future[None]]  # of the group's step before; done when the first job's turn comes
     defers: bool  # are there two jobs?
+    threads: int | None  # None: all
+    threads_of_moments: int | None
     clip: float | None = None  # the weights were written with it
     begun: bool = False  # nobody may read what is at home any more
     lock: threading.Lock = field(default_factory=threading.Lock)  # held by who reads or writes it
@@ -224,9 +237,13 @@ class _Step:
             self.begun = True
             for part in self.work:
                 flat = _flat(part)
-                later = self.defers and flat.moments_can_wait
-                step_ = step_weights_on_host_ if later else step_on_host_
-                step_(flat, hyper=part.hyper, step=part.step, scale=part.scale * clip)
+                scale = part.scale * clip
+                if self.defers and flat.moments_can_wait:
+                    step_weights_on_host_(flat, hyper=part.hyper, step=part.step, scale=scale)
+                    continue
+                step_on_host_(
+                    flat, hyper=part.hyper, step=part.step, scale=scale, threads=self.threads
+                )
         self.clip = clip
 
     def rows_ahead(self, rows: Tensor, into: Tensor) -> bool:
@@ -258,7 +275,10 @@ class _Step:
                 flat = _flat(part)
                 if flat.moments_can_wait:
                     scale = part.scale * self.clip
-                    step_moments_on_host_(flat, hyper=part.hyper, step=part.step, scale=scale)
+                    step_moments_on_host_(
+                        flat, hyper=part.hyper, step=part.step, scale=scale,
+                        threads=self.threads_of_moments,
+                    )  # fmt: skip
 
 
 def _in_order(work: Iterable[Group]) -> list[Group]:

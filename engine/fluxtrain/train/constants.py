@@ -22,6 +22,7 @@ from fluxtrain.hardware.cache import cache_file, is_fresh
 from fluxtrain.hardware.machine import Machine
 from fluxtrain.hardware.others import beside_text, is_calm_after
 from fluxtrain.hardware.probe import known_rates, sustained_threads
+from fluxtrain.optim.stepping import threads_beside
 from fluxtrain.plan.calibration import Calibration, trial_rows
 from fluxtrain.plan.facts import ModelFacts
 from fluxtrain.plan.ranked import GPU_CHUNK_TOKENS
@@ -183,12 +184,16 @@ def _adamw_per_s(
     any cache, beside copies as a training has them: what is updated goes up for the next forward
     pass, and gradients come down in the backward pass, which moments are updated beside."""
     trained = sum(group.trained for group in facts.groups)
-    down_bytes = WEIGHT_BYTES if part == "moments" else 0
+    threads, down_bytes = sustained_threads(machine), 0
+    if part == "moments":
+        known = (threads, threads_beside(torch.device(device)))
+        threads = min((count for count in known if count is not None), default=None)
+        down_bytes = WEIGHT_BYTES
     with busy_bus(device, up_bytes=WEIGHT_BYTES, down_bytes=down_bytes) as begins:
         found = adamw_rate(
             machine.memory_available_bytes,
             parameters=min(max(trained, LEAST_PARAMETERS), PARAMETERS),
-            threads=sustained_threads(machine),
+            threads=threads,
             limit_s=1.0,
             eight_bit=eight_bit,
             part=part,
