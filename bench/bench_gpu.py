@@ -44,7 +44,7 @@ from fluxtrain.train.placing import model_facts
 
 GIB = 1 << 30
 ENGINES = ("flux", "resident", "resident-fp32", "deepspeed2", "deepspeed3")
-CONTEXT_GIB = 0.7  # CUDA's own share of the process's memory
+CONTEXT_GIB = 0.8  # CUDA's own share of the process's memory, with Triton's kernels
 SHAPES: dict[str, dict[str, Any]] = yaml.safe_load(
     Path(__file__).with_name("shapes.yaml").read_text()
 )
