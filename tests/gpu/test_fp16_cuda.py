@@ -183,6 +183,21 @@ def test_a_users_loop_with_a_grad_scaler_learns_and_skips() -> None:
     assert losses[-1] < losses[0] - 1.0
 
 
+def test_a_scale_that_a_busy_gpu_has_not_sent_yet_is_waited_for() -> None:
+    """torch's scaler copies it into page-locked memory and does not wait."""
+    model, engine = wrapped(offload="weights", device_groups=0)
+    engine.loss_scale = None
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    scaler = fluxtrain.GradScaler("cuda", init_scale=FIRST)
+    ids = torch.randint(0, 1024, (8, 64), generator=torch.Generator().manual_seed(1)).cuda()
+    scaler.scale(model(input_ids=ids, labels=ids).loss).backward()
+    assert all(p.grad is not None for p in model.parameters())  # all are at home
+    torch.cuda._sleep(400_000_000)
+    scaler.unscale_(optimizer)
+    scales = {m.gradient_scale for group in engine.groups for m in group.members}
+    assert scales == {1 / FIRST}
+
+
 def test_masters_are_predicted_to_the_byte_on_the_device() -> None:
     model, engine = wrapped(offload="none")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

@@ -172,14 +172,17 @@ def _unscale(gradients: list[Tensor], found_inf: Tensor, inverse_scale: Tensor) 
     read, and fp16 ones stay as large as they came."""
     ours = [gradient for gradient in gradients if isinstance(gradient, HostGradient)]
     others = [gradient for gradient in gradients if not isinstance(gradient, HostGradient)]
-    if others:
-        torch._amp_foreach_non_finite_check_and_unscale_(others, found_inf, inverse_scale)
-    factor = float(inverse_scale)
     owners = [gradient._owner for gradient in ours]
     device = owners[0].engine.device.torch_device
     norms = torch.stack([o.engine.gradient_norm(o.group, o.member).to(device) for o in owners])
-    if not bool(torch.isfinite(norms).all()):
+    finite = bool(torch.isfinite(norms).all())
+    # A scaler on a GPU sends both numbers to the host without waiting for them. They are there now:
+    # the norms were queued behind them and have been read.
+    if others:
+        torch._amp_foreach_non_finite_check_and_unscale_(others, found_inf, inverse_scale)
+    if not finite:
         found_inf.fill_(1.0)
+    factor = float(inverse_scale)
     for owner in owners:
         owner.member.gradient_scale *= factor
 
