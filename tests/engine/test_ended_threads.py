@@ -1,0 +1,117 @@
+"""Threads of updates end with them where the model computes on the same cores."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from fluxtrain.memory.worker import Worker
+
+counts_threads = pytest.mark.skipif(
+    not Path("/proc/self/task").is_dir(), reason="the threads of a process are counted in /proc"
+)
+
+KERNELS = """
+import os
+import threading
+import torch
+from fluxtrain import _native
+from fluxtrain.optim.hyper import Hyper
+from fluxtrain.optim.split_adamw import update_f32_
+
+def update():
+    update_f32_(*(torch.zeros(1 << 18) for _ in range(4)), hyper=Hyper(), step=1, threads=2)
+
+def work():
+    for does in (update, _native.end_threads, update, _native.end_threads):
+        does()
+        seen.append(len(os.listdir("/proc/self/task")))
+
+seen = []
+thread = threading.Thread(target=work)
+thread.start()
+thread.join()
+print(*seen)
+"""
+
+TRAINING = """
+import os
+import torch
+import fluxtrain
+from fluxtrain.stream.engine import engine_of
+
+def computed():
+    model(torch.randn(64, 512)).square().mean().backward()
+    return len(os.listdir("/proc/self/task"))
+
+blocks = [torch.nn.Sequential(torch.nn.Linear(512, 512), torch.nn.Tanh()) for _ in range(4)]
+model = torch.nn.Sequential(torch.nn.Linear(512, 512), torch.nn.Sequential(*blocks))
+model = fluxtrain.wrap(model, device="cpu", offload="weights", overlap=True)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+computed()
+before = computed()
+optimizer.step()  # starts the thread that updates
+optimizer.zero_grad()
+engine_of(model).flush()
+print(computed() - before)
+"""
+
+
+def run_python(code: str) -> list[int]:
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "OMP_NUM_THREADS": "2"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return [int(word) for word in done.stdout.split()]
+
+
+@counts_threads
+def test_the_threads_that_serve_a_kernel_end_when_told_and_start_anew() -> None:
+    with_them, without, again, at_the_end = run_python(KERNELS)
+    assert (with_them, again) == (without + 1, at_the_end + 1)
+    assert without == at_the_end
+
+
+@counts_threads
+def test_an_updated_model_computes_beside_no_thread_of_its_update() -> None:
+    (more,) = run_python(TRAINING)
+    assert more == 1, "the thread that waits for the next update, and none that a kernel keeps"
+
+
+def test_a_worker_is_idle_after_the_last_of_its_jobs_alone() -> None:
+    idle_after: list[int] = []
+    done: list[int] = []
+    queued = threading.Event()
+    worker = Worker("test", when_idle=lambda: idle_after.append(len(done)))
+
+    def job(number: int) -> None:
+        queued.wait()
+        done.append(number)
+
+    for number in range(3):
+        worker.submit(lambda number=number: job(number))
+    queued.set()
+    worker.close()
+    assert idle_after == [3]
+
+
+def test_a_worker_whose_job_failed_is_idle_too_and_goes_on() -> None:
+    idle: list[str] = []
+    worker = Worker("test", when_idle=lambda: idle.append("idle"))
+
+    def fails() -> None:
+        raise ValueError("broken")
+
+    with pytest.raises(ValueError, match="broken"):
+        worker.submit(fails).result()
+    assert worker.submit(lambda: 7).result() == 7
+    worker.close()
+    assert idle == ["idle", "idle"]
