@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from concurrent.futures import Future
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from fluxtrain.memory.device import CpuDevice, Stalls
 from fluxtrain.memory.group import Group
 from fluxtrain.memory.window import Window
+from tests.engine.slow_device import SlowDevice
 
 CPU = torch.device("cpu")
 SIZE = 64
@@ -33,6 +35,9 @@ class Copy:
 
     def done(self) -> bool:
         return self.arrived
+
+    def instants(self) -> tuple[float, float] | None:
+        return (0.0, 0.0) if self.arrived else None
 
     def wait_host(self) -> None:
         if not self.arrived:
@@ -60,6 +65,9 @@ class LazyDevice:
             earlier.wait_host()
         self.copies = [Copy(to, source, after)]
         return self.copies[0]
+
+    def for_copies(self, memory: Tensor) -> Tensor:
+        return memory
 
     def mark(self) -> None:
         return None
@@ -183,6 +191,37 @@ def test_an_upload_waits_for_the_groups_own_update() -> None:
     g.pending.set_result(None)
     assert made.take(g)[0][0] == 9.0
     assert made.take(other)[0][0] == 2
+    device.close()
+
+
+def test_a_copy_that_waits_for_an_update_never_lands_on_weights_that_took_its_slot() -> None:
+    """They wait for nothing (a frozen block, a step of another part), so theirs is ready sooner."""
+    device = SlowDevice()
+    made, _ = window(1, device)
+    g, other = group(1), group(2)
+    g.pending = Future()
+    made.forget(g)
+    assert made.prefetch(g)
+    timer = threading.Timer(0.05, g.pending.set_result, [None])
+    timer.start()
+    weights = made.take(other)[0]
+    timer.join()
+    for copy in device.asked:
+        copy.wait_host()
+    assert bool((weights == 2).all())
+    device.close()
+
+
+def test_a_slot_whose_copy_failed_serves_another_group() -> None:
+    device = SlowDevice()
+    made, _ = window(1, device)
+    g, other = group(1), group(2)
+    g.pending = Future()
+    assert made.prefetch(g)
+    timer = threading.Timer(0.05, g.pending.set_exception, [ArithmeticError("diverged")])
+    timer.start()
+    assert made.take(other)[0][0] == 2
+    timer.join()
     device.close()
 
 

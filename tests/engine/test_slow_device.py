@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import time
 from typing import Any
 
 import pytest
@@ -129,3 +131,47 @@ def test_a_scale_that_is_on_its_way_to_the_host_is_waited_for(
     assert {m.gradient_scale for m in members if m.has_gradient} == {1 / FIRST}
     (found,) = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values()
     assert float(found) == 0.0
+
+
+def test_a_gradient_that_is_set_is_not_overwritten_by_one_that_was_dropped(
+    tiny: Any, batch: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slowed(monkeypatch, 0)
+    model = fluxtrain.wrap(tiny("llama", torch.bfloat16), offload="weights", device_groups=0)
+    engine = engine_of(model)
+    monkeypatch.setattr(engine.device, "delay", lambda: time.sleep(0.02))
+    model(**batch()).loss.backward()
+    for parameter in model.parameters():
+        parameter.grad = None  # unread: its bytes are on their way home
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    engine.gradients.drain()
+    differ = [n for n, p in model.named_parameters() if not bool((p.grad == 1).all())]
+    assert not differ
+
+
+def test_memory_of_a_boundary_that_nobody_fetched_is_kept_for_its_copy(
+    tiny: Any, batch: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One is on its way back, ahead of its block, when the backward pass raises."""
+    kept: list[Tensor] = []
+    model = fluxtrain.wrap(tiny("llama", num_hidden_layers=4), offload="max", chunk_rows=2)
+    engine = engine_of(model)
+    monkeypatch.setattr(engine.device, "for_copies", lambda memory: kept.append(memory) or memory)
+    model(**batch()).loss.backward()
+    kept.clear()
+    loss = model(**batch()).loss
+
+    after_backward = engine.after_backward
+
+    def fail(unit: Any) -> None:
+        if unit.group.kind == "block":
+            raise ArithmeticError("on the way")
+        after_backward(unit)
+
+    monkeypatch.setattr(engine, "after_backward", fail)
+    with pytest.raises(ArithmeticError):
+        loss.backward()
+    del loss
+    gc.collect()
+    assert [memory.shape for memory in kept] == [torch.Size([4, 10, 32])]

@@ -29,8 +29,13 @@ class Parked:
     ticket: Ticket  # of the way home
     source: Tensor | None  # kept until the copy has been made, or its memory would be reused
     before: Callable[[], Parked | None]  # parked just before this one, while it lives
+    for_copies: Callable[[Tensor], object]  # of the device
     back: Tensor | None = None  # on the device again, arrived once `returned` is
     returned: Ticket | None = field(default=None)
+
+    def __del__(self) -> None:
+        if self.back is not None:  # never fetched: the backward pass raised
+            self.for_copies(self.back)
 
 
 class BoundaryPark:
@@ -55,7 +60,7 @@ class BoundaryPark:
                 source = tensor.detach()
                 ticket = self._device.download(host, source)
                 self._device.recorder.copied("d2h", "activations", "", ticket)
-                gone[i] = Parked(host, ticket, source, self._last)
+                gone[i] = Parked(host, ticket, source, self._last, self._device.for_copies)
                 self._last = weakref.ref(gone[i])
                 self.parked += 1
                 self._leaving.append(gone[i])

@@ -106,6 +106,9 @@ class Device(Protocol):
     def download(self, to: Tensor, source: Tensor) -> Ticket:
         """Copy device `source` to host `to` once the computation so far is done."""
 
+    def for_copies(self, memory: Tensor) -> Tensor:
+        """The same device memory; given up, it serves others when copies under way have ended."""
+
     def mark(self) -> Any:
         """A point in the computation, for `upload(free=...)`."""
 
@@ -189,6 +192,9 @@ class CpuDevice:
         through = self._staging[way]
         return partial(through.down if way else through.up, send=_sent)
 
+    def for_copies(self, memory: Tensor) -> Tensor:
+        return memory  # whoever copies holds it
+
     def mark(self) -> None:
         return None
 
@@ -214,8 +220,8 @@ def _sent(to: Tensor, source: Tensor) -> Wait:
 
 
 class _CudaTicket:
-    def __init__(self, stalls: Stalls) -> None:
-        self._stalls = stalls
+    def __init__(self, stalls: Stalls, device: torch.device) -> None:
+        self._stalls, self._device = stalls, device
         self._issued = threading.Event()
         self._start = torch.cuda.Event(enable_timing=True)
         self.end = torch.cuda.Event(enable_timing=True)
@@ -262,7 +268,7 @@ class _CudaTicket:
         self._wait_issued()
         if self.end.query():
             return
-        stream = torch.cuda.current_stream()
+        stream = torch.cuda.current_stream(self._device)
         before = torch.cuda.Event(enable_timing=True)
         after = torch.cuda.Event(enable_timing=True)
         before.record(stream)
@@ -295,7 +301,7 @@ class CudaDevice:
         self, to: Tensor, source: Tensor, after: Future[None] | None, free: Any,
         follows: Ticket | None = None, *, urgent: bool = False,
     ) -> Ticket:  # fmt: skip
-        ticket = _CudaTicket(self.stalls)
+        ticket = _CudaTicket(self.stalls, self.torch_device)
         if not page_locks.LOCKS.holds(source):
             work = partial(self._staged_up, ticket, to, source, after, free, follows)
             self._up_thread.submit(work)
@@ -318,7 +324,7 @@ class CudaDevice:
         return ticket
 
     def download(self, to: Tensor, source: Tensor) -> Ticket:
-        ticket = _CudaTicket(self.stalls)
+        ticket = _CudaTicket(self.stalls, self.torch_device)
         if not page_locks.LOCKS.holds(to):
             work = partial(self._staged_down, ticket, to, source, self.mark())
             self._down_thread.submit(work)
@@ -351,6 +357,11 @@ class CudaDevice:
         self._down.wait_event(point)
         send = partial(_send, self._down)
         ticket.issue(self._down, lambda: self._staging[1].down(to, source, send))
+
+    def for_copies(self, memory: Tensor) -> Tensor:
+        for stream in (self._up, self._down):
+            memory.record_stream(stream)
+        return memory
 
     def mark(self) -> torch.cuda.Event:
         event = torch.cuda.Event()

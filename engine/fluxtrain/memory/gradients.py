@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fluxtrain.memory.arena import device_flat
 from fluxtrain.memory.device import Device, Ticket
 from fluxtrain.memory.gradient_ring import GradientRing
 from fluxtrain.memory.group import Group, Member, Segment
@@ -67,6 +68,7 @@ class Gradients:
         self._staging: dict[int, _Ring] = {}  # by size
         self._ring = GradientRing()
         self.arrivals: dict[Group, Arrival] = {}
+        self._unwanted: dict[Group, list[Ticket]] = {}  # on their way where others may be put
 
     @property
     def device_bytes(self) -> int:
@@ -175,7 +177,9 @@ class Gradients:
 
     def forget(self, group: Group) -> None:
         """The group's gradients are no longer wanted."""
-        self.arrivals.pop(group, None)
+        arrival = self.arrivals.pop(group, None)
+        if arrival is not None:  # rows are put in their places only when somebody waits
+            self._unwanted[group] = [t for t in arrival.tickets if not isinstance(t, RowTicket)]
         for member in group.members:
             member.has_gradient = False
             member.gradient_scale = 1.0
@@ -188,7 +192,9 @@ class Gradients:
         return stored(member)
 
     def wait(self, group: Group) -> None:
-        """Block until the group's gradients are at home."""
+        """Block until the group's gradients are at home, and nothing else is on its way there."""
+        for ticket in self._unwanted.pop(group, ()):
+            ticket.wait_host()
         arrival = self.arrivals.get(group)
         if arrival is not None:
             arrival.wait()
@@ -252,8 +258,8 @@ class Gradients:
         """The next staging buffer of this size, once its last transfer is done."""
         ring = self._staging.setdefault(size_bytes, _Ring([], []))
         if len(ring.buffers) < (1 if size_bytes >= _LARGE_BYTES else 2):
-            device = self._device.torch_device
-            ring.buffers.append(torch.empty(size_bytes, dtype=torch.uint8, device=device))
+            fresh = device_flat(self._device.torch_device, size_bytes)
+            ring.buffers.append(self._device.for_copies(fresh))
             ring.tickets.append(None)
             ring.turn = len(ring.buffers) - 1
         else:

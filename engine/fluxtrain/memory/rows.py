@@ -155,7 +155,8 @@ class RowBuffers:
         pin, target = self._device.pins, self._device.torch_device
         self._arenas = (HostArena(sizes[0], pin=pin), HostArena(sizes[1], pin=pin))
         with torch.inference_mode(False):  # they stay for training passes that come later
-            self._on_device = (device_flat(target, sizes[0]), device_flat(target, sizes[1]))
+            fresh = (self._device.for_copies(device_flat(target, size)) for size in sizes)
+            self._on_device = (next(fresh), next(fresh))
         self._free = self._device.mark()
 
 

@@ -7,6 +7,8 @@ there when the backward pass starts.
 
 from __future__ import annotations
 
+import contextlib
+import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
@@ -64,7 +66,7 @@ class Window:
         Raises DoesNotFit; the slots that are there stay.
         """
         try:
-            wire = device_flat(self.device.torch_device, size_bytes)
+            wire = self.device.for_copies(device_flat(self.device.torch_device, size_bytes))
         except torch.OutOfMemoryError as error:
             raise DoesNotFit(
                 f"a device slot of {bytes_text(size_bytes)} does not fit beside the "
@@ -167,6 +169,7 @@ class Window:
         return slot.used_at < 0 and slot.group is not None and self.holds(slot.group) is slot
 
     def _fill(self, slot: Slot, group: Group, cause: str) -> None:
+        self._let_pass(slot.ticket)
         if slot.group is not None and self._where.get(slot.group) is slot:
             del self._where[slot.group]
         slot.group, slot.version = group, group.version
@@ -177,3 +180,13 @@ class Window:
             slot.wire[: group.wire_bytes], group.wire[: group.wire_bytes], group.pending, slot.free
         )
         self._report(group, cause, slot.ticket)
+
+    def _let_pass(self, before: Ticket | None) -> None:
+        """A copy into the same slot that nobody wants any more, and that still waits for an update,
+        would overwrite the next one: a device queues copies when what they wait for is done."""
+        if before is None or before.failed() or before.instants() is not None:
+            return
+        started_s = time.perf_counter()
+        with contextlib.suppress(Exception):  # whoever takes that group is told
+            before.wait_host()
+        self.device.stalls.add_host("update", time.perf_counter() - started_s)

@@ -1,0 +1,57 @@
+"""On a GPU that is late no copy reaches memory that has become something else's."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+
+import pytest
+import torch
+
+from fluxtrain.memory.arena import HostArena
+from fluxtrain.memory.device import CudaDevice
+from fluxtrain.memory.window import Window
+
+pytestmark = pytest.mark.gpu
+SIZE = 32 << 20
+LATE = 200_000_000  # clocks, some 0.1 s
+
+
+def late_copy() -> tuple[CudaDevice, HostArena, Window]:
+    """A copy of ones into a slot, which the GPU makes some time from now."""
+    device = CudaDevice(torch.device("cuda"))
+    window = Window(device, lambda *_: None)
+    arena = HostArena(SIZE, pin=True)
+    ones = arena.tensor(torch.uint8, SIZE, 0).fill_(1)
+    slot = window.add_slot(SIZE)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(device._up):
+        torch.cuda._sleep(LATE)
+    device.upload(slot.wire, ones, None, None)
+    return device, arena, window
+
+
+def test_memory_of_a_slot_that_is_gone_is_given_away_after_its_last_copy() -> None:
+    device, arena, window = late_copy()
+    del window
+    fresh = torch.zeros(SIZE, dtype=torch.uint8, device="cuda")
+    torch.cuda.synchronize()
+    assert int(fresh.max()) == 0
+    assert arena.size_bytes == SIZE
+    device.close()
+
+
+def test_a_copy_waits_for_its_update_and_the_computation_for_the_copy() -> None:
+    device = CudaDevice(torch.device("cuda"))
+    arena = HostArena(SIZE, pin=True)
+    home = arena.tensor(torch.uint8, SIZE, 0)
+    wire = device.for_copies(torch.zeros(SIZE, dtype=torch.uint8, device="cuda"))
+    update: Future[None] = Future()
+    ticket = device.upload(wire, home, update, device.mark())
+    assert ticket.instants() is None and not ticket.done()
+    home.fill_(7)
+    with torch.cuda.stream(device._up):
+        torch.cuda._sleep(LATE)
+    update.set_result(None)
+    ticket.wait_compute("weights")
+    assert int(wire.min()) == 7
+    device.close()
