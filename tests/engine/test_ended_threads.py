@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ counts_threads = pytest.mark.skipif(
 KERNELS = """
 import os
 import threading
+from functools import partial
 import torch
 from fluxtrain import _native
 from fluxtrain.optim.hyper import Hyper
@@ -97,7 +99,7 @@ def test_a_worker_is_idle_after_the_last_of_its_jobs_alone() -> None:
         done.append(number)
 
     for number in range(3):
-        worker.submit(lambda number=number: job(number))
+        worker.submit(partial(job, number))
     queued.set()
     worker.close()
     assert idle_after == [3]
