@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from typing import Any
 
 import pytest
@@ -196,6 +198,20 @@ def test_whoever_reads_the_table_itself_waits_for_it() -> None:
     model(**inputs(9))
     assert torch.equal(model.get_input_embeddings().weight.detach(), expected)  # type: ignore[operator]
     fluxtrain.sync(model)
+
+
+def test_an_update_that_was_waited_for_keeps_no_gradients_alive() -> None:
+    """The table may move to the device then, where nobody asks for rows any more."""
+    model = llama(torch.bfloat16)
+    engine = wrapped(model, "rows")
+    optimizer = stepped(model, engine)
+    gradients = weakref.ref(engine.groups[0].trained[0].gradient)
+    optimizer.step()
+    optimizer.zero_grad()
+    engine.flush()
+    engine.groups[0].give_up_gradient_memory()
+    gc.collect()
+    assert gradients() is None
 
 
 @pytest.mark.parametrize("tied", [False, True])

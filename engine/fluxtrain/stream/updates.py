@@ -188,6 +188,7 @@ class Updates:
             except Exception as error:  # noqa: BLE001  # raised below, when all have ended
                 errors.append(error)
             self._pending.pop(group, None)
+        self._ahead.clear()  # the tables have it all, and the gradients may be given up
         if errors:
             raise errors[0]
 
