@@ -148,6 +148,43 @@ def test_an_update_that_runs_into_the_next_step_is_in_both_and_sums_to_itself() 
     assert before.duration_s + after.duration_s >= 0.008
 
 
+class LateClock(HostClock):
+    """The computation comes to a border some time after it was noted, as a busy GPU does."""
+
+    LATE_S = 0.02
+
+    def border(self, step: int) -> Border:
+        border = super().border(step)
+        border.instant = border.noted_s + self.LATE_S
+        return border
+
+    def settle(self, border: Border) -> float | None:
+        return None if time.perf_counter() < border.instant else float(border.instant)
+
+
+def test_what_began_before_the_computation_came_to_a_border_is_of_the_step_before() -> None:
+    recorder = Recorder(LateClock())
+    cutter = StepCutter(recorder)
+    recorder.begin_step(1)
+    time.sleep(1.5 * LateClock.LATE_S)
+    recorder.begin_step(2)
+    with recorder.working("cpu", "update", "a"):
+        time.sleep(0.001)
+    assert cutter.ready() == []
+    with recorder.working("cpu", "update", "b"):
+        time.sleep(1.5 * LateClock.LATE_S)
+        assert cutter.ready() == []  # the border has passed, and "b" began before it
+        recorder.end_step()
+    time.sleep(1.5 * LateClock.LATE_S)
+    first, second = cutter.ready()
+    assert [one.name for one in first.intervals] == ["a", "b"]
+    assert [one.name for one in second.intervals] == ["b"]
+    assert [one.began_before for one in (*first.intervals, *second.intervals)] == [
+        False, False, True,
+    ]  # fmt: skip
+    assert (first.late, second.late) == (0, 0)
+
+
 def test_a_wait_of_the_computation_is_a_stall_with_its_cause() -> None:
     recorder = Recorder(HostClock())
     cutter = StepCutter(recorder)

@@ -16,6 +16,7 @@ import fluxtrain
 from fluxtrain.data.batches import Batch
 from fluxtrain.hardware.busy_bus import busy_bus
 from fluxtrain.methods.demo_model import demo_model
+from fluxtrain.plan.calibration import Calibration
 from fluxtrain.stream.engine import engine_of
 from fluxtrain.train.calibrate import calibrate
 
@@ -49,13 +50,26 @@ def test_a_block_is_tried_on_the_gpu_and_leaves_nothing_there() -> None:
     assert 0 < tried.kept_bytes <= 1.2 * tried.activation_bytes
 
 
+class Fastest:
+    """The fastest of several measurements of one thing: nothing makes a GPU faster than it is."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    def take(self, tried: Calibration) -> None:
+        found = {
+            line: getattr(tried, line).at(64) for line in ("forward", "backward", "outside_forward")
+        }
+        found["update"] = tried.device_update_s
+        self.seconds = {what: min(s, self.seconds.get(what, s)) for what, s in found.items()}
+
+
 def test_with_its_edges_at_home_a_block_takes_as_long(monkeypatch: pytest.MonkeyPatch) -> None:
     config = Qwen2Config(
         hidden_size=1024, intermediate_size=4096, num_hidden_layers=2, num_attention_heads=8,
         num_key_value_heads=2, vocab_size=65536, tie_word_embeddings=False,
     )  # fmt: skip
     model = Qwen2ForCausalLM(config).to(torch.bfloat16).train()
-    here = calibrate(model, batch_of, torch.device("cuda"), (16, 64))
     wrap, homes = fluxtrain.wrap, []
 
     def of_a_small_card(mini: nn.Module, **wishes: Any) -> nn.Module:
@@ -65,13 +79,18 @@ def test_with_its_edges_at_home_a_block_takes_as_long(monkeypatch: pytest.Monkey
         homes.append({group.kind: group.home for group in engine_of(mini).groups})
         return wrapped
 
-    monkeypatch.setattr(fluxtrain, "wrap", of_a_small_card)
-    at_home = calibrate(model, batch_of, torch.device("cuda"), (16, 64))
-    assert homes == [{"edge": "host", "block": "device"}]
-    for line in ("forward", "backward", "outside_forward"):
-        ratio = getattr(at_home, line).at(64) / getattr(here, line).at(64)
-        assert 0.7 < ratio < 1.4, (line, ratio)
-    assert at_home.device_update_s == pytest.approx(here.device_update_s, rel=0.5)
+    here, at_home = Fastest(), Fastest()
+    for _ in range(4):  # in turn: another program may have the GPU for a while
+        here.take(calibrate(model, batch_of, torch.device("cuda"), (16, 64)))
+        with monkeypatch.context() as small:
+            small.setattr(fluxtrain, "wrap", of_a_small_card)
+            at_home.take(calibrate(model, batch_of, torch.device("cuda"), (16, 64)))
+        assert homes.pop() == {"edge": "host", "block": "device"} and not homes
+        ratios = {what: at_home.seconds[what] / here.seconds[what] for what in here.seconds}
+        update = ratios.pop("update")
+        if all(0.7 < ratio < 1.4 for ratio in ratios.values()) and 0.5 < update < 1.5:
+            return
+    pytest.fail(f"with its edges at home a block takes other times: {ratios}, {update}")
 
 
 def test_as_many_bytes_are_copied_as_the_parameters_that_are_updated_have() -> None:

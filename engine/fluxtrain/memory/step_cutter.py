@@ -31,6 +31,7 @@ class StepCutter:
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self._clock = recorder.clock
+        self._end_s: float | None = None  # when the border that comes next passed, once known
         self._open: list[Note] = []  # times not known yet
         self._known: list[_Known] = []
         self._step: Border | None = None  # under way
@@ -49,11 +50,16 @@ class StepCutter:
                 self._open.append(notes.popleft())  # type: ignore[arg-type]
                 continue
             self._learn()
-            if self._open and not final and self._ended_steps() <= _MOST_WAITING:
+            if self._waits(final=final):
                 return steps
-            at_s = self._clock.settle(note)
-            if at_s is None:
-                return steps
+            if self._end_s is None:
+                self._end_s = self._clock.settle(note)
+                if self._end_s is None:
+                    return steps
+                self._take_what_began_before(self._end_s)
+                if self._waits(final=final):
+                    return steps
+            at_s, self._end_s = self._end_s, None
             notes.popleft()
             if self._wall_less_host_s is None:
                 self._wall_less_host_s = note.wall_s - note.noted_s
@@ -67,8 +73,33 @@ class StepCutter:
         self._learn()
         return steps
 
-    def _ended_steps(self) -> int:
-        return sum(isinstance(note, Border) for note in list(self._recorder.notes))
+    def _waits(self, *, final: bool) -> bool:
+        """Is there more to learn about the step at the head, and time to wait for it?"""
+        if final or not self._open:
+            return False
+        return sum(isinstance(n, Border) for n in list(self._recorder.notes)) <= _MOST_WAITING
+
+    def _take_what_began_before(self, end_s: float) -> None:
+        """Other threads do not wait for a border to pass on the GPU: what they, and copies, began
+        until then was noted behind it."""
+        if self._step is None:
+            return
+        notes, stay = self._recorder.notes, []
+        for note in [notes.popleft() for _ in range(len(notes))]:  # others append meanwhile
+            start_s = self._began_s(note) if isinstance(note, Note) else None
+            if isinstance(note, Note) and start_s is not None and start_s < end_s:
+                self._open.append(note)
+            else:
+                stay.append(note)
+        notes.extendleft(reversed(stay))
+        self._learn()
+
+    def _began_s(self, note: Note) -> float | None:
+        """Host seconds; None where it has not begun."""
+        if note.copy is None:
+            return self._clock.seconds(note.start)
+        instants = None if note.copy.failed() else note.copy.instants()
+        return None if instants is None else self._clock.seconds(instants[0])
 
     def _learn(self) -> None:
         """Move the notes whose times are known now."""
