@@ -116,7 +116,7 @@ def referenced_bytes(file: Path) -> int:
     return total
 
 
-def test_memory_without_a_file_on_a_disk_is_a_copy(tmp_path: Path) -> None:
+def test_memory_that_goes_with_the_process_is_a_copy(tmp_path: Path) -> None:
     model = nn.Linear(64, 64)
     start = model.weight.data_ptr()
     around = f"{start:x}-{start + model.weight.nbytes:x} rw-p 00000000 08:01 "
@@ -126,7 +126,8 @@ def test_memory_without_a_file_on_a_disk_is_a_copy(tmp_path: Path) -> None:
         ("7 /data/a name with blanks.safetensors", model.bias.nbytes),
         ("0 ", loaded_bytes(model)),
         ("7 /memfd:arena (deleted)", loaded_bytes(model)),
-        ("7 /dev/shm/model.safetensors", loaded_bytes(model)),
+        ("7 /dev/shm/torch_1_2_3 (deleted)", loaded_bytes(model)),
+        ("7 /dev/shm/model.safetensors", model.bias.nbytes),  # stays there when nobody reads it
     ):
         maps.write_text(f"{around}{line}\n")
         assert copied_bytes(model, maps) == expected, line

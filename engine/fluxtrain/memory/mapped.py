@@ -2,7 +2,8 @@
 
 Weights in the dtype of their safetensors files are read through a memory map: they count to the
 resident memory of the process while somebody reads them, and the kernel drops them when it needs
-the room. Converted ones are copies in the heap. Sources: proc_pid_maps(5), madvise(2).
+the room. Converted ones are copies in the heap, which come back when the weights move home.
+Sources: proc_pid_maps(5), madvise(2), shm_overview(7).
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def _mapped(model: nn.Module, maps: Path) -> Iterator[Tensor]:
 
 
 def _file_mappings(maps: Path) -> tuple[list[int], list[int]]:
-    """[start, end) of every mapped file that has a name on a disk, in the order of addresses."""
+    """[start, end) of every mapped file that stays without us, in the order of addresses."""
     starts, ends = [], []
     try:
         lines = maps.read_text().splitlines()
@@ -58,11 +59,19 @@ def _file_mappings(maps: Path) -> tuple[list[int], list[int]]:
         return [], []
     for line in lines:
         addresses, _, _, _, inode, *name = line.split(maxsplit=5)
-        if inode != "0" and name and not name[0].startswith(("/memfd:", "/dev/")):
+        if inode != "0" and name and _stays(name[0]):
             start, end = (int(address, 16) for address in addresses.split("-"))
             starts.append(start)
             ends.append(end)
     return starts, ends
+
+
+def _stays(name: str) -> bool:
+    """Are there pages of the file when nobody maps it? A model that was put into shared memory is
+    there before and after; what has no name there (any more) goes with its last user."""
+    if name.startswith("/dev/shm/"):
+        return not name.endswith(" (deleted)")
+    return not name.startswith(("/memfd:", "/dev/"))
 
 
 def _within(address: int, starts: list[int], ends: list[int]) -> bool:
