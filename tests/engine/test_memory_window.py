@@ -225,6 +225,18 @@ def test_a_slot_whose_copy_failed_serves_another_group() -> None:
     device.close()
 
 
+def test_whoever_drains_the_window_is_not_told_of_an_update_that_failed() -> None:
+    """Whoever takes its group is; to others the window only has to be at rest."""
+    device = CpuDevice()
+    made, _ = window(1, device)
+    g = group(1)
+    g.pending = Future()
+    assert made.prefetch(g)
+    g.pending.set_exception(ArithmeticError("diverged"))
+    made.drain()
+    device.close()
+
+
 def test_a_failed_update_reaches_whoever_takes_the_group() -> None:
     device = CpuDevice()
     made, _ = window(1, device)

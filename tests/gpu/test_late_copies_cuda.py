@@ -6,7 +6,9 @@ from concurrent.futures import Future
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
+import fluxtrain
 from fluxtrain.memory.arena import HostArena
 from fluxtrain.memory.device import CudaDevice
 from fluxtrain.memory.window import Window
@@ -55,3 +57,22 @@ def test_a_copy_waits_for_its_update_and_the_computation_for_the_copy() -> None:
     ticket.wait_compute("weights")
     assert int(wire.min()) == 7
     device.close()
+
+
+def test_the_next_batch_may_be_written_over_a_page_locked_one_after_the_forward_pass() -> None:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=256, max_position_embeddings=64,
+    )  # fmt: skip
+    model = fluxtrain.wrap(LlamaForCausalLM(config).train(), device="cuda", offload="none")
+    first = torch.randint(0, 256, (4, 32))
+    batch = torch.empty_like(first, pin_memory=True)
+    losses = []
+    for late in (0, 0, LATE):
+        batch.copy_(first)
+        torch.cuda._sleep(late)
+        loss = model(input_ids=batch, labels=batch).loss
+        batch.fill_(1)
+        losses.append(float(loss.detach()))
+    assert losses[2] == losses[1]

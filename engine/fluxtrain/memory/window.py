@@ -142,10 +142,11 @@ class Window:
         group.version += 1
 
     def drain(self) -> None:
-        """Wait for all copies under way."""
+        """Wait for all copies under way; what made one fail is told to whoever takes its group."""
         for slot in self.slots:
             if slot.ticket is not None:
-                slot.ticket.wait_host()
+                with contextlib.suppress(Exception):
+                    slot.ticket.wait_host()
 
     def _free_slot(
         self, group: Group, keep: Collection[Group] = (), *, steal: bool = False
@@ -187,6 +188,6 @@ class Window:
         if before is None or before.failed() or before.instants() is not None:
             return
         started_s = time.perf_counter()
-        with contextlib.suppress(Exception):  # whoever takes that group is told
+        with contextlib.suppress(Exception):  # told as in `drain`
             before.wait_host()
         self.device.stalls.add_host("update", time.perf_counter() - started_s)

@@ -205,6 +205,15 @@ def to_device(value: Any, device: torch.device) -> tuple[Any, Moved]:
 
 def _moved(tensor: Tensor, device: torch.device) -> Tensor:
     if not torch.is_inference_mode_enabled():
-        return tensor.to(device, non_blocking=True)
+        return _copied(tensor, device)
     with torch.inference_mode(False), torch.no_grad():  # the copy counts what is written to it
-        return tensor.to(device, non_blocking=True)
+        return _copied(tensor, device)
+
+
+def _copied(tensor: Tensor, device: torch.device) -> Tensor:
+    """A GPU reads page-locked memory when it comes to that; whoever loads data may write the next
+    batch there before, so it reads a copy."""
+    from_host = device.type == "cuda" and tensor.device.type == "cpu"
+    if from_host and not tensor.requires_grad and tensor.is_pinned():
+        tensor = torch.empty_like(tensor, pin_memory=True).copy_(tensor)
+    return tensor.to(device, non_blocking=True)

@@ -46,8 +46,7 @@ def resettle(
     New memory is taken before any is given back, so that running out of it leaves everything as it
     was. Raises DoesNotFit then.
     """
-    engine.flush()  # copies under way may wait for updates
-    engine.gradients.drain()
+    _come_to_rest(engine)
     device, at_home = parted(engine.groups, device_groups, engine.plan.device_first)
     blocks = [group for group in at_home if group.kind == "block"]
     edges = [g for g in at_home if g.kind == "edge" and not (g.rows and g.by_rows)]
@@ -86,6 +85,13 @@ def resettle(
     engine.chunk_rows = chunk_rows
     choose_keepers(engine)
     engine.copy_ahead_for_the_next_step()
+
+
+def _come_to_rest(engine: Engine) -> None:
+    """No copy is under way, to or from memory that may be given back."""
+    engine.flush()  # copies may wait for updates
+    engine.window.drain()
+    engine.gradients.drain()
 
 
 def _tidy(engine: Engine, at_home: Sequence[Group]) -> None:
