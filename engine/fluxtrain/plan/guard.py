@@ -143,7 +143,7 @@ def refuse_host(
     if total <= available_bytes:
         return
     if need.loading_bytes > lasting:
-        parts = ["weights that are converted while they are loaded"]
+        parts = ["weights that loading copies (converted, merged or pickled)"]
     else:
         parts = [f"weights, states, gradients and activations {bytes_text(need.home_bytes)}"]
         if need.saving_bytes:

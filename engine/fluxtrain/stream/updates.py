@@ -111,7 +111,8 @@ class Updates:
         self._defers_moments = defers_moments  # of the steps that `submit` takes
 
     def submit(self, work: dict[Group, dict[int, Hyper]], norm: GradNorm | None) -> None:
-        """Queue one step of all groups of `work`, in its order (that of the forward pass)."""
+        """Queue one step of all groups of `work` (in the order of the forward pass), a table whose
+        rows are computed ahead late."""
         late: dict[Group, _Step] = {}
         try:
             for group in _in_order(work):
