@@ -136,8 +136,9 @@ def test_copies_of_loading_alone_can_be_too_much_and_files_that_need_none_are_th
     assert raised.value.exit_code == EXIT_DOES_NOT_FIT
     assert str(raised.value) == (
         "the run does not fit host memory: weights that loading copies (converted, merged or "
-        "pickled) need 16.0 GiB, and 8.00 GiB is available: store them as safetensors "
-        "in the dtype of the training first, which fits; or free 8.00 GiB; or choose a model of about 4.00 B parameters"
+        "pickled) need 16.0 GiB, and 8.00 GiB is available: store them as safetensors in the dtype "
+        "of the training first, which fits; or free 8.00 GiB; or choose a model of about 4.00 B "
+        "parameters"
     )
     with pytest.raises(DoesNotFit) as raised:
         refuse_host(replace(need, home_bytes=9 * GIB), 8 * GIB, NO_FILES, UNKNOWN_DISK)
