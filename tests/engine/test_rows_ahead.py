@@ -169,8 +169,8 @@ def test_rows_have_both_of_two_steps_without_a_forward_between(deferred: bool) -
         optimizer = stepped(model, engine)
         with Held(engine) as held:
             optimizer.step()
-            optimizer.step()
             threading.Timer(0.2, held.__exit__).start()
+            optimizer.step()  # waits where a slot is to be filled anew that the first step fills
             found.append(model.get_input_embeddings()(ids).detach().clone())  # type: ignore[operator]
         engine.flush()
         found.append(model.get_input_embeddings()(ids).detach().clone())  # type: ignore[operator]
