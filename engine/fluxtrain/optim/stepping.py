@@ -81,8 +81,9 @@ class Flat:
 
 
 def threads_beside(computation: torch.device) -> int | None:
-    """For updates under the backward pass: of eight cores one is left to the threads that queue the
-    GPU's work, which otherwise waits for them. None (all) where the host computes, or has few."""
+    """For updates under the backward pass: an eighth of the cores, at least one, is left to the
+    threads that queue the GPU's work, which otherwise waits for them. None (all) where the host
+    computes, or has few."""
     cores = torch.get_num_threads()
     if computation.type == "cpu" or cores < FEW_CORES:
         return None
