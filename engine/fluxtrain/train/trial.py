@@ -220,7 +220,7 @@ def _first_tensor(values: tuple[Any, ...]) -> Tensor:
     for value in values:
         if isinstance(value, Tensor) and value.requires_grad:
             return value
-    raise NotCalibrated("no gradient reaches its blocks")
+    raise NotCalibrated("no gradient reaches the input of its first block")
 
 
 def give_back(device: torch.device) -> None:
