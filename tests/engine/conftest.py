@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,9 @@ from transformers import (
 
 from fluxtrain.data.demo import train_tokenizer
 from fluxtrain.stream import updates
+from fluxtrain.stream.engine import Engine
 from tests.engine.deferred_models import Hold
+from tests.engine.half_models import half_model
 
 VOCABULARY = 320
 SENTENCES = [
@@ -333,3 +336,9 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hold]:
     monkeypatch.setattr(updates, "step_moments_on_host_", hold)
     yield hold
     hold.free.set()
+
+
+@pytest.fixture
+def half(tiny: Callable[..., PreTrainedModel]) -> Callable[..., tuple[torch.nn.Module, Engine]]:
+    """`half(family, scale, **options)`: a wrapped fp16 model with a loss scale, and its engine."""
+    return partial(half_model, tiny)

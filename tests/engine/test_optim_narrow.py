@@ -4,29 +4,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from fractions import Fraction
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import nn
 
 from fluxtrain import _native
 from fluxtrain.optim import dynamic_map, reference
 from fluxtrain.optim.dynamic_map import BLOCK
 from fluxtrain.optim.hyper import Hyper, coefficients
-from fluxtrain.optim.narrow_adamw import update8_, update8_by_torch_, update16_, update16_by_torch_
+from fluxtrain.optim.narrow_adamw import update8_, update16_
 from fluxtrain.optim.reference import Rounding, States8, rounding
 from fluxtrain.optim.split_adamw import decode, encode, update_, update_f32_
-
-ISAS = pytest.mark.parametrize("isa", _native.ISA_NAMES)
-SIGNS = pytest.mark.parametrize("signed", [True, False])
-KINDS = pytest.mark.parametrize("kind", ["8bit", "bf16"])
-LAYOUTS = pytest.mark.parametrize(
-    "layout", [("split", torch.bfloat16), ("split", torch.float32), ("fp32", torch.float32)]
+from tests.engine.narrow_states import (
+    HYPER,
+    ISAS,
+    KINDS,
+    LAYOUTS,
+    Held,
+    any_floats,
+    same_bits,
 )
-HYPER = Hyper(lr=1e-2, weight_decay=0.1)
 
 
 @pytest.fixture(autouse=True)
@@ -34,172 +34,6 @@ def the_instruction_set_is_put_back() -> Iterator[None]:
     before = _native.isa()
     yield
     _native.set_isa(before)
-
-
-def any_floats(n: int, seed: int, wild: bool) -> Tensor:
-    """Ordinary values; when wild, a third of them any bit pattern: Inf, NaN, subnormal, huge."""
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(n, generator=generator) * 0.05
-    if wild:
-        bits = torch.randint(-(2**31), 2**31, (n,), generator=generator).to(torch.int32)
-        x = torch.where(torch.rand(n, generator=generator) < 0.33, bits.view(torch.float32), x)
-        x[torch.rand(n, generator=generator) < 0.1] = 0.0
-    return reference.quiet(x)
-
-
-def same_bits(got: Tensor, expected: Tensor) -> bool:
-    width = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[got.element_size()]
-    return torch.equal(got.view(width), expected.view(width))
-
-
-class Held:
-    """Weights and narrow states of `n` elements, updated in place by whatever is under test."""
-
-    def __init__(self, kind: str, layout: str, n: int, seed: int, wild: bool = False) -> None:
-        self.kind, self.n = kind, n
-        master = any_floats(n, seed, wild)
-        self.weights, self.lo = encode(master) if layout == "split" else (master, None)
-        blocks = -(-n // BLOCK)
-        dtype = torch.uint8 if kind == "8bit" else torch.bfloat16
-        scales = (torch.zeros(blocks), torch.zeros(blocks)) if kind == "8bit" else ()
-        self.states = (torch.zeros(n, dtype=dtype), torch.zeros(n, dtype=dtype), *scales)
-
-    def copy(self) -> Held:
-        other = object.__new__(Held)
-        other.__dict__ = {
-            key: value.clone() if isinstance(value, Tensor) else value
-            for key, value in vars(self).items()
-        }
-        other.states = tuple(state.clone() for state in self.states)
-        return other
-
-    def step(
-        self,
-        grad: Tensor,
-        step: int,
-        scale: float = 1.0,
-        *,
-        cut: slice | None = None,
-        by_torch: bool = False,
-        threads: int | None = 1,
-        slice_elements: int = 512,
-    ) -> None:
-        """One update of the whole, or of the elements in `cut`."""
-        cut = cut or slice(0, self.n)
-        lo = None if self.lo is None else self.lo[cut]
-        states = tuple(self._part(state, cut) for state in self.states)
-        options = {"hyper": HYPER, "step": step, "grad_scale": scale}
-        if by_torch:
-            options["slice_elements"] = slice_elements
-        else:
-            options["threads"] = threads
-        if self.kind == "8bit":
-            update = update8_by_torch_ if by_torch else update8_
-            update(self.weights[cut], lo, States8(*states), grad[cut], **options)
-        else:
-            update = update16_by_torch_ if by_torch else update16_
-            key = rounding(7, step, cut.start)
-            update(self.weights[cut], lo, *states, grad[cut], key, **options)
-
-    def oracle_step(self, grad: Tensor, step: int, scale: float = 1.0) -> None:
-        """The same by the oracle, out of place."""
-        c = coefficients(HYPER, step, scale)
-        master = self.weights if self.lo is None else decode(self.weights, self.lo)
-        if self.kind == "8bit":
-            master, self.states = reference.adamw8(master, States8(*self.states), grad, c)
-        else:
-            master, *states = reference.adamw16(master, *self.states, grad, c, rounding(7, step, 0))
-            self.states = tuple(states)
-        self.weights, self.lo = (master, None) if self.lo is None else encode(master)
-
-    def equals(self, other: Held) -> bool:
-        mine, theirs = [self.weights, *self.states], [other.weights, *other.states]
-        if self.lo is not None and other.lo is not None:
-            mine, theirs = [*mine, self.lo], [*theirs, other.lo]
-        return all(same_bits(a, b) for a, b in zip(mine, theirs, strict=True))
-
-    def _part(self, state: Tensor, cut: slice) -> Tensor:
-        if state.numel() == self.n:
-            return state[cut]
-        return state[cut.start // BLOCK : -(-cut.stop // BLOCK)]
-
-
-# -- the maps ------------------------------------------------------------------------------------
-
-
-@SIGNS
-def test_the_map_is_bitsandbytes_dynamic_map(signed: bool) -> None:
-    expected = [0.0, 1.0]
-    for decade in range(7):
-        count = (1 if signed else 2) << decade
-        borders = torch.linspace(0.1, 1, count + 1, dtype=torch.float64)
-        means = 10.0 ** (decade - 6) * (borders[:-1] + borders[1:]) / 2
-        expected += means.tolist() + ((-means).tolist() if signed else [])
-    wanted = torch.tensor(sorted(expected), dtype=torch.float64)
-    got = dynamic_map.values(signed=signed).double()
-    assert got.numel() == 256
-    assert torch.allclose(got, wanted, rtol=1e-4, atol=0)
-    assert (got.diff() > 0).all()
-
-
-@SIGNS
-def test_values_and_midpoints_within_a_decade_are_exact_in_fp32(signed: bool) -> None:
-    exact = dynamic_map.magnitudes(signed=signed)
-    assert [Fraction(float(torch.tensor(float(x)))) for x in exact] == exact
-
-
-@ISAS
-@SIGNS
-def test_every_instruction_set_decodes_to_the_map(isa: str, signed: bool) -> None:
-    _native.set_isa(isa)
-    codes, got = torch.arange(256).to(torch.uint8), torch.empty(256)
-    _native.kernel("decode8")(codes.data_ptr(), got.data_ptr(), 256, int(signed))
-    assert same_bits(got, dynamic_map.values(signed=signed))
-
-
-@ISAS
-@SIGNS
-def test_a_value_gets_the_nearest_code_also_beside_every_border(isa: str, signed: bool) -> None:
-    _native.set_isa(isa)
-    values = dynamic_map.values(signed=signed)
-    middles = ((values[1:].double() + values[:-1].double()) / 2).float().abs()
-    beside = (middles.view(torch.int32)[:, None] + torch.arange(-8, 9)).flatten()
-    bits = torch.cat([beside, torch.randint(0, 0x3F800001, (20_000,))]).clamp(min=0)
-    x = bits.to(torch.int32).view(torch.float32)
-    x = torch.cat([x, -x]) if signed else x
-    got = torch.empty(x.numel(), dtype=torch.uint8)
-    _native.kernel("encode8")(x.data_ptr(), got.data_ptr(), x.numel(), int(signed))
-    distance = (values.double() - x.double()[:, None]).abs()
-    if not signed:
-        distance[x > 0, 0] = math.inf  # zero stands for zero alone
-    least = distance.amin(1, keepdim=True)
-    # of equally near codes the one further from zero
-    tied = torch.where(distance == least, values.double().abs(), -1.0)
-    assert torch.equal(got.long(), tied.argmax(1))
-    assert same_bits(got, dynamic_map.nearest(x, signed=signed))
-
-
-@SIGNS
-@given(n=st.integers(1, 700), seed=st.integers(0, 2**20), power=st.integers(-120, 120))
-@settings(max_examples=30)
-def test_a_block_comes_back_as_near_as_the_map_allows(
-    signed: bool, n: int, seed: int, power: int
-) -> None:
-    x = any_floats(n, seed, False) * 2.0**power
-    x = x if signed else x.abs()
-    codes, scales = dynamic_map.quantise(x, signed=signed)
-    back = dynamic_map.dequantise(codes, scales, signed=signed)
-    wide = scales.repeat_interleave(BLOCK)[:n, None].double()
-    offered = dynamic_map.values(signed=signed).double() * wide
-    if not signed:
-        offered[x > 0, 0] = math.inf  # zero stands for zero alone
-    least = (offered - x[:, None]).abs().amin(1)
-    error = (back.double() - x).abs()
-    # the fraction x / scale is rounded to fp32 before its code is looked for
-    assert (error <= least + 1e-6 * x.abs() + 2.0**-149).all()
-
-
-# -- the updates ---------------------------------------------------------------------------------
 
 
 @ISAS
@@ -409,23 +243,6 @@ def test_states_that_do_not_match_are_refused_before_memory_is_touched() -> None
     with pytest.raises(TypeError, match="grad"):
         update16_(torch.zeros(4), None, torch.zeros(4).bfloat16(), torch.zeros(4).bfloat16(),
                   torch.zeros(4).bfloat16(), Rounding(0, 1, 2), hyper=HYPER, step=1)  # fmt: skip
-
-
-@SIGNS
-def test_a_kernels_guess_lies_beside_the_nearest_code(signed: bool) -> None:
-    """What a kernel on another device searches with: a guess, and exact borders to correct it."""
-    table = dynamic_map.search_table(signed=signed)
-    begins, slopes, offsets, borders = table[:7], table[8:16], table[16:24], table[25:]
-    exact = borders[:-1].contiguous()
-    beside = (exact.view(torch.int32)[:, None] + torch.arange(-20, 21)).flatten()
-    bits = torch.cat([beside, torch.randint(0, 0x3F800001, (200_000,))]).to(torch.int32)
-    x = bits.view(torch.float32)
-    decade = (x[:, None] >= begins).sum(1)
-    guess = (x * slopes[decade] + offsets[decade]).int()
-    wanted = torch.searchsorted(exact, x, right=True)
-    assert table.numel() == 25 + (129 if signed else 256)
-    assert int((guess - wanted).abs().max()) <= 1
-    assert int(guess.min()) >= 0
 
 
 def test_bitsandbytes_trains_to_nearly_the_same() -> None:

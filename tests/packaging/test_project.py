@@ -73,7 +73,9 @@ def test_continuous_integration_can_run_what_it_calls() -> None:
         assert (ROOT / ".ci" / name).stat().st_mode & 0o111, f".ci/{name} is not executable"
 
 
-@pytest.mark.parametrize("path", sources(), ids=lambda path: str(path.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    "path", [*sources(), *folder_files("tests")], ids=lambda path: str(path.relative_to(ROOT))
+)
 def test_files_and_functions_stay_below_their_ceilings(path: Path) -> None:
     """A piece that honestly cannot keep a ceiling says `ceiling: why` where it begins."""
     text = path.read_text()

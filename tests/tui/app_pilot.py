@@ -12,6 +12,8 @@ from textual.pilot import Pilot
 
 from fluxtui.app import FluxApp
 
+SIZE = (120, 40)
+
 
 def app_on(run: Path, made: ModuleType, **options: Any) -> FluxApp:
     """The app on a run, half a second after the last event of eighty made steps."""

@@ -48,6 +48,13 @@ def made() -> ModuleType:
 
 
 @pytest.fixture
+def run(tmp_path: Path, made: ModuleType) -> Path:
+    """The directory of a run in the middle of its training."""
+    made.write(tmp_path / "runs" / "demo" / "events.ndjson", made.training(80))
+    return tmp_path / "runs" / "demo"
+
+
+@pytest.fixture
 def app_pilot() -> ModuleType:
     """The module that drives the app."""
     name = "fluxtui_app_pilot"

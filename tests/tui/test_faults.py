@@ -23,12 +23,6 @@ SIZE = (120, 40)
 FLOOD_A_SECOND = 10_000
 
 
-@pytest.fixture
-def run(tmp_path: Path, made: ModuleType) -> Path:
-    made.write(tmp_path / "runs" / "demo" / "events.ndjson", made.training(80))
-    return tmp_path / "runs" / "demo"
-
-
 async def test_a_source_that_hangs_keeps_no_key_waiting(
     run: Path, made: ModuleType, app_pilot: Any
 ) -> None:

@@ -1,0 +1,114 @@
+"""AdamW's states in 8 bits and bf16, updated by whatever is tested, and odd numbers for them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from fluxtrain import _native
+from fluxtrain.optim import reference
+from fluxtrain.optim.dynamic_map import BLOCK
+from fluxtrain.optim.hyper import Hyper, coefficients
+from fluxtrain.optim.narrow_adamw import update8_, update8_by_torch_, update16_, update16_by_torch_
+from fluxtrain.optim.reference import States8, rounding
+from fluxtrain.optim.split_adamw import decode, encode
+
+ISAS = pytest.mark.parametrize("isa", _native.ISA_NAMES)
+SIGNS = pytest.mark.parametrize("signed", [True, False])
+KINDS = pytest.mark.parametrize("kind", ["8bit", "bf16"])
+LAYOUTS = pytest.mark.parametrize(
+    "layout", [("split", torch.bfloat16), ("split", torch.float32), ("fp32", torch.float32)]
+)
+HYPER = Hyper(lr=1e-2, weight_decay=0.1)
+
+
+def any_floats(n: int, seed: int, wild: bool) -> Tensor:
+    """Ordinary values; when wild, a third of them any bit pattern: Inf, NaN, subnormal, huge."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(n, generator=generator) * 0.05
+    if wild:
+        bits = torch.randint(-(2**31), 2**31, (n,), generator=generator).to(torch.int32)
+        x = torch.where(torch.rand(n, generator=generator) < 0.33, bits.view(torch.float32), x)
+        x[torch.rand(n, generator=generator) < 0.1] = 0.0
+    return reference.quiet(x)
+
+
+def same_bits(got: Tensor, expected: Tensor) -> bool:
+    width = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[got.element_size()]
+    return torch.equal(got.view(width), expected.view(width))
+
+
+class Held:
+    """Weights and narrow states of `n` elements, updated in place by whatever is under test."""
+
+    def __init__(self, kind: str, layout: str, n: int, seed: int, wild: bool = False) -> None:
+        self.kind, self.n = kind, n
+        master = any_floats(n, seed, wild)
+        self.weights, self.lo = encode(master) if layout == "split" else (master, None)
+        blocks = -(-n // BLOCK)
+        dtype = torch.uint8 if kind == "8bit" else torch.bfloat16
+        scales = (torch.zeros(blocks), torch.zeros(blocks)) if kind == "8bit" else ()
+        self.states = (torch.zeros(n, dtype=dtype), torch.zeros(n, dtype=dtype), *scales)
+
+    def copy(self) -> Held:
+        other = object.__new__(Held)
+        other.__dict__ = {
+            key: value.clone() if isinstance(value, Tensor) else value
+            for key, value in vars(self).items()
+        }
+        other.states = tuple(state.clone() for state in self.states)
+        return other
+
+    def step(
+        self,
+        grad: Tensor,
+        step: int,
+        scale: float = 1.0,
+        *,
+        cut: slice | None = None,
+        by_torch: bool = False,
+        threads: int | None = 1,
+        slice_elements: int = 512,
+    ) -> None:
+        """One update of the whole, or of the elements in `cut`."""
+        cut = cut or slice(0, self.n)
+        lo = None if self.lo is None else self.lo[cut]
+        states = tuple(self._part(state, cut) for state in self.states)
+        options = {"hyper": HYPER, "step": step, "grad_scale": scale}
+        if by_torch:
+            options["slice_elements"] = slice_elements
+        else:
+            options["threads"] = threads
+        if self.kind == "8bit":
+            update = update8_by_torch_ if by_torch else update8_
+            update(self.weights[cut], lo, States8(*states), grad[cut], **options)
+        else:
+            update = update16_by_torch_ if by_torch else update16_
+            key = rounding(7, step, cut.start)
+            update(self.weights[cut], lo, *states, grad[cut], key, **options)
+
+    def oracle_step(self, grad: Tensor, step: int, scale: float = 1.0) -> None:
+        """The same by the oracle, out of place."""
+        c = coefficients(HYPER, step, scale)
+        master = self.weights if self.lo is None else decode(self.weights, self.lo)
+        if self.kind == "8bit":
+            master, self.states = reference.adamw8(master, States8(*self.states), grad, c)
+        else:
+            master, *states = reference.adamw16(master, *self.states, grad, c, rounding(7, step, 0))
+            self.states = tuple(states)
+        self.weights, self.lo = (master, None) if self.lo is None else encode(master)
+
+    def equals(self, other: Held) -> bool:
+        mine, theirs = [self.weights, *self.states], [other.weights, *other.states]
+        if self.lo is not None and other.lo is not None:
+            mine, theirs = [*mine, self.lo], [*theirs, other.lo]
+        return all(same_bits(a, b) for a, b in zip(mine, theirs, strict=True))
+
+    def _part(self, state: Tensor, cut: slice) -> Tensor:
+        if state.numel() == self.n:
+            return state[cut]
+        return state[cut.start // BLOCK : -(-cut.stop // BLOCK)]
+
+
+# -- the maps ------------------------------------------------------------------------------------

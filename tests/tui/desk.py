@@ -1,0 +1,142 @@
+"""A user's place: terminals that run the app, read by a screen parser, and a folder for runs."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import pty
+import select
+import struct
+import subprocess
+import sys
+import termios
+import time
+from pathlib import Path
+
+import psutil
+import pyte
+
+from fluxtrain.telemetry.rundir import RunDir
+
+PATIENCE_S = 120.0
+
+
+class Terminal:
+    """The app on a pseudo-terminal of its own, and the screen as its user sees it."""
+
+    def __init__(
+        self, command: list[str], environment: dict[str, str], size: tuple[int, int]
+    ) -> None:
+        columns, lines = size
+        self.screen = pyte.Screen(columns, lines)
+        self._stream = pyte.ByteStream(self.screen)
+        self.output = b""
+        self._master, slave = pty.openpty()
+        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
+        self.process = subprocess.Popen(
+            command,
+            stdin=slave,
+            stdout=slave,
+            stderr=slave,
+            env=environment,
+            preexec_fn=_own_terminal,  # noqa: PLW1509 - no threads here; a session needs it
+        )
+        os.close(slave)
+
+    def press(self, keys: str) -> None:
+        os.write(self._master, keys.encode())
+
+    def read(self, limit_s: float) -> bool:
+        """Take what the app draws within `limit_s`; False when it has closed the terminal."""
+        ready, _, _ = select.select([self._master], [], [], limit_s)
+        if not ready:
+            return True
+        try:
+            data = os.read(self._master, 1 << 16)
+        except OSError:  # EIO: the last process on the terminal has ended
+            return False
+        self.output += data
+        self._stream.feed(data)
+        return bool(data)
+
+    @property
+    def text(self) -> str:
+        return "\n".join(self.screen.display)
+
+    def until(self, *texts: str, patience_s: float = PATIENCE_S) -> None:
+        """Wait until the screen shows all of `texts`."""
+        deadline = time.monotonic() + patience_s
+        while not all(text in self.text for text in texts):
+            alive = self.read(0.1)
+            if not alive or time.monotonic() > deadline:
+                raise AssertionError(f"{texts} never came on screen:\n{self.text}")
+
+    def ends(self, patience_s: float = PATIENCE_S) -> int:
+        """Read to the end; the exit code."""
+        deadline = time.monotonic() + patience_s
+        while self.read(0.1) and self.process.poll() is None:
+            assert time.monotonic() < deadline, f"the app did not end:\n{self.text}"
+        code = self.process.wait(PATIENCE_S)
+        while self.read(0.1) and select.select([self._master], [], [], 0)[0]:
+            pass
+        return code
+
+    def close(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self.process.kill()
+        self.process.wait()
+        os.close(self._master)
+
+
+def _own_terminal() -> None:
+    os.setsid()
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+
+class Desk:
+    """A user's place: a folder for runs, and terminals that are closed at the end."""
+
+    def __init__(self, folder: Path) -> None:
+        self.runs = folder / "runs"
+        inherited = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES")}
+        self.environment = {
+            **inherited,  # the terminal itself says how large it is
+            "TERM": "xterm-256color",
+            "FLUXTRAIN_RUNS": str(self.runs),
+            "XDG_STATE_HOME": str(folder / "state"),
+            "OMP_NUM_THREADS": "1",
+            "PYTHONUNBUFFERED": "1",
+        }
+        self._terminals: list[Terminal] = []
+
+    def open(self, *arguments: str, size: tuple[int, int] = (120, 40)) -> Terminal:
+        return self.run([sys.executable, "-P", "-m", "fluxtui", *arguments], size)
+
+    def run(self, command: list[str], size: tuple[int, int] = (120, 40)) -> Terminal:
+        terminal = Terminal(command, self.environment, size)
+        self._terminals.append(terminal)
+        return terminal
+
+    def run_dir(self) -> RunDir:
+        """The one run that there is."""
+        [path] = self.runs.iterdir()
+        return RunDir(path)
+
+    def trainer_pid(self) -> int:
+        user = self.run_dir().user()
+        assert user is not None
+        return user.pid
+
+    def until_state(self, state: str, patience_s: float = PATIENCE_S) -> None:
+        deadline = time.monotonic() + patience_s
+        while (found := self.run_dir().liveness()) != state:
+            assert time.monotonic() < deadline, f"the run is {found}, not {state}"
+            time.sleep(0.1)
+
+    def close(self) -> None:
+        for terminal in self._terminals:
+            terminal.close()
+        for process in psutil.process_iter(["cmdline"]):
+            if any(str(self.runs) in part for part in process.info["cmdline"] or ()):
+                process.kill()
