@@ -204,6 +204,10 @@ def planned(
     )
     told: dict[str, Any] = {
         "constants": constants.source if timing else f"{constants.source}; {rates}",
+        "per_s": dict(constants.per_s),
+        "states": options.states,
+        "eager": options.eager,
+        "sequence": options.sequence,
         "because": {choice.name: choice.because for choice in plan.choices},
     }
     layout = plan.layout(eager=options.eager)
@@ -336,6 +340,7 @@ def report(
             "offload": plan.offload,
             "resident_blocks": plan.resident_blocks,
             "device_groups": plan.device_groups,
+            "device_first": plan.device_first,
             "chunk_rows": engine.chunk_rows,
             "boundaries": plan.boundaries,
             "kept_blocks": plan.kept_blocks,
@@ -343,6 +348,7 @@ def report(
             "deferred_moments": plan.deferred_moments,
             "predicted_device_gib": round(plan.device_bytes / GIB, 2),
             "torch_peak_gib": round(torch.cuda.max_memory_allocated() / GIB, 2),
+            "torch_reserved_gib": round(torch.cuda.max_memory_reserved() / GIB, 2),
             "predicted_host_gib": round(plan.host_bytes / GIB, 2),
         }
     return row

@@ -107,6 +107,20 @@ def test_copies_are_asked_for_when_the_wait_has_ended() -> None:
     assert slow - fast == pytest.approx(ups_s - FORWARD_S + downs_s, rel=1e-3)
 
 
+def test_no_more_gradients_are_waiting_for_their_updates_than_there_is_memory_for() -> None:
+    """Six blocks and the head at home have gradients of one size, which three buffers hold: those
+    of the last one leave when the fourth from the end is updated. Four blocks follow on the
+    device, and hide what is left then."""
+    update_s, block_s = 0.2, BACKWARD_S / LAYERS
+    layout = replace(LAYOUT, device_groups=5)
+    step = found(update_s, layout)
+    assert step.backward_phase_s == pytest.approx(4 * update_s + 4 * block_s)
+    left_s = 7 * update_s - step.backward_phase_s
+    hidden_s = 4 / LAYERS * FORWARD_S
+    assert step.forward_phase_s == pytest.approx(FORWARD_S + left_s - hidden_s)
+    assert step.binds == "AdamW on the host"
+
+
 def with_table(users: int) -> ModelFacts:
     """The embedding has 1000 rows, and a batch 16 tokens; a tied one is the head too."""
     table = replace(FACTS.groups[0], table_rows=1000, users=users)

@@ -84,9 +84,25 @@ def test_moments_that_outlast_loss_and_backward_make_the_step_longer_and_bind_it
     fast = rates(backward=Line(base=0.0, slope=0.001), adamw_per_s=0.2e9)
     later = cost(model(), LATER, fast)
     one_pass_s = LAYERS * BLOCK * 18 / 26 / 0.2e9
-    assert later.step_s == pytest.approx(one_pass_s + LAST_BLOCK_S + one_pass_s)
+    assert later.step_s == pytest.approx(one_pass_s + one_pass_s)  # one begins as the other ends
     assert later.binds == "AdamW on the host"
     assert later.step_s > cost(model(), STREAMED, fast).step_s
+
+
+def test_blocks_on_the_device_are_computed_after_the_moments_of_those_before_them() -> None:
+    """Of eight blocks the backward pass comes to the four at home first. Their moments (0.2 s each)
+    begin when their weights are updated; nobody waits for the last one's copy and computation,
+    and the loss hides some of them, but the four blocks on the device are computed when the last
+    moments are done: it overwrites their gradients, and nobody queues more until then."""
+    tried = rates(forward=Line(base=0.0, slope=0.0001), adamw_per_s=BLOCK * 18 / 26 / 0.2)
+    block_s, copy_s = 0.12, 0.004
+    layout = replace(LATER, device_groups=4)
+    found = cost(model(), layout, tried)
+    assert found.forward_phase_s == pytest.approx(0.8 + copy_s + 0.0008)
+    assert found.backward_phase_s == pytest.approx(0.8 - 0.04 - (copy_s + 0.0008) + 4 * block_s)
+    assert found.binds == "AdamW on the host"
+    hidden = cost(model(), layout, replace(tried, adamw_moments_per_s=BLOCK / 0.1))
+    assert hidden.backward_phase_s == pytest.approx(8 * block_s)
 
 
 def test_measured_rates_of_both_passes_take_the_place_of_their_bytes() -> None:

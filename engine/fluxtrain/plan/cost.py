@@ -1,23 +1,26 @@
 """How long a step of a layout takes, from measured rates. Pure arithmetic.
 
     exact    step = max(forward, uploads, host update) + loss + backward
-    deferred step = max(forward, uploads, weights' pass) + loss + max(backward, moments - loss)
-    eager    step = max(forward, uploads) after the last update + loss + backward
+    deferred step = max(forward, uploads, weights' pass) + loss + backward behind the moments
+    eager    step = max(forward, uploads) after the last update + loss + backward behind the updates
 
 Each phase takes as long as the slowest of what runs at once in it. The forward pass cannot end
 before the last block's update, so nothing of that overlaps with the loss. With deferred moments
 that update is the weights' pass; it moves 18 of 26 bytes a parameter, and so does the moments'
-pass, which is hidden under loss and backward. The forward begins when the embedding is updated and
-copied, or the rows of it that are looked up (where those are computed first, its own update comes
-last, as moments do). In an eager step updates follow the backward pass: each begins when its
-group's gradients are at home and the one before is done (`plan/updates.py`), that of the embedding
-last of all. What the next forward needs first is then what it gets last: only blocks that live on
-the device are computed meanwhile, and copies are asked for afterwards. Groups on the device cost no
-bus and no host update; of blocks whose weights are resident only the updated weights are copied,
-once a step; streamed ones are copied for the forward and again for the backward, in which their
-gradients go home on the other lane of the bus. The optimizer's and the copies' share of the same
-host memory is not counted. A mixture of experts is taken as if every expert computed for every
-token.
+pass, which follows at once and is hidden under loss and backward. A group's new gradients go home
+when its moments are done, and the blocks before it (in forward order) are computed when those have
+left: blocks on the device, which the backward pass comes to last, hide no moments of others. In an
+eager step the same holds for updates, of which three may be waiting. The forward begins when the
+embedding is updated and copied, or the rows of it that are looked up (where those are computed
+first, its own update comes last, as moments do). In an eager step updates follow the backward pass:
+each begins when its group's gradients are at home and the one before is done (`plan/updates.py`),
+that of the embedding last of all. What the next forward needs first is then what it gets last: only
+blocks that live on the device are computed meanwhile, and copies are asked for afterwards. Groups
+on the device cost no bus and no host update; of blocks whose weights are resident only the updated
+weights are copied, once a step; streamed ones are copied for the forward and again for the
+backward, in which their gradients go home on the other lane of the bus. The optimizer's and the
+copies' share of the same host memory is not counted. A mixture of experts is taken as if every
+expert computed for every token.
 
 Where a block of this model was tried on this machine (`plan/calibration.py`), its seconds take the
 place of the matmul rate and of the class's constants. Two more things are known then: updates of
@@ -42,9 +45,11 @@ from fluxtrain.plan.rates import Rates
 from fluxtrain.plan.updates import (
     BF16_UPDATE_BYTES,
     eager_forward,
+    eager_waits,
     eager_work,
     end_after_updates,
     host_updates,
+    moments_end,
     start_of,
 )
 
@@ -68,6 +73,8 @@ class Cost:
     device_update_s: float = 0.0  # of groups that live on the device, where it was measured
     beside_bytes_s: float = 0.0  # of groups at home on the cores that compute, where measured
     queueing_s: float = 0.0  # by the host, of all blocks, where it was measured
+    forward_phase_s: float = 0.0  # with a GPU: all forwards with what they wait for,
+    backward_phase_s: float = 0.0  # all backwards with theirs
     step_s: float
     tokens: int  # of one step
     binds: str  # the resource that takes the most of the step, in words
@@ -76,6 +83,9 @@ class Cost:
     def tokens_per_s(self) -> float:
         """Throughput."""
         return self.tokens / self.step_s
+
+
+Phases = list[dict[str, float]]  # in order; seconds by what takes them
 
 
 def cost(
@@ -87,9 +97,6 @@ def cost(
     queueing_s = passes * _queueing(facts, layout, rates)
     update_s, moments_s = host_updates(facts, layout, rates)
     beside_s = _beside_bytes(facts, layout, rates)
-    start = start_of(facts, layout, rates)
-    last_s = start.late_s if exact else 0.0
-    end_s = end_after_updates(facts, layout, rates, forward_s)
     once, streamed, home = _traffic(facts, layout)
     carried = _boundary_bytes(facts, layout)
     uploads = (once + streamed) / rates.up, (streamed + carried) / rates.up_both
@@ -98,22 +105,18 @@ def cost(
     forward = {"compute": forward_s, "uploads": uploads[0], "downloads": left_s}
     backward = {"compute": backward_s, "uploads": uploads[1], "downloads": downloads[1]}
     phases = [dict(forward) for _ in range(passes)] + [{"compute": head_s}, backward] * passes
-    hidden_s = head_s if rates.has_gpu else 0.0
-    phases[passes + 1] = {**backward, "moments": max(0.0, moments_s + last_s - hidden_s)}
+    lasting_s: list[float] = []  # of each phase
     if not rates.has_gpu:
-        seconds = sum(sum(phase.values()) for phase in phases) + update_s + device_update_s
-        seconds += beside_s - last_s
-        binding = _binding([*phases, {"update": update_s}], together=False)
-    elif exact:
-        begins_s = start.update_s + start.copy_s
-        phases[0] |= {"update": update_s - last_s + end_s, "compute": forward_s + begins_s}
-        seconds = sum(max(phase.values()) for phase in phases) + device_update_s
-        binding = _binding(phases, together=True)
+        seconds = sum(sum(phase.values()) for phase in phases) + update_s + moments_s + beside_s
+        more = [{"update": update_s}, {"moments": moments_s}]
+        binding = _binding([*phases, *more], together=False)
     else:
-        waited = {**backward, "update": eager_work(facts, layout, rates, forward_s)}
-        binding = _binding([*phases[:-1], waited], together=True)
-        phases[0] = eager_forward(facts, layout, rates, forward, backward)
-        seconds = sum(max(phase.values()) for phase in phases) + device_update_s
+        beside = _exact_phases if exact else _eager_phases
+        phases, deciding = beside(facts, layout, rates, phases, passes)
+        lasting_s = [max(phase.values()) for phase in phases]
+        seconds = sum(lasting_s)
+        binding = _binding(deciding, together=True)
+    seconds += device_update_s
     if queueing_s > seconds:
         seconds, binding = queueing_s, "queueing"
     row = facts.row
@@ -130,10 +133,48 @@ def cost(
         device_update_s=device_update_s,
         beside_bytes_s=beside_s,
         queueing_s=queueing_s,
+        forward_phase_s=sum(lasting_s[:passes]),
+        backward_phase_s=sum(lasting_s[passes + 1 :: 2]),
         step_s=seconds,
         tokens=passes * layout.batch_rows * row.sequence_length,
         binds=_words(binding, has_gpu=rates.has_gpu),
     )
+
+
+def _exact_phases(
+    facts: ModelFacts, layout: Layout, rates: Rates, phases: Phases, passes: int
+) -> tuple[Phases, Phases]:
+    """`phases` of the computation and its copies with the updates before the first forward and the
+    moments beside the first backward; and those that say what binds the step."""
+    forward, backward = phases[0], phases[passes + 1]
+    start, update_s = start_of(facts, layout, rates), host_updates(facts, layout, rates)[0]
+    awaited_s = update_s - start.late_s
+    awaited_s += end_after_updates(facts, layout, rates, forward["compute"])
+    begins_s = forward["compute"] + start.update_s + start.copy_s
+    found = [{**forward, "update": awaited_s, "compute": begins_s}, *phases[1:]]
+    before_s = sum(max(phase.values()) for phase in found[: passes + 1])
+    computing_s = max(backward["compute"], backward["uploads"])
+    end_s = moments_end(facts, layout, rates, computing_s, update_s - before_s)
+    found[passes + 1] = {**backward, "moments": _if_longer(end_s, computing_s)}
+    return found, found
+
+
+def _eager_phases(
+    facts: ModelFacts, layout: Layout, rates: Rates, phases: Phases, passes: int
+) -> tuple[Phases, Phases]:
+    """The same with the updates beside the last backward."""
+    forward, backward = phases[0], phases[-1]
+    waits = eager_waits(facts, layout, rates, backward)
+    held_up_s = _if_longer(waits.backward_s, max(backward.values()))
+    begins = eager_forward(facts, layout, rates, forward, waits)
+    work_s = eager_work(facts, layout, rates, forward["compute"])
+    found = [begins, *phases[1:-1], {**backward, "update": held_up_s}]
+    return found, [forward, *phases[1:-1], {**backward, "update": max(work_s, held_up_s)}]
+
+
+def _if_longer(seconds: float, than_s: float) -> float:
+    """`seconds`, or none where they are no longer: then they are hidden."""
+    return seconds if seconds > than_s * (1 + 1e-9) else 0.0
 
 
 def _compute(facts: ModelFacts, layout: Layout, rates: Rates) -> tuple[float, float, float]:

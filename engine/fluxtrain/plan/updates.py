@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 
 from fluxtrain.plan.facts import GroupFacts, ModelFacts
-from fluxtrain.plan.footprint import Layout, homes, rows_of_table
+from fluxtrain.plan.footprint import Layout, homes, ring_depth, rows_of_table
 from fluxtrain.plan.rates import Rates
 
 FP16_CONVERSION = 0.5  # of an update's time, once more, goes into widening and rounding of fp16
@@ -62,15 +62,103 @@ def start_of(facts: ModelFacts, layout: Layout, rates: Rates) -> Start:
     return Start(update_s * by_rows.rows / first.table_rows, touched_s, late_s, ahead=True)
 
 
+def moments_end(
+    facts: ModelFacts, layout: Layout, rates: Rates, computing_s: float, begins_s: float
+) -> float:
+    """Seconds that a backward pass of `computing_s` takes beside AdamW on the host, which begins
+    after `begins_s` (less than 0: before it) with what the pass will overwrite: deferred moments,
+    the last group's first, and before them a table that comes late.
+
+    Where a group's gradients go home, the thread that queues the computation waits for its moments.
+    What comes after, blocks that live on the device too, is computed then.
+    """
+    at_home = {id(group) for group in homes(facts, layout)[1]}
+    block_s = computing_s / max(1, facts.layers)
+    late = facts.groups[0] if start_of(facts, layout, rates).late_s else None
+    end_s, done_s = 0.0, begins_s
+    for group in reversed(facts.groups):
+        end_s += block_s if group.kind == "block" else 0.0
+        moments_s = host_update(group, layout, rates)[1] if id(group) in at_home else 0.0
+        if moments_s or group is late:
+            done_s += moments_s
+            end_s = max(end_s, done_s)
+    return end_s
+
+
+@dataclass(frozen=True)
+class EagerWaits:
+    """An eager step's backward phase, and seconds from its end until what the forward needs is
+    updated."""
+
+    backward_s: float
+    start_s: float  # an embedding at home, or the rows of it that are looked up
+    others_s: float  # every other group at home
+    whole_s: float  # a tied embedding of which rows were enough until then: copied for the head
+
+
+def eager_waits(
+    facts: ModelFacts, layout: Layout, rates: Rates, backward: Mapping[str, float]
+) -> EagerWaits:
+    """Gradients are there from the loss on for what comes after the blocks, then evenly over the
+    blocks in reverse, and the embedding's last. Each group's come home after those before, and are
+    then used as soon as the update before has ended; looked up rows need not wait for that one.
+    They pass through a few buffers (`ring_depth`): where all are lent, the thread that queues the
+    computation waits for the update that used the oldest.
+    """
+    block_s = max(backward["compute"], backward["uploads"]) / max(1, facts.layers)
+    at_home = homes(facts, layout)[1]
+    home_ids, by_rows = {id(group) for group in at_home}, rows_of_table(facts, layout, at_home)
+    start, lent = start_of(facts, layout, rates), _Lent()
+    computed_s = home_s = updated_s = start_s = others_s = whole_s = 0.0
+    for group in reversed(facts.groups):
+        computed_s += block_s if group.kind == "block" else 0.0
+        if id(group) not in home_ids or not group.trained:
+            continue
+        rows = by_rows if by_rows is not None and by_rows.table is group else None
+        size = rows.gradient_bytes if rows is not None and not rows.tied else group.rounded_bytes
+        computed_s = max(computed_s, lent.free_s(group))
+        home_s = max(home_s, computed_s) + size / rates.down_both
+        updated_s = max(updated_s, home_s) + host_update(group, layout, rates)[0]
+        lent.until(group, updated_s)
+        if group is not facts.groups[0] or group.kind == "block":
+            others_s = updated_s
+            continue
+        start_s = home_s + start.update_s if start.ahead else updated_s
+        if rows is not None and rows.tied and start.ahead:
+            whole_s = updated_s + group.weight_bytes / rates.up
+    ended_s = max(computed_s, *backward.values())
+    return EagerWaits(ended_s, *(max(0.0, s - ended_s) for s in (start_s, others_s, whole_s)))
+
+
+class _Lent:
+    """Buffers for gradients at home, by size, and when the update of what each holds has ended."""
+
+    def __init__(self) -> None:
+        self._ends_s: dict[tuple[int, ...], list[float]] = {}
+
+    def free_s(self, group: GroupFacts) -> float:
+        """When there is one for `group`."""
+        ends_s, depth = self._of(group), ring_depth(group.rounded_bytes)
+        return ends_s[-depth] if len(ends_s) >= depth else 0.0
+
+    def until(self, group: GroupFacts, end_s: float) -> None:
+        """`group` has had one until then."""
+        self._of(group).append(end_s)
+
+    def _of(self, group: GroupFacts) -> list[float]:
+        alike = (group.trained_bf16, group.trained_fp16, group.trained_fp32)
+        return self._ends_s.setdefault(alike, [])
+
+
 def eager_forward(
     facts: ModelFacts,
     layout: Layout,
     rates: Rates,
     forward: Mapping[str, float],
-    backward: Mapping[str, float],
+    waits: EagerWaits,
 ) -> dict[str, float]:
     """Seconds of an eager step's forward phase after its backward phase, by what takes them."""
-    waits, start = _eager_waits(facts, layout, rates, backward), start_of(facts, layout, rates)
+    start = start_of(facts, layout, rates)
     others_s = waits.others_s - _before_home(facts, layout, forward["compute"])
     return {
         **forward,
@@ -87,46 +175,6 @@ def eager_work(facts: ModelFacts, layout: Layout, rates: Rates, forward_s: float
     waited = [group for group in at_home if not (start.ahead and group is facts.groups[0])]
     update_s = sum(host_update(group, layout, rates)[0] for group in waited)
     return update_s - _before_home(facts, layout, forward_s)
-
-
-@dataclass(frozen=True)
-class _EagerWaits:
-    """Seconds of an eager step from the end of its backward phase until what the forward needs is
-    updated."""
-
-    start_s: float  # an embedding at home, or the rows of it that are looked up
-    others_s: float  # every other group at home
-    whole_s: float  # a tied embedding of which rows were enough until then: copied for the head
-
-
-def _eager_waits(
-    facts: ModelFacts, layout: Layout, rates: Rates, backward: Mapping[str, float]
-) -> _EagerWaits:
-    """Gradients are there from the loss on for what comes after the blocks, then evenly over the
-    blocks in reverse, and the embedding's last. Each group's come home after those before, and are
-    then used as soon as the update before has ended; looked up rows need not wait for that one.
-    """
-    computing_s = max(backward["compute"], backward["uploads"])
-    at_home = homes(facts, layout)[1]
-    home_ids, by_rows = {id(group) for group in at_home}, rows_of_table(facts, layout, at_home)
-    start, passed = start_of(facts, layout, rates), 0
-    home_s = updated_s = start_s = others_s = whole_s = 0.0
-    for group in reversed(facts.groups):
-        passed += group.kind == "block"
-        if id(group) not in home_ids:
-            continue
-        rows = by_rows if by_rows is not None and by_rows.table is group else None
-        size = rows.gradient_bytes if rows is not None and not rows.tied else group.rounded_bytes
-        home_s = max(home_s, computing_s * passed / max(1, facts.layers)) + size / rates.down_both
-        updated_s = max(updated_s, home_s) + host_update(group, layout, rates)[0]
-        if group is not facts.groups[0] or group.kind == "block":
-            others_s = updated_s
-            continue
-        start_s = home_s + start.update_s if start.ahead else updated_s
-        if rows is not None and rows.tied and start.ahead:
-            whole_s = updated_s + group.weight_bytes / rates.up
-    ended_s = max(backward.values())
-    return _EagerWaits(*(max(0.0, s - ended_s) for s in (start_s, others_s, whole_s)))
 
 
 def _before_home(facts: ModelFacts, layout: Layout, forward_s: float) -> float:

@@ -1,0 +1,183 @@
+"""What a plan predicted against what a recorded step took, cause by cause, in milliseconds.
+
+    python bench/compare_plan.py 3b-8-exact.json                              the step as a whole
+    python bench/compare_plan.py 3b-8-exact.json 3b-8-exact.trace.json.gz     with its lanes
+
+Reads a result of bench_gpu.py and the trace of its median step. The prediction is made anew, with
+the constants that the result recorded and the formula as it is now. Needs no GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+import yaml
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from fluxtrain.plan.calibration import Calibration
+from fluxtrain.plan.cost import Cost, cost
+from fluxtrain.plan.facts import ModelFacts
+from fluxtrain.plan.footprint import Layout, footprint
+from fluxtrain.plan.rates import Rates, rates_from
+from fluxtrain.telemetry.attribution import Attribution, attribute
+from fluxtrain.telemetry.lanes import Interval, StepLanes
+from fluxtrain.telemetry.trace import THREADS
+from fluxtrain.train.placing import model_facts
+
+GIB = 1 << 30
+SHAPES = yaml.safe_load(Path(__file__).with_name("shapes.yaml").read_text())
+# Of the measured machine (docs/benchmarks.md), for results that did not record theirs.
+BUS = {"h2d_pinned": 55.4e9, "d2h_pinned": 55.3e9, "h2d_both_ways": 52.4e9, "d2h_both_ways": 50.8e9}
+
+
+def facts_of_result(row: dict[str, Any]) -> ModelFacts:
+    """Of the model of a result, with the activations that its block was tried with."""
+    config = Qwen2Config(**SHAPES[row["shape"]])
+    with torch.device("meta"):
+        model = Qwen2ForCausalLM(config).to(torch.bfloat16)
+    model.tie_weights()
+    facts = model_facts(model, config, row.get("sequence", 1024), row.get("states", "fp32"))
+    assert facts.row is not None
+    tried = row["calibration"]
+    found = {"activation_bytes": tried["activation_bytes"], "saved_bytes": tried["kept_bytes"]}
+    return replace(facts, row=replace(facts.row, **found))
+
+
+def layout_of_result(row: dict[str, Any]) -> Layout:
+    """Where the result's plan put everything."""
+    names = ("offload", "device_groups", "resident_blocks", "kept_blocks", "boundaries",
+             "chunk_rows", "embedding", "deferred_moments")  # fmt: skip
+    tabled = "lives on the device" in row["because"]["embedding"]
+    return Layout(
+        batch_rows=row["batch"],
+        device_first=row.get("device_first", "embedding" if tabled else "blocks"),
+        eager=row.get("eager", False),
+        **{name: row[name] for name in names},
+    )
+
+
+def rates_of_result(row: dict[str, Any]) -> Rates:
+    """What its plan was timed with."""
+    calibration = msgspec.convert(row["calibration"], Calibration)
+    found = rates_from(row.get("per_s", BUS), has_gpu=True, calibration=calibration)
+    if isinstance(found, str):
+        raise SystemExit(found)
+    return found
+
+
+def lanes_of(trace: Path) -> StepLanes:
+    """The step of a trace."""
+    open_it = gzip.open if trace.suffix == ".gz" else open
+    with open_it(trace, "rt", encoding="utf-8") as file:
+        events = [event for event in json.load(file)["traceEvents"] if event["ph"] == "X"]
+    step = next(event for event in events if event["cat"] == "step")
+    first = step["ts"]
+    return StepLanes(
+        step=step["args"]["step"],
+        wall_s=0.0,
+        length_s=step["dur"] / 1e6,
+        intervals=[
+            Interval(
+                one["cat"], one["args"]["kind"], one["name"].partition(" ")[2],
+                (one["ts"] - first) / 1e6, one["dur"] / 1e6,
+            )
+            for one in events
+            if one["cat"] in THREADS and one["cat"] != "step"
+        ],
+    )  # fmt: skip
+
+
+def measured_terms(step: StepLanes, found: Attribution) -> dict[str, float]:
+    """Seconds by the names of `predicted_terms`."""
+    on_gpu = [one for one in step.intervals if one.lane == "gpu"]
+    head = next(one for one in on_gpu if one.kind == "head")
+    ends_s = max(one.stop_s for one in on_gpu if one.kind in ("backward", "gradients"))
+
+    def took(lane: str, *kinds: str) -> float:
+        mine = [one for one in step.intervals if one.lane == lane]
+        return sum(one.duration_s for one in mine if one.kind in kinds or not kinds)
+
+    waited_s = sum(found.waits_s.values())
+    return {
+        "forward, computing": found.work_s["forward"],
+        "forward, with its waits": head.start_s,
+        "head and loss": head.duration_s,
+        "backward, computing": found.work_s["backward"] + found.work_s["gradients"],
+        "backward, with its waits": ends_s - head.stop_s,
+        "optimizer on the device": found.work_s.get("update", 0.0),
+        "after it, until the next step": max(0.0, step.length_s - ends_s - took("gpu", "update")),
+        "AdamW on the host": took("cpu", "update"),
+        "deferred moments": took("cpu", "moments"),
+        "copies to the device": took("h2d"),
+        "copies to the host": took("d2h"),
+        "computation waits": waited_s,
+        "step": step.length_s,
+    }
+
+
+def predicted_terms(plan: Cost) -> dict[str, float]:
+    """Seconds of the formula; the optimizer on the device is all that it puts behind a step."""
+    return {
+        "forward, computing": plan.forward_s,
+        "forward, with its waits": plan.forward_phase_s,
+        "head and loss": plan.head_s,
+        "backward, computing": plan.backward_s,
+        "backward, with its waits": plan.backward_phase_s,
+        "optimizer on the device": plan.device_update_s,
+        "after it, until the next step": 0.0,
+        "AdamW on the host": plan.host_update_s,
+        "deferred moments": plan.deferred_moments_s,
+        "copies to the device": plan.upload_forward_s + plan.upload_backward_s,
+        "copies to the host": plan.download_s,
+        "computation waits": max(
+            0.0,
+            plan.step_s - plan.forward_s - plan.head_s - plan.backward_s - plan.device_update_s,
+        ),
+        "step": plan.step_s,
+    }
+
+
+def main() -> None:
+    """Print one result."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("result", type=Path)
+    parser.add_argument("trace", type=Path, nargs="?")
+    parser.add_argument("--eager", action="store_true", help="for results that do not say")
+    parser.add_argument("--states", choices=("fp32", "bf16", "8bit"), help="the same")
+    options = parser.parse_args()
+    row = json.loads(options.result.read_text())
+    row["eager"] = row.get("eager", options.eager)
+    row["states"] = options.states or row.get("states", "fp32")
+    facts, layout = facts_of_result(row), layout_of_result(row)
+    plan = cost(facts, layout, rates_of_result(row), exact=not layout.eager)
+    need = footprint(facts, layout, has_gpu=True)
+    print(f"{row['shape']}, batch {row['batch']}; bound by {plan.binds}")
+    print(f"{'':<32}{'predicted':>11}{'measured':>11}{'error':>9}")
+    _line("GiB of the device", need.device_bytes / GIB, row["torch_peak_gib"], digits=2)
+    recorded_s = row.get("predicted_step_s")
+    if recorded_s is not None:
+        _line("median step, as it was planned", 1e3 * recorded_s, 1e3 * row["step_s"])
+    _line("median step, predicted anew", 1e3 * plan.step_s, 1e3 * row["step_s"])
+    if options.trace is not None:
+        step = lanes_of(options.trace)
+        found = attribute(step)
+        measured = measured_terms(step, found)
+        print(f"step {step.step}, ms: {found.because}")
+        for name, seconds in predicted_terms(plan).items():
+            _line(f"  {name}", 1e3 * seconds, 1e3 * measured[name])
+
+
+def _line(name: str, predicted: float, measured: float, *, digits: int = 1) -> None:
+    error = f"{predicted / measured - 1:+9.1%}" if measured else ""
+    print(f"{name:<32}{predicted:11.{digits}f}{measured:11.{digits}f}{error}")
+
+
+if __name__ == "__main__":
+    main()
