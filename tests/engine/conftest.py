@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import gc
-import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -29,6 +27,7 @@ from transformers import (
 from fluxtrain.data.demo import train_tokenizer
 from fluxtrain.stream import updates
 from fluxtrain.stream.engine import Engine
+from tests.engine import forked
 from tests.engine.deferred_models import Hold
 from tests.engine.half_models import half_model
 
@@ -315,16 +314,9 @@ def run_config(
 def fluxtrain(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
     """`fluxtrain("train", ...)`: the command in a process of its own, runs below `tmp_path`."""
 
-    def call(*arguments: object, timeout_s: float = 240.0) -> subprocess.CompletedProcess[str]:
-        environment = {
-            **os.environ,
-            "FLUXTRAIN_RUNS": str(tmp_path / "runs"),
-            "OMP_NUM_THREADS": "1",
-        }
-        return subprocess.run(
-            [sys.executable, "-m", "fluxtrain", *map(str, arguments)],
-            env=environment, capture_output=True, text=True, timeout=timeout_s, check=False,
-        )  # fmt: skip
+    def call(*arguments: object) -> subprocess.CompletedProcess[str]:
+        runs = {"FLUXTRAIN_RUNS": str(tmp_path / "runs")}
+        return forked.python("-m", "fluxtrain", *arguments, environment=runs)
 
     return call
 

@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from fluxtrain.cli import main
 from fluxtrain.telemetry.rundir import RunDir
+from tests.engine import forked
 
 
 @dataclass(frozen=True)
@@ -292,10 +292,7 @@ def test_a_full_disk_ends_with_five_and_keeps_the_checkpoint_before(
         f"resource.setrlimit(resource.RLIMIT_FSIZE, ({largest - 1}, {largest - 1}));"
         "from fluxtrain.cli import main; main()"
     )
-    answer = subprocess.run(
-        [sys.executable, "-c", limited, "train", config, "--run-dir", run_dir, "--resume", "auto"],
-        capture_output=True, text=True, check=False, timeout=240,
-    )  # fmt: skip
+    answer = forked.python("-c", limited, "train", config, "--run-dir", run_dir, "--resume", "auto")
     assert_refused(Answer(answer.returncode, answer.stdout, answer.stderr), 5, "no space left")
     assert {path: path.read_bytes() for path in kept} == kept
     assert [p.name for p in (run_dir / "checkpoints").iterdir()] == ["step-00000002"]

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import errno
 import json
-import os
 import re
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +20,7 @@ from fluxtrain.doctor import kernel_test, self_test
 from fluxtrain.doctor.report import Report
 from fluxtrain.doctor.same import Mismatch, same_bits
 from fluxtrain.doctor.self_test import check_checkpoint, check_streaming, run_check, self_tests
+from tests.engine import forked
 
 FAST_SETS = [name for name in _native.ISA_NAMES[1:] if _native.set_isa(name) == name]
 
@@ -184,15 +183,8 @@ main([one for one in sys.argv[1:] if one != "break"])
 
 
 def doctor(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = {
-        **os.environ,
-        "XDG_CACHE_HOME": str(folder / "cache"),
-        "FLUXTRAIN_RUNS": str(folder / "runs"),
-    }
-    return subprocess.run(
-        [sys.executable, "-c", BREAK, "doctor", *arguments],
-        capture_output=True, text=True, check=False, cwd=folder, env=environment, timeout=240,
-    )  # fmt: skip
+    places = {"XDG_CACHE_HOME": str(folder / "cache"), "FLUXTRAIN_RUNS": str(folder / "runs")}
+    return forked.python("-c", BREAK, "doctor", *arguments, environment=places, folder=folder)
 
 
 def test_the_command_ends_with_0_when_all_pass_and_with_1_when_one_fails(tmp_path: Path) -> None:

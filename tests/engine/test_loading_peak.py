@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralFo
 from fluxtrain.methods.export import SHARD_BYTES
 from fluxtrain.plan.footprint import SAVED_FILE_BYTES
 from fluxtrain.units import MIB
+from tests.engine import forked
 from tests.engine.conftest import VOCABULARY
 
 V2 = Path("/sys/fs/cgroup/cgroup.controllers").exists()
@@ -31,7 +30,7 @@ SHAPE = {
 
 # Libraries are imported first: what they take is no part of what is measured, or of a group.
 LOAD = """
-import json, os, re, sys, threading, time
+import ctypes, gc, json, os, re, sys, threading, time
 folder, dtype, adopts, groups = sys.argv[1], sys.argv[2], sys.argv[3] == "adopts", sys.argv[4:]
 import torch
 import fluxtrain
@@ -43,6 +42,8 @@ from fluxtrain.plan.guard import loading_bytes
 from fluxtrain.stream.grouping import facts_of
 from transformers.models import llama, mixtral
 torch.set_num_threads(1)
+ctypes.CDLL(None).mallopt(-8, 4)  # M_ARENA_MAX
+gc.freeze()  # a collection would write to pages that are still those of the process before
 for group in groups:
     open(group + "/cgroup.procs", "w").write("0")  # this process
 
@@ -100,11 +101,7 @@ def load(
     folder: Path, dtype: str, then: str = "adopts", groups: list[Path] | None = None
 ) -> subprocess.CompletedProcess[str]:
     """In a process of its own, which enters `groups` when it has its libraries."""
-    return subprocess.run(
-        [sys.executable, "-c", LOAD, str(folder), dtype, then, *map(str, groups or [])],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "4"},
-        capture_output=True, text=True, timeout=200, check=False,
-    )  # fmt: skip
+    return forked.python("-c", LOAD, folder, dtype, then, *(groups or []))
 
 
 def measured(ended: subprocess.CompletedProcess[str]) -> dict[str, int]:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import random
 import signal
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
@@ -29,35 +28,17 @@ from fluxtrain.telemetry.events import (
 )
 from fluxtrain.telemetry.journal import read_events
 from fluxtrain.train.evaluate import evaluate
-
-_PROCESSES = multiprocessing.get_context("forkserver")
-_PRELOADED = ["fluxtrain.train.run", "transformers.models.llama.modeling_llama"]
-_PROCESSES.set_forkserver_preload(_PRELOADED)
+from tests.engine import forked
 
 
-def start(*arguments: object) -> ForkServerProcess:
-    """`fluxtrain ARGUMENTS` in a process forked, before any thread, from one with torch loaded."""
-    process = _PROCESSES.Process(target=main, args=([str(a) for a in arguments],))
-    process.start()
-    return process
+def running(*arguments: object) -> AbstractContextManager[ForkServerProcess]:
+    """`fluxtrain ARGUMENTS`, killed where it has not ended by itself."""
+    return forked.running(main, [str(argument) for argument in arguments])
 
 
-def finished(*arguments: object, timeout_s: float = 200.0) -> int:
-    process = start(*arguments)
-    process.join(timeout_s)
-    assert process.exitcode is not None, "the run did not end in time"
-    return process.exitcode
-
-
-@contextmanager
-def running(*arguments: object) -> Iterator[ForkServerProcess]:
-    process = start(*arguments)
-    try:
-        yield process
-    finally:
-        if process.is_alive():
-            process.kill()
-        process.join()
+def finished(*arguments: object) -> int:
+    """The exit code of `fluxtrain ARGUMENTS`."""
+    return forked.exit_code(main, [str(argument) for argument in arguments])
 
 
 def wait_for(condition: Callable[[], bool], timeout_s: float = 200.0) -> None:

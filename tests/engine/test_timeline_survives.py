@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from fluxtrain.cli import main
 from fluxtrain.telemetry.ring import RingReader, read_ring
 from fluxtrain.telemetry.trace import recorded_steps, write_trace
+from tests.engine import forked
 
 STEPS = 160
 
@@ -31,19 +29,14 @@ def test_a_run_that_is_killed_in_a_step_leaves_a_whole_trace_and_goes_on_in_the_
     run_config: Callable[..., Path], tmp_path: Path, fluxtrain: Callable[..., Any]
 ) -> None:
     run, config = tmp_path / "run", run_config(train__steps=STEPS, train__checkpoint_every=20)
-    process = subprocess.Popen(
-        [sys.executable, "-m", "fluxtrain", "train", str(config), "--run-dir", str(run)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.DEVNULL,
-    )
     reader = RingReader(run / "timeline.ring")
-    until_s = time.monotonic() + 60
-    while len(reader.steps) < 10 and time.monotonic() < until_s and process.poll() is None:
-        reader.poll()
-        time.sleep(0.01)
-    seen = [one.head.step for one in reader.steps]
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    with forked.running(main, ["train", str(config), "--run-dir", str(run)]) as process:
+        until_s = time.monotonic() + forked.LIMIT_S
+        while len(reader.steps) < 10 and time.monotonic() < until_s and process.is_alive():
+            reader.poll()
+            time.sleep(0.01)
+        seen = [one.head.step for one in reader.steps]
+        process.kill()
     assert len(seen) >= 10
     assert seen == list(range(seen[0], seen[-1] + 1))  # read while it was written
     killed = traced_steps(tmp_path, run)

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,6 +13,7 @@ from fluxtrain.telemetry.rundir import RunDir
 from fluxtrain.train import dry_run as trial
 from fluxtrain.train.config import load_config
 from fluxtrain.train.run import train
+from tests.engine import forked
 
 MakeConfig = Callable[..., Path]
 
@@ -85,11 +83,7 @@ def test_a_keeper_of_a_dry_run_never_writes(tmp_path: Path) -> None:
 def test_the_command_answers_in_json_and_tells_its_progress_on_standard_error(
     run_config: MakeConfig, own_folders: Path
 ) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "fluxtrain", "dry-run", str(run_config()), "--json"],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, timeout=240, check=False,
-    )  # fmt: skip
+    done = forked.python("-m", "fluxtrain", "dry-run", run_config(), "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["steps"] == trial.STEPS
     assert "step 3/3" in done.stderr

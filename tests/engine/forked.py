@@ -1,0 +1,97 @@
+"""Programs in processes of their own, without the seconds that importing torch takes.
+
+They are forked, before any thread was started, from one process that has imported it. What a
+program does before it imports torch, or reads from the environment while it does, needs a process
+that starts anew: `subprocess`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import runpy
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from typing import Any
+
+_PROCESSES = multiprocessing.get_context("forkserver")
+_PROCESSES.set_forkserver_preload(
+    [
+        "fluxtrain.doctor.self_test",
+        "fluxtrain.train.run",
+        "transformers.models.llama.modeling_llama",
+        "transformers.models.mixtral.modeling_mixtral",
+    ]
+)
+LIMIT_S = 240.0  # for what never ends; a slow machine is no failure
+
+
+def start(program: Callable[..., Any], *arguments: Any) -> ForkServerProcess:
+    """`program(*arguments)`, a function of a module, in a process of its own."""
+    process = _PROCESSES.Process(target=program, args=arguments)
+    process.start()
+    return process
+
+
+@contextlib.contextmanager
+def running(program: Callable[..., Any], *arguments: Any) -> Iterator[ForkServerProcess]:
+    """As `start`; killed where it has not ended by itself."""
+    process = start(program, *arguments)
+    try:
+        yield process
+    finally:
+        if process.is_alive():
+            process.kill()
+        process.join()
+
+
+def exit_code(program: Callable[..., Any], *arguments: Any, limit_s: float = LIMIT_S) -> int:
+    """Of a process that runs `program(*arguments)`."""
+    with running(program, *arguments) as process:
+        process.join(limit_s)
+        assert process.exitcode is not None, "it did not end in time"
+        return process.exitcode
+
+
+def python(
+    *arguments: object,
+    environment: Mapping[str, str] | None = None,
+    folder: Path | None = None,
+    limit_s: float = LIMIT_S,
+) -> subprocess.CompletedProcess[str]:
+    """`python -c CODE ...` or `python -m MODULE ...`, with what it wrote.
+
+    environment: what is set beside that of the tests. folder: where it runs.
+    """
+    words = [str(argument) for argument in arguments]
+    with tempfile.TemporaryDirectory() as place:
+        files = [Path(place) / name for name in ("out", "err")]
+        settings, here = {**os.environ, **(environment or {})}, str(folder or Path.cwd())
+        code = exit_code(_python, words, settings, here, files, limit_s=limit_s)
+        out, err = (file.read_text(encoding="utf-8", errors="replace") for file in files)
+    return subprocess.CompletedProcess(words, code, out, err)
+
+
+def _python(
+    words: list[str], environment: Mapping[str, str], folder: str, files: list[Path]
+) -> None:
+    for number, file in zip((1, 2), files, strict=True):
+        opened = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(opened, number)
+        os.close(opened)
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+    how, what, *rest = words
+    if how == "-c":
+        sys.argv = ["-c", *rest]
+        exec(compile(what, "<string>", "exec"), {"__name__": "__main__"})
+    else:
+        assert how == "-m", how
+        sys.argv = [what, *rest]
+        runpy.run_module(what, run_name="__main__", alter_sys=True)
