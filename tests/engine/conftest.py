@@ -7,6 +7,7 @@ import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from functools import partial
+from multiprocessing.util import get_temp_dir
 from pathlib import Path
 
 import pytest
@@ -122,6 +123,12 @@ def _imports_out_of_the_collectors_way() -> None:
     """`wrap` collects garbage; without what torch and transformers hold, that takes no time."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _folder_of_forked_processes() -> None:
+    """Made before a test counts what is in a temporary folder of its own."""
+    get_temp_dir()
 
 
 FAMILIES = ("llama", "qwen2", "gpt2", "t5", "vit", "mixtral", "mamba")

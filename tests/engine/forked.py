@@ -28,13 +28,15 @@ _PROCESSES.set_forkserver_preload(
         "transformers.models.mixtral.modeling_mixtral",
     ]
 )
+_AT_FIRST = dict(os.environ)
 LIMIT_S = 240.0  # for what never ends; a slow machine is no failure
 
 
 def start(program: Callable[..., Any], *arguments: Any) -> ForkServerProcess:
     """`program(*arguments)`, a function of a module, in a process of its own."""
-    process = _PROCESSES.Process(target=program, args=arguments)
-    process.start()
+    process = _PROCESSES.Process(target=_begun, args=(dict(os.environ), program, *arguments))
+    with _environment_of_no_test():
+        process.start()  # the first one starts the server, which keeps its environment
     return process
 
 
@@ -71,10 +73,31 @@ def python(
     words = [str(argument) for argument in arguments]
     with tempfile.TemporaryDirectory() as place:
         files = [Path(place) / name for name in ("out", "err")]
-        settings, here = {**os.environ, **(environment or {})}, str(folder or Path.cwd())
-        code = exit_code(_python, words, settings, here, files, limit_s=limit_s)
+        here = str(folder or Path.cwd())
+        code = exit_code(_python, words, environment or {}, here, files, limit_s=limit_s)
         out, err = (file.read_text(encoding="utf-8", errors="replace") for file in files)
     return subprocess.CompletedProcess(words, code, out, err)
+
+
+@contextlib.contextmanager
+def _environment_of_no_test() -> Iterator[None]:
+    before = dict(os.environ)
+    try:
+        _set_environment(_AT_FIRST)
+        yield
+    finally:
+        _set_environment(before)
+
+
+def _set_environment(wanted: Mapping[str, str]) -> None:
+    os.environ.clear()
+    os.environ.update(wanted)
+
+
+def _begun(environment: Mapping[str, str], program: Callable[..., Any], *arguments: Any) -> None:
+    _set_environment(environment)
+    tempfile.tempdir = None
+    program(*arguments)
 
 
 def _python(
@@ -84,7 +107,6 @@ def _python(
         opened = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(opened, number)
         os.close(opened)
-    os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
     how, what, *rest = words
