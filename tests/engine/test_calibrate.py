@@ -349,16 +349,29 @@ def test_both_passes_of_the_update_are_rated_where_a_gpu_may_hide_one(
     ).calibration  # fmt: skip
     assert tried is not None
     assert tried.adamw_weights_per_s is None
-    monkeypatch.setattr(constants_module, "calibrate", lambda *_: tried)
-    monkeypatch.setattr(constants_module, "busy_bus", lambda _, **__: busy_bus("cpu"))
+    asked: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(constants_module, "calibrate", lambda *given: asked.append(given) or tried)
+    copies: list[int] = []
+
+    def bus(_: str, *, up_bytes: int, down_bytes: int) -> Any:
+        copies.append(down_bytes)
+        return busy_bus("cpu")
+
+    monkeypatch.setattr(constants_module, "busy_bus", bus)
     monkeypatch.setattr(constants_module, "_missing_rates", lambda *_: {})
     facts = facts_of(tiny("llama", torch.bfloat16)).with_states(states)
     found = measured_constants(facts, machine, "cuda", 4, tiny("llama", torch.bfloat16), batch_of)
     assert found.calibration is not None
+    assert asked[0][-1] == states  # the update on the device is tried with them
     both = (found.calibration.adamw_weights_per_s, found.calibration.adamw_moments_per_s)
+    beside = (found.calibration.adamw_beside_per_s, found.calibration.adamw_8bit_beside_per_s)
+    assert beside[0] is not None
+    assert sorted(copies) == [0, 0, 2, 2]  # gradients come down beside the backward pass alone
     if states == "8bit":
         assert both == (None, None)
+        assert beside[1] is not None
         return
+    assert beside[1] is None
     per_s = {"h2d_pinned": 1e10, "d2h_pinned": 1e10}
     rates = rates_from(per_s, has_gpu=True, calibration=found.calibration)
     assert not isinstance(rates, str)

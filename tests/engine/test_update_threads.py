@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import fluxtrain
-from fluxtrain.optim.stepping import threads_beside
+from fluxtrain.optim import stepping
+from fluxtrain.optim.stepping import threads_beside, update_threads
 from fluxtrain.stream import updates
 from fluxtrain.stream.engine import engine_of
 
@@ -18,8 +19,22 @@ def test_of_eight_cores_one_is_left(
     cores: int, used: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: cores)
+    monkeypatch.setattr(stepping, "quota_cores", lambda: None)
     assert threads_beside(torch.device("cuda")) == used
-    assert threads_beside(torch.device("cpu")) is None
+    assert threads_beside(torch.device("cpu")) is update_threads() is None
+
+
+@pytest.mark.parametrize(
+    ("quota", "alone", "beside"), [(64, None, 14), (16, None, 14), (8, 8, 7), (3, 3, 3), (1, 1, 1)]
+)
+def test_no_more_threads_update_than_a_cpu_quota_keeps_running(
+    quota: int, alone: int | None, beside: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 16)
+    monkeypatch.setattr(stepping, "quota_cores", lambda: quota)
+    assert update_threads() == alone
+    assert threads_beside(torch.device("cuda")) == beside
+    assert threads_beside(torch.device("cpu")) == alone
 
 
 @pytest.fixture
@@ -39,6 +54,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int | None]]:
     for name in ("step_on_host_", "step_weights_on_host_", "step_moments_on_host_"):
         watched(name)
     monkeypatch.setattr(updates, "threads_beside", lambda _: 3)
+    monkeypatch.setattr(updates, "update_threads", lambda: None)
     return seen
 
 
@@ -66,3 +82,17 @@ def test_updates_under_the_backward_pass_leave_a_core(
     model(**batch("llama")).loss.backward()
     optimizer.step()
     assert set(calls) == {("step_on_host_", 3)}
+
+
+def test_under_a_quota_what_the_forward_waits_for_takes_no_more_threads_either(
+    tiny: Any, batch: Any, calls: list[tuple[str, int | None]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(updates, "update_threads", lambda: 4)
+    for deferred, name in ((True, "step_weights_on_host_"), (False, "step_on_host_")):
+        calls.clear()
+        model = fluxtrain.wrap(tiny("llama"), offload="weights", deferred_moments=deferred)
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(**batch("llama")).loss.backward()
+        optimizer.step()
+        assert (name, 4) in set(calls)
+        fluxtrain.unwrap(model)

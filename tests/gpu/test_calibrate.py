@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from typing import Any
@@ -17,10 +18,16 @@ from fluxtrain.data.batches import Batch
 from fluxtrain.hardware.busy_bus import busy_bus
 from fluxtrain.methods.demo_model import demo_model
 from fluxtrain.plan.calibration import Calibration
+from fluxtrain.plan.cost import cost
+from fluxtrain.plan.footprint import Layout
+from fluxtrain.plan.rates import Rates, rates_from
+from fluxtrain.plan.states import StateFormat
 from fluxtrain.stream.engine import engine_of
 from fluxtrain.train.calibrate import calibrate
+from fluxtrain.train.placing import model_facts
 
 pytestmark = pytest.mark.gpu
+PER_S = {"adamw": 1e9, "h2d_pinned": 1e10, "d2h_pinned": 1e10}  # nothing here is at home
 
 
 def batch_of(rows: int) -> Batch:
@@ -43,11 +50,53 @@ def test_a_block_is_tried_on_the_gpu_and_leaves_nothing_there() -> None:
         assert line.at(8) > 0
     assert tried.activation_bytes > 0
     assert tried.device_update_s > 0
-    assert tried.host_block_s > 0
+    assert 0 < tried.host_forward_s < tried.host_block_s
     assert tried.kept_backward is not None
     assert 0 < tried.kept_backward.at(8) < tried.backward.at(8)
     assert tried.kept_bytes is not None
     assert 0 < tried.kept_bytes <= 1.2 * tried.activation_bytes
+
+
+@pytest.mark.parametrize("states", ["fp32", "8bit"])
+def test_steps_take_what_the_trial_of_their_block_said(states: StateFormat) -> None:
+    """Of a model that lives on the GPU, in a loop that keeps it as busy as a training does."""
+    config = Qwen2Config(
+        hidden_size=2048, intermediate_size=8192, num_hidden_layers=10, num_attention_heads=16,
+        num_key_value_heads=2, vocab_size=8192, tie_word_embeddings=True,
+    )  # fmt: skip
+    model = Qwen2ForCausalLM(config).to(torch.bfloat16).train()
+
+    def rows_of(rows: int) -> Batch:
+        ids = torch.randint(0, 8192, (rows, 1024))
+        return Batch(
+            input_ids=ids, labels=ids, position_ids=torch.arange(1024).expand(rows, 1024),
+            predicted=ids.numel(), step_predicted=ids.numel(), tokens=ids.numel(), packed=False,
+        )  # fmt: skip
+
+    tried = calibrate(model, rows_of, torch.device("cuda"), (4, 16), states=states)
+    facts = model_facts(model, config, 1024, states)
+    found = rates_from(PER_S, has_gpu=True, calibration=tried)
+    assert isinstance(found, Rates)
+    layout = Layout(offload="none", batch_rows=16, chunk_rows=16)
+    predicted_s = cost(facts, layout, found).step_s
+    wrapped = fluxtrain.wrap(
+        model, device="cuda", offload="none", chunk_rows=16, overlap=True, states=states
+    )
+    optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-6)
+    inputs = {name: value for name, value in rows_of(16).inputs().items() if name != "use_cache"}
+    inputs |= {name: inputs[name].cuda() for name in ("input_ids", "labels")}
+    ends = [torch.cuda.Event(enable_timing=True) for _ in range(16)]
+    for end in ends:
+        wrapped(**inputs).loss.backward()
+        engine_of(wrapped).clip_grad_norm(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        end.record()
+    torch.cuda.synchronize()
+    steps_s = sorted(a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(ends[5:]))
+    measured_s = steps_s[len(steps_s) // 2]
+    print(f"{states}: predicted {predicted_s:.4f} s, measured {measured_s:.4f} s")
+    assert predicted_s == pytest.approx(measured_s, rel=0.1)
 
 
 class Fastest:

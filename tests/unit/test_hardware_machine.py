@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from fluxtrain.errors import BadInput
-from fluxtrain.hardware.cgroup import CgroupLimits, cgroup_limits
+from fluxtrain.hardware.cgroup import CgroupLimits, cgroup_limits, quota_cores
 from fluxtrain.hardware.disk import read_disk
 from fluxtrain.hardware.gpu import Gpus
 from fluxtrain.hardware.machine import read_machine
@@ -45,6 +45,13 @@ def test_version_2_takes_the_smallest_limit_of_all_enclosing_groups(tmp_path: Pa
     }
     limits = cgroup_limits(tree(tmp_path, v2("/a/b", files)))
     assert limits == CgroupLimits(6 * GIB, 5 * GIB, 1.5)
+
+
+@pytest.mark.parametrize(
+    ("quota", "cores"), [("350000 100000", 3), ("50000 100000", 1), ("max 100000", None)]
+)
+def test_a_quota_keeps_whole_cores_running(quota: str, cores: int | None, tmp_path: Path) -> None:
+    assert quota_cores(tree(tmp_path, v2("/a", {"a/cpu.max": f"{quota}\n"}))) == cores
 
 
 def test_a_group_that_is_slowed_down_above_a_size_is_limited_to_that_size(tmp_path: Path) -> None:

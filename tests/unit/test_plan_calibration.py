@@ -132,6 +132,33 @@ def test_no_step_is_shorter_than_the_host_needs_to_queue_it() -> None:
     assert found.binds == "the processor that drives the GPU"
 
 
+def test_a_forward_pass_behind_updates_at_home_is_as_long_as_the_host_queues_it() -> None:
+    tried = replace(TRIED, host_block_s=0.03, host_forward_s=0.02)
+    rates = rates_from(PER_S, has_gpu=True, calibration=tried)
+    assert isinstance(rates, Rates)
+    there = cost(FACTS, Layout(offload="none", batch_rows=8, chunk_rows=4), rates)
+    assert there.forward_s == pytest.approx(10 * 2 * TRIED.forward.at(4))  # the host is ahead
+    home = cost(FACTS, Layout(offload="weights", batch_rows=8, chunk_rows=4), rates)
+    assert home.forward_s == pytest.approx(10 * 2 * 0.02)
+
+
+def test_updates_beside_a_backward_pass_have_a_rate_of_their_own() -> None:
+    tried = replace(TRIED, adamw_beside_per_s=0.5e9)
+    rates = rates_from(PER_S, has_gpu=True, calibration=tried)
+    assert isinstance(rates, Rates)
+    layout = Layout(offload="weights", batch_rows=8, chunk_rows=4)
+    eager = cost(FACTS, replace(layout, eager=True), rates, exact=False)
+    exact = cost(FACTS, layout, rates)
+    assert eager.host_update_s == pytest.approx(2 * exact.host_update_s)
+    narrow = FACTS.with_states("8bit")
+    narrow = replace(narrow, groups=tuple(replace(g, narrow=g.trained) for g in narrow.groups))
+    tried = replace(tried, adamw_8bit_per_s=1e9, adamw_8bit_beside_per_s=0.25e9)
+    rates = rates_from(PER_S, has_gpu=True, calibration=tried)
+    assert isinstance(rates, Rates)
+    eager = cost(narrow, replace(layout, eager=True), rates, exact=False)
+    assert eager.host_update_s == pytest.approx(11 * BLOCK / 0.25e9)
+
+
 def test_a_calibration_needs_no_matmul_rate() -> None:
     assert isinstance(rates_from(PER_S, has_gpu=True), str)
     assert isinstance(rates_from(PER_S, has_gpu=False, calibration=TRIED), Rates)

@@ -6,6 +6,7 @@ enclosing groups apply, so the smallest counts. Source: the kernel's cgroup-v1 a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -37,6 +38,12 @@ def cgroup_limits(root: Path = Path("/")) -> CgroupLimits:
     return CgroupLimits(
         min(limits, default=None), min(left, default=None), min(quotas, default=None)
     )
+
+
+def quota_cores(root: Path = Path("/")) -> int | None:
+    """Whole cores that the CPU quota keeps running, at least one; None without a quota."""
+    quota = cgroup_limits(root).cpu_quota
+    return None if quota is None else max(1, math.floor(quota))
 
 
 def _folders(root: Path, controller: str) -> Iterator[Path]:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fluxtrain.hardware.cgroup import quota_cores
 from fluxtrain.optim.fused_device import update_resident_
 from fluxtrain.optim.fused_narrow import update8_resident_, update16_resident_
 from fluxtrain.optim.hyper import Hyper
@@ -80,13 +81,21 @@ class Flat:
         return States8(self.m, self.v, self.m_scale, self.v_scale)
 
 
+def update_threads() -> int | None:
+    """For updates that leave nothing to others: as many as a CPU quota keeps running, for more run
+    for a part of each period and then stand still together. None: all of OpenMP's."""
+    quota = quota_cores()
+    return quota if quota is not None and quota < torch.get_num_threads() else None
+
+
 def threads_beside(computation: torch.device) -> int | None:
     """For updates under the backward pass: an eighth of the cores, at least one, is left to the
-    threads that queue the GPU's work, which otherwise waits for them. None (all) where the host
-    computes, or has few."""
-    cores = torch.get_num_threads()
+    threads that queue the GPU's work, which otherwise waits for them. As `update_threads` where the
+    host computes, or has few."""
+    threads = update_threads()
+    cores = torch.get_num_threads() if threads is None else threads
     if computation.type == "cpu" or cores < FEW_CORES:
-        return None
+        return threads
     return cores - max(1, cores // 8)
 
 
@@ -108,10 +117,12 @@ def step_on_host_(
         update_(f.weights, f.lo, f.m, f.v, f.gradient, **how)
 
 
-def step_weights_on_host_(flat: Flat, *, hyper: Hyper, step: int, scale: float) -> None:
+def step_weights_on_host_(
+    flat: Flat, *, hyper: Hyper, step: int, scale: float, threads: int | None = None
+) -> None:
     """The weights of `step_on_host_` alone, where the moments can wait."""
     f = flat
-    how: dict[str, Any] = {"hyper": hyper, "step": step, "grad_scale": scale}
+    how: dict[str, Any] = {"hyper": hyper, "step": step, "grad_scale": scale, "threads": threads}
     if f.lo is None:
         update_weights_f32_(f.weights, f.m, f.v, f.gradient, **how)
     else:

@@ -71,12 +71,15 @@ class Calibration:
     kept_backward: Line | None = None  # one block that keeps its activations; None: not tried
     kept_bytes: int | None = None  # of one block and row, beside its input
     host_block_s: float = 0.0  # the host queues one chunk of a block's forward and backward
+    host_forward_s: float = 0.0  # of the forward alone
     device_update_s: float = 0.0  # for each parameter whose states live on a GPU
     streamed: Streamed | None = None  # without a GPU
     adamw_per_s: float | None = None  # parameters, at the size of this model; None: as probed
     adamw_8bit_per_s: float | None = None  # with 8-bit states, where the run has them
     adamw_weights_per_s: float | None = None  # the weights' pass alone, on a GPU's host
     adamw_moments_per_s: float | None = None  # the moments' pass alone, there
+    adamw_beside_per_s: float | None = None  # with the threads and copies of an eager step, there
+    adamw_8bit_beside_per_s: float | None = None  # the same with 8-bit states
     runtime_bytes: int = 0  # what the process grew by when it first computed
     rows: tuple[int, int]  # of the two chunks
     measured_at_s: float  # Unix time

@@ -25,7 +25,8 @@ expert computed for every token.
 Where a block of this model was tried on this machine (`plan/calibration.py`), its seconds take the
 place of the matmul rate and of the class's constants. Two more things are known then: updates of
 groups that live on the device, which come after the backward pass and overlap with nothing, and how
-fast the host can queue the work of a GPU, which no step is shorter than.
+fast the host can queue the work of a GPU, which no step is shorter than; nor is a forward pass
+where anything is updated at home, for the host waits for that and is then not ahead of the GPU.
 
 Where the update binds the forward, its last group is still to be copied and computed with when that
 ends.
@@ -94,7 +95,11 @@ def cost(
     """Seconds of one optimizer step of `passes` batches. `exact`: updates wait for the norm."""
     forward_s, head_s, backward_s = _compute(facts, layout, rates)
     device_update_s = _device_update(facts, layout, rates)
+    if rates.has_gpu and any(group.trained for group in homes(facts, layout)[1]):
+        forward_s = max(forward_s, _queueing(facts, layout, rates, forward_alone=True))
     queueing_s = passes * _queueing(facts, layout, rates)
+    if rates.has_gpu and not exact:
+        rates = rates.beside_backward()
     update_s, moments_s = host_updates(facts, layout, rates)
     beside_s = _beside_bytes(facts, layout, rates)
     once, streamed, home = _traffic(facts, layout)
@@ -231,12 +236,16 @@ def _beside_bytes(facts: ModelFacts, layout: Layout, rates: Rates) -> float:
     return len(homes(facts, layout)[1]) * one_s
 
 
-def _queueing(facts: ModelFacts, layout: Layout, rates: Rates) -> float:
+def _queueing(
+    facts: ModelFacts, layout: Layout, rates: Rates, *, forward_alone: bool = False
+) -> float:
     """Seconds that the host needs to queue the blocks of one pass."""
-    if rates.calibration is None:
+    tried = rates.calibration
+    if tried is None:
         return 0.0
     chunks = -(-layout.batch_rows // max(1, layout.chunk_rows))
-    return facts.layers * chunks * rates.calibration.host_block_s
+    chunk_s = tried.host_forward_s if forward_alone else tried.host_block_s
+    return facts.layers * chunks * chunk_s
 
 
 def _frozen(group: GroupFacts, dtype_bytes: int) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fluxtrain.plan.calibration import Calibration
 
@@ -32,6 +32,8 @@ class Rates:
     adamw_8bit_per_s: float | None = None  # the same with 8-bit states; None: by their bytes
     adamw_weights_per_s: float | None = None  # the weights' pass alone; None: by its bytes
     adamw_moments_per_s: float | None = None  # the moments' pass alone; None: by its bytes
+    adamw_beside_per_s: float | None = None  # beside a backward pass; None: as alone
+    adamw_8bit_beside_per_s: float | None = None  # the same with 8-bit states
     copy_bytes_per_s: float = float("inf")  # within host memory; the bus of a machine without GPU
     h2d_bytes_per_s: float | None = None
     d2h_bytes_per_s: float | None = None
@@ -58,6 +60,15 @@ class Rates:
     def down_both(self) -> float:
         """From the device while it receives."""
         return self.d2h_both_bytes_per_s or self.down
+
+    def beside_backward(self) -> Rates:
+        """The same with updates as fast as they are beside a backward pass, which leaves them fewer
+        threads and less of the host's memory."""
+        return replace(
+            self,
+            adamw_per_s=self.adamw_beside_per_s or self.adamw_per_s,
+            adamw_8bit_per_s=self.adamw_8bit_beside_per_s or self.adamw_8bit_per_s,
+        )
 
     @property
     def efficiency(self) -> Efficiency:
@@ -90,6 +101,10 @@ def rates_from(
         adamw_8bit_per_s=known.get("adamw_8bit"),
         adamw_weights_per_s=None if calibration is None else calibration.adamw_weights_per_s,
         adamw_moments_per_s=None if calibration is None else calibration.adamw_moments_per_s,
+        adamw_beside_per_s=None if calibration is None else calibration.adamw_beside_per_s,
+        adamw_8bit_beside_per_s=(
+            None if calibration is None else calibration.adamw_8bit_beside_per_s
+        ),
         copy_bytes_per_s=known.get("host_copy", float("inf")),
         h2d_bytes_per_s=known.get("h2d_pinned"),
         d2h_bytes_per_s=known.get("d2h_pinned"),

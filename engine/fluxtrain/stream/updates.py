@@ -40,6 +40,7 @@ from fluxtrain.optim.stepping import (
     step_on_host_,
     step_weights_on_host_,
     threads_beside,
+    update_threads,
 )
 from fluxtrain.plan.states import STATE_BLOCK
 from fluxtrain.stream.norm import GradNorm
@@ -104,6 +105,7 @@ class Updates:
         self._gradients = gradients
         self._recorder = device.recorder
         self._shares_cores = device.torch_device.type == "cpu"
+        self._threads = update_threads()
         self._threads_beside = threads_beside(device.torch_device)
         self._worker = Worker("flux-update", _native.end_threads if self._shares_cores else None)
         self._pending: dict[Group, None] = {}  # in the order of their updates
@@ -116,7 +118,9 @@ class Updates:
         late: dict[Group, _Step] = {}
         try:
             for group in _in_order(work):
-                step = self._queue(group, work[group], norm, defers=self._defers_moments)
+                step = self._queue(
+                    group, work[group], norm, defers=self._defers_moments, threads=self._threads
+                )
                 if step is not None and step.defers:
                     late[group] = step
         finally:  # whose weights are on their way gets its moments too
@@ -135,7 +139,7 @@ class Updates:
         norm: GradNorm | None,
         *,
         defers: bool,
-        threads: int | None = None,
+        threads: int | None,
     ) -> _Step | None:
         """Queue the group's first job; its weights count as changed from now on. None where the
         device updates."""
@@ -241,9 +245,10 @@ class _Step:
                 flat = _flat(part)
                 scale = part.scale * clip
                 if self.defers and flat.moments_can_wait:
-                    step_weights_on_host_(flat, hyper=part.hyper, step=part.step, scale=scale)
-                    continue
-                step_on_host_(
+                    step_on_host = step_weights_on_host_
+                else:
+                    step_on_host = step_on_host_
+                step_on_host(
                     flat, hyper=part.hyper, step=part.step, scale=scale, threads=self.threads
                 )
         self.clip = clip

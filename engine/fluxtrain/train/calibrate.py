@@ -31,6 +31,7 @@ from fluxtrain.errors import UnsupportedModel
 from fluxtrain.hardware.others import others_share, read_use
 from fluxtrain.plan.calibration import Calibration, Line, Streamed, line_of_chunks, line_through
 from fluxtrain.plan.facts import Offload
+from fluxtrain.plan.states import StateFormat
 from fluxtrain.stream.blocks import take_apart
 from fluxtrain.stream.grouping import facts_of
 from fluxtrain.stream.rng import randomness_kept
@@ -59,9 +60,11 @@ def calibrate(
     device: torch.device,
     rows: tuple[int, int],
     fewer: tuple[int, int] | None = None,
+    states: StateFormat = "fp32",
 ) -> Calibration:
     """Time a block, and what stands outside the blocks, at chunks of `rows` rows. Where the
     miniature does not fit on a GPU, with its edges at home on the host; or else with `fewer` rows.
+    `states` are those of AdamW, whose update on the device is timed too.
 
     `batch_of` gives real rows. Raises NotCalibrated with the reason: blocks in several lists, or
     too little memory for the miniature.
@@ -69,10 +72,11 @@ def calibrate(
     started_s, before = time.monotonic(), read_use()
     process = psutil.Process()
     before_bytes = process.memory_info().rss
-    at_home = [_Way(count, edges="host") for count in dict.fromkeys((rows, fewer or rows))]
+    sizes = dict.fromkeys((rows, fewer or rows))
+    at_home = [_Way(count, edges="host", states=states) for count in sizes]
     try:
         with randomness_kept(device):
-            tried = _first_that_fits([_Way(rows), *at_home], model, batch_of, device)
+            tried = _first_that_fits([_Way(rows, states=states), *at_home], model, batch_of, device)
     except UnsupportedModel as error:
         raise NotCalibrated(str(error)) from error
     finally:
@@ -96,7 +100,8 @@ def calibrate(
         activation_bytes=round(of_batches(lambda trial: float(trial.activation_bytes)).slope),
         kept_backward=of_chunks("kept_backward") if keeps else None,
         kept_bytes=many.kept_bytes // (COPIES * many.rows) if keeps else None,
-        host_block_s=many.median("host"),
+        host_block_s=min(many.seconds["host"]),  # a full queue of the device makes it longer
+        host_forward_s=min(many.seconds["host_forward"]),
         device_update_s=many.median("update"),
         streamed=tried.streamed,
         runtime_bytes=max(0, process.memory_info().rss - before_bytes),
@@ -121,12 +126,14 @@ class _Way:
 
     rows: tuple[int, int]
     edges: Literal["device", "host"] = "device"
+    states: StateFormat = "fp32"
 
     def wrapped(self, mini: nn.Module, device: torch.device) -> AbstractContextManager[Engine]:
+        how: dict[str, Any] = {"states": self.states}
         if self.edges == "device":
-            return _wrapped(mini, device, "none", max(self.rows))
-        at_home = {"device_groups": COPIES, "device_first": "blocks", "embedding": "whole"}
-        return _wrapped(mini, device, "weights", max(self.rows), **at_home)
+            return _wrapped(mini, device, "none", max(self.rows), **how)
+        how |= {"device_groups": COPIES, "device_first": "blocks", "embedding": "whole"}
+        return _wrapped(mini, device, "weights", max(self.rows), **how)
 
 
 def _first_that_fits(

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
@@ -28,6 +29,7 @@ from fluxtrain.plan.facts import ModelFacts
 from fluxtrain.plan.ranked import GPU_CHUNK_TOKENS
 from fluxtrain.plan.rates import Rates, rates_from
 from fluxtrain.plan.search import CHUNK_TOKENS
+from fluxtrain.plan.states import STATE_FORMATS, StateFormat
 from fluxtrain.telemetry.rundir import runs_root
 from fluxtrain.telemetry.storage import write_json
 from fluxtrain.train.calibrate import calibrate
@@ -36,7 +38,8 @@ from fluxtrain.units import MIB, duration_text
 
 COPY_BYTES = 32 * MIB  # more would be the most that a small run ever holds
 WEIGHT_BYTES = 2  # of a parameter in 16 bits, and of its gradient
-FORMAT = 7  # of the file; a reader ignores another one
+RATE_LIMIT_S = 0.8  # of each rate of the native optimizer
+FORMAT = 8  # of the file; a reader ignores another one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,20 +116,10 @@ def measured_constants(
     rows = trial_rows(facts.row.sequence_length, batch_rows, _trial_tokens(device))
     fewer = trial_rows(facts.row.sequence_length, batch_rows, CHUNK_TOKENS)
     try:
-        tried = calibrate(model, batch_of, torch.device(device), rows, fewer)
+        tried = calibrate(model, batch_of, torch.device(device), rows, fewer, _states(facts))
     except NotCalibrated as reason:
         return replace(known, source=f"{known.source} ({reason})")
-    tried = replace(tried, adamw_per_s=_adamw_per_s(facts, machine, device))
-    if any(group.states == "8bit" for group in facts.groups):
-        coded = _adamw_per_s(facts, machine, device, eight_bit=True)
-        tried = replace(tried, adamw_8bit_per_s=coded)
-    two_passes = any(group.pass_bytes for group in facts.groups)
-    if two_passes and device == "cuda":  # elsewhere nothing hides what they move more
-        tried = replace(
-            tried,
-            adamw_weights_per_s=_adamw_per_s(facts, machine, device, part="weights"),
-            adamw_moments_per_s=_adamw_per_s(facts, machine, device, part="moments"),
-        )
+    tried = replace(tried, **_adamw_rates(facts, machine, device))
     rates = _missing_rates(known.per_s, machine, device)
     _write(_place(facts, machine, device, batch_rows), _Kept(FORMAT, rates, tried))
     return Constants(
@@ -172,29 +165,51 @@ def _missing_rates(
     return {name: rate.per_s for name, rate in found.items() if rate.per_s}
 
 
+def _states(facts: ModelFacts) -> StateFormat:
+    """Of FluxTrain's own AdamW, which the trial updates with also where another one will."""
+    found = {group.states for group in facts.groups if group.masters}
+    return next((states for states in STATE_FORMATS if states in found), "fp32")
+
+
+def _adamw_rates(facts: ModelFacts, machine: Machine, device: str) -> dict[str, Any]:
+    """Fields of a calibration: the native optimizer's rates as this model's updates run, on a GPU's
+    host, where they can be hidden, also in two passes and beside the backward pass."""
+    narrow = any(group.states == "8bit" for group in facts.groups)
+    two_passes = any(group.pass_bytes for group in facts.groups)
+    wanted: dict[str, tuple[Part, bool, bool]] = {"adamw_per_s": ("all", False, False)}
+    if narrow:
+        wanted["adamw_8bit_per_s"] = ("all", True, False)
+    if device == "cuda":
+        wanted["adamw_beside_per_s"] = ("all", False, True)
+    if device == "cuda" and narrow:
+        wanted["adamw_8bit_beside_per_s"] = ("all", True, True)
+    if device == "cuda" and two_passes:
+        wanted["adamw_weights_per_s"] = ("weights", False, False)
+        wanted["adamw_moments_per_s"] = ("moments", False, True)
+    return {
+        name: _adamw_per_s(facts, machine, device, part, eight_bit=eight_bit, beside=beside)
+        for name, (part, eight_bit, beside) in wanted.items()
+    }
+
+
 def _adamw_per_s(
-    facts: ModelFacts,
-    machine: Machine,
-    device: str,
-    *,
-    eight_bit: bool = False,
-    part: Part = "all",
+    facts: ModelFacts, machine: Machine, device: str, part: Part, *, eight_bit: bool, beside: bool
 ) -> float | None:
     """The native optimizer over as much memory as this model's states take, up to what is beyond
     any cache, beside copies as a training has them: what is updated goes up for the next forward
-    pass, and gradients come down in the backward pass, which moments are updated beside."""
+    pass. `beside` the backward pass gradients come down too, and fewer threads update."""
     trained = sum(group.trained for group in facts.groups)
-    threads, down_bytes = sustained_threads(machine), 0
-    if part == "moments":
+    threads = sustained_threads(machine)
+    if beside:
         known = (threads, threads_beside(torch.device(device)))
         threads = min((count for count in known if count is not None), default=None)
-        down_bytes = WEIGHT_BYTES
+    down_bytes = WEIGHT_BYTES if beside else 0
     with busy_bus(device, up_bytes=WEIGHT_BYTES, down_bytes=down_bytes) as begins:
         found = adamw_rate(
             machine.memory_available_bytes,
             parameters=min(max(trained, LEAST_PARAMETERS), PARAMETERS),
             threads=threads,
-            limit_s=1.0,
+            limit_s=RATE_LIMIT_S,
             eight_bit=eight_bit,
             part=part,
             sustained=True,

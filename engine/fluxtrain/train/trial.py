@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 COPIES = 2  # of the block: the second starts as every block but the first does
 REPEATS = 8
-LIMIT_S = 0.6  # for the repeats at one size; the last may end later
+HEAT_S = 0.3  # of steps on a GPU that are not counted: a cool one clocks up to a sixth higher
+LIMIT_S = 0.4  # for the repeats at one size; the last may end later
 ROUND_LIMIT_S = 0.25  # the same in one of the rounds that are made without a GPU
-HEAD_START_CYCLES = 100_000_000  # of a GPU's clock: some 50 ms
 
 
 class NotCalibrated(FluxTrainError):
@@ -55,16 +55,34 @@ class Trial:
         return median(self.seconds[name])
 
 
+@dataclass
+class _Marks:
+    """When a step passed its borders, by their names: on the device's stream (on CPU: the host),
+    and when the host had queued it."""
+
+    passed: dict[str, list[Any]] = field(default_factory=dict)
+    queued_s: dict[str, list[float]] = field(default_factory=dict)
+
+    def host_between(self, start: str, end: str) -> float:
+        """Seconds that the host took from each mark `start` to its mark `end`, added up."""
+        pairs = zip(self.queued_s[start], self.queued_s[end], strict=True)
+        return sum(after - before for before, after in pairs)
+
+
 class Bench:
-    """Steps of the miniature, taken apart at the borders of its blocks."""
+    """Steps of the miniature, taken apart at the borders of its blocks.
+
+    On a GPU they follow each other as in a training: the host queues one while the one before is
+    computed, so that no time is the host's, and the clocks are those that a card keeps up under
+    load.
+    """
 
     def __init__(
         self, mini: nn.Module, engine: Engine, blocks: list[nn.Module], device: torch.device
     ) -> None:
         self._mini, self._engine, self._device = mini, engine, device
         self._on_gpu = device.type == "cuda"
-        self._marks: dict[str, list[Any]] = {}
-        self._host_marks: dict[str, list[float]] = {}
+        self._marks = _Marks()
         self._held_bytes = 0
         self._weighs = False
         self._trial = Trial(0)
@@ -90,32 +108,38 @@ class Bench:
         memory is the host's, one that `weighs` what a block holds and takes time for that."""
         trial = self._trial = Trial(int(batch.input_ids.shape[0]))
         self._engine.chunk_rows = chunk_rows or trial.rows
-        self._step(batch)
+        inputs = self._inputs_of(batch)
+        self._step(inputs)
         if weighs and not self._on_gpu and chunk_rows is None:
             self._weighs = True
-            self._step(batch)
+            self._step(inputs)
             self._weighs = False
         trial.seconds.clear()
+        if self._on_gpu:
+            self._repeat(inputs, HEAT_S, LIMIT_S)
+            self._keep(inputs, trial)
+            return trial
         started_s = time.perf_counter()
         for _ in range(REPEATS):
-            self._step(batch)
-            if time.perf_counter() - started_s > (LIMIT_S if self._on_gpu else ROUND_LIMIT_S):
+            self._step(inputs)
+            if time.perf_counter() - started_s > ROUND_LIMIT_S:
                 break
-        if self._on_gpu:
-            self._keep(batch, trial)
         return trial
 
-    def _keep(self, batch: Batch, trial: Trial) -> None:
+    def _inputs_of(self, batch: Batch) -> dict[str, Any]:
+        """On the device: the host must not wait there for a copy behind what is still computed."""
+        return {
+            name: value.to(self._device) if isinstance(value, Tensor) else value
+            for name, value in batch.inputs().items()
+        }
+
+    def _keep(self, inputs: dict[str, Any], trial: Trial) -> None:
         """The same with the activations kept: only the backward pass differs, and what is held."""
         kept = self._trial = Trial(trial.rows)
         for unit in self._engine.units:
             unit.keeps = unit.group.kind == "block"
         try:
-            started_s = time.perf_counter()
-            for _ in range(REPEATS):
-                self._step(batch)
-                if time.perf_counter() - started_s > LIMIT_S / 2:
-                    break
+            self._repeat(inputs, 0.0, LIMIT_S / 2)
         except torch.OutOfMemoryError:
             return
         finally:
@@ -124,32 +148,57 @@ class Bench:
         trial.seconds["kept_backward"] = kept.seconds["backward"]
         trial.keeps, trial.kept_bytes = True, max(0, kept.held_bytes - trial.held_bytes)
 
-    def _step(self, batch: Batch) -> None:
-        self._marks, self._host_marks = {}, {}
-        if self._on_gpu:
-            torch.cuda._sleep(HEAD_START_CYCLES)  # the host runs ahead, as in a training
+    def _repeat(self, inputs: dict[str, Any], heat_s: float, limit_s: float) -> None:
+        """Steps one behind the other without a pause; those that the device begins after `heat_s`
+        count, but never the first."""
+        counted: list[_Marks] = []
+        before: _Marks | None = None
+        started_s, past_s = time.perf_counter(), 0.0
+        while len(counted) < REPEATS and not (counted and past_s > limit_s):
+            step = self._queue(inputs)
+            if before is not None:
+                before.passed["updated"][0].synchronize()
+                past_s = time.perf_counter() - started_s - heat_s  # it begins now
+                counted += [step] if past_s >= 0 else []
+            before = step
+        self._wait()
+        for step in counted:
+            self._tell(step)
+
+    def _step(self, inputs: dict[str, Any]) -> None:
+        """One step, waited for."""
+        step = self._queue(inputs)
+        self._wait()
+        self._tell(step)
+
+    def _queue(self, inputs: dict[str, Any]) -> _Marks:
+        step = self._marks = _Marks()
         self._mark("start")
-        loss = self._mini(**batch.inputs()).loss
+        loss = self._mini(**inputs).loss
         self._mark("loss")
         loss.backward()
         self._mark("backward")
         self._update()
-        self._wait()
-        forward_s = self._between("enters", "leaves")
-        backward_s = self._between("backward enters", "backward leaves")
-        host_s = self._host_between("enters", "leaves")
-        host_s += self._host_between("backward enters", "backward leaves")
+        for parameter in self._mini.parameters():
+            parameter.grad = None
+        return step
+
+    def _tell(self, step: _Marks) -> None:
+        """What a step took that is over."""
+        forward_s = self._between(step, "enters", "leaves")
+        backward_s = self._between(step, "backward enters", "backward leaves")
+        host_s = step.host_between("enters", "leaves") if self._on_gpu else 0.0
+        host_backward_s = step.host_between("backward enters", "backward leaves")
         self._trial.took(
             forward=forward_s / COPIES,
             backward=backward_s / COPIES,
-            host=host_s / COPIES if self._on_gpu else 0.0,
-            outside_forward=max(0.0, self._between("start", "loss") - forward_s),
-            outside_backward=max(0.0, self._between("loss", "backward") - backward_s),
-            update=self._between("backward", "updated") / max(1, self._updated),
-            whole=self._between("start", "backward"),
+            host_forward=host_s / COPIES,
+            host=(host_s + host_backward_s) / COPIES if self._on_gpu else 0.0,
+            outside_forward=max(0.0, self._between(step, "start", "loss") - forward_s),
+            outside_backward=max(0.0, self._between(step, "loss", "backward") - backward_s),
+            update=self._between(step, "backward", "updated") / max(1, self._updated),
+            whole=self._between(step, "start", "backward"),
         )
-        for parameter in self._mini.parameters():
-            parameter.grad = None
 
     def _update(self) -> None:
         """The norm and the optimizer, of weights that live on the device."""
@@ -192,23 +241,18 @@ class Bench:
     def _mark(self, name: str) -> None:
         """The time now: the host's, or that of the device's stream."""
         now: Any = time.perf_counter()
-        self._host_marks.setdefault(name, []).append(now)
+        self._marks.queued_s.setdefault(name, []).append(now)
         if self._on_gpu:
             now = torch.cuda.Event(enable_timing=True)
             now.record(torch.cuda.current_stream(self._device))
-        self._marks.setdefault(name, []).append(now)
+        self._marks.passed.setdefault(name, []).append(now)
 
-    def _between(self, start: str, end: str) -> float:
+    def _between(self, step: _Marks, start: str, end: str) -> float:
         """Seconds from each mark `start` to its mark `end`, added up."""
-        pairs = zip(self._marks[start], self._marks[end], strict=True)
+        pairs = zip(step.passed[start], step.passed[end], strict=True)
         if self._on_gpu:
             return float(sum(before.elapsed_time(after) for before, after in pairs)) / 1e3
         return float(sum(after - before for before, after in pairs))
-
-    def _host_between(self, start: str, end: str) -> float:
-        """The same by the host's clock: how long it took to queue the work."""
-        pairs = zip(self._host_marks[start], self._host_marks[end], strict=True)
-        return sum(after - before for before, after in pairs)
 
     def _wait(self) -> None:
         if self._on_gpu:

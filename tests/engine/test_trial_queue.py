@@ -1,0 +1,138 @@
+"""On a GPU the steps of a trial follow each other: what stands for a card here says in which order
+they are queued and waited for."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fluxtrain
+from fluxtrain.data.batches import Batch
+from fluxtrain.stream.blocks import take_apart
+from fluxtrain.stream.engine import Engine, engine_of
+from fluxtrain.train import trial as trial_module
+from fluxtrain.train.calibrate import ALL_CHECKED
+from fluxtrain.train.trial import REPEATS, Bench, Trial
+
+LENGTH = 12
+
+
+def batch_of(rows: int) -> Batch:
+    ids = torch.randint(0, 60, (rows, LENGTH), generator=torch.Generator().manual_seed(0))
+    count = rows * (LENGTH - 1)
+    return Batch(
+        input_ids=ids, labels=ids, position_ids=torch.arange(LENGTH).expand(rows, LENGTH),
+        predicted=count, step_predicted=count, tokens=ids.numel(),
+    )  # fmt: skip
+
+
+class Card:
+    """What the host asked of it, in order: events are recorded at once, by the host's clock."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        card = self
+
+        class Event:
+            def __init__(self, *, enable_timing: bool) -> None:
+                self.at_s = 0.0
+
+            def record(self, _: object) -> None:
+                self.at_s = time.perf_counter()
+
+            def synchronize(self) -> None:
+                card.log.append("waits for a step")
+
+            def elapsed_time(self, later: Event) -> float:
+                return (later.at_s - self.at_s) * 1e3
+
+        self.patches: dict[str, Callable[..., Any]] = {
+            "Event": Event,
+            "current_stream": lambda _: None,
+            "synchronize": lambda _: card.log.append("waits for all"),
+            "memory_allocated": lambda _: 0,
+            "max_memory_allocated": lambda _: 1 << 20,
+            "reset_peak_memory_stats": lambda _: None,
+        }
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> Card:
+    found = Card()
+    for name, what in found.patches.items():
+        monkeypatch.setattr(torch.cuda, name, what)
+    return found
+
+
+@pytest.fixture
+def bench(tiny: Any, card: Card) -> Iterator[tuple[Bench, Engine]]:
+    model: nn.Module = tiny("llama", torch.float32)
+    fluxtrain.wrap(model, device="cpu", offload="none", chunk_rows=4)
+    engine = engine_of(model)
+    for unit in engine.units:
+        unit.checked = ALL_CHECKED
+    blocks = [module for _, module in take_apart(model).blocks]
+    made = Bench(model, engine, blocks, torch.device("cpu"))
+    made._on_gpu = True
+    queue = made._queue
+
+    def logged(inputs: dict[str, Any]) -> Any:
+        card.log.append("queues")
+        return queue(inputs)
+
+    made._queue = logged  # type: ignore[method-assign]
+    yield made, engine
+    made.close()
+    fluxtrain.unwrap(model)
+
+
+def repeated(card: Card) -> list[str]:
+    """The log of the steps that are not kept: from the first wait for all to the next."""
+    first = card.log.index("waits for all") + 1
+    return card.log[first : card.log.index("waits for all", first)]
+
+
+def test_the_host_is_one_step_ahead_and_never_waits_for_the_card_to_run_dry(
+    bench: tuple[Bench, Engine], card: Card
+) -> None:
+    found = bench[0].trial(batch_of(4))
+    assert card.log[:2] == ["queues", "waits for all"]  # the one that warms up
+    steps = repeated(card)
+    count = steps.count("queues")
+    assert steps == ["queues", *["queues", "waits for a step"] * (count - 1)]
+    assert 1 <= len(found.seconds["forward"]) <= REPEATS
+    assert found.keeps
+    assert len(found.seconds["kept_backward"]) >= 1
+
+
+def test_steps_before_the_card_is_hot_are_not_counted(
+    bench: tuple[Bench, Engine], card: Card, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trial_module, "HEAT_S", 0.4)
+    started_s = time.perf_counter()
+    found: Trial = bench[0].trial(batch_of(4))
+    assert time.perf_counter() - started_s > 0.4
+    assert repeated(card).count("queues") > len(found.seconds["forward"]) + 1
+
+
+def test_a_slow_card_is_hot_after_one_step_and_tries_no_more_than_it_must(
+    bench: tuple[Bench, Engine], card: Card, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trial_module, "HEAT_S", 0.0)
+    monkeypatch.setattr(trial_module, "LIMIT_S", -1.0)
+    found = bench[0].trial(batch_of(4))
+    assert repeated(card) == ["queues", "queues", "waits for a step"]
+    assert len(found.seconds["forward"]) == len(found.seconds["kept_backward"]) == 1
+
+
+def test_the_host_s_own_time_is_told_of_the_forward_and_of_both(
+    bench: tuple[Bench, Engine],
+) -> None:
+    found = bench[0].trial(batch_of(4))
+    pairs = zip(found.seconds["host_forward"], found.seconds["host"], strict=True)
+    assert all(0 < forward_s < both_s for forward_s, both_s in pairs)
