@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -11,6 +12,12 @@ from hypothesis import settings
 
 # Before torch is imported. Test processes that each use every core only wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# What is measured about this machine is kept for these tests alone: not what was measured before
+# them decides what they do, and nothing of theirs stays. Workers inherit the place.
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    _CACHE = tempfile.TemporaryDirectory(prefix="fluxtrain-tests-")
+    os.environ["XDG_CACHE_HOME"] = _CACHE.name
 
 # A shared or slow machine is no failure; a failing example is printed so that it can be run again.
 # The same examples each time, so that a change fails for what it does; `make soak` draws new ones.

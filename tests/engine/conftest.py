@@ -131,6 +131,16 @@ def _folder_of_forked_processes() -> None:
     get_temp_dir()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _short_trials() -> Iterator[None]:
+    """Before a run one block is tried for seconds, and again where other programs disturbed that;
+    here each worker is the other one's other program, and few tests look at what was found."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fluxtrain.train.constants.is_calm_after", lambda _: False)
+        patch.setattr("fluxtrain.train.rounds.MOST_ROUNDS", 1)
+        yield
+
+
 FAMILIES = ("llama", "qwen2", "gpt2", "t5", "vit", "mixtral", "mamba")
 _SIZES: dict[str, int] = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 3}
 _ATTENTION: dict[str, int] = {

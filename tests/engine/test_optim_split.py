@@ -275,7 +275,8 @@ def test_a_zero_scale_still_decays_the_weights() -> None:
 
 
 def test_other_threads_run_while_an_update_does() -> None:
-    """The GIL is free: a Python thread counts on while one long native call runs."""
+    """The GIL is free: a Python thread counts on while one long native call runs. On a machine with
+    other work it may not come to that in every call."""
     n = 20_000_000
     hi, lo = torch.zeros(n, dtype=torch.bfloat16), torch.zeros(n, dtype=torch.int16)
     m, v, grad = torch.zeros(n), torch.zeros(n), torch.ones(n, dtype=torch.bfloat16)
@@ -289,12 +290,15 @@ def test_other_threads_run_while_an_update_does() -> None:
 
     ticker = threading.Thread(target=tick)
     ticker.start()
-    start = time.perf_counter()
-    update_(hi, lo, m, v, grad, hyper=HYPER, step=1, threads=1)
-    end = time.perf_counter()
+    meanwhile: list[int] = []
+    while not meanwhile or (max(meanwhile) < 2 and len(meanwhile) < 50):
+        start = time.perf_counter()
+        update_(hi, lo, m, v, grad, hyper=HYPER, step=1, threads=1)
+        end = time.perf_counter()
+        meanwhile.append(sum(start < at < end for at in ticks))
     done.set()
     ticker.join()
-    assert sum(start < at < end for at in ticks) >= 2
+    assert max(meanwhile) >= 2
 
 
 @ISAS

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import fluxtrain
 from fluxtrain.errors import Diverged
 from fluxtrain.stream.engine import Engine
+from tests.engine.deferred_models import GIVEN_UP_S
 from tests.engine.row_models import by_rows, equal, inputs, llama, trained, wrapped
 
 
@@ -22,7 +23,7 @@ class Held:
 
     def __init__(self, engine: Engine) -> None:
         self._go = threading.Event()
-        engine.updates._worker.submit(lambda: self._go.wait(5))
+        engine.updates._worker.submit(lambda: self._go.wait(GIVEN_UP_S))
 
     def __enter__(self) -> Held:
         return self

@@ -29,6 +29,7 @@ def made(
 ) -> tuple[Rounds, int]:
     """What rounds that find this give, and how many were made."""
     monkeypatch.setattr(rounds_module, "others_share", lambda _: others)
+    monkeypatch.setattr(rounds_module, "MOST_ROUNDS", MOST_ROUNDS)  # other tests make one
     now = [0.0]
     left: Iterator[tuple[float, float]] = iter(found)
     count = 0

@@ -67,16 +67,16 @@ def test_a_second_thread_is_refused_while_the_first_computes(tiny: Any, batch: A
 
     def stop(*_: Any) -> None:
         inside.set()
-        may_go_on.wait(10)
+        may_go_on.wait(60)
 
     hook = model.model.layers[0].mlp.register_forward_hook(stop)
     first = threading.Thread(target=lambda: model(**batch()))
     first.start()
-    assert inside.wait(10)
+    assert inside.wait(60)
     with pytest.raises(MisusedModel, match="two threads"):
         model(**batch())
     may_go_on.set()
-    first.join(10)
+    first.join(60)
     hook.remove()
     model(**batch()).loss.backward()
 

@@ -67,7 +67,7 @@ def test_a_read_right_after_a_background_step_sees_the_new_weight(
     model = fluxtrain.wrap(tiny("llama"), overlap=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     gate = threading.Event()
-    engine_of(model).updates._worker.submit(partial(gate.wait, 10))
+    engine_of(model).updates._worker.submit(partial(gate.wait, 60))
     step(model, optimizer, batch())
     threading.Timer(0.02, gate.set).start()
     assert torch.equal(READS[read](model, model.model.layers[2].mlp.up_proj.weight), expected)
@@ -77,7 +77,7 @@ def test_shapes_and_types_are_answered_without_waiting(tiny: Any, batch: Any) ->
     model = fluxtrain.wrap(tiny("llama"), overlap=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     gate = threading.Event()
-    engine_of(model).updates._worker.submit(partial(gate.wait, 10))
+    engine_of(model).updates._worker.submit(partial(gate.wait, 60))
     try:
         step(model, optimizer, batch())
         for p in model.parameters():
@@ -312,7 +312,7 @@ def test_a_dropped_model_is_freed_with_its_threads(offload: str, tiny: Any, batc
     assert [ref() for ref in left] == [None] * len(left)
     for thread in threading.enumerate():
         if thread.ident not in before:
-            thread.join(2)
+            thread.join(60)
             assert not thread.is_alive(), thread.name
 
 

@@ -10,8 +10,6 @@ import pkgutil
 import subprocess
 import sys
 
-import pytest
-
 TORCH = {"torch", "transformers", "peft", "accelerate", "numpy", "safetensors", "tokenizers"}
 APP = {"textual", "fluxtui"}
 
@@ -71,18 +69,15 @@ def test_the_app_never_brings_torch() -> None:
     assert not brought & TORCH
 
 
-@pytest.mark.parametrize(
-    "package",
-    ["stream", "memory", "optim", "data", "methods", "plan", "train"],
-)
-def test_the_engine_never_brings_the_app(package: str) -> None:
-    assert not brought_in_by(*modules_of(f"fluxtrain.{package}")) & APP
-
-
-def test_the_front_door_brings_wrap_only_when_it_is_used() -> None:
+def test_the_engine_never_brings_the_app_and_wrap_only_when_it_is_used() -> None:
+    """In one process, as torch takes seconds: the front door first, then every module."""
+    packages = ("stream", "memory", "optim", "data", "methods", "plan", "train")
+    modules = [name for package in packages for name in modules_of(f"fluxtrain.{package}")]
     code = (
         "import fluxtrain, sys; assert 'torch' not in sys.modules; "
         "fluxtrain.wrap; assert 'torch' in sys.modules; "
-        "assert fluxtrain.auto_wrap is fluxtrain.wrap"
+        "assert fluxtrain.auto_wrap is fluxtrain.wrap; "
+        f"import {', '.join(modules)}; "
+        f"brought = {APP} & set(sys.modules); assert not brought, brought"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -10,7 +10,6 @@ import os
 import pty
 import shutil
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
@@ -188,11 +187,16 @@ def test_a_terminal_opens_the_app_unless_it_is_dumb(
     os.close(ours)
 
 
-def test_a_second_run_starts_within_a_second(checkout: Checkout) -> None:
+def test_a_second_run_sets_nothing_up_and_starts_within_a_second(checkout: Checkout) -> None:
+    """In processor time, as other tests share this machine."""
     checkout.add_complete_environment()
-    start = time.perf_counter()
+    checkout.add(".ci/setup", "exit 1")
+    before = os.times()
     assert checkout.make("run").returncode == 0
-    assert time.perf_counter() - start < 1.0
+    after = os.times()
+    assert after.children_user + after.children_system < (
+        before.children_user + before.children_system + 1.0
+    )
 
 
 def test_a_changed_kernel_is_built_before_the_next_run(checkout: Checkout) -> None:
