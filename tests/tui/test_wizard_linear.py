@@ -8,7 +8,6 @@ import pty
 import select
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -214,9 +213,11 @@ class _Typed:
         self.text = ""
 
     def to_the_end(self) -> int:
-        deadline, answered = time.monotonic() + PATIENCE_S, 0
-        while time.monotonic() < deadline:
-            ready, _, _ = select.select([self._master], [], [], 0.1)
+        """The exit code; the command is ended where it says nothing more for too long."""
+        answered, silent = 0, False
+        while not silent:
+            ready, _, _ = select.select([self._master], [], [], PATIENCE_S)
+            silent = not ready
             try:
                 data = os.read(self._master, 1 << 16) if ready else b""
             except OSError:  # EIO: the last process on the terminal has ended
@@ -226,5 +227,6 @@ class _Typed:
                 answered = len(self.text)
                 os.write(self._master, b"\n")
         os.close(self._master)
-        self._process.terminate() if time.monotonic() >= deadline else None
+        if silent:
+            self._process.terminate()
         return self._process.wait(60)

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fluxtrain.errors import DoesNotFit
@@ -200,6 +200,7 @@ def rank(placement: RunPlacement) -> tuple[int, ...]:
     )
 
 
+@settings(max_examples=40)
 @given(even_models(), rooms, wishes)
 def test_max_is_the_last_resort(facts: ModelFacts, room: Room, wish: Wishes) -> None:
     wish = replace(wish, chunk_rows=None)  # so that both questions leave the same reserve
@@ -212,6 +213,7 @@ def test_max_is_the_last_resort(facts: ModelFacts, room: Room, wish: Wishes) -> 
                 place(facts, room, replace(wish, offload="weights", batch_rows=rows))
 
 
+@settings(max_examples=40)
 @given(even_models(), rooms, wishes)
 def test_what_is_left_on_the_device_would_not_hold_one_more(
     facts: ModelFacts, room: Room, wish: Wishes
