@@ -74,7 +74,8 @@ PAGES = tuple(
     f"wizard.{page}"
     for page in ("start", "model", "data", "method", "hardware", "strategy", "preview", "launch")
 )
-IN_WIZARD_TOO = ("help", "palette")
+EVERYWHERE = ("suspend",)  # before dialogs and fields too
+IN_WIZARD_TOO = ("help", "palette", *EVERYWHERE)
 LISTS = ("log", "plan", "runs", "settings")
 STRATEGY = ("wizard.strategy",)
 CHARTS = ("dashboard", "loss")
@@ -177,6 +178,8 @@ ACTIONS: tuple[Action, ...] = (
            "command_palette", rank=50),
     Action("help", "question_mark,f1", "help", "Keys and what they do", "App", "help", rank=95),
     Action("detach", "d,q", "detach", "Leave; the training goes on", "App", "detach", rank=100),
+    Action("suspend", "ctrl+z", "shell", "To the shell; `fg` comes back, the training goes on",
+           "App", "suspend"),
     Action("list_up", "up,k", "up", "A line up; in the wizard the choice before", "Lists",
            "move(-1)", LISTS + PAGES),
     Action("list_down", "down,j", "down", "A line down; in the wizard the next choice", "Lists",
@@ -226,10 +229,13 @@ LIST_KEYS = tuple(action.id for action in ACTIONS if action.id.startswith("list_
 def bindings() -> list[Binding]:
     """The key map, one binding a key; ids let a user's own key map replace the keys."""
     return [
-        Binding(action.keys, action.do, action.about, id=action.id, show=False)
+        Binding(
+            action.keys, action.do, action.about, id=action.id, show=False,
+            priority=action.id in EVERYWHERE,
+        )
         for action in ACTIONS
         if not (action.in_lists or action.in_wizard)
-    ]
+    ]  # fmt: skip
 
 
 def own_bindings(ids: Sequence[str] = LIST_KEYS, **does: str) -> list[BindingType]:

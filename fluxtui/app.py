@@ -11,7 +11,7 @@ from textual.app import SystemCommand
 from textual.binding import BindingType
 from textual.screen import Screen
 
-from fluxtui.actions import bindings, screens_of_actions
+from fluxtui.actions import EVERYWHERE, bindings, screens_of_actions
 from fluxtui.commands import palette_commands
 from fluxtui.screens.run_screen import RunScreen
 from fluxtui.verbs.advice import AdviceVerbs
@@ -73,6 +73,8 @@ class FluxApp(AdviceVerbs, RunsVerbs, ViewVerbs, SavingVerbs):
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """Keys of the registry work on the screens they are for, and not behind a dialog."""
+        if action in EVERYWHERE:
+            return True
         on_screens = _SCREENS_OF.get(action)
         if on_screens is not None:
             screen = self.screen

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -58,6 +59,8 @@ def train_in_foreground(arguments: Sequence[str], command: Sequence[str] = TRAIN
 def follow_lines(run_dir: Path, ended: Callable[[], int | None] = lambda: None) -> int:
     """Print the run's progress until it ends; returns its exit code, or 130 after a Ctrl-C.
 
+    A reader that leaves before ends it too, with 0: that is no verdict on the training.
+
     `ended` gives the exit code of a trainer that this process started.
     """
     run, journal = RunDir(run_dir), JournalFollower(RunDir(run_dir).journal)
@@ -78,6 +81,9 @@ def follow_lines(run_dir: Path, ended: Callable[[], int | None] = lambda: None) 
     except KeyboardInterrupt:
         print(f"{run.run_id}: detached; training goes on", file=sys.stderr)
         return EXIT_INTERRUPTED
+    except BrokenPipeError:  # who read the lines has left (`| head`, a connection that broke)
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - until the exit
+        return EXIT_FINISHED
 
 
 def _ended(run: RunDir, code: int | None, *, silent: bool) -> int:

@@ -118,7 +118,7 @@ def _new_run(options: argparse.Namespace) -> int:
         if not options.headless:
             print(
                 "no terminal here: training without the app; run `fluxtrain-tui` in a terminal "
-                "to see it",
+                f"to see it{ssh_hint('fluxtrain-tui')}",
                 file=sys.stderr,
             )
         return _train_headless(answers or Answers())
@@ -191,6 +191,9 @@ def _attach(options: argparse.Namespace) -> int:
     if not has_terminal() or wants_lines():
         from fluxtui.headless import follow_lines
 
+        if not wants_lines():
+            hint = ssh_hint("fluxtrain-tui --attach")
+            print(f"no terminal here: lines instead of the app{hint}", file=sys.stderr, flush=True)
         return follow_lines(run_dir)
     return show(lambda: _app(options, run_dir))
 
@@ -202,6 +205,11 @@ def has_terminal(environment: Mapping[str, str] = os.environ) -> bool:
     """All three ends are a terminal that can draw; the app reads one and draws on the other two."""
     capable = environment.get("TERM", "") not in ("", "dumb") and draws_utf8()
     return capable and all(end.isatty() for end in (sys.stdin, sys.stdout, sys.stderr))
+
+
+def ssh_hint(command: str, environment: Mapping[str, str] = os.environ) -> str:
+    """Over ssh a command gets no terminal unless it is asked for: how; else ""."""
+    return f" (over ssh: `ssh -t HOST {command}`)" if "SSH_CONNECTION" in environment else ""
 
 
 def wants_lines(environment: Mapping[str, str] = os.environ) -> bool:
@@ -268,7 +276,9 @@ def show(make: Callable[[], FluxApp]) -> int:
         gc.enable()
         run_dir = app.run_dir
         if run_dir is not None:
-            print(printable(_in_time(lambda: farewell(run_dir)) or f"{run_dir} does not answer"))
+            words = printable(_in_time(lambda: farewell(run_dir)) or f"{run_dir} does not answer")
+            if not _in_time(lambda: _said(words)):  # the terminal takes nothing, or has hung up
+                os._exit(code)
         _leave_behind(set(threading.enumerate()) - others, code)
     return code
 
@@ -293,6 +303,15 @@ def _in_time(what: Callable[[], str]) -> str | None:
     thread.start()
     thread.join(LEAVING_S)
     return said[0] if said else None
+
+
+def _said(words: str) -> str:
+    """The words, when the terminal has taken them."""
+    try:
+        print(words, flush=True)
+    except OSError:
+        return ""
+    return words
 
 
 def _leave_behind(threads: Iterable[threading.Thread], code: int) -> None:

@@ -9,7 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
+from rich.console import RenderableType
 from textual import on
+from textual._compositor import ChopsUpdate
 from textual.app import App
 from textual.filter import LineFilter
 from textual.message import Message
@@ -26,6 +28,7 @@ from fluxtui.sources.journal import JournalSource
 from fluxtui.sources.source import RunSource
 from fluxtui.state.machine import MachineSample
 from fluxtui.state.view import ChartSettings, View
+from fluxtui.terminal import TerminalDriver
 from fluxtui.themes import (
     COLOURLESS_THEME,
     DEFAULT_THEME,
@@ -39,6 +42,7 @@ from fluxtui.themes import (
     theme_folders,
     wants_no_colour,
 )
+from fluxtui.widgets.updates import PartsUpdate
 
 if TYPE_CHECKING:
     from fluxtrain.telemetry.launch import TrainerProcess
@@ -98,7 +102,7 @@ class Shell(App[None]):
         sample_machine: bool = True,
         make_wizard: Callable[[], Screen[Any]] | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(driver_class=TerminalDriver)
         self.no_color = wants_no_colour()  # Textual would also take an empty NO_COLOR for one
         self._colourless = Colourless(self.no_color)
         self._settings_file = settings_file
@@ -137,6 +141,12 @@ class Shell(App[None]):
         """Textual's, but what NO_COLOR asks for is no colour instead of shades of grey."""
         others = [one for one in super().get_line_filters() if not isinstance(one, GREYS)]
         return [*others, self._colourless] if self.no_color else others
+
+    def _display(self, screen: Screen[Any], renderable: RenderableType | None) -> None:
+        """Textual's, in fewer bytes."""
+        if isinstance(renderable, ChopsUpdate):
+            renderable = PartsUpdate.of(renderable)
+        super()._display(screen, renderable)
 
     def _load_themes(self) -> None:
         """Before the first style sheet is made, so that it is made once."""

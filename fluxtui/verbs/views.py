@@ -8,6 +8,7 @@ from dataclasses import replace
 from fluxtui.screens.panel_screen import PanelScreen
 from fluxtui.settings import CHOICES, Choices
 from fluxtui.shell import Shell
+from fluxtui.terminal import TerminalDriver
 
 
 class ViewVerbs(Shell):
@@ -73,6 +74,16 @@ class ViewVerbs(Shell):
         if name == "low_bandwidth":
             self._asked_for_low_bandwidth = False  # what is chosen now outweighs the command line
         self.use_colours()
+
+    def action_suspend(self) -> None:
+        """Leave the terminal to the shell until it continues the app."""
+        driver = self._driver
+        if not isinstance(driver, TerminalDriver) or not driver.to_the_shell():
+            key = next(action.key_text for action in self.actions if action.id == "detach")
+            self.notify(
+                f"no shell waits for this app: {key} leaves it", title="Cannot stop here",
+                severity="warning",
+            )  # fmt: skip
 
     def action_help(self) -> None:
         """The keys and the panels of the screen in front."""

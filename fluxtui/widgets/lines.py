@@ -12,7 +12,7 @@ from textual.widget import Widget
 
 from fluxtrain.telemetry.printable import printable
 from fluxtui.themes import PLAIN, Palette
-from fluxtui.widgets.spans import BLANK, Line, fitted
+from fluxtui.widgets.spans import BLANK, Line, differing, fitted
 
 
 class Lines(Widget):
@@ -28,18 +28,26 @@ class Lines(Widget):
         self._palette: Palette = PLAIN
 
     def show(self, lines: Sequence[Line], palette: Palette) -> int:
-        """Draw `lines` from the top; returns how many rows changed."""
+        """Draw `lines` from the top; returns how many rows changed.
+
+        Of a row only what looks different is painted: a number that changes costs a few bytes.
+        """
         width, height = self.size
         new = [*lines[:height], *([BLANK] * (height - len(lines)))]
         if palette is not self._palette or width != self._width or len(new) != len(self._lines):
-            changed = list(range(height))
+            changed = {y: [(0, width)] for y in range(height)}
         else:
-            changed = [y for y in range(height) if new[y] != self._lines[y]]
+            changed = {
+                y: differing(self._lines[y], new[y], width)
+                for y in range(height)
+                if new[y] != self._lines[y]
+            }
         self._lines, self._palette, self._width = new, palette, width
         for y in changed:
             self._strips.pop(y, None)
-        if changed:
-            self.refresh(*(Region(0, y, width, 1) for y in changed))
+        parts = [Region(x, y, end - x, 1) for y, ends in changed.items() for x, end in ends]
+        if parts:
+            self.refresh(*parts)
         return len(changed)
 
     def render_line(self, y: int) -> Strip:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from rich.cells import cell_len, set_cell_size
+from rich.cells import cell_len, get_character_cell_size, set_cell_size
 
 Span = tuple[str, str]  # text, role
 Line = tuple[Span, ...]
 
 BLANK: Line = ()
+JUMP_CELLS = 8  # a jump of the cursor and a colour take about as many bytes as so much text
 
 
 def line(*spans: Span | str) -> Line:
@@ -51,6 +52,33 @@ def fitted(spans: Line, width: int) -> Line:
         kept.append((text, role))
         room -= length
     return tuple(kept)
+
+
+def differing(old: Line, new: Line, width: int) -> list[tuple[int, int]]:
+    """From which cells up to which two lines in `width` cells look different.
+
+    Parts between them that cost less to draw again than to jump over are taken in.
+    """
+    before, after = _cells(fitted(old, width)), _cells(fitted(new, width))
+    if before is None or after is None or len(before) != len(after):
+        return [(0, width)]
+    parts: list[tuple[int, int]] = []
+    for x in [x for x, cell in enumerate(before) if cell != after[x]]:
+        if parts and x - parts[-1][1] < JUMP_CELLS:
+            parts[-1] = (parts[-1][0], x + 1)
+        else:
+            parts.append((x, x + 1))
+    return parts
+
+
+def _cells(spans: Line) -> list[Span] | None:
+    """Character and role of each cell; None where one takes two cells or joins another."""
+    cells: list[Span] = []
+    for text, role in spans:
+        if not text.isascii() and any(get_character_cell_size(c) != 1 for c in text):
+            return None
+        cells += [(c, role) for c in text]
+    return cells
 
 
 def spread(left: Line, right: Line, width: int) -> Line:

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from tests.tui.desk import Desk
+
 HERE = Path(__file__).parent
 
 
@@ -88,3 +90,11 @@ def folder(tmp_path: Path, wizard_pilot: ModuleType) -> Path:
 def opened(wizard_pilot: ModuleType) -> Any:
     """`opened(folder, answers, size)`: the wizard on screen, as an asynchronous context."""
     return wizard_pilot.opened
+
+
+@pytest.fixture
+def desk(tmp_path: Path) -> Iterator[Desk]:
+    """A user's place: terminals, and a folder for runs."""
+    place = Desk(tmp_path)
+    yield place
+    place.close()

@@ -13,12 +13,18 @@ import sys
 import termios
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pyte
 
 from fluxtrain.telemetry.rundir import RunDir
 
+TINY = (
+    *("--set", "data.sequence_length=32", "--set", "train.batch_rows=2"),
+    *("--set", "data.held_out=0.002", "--set", "train.evaluate_every=end"),
+    *("--set", "train.checkpoint_every=end"),
+)
 PATIENCE_S = 120.0
 
 
@@ -60,6 +66,26 @@ class Terminal:
         self._stream.feed(data)
         return bool(data)
 
+    def resize(self, columns: int, lines: int) -> None:
+        self.screen.resize(lines, columns)
+        fcntl.ioctl(self._master, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
+
+    def mode(self) -> list[Any]:
+        """How the terminal treats what is typed and written (termios)."""
+        return termios.tcgetattr(self._master)
+
+    def wiped(self) -> None:
+        """Forget what is on screen: only what is written from now on will be there."""
+        while select.select([self._master], [], [], 0)[0] and self.read(0):
+            continue
+        self.output = b""
+        self.screen.reset()
+
+    def hang_up(self) -> None:
+        """As when a connection breaks."""
+        os.close(self._master)
+        self._master = -1
+
     @property
     def text(self) -> str:
         return "\n".join(self.screen.display)
@@ -71,6 +97,15 @@ class Terminal:
             alive = self.read(0.1)
             if not alive or time.monotonic() > deadline:
                 raise AssertionError(f"{texts} never came on screen:\n{self.text}")
+
+    def quiet(self, rows: int = 40, columns: int = 70, for_s: float = 1.5) -> None:
+        """Read until that part of the screen stays as it is."""
+        shown, since_s = [""], time.monotonic()
+        while time.monotonic() - since_s < for_s:
+            assert self.read(0.1)
+            now = [row[:columns] for row in self.screen.display[:rows]]
+            if now != shown:
+                shown, since_s = now, time.monotonic()
 
     def ends(self, patience_s: float = PATIENCE_S) -> int:
         """Read to the end; the exit code."""
@@ -86,7 +121,8 @@ class Terminal:
         with contextlib.suppress(ProcessLookupError):
             self.process.kill()
         self.process.wait()
-        os.close(self._master)
+        if self._master >= 0:
+            os.close(self._master)
 
 
 def _own_terminal() -> None:

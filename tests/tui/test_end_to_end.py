@@ -12,28 +12,15 @@ import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
 import psutil
 import pytest
 
-from tests.tui.desk import PATIENCE_S, Desk
+from tests.tui.desk import PATIENCE_S, TINY, Desk
 
-TINY = (
-    *("--set", "data.sequence_length=32", "--set", "train.batch_rows=2"),
-    *("--set", "data.held_out=0.002", "--set", "train.evaluate_every=end"),
-    *("--set", "train.checkpoint_every=end"),
-)
 RESTORED = b"\x1b[?1049l"  # back from the alternate screen
-
-
-@pytest.fixture
-def desk(tmp_path: Path) -> Iterator[Desk]:
-    place = Desk(tmp_path)
-    yield place
-    place.close()
 
 
 def test_enter_alone_leads_from_the_wizard_to_a_finished_training(desk: Desk) -> None:

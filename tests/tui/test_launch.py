@@ -221,6 +221,40 @@ def test_a_run_whose_trainer_vanished_is_told_so(
     assert "gone without a word" in capsys.readouterr().err
 
 
+def without_a_terminal(root: Path, *arguments: str, **environment: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", "fluxtui", *arguments],
+        env={**os.environ, "FLUXTRAIN_RUNS": str(root), **environment}, text=True,
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("over_ssh", [False, True])
+def test_attaching_without_a_terminal_prints_lines_and_says_what_shows_the_app(
+    root: Path, over_ssh: bool
+) -> None:
+    make_run(root, "tales", STEP, DONE)
+    environment = {"SSH_CONNECTION": "10.0.0.1 5 10.0.0.2 22"} if over_ssh else {}
+    lines, said = without_a_terminal(root, "--attach", **environment).communicate(timeout=60)
+    assert "step 3/4" in lines and "\x1b" not in lines
+    assert "no terminal here: lines instead of the app" in said
+    assert ("`ssh -t HOST fluxtrain-tui --attach`" in said) is over_ssh
+
+
+def test_a_reader_of_the_lines_that_leaves_is_no_error(root: Path) -> None:
+    run = make_run(root, "tales", STEP)
+    with run.lock():
+        follower = without_a_terminal(root, "--attach")
+        assert follower.stdout is not None and follower.stderr is not None
+        assert "step 3/4" in follower.stdout.readline()
+        follower.stdout.close()
+        emitter = Emitter(run.journal)
+        emitter.emit(STEP)
+        emitter.close()
+        assert follower.wait(60) == 0
+        assert "Traceback" not in follower.stderr.read()
+
+
 # --- the trainer in the foreground ----------------------------------------------------------------
 
 FOREGROUND = """

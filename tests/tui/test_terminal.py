@@ -1,0 +1,250 @@
+"""The terminal is stopped, continued, taken away, or takes nothing: the shell gets it back as it
+was, the app comes back whole or ends, and the training never notices.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import psutil
+import pytest
+
+from fluxtui.terminal import Output
+from tests.tui.desk import TINY, Desk, Terminal
+
+APP = (sys.executable, "-P", "-m", "fluxtui")
+ENTERED = b"\x1b[?1049h"  # to the alternate screen
+
+
+@pytest.fixture
+def watched(desk: Desk, made: ModuleType) -> Path:
+    """A run to look at."""
+    run = desk.runs / "watched"
+    made.write(run / "events.ndjson", made.training(20))
+    return run
+
+
+@pytest.fixture
+def shell(desk: Desk) -> Terminal:
+    """An interactive shell with job control in a terminal."""
+    desk.environment |= {"PS1": "ready> ", "PS2": "more> "}
+    terminal = desk.run(["bash", "--norc", "--noprofile", "--noediting", "-i"])
+    terminal.until("ready>")
+    return terminal
+
+
+def command(terminal: Terminal, text: str) -> None:
+    terminal.wiped()
+    terminal.press(f"{text}\r")
+
+
+def app_in(shell: Terminal) -> psutil.Process:
+    """The app that was started from the shell, directly or by another program of the job."""
+    below = psutil.Process(shell.process.pid).children(recursive=True)
+    return next(one for one in below if "fluxtui" in one.cmdline()[2:4])
+
+
+def until_stopped(process: psutil.Process, stopped: bool = True) -> None:
+    deadline_s = time.monotonic() + 60
+    while (process.status() == psutil.STATUS_STOPPED) is not stopped:
+        assert time.monotonic() < deadline_s, process.status()
+        time.sleep(0.05)
+
+
+def test_ctrl_z_gives_the_shell_a_sane_terminal_and_fg_the_app_with_the_numbers_of_now(
+    desk: Desk, shell: Terminal
+) -> None:
+    sane = shell.mode()
+    arguments = shlex.join([*APP, "--demo", "--steps", "100000", *TINY])
+    command(shell, arguments)
+    shell.until("RUNNING", "? help")
+    shell.press("\x1a")
+    shell.until("Stopped", "ready>")
+    assert shell.mode() == sane
+    assert desk.run_dir().liveness() == "running", "the trainer is no part of the shell's job"
+    stopped_at = desk.run_dir().summary().step or 0
+    later = stopped_at + 5
+    while (desk.run_dir().summary().step or 0) < later:
+        shell.read(0.1)
+    shell.resize(100, 30)
+    command(shell, "fg")
+    shell.until("RUNNING", "Device memory", "? help")
+    shown = re.search(r"step (\d+)/100000", shell.text)
+    assert shown is not None and int(shown[1]) >= later
+    assert "RUNNING" in shell.screen.display[0], "drawn at its new size, from the first line"
+    assert "detach" in shell.screen.display[29]
+    shell.press("q")
+    shell.until("goes on without the app", "ready>")
+    assert shell.mode() == sane
+    assert desk.run_dir().liveness() == "running"
+
+
+def test_a_stop_from_outside_leaves_a_sane_terminal_after_the_app(
+    shell: Terminal, watched: Path
+) -> None:
+    sane = shell.mode()
+    command(shell, shlex.join([*APP, "--attach", str(watched)]))
+    shell.until("step 20/200", "detach")
+    app = app_in(shell)
+    threads = app.num_threads()
+    for _ in range(3):
+        app.send_signal(signal.SIGSTOP)
+        shell.until("Stopped", "ready>")
+        command(shell, "fg")
+        shell.until("step 20/200", "Device memory", "detach")
+    shell.press("4")
+    shell.until("Gradient norm")
+    assert app.num_threads() <= threads + 1, "one thread reads the keys, not one more each time"
+    shell.press("q")
+    shell.until("watched:", "ready>")
+    assert shell.mode() == sane
+    command(shell, "echo $((6*7))")
+    shell.until("\n42")
+
+
+def test_a_stop_that_no_shell_sees_leaves_the_terminal_as_it_was_before_the_app(
+    desk: Desk, watched: Path
+) -> None:
+    terminal = desk.open("--attach", str(watched))
+    sane = terminal.mode()
+    terminal.until("step 20/200", "detach")
+    assert terminal.mode() != sane
+    terminal.process.send_signal(signal.SIGSTOP)
+    until_stopped(psutil.Process(terminal.process.pid))
+    terminal.wiped()
+    terminal.process.send_signal(signal.SIGCONT)
+    while ENTERED not in terminal.output:
+        assert terminal.read(0.1)
+    terminal.until("step 20/200", "Device memory", "detach")
+    terminal.press("q")
+    assert terminal.ends() == 0
+    assert terminal.mode() == sane
+
+
+def test_ctrl_z_stops_the_whole_job_of_the_shell(shell: Terminal, watched: Path) -> None:
+    """As of `make run`: the shell waits for make."""
+    inner = shlex.join([*APP, "--attach", str(watched)])
+    command(shell, f"bash -c {shlex.quote(inner + '; echo left')}")
+    shell.until("step 20/200", "detach")
+    app = app_in(shell)
+    shell.press("\x1a")
+    shell.until("Stopped", "ready>")
+    until_stopped(app)
+    command(shell, "bg")
+    time.sleep(1.0)
+    shell.wiped()
+    until_stopped(app)
+    assert shell.read(0.5) and "Device memory" not in shell.text, "it draws over nobody's work"
+    command(shell, "fg")
+    shell.until("step 20/200", "Device memory")
+    shell.press("q")
+    shell.until("left", "ready>")
+
+
+def test_where_no_shell_waits_ctrl_z_says_so_and_stops_nothing(desk: Desk, watched: Path) -> None:
+    """As in `ssh -t host fluxtrain-tui --attach`, where nobody could continue it."""
+    terminal = desk.open("--attach", str(watched))
+    terminal.until("step 20/200", "detach")
+    terminal.press("\x1a")
+    terminal.until("no shell waits for this app: d leaves it")
+    terminal.process.send_signal(signal.SIGTSTP)
+    terminal.press("4")
+    terminal.until("Gradient norm")
+
+
+@pytest.mark.parametrize("ignoring", [False, True], ids=["told", "untold"])
+def test_an_app_whose_terminal_hangs_up_ends_and_the_training_goes_on(
+    desk: Desk, ignoring: bool
+) -> None:
+    """`untold`: a parent that outlives the connection keeps the signal (SIGHUP) from the app."""
+    arguments = [*APP, "--demo", "--steps", "100000", *TINY]
+    if ignoring:
+        arguments = ["bash", "-c", f"trap '' HUP; {shlex.join(arguments)}; sleep 600"]
+    terminal = desk.run(arguments)
+    terminal.until("RUNNING")
+    app = psutil.Process(terminal.process.pid)
+    if ignoring:
+        app = app_in(terminal)
+    trainer = psutil.Process(desk.trainer_pid())
+    terminal.hang_up()
+    began_s = time.monotonic()
+    gone, _ = psutil.wait_procs([app], timeout=30)
+    assert gone, "it still runs for a terminal that is gone"
+    assert time.monotonic() - began_s < 30
+    before = desk.run_dir().summary().step or 0
+    deadline_s = time.monotonic() + 60
+    while (desk.run_dir().summary().step or 0) < before + 3:
+        assert trainer.is_running() and time.monotonic() < deadline_s
+        time.sleep(0.1)
+
+
+def test_a_terminal_that_takes_nothing_keeps_the_app_from_nothing_and_is_drawn_anew_later(
+    desk: Desk, watched: Path
+) -> None:
+    """Stopped output (ctrl-s in a multiplexer, a connection that hangs): nobody reads."""
+    terminal = desk.open("--attach", str(watched), size=(200, 60))
+    terminal.until("step 20/200", "detach")
+    redraw_unread(terminal)
+    terminal.press("4")
+    terminal.until("Gradient norm", "Learning rate", "DEAD", "detach")
+    assert "DEAD" in terminal.screen.display[0] and "detach" in terminal.screen.display[59]
+    redraw_unread(terminal)
+    terminal.process.send_signal(signal.SIGTERM)
+    assert terminal.process.wait(60) is not None
+
+
+def redraw_unread(terminal: Terminal) -> None:
+    """Whole screens, each of a tenth of a megabyte, that nobody takes."""
+    for turn in range(50):
+        terminal.resize(200 - (turn + 1) % 2, 60)
+        time.sleep(0.1)
+
+
+@pytest.fixture
+def pipe() -> Iterator[tuple[int, int]]:
+    reader, writer = os.pipe()
+    yield reader, writer
+    for end in (reader, writer):
+        try:
+            os.close(end)
+        except OSError:
+            continue
+
+
+def test_output_that_nobody_takes_is_dropped_and_asked_for_again(pipe: tuple[int, int]) -> None:
+    reader, writer = pipe
+    again: list[float] = []
+    output = Output(writer, lambda: again.append(1), lambda: again.append(-1))
+    began_s = time.monotonic()
+    for _ in range(200):
+        output.write("x" * 100_000)
+    assert time.monotonic() - began_s < 5.0, "nobody waits"
+    output.write("last words", whatever_waits=True)
+    taken = b""
+    while not taken.endswith(b"last words"):
+        taken += os.read(reader, 1 << 20)
+    assert len(taken) < 5_000_000
+    while not again:
+        time.sleep(0.01)
+    output.write("anew")
+    assert output.end() and os.read(reader, 100) == b"anew"
+    assert again == [1]
+
+
+def test_output_to_a_terminal_that_hung_up_says_so_once(pipe: tuple[int, int]) -> None:
+    reader, writer = pipe
+    gone: list[int] = []
+    output = Output(writer, lambda: None, lambda: gone.append(1))
+    os.close(reader)
+    for _ in range(5):
+        output.write("x")
+    assert not output.end()
+    assert gone == [1]
