@@ -51,6 +51,7 @@ def test_a_block_is_tried_on_the_gpu_and_leaves_nothing_there() -> None:
     assert tried.activation_bytes > 0
     assert tried.device_update_s > 0
     assert 0 < tried.host_forward_s < tried.host_block_s
+    assert tried.edge_bytes > 0
     assert tried.kept_backward is not None
     assert 0 < tried.kept_backward.at(8) < tried.backward.at(8)
     assert tried.kept_bytes is not None

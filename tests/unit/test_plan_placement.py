@@ -104,7 +104,7 @@ def test_spare_memory_goes_to_whole_groups_before_resident_weights() -> None:
 def test_a_host_that_is_too_small_for_the_rest_gets_a_smaller_batch() -> None:
     """More of the model on the device is the only way to need less of the host."""
     ample = place(qwen(), gpu(15), Wishes())
-    tight = place(qwen(), gpu(15, host_gib=ample.host_bytes / GIB / HOST_SHARE - 0.5), Wishes())
+    tight = place(qwen(), gpu(15, host_gib=ample.host_bytes / GIB / HOST_SHARE - 1.0), Wishes())
     assert ample.batch_rows == 32
     assert tight.batch_rows < 32
     assert tight.device_groups > ample.device_groups

@@ -307,7 +307,7 @@ def test_a_setting_that_fits_only_where_it_is_left_to_the_rule_is_not_named() ->
             activation_bytes=1000,
         ),
     )  # fmt: skip
-    room = Room(device_free_bytes=int(8.5 * size / AUTO_SHARE), host_available_bytes=None)
+    room = Room(device_free_bytes=int(6.5 * size / AUTO_SHARE), host_available_bytes=None)
     wish = Wishes(offload="none", batch_rows=1)
     by_itself = place(facts, room, replace(wish, offload="auto"))
     assert (by_itself.offload, by_itself.device_groups > 0) == ("max", True)

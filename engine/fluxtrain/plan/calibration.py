@@ -68,6 +68,7 @@ class Calibration:
     outside_forward: Line  # embedding, masks, last norm, head and loss with its gradient
     outside_backward: Line  # gradients of head and embedding on their way to their sums
     activation_bytes: int  # of one block and row, at the peak of its backward pass
+    edge_bytes: int = 0  # a row: of what stands behind the blocks, at its peak there, on a GPU
     kept_backward: Line | None = None  # one block that keeps its activations; None: not tried
     kept_bytes: int | None = None  # of one block and row, beside its input
     host_block_s: float = 0.0  # the host queues one chunk of a block's forward and backward

@@ -108,6 +108,7 @@ class RowFacts:
     dtype_bytes: int  # of activations: 2 (bf16, fp16) or 4 (fp32)
     activation_bytes: int  # of one block, recomputed in the backward pass
     saved_bytes: int | None = None  # of one block that keeps them; None: not measured
+    edge_bytes: int = 0  # of what stands behind the blocks, in its backward pass; 0: not measured
 
     @property
     def boundary_bytes(self) -> int:
@@ -122,6 +123,7 @@ class RowFacts:
             self,
             sequence_length=sequence_length,
             activation_bytes=activation_bytes,
+            edge_bytes=self.edge_bytes * sequence_length // self.sequence_length,
             saved_bytes=None if saved is None else saved * sequence_length // self.sequence_length,
         )
 

@@ -43,8 +43,13 @@ from fluxtrain.plan.tables import TableRows
 SLOTS: dict[Offload, int] = {"none": 0, "optimizer": 0, "weights": 3, "max": 2}
 LARGE_STAGING_BYTES = 128 << 20  # one buffer is enough for gradients this large, else two
 LARGE_GRADIENT_BYTES = 512 << 20
-BOUNDARIES_IN_FLIGHT = 3  # on the device when the boundaries themselves are on the host
-HIDDEN_IN_FLIGHT = 4  # the loss's hidden gradient, once more in fp32 while it is scaled, the result
+# Of tensors as large as a boundary, beside what a block holds of a chunk. On a GPU as
+# `tests/engine/test_live_tensors.py` counts them; without one the heap keeps more than is there.
+BOUNDARIES_IN_FLIGHT = 2  # with the boundaries on the host: a block's own, and the next one's
+HEAP_BOUNDARIES = 3
+HIDDEN_AT_LOSS = 2  # what goes into the head, and its gradient
+HIDDEN_AT_EDGE = 2  # its gradient, and a boundary that came back while the copy home still has it
+HEAP_HIDDEN = 4
 SAVED_FILE_BYTES = 4_000_000_000  # of a saved model (methods/export.py), or one larger weight
 LOGITS_CHUNK_BYTES = 256 << 20  # fp32 logits of one chunk of tokens
 # A processor's heap keeps as much of what was freed, at most: memory/heap.py sees to that; tensors
@@ -136,7 +141,7 @@ def footprint(facts: ModelFacts, layout: Layout, *, has_gpu: bool) -> Footprint:
         "weights_bytes": kept_weights + _weights_from_home(facts, layout, at_home, by_rows),
         "gradients_bytes": kept_gradients + scratch + shared + _staging(at_home, by_rows),
         "optimizer_bytes": sum(g.state_bytes for g in at_device),
-        "boundaries_bytes": _boundaries_on_device(facts, layout),
+        "boundaries_bytes": _boundaries_on_device(facts, layout, has_gpu=has_gpu),
         "workspace_bytes": _workspace(facts, layout, shared, by_rows, has_gpu=has_gpu),
         "kept_bytes": kept_count(facts, layout) * kept_block_bytes(facts, layout),
     }
@@ -293,13 +298,16 @@ def _boundary_rows(facts: ModelFacts) -> int:
     return facts.layers + 1
 
 
-def _boundaries_on_device(facts: ModelFacts, layout: Layout) -> int:
+def _boundaries_on_device(facts: ModelFacts, layout: Layout, *, has_gpu: bool) -> int:
+    """A block that keeps its activations keeps its input with them."""
     if facts.row is None:
         return 0
-    kept = _boundary_rows(facts)
+    count = _boundary_rows(facts)
     if layout.parks:
-        kept = min(kept, BOUNDARIES_IN_FLIGHT)
-    return kept * layout.batch_rows * facts.row.boundary_bytes
+        kept = kept_count(facts, layout)
+        flying = BOUNDARIES_IN_FLIGHT if has_gpu else HEAP_BOUNDARIES
+        count = min(count, kept + flying)
+    return count * layout.batch_rows * facts.row.boundary_bytes
 
 
 def _boundaries_on_host(facts: ModelFacts, layout: Layout, *, pinned: bool) -> int:
@@ -323,33 +331,47 @@ def _workspace(
 
     loss: the head's fp32 weight gradient, a chunk of logits, without a GPU one chunk's product in
     the weights' dtype; sums of shared groups do not exist yet. After the loss: that gradient is
-    handed over; a block is recomputed, then its gradients in the weights' dtypes are all there at
-    once; last come the embedding's.
+    handed over, and what stands between head and blocks is computed again, the whole batch at once;
+    a block is recomputed, then its gradients in the weights' dtypes are all there at once, and
+    beside the gradient that arrives those of the chunks before; last come the embedding's.
 
     Without a GPU the heap keeps some of what one phase freed, in pieces that the next one's tensors
     do not fit into. An evaluation is one more phase there: its logits come between two steps.
     """
     head_sum = FP32_BYTES * facts.head_parameters
     product = facts.head_dtype_bytes * facts.head_parameters
-    hidden = activations = chunk = evaluated = 0
+    boundary = edge = activations = chunk = evaluated = 0
     if facts.row is not None:
-        hidden = HIDDEN_IN_FLIGHT * layout.batch_rows * facts.row.boundary_bytes
+        boundary = layout.batch_rows * facts.row.boundary_bytes
+        edge = layout.batch_rows * facts.row.edge_bytes
         every_block_keeps = kept_count(facts, layout) == facts.layers
         saved = facts.row.kept_bytes if every_block_keeps else 0  # counted as kept
         activations = layout.chunk_rows * max(0, facts.row.activation_bytes - saved)
         chunk = _logits_bytes(facts.row, layout.batch_rows, product, has_gpu=has_gpu)
         evaluated = _logits_bytes(facts.row, layout.batch_rows, 0, has_gpu=has_gpu)
-    loss = head_sum + chunk + hidden
+    at_loss, at_edge, at_block = _hidden_tensors(layout, boundary, has_gpu=has_gpu)
+    loss = head_sum + chunk + at_loss
     blocks = [g.rounded_bytes for g in facts.groups if g.kind == "block"]
     edges = [g.rounded_bytes for g in _summed(facts, by_rows) if g.kind == "edge"]
     edges += [by_rows.gradient_bytes] if by_rows is not None else []
     phases = (
-        max(loss - shared_sums, hidden if _becomes_the_sum(facts) else head_sum + hidden),
-        activations + max(blocks, default=0) + hidden,
+        max(loss - shared_sums, at_loss if _becomes_the_sum(facts) else head_sum + at_loss),
+        edge + at_edge,
+        activations + max(blocks, default=0) + at_block,
         max(edges, default=0),
     )
     heap = 0 if has_gpu else min(sum(phases) + evaluated - max(phases), HEAP_BYTES)
     return max(phases) + heap
+
+
+def _hidden_tensors(layout: Layout, boundary: int, *, has_gpu: bool) -> tuple[int, int, int]:
+    """Bytes of tensors as large as a boundary (`boundary`) at the loss, behind the blocks, and in a
+    block, there with the gradients of its input that earlier chunks gave."""
+    if not has_gpu:
+        return HEAP_HIDDEN * boundary, 0, HEAP_HIDDEN * boundary
+    chunks = -(-layout.batch_rows // max(1, layout.chunk_rows))
+    before = boundary * (chunks - 1) // max(1, chunks)
+    return HIDDEN_AT_LOSS * boundary, HIDDEN_AT_EDGE * boundary, boundary + before
 
 
 def _becomes_the_sum(facts: ModelFacts) -> bool:

@@ -59,12 +59,16 @@ def sums_of(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 def checksum(outputs: Sequence[Tensor]) -> Tensor:
     """A scalar (float64) that changes when any output does."""
-    floats = [
-        torch.linalg.vector_norm(o.detach(), 1, dtype=torch.float64)  # without a copy in float64
-        for o in outputs
-        if o.is_floating_point()
-    ]
+    floats = [_norm_of(o.detach()) for o in outputs if o.is_floating_point()]
     return torch.stack(floats).sum() if floats else torch.zeros((), dtype=torch.float64)
+
+
+def _norm_of(tensor: Tensor) -> Tensor:
+    """In fp32, for which a GPU reads 16 bits as they are: for float64 torch makes a copy first,
+    four times as large as what was computed."""
+    dtype = torch.promote_types(tensor.dtype, torch.float32)
+    norm: Tensor = torch.linalg.vector_norm(tensor, 1, dtype=dtype)
+    return norm.double()
 
 
 def _sum_of(tensor: Tensor) -> Tensor:

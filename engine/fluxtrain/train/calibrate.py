@@ -98,6 +98,7 @@ def calibrate(
         outside_forward=of_batches(lambda trial: trial.median("outside_forward")),
         outside_backward=of_batches(lambda trial: trial.median("outside_backward")),
         activation_bytes=round(of_batches(lambda trial: float(trial.activation_bytes)).slope),
+        edge_bytes=round(of_batches(lambda trial: float(trial.edge_bytes)).slope),
         kept_backward=of_chunks("kept_backward") if keeps else None,
         kept_bytes=many.kept_bytes // (COPIES * many.rows) if keeps else None,
         host_block_s=min(many.seconds["host"]),  # a full queue of the device makes it longer

@@ -39,7 +39,7 @@ from fluxtrain.units import MIB, duration_text
 COPY_BYTES = 32 * MIB  # more would be the most that a small run ever holds
 WEIGHT_BYTES = 2  # of a parameter in 16 bits, and of its gradient
 RATE_LIMIT_S = 0.8  # of each rate of the native optimizer
-FORMAT = 8  # of the file; a reader ignores another one
+FORMAT = 9  # of the file; a reader ignores another one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +66,12 @@ class Constants:
         tried, row = self.calibration, facts.row
         if tried is None or row is None or not tried.activation_bytes:
             return facts
-        found = replace(row, activation_bytes=tried.activation_bytes, saved_bytes=tried.kept_bytes)
+        found = replace(
+            row,
+            activation_bytes=tried.activation_bytes,
+            saved_bytes=tried.kept_bytes,
+            edge_bytes=tried.edge_bytes,
+        )
         return replace(facts, row=found)
 
 

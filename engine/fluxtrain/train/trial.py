@@ -37,6 +37,7 @@ class Trial:
     rows: int
     seconds: dict[str, list[float]] = field(default_factory=dict)
     activation_bytes: int = 0
+    edge_bytes: int = 0  # from the loss to the blocks
     held_bytes: int = 0  # by the device after both copies' forward
     keeps: bool = False  # the copies were also run with their activations kept
     kept_bytes: int = 0  # of both copies
@@ -84,7 +85,7 @@ class Bench:
         self._on_gpu = device.type == "cuda"
         self._marks = _Marks()
         self._held_bytes = 0
-        self._weighs = False
+        self._weighs = self._at_the_loss = False
         self._trial = Trial(0)
         trained = [p for block in blocks for p in block.parameters() if p.requires_grad]
         self._updated = sum(p.numel() for p in trained)
@@ -176,6 +177,9 @@ class Bench:
         self._mark("start")
         loss = self._mini(**inputs).loss
         self._mark("loss")
+        if self._on_gpu:
+            self._at_the_loss = True
+            self._hold()
         loss.backward()
         self._mark("backward")
         self._update()
@@ -223,17 +227,28 @@ class Bench:
     def _backward_enters(self) -> None:
         self._mark("backward enters")
         if self._on_gpu:
-            torch.cuda.reset_peak_memory_stats(self._device)
-            self._held_bytes = torch.cuda.memory_allocated(self._device)
+            if self._at_the_loss:
+                self._at_the_loss = False
+                self._trial.edge_bytes = max(self._trial.edge_bytes, self._taken_bytes())
+            self._hold()
         elif self._weighs:
             trim_heap()
             self._held_bytes = measure_host_peak_anew() or 0
 
+    def _hold(self) -> None:
+        """What the device holds now; what is taken beside it from now on is to be told."""
+        torch.cuda.reset_peak_memory_stats(self._device)
+        self._held_bytes = torch.cuda.memory_allocated(self._device)
+
+    def _taken_bytes(self) -> int:
+        """The most that was taken since `_hold`."""
+        return max(0, torch.cuda.max_memory_allocated(self._device) - self._held_bytes)
+
     def _backward_left(self) -> None:
         self._mark("backward leaves")
         if self._on_gpu:
-            peak = torch.cuda.max_memory_allocated(self._device) - self._held_bytes
-            self._trial.activation_bytes = max(self._trial.activation_bytes, peak)
+            taken = self._taken_bytes()
+            self._trial.activation_bytes = max(self._trial.activation_bytes, taken)
         elif self._weighs and self._held_bytes:
             peak = (recent_host_peak_bytes() or 0) - self._held_bytes
             self._trial.activation_bytes = max(self._trial.activation_bytes, peak)
