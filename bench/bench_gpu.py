@@ -230,6 +230,31 @@ def trial_batch(options: argparse.Namespace, rows: int) -> Batch:
     )  # fmt: skip
 
 
+class Losses:
+    """Losses on their way to the host on a stream of their own: reading one waits for no later
+    step, and no step for its copy."""
+
+    def __init__(self) -> None:
+        self._stream = torch.cuda.Stream()
+        self._told: list[tuple[torch.Tensor, torch.cuda.Event]] = []
+
+    def take(self, loss: torch.Tensor) -> None:
+        """That of the next step."""
+        here, arrived = torch.empty((), dtype=loss.dtype, pin_memory=True), torch.cuda.Event()
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            here.copy_(loss.reshape(()), non_blocking=True)
+            arrived.record()
+        loss.record_stream(self._stream)
+        self._told.append((here, arrived))
+
+    def value(self, step: int) -> float:
+        """Of a step, once it has been computed."""
+        here, arrived = self._told[step]
+        arrived.synchronize()
+        return float(here)
+
+
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """Train some steps and return the row."""
     started_s = time.perf_counter()
@@ -238,21 +263,22 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     setup_s = time.perf_counter() - started_s
     tokens = corpus(model.config.vocab_size)
     timeline = StepTimeline(engine) if engine else None
-    losses: list[torch.Tensor] = []
+    losses = Losses()
     read: list[float] = []
     ended_s = [time.perf_counter()]
     for step in range(options.steps):
-        ids = batch(tokens, step, options.batch, options.sequence).cuda()
+        rows = batch(tokens, step, options.batch, options.sequence)
+        ids = rows.pin_memory().cuda(non_blocking=True)  # else the host waits for the step before
         if engine and step == options.steps - 1:
             engine.take_stalls()
         if timeline is not None:
             timeline.begins(step + 1)
         with profiled(options.profile if step == options.steps - 1 else None):
-            losses.append(loop.step(ids))
+            losses.take(loop.step(ids))
         if step > 0:  # one step late, as the trainer does, so that the device never waits for it
-            read.append(float(losses[step - 1]))
+            read.append(losses.value(step - 1))
             ended_s.append(time.perf_counter())
-    read.append(float(losses[-1]))
+    read.append(losses.value(options.steps - 1))
     times = [end - start for start, end in itertools.pairwise(ended_s)]
     stalls = {} if engine is None else engine.take_stalls()
     bound = {} if timeline is None else timeline.close(options.trace, options.shape)
