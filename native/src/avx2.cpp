@@ -101,6 +101,10 @@ struct Avx2 {
 
     static FLUX_INLINE Float all(float x) { return _mm256_set1_ps(x); }
     static FLUX_INLINE Int all_int(uint32_t x) { return _mm256_set1_epi32(static_cast<int>(x)); }
+    template <uint32_t value>
+    static FLUX_INLINE Int constant() {
+        return all_int(value);
+    }
     static FLUX_INLINE Float as_float(Int x) { return _mm256_castsi256_ps(x); }
     static FLUX_INLINE Int as_int(Float x) { return _mm256_castps_si256(x); }
     static FLUX_INLINE Float add(Float a, Float b) { return _mm256_add_ps(a, b); }
@@ -207,6 +211,7 @@ struct Avx2 {
         return _mm256_max_ps(as_float(bit_and(as_int(a), all_int(0x7fffffffu))),
                              as_float(bit_and(as_int(b), all_int(0x7fffffffu))));
     }
+    static constexpr bool kZeroIsApart = false;  // all slots are taken
     static FLUX_INLINE Float where_not_zero(Float of, Float a, Float b) {
         return _mm256_blendv_ps(a, b, _mm256_cmp_ps(of, _mm256_setzero_ps(), _CMP_EQ_OQ));
     }
@@ -214,9 +219,8 @@ struct Avx2 {
         return _mm256_movemask_ps(_mm256_or_ps(_mm256_cmp_ps(x[0], x[1], _CMP_UNORD_Q),
                                                _mm256_cmp_ps(x[2], x[3], _CMP_UNORD_Q))) != 0;
     }
-    static FLUX_INLINE bool any_low_half_at_least(Int a, uint32_t limit) {
-        const Int floor = all_int(limit | 0xffff0000u);
-        return _mm256_movemask_epi8(_mm256_cmpeq_epi16(larger_16(a, floor), a)) != 0;
+    static FLUX_INLINE bool any_half_at_least(Int a, Int limits) {
+        return _mm256_movemask_epi8(_mm256_cmpeq_epi16(larger_16(a, limits), a)) != 0;
     }
 
     // Each 128-bit lane gets eight codes of the first half of the group and eight of the second.
@@ -226,8 +230,9 @@ struct Avx2 {
     static FLUX_INLINE void store_codes(uint8_t* at, Int codes) {
         store_words(at, _mm256_permute4x64_epi64(codes, 0xd8));
     }
+    struct Masks {};
     // Bits 16 to 23 of the lanes of four vectors, as the bytes of one.
-    static FLUX_INLINE Int third_bytes(const Int (&x)[4]) {
+    static FLUX_INLINE Int third_bytes(const Int (&x)[4], Masks) {
         const Int third = all_int(0x0e0a0602u);
         const Int low = _mm256_blend_epi32(_mm256_shuffle_epi8(x[0], third),
                                            _mm256_shuffle_epi8(x[1], third), 0x22);

@@ -70,6 +70,15 @@ struct Avx512 {
 
     static FLUX_INLINE Float all(float x) { return _mm512_set1_ps(x); }
     static FLUX_INLINE Int all_int(uint32_t x) { return _mm512_set1_epi32(static_cast<int>(x)); }
+    // Constants of hot loops come from memory: the compiler would make them anew in each turn, with
+    // operations that compete with the arithmetic.
+    template <uint32_t value>
+    static FLUX_INLINE Int constant() {
+        static constexpr uint32_t kValue = value;
+        Int x;
+        asm("vpbroadcastd %1, %0" : "=v"(x) : "m"(kValue));
+        return x;
+    }
     static FLUX_INLINE Float as_float(Int x) { return _mm512_castsi512_ps(x); }
     static FLUX_INLINE Int as_int(Float x) { return _mm512_castps_si512(x); }
     static FLUX_INLINE Float add(Float a, Float b) { return _mm512_add_ps(a, b); }
@@ -180,15 +189,17 @@ struct Avx512 {
     static FLUX_INLINE Float larger_size(Float a, Float b) {
         return _mm512_range_ps(a, b, 0x0b);  // the larger magnitude, without a sign
     }
-    static FLUX_INLINE Float where_not_zero(Float of, Float a, Float b) {
-        return _mm512_mask_mov_ps(b, _mm512_test_epi32_mask(as_int(of), as_int(of)), a);
+    // y, or 90 where x is zero: a slot of its own (map8.h).
+    static constexpr bool kZeroIsApart = true;
+    static FLUX_INLINE Float apart_where_zero(Float x, Float y) {
+        return _mm512_fixupimm_ps(y, x, constant<0x00000c00u>(), 0);
     }
     static FLUX_INLINE bool any_nan(const Float (&x)[4]) {
-        return (_mm512_cmp_ps_mask(x[0], x[1], _CMP_UNORD_Q) |
-                _mm512_cmp_ps_mask(x[2], x[3], _CMP_UNORD_Q)) != 0;
+        return !_kortestz_mask16_u8(_mm512_cmp_ps_mask(x[0], x[1], _CMP_UNORD_Q),
+                                    _mm512_cmp_ps_mask(x[2], x[3], _CMP_UNORD_Q));
     }
-    static FLUX_INLINE bool any_low_half_at_least(Int a, uint32_t limit) {
-        return _mm512_cmpge_epu16_mask(a, all_int(limit | 0xffff0000u)) != 0;
+    static FLUX_INLINE bool any_half_at_least(Int a, Int limits) {
+        return _mm512_cmpge_epu16_mask(a, limits) != 0;
     }
 
     // Each 128-bit lane gets eight codes of the first half of the group and eight of the second.
@@ -198,17 +209,27 @@ struct Avx512 {
     static FLUX_INLINE void store_codes(uint8_t* at, Int codes) {
         store_words(at, _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7), codes));
     }
+    // Bytes of the later vectors of a group. Opaque, or the compiler would make them anew each time.
+    struct Masks {
+        __mmask64 second = kept(0x00f000f000f000f0u), third = kept(0x0f000f000f000f00u),
+                  fourth = kept(0xf000f000f000f000u);
+
+        static FLUX_INLINE __mmask64 kept(__mmask64 mask) {
+            asm volatile("" : "+k"(mask));
+            return mask;
+        }
+    };
     // Bits 16 to 23 of the lanes of four vectors, as the bytes of one.
-    static FLUX_INLINE Int third_bytes(const Int (&x)[4]) {
-        const Int third = all_int(0x0e0a0602u);
+    static FLUX_INLINE Int third_bytes(const Int (&x)[4], const Masks& of) {
+        const Int third = constant<0x0e0a0602u>();
         Int bytes = _mm512_shuffle_epi8(x[0], third);
-        bytes = _mm512_mask_shuffle_epi8(bytes, 0x00f000f000f000f0u, x[1], third);
-        bytes = _mm512_mask_shuffle_epi8(bytes, 0x0f000f000f000f00u, x[2], third);
-        return _mm512_mask_shuffle_epi8(bytes, 0xf000f000f000f000u, x[3], third);
+        bytes = _mm512_mask_shuffle_epi8(bytes, of.second, x[1], third);
+        bytes = _mm512_mask_shuffle_epi8(bytes, of.third, x[2], third);
+        return _mm512_mask_shuffle_epi8(bytes, of.fourth, x[3], third);
     }
     // 127 + k, or 127 - k (no less than 0) where x is negative.
     static FLUX_INLINE Int signed_codes(Int k, const Int (&x)[4]) {
-        const Int zero = _mm512_set1_epi8(127);
+        const Int zero = constant<0x7f7f7f7fu>();
         const __mmask64 negative = _mm512_movepi8_mask(_mm512_packs_epi16(
             _mm512_packs_epi32(x[0], x[1]), _mm512_packs_epi32(x[2], x[3])));
         return _mm512_mask_subs_epu8(_mm512_add_epi8(zero, k), negative, zero, k);
@@ -247,9 +268,9 @@ struct Avx512 {
         // The fractions of the codes of a group.
         template <bool is_signed>
         FLUX_INLINE void values(Int codes, Float (&x)[4]) const {
-            if (is_signed) codes = _mm512_xor_si512(codes, _mm512_set1_epi8(127));  // 127 - code
+            if (is_signed) codes = _mm512_xor_si512(codes, constant<0x7f7f7f7fu>());  // 127 - code
             // Unsigned, 2^24 - 1 below the code: the sum is rounded up to (code + 1) * 2^24.
-            const Int fill = all_int(is_signed ? 0 : 0x00ffffffu);
+            const Int fill = is_signed ? all_int(0) : constant<0x00ffffffu>();
 #pragma GCC unroll 4
             for (uint32_t j = 0; j < 4; ++j) {
                 const Int from = _mm512_broadcast_i32x4(_mm_setr_epi32(

@@ -130,16 +130,19 @@ constexpr Map8 kUnsignedMap(false, {{30924, -8590, -36},
 // most; its line is that of the decade in which it begins, and from the border on the next slot's.
 // Lines are rounded to fp32, so k is sure only where the line is not close to a whole number: where
 // it is, the search of MapOver decides.
-template <int entries>
+template <int entries, bool zero_is_apart>
 struct Search8 {
     // Lines are taken down by more than they and their products are off by, in units of 2^-16, so k
     // is sure unless the line lies within twice that below a whole number.
-    static constexpr int kDown = 3;
+    static constexpr int kDown = 2;
     static constexpr uint32_t kSure = 65536 - 2 * kDown;
 
     // Below it all have the code of zero or, not being zero, the least one above.
     static constexpr float kLeast = 0x1p-22f;
     static constexpr int kLeastExponent = 127 - 22;
+
+    // Stands for zero among the fractions of the unsigned map where a slot is left for it.
+    static constexpr int kApartExponent = 127 + 6;  // of 90
 
     // By slot: where the next decade begins (as the set wants it), the line, its largest value.
     uint32_t border[entries];
@@ -167,6 +170,11 @@ struct Search8 {
             slope[at] = static_cast<float>(unit * (from_zero ? 0.5 / (a + b) : 1 / a));
             offset[at] = static_cast<float>(base + unit * k);
         }
+        if (!zero_is_apart) return;
+        const int apart = slot_of(kApartExponent) % entries;
+        border[apart] = 0;
+        slope[apart] = 0;
+        offset[apart] = most[apart] = 129.5f;
     }
 };
 

@@ -18,7 +18,7 @@ struct Pairs {
     static FLUX_INLINE void load(SplitWeights at, Float& a, Float& b) {
         const Int hi = Set::load_words(at.hi);
         const Int lo = Set::zero_where_no_bits_16(Set::load_words(at.lo), hi,
-                                                  Set::all_int(0x7fff7fffu));
+                                                  Set::template constant<0x7fff7fffu>());
         const Int top = Set::add_16(hi, Set::sign_16(lo));
         a = Set::as_float(Set::unpack_low_16(lo, top));
         b = Set::as_float(Set::unpack_high_16(lo, top));

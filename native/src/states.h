@@ -159,8 +159,8 @@ struct StatesOver {
                        const flux_adamw_step& step) {
         size_t whole = 0;
         if constexpr (Set::width > 1) {
-            Blocks8<Set>::adamw8(weights, states, grad, n / kStateBlock, step);
             whole = n / kStateBlock * kStateBlock;
+            if (whole > 0) Blocks8<Set>::adamw8(weights, states, grad, whole / kStateBlock, step);
         }
         if (whole == n) return;
         adamw8_by_block(from(weights, whole), from(states, whole), grad + whole, n - whole, step);

@@ -44,6 +44,35 @@ void test_cuts_and_threads_do_not_matter(int level, std::mt19937& random) {
     }
 }
 
+// Blocks whose moments are not finite, huge, tiny or partly zero, each alone among ordinary ones, are
+// coded as the reference does, and so are those beside them, which wide sets work on meanwhile.
+void test_an_odd_block_leaves_its_neighbours_alone(int level, std::mt19937& random) {
+    const size_t blocks = 5, n = blocks * 256;
+    const float odd[] = {NAN, INFINITY, -INFINITY, 3e38f, 9e20f, 1e-30f, 1e-38f, 0.0f};
+    for (Kernel kernel : {k8SplitBf16, k8SplitF32, k8F32}) {
+        for (float value : odd) {
+            for (size_t block = 0; block < blocks; ++block) {
+                const flux_adamw_step step = any_step(random);
+                State expected(n, random, true);
+                for (float& scale : expected.m_scale) scale = 0;
+                for (float& scale : expected.v_scale) scale = 0;
+                for (size_t i = block * 256; i < block * 256 + 256; i += 1 + random() % 80) {
+                    expected.grad[i] = value;
+                    expected.grad_bf16[i] = static_cast<uint16_t>(bits_of(value) >> 16);
+                }
+                State got = expected;
+                for (int repeat = 0; repeat < 2; ++repeat) {
+                    flux_set_isa(FLUX_SCALAR);
+                    run(kernel, expected, 0, n, step, 1);
+                    flux_set_isa(level);
+                    run(kernel, got, 0, n, step, 1);
+                }
+                CHECK(got == expected, "kernel %d, set %d, %g in block %zu", kernel, level, value, block);
+            }
+        }
+    }
+}
+
 // The weights first and the moments later, each with its own cut, are the update in one.
 void test_two_passes_are_the_update_in_one(int level, std::mt19937& random) {
     const Kernel whole[] = {kSplitBf16, kSplitF32, kF32};
@@ -237,6 +266,7 @@ int main(int count, char** arguments) {
     for (int level = FLUX_SCALAR; level <= best; ++level) {
         test_every_set_gives_the_bits_of_the_reference(level, random);
         test_cuts_and_threads_do_not_matter(level, random);
+        test_an_odd_block_leaves_its_neighbours_alone(level, random);
         test_two_passes_are_the_update_in_one(level, random);
         test_rows_have_the_weights_of_their_table(level, random);
         test_sums_of_squares_are_the_same_everywhere(level, random);
