@@ -113,7 +113,8 @@ def totals_line(sample: TrafficSampled | None, width: int) -> Line:
         [((bytes_text(sample.d2h_bytes if sample else None), "text"),), (("back", "dim"),)],
         gap=" ",
     )
-    return dropped_to_fit([moved, back], width)
+    both = joined([moved, back])
+    return both if width_of(both) <= width else dropped_to_fit([moved], width)
 
 
 PANEL = Panel("bus", "Bus", body, heading, about="bytes a second in both directions, and stalls")

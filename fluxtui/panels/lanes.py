@@ -79,7 +79,7 @@ def _without_lanes(view: View, why: str, width: int, height: int) -> list[Line]:
 def shown(view: View) -> Recorded | str:
     """The step on screen, or in words why there is none."""
     until = view.state.step.step if view.link.replay and view.state.step else None
-    if view.link.replay and view.state.step is None:
+    if view.state.step is None and (view.link.replay or not view.timeline.exists):
         return "no step so far"
     return chosen(view.timeline, view.chart.last_step, until)
 

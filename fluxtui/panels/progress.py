@@ -11,6 +11,7 @@ from fluxtui.state.view import View
 from fluxtui.widgets.bars import gauge
 from fluxtui.widgets.spans import Line, dropped_to_fit, spread, width_of
 
+ETA_PARTS = 2  # the word and the time
 GAUGE_ROLES = {"failed": "bad", "dead": "bad", "finished": "good", "paused": "warn", "cut": "warn"}
 
 
@@ -43,7 +44,7 @@ def _where(view: View, width: int) -> Line:
         (f"{share * 100:5.1f}%", "strong") if share is not None else (f"{UNKNOWN:>6}", "dim"),
         ("   ", "text"),
     )
-    right = eta(view)
+    right = fitting_eta(view, width - 8 - width_of(left) - width_of(middle))
     room = max(8, width - width_of(left) - width_of(middle) - width_of(right))
     role = GAUGE_ROLES.get(view.status.kind, "accent")
     return spread((*left, *gauge(share, room, role), *middle), right, width)
@@ -66,6 +67,14 @@ def eta(view: View) -> Line:
         (spread_text, "dim"),
         (f"  at {clock}", "dim"),
     )
+
+
+def fitting_eta(view: View, room: int) -> Line:
+    """The time left; the clock time and the spread give way where there is no room."""
+    parts = eta(view)
+    while width_of(parts) > room and len(parts) > ETA_PARTS:
+        parts = parts[:-1]
+    return parts
 
 
 def _how(view: View, width: int) -> Line:

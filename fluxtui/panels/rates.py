@@ -10,6 +10,8 @@ from fluxtui.state.view import View
 from fluxtui.widgets.spans import Line, dropped_to_fit
 from fluxtui.widgets.timeline import Track, timeline
 
+LETTERS = {"h2d": "H", "d2h": "D", "disk_read": "R", "disk_written": "W"}
+
 
 def directions(view: View) -> list[str]:
     """What there is to draw."""
@@ -25,7 +27,7 @@ def heading(view: View, width: int) -> Line:
         now = rate_text(rate_of(sample, name) if sample else None)
         ceiling = ceiling_of(sample, name)
         of: Line = ((f" of {rate_text(ceiling)}", "dim"),) if ceiling else ()
-        parts.append((("⠒ ", ROLES[name]), *pair(LABELS[name], now), *of))
+        parts.append(((f"{LETTERS[name]} ", ROLES[name]), *pair(LABELS[name], now), *of))
     return dropped_to_fit(parts, width)
 
 
@@ -36,7 +38,7 @@ def body(view: View, width: int, height: int) -> list[Line]:
         return NOTHING
     times = [sample.wall_s for sample in samples]
     tracks = [
-        Track([rate_of(sample, name) for sample in samples], ROLES[name])
+        Track([rate_of(sample, name) for sample in samples], ROLES[name], LETTERS[name])
         for name in directions(view)
     ]
     return timeline(times, tracks, width, height, rate_text)

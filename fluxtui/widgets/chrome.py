@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fluxtrain.units import count_text
 from fluxtui.panels.panel import number_text, whole_text
-from fluxtui.panels.progress import eta
+from fluxtui.panels.progress import fitting_eta
 from fluxtui.state.status import Status
 from fluxtui.state.view import View
 from fluxtui.widgets.spans import Line, Span, dropped_to_fit, joined, spread, width_of, wrapped
@@ -84,7 +84,8 @@ def status_line(view: View, width: int) -> Line:
     if step is not None:
         parts.append(((f"{step.step}/{step.total_steps}", "strong"),))
         parts.append((("loss ", "dim"), (number_text(step.loss), "strong")))
-        parts.append(eta(view))
+        left = fitting_eta(view, width - width_of(joined(parts)) - 2)
+        parts.append(left)
     return dropped_to_fit(parts, width)
 
 

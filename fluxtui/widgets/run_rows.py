@@ -18,6 +18,9 @@ OTHER_CELLS = 71
 DETAIL_ROWS = 4
 FIXED_CELLS = 60
 NOTE_CELLS = 5
+NAME_CELLS = 21  # of a name that the trainer gave: a day, a time, a model
+AGE_CELLS, LOSS_CELLS = 9, 10
+OTHERS_ALONE_CELLS = 39  # mark, state, step, time left
 AGE_FROM_CELLS = 78  # narrower, the age gives way
 LOSS_FROM_CELLS = 69  # and then the loss; the detail below tells it
 
@@ -25,10 +28,10 @@ LOSS_FROM_CELLS = 69  # and then the loss; the detail below tells it
 def columns(width: int) -> Line:
     """The names of the columns."""
     loss = f"  {'loss':>8}" if width >= LOSS_FROM_CELLS else ""
-    age = f"  {'age':>7}  " if width >= AGE_FROM_CELLS else ""
+    age = f"  {'age':>7}" if width >= AGE_FROM_CELLS else ""
     text = (
         f"   {'state':<12}{'run':<{_name_cells(width)}}{'step':>13}{loss}"
-        f"  {'left':>9}{age}{'model' if _has_note(width) else ''}"
+        f"  {'left':>9}{age}{'  model' if _has_note(width) else ''}"
     )
     return fitted(((text, "dim"),), width)
 
@@ -43,16 +46,16 @@ def run_row(run: RunSummary, attached: Path | None, now_s: float, width: int) ->
         (
             (" ▸ " if here else "   ", "accent"),
             (f"{run.state:<12}", STATE_ROLES[run.state]),
-            (f"{run.run_id[: cells - 1]:<{cells}}", "strong" if here else "text"),
+            (f"{_name(run.run_id, cells - 1):<{cells}}", "strong" if here else "text"),
             (f"{step:>13}", "text"),
             *(((f"  {number_text(run.loss):>8}", "text"),) if width >= LOSS_FROM_CELLS else ()),
             (f"  {left_text(run, now_s):>9}", "text"),
             *(
-                ((f"  {_age_text(now_s - run.updated_s):>7}  ", "dim"),)
+                ((f"  {_age_text(now_s - run.updated_s):>7}", "dim"),)
                 if width >= AGE_FROM_CELLS
                 else ()
             ),
-            (note, "bad" if run.message else "dim"),
+            (f"  {note}" if note else "", "bad" if run.message else "dim"),
         ),
         width,
     )
@@ -82,10 +85,19 @@ def _age_text(seconds: float) -> str:
     return duration_text(max(0.0, seconds)) if seconds >= 1.0 else "now"
 
 
+def _name(run_id: str, cells: int) -> str:
+    """Of a long name the end is kept: the runs of one day begin alike."""
+    return run_id if len(run_id) <= cells else f"…{run_id[len(run_id) + 1 - cells :]}"
+
+
 def _has_note(width: int) -> bool:
     """Whether a word of the model or the message would be seen at all."""
-    return width - FIXED_CELLS - _name_cells(width) >= NOTE_CELLS
+    return width - FIXED_CELLS - NAME_CELLS >= NOTE_CELLS
 
 
 def _name_cells(width: int) -> int:
-    return max(18, min(40, width - OTHER_CELLS))
+    if _has_note(width):
+        return max(NAME_CELLS, min(40, width - OTHER_CELLS))
+    age = AGE_CELLS if width >= AGE_FROM_CELLS else 0
+    loss = LOSS_CELLS if width >= LOSS_FROM_CELLS else 0
+    return max(NAME_CELLS, min(40, width - OTHERS_ALONE_CELLS - age - loss))

@@ -19,6 +19,7 @@ class Track:
 
     values: Sequence[float | None]
     role: str
+    letter: str = ""  # stands at the highest value, so that no colour is needed to tell lines apart
 
 
 def timeline(
@@ -54,6 +55,7 @@ def timeline(
             (t, value) for t, value in zip(times, track.values, strict=True) if value is not None
         ]
         canvas.draw(Series([p[0] for p in pairs], [p[1] for p in pairs], track.role))
+    _letters(canvas, times, tracks)
     labels = axis_labels(window, height - 1, write, thousand)
     lines: list[Line] = [
         (
@@ -64,6 +66,19 @@ def timeline(
         for row, dots in enumerate(canvas.lines())
     ]
     return [*lines, ages(times[-1] - times[0], width)]
+
+
+def _letters(canvas: Canvas, times: Sequence[float], tracks: Sequence[Track]) -> None:
+    """A letter at the highest place of each track that no other letter has taken."""
+    cell_s = (times[-1] - times[0]) / max(1, canvas.width)
+    taken: list[float] = []
+    for track in tracks:
+        points = [(v, t) for t, v in zip(times, track.values, strict=True) if v]
+        free = [point for point in points if all(abs(point[1] - t) > cell_s for t in taken)]
+        if track.letter and free:
+            high, at_s = max(free)
+            taken.append(at_s)
+            canvas.draw(Series([at_s], [high], track.role, mark=track.letter))
 
 
 def axis_labels(

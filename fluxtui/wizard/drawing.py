@@ -7,7 +7,7 @@ survives 16 colours and none.
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from textual.content import Content
 
@@ -105,26 +105,37 @@ def caution(text: str, width: int) -> Content:
 def facts(rows: Sequence[tuple[str, str]], width: int) -> Content:
     """Names and values under each other; the first line carries the mark of a usable answer."""
     name_width = max((len(name) for name, _ in rows), default=0) + 2
-    lines = [
-        Content.assemble(
-            ("✓ " if index == 0 else "  ", "bold $success"),
-            (name.ljust(name_width), MUTED),
-            shortened(value, max(8, width - name_width - 2)),
-        )
-        for index, (name, value) in enumerate(rows)
-    ]
+    lines: list[Content] = []
+    for index, (name, value) in enumerate(rows):
+        mark = ("✓ " if index == 0 else "  ", "bold $success")
+        lines += _named(mark, name.ljust(name_width), value, max(8, width - name_width - 2), "")
     return Content("\n").join(lines)
 
 
 def pairs(rows: Sequence[tuple[str, str]], width: int) -> Content:
     """Names and values under each other."""
     name_width = max((len(name) for name, _ in rows), default=0) + 2
-    return Content("\n").join(
-        Content.assemble(
-            (name.ljust(name_width), MUTED), (shortened(value, width - name_width), "bold")
-        )
-        for name, value in rows
-    )
+    lines: list[Content] = []
+    for name, value in rows:
+        lines += _named(("", ""), name.ljust(name_width), value, width - name_width, "bold")
+    return Content("\n").join(lines)
+
+
+def _named(
+    mark: tuple[str, str], name: str, value: str, room: int, style: str
+) -> Iterator[Content]:
+    """A value beside its name: words go on below, only of a path the middle gives way."""
+    parts = _in_words(value, max(1, room))
+    yield Content.assemble(mark, (name, MUTED), (parts[0], style))
+    for part in parts[1:]:
+        yield Content.assemble(" " * (len(mark[0]) + len(name)), (part, style))
+
+
+def _in_words(text: str, width: int) -> list[str]:
+    words = text.split()
+    if len(words) < 2 or max(map(len, words)) > width:
+        return [shortened(text, width)]
+    return textwrap.wrap(text, width, break_on_hyphens=False)
 
 
 def table(rows: Sequence[tuple[str, str, str]], width: int) -> Content:

@@ -8,6 +8,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from msgspec.structs import replace as changed
 
 from fluxtrain.telemetry import events as ev
 from fluxtrain.telemetry.reader import JournalFollower
@@ -15,6 +16,7 @@ from fluxtrain.telemetry.rundir import RunSummary
 from fluxtui.actions import ACTIONS
 from fluxtui.panels import PANELS
 from fluxtui.panels.advice import PANEL as ADVICE
+from fluxtui.panels.bus import totals_line
 from fluxtui.panels.log import rows
 from fluxtui.screens import arrangement
 from fluxtui.screens.charts import Dashboard, LossScreen, MemoryScreen, TransferScreen
@@ -24,10 +26,11 @@ from fluxtui.sources.replay import ReplaySource
 from fluxtui.state.link import Link
 from fluxtui.state.run import LogLine, RunState
 from fluxtui.state.view import View
-from fluxtui.widgets.chrome import header_line, notice_lines
+from fluxtui.widgets.chrome import header_line, notice_lines, status_line
 from fluxtui.widgets.footer import footer_line, shown_actions
 from fluxtui.widgets.run_rows import columns, run_detail, run_row
 from fluxtui.widgets.spans import Line, width_of
+from fluxtui.wizard import drawing
 from fluxtui.words import counted
 
 RECORDED = Path(__file__).parent / "recorded"
@@ -160,6 +163,72 @@ def test_what_is_one_is_not_said_in_the_plural(made: ModuleType) -> None:
     assert "batch of 1 row in" in state.log.newest.text
     assert "1 row of 256 tokens" in whole(plan_lines(view, 100))
     assert "1 corrupt line " in whole([header_line(view, 160)])
+
+
+def long_run(made: ModuleType) -> View:
+    """A run with hours before it, as the recorded ones have not."""
+    step = changed(made.step(18, 100_000), eta_s=845.0 * 60, eta_spread_s=121.0 * 60)
+    state = RunState().after_all(made.stamped([made.hello(total_steps=100_000), step]))
+    alive = Link(process="alive")
+    return View(state=state, link=alive, wall_s=(state.last_wall_s or 0.0) + 0.5)
+
+
+@pytest.mark.parametrize("width", [56, 58, 60, 72, 80, 100])
+def test_a_long_time_left_gives_up_its_clock_and_spread_before_it_is_cut(
+    made: ModuleType, width: int
+) -> None:
+    text = whole(PANELS["progress"].body(long_run(made), width, 2)).splitlines()[0]
+    assert "…" not in text and "0.0%" in text and "ETA 14h 05m" in text
+    assert (" at " in text) <= ("±" in text)
+
+
+@pytest.mark.parametrize(("width", "told"), [(50, "ETA 14h"), (59, "±"), (34, "loss")])
+def test_the_one_line_of_a_tiny_terminal_tells_the_time_left(
+    made: ModuleType, width: int, told: str
+) -> None:
+    text = whole([status_line(long_run(made), width)])
+    assert told in text and "…" not in text and len(text) <= width
+
+
+@pytest.mark.parametrize("width", [58, 69, 77, 80, 84, 90, 100])
+def test_two_runs_of_a_day_have_two_names_in_the_list(width: int) -> None:
+    names = ("20261122-085154-demo", "20261122-085154-tales", "20261122-085154-" + "x" * 60)
+    seen = []
+    for name in names:
+        run = RunSummary(
+            run_id=name, path=f"/runs/{name}", state="dead", started_s=0.0, updated_s=9
+        )
+        seen.append(run_row(run, None, 0.0, width)[2][0].strip())
+    assert len(set(seen)) == 3 and seen[0] == names[0]
+    assert seen[2].startswith("…") and seen[2].endswith("xxx")
+
+
+def test_what_came_back_is_not_told_without_what_went() -> None:
+    view = view_of("streamed", 0.6, process="alive")
+    for width in range(1, 60):
+        text = whole([totals_line(view.state.traffic, width)])
+        assert ("back" in text) <= ("to device" in text)
+
+
+def test_each_line_of_the_rates_has_a_letter_of_its_own() -> None:
+    """Reads and writes of the disk have one colour, and there are terminals without any."""
+    view = view_of("h200", process="alive")
+    heading = whole([PANELS["rates"].heading(view, 120)])
+    drawn = whole(PANELS["rates"].body(view, 100, 20))
+    for letter, label in (("H", "H2D"), ("D", "D2H"), ("R", "N R"), ("W", "N W")):
+        assert f"{letter} {label}" in heading
+    high = {name for name in ("H", "D", "R", "W") if name in drawn}
+    assert {"H", "D", "W"} <= high
+
+
+@pytest.mark.parametrize("width", [40, 60, 80])
+def test_a_value_of_the_wizard_goes_on_below_where_only_a_path_is_cut(width: int) -> None:
+    time, path = "400 steps take 3m 46s to 6m 24s, by the speed of the dry run", "/d" * 60
+    for draw in (drawing.pairs, drawing.facts):
+        lines = draw([("time", time), ("data", path)], width).plain.splitlines()
+        assert time in " ".join(" ".join(lines).replace("time ", "").split())
+        assert max(map(len, lines)) <= width
+        assert lines[-1].count("…") == 1 and lines[-1].endswith("/d")
 
 
 def test_the_arrangements_have_a_place_for_what_is_tested() -> None:

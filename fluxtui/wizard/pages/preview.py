@@ -138,7 +138,9 @@ def _trial(view: View, width: int) -> Content:
 
 
 def _compared(trial: Trial, width: int) -> Content:
-    lines = [Content.styled(f"  {'':<14}{'predicted':>12}{'measured':>12}", drawing.MUTED)]
+    lines = [
+        Content.styled(f"  {'':<14}{'predicted':>12}{'measured':>12}  difference", drawing.MUTED)
+    ]
     for row in trial.rows:
         lines.append(
             Content.assemble(
