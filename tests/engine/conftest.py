@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from multiprocessing.util import get_temp_dir
 from pathlib import Path
@@ -26,12 +26,15 @@ from transformers import (
 )
 
 from fluxtrain.data.demo import train_tokenizer
+from fluxtrain.hardware.machine import Machine, read_machine
 from fluxtrain.stream import updates
 from fluxtrain.stream.engine import Engine
+from fluxtrain.train import preview
 from tests.engine import forked
 from tests.engine.deferred_models import Hold
 from tests.engine.half_models import half_model
 
+RATES = {"cpu_matmul": 1e11, "adamw": 1e9, "adamw_8bit": 1e9, "host_copy": 1e10}  # of a machine
 VOCABULARY = 320
 SENTENCES = [
     "the quick brown fox jumps over the lazy dog",
@@ -133,11 +136,19 @@ def _folder_of_forked_processes() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _short_trials() -> Iterator[None]:
-    """Before a run one block is tried for seconds, and again where other programs disturbed that;
-    here each worker is the other one's other program, and few tests look at what was found."""
+    """Before a run one block is tried for seconds, and before a plan the machine is measured; both
+    again where other programs disturbed that. Here each worker is the other one's other program,
+    and few tests look at what was found. Processes that tests start measure as they always do."""
+
+    def measured(
+        elsewhere: preview.PlannedMachine | None, report: object
+    ) -> tuple[Machine, Mapping[str, float | None]]:
+        return read_machine(), RATES if elsewhere is None else elsewhere.per_s
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("fluxtrain.train.constants.is_calm_after", lambda _: False)
         patch.setattr("fluxtrain.train.rounds.MOST_ROUNDS", 1)
+        patch.setattr(preview, "_measured", measured)
         yield
 
 

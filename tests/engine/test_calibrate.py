@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 import fluxtrain
@@ -84,19 +84,21 @@ def test_the_model_and_the_random_state_are_as_before(tiny: Tiny, family: str) -
 def test_what_a_chunk_costs_beside_its_rows_is_found(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """By a clock that only the blocks' forward passes move."""
     model = tiny("llama", torch.float32)
     layer = type(model.model.layers[0])
-    forward, pause_s = layer.forward, 0.01
+    forward, pause_s, row_s, now_s = layer.forward, 0.01, 0.002, [0.0]
 
-    def slow_to_start(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        time.sleep(pause_s)
-        return forward(self, *args, **kwargs)
+    def slow_to_start(self: nn.Module, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        now_s[0] += pause_s + row_s * hidden.shape[0]
+        return forward(self, hidden, *args, **kwargs)
 
     monkeypatch.setattr(layer, "forward", slow_to_start)
+    monkeypatch.setattr("fluxtrain.train.trial.time.perf_counter", lambda: now_s[0])
     tried = calibrate(model, batch_of, torch.device("cpu"), (1, 4))
     for line in (tried.forward, tried.backward):  # which runs it once more
-        assert line.base > pause_s / 2
-        assert line.slope < pause_s
+        assert line.base == pytest.approx(pause_s, rel=1e-3)
+        assert line.slope == pytest.approx(row_s, rel=1e-3)
 
 
 def test_without_a_gpu_the_miniature_streams_too_and_moves_what_a_step_moves(

@@ -6,6 +6,7 @@ import copy
 import io
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -200,6 +201,25 @@ def test_a_step_that_diverges_leaves_weights_and_moments_out(held: Hold) -> None
         training.engine.flush()
     assert held.passed == passed
     assert_same_bits(training.state(), before)
+    training.steps(1)
+    assert all(m.step == 3 for g in training.engine.groups for m in g.members)
+
+
+def test_a_copy_that_waits_for_an_update_that_failed_does_not_tell_it_again() -> None:
+    """The thread of the copies has not come to it yet when the one who waits is told."""
+    training = Training(build(), deferred=True)
+    training.steps(2)
+    loss = training.forward()
+    loss.backward()
+    training.engine.clip_grad_norm(MAX_NORM, [loss.detach() * float("nan")])
+    copies: Any = training.engine.device
+    may_go_on = threading.Event()
+    copies._up.submit(partial(may_go_on.wait, 60))
+    training.optimizer.step()
+    training.optimizer.zero_grad()
+    with pytest.raises(Diverged):
+        training.engine.flush()
+    threading.Timer(0.05, may_go_on.set).start()
     training.steps(1)
     assert all(m.step == 3 for g in training.engine.groups for m in g.members)
 

@@ -119,5 +119,5 @@ def test_a_deep_model_takes_little_more_than_what_waits_for_its_backward_pass() 
     """1 MiB waits at each of 48 blocks; beside that a block needs some and the heap keeps some.
     With glibc 2.36 it was 242 MiB when nothing was given back."""
     command = [sys.executable, "-c", DEEP]
-    told = subprocess.run(command, check=True, capture_output=True, text=True, timeout=110)
-    assert int(told.stdout) < 50 * MIB + 3 * SPARE_BYTES
+    told = subprocess.run(command, check=True, capture_output=True, text=True, timeout=240)
+    assert int(told.stdout) < 50 * MIB + 4 * SPARE_BYTES

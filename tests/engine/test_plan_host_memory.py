@@ -18,7 +18,7 @@ from fluxtrain.train.placing import decide, loaded_bytes, model_facts
 
 def test_the_demo_takes_the_host_memory_that_its_plan_predicts(tmp_path: Path) -> None:
     """In a process of its own, as a run is; 15 % leaves room for another allocator."""
-    command = [sys.executable, "-m", "fluxtrain", "train", "--demo", "--steps", "6", "--run-dir"]
+    command = [sys.executable, "-m", "fluxtrain", "train", "--demo", "--steps", "3", "--run-dir"]
     subprocess.run([*command, str(tmp_path / "run")], check=True, capture_output=True, timeout=240)
     result = json.loads((tmp_path / "run" / "result.json").read_text())
     rows = {row["quantity"]: row for row in result["plan"]}

@@ -192,6 +192,7 @@ class Updates:
                 group.wait()
             except Exception as error:  # noqa: BLE001  # raised below, when all have ended
                 errors.append(error)
+                group.version += 1  # a copy that waited for it has failed, or is about to
             self._pending.pop(group, None)
         self._ahead.clear()  # the tables have it all, and the gradients may be given up
         if errors:
