@@ -108,7 +108,7 @@ def test_a_tried_block_replaces_the_constants_of_its_class() -> None:
     assert found.backward_s == pytest.approx(10 * 2 * (0.003 + 4 * 0.006) + 0.002 + 8 * 0.001)
     assert found.host_update_s == pytest.approx(11 * BLOCK / 1e9)  # its own rate, not the probe's
     assert found.queueing_s == pytest.approx(10 * 2 * 0.0005)
-    start_s = BLOCK / 1e9 + 2 * BLOCK / 1e12  # the embedding is updated and copied before all that
+    start_s = 2 * BLOCK / 1e9 + 2 * BLOCK / 1e12  # embedding and first block are updated before it
     computed_s = found.forward_s + found.head_s + found.backward_s
     assert found.step_s == pytest.approx(start_s + computed_s)
 

@@ -85,12 +85,13 @@ def test_the_embedding_is_copied_after_its_update_before_the_forward_begins() ->
 
 
 def test_blocks_on_the_device_compute_while_the_first_one_at_home_is_updated() -> None:
-    """The embedding and four blocks live there: six blocks and the head are updated at home."""
+    """The embedding and four blocks live there, two of them at the front: six blocks and the head
+    are updated at home."""
     layout = replace(LAYOUT, device_groups=5)
     waits_s = 7 * 0.06 - BACKWARD_S
-    hidden_s = 4 / LAYERS * FORWARD_S
+    hidden_s = 2 / LAYERS * FORWARD_S
     assert found(0.06, layout).step_s == pytest.approx(COMPUTED_S + waits_s - hidden_s)
-    assert found(0.04, layout).step_s == pytest.approx(COMPUTED_S)  # hidden by those four
+    assert found(0.04, layout).step_s == pytest.approx(COMPUTED_S)  # hidden by those two
 
 
 def test_an_embedding_at_home_is_waited_for_though_every_block_lives_on_the_device() -> None:
@@ -109,14 +110,14 @@ def test_copies_are_asked_for_when_the_wait_has_ended() -> None:
 
 def test_no_more_gradients_are_waiting_for_their_updates_than_there_is_memory_for() -> None:
     """Six blocks and the head at home have gradients of one size, which three buffers hold: those
-    of the last one leave when the fourth from the end is updated. Four blocks follow on the
-    device, and hide what is left then."""
+    of the last one leave when the fourth from the end is updated. Two blocks follow on the
+    device, and hide what is left then; the other two there were hidden by waits."""
     update_s, block_s = 0.2, BACKWARD_S / LAYERS
     layout = replace(LAYOUT, device_groups=5)
     step = found(update_s, layout)
-    assert step.backward_phase_s == pytest.approx(4 * update_s + 4 * block_s)
+    assert step.backward_phase_s == pytest.approx(4 * update_s + 2 * block_s)
     left_s = 7 * update_s - step.backward_phase_s
-    hidden_s = 4 / LAYERS * FORWARD_S
+    hidden_s = 2 / LAYERS * FORWARD_S
     assert step.forward_phase_s == pytest.approx(FORWARD_S + left_s - hidden_s)
     assert step.binds == "AdamW on the host"
 
@@ -139,9 +140,9 @@ def test_rows_that_are_looked_up_do_not_wait_for_the_update_of_their_table() -> 
 
 
 def test_rows_and_blocks_on_the_device_hide_the_updates_of_the_others() -> None:
-    """Four blocks compute with the rows that are there, then wait for the updates of six."""
+    """Two of four blocks compute with the rows that are there; the next waits for those of six."""
     layout = replace(BY_ROWS, device_groups=4, device_first="blocks")
-    hidden_s = 4 / LAYERS * FORWARD_S
+    hidden_s = 2 / LAYERS * FORWARD_S
     waits_s = 7 * 0.06 - BACKWARD_S  # of the head and six blocks
     step = found(0.06, layout, facts=with_table(users=1))
     rows_s = 0.06 * 16 / 1000

@@ -293,6 +293,7 @@ def test_the_embedding_or_the_blocks_go_to_the_device_first() -> None:
     assert kinds[0] == "edge"
     assert "block" not in kinds[-2:]  # last norm and head
     assert parted(facts.groups, 2, "embedding") == (facts.groups[:2], facts.groups[2:])
+    assert parted(facts.groups, 3, "embedding")[0] == facts.groups[:3]
     blocks, others = parted(facts.groups, 2, "blocks")
     assert blocks == facts.groups[1:3]
     assert others == (facts.groups[0], *facts.groups[3:])

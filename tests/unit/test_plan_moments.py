@@ -15,6 +15,7 @@ from fluxtrain.plan.calibration import Calibration, Line
 from fluxtrain.plan.cost import cost
 from fluxtrain.plan.facts import GroupFacts, ModelFacts, Room, RowFacts, Wishes
 from fluxtrain.plan.footprint import Layout
+from fluxtrain.plan.moments import CLEARLY
 from fluxtrain.plan.placement import RunPlacement, place
 from fluxtrain.plan.rates import Rates, rates_from
 from fluxtrain.plan.timed import Timing, place_timed
@@ -36,7 +37,8 @@ TRIED = Calibration(
 PER_S = {"h2d_pinned": 50e9, "d2h_pinned": 50e9}
 STREAMED = Layout(offload="weights", batch_rows=8, chunk_rows=8)
 LATER = replace(STREAMED, deferred_moments=True)
-LAST_BLOCK_S = 0.004 + 0.04  # is copied and computed with after its update
+COPY_S = 0.004
+LAST_BLOCK_S = COPY_S + 0.04  # is copied and computed with after its update
 
 
 def model(**how: Any) -> ModelFacts:
@@ -70,14 +72,16 @@ def choice(plan: RunPlacement) -> tuple[str, str]:
 
 
 def test_the_next_forward_waits_for_18_of_26_bytes_and_the_backward_hides_as_many() -> None:
-    """By hand: the whole update takes 0.4 s, the forward 0.32 s, loss 0.04 s, backward 0.96 s."""
+    """By hand: the whole update takes 0.4 s, the forward 0.32 s, loss 0.04 s, backward 0.96 s. With
+    moments the forward ends behind the last update, without them its computation takes longer,
+    behind the first."""
     whole, later = (cost(model(), layout, rates()) for layout in (STREAMED, LATER))
     assert (whole.host_update_s, whole.deferred_moments_s) == (pytest.approx(0.4), 0.0)
     assert whole.step_s == pytest.approx(0.4 + LAST_BLOCK_S + 0.04 + 0.96)
     assert later.host_update_s == later.deferred_moments_s == pytest.approx(0.4 * 18 / 26)
-    assert later.step_s == pytest.approx(0.4 * 18 / 26 + LAST_BLOCK_S + 0.04 + 0.96)
+    first_block_s = 0.4 * 18 / 26 / LAYERS + COPY_S
+    assert later.step_s == pytest.approx(first_block_s + 0.32 + 0.04 + 0.96)
     assert (whole.binds, later.binds) == ("the GPU", "the GPU")
-    assert later.step_s - 0.04 - 0.96 == pytest.approx(0.32, rel=0.01)  # as the forward takes
 
 
 def test_moments_that_outlast_loss_and_backward_make_the_step_longer_and_bind_it() -> None:
@@ -89,17 +93,17 @@ def test_moments_that_outlast_loss_and_backward_make_the_step_longer_and_bind_it
     assert later.step_s > cost(model(), STREAMED, fast).step_s
 
 
-def test_blocks_on_the_device_are_computed_after_the_moments_of_those_before_them() -> None:
-    """Of eight blocks the backward pass comes to the four at home first. Their moments (0.2 s each)
-    begin when their weights are updated; nobody waits for the last one's copy and computation,
-    and the loss hides some of them, but the four blocks on the device are computed when the last
-    moments are done: it overwrites their gradients, and nobody queues more until then."""
+def test_blocks_on_the_device_hide_the_moments_of_those_that_come_after_them() -> None:
+    """Blocks 2, 4, 6 and 7 of eight are at home. Their moments (0.2 s each) begin when their
+    weights are updated; nobody waits for the last one's copy and computation, and the loss hides
+    some of them. The backward pass comes to 7 and 6 first and waits for both, for it overwrites
+    their gradients and nobody queues more until then. Blocks 5 and 3 hide the others'."""
     tried = rates(forward=Line(base=0.0, slope=0.0001), adamw_per_s=BLOCK * 18 / 26 / 0.2)
     block_s, copy_s = 0.12, 0.004
     layout = replace(LATER, device_groups=4)
     found = cost(model(), layout, tried)
     assert found.forward_phase_s == pytest.approx(0.8 + copy_s + 0.0008)
-    assert found.backward_phase_s == pytest.approx(0.8 - 0.04 - (copy_s + 0.0008) + 4 * block_s)
+    assert found.backward_phase_s == pytest.approx(2 * 0.2 - 0.04 - (copy_s + 0.0008) + 6 * block_s)
     assert found.binds == "AdamW on the host"
     hidden = cost(model(), layout, replace(tried, adamw_moments_per_s=BLOCK / 0.1))
     assert hidden.backward_phase_s == pytest.approx(8 * block_s)
@@ -135,7 +139,7 @@ def test_what_has_two_passes_and_what_each_moves(how: dict[str, Any], pass_bytes
 def test_of_several_passes_the_first_backward_hides_the_moments() -> None:
     one, three = (cost(model(), LATER, rates(), passes=passes) for passes in (1, 3))
     assert three.deferred_moments_s == one.deferred_moments_s
-    first_s = 0.4 * 18 / 26 + LAST_BLOCK_S
+    first_s = 0.4 * 18 / 26 / LAYERS + COPY_S + 0.32
     assert three.step_s == pytest.approx(first_s + 2 * 0.32 + 3 * (0.04 + 0.96))
 
 
@@ -150,7 +154,7 @@ def test_it_is_deferred_where_that_is_faster_and_the_reason_has_both_times() -> 
     assert plan.deferred_moments
     value, because = choice(plan)
     assert value == "deferred"
-    assert "1.32 s a step is predicted, and 1.44 s with the weights" in because
+    assert "1.36 s a step is predicted, and 1.44 s with the weights" in because
     assert "277 ms of AdamW on the host in place of 400 ms" in because
 
 
@@ -159,7 +163,7 @@ def test_what_the_forward_hides_anyway_is_not_deferred() -> None:
     assert not plan.deferred_moments
     value, because = choice(plan)
     assert value == "with_weights"
-    assert "1.32 s a step is predicted, and 1.32 s deferred, which moves more bytes" in because
+    assert "1.33 s a step is predicted, and 1.33 s deferred, which moves more bytes" in because
 
 
 def test_moments_that_nothing_hides_are_not_deferred() -> None:
@@ -204,7 +208,7 @@ def test_without_a_gpu_nothing_is_deferred_by_itself() -> None:
     adamw=st.floats(1e8, 1e11), weights=st.none() | st.floats(1e8, 1e11),
     moments=st.none() | st.floats(1e8, 1e11), backward=st.floats(0.0, 0.05),
 )  # fmt: skip
-def test_what_is_chosen_is_never_predicted_slower(
+def test_what_is_chosen_is_never_predicted_clearly_slower(
     adamw: float, weights: float | None, moments: float | None, backward: float
 ) -> None:
     tried = rates(
@@ -216,7 +220,9 @@ def test_what_is_chosen_is_never_predicted_slower(
         deferred: cost(model(), replace(STREAMED, deferred_moments=deferred), tried).step_s
         for deferred in (False, True)
     }
-    assert plan.deferred_moments == (both[True] < both[False])
+    chosen_s, other_s = both[plan.deferred_moments], both[not plan.deferred_moments]
+    assert CLEARLY * chosen_s <= other_s
+    assert not plan.deferred_moments or chosen_s < other_s
 
 
 @pytest.mark.parametrize("part", ["weights", "moments"])

@@ -8,7 +8,7 @@ import pytest
 
 from fluxtrain.errors import EXIT_DOES_NOT_FIT, BadInput, DoesNotFit
 from fluxtrain.plan.facts import GroupFacts, ModelFacts, Room, RowFacts, Wishes
-from fluxtrain.plan.footprint import activation_estimate
+from fluxtrain.plan.footprint import activation_estimate, parted
 from fluxtrain.plan.placement import Placement, place, place_for_any_rows
 from fluxtrain.plan.search import AUTO_SHARE, HOST_SHARE
 from fluxtrain.units import GIB
@@ -117,7 +117,9 @@ def test_reasons_carry_the_numbers_that_decided() -> None:
     assert "none would need" in reasons["offload"]
     assert "of 14.4 GiB device memory" in reasons["offload"]
     assert "of host memory" in reasons["offload"]
-    following = qwen().groups[placement.device_groups].name
+    count, first = placement.device_groups, placement.device_first
+    before, after = (set(parted(qwen().groups, n, first)[0]) for n in (count, count + 1))
+    (following,) = (group.name for group in after - before)
     assert f"{following} as well would need" in reasons["device_groups"]
     assert "one more would need" in reasons["resident_blocks"]
     assert "32 rows fit" in reasons["batch_rows"]

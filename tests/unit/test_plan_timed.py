@@ -84,15 +84,15 @@ def measured(facts: ModelFacts) -> ModelFacts:
 
 def test_what_is_left_of_the_device_keeps_activations() -> None:
     facts, wishes = measured(model()), Wishes(batch_rows=8)
-    again = place_timed(facts, gpu(12), wishes, TIMING)
-    some = place_timed(facts, gpu(12), wishes, TIMING_KEEPING)
+    again = place_timed(facts, gpu(14), wishes, TIMING)
+    some = place_timed(facts, gpu(14), wishes, TIMING_KEEPING)
     every = place_timed(facts, gpu(40), wishes, TIMING_KEEPING)
     assert again.kept_blocks == 0
     assert 0 < some.kept_blocks < 8
     assert every.kept_blocks == 8
     assert some.need.kept_bytes == some.kept_blocks * 8 * KEPT_BYTES
     one_more = replace(layout(some), kept_blocks=some.kept_blocks + 1)
-    assert footprint(facts, one_more, has_gpu=True).device_bytes > 12 * GIB * AUTO_SHARE
+    assert footprint(facts, one_more, has_gpu=True).device_bytes > 14 * GIB * AUTO_SHARE
     saved_s = 8 * (TRIED.backward.at(8) - KEEPING.kept_backward.at(8))  # type: ignore[union-attr]
     faster = step_s(again, facts) - step_s(every, facts, TIMING_KEEPING)
     assert faster == pytest.approx(saved_s, rel=0.01)

@@ -21,6 +21,7 @@ from fluxtrain.memory.device import Device, Ticket
 from fluxtrain.memory.group import Group
 from fluxtrain.units import bytes_text
 
+LOOKS_AHEAD = 8  # parts of the model, at most, for the next ones that are to be copied
 Report = Callable[[Group, str, Ticket], None]  # group, cause, the copy
 
 

@@ -28,8 +28,8 @@ groups that live on the device, which come after the backward pass and overlap w
 fast the host can queue the work of a GPU, which no step is shorter than; nor is a forward pass
 where anything is updated at home, for the host waits for that and is then not ahead of the GPU.
 
-Where the update binds the forward, its last group is still to be copied and computed with when that
-ends.
+Of the forward's updates each group's must end before it is copied and it and all that follows is
+computed with: behind the last update the last block is still to come, behind the first one all.
 
 Without a GPU everything is done by the same cores, so nothing overlaps. What a group at home costs
 there beside its bytes (threads that start and wait, bookkeeping) was then tried too.
@@ -43,12 +43,13 @@ from fluxtrain.plan.calibration import chunked
 from fluxtrain.plan.facts import GroupFacts, ModelFacts
 from fluxtrain.plan.footprint import Layout, homes, kept_count, rows_of_table, slot_count
 from fluxtrain.plan.rates import Rates
+from fluxtrain.plan.spread import spread_out
 from fluxtrain.plan.updates import (
     BF16_UPDATE_BYTES,
     eager_forward,
     eager_waits,
     eager_work,
-    end_after_updates,
+    forward_after_updates,
     host_updates,
     moments_end,
     start_of,
@@ -153,10 +154,13 @@ def _exact_phases(
     moments beside the first backward; and those that say what binds the step."""
     forward, backward = phases[0], phases[passes + 1]
     start, update_s = start_of(facts, layout, rates), host_updates(facts, layout, rates)[0]
-    awaited_s = update_s - start.late_s
-    awaited_s += end_after_updates(facts, layout, rates, forward["compute"])
     begins_s = forward["compute"] + start.update_s + start.copy_s
-    found = [{**forward, "update": awaited_s, "compute": begins_s}, *phases[1:]]
+    after_s = forward_after_updates(
+        facts, layout, rates, forward["compute"], update_s - start.late_s
+    )
+    least_s = {**forward, "compute": begins_s}
+    first = {name: max(after_s.get(name, 0.0), seconds) for name, seconds in least_s.items()}
+    found = [{**first, "update": after_s["update"]}, *phases[1:]]
     before_s = sum(max(phase.values()) for phase in found[: passes + 1])
     computing_s = max(backward["compute"], backward["uploads"])
     end_s = moments_end(facts, layout, rates, computing_s, update_s - before_s)
@@ -257,7 +261,7 @@ def _traffic(facts: ModelFacts, layout: Layout) -> tuple[int, int, int]:
     gradients that come home."""
     at_home = homes(facts, layout)[1]
     blocks = [group for group in at_home if group.kind == "block"]
-    streamed = blocks[layout.resident_blocks :] if slot_count(facts, layout) else []
+    streamed = spread_out(blocks, layout.resident_blocks)[1] if slot_count(facts, layout) else []
     streamed_bytes = sum(group.weight_bytes for group in streamed)
     trained = sum(group.rounded_bytes for group in at_home)
     kept = trained - sum(group.rounded_bytes for group in streamed)

@@ -8,7 +8,7 @@ are at home on the host with all of that, and of their weights the device has
 |-----------|-------|-------------------------------------------------------|----------------------|
 | none      |       | (every group lives on the device)                     | as `boundaries` says |
 | optimizer | all   | all                                                   | as `boundaries` says |
-| weights   | all   | the first `resident_blocks`, the others through slots | as `boundaries` says |
+| weights   | all   | `resident_blocks` of them, the others through slots   | as `boundaries` says |
 | max       | all   | as `weights`, with fewer slots                        | host                 |
 
 Of an embedding at home the device has all, or with `embedding` rows only those that a batch can
@@ -26,6 +26,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Protocol, TypeVar
 
 from fluxtrain.plan.facts import (
@@ -38,6 +39,7 @@ from fluxtrain.plan.facts import (
     Offload,
     RowFacts,
 )
+from fluxtrain.plan.spread import spread_out
 from fluxtrain.plan.tables import TableRows
 
 SLOTS: dict[Offload, int] = {"none": 0, "optimizer": 0, "weights": 3, "max": 2}
@@ -71,7 +73,7 @@ class Layout:
     offload: Offload
     device_groups: int = 0  # with `none` all, whatever is said here
     device_first: DeviceFirst = "embedding"  # which ones those are: see `parted`
-    resident_blocks: int = 0  # the first ones at home; with `optimizer` all
+    resident_blocks: int = 0  # of those at home; with `optimizer` all
     kept_blocks: int = 0  # of those whose weights are on the device, or all of them
     boundaries: Boundaries = "device"  # where they wait; with `max` on the host, whatever is said
     batch_rows: int = 0  # 0: not known
@@ -184,16 +186,24 @@ _P = TypeVar("_P", bound=Placed)
 def parted(
     groups: Sequence[_P], count: int, first: DeviceFirst
 ) -> tuple[tuple[_P, ...], tuple[_P, ...]]:
-    """Of `groups` in forward order the `count` that live on the device, and the others: with the
-    embedding first in forward order, else all blocks before what stands outside of them."""
-    if first == "embedding":
-        return tuple(groups[:count]), tuple(groups[count:])
-    order = sorted(range(len(groups)), key=lambda at: groups[at].kind != "block")
-    chosen = set(order[:count])
+    """Of `groups` in forward order the `count` that live on the device, and the others, both in
+    that order: blocks here and there (`plan/spread.py`), with `embedding` after what stands before
+    them, and what else stands outside of them last."""
+    chosen = _chosen(tuple(group.kind == "block" for group in groups), count, first)
     return (
         tuple(group for at, group in enumerate(groups) if at in chosen),
         tuple(group for at, group in enumerate(groups) if at not in chosen),
     )
+
+
+@lru_cache(maxsize=4096)
+def _chosen(are_blocks: tuple[bool, ...], count: int, first: DeviceFirst) -> frozenset[int]:
+    every = range(len(are_blocks))
+    blocks = [at for at in every if are_blocks[at]]
+    before = list(range(blocks[0] if blocks and first == "embedding" else 0))
+    chosen = [*before, *spread_out(blocks, max(0, count - len(before)))[0]]
+    others = [at for at in every if not are_blocks[at] and at not in before]
+    return frozenset([*chosen, *others][:count])
 
 
 def homes(
@@ -239,7 +249,7 @@ def streamed_count(facts: ModelFacts, layout: Layout) -> int:
 
 def _streamed(layout: Layout, at_home: Sequence[GroupFacts]) -> list[GroupFacts]:
     blocks = [group for group in at_home if group.kind == "block"]
-    return [] if layout.offload == "optimizer" else blocks[layout.resident_blocks :]
+    return [] if layout.offload == "optimizer" else spread_out(blocks, layout.resident_blocks)[1]
 
 
 def rows_of_table(

@@ -1,7 +1,8 @@
 """When AdamW's moments are updated: with the weights, or deferred until all weights are. Pure.
 
 Deferred, the next forward waits for less, and more bytes are moved in all: 36 a parameter with fp32
-moments in place of 26. So it is chosen where the time model says that it makes a step shorter.
+moments in place of 26. So it is chosen where the time model says that it makes a step clearly
+shorter.
 """
 
 from __future__ import annotations
@@ -16,14 +17,16 @@ from fluxtrain.telemetry.events import ChoiceMade
 from fluxtrain.units import duration_text
 
 DEFERRED, WITH_WEIGHTS = "deferred", "with_weights"
+CLEARLY = 0.99  # of the time otherwise, at most
 WISHES: dict[str, bool | None] = {"auto": None, WITH_WEIGHTS: False, DEFERRED: True}
 
 
 def faster_of_both(layout: Layout, cost_of: Callable[[Layout], Cost]) -> tuple[Layout, Cost]:
-    """`layout` with the moments updated at the better time, and its cost; of equals at once."""
+    """`layout` with the moments updated at the better time, and its cost; at once where that is
+    about as good."""
     at_once, later = (replace(layout, deferred_moments=deferred) for deferred in (False, True))
     found, deferred = cost_of(at_once), cost_of(later)
-    return (later, deferred) if deferred.step_s < found.step_s else (at_once, found)
+    return (later, deferred) if deferred.step_s < CLEARLY * found.step_s else (at_once, found)
 
 
 def moments_choice(

@@ -186,18 +186,38 @@ def _before_home(facts: ModelFacts, layout: Layout, forward_s: float) -> float:
     return forward_s * sum(group.kind == "block" for group in before) / max(1, facts.layers)
 
 
-def end_after_updates(facts: ModelFacts, layout: Layout, rates: Rates, forward_s: float) -> float:
-    """Seconds from the last update that the forward waits for to its end: the last block is copied
-    and computed while what follows it is updated, a head is copied (and computed with later)."""
+def forward_after_updates(
+    facts: ModelFacts, layout: Layout, rates: Rates, forward_s: float, awaited_s: float
+) -> dict[str, float]:
+    """Seconds from the first update to the end of the forward pass, which waits for `awaited_s` of
+    updates, by what takes the most of them. For each group: it is updated, copied when those
+    before it are, then computed with, and so is all that follows."""
     block_s = forward_s / max(1, facts.layers)
-    end_s = meanwhile_s = 0.0
-    for group in reversed(homes(facts, layout)[1]):
-        if not group.trained or group is facts.table:
+    at_home = homes(facts, layout)[1]
+    waited = [group for group in at_home if group.trained and group is not facts.table]
+    home_ids, turn = {id(group) for group in waited}, 3 * len(waited) // 4
+    ends_s = {"compute": 0.0, "uploads": 0.0, "update": awaited_s}
+    following_s = copies_s = 0.0
+    for group in reversed(facts.groups):
+        following_s += block_s if group.kind == "block" else 0.0
+        if id(group) not in home_ids:
             continue
-        is_block = group.kind == "block"
-        left_s = group.weight_bytes / rates.up + (block_s if is_block else 0.0)
-        end_s = max(end_s, left_s - meanwhile_s)
-        if is_block:
-            break
-        meanwhile_s += host_update(group, layout, rates)[0]
-    return end_s
+        copy_s = group.weight_bytes / rates.up
+        copies_s += copy_s
+        parts_s = {"compute": following_s, "uploads": copies_s, "update": awaited_s}
+        most = max(parts_s, key=lambda name: parts_s[name])
+        ends_s[most] = max(ends_s[most], awaited_s + max(copies_s, copy_s + following_s))
+        awaited_s -= host_update(group, layout, rates)[0]
+        home_ids.remove(id(group))
+        if len(home_ids) == turn:
+            awaited_s -= _amidst(facts, layout, rates)
+    return ends_s
+
+
+def _amidst(facts: ModelFacts, layout: Layout, rates: Rates) -> float:
+    """Seconds of the update of a tied table whose rows are computed ahead: three quarters of the
+    others' come before it, the rest after."""
+    by_rows = rows_of_table(facts, layout, homes(facts, layout)[1])
+    if by_rows is None or not (by_rows.tied and by_rows.computed_first):
+        return 0.0
+    return host_update(by_rows.table, layout, rates)[0]

@@ -20,7 +20,7 @@ from fluxtrain.memory.boundary import BoundaryPark
 from fluxtrain.memory.device import Device
 from fluxtrain.memory.gradients import Gradients, stored
 from fluxtrain.memory.group import Group, Member
-from fluxtrain.memory.window import Window
+from fluxtrain.memory.window import LOOKS_AHEAD, Window
 from fluxtrain.plan.placement import Placement
 from fluxtrain.stream.accounts import Accounts, BlockFacts, Boundary, MemoryUse, Residency, Traffic
 from fluxtrain.stream.adoption import EagerStep
@@ -350,7 +350,8 @@ class Engine:
     def _copy_ahead(self, direction: str, unit: Unit | None) -> None:
         near = set(unit.groups) if unit is not None else set()
         seen: list[Unit] = [] if unit is None else [unit]
-        for _ in range(max(1, self.plan.slots - 1)):
+        wanted = max(1, self.plan.slots - 1)
+        while wanted and len(seen) <= LOOKS_AHEAD:
             unit = self._following.get((direction, unit))
             if unit is None or unit in seen:
                 break
@@ -359,6 +360,7 @@ class Engine:
             started = [self.window.prefetch(group, near) for group in unit.copied]
             if not all(started):
                 break
+            wanted -= any(group.home != "device" for group in unit.copied)
 
     def _finish(self, group: Group) -> None:
         if not self.gradients.is_open(group):

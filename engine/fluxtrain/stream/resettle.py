@@ -19,6 +19,7 @@ from fluxtrain.memory.group import Group
 from fluxtrain.memory.moving import new_home
 from fluxtrain.memory.window import Slot
 from fluxtrain.plan.footprint import Footprint, parted
+from fluxtrain.plan.spread import spread_out
 from fluxtrain.stream.keepers import choose_keepers
 from fluxtrain.stream.optimizer_state import renew_state
 
@@ -39,9 +40,9 @@ def resettle(
     """Give `engine` this placement and chunk; between two steps, by the thread that drives it.
 
     device_groups: so many groups live on the device, those that `engine.plan.device_first` takes
-    first; resident_blocks: the first so many of the blocks at home on the host keep their weights
-    there too; slots: shared by the other blocks; kept_blocks: the first so many with weights on the
-    device keep their activations; need: the predicted peaks of all that, for the accounts.
+    first; resident_blocks: of so many blocks at home on the host the weights stay there too; slots:
+    shared by the other blocks; kept_blocks: the first so many with weights on the device keep their
+    activations; need: the predicted peaks of all that, for the accounts.
 
     New memory is taken before any is given back, so that running out of it leaves everything as it
     was. Raises DoesNotFit then.
@@ -49,13 +50,14 @@ def resettle(
     _come_to_rest(engine)
     device, at_home = parted(engine.groups, device_groups, engine.plan.device_first)
     blocks = [group for group in at_home if group.kind == "block"]
+    resident, streamed = spread_out(blocks, resident_blocks)
     edges = [g for g in at_home if g.kind == "edge" and not (g.rows and g.by_rows)]
     fresh: list[Slot] = []
     if any(g.home == "host" for g in device) or any(g.home == "device" for g in at_home):
         engine.gradients.give_ring_back(engine.groups)  # it lends from one host group to another
     try:
-        gone = _owned(engine, [*edges, *blocks[:resident_blocks]], fresh)
-        gone += _shared(engine, blocks[resident_blocks:], slots, fresh)
+        gone = _owned(engine, [*edges, *resident], fresh)
+        gone += _shared(engine, streamed, slots, fresh)
         moves = [new_home(g, "device", pin=False) for g in device if g.home == "host"]
         pin = engine.device.pins
         moves += [new_home(g, "host", pin=pin) for g in at_home if g.home == "device"]

@@ -19,6 +19,7 @@ from fluxtrain.memory.mapped import cool, copied_bytes
 from fluxtrain.plan.facts import Room, Wishes
 from fluxtrain.plan.footprint import parted
 from fluxtrain.plan.placement import place_for_any_rows
+from fluxtrain.plan.spread import spread_out
 from fluxtrain.plan.states import StateFormat
 from fluxtrain.stream.adoption import install as install_adoption
 from fluxtrain.stream.arguments import to_device
@@ -312,12 +313,12 @@ def _make_slots(engine: Engine) -> None:
     """Edges and resident blocks get a slot of their own, the other blocks share."""
     at_home = [g for g in engine.groups if g.home == "host"]
     blocks = [g for g in at_home if g.kind == "block"]
-    resident = blocks[: engine.plan.resident_blocks]
+    resident, streamed = spread_out(blocks, engine.plan.resident_blocks)
     for group in at_home:
         slotless = group.rows is not None and group.by_rows
         if (group.kind == "edge" and not slotless) or group in resident:
             engine.window.add_slot(group.wire_bytes, owner=group)
-    largest = max((group.wire_bytes for group in blocks[len(resident) :]), default=0)
+    largest = max((group.wire_bytes for group in streamed), default=0)
     for _ in range(engine.plan.slots):
         engine.window.add_slot(largest)
 
