@@ -4,7 +4,8 @@
     python bench/compare_plan.py 3b-8-exact.json 3b-8-exact.trace.json.gz     with its lanes
 
 Reads a result of bench_gpu.py and the trace of its median step. The prediction is made anew, with
-the constants that the result recorded and the formula as it is now. Needs no GPU.
+the constants that the result recorded and the formula as it is now. Needs no GPU. Results that do
+not say where the device's blocks stood are of the time when those were the first ones.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch
 import yaml
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from fluxtrain.plan import spread
 from fluxtrain.plan.calibration import Calibration
 from fluxtrain.plan.cost import Cost, cost
 from fluxtrain.plan.facts import ModelFacts
@@ -32,6 +34,7 @@ from fluxtrain.telemetry.trace import THREADS
 from fluxtrain.train.placing import model_facts
 
 GIB = 1 << 30
+FIRST = 10_000  # blocks at the front: all
 SHAPES = yaml.safe_load(Path(__file__).with_name("shapes.yaml").read_text())
 # Of the measured machine (docs/benchmarks.md), for results that did not record theirs.
 BUS = {"h2d_pinned": 55.4e9, "d2h_pinned": 55.3e9, "h2d_both_ways": 52.4e9, "d2h_both_ways": 50.8e9}
@@ -155,6 +158,8 @@ def main() -> None:
     row = json.loads(options.result.read_text())
     row["eager"] = row.get("eager", options.eager)
     row["states"] = options.states or row.get("states", "fp32")
+    if row.get("blocks", "first") == "first":
+        spread.AT_THE_FRONT = FIRST
     facts, layout = facts_of_result(row), layout_of_result(row)
     plan = cost(facts, layout, rates_of_result(row), exact=not layout.eager)
     need = footprint(facts, layout, has_gpu=True)

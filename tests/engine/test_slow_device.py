@@ -93,7 +93,7 @@ LOOPS = [
 ]  # fmt: skip
 PLACES = [
     {},
-    {"device_groups": 2, "device_first": "blocks"},
+    {"device_groups": 3, "device_first": "blocks"},  # 0, 1 and 3
     {"offload": "max"},
     {"deferred_moments": True},
     {"embedding": "rows", "resident_blocks": 1},

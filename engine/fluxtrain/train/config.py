@@ -252,8 +252,9 @@ class PlacementSettings(Section):
     )
     device_groups: Annotated[int, Field(ge=0)] | Auto = Field(
         default="auto",
-        description="so many parts of the model (embedding, then blocks; see device_first) live on "
-        "the device with their gradients and optimizer states; auto chooses from free memory",
+        description="so many parts of the model (embedding, then blocks here and there; see "
+        "device_first) live on the device with their gradients and optimizer states; auto chooses "
+        "from free memory",
     )
     device_first: Literal["auto", "embedding", "blocks"] = Field(
         default="auto",
