@@ -46,19 +46,22 @@ def stepper(current: StepName, width: int, steps: Sequence[StepName] = STEPS) ->
     """Three lines: the product, a rule in as many parts as steps, and the names of the steps."""
     position = steps.index(current)
     counter = f"step {position + 1} of {len(steps)}"
-    gap = " " * max(1, width - len("FluxTrain  new run") - len(counter))
-    head = Content.assemble(
-        ("FluxTrain", "bold $accent"), ("  new run", MUTED), gap, (counter, "bold")
-    )
     part = max(3, (width - len(steps) + 1) // len(steps))
     titles = TITLES if part >= 2 + max(map(len, TITLES.values())) else SHORT_TITLES
+    named = part >= 2 + max(map(len, titles.values()))  # narrower, only the present one is
+    what = "new run" if named else TITLES[current]
+    gap = " " * max(1, width - len("FluxTrain  ") - len(what) - len(counter))
+    head = Content.assemble(
+        ("FluxTrain", "bold $accent"), (f"  {what}", MUTED if named else ""), gap, (counter, "bold")
+    )
     rules, names = [], []
     for index, step in enumerate(steps):
         done, here = index < position, index == position
         style = "bold $accent" if here else "$success" if done else MUTED
         rules.append(Content.styled(("━" if done or here else "─") * part, style))
         mark = "✓" if done else "●" if here else "○"
-        names.append(Content.styled(f"{mark} {titles[step]}"[:part].ljust(part), style))
+        name = f"{mark} {titles[step]}" if named else mark
+        names.append(Content.styled(name.ljust(part), style))
     space = Content(" ")
     return Content("\n").join([head, space.join(rules), space.join(names)])
 
@@ -125,13 +128,14 @@ def _named(
     mark: tuple[str, str], name: str, value: str, room: int, style: str
 ) -> Iterator[Content]:
     """A value beside its name: words go on below, only of a path the middle gives way."""
-    parts = _in_words(value, max(1, room))
+    parts = in_words(value, max(1, room))
     yield Content.assemble(mark, (name, MUTED), (parts[0], style))
     for part in parts[1:]:
         yield Content.assemble(" " * (len(mark[0]) + len(name)), (part, style))
 
 
-def _in_words(text: str, width: int) -> list[str]:
+def in_words(text: str, width: int) -> list[str]:
+    """Lines of whole words; one line with its middle left out where a word is too long."""
     words = text.split()
     if len(words) < 2 or max(map(len, words)) > width:
         return [shortened(text, width)]

@@ -31,6 +31,8 @@ from fluxtui.widgets.footer import footer_line, shown_actions
 from fluxtui.widgets.run_rows import columns, run_detail, run_row
 from fluxtui.widgets.spans import Line, width_of
 from fluxtui.wizard import drawing
+from fluxtui.wizard.asked import Asked
+from fluxtui.wizard.pages.waiting import pending
 from fluxtui.words import counted
 
 RECORDED = Path(__file__).parent / "recorded"
@@ -229,6 +231,15 @@ def test_a_value_of_the_wizard_goes_on_below_where_only_a_path_is_cut(width: int
         assert time in " ".join(" ".join(lines).replace("time ", "").split())
         assert max(map(len, lines)) <= width
         assert lines[-1].count("…") == 1 and lines[-1].endswith("/d")
+
+
+@pytest.mark.parametrize("width", [40, 56, 80])
+def test_what_the_engine_is_asked_is_told_in_whole_words(width: int) -> None:
+    what = "The engine reads the model and measures what is free"
+    said = "a second chunk size of one block is tried at the moment"
+    text = pending(what, Asked(said=said), width, "goes on by itself").plain
+    assert "…" not in text and max(map(len, text.splitlines())) <= width
+    assert what in " ".join(text.split()) and said in " ".join(text.split())
 
 
 def test_the_arrangements_have_a_place_for_what_is_tested() -> None:

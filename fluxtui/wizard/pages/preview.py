@@ -117,7 +117,8 @@ def _bars(view: View, plan: PlanPreview, width: int) -> list[Content]:
     for name, used, limit in bar_rows(view, plan):
         bar = drawing.memory_bar(name, used, limit, width - 16)
         left = margin_text(used, limit)
-        lines.append(Content.assemble(bar, (f"  {left}" if left else "", drawing.MUTED)))
+        fits = left and len(bar.plain) + 2 + len(left) <= width
+        lines.append(Content.assemble(bar, (f"  {left}" if fits else "", drawing.MUTED)))
     return lines
 
 

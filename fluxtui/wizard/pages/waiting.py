@@ -16,9 +16,11 @@ def pending(what: str, asked: Asked[Any], width: int, note: str = "") -> Content
     """The engine is at work: what at, for how long, and its newest words."""
     mark = _SPINNER[int(asked.waited_s * 4) % len(_SPINNER)]
     line = f"{what}  {asked.waited_s:.0f} s"
-    lines = [Content.assemble((f"{mark} ", "$accent"), drawing.shortened(line, width - 2))]
+    first, *more = drawing.in_words(line, max(1, width - 2))
+    lines = [Content.assemble((f"{mark} ", "$accent"), first), *(Content(f"  {w}") for w in more)]
     for text in filter(None, (asked.said, note)):
-        lines.append(Content.styled(f"  {drawing.shortened(text, width - 2)}", drawing.MUTED))
+        words = drawing.in_words(text, max(1, width - 2))
+        lines += [Content.styled(f"  {part}", drawing.MUTED) for part in words]
     return Content("\n").join(lines)
 
 
