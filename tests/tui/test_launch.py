@@ -243,8 +243,7 @@ def test_attaching_without_a_terminal_prints_lines_and_says_what_shows_the_app(
 
 def test_a_reader_of_the_lines_that_leaves_is_no_error(root: Path) -> None:
     run = make_run(root, "tales", STEP)
-    with run.lock():
-        follower = without_a_terminal(root, "--attach")
+    with run.lock(), without_a_terminal(root, "--attach") as follower:
         assert follower.stdout is not None and follower.stderr is not None
         assert "step 3/4" in follower.stdout.readline()
         follower.stdout.close()
