@@ -6,7 +6,8 @@ BIN := $(VENV)/bin
 STAMPS := $(VENV)/stamps
 NATIVE_SOURCES := $(shell find native -type f 2>/dev/null)
 TESTS ?= tests
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+# Processes that tests start are many: our modules are compiled once.
+PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
 
 export PYTHON
 
