@@ -100,7 +100,7 @@ def trial_lines(trial: Trial) -> list[str]:
     """Measured against predicted."""
     lines = [
         f"{row.name}: predicted {row.predicted}, measured {row.measured}"
-        + (f", {row.difference}" if row.difference else "")
+        + (f", error {row.error}" if row.error else "")
         for row in trial.rows
     ]
     warning = ["error: more than there is: turn the dial to fit"] if trial.over_limit else []

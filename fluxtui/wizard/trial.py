@@ -17,7 +17,7 @@ class Compared:
     name: str
     predicted: str
     measured: str
-    difference: str  # "+5 %": measured against predicted; "" when one is not known
+    error: str  # of the prediction, "-5%": too little; "" when one is not known
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,9 +58,9 @@ def read_trial(answer: Mapping[str, Any]) -> Trial:
 
 def _compared(name: str, pair: Mapping[str, Any], text: Any) -> Compared:
     predicted, measured = pair["predicted"], pair["measured"]
-    known = predicted and measured is not None
-    difference = f"{measured / predicted - 1:+.0%}" if known else ""
-    return Compared(name, text(predicted), text(measured), difference)
+    known = predicted is not None and measured
+    error = f"{predicted / measured - 1:+.0%}" if known else ""
+    return Compared(name, text(predicted), text(measured), error)
 
 
 def _over(pair: Mapping[str, Any]) -> bool:

@@ -160,7 +160,7 @@ async def test_a_dry_run_shows_measured_and_is_of_these_answers_only(
     async with opened(folder, Answers(step="preview"), size=(80, 40)) as wizard:
         await wizard.until(lambda: "Before it starts" in wizard.text())
         await wizard.press("t")
-        await wizard.until(lambda: "+100%" in wizard.text())
+        await wizard.until(lambda: "-50%" in wizard.text())
         assert "200 steps take 1m 30s to 2m 00s" in wizard.text()
         await wizard.press("escape", "c", "2", "enter", "enter")
         await wizard.until(lambda: wizard.step == "preview")

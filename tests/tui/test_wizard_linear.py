@@ -124,7 +124,7 @@ def test_unfinished_answers_are_offered(folder: Path) -> None:
 def test_a_dry_run_says_measured_against_predicted(folder: Path) -> None:
     person = Person(folder, ["d", "y"])
     assert isinstance(person.wizard(Answers(step="preview")).run(), Launch)
-    assert "host memory: predicted 2.00 MiB, measured 4.00 MiB, +100%" in person.said
+    assert "host memory: predicted 2.00 MiB, measured 4.00 MiB, error -50%" in person.said
     assert "fluxtrain train --demo" in person.said
 
 

@@ -274,9 +274,9 @@ def test_the_preview_says_how_much_is_written_to_the_disk(
     assert "take 4.00 MiB at most" in shown
 
 
-def test_measured_stands_beside_predicted_with_the_difference(known: View) -> None:
+def test_measured_stands_beside_predicted_with_the_error_of_the_prediction(known: View) -> None:
     shown = preview_page(known, 92).plain
-    assert "host memory       2.00 MiB    4.00 MiB  +100%" in shown
+    assert "host memory       2.00 MiB    4.00 MiB  -50%" in shown
     assert "more than there is" not in shown
 
 

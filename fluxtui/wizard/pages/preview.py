@@ -139,16 +139,14 @@ def _trial(view: View, width: int) -> Content:
 
 
 def _compared(trial: Trial, width: int) -> Content:
-    lines = [
-        Content.styled(f"  {'':<14}{'predicted':>12}{'measured':>12}  difference", drawing.MUTED)
-    ]
+    lines = [Content.styled(f"  {'':<14}{'predicted':>12}{'measured':>12}  error", drawing.MUTED)]
     for row in trial.rows:
         lines.append(
             Content.assemble(
                 (f"  {row.name:<14}", drawing.MUTED),
                 f"{row.predicted:>12}",
                 (f"{row.measured:>12}", "bold"),
-                (f"  {row.difference}", drawing.MUTED),
+                (f"  {row.error}", drawing.MUTED),
             )
         )
     if trial.over_limit:
