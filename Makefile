@@ -6,7 +6,8 @@ BIN := $(VENV)/bin
 STAMPS := $(VENV)/stamps
 NATIVE_SOURCES := $(shell find native -type f 2>/dev/null)
 TESTS ?= tests
-# Processes that tests start are many: our modules are compiled once.
+# Processes that tests start are many: our modules are compiled once. Three workers on two cores, as
+# many tests wait for what they draw.
 PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
 
 export PYTHON
@@ -40,7 +41,7 @@ lint: dev ## ruff, mypy --strict, import contracts
 	$(BIN)/lint-imports
 
 test: dev test-native ## native tests, then pytest without gpu and slow tests
-	$(PYTEST) -n 2 -m "not gpu and not slow" $(TESTS)
+	$(PYTEST) -n 3 -m "not gpu and not slow" $(TESTS)
 
 test-native: dev ## the C++ kernels against their scalar reference
 	@$(BIN)/cmake -S native -B build/native-tests -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja \
