@@ -79,8 +79,12 @@ async def _ended(
 ) -> tuple[int, bytes, bytes]:
     """Exit code, standard output and standard error."""
     process = await starting
-    output, errors = await asyncio.gather(_all(process.stdout), _lines(process.stderr, said))
-    return await process.wait(), output, errors
+    try:
+        output, errors = await asyncio.gather(_all(process.stdout), _lines(process.stderr, said))
+        return await process.wait(), output, errors
+    except asyncio.CancelledError:  # by a loop that closes next, when its pipes could not be
+        process._transport.close()  # type: ignore[attr-defined]  # no public way
+        raise
 
 
 async def _all(stream: asyncio.StreamReader | None) -> bytes:

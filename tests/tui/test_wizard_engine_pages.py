@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
+import gc
 import json
 import os
 import sys
@@ -13,6 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import psutil
 import pytest
 
 from fluxtui.wizard.answers import Answers
@@ -217,3 +220,29 @@ async def test_a_question_that_is_dropped_ends_its_process() -> None:
         await asking
     with pytest.raises(ProcessLookupError):
         os.kill(pids[0], 0)
+
+
+def test_a_question_that_is_dropped_as_the_app_ends_leaves_nothing_open(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An app that ends cancels what it asked, and its loop whatever still ends: twice."""
+    left: list[Any] = []
+    monkeypatch.setattr("sys.unraisablehook", left.append)
+    pids: list[int] = []
+    script = "import os, sys, time; print(os.getpid(), file=sys.stderr, flush=True); time.sleep(60)"
+
+    async def app_that_ends() -> None:
+        asking = asyncio.ensure_future(
+            ask_engine(
+                "-c", script, program=(sys.executable,), said=lambda line: pids.append(int(line))
+            )
+        )
+        while not pids:
+            await asyncio.sleep(0.02)
+        asking.cancel()
+
+    asyncio.run(app_that_ends())
+    gc.collect()
+    assert [str(one.exc_value) for one in left] == []
+    with contextlib.suppress(psutil.NoSuchProcess):
+        psutil.Process(pids[0]).wait(60)
