@@ -17,6 +17,7 @@ from fluxtrain.errors import (
     FluxTrainError,
     NoSpace,
 )
+from fluxtrain.hardware import openmp
 from fluxtrain.spoken import complain, print_json, say, silent, tell
 from fluxtrain.telemetry.standard_streams import open_standard_streams
 
@@ -321,6 +322,7 @@ def _command(run: str, command: str, arguments: dict[str, Any], *, json: bool) -
 def main(arguments: list[str] | None = None) -> NoReturn:
     """Run the command; the one place where exceptions become exit codes."""
     open_standard_streams()
+    openmp.share_cores()
     given = sys.argv[1:] if arguments is None else arguments
     try:
         app(given, standalone_mode=False)
