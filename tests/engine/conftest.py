@@ -25,6 +25,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from fluxtrain import _native
 from fluxtrain.data.demo import train_tokenizer
 from fluxtrain.hardware.machine import Machine, read_machine
 from fluxtrain.stream import updates
@@ -362,3 +363,11 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hold]:
 def half(tiny: Callable[..., PreTrainedModel]) -> Callable[..., tuple[torch.nn.Module, Engine]]:
     """`half(family, scale, **options)`: a wrapped fp16 model with a loss scale, and its engine."""
     return partial(half_model, tiny)
+
+
+@pytest.fixture
+def isa_put_back() -> Iterator[None]:
+    """For tests that choose an instruction set."""
+    before = _native.isa()
+    yield
+    _native.set_isa(before)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -28,12 +27,7 @@ from tests.engine.narrow_states import (
     same_bits,
 )
 
-
-@pytest.fixture(autouse=True)
-def the_instruction_set_is_put_back() -> Iterator[None]:
-    before = _native.isa()
-    yield
-    _native.set_isa(before)
+pytestmark = pytest.mark.usefixtures("isa_put_back")
 
 
 @ISAS

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -28,28 +27,12 @@ from fluxtrain.optim.split_adamw import (
     update_weights_,
     update_weights_f32_,
 )
+from tests.engine.narrow_states import any_floats
 
+pytestmark = pytest.mark.usefixtures("isa_put_back")
 ISAS = pytest.mark.parametrize("isa", _native.ISA_NAMES)
 GRADS = pytest.mark.parametrize("grad_dtype", [torch.bfloat16, torch.float32])
 HYPER = Hyper(lr=1e-2, weight_decay=0.1)
-
-
-@pytest.fixture(autouse=True)
-def the_instruction_set_is_put_back() -> Iterator[None]:
-    before = _native.isa()
-    yield
-    _native.set_isa(before)
-
-
-def any_floats(n: int, seed: int, wild: bool) -> Tensor:
-    """Ordinary weights; when wild, a third of them any bit pattern: Inf, NaN, subnormal, huge."""
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(n, generator=generator) * 0.05
-    if wild:
-        bits = torch.randint(-(2**31), 2**31, (n,), generator=generator).to(torch.int32)
-        x = torch.where(torch.rand(n, generator=generator) < 0.33, bits.view(torch.float32), x)
-        x[torch.rand(n, generator=generator) < 0.1] = 0.0
-    return reference.quiet(x)
 
 
 class Training:

@@ -204,8 +204,8 @@ async def test_command_and_yaml_are_copied(folder: Path, opened: Opened) -> None
         assert "path: demo" in wizard.app.clipboard
 
 
-async def test_a_question_that_is_dropped_ends_its_process() -> None:
-
+async def asked_and_dropped() -> tuple[asyncio.Future[Any], int]:
+    """A question to an engine that answers nothing, cancelled, and the engine's process."""
     script = "import os, sys, time; print(os.getpid(), file=sys.stderr, flush=True); time.sleep(60)"
     pids: list[int] = []
     asking = asyncio.ensure_future(
@@ -216,10 +216,15 @@ async def test_a_question_that_is_dropped_ends_its_process() -> None:
     while not pids:
         await asyncio.sleep(0.02)
     asking.cancel()
+    return asking, pids[0]
+
+
+async def test_a_question_that_is_dropped_ends_its_process() -> None:
+    asking, pid = await asked_and_dropped()
     with pytest.raises(asyncio.CancelledError):
         await asking
     with pytest.raises(ProcessLookupError):
-        os.kill(pids[0], 0)
+        os.kill(pid, 0)
 
 
 def test_a_question_that_is_dropped_as_the_app_ends_leaves_nothing_open(
@@ -228,21 +233,8 @@ def test_a_question_that_is_dropped_as_the_app_ends_leaves_nothing_open(
     """An app that ends cancels what it asked, and its loop whatever still ends: twice."""
     left: list[Any] = []
     monkeypatch.setattr("sys.unraisablehook", left.append)
-    pids: list[int] = []
-    script = "import os, sys, time; print(os.getpid(), file=sys.stderr, flush=True); time.sleep(60)"
-
-    async def app_that_ends() -> None:
-        asking = asyncio.ensure_future(
-            ask_engine(
-                "-c", script, program=(sys.executable,), said=lambda line: pids.append(int(line))
-            )
-        )
-        while not pids:
-            await asyncio.sleep(0.02)
-        asking.cancel()
-
-    asyncio.run(app_that_ends())
+    _, pid = asyncio.run(asked_and_dropped())
     gc.collect()
     assert [str(one.exc_value) for one in left] == []
     with contextlib.suppress(psutil.NoSuchProcess):
-        psutil.Process(pids[0]).wait(60)
+        psutil.Process(pid).wait(60)
