@@ -13,6 +13,8 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -147,6 +149,19 @@ def predicted_terms(plan: Cost) -> dict[str, float]:
     }
 
 
+@contextmanager
+def blocks_first() -> Iterator[None]:
+    """Within it, blocks on the device are the first of the row, as they were before they were
+    spread."""
+    usual, spread.AT_THE_FRONT = spread.AT_THE_FRONT, FIRST
+    spread.spread.cache_clear()
+    try:
+        yield
+    finally:
+        spread.AT_THE_FRONT = usual
+        spread.spread.cache_clear()
+
+
 def main() -> None:
     """Print one result."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -158,11 +173,10 @@ def main() -> None:
     row = json.loads(options.result.read_text())
     row["eager"] = row.get("eager", options.eager)
     row["states"] = options.states or row.get("states", "fp32")
-    if row.get("blocks", "first") == "first":
-        spread.AT_THE_FRONT = FIRST
     facts, layout = facts_of_result(row), layout_of_result(row)
-    plan = cost(facts, layout, rates_of_result(row), exact=not layout.eager)
-    need = footprint(facts, layout, has_gpu=True)
+    with blocks_first() if row.get("blocks", "first") == "first" else nullcontext():
+        plan = cost(facts, layout, rates_of_result(row), exact=not layout.eager)
+        need = footprint(facts, layout, has_gpu=True)
     print(f"{row['shape']}, batch {row['batch']}; bound by {plan.binds}")
     print(f"{'':<32}{'predicted':>11}{'measured':>11}{'error':>9}")
     _line("GiB of the device", need.device_bytes / GIB, row["torch_peak_gib"], digits=2)

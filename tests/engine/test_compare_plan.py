@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from fluxtrain.plan.calibration import Calibration, Line
+from fluxtrain.plan.spread import spread_out
 from fluxtrain.telemetry.attribution import attribute
 
 ROOT = Path(__file__).parents[2]
@@ -71,3 +72,4 @@ def test_a_result_is_predicted_anew_from_what_it_recorded(
     anew_ms = float(predicted.split()[4])
     assert anew_ms == pytest.approx(blocks_ms + CALIBRATION.outside_forward.at(8) * 1e3, rel=0.02)
     assert "copies to the device" in told
+    assert spread_out("abcde", 3)[0] == ["a", "b", "d"]  # its old order of blocks is its own
