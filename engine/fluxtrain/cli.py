@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
+from typer.main import get_command
 
 from fluxtrain.errors import (
     EXIT_FINISHED,
@@ -322,10 +323,11 @@ def _command(run: str, command: str, arguments: dict[str, Any], *, json: bool) -
 def main(arguments: list[str] | None = None) -> NoReturn:
     """Run the command; the one place where exceptions become exit codes."""
     open_standard_streams()
-    openmp.share_cores()
+    if "torch" not in sys.modules:  # else a program calls this, whose libgomp has read it already
+        openmp.share_cores()
     given = sys.argv[1:] if arguments is None else arguments
     try:
-        app(given, standalone_mode=False)
+        get_command(app)(given, standalone_mode=False)  # app() would replace sys.excepthook too
         code = EXIT_FINISHED
     except BaseException as error:  # noqa: BLE001 - every ending becomes a documented exit code
         code = tell(error, debug="--debug" in given)

@@ -135,7 +135,7 @@ def _folder_of_forked_processes() -> None:
     get_temp_dir()
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)  # gone before a test of another folder runs
 def _short_trials() -> Iterator[None]:
     """Before a run one block is tried for seconds, and before a plan the machine is measured; both
     again where other programs disturbed that. Here each worker is the other one's other program,

@@ -244,6 +244,44 @@ def test_the_log_appends_to_what_an_earlier_process_wrote(tmp_path: Path) -> Non
     assert "after the end" not in (tmp_path / "engine.log").read_text()
 
 
+def told_by_logging() -> list[object]:
+    names = ("fluxtrain", "fluxtrain.run", "py.warnings", "transformers", "torch")
+    loggers = [logging.getLogger(name) for name in names]
+    told = [(x.level, x.propagate, list(x.handlers)) for x in loggers]
+    return [*told, warnings.showwarning]
+
+
+@pytest.mark.parametrize("captures", [False, True])
+def test_a_log_leaves_logging_and_warnings_as_a_program_set_them(
+    captures: bool,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with warnings.catch_warnings():
+        logging.captureWarnings(captures)
+        caplog.set_level(logging.ERROR, "fluxtrain")
+        monkeypatch.setattr(logging.getLogger("fluxtrain"), "propagate", False)
+        before = told_by_logging()
+        log = RunLog(tmp_path / "engine.log")
+        log.tell(lambda _: None)
+        assert told_by_logging() != before
+        log.close()
+        after = told_by_logging()
+        logging.captureWarnings(False)
+    assert after == before
+
+
+def test_a_session_that_cannot_be_had_gives_back_what_it_took(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "run")
+    before = told_by_logging()
+    with pytest.raises(BadInput, match="--live-fd"):
+        Session(run, live_fd=2**20)
+    assert told_by_logging() == before
+    with run.lock():
+        pass
+
+
 def test_a_log_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "engine.log").mkdir()
     with pytest.raises(BadInput, match="--run-dir"):

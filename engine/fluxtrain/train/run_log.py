@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -32,11 +33,15 @@ class RunLog:
         self._handler.handleError = self._lost  # type: ignore[method-assign, assignment]
         self._teller: logging.Handler | None = None
         self._logger = logging.getLogger(_OWN)
+        own = (self._logger, logging.getLogger("fluxtrain"))
+        self._before = [(logger, logger.level, logger.propagate) for logger in own]
         self._logger.setLevel(logging.INFO)
         self._logger.propagate = False
         for name in (_OWN, *_OTHERS):
             logging.getLogger(name).addHandler(self._handler)
+        shows = warnings.showwarning
         logging.captureWarnings(True)
+        self._captures = warnings.showwarning is not shows  # else the program did so itself
 
     def tell(self, warn: Callable[[str], None]) -> None:
         """Pass the engine's own warnings on to `warn` as well."""
@@ -54,14 +59,16 @@ class RunLog:
         self._logger.error("%s", error, exc_info=error)
 
     def close(self) -> None:
-        """Stop collecting."""
-        logging.captureWarnings(False)
+        """Stop collecting, and leave logging and warnings as they were."""
+        if self._captures:
+            logging.captureWarnings(False)
         for name in (_OWN, *_OTHERS):
             logging.getLogger(name).removeHandler(self._handler)
         if self._teller is not None:
             logging.getLogger("fluxtrain").removeHandler(self._teller)
-        for name in (_OWN, "fluxtrain"):
-            logging.getLogger(name).propagate = True
+        for logger, level, propagate in self._before:
+            logger.setLevel(level)
+            logger.propagate = propagate
         with contextlib.suppress(OSError):  # a full disk, whose own error is on its way
             self._handler.close()
 

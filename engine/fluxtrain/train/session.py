@@ -6,6 +6,7 @@ import shlex
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
 
@@ -37,15 +38,15 @@ class Session:
     ) -> None:
         self.run_dir = run_dir
         self._started_s = time.monotonic()
-        self._lock = run_dir.lock()
-        try:
+        with ExitStack() as taken:  # given back where the next one cannot be had
+            self._lock = run_dir.lock()
+            taken.callback(self._lock.release)
             for stale in (run_dir.result, run_dir.error):
                 stale.unlink(missing_ok=True)
             self._log = RunLog(run_dir.log)
+            taken.callback(self._log.close)
             self._emitter = Emitter(run_dir.journal, live_fd)
-        except BaseException:
-            self._lock.release()
-            raise
+            taken.pop_all()
         show = JsonConsole(to_standard_output) if json else PlainConsole(self._print())
         self.announcer = Announcer(self._emitter, show)
         self._log.tell(self.announcer.warn)
