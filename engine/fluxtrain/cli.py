@@ -286,7 +286,7 @@ def apply(
         str,
         typer.Argument(
             metavar="NAME=N",
-            help="prefetch, resident_blocks, device_groups or chunk_rows; or advice=ID",
+            help="prefetch, resident_blocks, device_groups, kept_blocks, chunk_rows; or advice=ID",
         ),
     ],
     json: Json = False,

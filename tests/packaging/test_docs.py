@@ -18,6 +18,8 @@ PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
 ROOTS = ("engine/", "fluxtui/", "native/", "tests/", "docs/", "bench/", "themes/", "screenshots/")
 PATH = re.compile(r"`((?:\.ci|[\w.-]+)/[\w./-]+|[\w-]+\.(?:md|toml|txt)|Makefile|themes)`")
 LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)")
+ANCHOR = re.compile(r"\]\((?!https?:)([^)#]*)#([^)]+)\)")
+BENCH = re.compile(r"python (bench/\w+\.py)([^\n`|]*)")
 
 
 def named_paths(page: Path) -> set[str]:
@@ -42,6 +44,24 @@ def test_the_architecture_is_two_hundred_lines_at_most() -> None:
 def test_every_link_and_picture_inside_the_project_exists(page: Path) -> None:
     targets = LINK.findall(page.read_text(encoding="utf-8"))
     assert [target for target in targets if not (page.parent / target).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_link_into_a_page_finds_its_heading(page: Path) -> None:
+    for target, anchor in ANCHOR.findall(page.read_text(encoding="utf-8")):
+        text = (page.parent / target if target else page).read_text(encoding="utf-8")
+        headings = re.findall(r"^#+ (.*)$", text, re.M)
+        anchors = {re.sub(r"[^\w -]", "", line.lower()).replace(" ", "-") for line in headings}
+        assert anchor in anchors, target
+
+
+def test_every_flag_of_a_benchmark_that_a_document_names_exists() -> None:
+    found = [call for page in PAGES for call in BENCH.findall(page.read_text(encoding="utf-8"))]
+    assert len(found) > 10, "the expression still finds the calls"
+    for script, rest in found:
+        source = (ROOT / script).read_text(encoding="utf-8")
+        for flag in re.findall(r"--[a-z-]+", rest):
+            assert f'"{flag}"' in source, f"{script} {flag}"
 
 
 def test_the_names_in_the_architecture_are_names_of_the_code() -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from fluxtrain.errors import EXIT_NO_SPACE
+from fluxtrain.plan.live import KNOBS
 from fluxtrain.telemetry.rundir import RunDir
 from fluxtrain.train.config import json_schema
 
@@ -32,6 +33,11 @@ def test_the_help_documents_every_exit_code(tmp_path: Path, arguments: list[str]
     words = " ".join(said.stdout.split())
     for text in (*EXIT_CODES, "130 interrupted", "143 terminated"):
         assert text in words
+
+
+def test_the_help_of_apply_names_everything_that_can_change(tmp_path: Path) -> None:
+    words = " ".join(command("apply", "--help", folder=tmp_path).stdout.split())
+    assert [knob for knob in KNOBS if knob not in words] == []
 
 
 def test_the_help_comes_at_once(tmp_path: Path) -> None:
