@@ -145,8 +145,29 @@ def test_the_fused_losses_never_compute_all_logits(
     pair: Pair, loss: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, wrapped = pair()
-    monkeypatch.setattr(LazyLogits, "real", lambda self: pytest.fail("the logits were computed"))
+    monkeypatch.setattr(LazyLogits, "computed", lambda self: pytest.fail("they were computed"))
     loss_and_gradients(wrapped, FUSED[loss], ignored=4)
+
+
+@pytest.mark.parametrize(
+    "targets",
+    [
+        torch.full((ROWS * LENGTH,), WORDS),
+        torch.full((ROWS * LENGTH,), -1),
+        torch.zeros(ROWS * LENGTH + 1, dtype=torch.long),
+        torch.zeros(ROWS * LENGTH - 1, dtype=torch.long),
+        torch.zeros(ROWS * LENGTH, dtype=torch.int32),
+        torch.zeros(ROWS * LENGTH, 1, dtype=torch.long),
+    ],
+    ids=["too large", "negative", "too many", "too few", "int32", "two-dimensional"],
+)
+def test_targets_that_torch_refuses_are_refused_with_its_words(pair: Pair, targets: Tensor) -> None:
+    refusals = []
+    for model in pair():
+        with pytest.raises((IndexError, RuntimeError, ValueError)) as refused:
+            cross_entropy()(model(batch()[0]), targets)
+        refusals.append((refused.type, str(refused.value)))
+    assert refusals[0] == refusals[1]
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])

@@ -83,3 +83,11 @@ def test_a_sequential_of_leaves_is_one_block_of_a_list_and_no_list_itself() -> N
 def test_a_model_without_repeated_blocks_is_refused(model: nn.Module) -> None:
     with pytest.raises(UnsupportedModel, match=type(model).__name__):
         take_apart(model)
+
+
+def test_a_list_that_is_too_small_to_stream_is_named_with_its_share() -> None:
+    model = tree(
+        layers=nn.ModuleList(tree(a=nn.Linear(2, 2)) for _ in range(2)), b=nn.Linear(9, 99)
+    )
+    with pytest.raises(UnsupportedModel, match=r"layers, the largest.*48 B, less than 2%"):
+        take_apart(model)

@@ -239,6 +239,29 @@ def test_logits_are_computed_when_read_and_not_before(tiny: Any, batch: Any) -> 
         late.logits.sum()
 
 
+@pytest.mark.parametrize(
+    "norm",
+    [
+        lambda g: g.norm(),
+        lambda g: g.norm(2),
+        lambda g: torch.norm(g, p=2),
+        torch.linalg.norm,
+        lambda g: torch.linalg.norm(g, 2),  # of a matrix: its largest singular value
+        lambda g: torch.linalg.norm(g, ord="fro"),
+        lambda g: torch.linalg.vector_norm(g, 2),
+        lambda g: torch.linalg.vector_norm(x=g),
+        lambda g: torch.linalg.vector_norm(g, 1),
+    ],
+)
+def test_a_norm_of_a_gradient_is_the_one_that_was_asked_for(
+    tiny: Any, batch: Any, norm: Callable[[Tensor], Tensor]
+) -> None:
+    model = fluxtrain.wrap(tiny("llama"))
+    model(**batch()).loss.backward()
+    gradient = next(p.grad for p in model.parameters() if p.grad is not None and p.dim() == 2)
+    torch.testing.assert_close(norm(gradient), norm(gradient.clone()))
+
+
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1}, {"ignore_index": 7}], ids=str)
 def test_every_cross_entropy_of_the_users_own_equals_the_plain_one(

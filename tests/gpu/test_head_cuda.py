@@ -6,7 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 
+import fluxtrain
 from fluxtrain.stream.chunk_loss import FusedChunks, HeadLoss, PlainChunks, add_product_, chunks_of
 
 pytestmark = [
@@ -78,6 +80,35 @@ def test_logits_that_are_not_finite_give_a_loss_that_is_not() -> None:
         made.weight[17] = bad
         losses, _ = all_chunks(FusedChunks(made, None), hidden)
         assert not bool(torch.isfinite(losses).all())
+
+
+class Tower(nn.Module):
+    """Four blocks and a head of 9000 words."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4))
+        self.head = nn.Linear(64, 9000)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:  # (N, H) -> (N, V)
+        for block in self.blocks:
+            hidden = hidden + block(hidden)
+        logits: torch.Tensor = self.head(hidden)
+        return logits
+
+
+@pytest.mark.parametrize("target", [-1, 9000])
+def test_a_target_that_is_no_word_makes_the_loss_nan(target: int) -> None:
+    """Torch's own loss ends the process's work on the GPU; nobody reads targets on the host."""
+    model = fluxtrain.wrap(Tower())
+    hidden = torch.randn(37, 64, device="cuda")
+    targets = torch.arange(37, device="cuda")
+    assert bool(torch.isfinite(nn.functional.cross_entropy(model(hidden), targets)))
+    targets[5] = -100
+    assert bool(torch.isfinite(nn.functional.cross_entropy(model(hidden), targets)))
+    targets[7] = target
+    assert bool(torch.isnan(nn.functional.cross_entropy(model(hidden), targets)))
+    fluxtrain.unwrap(model)
 
 
 def test_products_are_added_in_fp32() -> None:

@@ -1,8 +1,8 @@
 """Which modules of a model are its repeated blocks, found by walking the module tree.
 
 No table of model names: a block list is the outermost `ModuleList` (or `Sequential`) of modules
-that hold parameters, and the lists that matter are those that hold most of the bytes. Everything
-outside them that has parameters is an edge (embedding, final norm, head).
+that hold parameters, and every list with 2 % of the model's bytes or more is one of blocks. What
+has parameters outside of them is an edge (embedding, final norm, head).
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ class Parts:
 def take_apart(model: nn.Module) -> Parts:
     """Find blocks, edges and loose parameters. Raises UnsupportedModel without repeated blocks."""
     total_bytes = _module_bytes(model)
+    found = _outermost_lists(model, "")
     lists = [
         (name, module)
-        for name, module in _outermost_lists(model, "")
+        for name, module in found
         if _module_bytes(module) >= _SMALLEST_SHARE * total_bytes
     ]
     blocks = tuple(
@@ -41,17 +42,28 @@ def take_apart(model: nn.Module) -> Parts:
         if _module_bytes(child)
     )
     if not blocks:
-        raise UnsupportedModel(
-            f"{type(model).__name__} ({bytes_text(total_bytes)} of parameters) has no repeated "
-            "blocks to stream: no ModuleList or Sequential with two or more modules that hold "
-            "parameters. Train it without wrap, or put its layers into a ModuleList"
-        )
+        raise UnsupportedModel(_without_blocks(model, found, total_bytes))
     inside = {id(module) for _, block in blocks for module in block.modules()}
     parents = _parents_of([module for _, module in lists], model)
     edges: list[tuple[str, nn.Module]] = []
     loose: list[tuple[str, nn.Parameter]] = []
     _collect_edges(model, "", inside, parents, edges, loose)
     return Parts(blocks, tuple(edges), tuple(loose))
+
+
+def _without_blocks(model: nn.Module, found: list[tuple[str, nn.Module]], total_bytes: int) -> str:
+    who = f"{type(model).__name__} ({bytes_text(total_bytes)} of parameters) has no repeated blocks"
+    if not found:
+        return (
+            f"{who} to stream: no ModuleList or Sequential with two or more modules that hold "
+            "parameters. Train it without wrap, or put its layers into a ModuleList"
+        )
+    name, largest = max(found, key=lambda item: _module_bytes(item[1]))
+    return (
+        f"{who} worth streaming: {name}, the largest list of modules, holds "
+        f"{bytes_text(_module_bytes(largest))}, less than {_SMALLEST_SHARE:.0%}. Train it without "
+        "wrap"
+    )
 
 
 def _outermost_lists(module: nn.Module, prefix: str) -> list[tuple[str, nn.Module]]:

@@ -211,13 +211,27 @@ def _cross_entropy(lazy: LazyLogits, rest: tuple[Any, ...], kwargs: dict[str, An
     plain = all(v is None or (type(v) in (int, float) and v == 0) for v in options.values())
     if not plain or len(rest) > len(names) or reduction not in ("mean", "sum"):
         return NotImplemented
-    if lazy.dim() != 2 or not isinstance(target, Tensor) or target.is_floating_point():
+    if lazy.dim() != 2 or not isinstance(target, Tensor) or _refused(lazy, target, ignore_index):
         return NotImplemented
     if any(m.parameter._backward_hooks for _, m in lazy.unit.members()):
         return NotImplemented
     engine = lazy.unit.engine
     call = HeadCall(lazy.unit, target.to(lazy.device), ignore_index, reduction, lazy.dtype)
     return _ChunkedCrossEntropy.apply(call, engine.anchor, lazy.hidden)  # type: ignore[no-untyped-call]
+
+
+def _refused(lazy: LazyLogits, target: Tensor, ignore_index: int) -> bool:
+    """Are these targets that torch refuses, and says why? Values on a GPU are not read here: one
+    that is no word's makes the loss NaN (`_forward_chunks`)."""
+    if target.dtype != torch.int64 or target.shape != lazy.shape[:1]:
+        return True
+    outside = _outside(target, ignore_index, lazy.shape[-1])
+    return target.device.type == "cpu" and bool(outside.any())
+
+
+def _outside(target: Tensor, ignore_index: int, words: int) -> Tensor:
+    """Which of the targets (N,) count and are no word's."""
+    return ((target < 0) | (target >= words)) & (target != ignore_index)
 
 
 class HeadCall:
@@ -305,6 +319,7 @@ def _forward_chunks(
     linear: Any = call.unit.module
     weight, bias = linear.weight.detach(), linear.bias.detach() if linear.bias is not None else None
     kept = call.target != call.ignore_index
+    outside = _outside(call.target, call.ignore_index, weight.shape[0])
     count = kept.sum() if call.mean else torch.ones((), device=hidden.device)
     if for_hidden:
         call.hidden_gradient = torch.empty_like(hidden)
@@ -320,7 +335,7 @@ def _forward_chunks(
     head = HeadLoss(
         weight=weight,
         bias=bias,
-        target=torch.where(kept, call.target, -1),
+        target=torch.where(kept & ~outside, call.target, -1),
         scale=scale,
         dtype=call.dtype,
         wants_slope=for_hidden or for_weight or for_bias,
@@ -339,4 +354,4 @@ def _forward_chunks(
             add_product_(call.weight_sum, slope.t(), inner)
         if call.bias_sum is not None:
             call.bias_sum += slope.sum(0, dtype=torch.float32)
-    return losses.sum() / count
+    return (losses.sum() / count).masked_fill(outside.any(), torch.nan)

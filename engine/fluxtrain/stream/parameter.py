@@ -134,10 +134,11 @@ class HostGradient(Tensor):
         if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        if func in _NORMS and isinstance(args[0], HostGradient) and _is_two_norm(args, kwargs):
+        ours = bool(args) and isinstance(args[0], HostGradient)
+        if ours and func in _NORMS and _is_two_norm(func, args, kwargs):
             owner = args[0]._owner
             return owner.engine.gradient_norm(owner.group, owner.member)
-        if func in (Tensor.mul_, Tensor.__imul__) and isinstance(args[0], HostGradient):
+        if ours and func in (Tensor.mul_, Tensor.__imul__):
             factor = args[1] if len(args) > 1 else kwargs.get("other")
             if isinstance(factor, int | float) or (
                 isinstance(factor, Tensor) and factor.numel() == 1
@@ -190,10 +191,14 @@ def _unscale(gradients: list[Tensor], found_inf: Tensor, inverse_scale: Tensor) 
 _NORMS = {torch.linalg.vector_norm, torch.linalg.norm, torch.norm, Tensor.norm}
 
 
-def _is_two_norm(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    order = args[1] if len(args) > 1 else kwargs.get("ord", kwargs.get("p", 2))
-    plain = set(kwargs) <= {"ord", "p"} and len(args) <= 2
-    return plain and order in (2, 2.0, None, "fro")
+def _is_two_norm(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Is this the root of the sum of all squares?"""
+    given = args[1:] or [kwargs[name] for name in ("ord", "p") if name in kwargs]
+    if len(given) > 1 or not set(kwargs) <= {"ord", "p"}:
+        return False
+    if func is torch.linalg.norm and given and args[0].dim() > 1:
+        return False  # `ord` is then that of a matrix: 2 is its largest singular value
+    return not given or given[0] in (2, None, "fro")
 
 
 def adopt_parameter(parameter: nn.Parameter, owner: Owner) -> None:
