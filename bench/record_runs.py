@@ -1,0 +1,134 @@
+"""Record the runs that the app's tests and pictures replay: `python bench/record_runs.py [NAME]`.
+
+Real trainings of this machine, for a few minutes; let nothing else run beside them, or the pictures
+show what a busy machine does. Journals and timelines are written to tests/tui/recorded/, which says
+how each was made. `changed` is not among them: advice that proves wrong does not come at will.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from fluxtrain.telemetry import events as ev
+from fluxtrain.telemetry.reader import JournalFollower
+
+RECORDED = Path(__file__).parents[1] / "tests" / "tui" / "recorded"
+RUNS = Path("/tmp/fluxtrain/runs")
+KEPT = ("events.ndjson", "timeline.ring")
+LIMIT_S = 300.0
+EVERY_20 = ("--set", "train.checkpoint_every=20", "--set", "train.evaluate_every=20")
+STREAMED = ("--set", "placement.offload=weights")
+
+
+def fluxtrain(*words: str, folder: Path) -> subprocess.Popen[bytes]:
+    """A command on a run in `folder`, without its output."""
+    command = [sys.executable, "-m", "fluxtrain", *words, "--run-dir", str(folder)]
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+
+def events_of(folder: Path) -> list[ev.AnyEvent]:
+    """What the run wrote so far."""
+    journal = folder / "events.ndjson"
+    return JournalFollower(journal).read_all() if journal.exists() else []
+
+
+def wait_for(folder: Path, seen: Callable[[ev.AnyEvent], bool]) -> None:
+    """Until the journal has such an event. Raises TimeoutError after five minutes."""
+    end_s = time.monotonic() + LIMIT_S
+    while not any(map(seen, events_of(folder))):
+        if time.monotonic() > end_s:
+            raise TimeoutError(f"{folder} did not come to what was waited for")
+        time.sleep(0.05)
+
+
+def step_done(step: int) -> Callable[[ev.AnyEvent], bool]:
+    """Whether an event tells that this step, or a later one, is done."""
+    return lambda event: isinstance(event, ev.StepFinished) and event.step >= step
+
+
+def keep(run: Path, name: str) -> None:
+    """Write what is replayed of a run to the recorded ones."""
+    (RECORDED / name).mkdir(exist_ok=True)
+    for file in KEPT:
+        shutil.copyfile(run / file, RECORDED / name / file)
+    print(name)
+
+
+def record(name: str, *settings: str) -> None:
+    """A demo training to its end, whatever its exit code is."""
+    fluxtrain("train", "--demo", *settings, folder=RUNS / name).wait(LIMIT_S)
+
+
+def killed_and_resumed() -> None:
+    """`killed` ends in step 28 by `kill -9`; `resumed` goes on with it to its end."""
+    settings = ("--demo", "--steps", "60", "--set", "train.checkpoint_every=10")
+    process = fluxtrain("train", *settings, folder=RUNS / "resumed")
+    wait_for(RUNS / "resumed", step_done(27))
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    keep(RUNS / "resumed", "killed")
+    fluxtrain("train", *settings, "--resume", "auto", folder=RUNS / "resumed").wait(LIMIT_S)
+
+
+def advised() -> None:
+    """Advice is applied as soon as it comes, and measured; then a change is asked for."""
+    folder = RUNS / "advised"
+    process = fluxtrain(
+        "train", "--demo", "--steps", "150", "--set", "train.batch_rows=8",
+        "--set", "data.sequence_length=64", "--set", "placement.chunk_rows=2",
+        "--set", "train.evaluate_every=end", folder=folder,
+    )  # fmt: skip
+    wait_for(folder, lambda event: isinstance(event, ev.AdviceGiven) and event.id == "chunk")
+    apply(folder, "advice=chunk")
+    wait_for(folder, lambda event: isinstance(event, ev.ChangeMeasured))
+    apply(folder, "resident_blocks=6")
+    process.wait(LIMIT_S)
+
+
+def apply(folder: Path, change: str) -> None:
+    """Ask the running trainer for a change. Raises CalledProcessError where it is refused."""
+    subprocess.run([sys.executable, "-m", "fluxtrain", "apply", str(folder), change], check=True)
+
+
+RECORDINGS: dict[str, Callable[[], None]] = {
+    "demo": lambda: record("demo", "--steps", "300"),
+    "killed": killed_and_resumed,
+    "diverged": lambda: record(
+        "diverged", "--steps", "60", "--set", "train.learning_rate=1e6",
+        "--set", "train.max_grad_norm=null",
+    ),
+    "streamed": lambda: record(
+        "streamed", "--steps", "40", *STREAMED, *EVERY_20, "--set", "train.batch_rows=1",
+        "--set", "data.sequence_length=32",
+    ),
+    "advised": advised,
+    "blocks": lambda: record("blocks", "--steps", "60", *STREAMED, *EVERY_20),
+}  # fmt: skip
+
+
+def main() -> None:
+    """Record those named, or all."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(RECORDINGS))
+    names = parser.parse_args().names or list(RECORDINGS)
+    if os.getloadavg()[0] > 0.5:
+        print(f"other programs run beside this: load {os.getloadavg()[0]:.1f}", file=sys.stderr)
+    for name in names:
+        shutil.rmtree(RUNS, ignore_errors=True)
+        RUNS.mkdir(parents=True)
+        RECORDINGS[name]()
+        for run in sorted(RUNS.iterdir()):
+            keep(run, run.name)
+    shutil.rmtree(RUNS)
+
+
+if __name__ == "__main__":
+    main()
