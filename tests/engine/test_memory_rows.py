@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -71,6 +73,49 @@ def test_what_others_wrote_into_the_table_is_cleared(told: bool) -> None:
         scatter.forget(flat)
     else:
         table_of(flat)[30].add_(5.0)
+    scatter.fill(flat, torch.tensor([2]), torch.ones(1, 4), 50)
+    assert table_of(flat).sum() == 4
+
+
+class Late:
+    """A copy whose bytes are there when it was waited for."""
+
+    def __init__(self, flat: Tensor) -> None:
+        self._flat = flat
+
+    def wait_host(self) -> None:
+        self._flat.numpy()[:] = 3.0
+
+
+@pytest.mark.parametrize("clears", [True, False])
+def test_a_table_that_was_cleared_ahead_is_not_cleared_again(
+    clears: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scatter, flat = Scatter(), torch.full((210,), 7.0)
+    if clears:
+        late: Any = Late(flat)
+        scatter.clear_ahead(flat, [[], [late]])
+        assert not flat.any()
+    zeroed: list[int] = []
+    zero = Tensor.zero_
+
+    def noted(tensor: Tensor) -> Tensor:
+        zeroed.append(tensor.numel())
+        return zero(tensor)
+
+    monkeypatch.setattr(Tensor, "zero_", noted)
+    for row in (3, 5):
+        scatter.fill(flat, torch.tensor([row]), torch.ones(1, 4), 50)
+        scatter.clear_ahead(flat, [[Late(flat)]])  # type: ignore[list-item]  # the rows are known
+        assert table_of(flat).nonzero()[:, 0].unique().tolist() == [row]
+    assert zeroed == [210] * (not clears)
+
+
+def test_a_table_that_somebody_has_seen_is_cleared_when_the_rows_are_there() -> None:
+    scatter, flat = Scatter(), torch.zeros(200)
+    scatter.handed_out(flat)
+    scatter.clear_ahead(flat, [])
+    flat.numpy()[:] = 5.0
     scatter.fill(flat, torch.tensor([2]), torch.ones(1, 4), 50)
     assert table_of(flat).sum() == 4
 

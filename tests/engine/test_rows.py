@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from fluxtrain.memory.rows import Scatter
 from fluxtrain.plan import footprint
 from fluxtrain.stream.engine import engine_of
 from fluxtrain.stream.resettle import resettle
@@ -137,6 +138,28 @@ def test_rows_land_in_memory_that_the_heads_gradient_was_in(
     monkeypatch.setattr(footprint, "LARGE_GRADIENT_BYTES", 1)  # one buffer for both
     whole = trained(llama(), "whole", eager=True)
     equal(whole, trained(llama(), "rows", eager=True))
+
+
+def test_memory_that_the_head_had_is_cleared_before_anybody_waits_for_the_rows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(footprint, "LARGE_GRADIENT_BYTES", 1)
+    done: list[str] = []
+    zero, fill = Tensor.zero_, Scatter.fill
+
+    def zeroed(tensor: Tensor) -> Tensor:
+        if tensor.numel() == VOCABULARY * HIDDEN:
+            done.append("cleared")
+        return zero(tensor)
+
+    def filled(*args: Any) -> None:
+        done.append("filled")
+        fill(*args)
+
+    monkeypatch.setattr(Tensor, "zero_", zeroed)
+    monkeypatch.setattr(Scatter, "fill", filled)
+    trained(llama(), "rows", eager=True, steps=3)
+    assert done == ["cleared", "filled"] * 3
 
 
 def test_the_row_of_the_padding_gets_no_gradient() -> None:

@@ -331,6 +331,7 @@ class Gradients:
         norm = rows.norm(table_rows)
         self.arrivals[group] = Arrival([RowTicket(ticket, land)], norm, {member.index: 0})
         self._report(group, ticket, staged.nbytes)
+        self._scatter.clear_ahead(home, self._unwanted.values())
 
     def _add_rows_at_home(self, group: Group, rows: RowSum) -> None:
         self.wait(group)

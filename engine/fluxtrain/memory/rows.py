@@ -7,8 +7,9 @@ to the device, and their gradients alone come home; the gradients of all other r
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -200,13 +201,27 @@ class Scatter:
         table = flat[: table_rows * values.shape[1]].view(table_rows, values.shape[1])
         if values.shape[1] * values.itemsize % _INDEX.itemsize == 0:  # in words: half the time
             table, values = table.view(_INDEX), values.view(_INDEX)
-        before: tuple[Tensor, int] | None = self._filled.get(flat)
-        if before is None or flat in self._seen or before[1] != flat._version:
+        before = self._rows_in(flat)
+        if before is None or flat in self._seen:
             flat.zero_()
         else:
-            table.index_fill_(0, before[0], 0)
+            table.index_fill_(0, before, 0)
         table.index_copy_(0, rows, values)
         self._filled[flat] = rows, flat._version
+
+    def clear_ahead(self, flat: Tensor, on_their_way: Iterable[Iterable[Ticket]]) -> None:
+        """Let the next `fill` find zeros where it would have to clear the whole table, as long as
+        the rows to fill it with are still to come; waits for what may be on its way there."""
+        if self._rows_in(flat) is None and flat not in self._seen:
+            for ticket in chain.from_iterable(on_their_way):
+                ticket.wait_host()
+            flat.zero_()
+            self._filled[flat] = torch.empty(0, dtype=_INDEX), flat._version
+
+    def _rows_in(self, flat: Tensor) -> Tensor | None:
+        """All rows of it that may not be zero; None where others wrote to it."""
+        before: tuple[Tensor, int] | None = self._filled.get(flat)
+        return before[0] if before is not None and before[1] == flat._version else None
 
     def handed_out(self, flat: Tensor) -> None:
         """Somebody outside the engine has it, or a view of it."""
