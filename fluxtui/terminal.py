@@ -108,7 +108,6 @@ class TerminalDriver(LinuxDriver):
 
     def __init__(self, app: App[Any], **options: Any) -> None:
         super().__init__(app, **options)
-        self.took_all = True  # the terminal took what restores it
         self._home = asyncio.get_running_loop()
         self._output: Output | None = None
         self._leaving = False
@@ -139,7 +138,7 @@ class TerminalDriver(LinuxDriver):
             output, self._output = self._output, None
             self._leaving = False
             if output is not None:
-                self.took_all = output.end()
+                output.end()
 
     def run_input_thread(self) -> None:
         """Read keys; a terminal that has hung up is the end of the app, not a fault of it."""

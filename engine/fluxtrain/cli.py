@@ -126,9 +126,7 @@ def plan(  # noqa: PLR0917 - typer reads the options from the signature
     debug: Debug = False,
 ) -> None:
     """Show what a run would do and need, how long it takes, and why."""
-    chosen = _chosen_config(config, demo, _overrides(sets, steps, device))
-    if chosen is None:
-        raise BadInput("nothing to plan: name a CONFIG.yaml, or use --demo")
+    chosen = _named_config("plan", config, demo, _overrides(sets, steps, device))
     from fluxtrain.plan.machine_file import read_machine_file
     from fluxtrain.train.preview import preview, table
 
@@ -150,9 +148,7 @@ def inspect(
     debug: Debug = False,
 ) -> None:
     """Show the data as the model will see it: samples, what is learnt of them, and lengths."""
-    chosen = _chosen_config(config, demo, _overrides(sets, None, None))
-    if chosen is None:
-        raise BadInput("nothing to inspect: name a CONFIG.yaml, or use --demo")
+    chosen = _named_config("inspect", config, demo, _overrides(sets, None, None))
     from fluxtrain.train import inspection
 
     found = inspection.inspect(chosen)
@@ -172,9 +168,7 @@ def dry_run(
     debug: Debug = False,
 ) -> None:
     """Train three real steps, show predicted against measured, and leave nothing behind."""
-    chosen = _chosen_config(config, demo, _overrides(sets, None, device))
-    if chosen is None:
-        raise BadInput("nothing to try: name a CONFIG.yaml, or use --demo")
+    chosen = _named_config("try", config, demo, _overrides(sets, None, device))
     from fluxtrain.train import dry_run as trial
 
     found = trial.dry_run(chosen)
@@ -343,6 +337,14 @@ def _chosen_config(path: Path | None, demo: bool, overrides: list[str]) -> RunCo
     if demo:
         return demo_config(overrides)
     return load_config(path, overrides) if path is not None else None
+
+
+def _named_config(verb: str, path: Path | None, demo: bool, overrides: list[str]) -> RunConfig:
+    """As `_chosen_config`; raises BadInput where nothing was named."""
+    chosen = _chosen_config(path, demo, overrides)
+    if chosen is None:
+        raise BadInput(f"nothing to {verb}: name a CONFIG.yaml, or use --demo")
+    return chosen
 
 
 def _overrides(sets: list[str] | None, steps: int | None, device: str | None) -> list[str]:

@@ -8,7 +8,6 @@ KIB = 1 << 10
 MIB = 1 << 20
 GIB = 1 << 30
 TIB = 1 << 40
-GB = 10**9
 
 UNKNOWN = "-"
 

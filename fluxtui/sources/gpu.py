@@ -5,14 +5,12 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterable
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any
 
 import psutil
 
 from fluxtrain.telemetry.printable import printable
 from fluxtui.state.machine import GpuProcess, GpuSample
-
-Value = TypeVar("Value")
 
 # Bits of nvmlDeviceGetCurrentClocksEventReasons (nvml.h). Idle (0x1), clocks that the user set
 # (0x2, 0x100) and sync boost (0x10) are no throttling.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fluxtrain.units import bytes_text, duration_text
+from fluxtrain.units import bytes_text
 from fluxtui.wizard.answers import Answers
 from fluxtui.wizard.checks import Check
 from fluxtui.wizard.data_facts import Piece
@@ -116,11 +116,6 @@ def launch_lines(view: View) -> list[str]:
 def draft_lines(draft: Answers) -> list[str]:
     """The answers of an earlier wizard."""
     return pair_lines([("model", draft.model_path or "-"), ("data", draft.data_file or "-")])
-
-
-def predicted_text(plan: PlanPreview) -> str:
-    """How long the run takes, in a few words."""
-    return "not known" if plan.predicted is None else duration_text(plan.predicted.eta_s)
 
 
 def _use_line(name: str, used: int | None, limit: int | None) -> str:

@@ -18,8 +18,9 @@ from fluxtrain.plan.advice import (
     promising,
 )
 from fluxtrain.plan.live import Change, Use, knobs_after
+from fluxtrain.plan.spread import spread_out
 from fluxtrain.units import GIB, MIB
-from tests.unit.live_ground import BLOCK_BYTES, BLOCKS, RATES, facts, ground, steps
+from tests.unit.live_ground import BLOCK_BYTES, BLOCKS, RATES, facts, ground, group, steps
 
 
 def by_id(given_facts: RunFacts) -> dict[str, Advice]:
@@ -63,6 +64,20 @@ def test_copies_that_fit_beside_the_computing_are_started_sooner() -> None:
     assert found.gain == pytest.approx(0.1)
     bound = replace(RATES, h2d_bytes_per_s=1e9)  # a slow bus: copies take longer than computing
     assert "prefetch" not in by_id(facts(steps=waiting(weights=0.2), rates=bound))
+
+
+def test_the_copies_are_those_of_the_blocks_that_stream() -> None:
+    """Of blocks of unequal sizes: resident ones stand here and there."""
+    resident, streamed = spread_out(range(BLOCKS), 3)
+    said = []
+    for heavy in range(BLOCKS):
+        on = ground(resident_blocks=3)
+        groups = list(on.facts.groups)
+        groups[1 + heavy] = group(f"layer{heavy}", 2 * BLOCK_BYTES)
+        on = replace(on, facts=replace(on.facts, groups=tuple(groups)))
+        said.append(by_id(facts(on, steps=waiting(weights=0.2)))["prefetch"].because)
+    assert len({said[i] for i in resident}) == len({said[i] for i in streamed}) == 1
+    assert said[resident[0]] != said[streamed[0]]
 
 
 def test_a_larger_chunk_is_advised_where_it_fits_and_never_one_that_ran_out() -> None:

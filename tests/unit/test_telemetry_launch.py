@@ -141,15 +141,6 @@ def test_a_killed_trainer_is_seen_as_dead_though_nobody_reaped_it(
     drain(trainer)
     assert trainer.exit_code() == -signal.SIGKILL
     trainer.kill()  # again, and nothing happens
-    trainer.request_stop()
-
-
-def test_a_stop_is_a_request_that_the_trainer_can_answer(run: RunDir, command: list[str]) -> None:
-    trainer = start_trainer(["--ticks", "3000"], run, command)
-    wait_until(lambda: run.liveness() == "running")
-    trainer.request_stop()
-    assert trainer.wait(120) == -signal.SIGTERM
-    trainer.reader.close()
 
 
 def test_a_run_directory_under_a_file_is_bad_input(tmp_path: Path, command: list[str]) -> None:

@@ -76,6 +76,7 @@ class Stalls:
         self._pairs.append((cause, before, after))
 
     def take(self) -> dict[str, float]:
+        """Seconds by cause since the last call; what a GPU has not passed yet comes later."""
         while self._pairs and self._pairs[0][2].query():
             cause, before, after = self._pairs.popleft()
             self._book(cause, before.elapsed_time(after) / 1e3)
@@ -115,7 +116,8 @@ class Device(Protocol):
     def tidy(self) -> None:
         """Between two blocks: give back memory that is free and not going to be needed."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Finish the copies under way and end the threads."""
 
 
 class _CpuTicket:

@@ -72,6 +72,7 @@ class Gradients:
 
     @property
     def device_bytes(self) -> int:
+        """Sums and staging buffers on the device."""
         held = {id(s.flat.untyped_storage()): s.flat.nbytes for s in self._open.values()}
         if self._scratch is not None:
             held[id(self._scratch.untyped_storage())] = self._scratch.nbytes

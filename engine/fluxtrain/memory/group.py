@@ -5,11 +5,11 @@ device it is one contiguous range of bytes, split into segments:
 
     [ trained bf16 | trained fp16 | trained fp32 | frozen, any dtype ]
 
-A trained bf16 segment is the `hi` half of fp32 masters (design: `lo`, `m` and `v` complete it to
-12 bytes a parameter, a bf16 gradient to 14); a trained fp32 segment is its own master. With moments
-in 8 bits it is 6 and 8; parameters of few elements then lie in segments of their own with fp32
-moments. fp16 weights are no half of anything: their fp32 masters lie beside them whole (14 and 16
-bytes), and the weights are what the masters round to.
+A trained bf16 segment is the `hi` half of fp32 masters: `lo`, `m` and `v` complete it to 12 bytes a
+parameter, a bf16 gradient to 14; with moments in 8 bits these are 6 and 8, and parameters of few
+elements lie in segments of their own with fp32 moments. A trained fp32 segment is its own master.
+fp16 weights are no half of anything: their fp32 masters lie beside them whole (14 and 16 bytes),
+and the weights are what the masters round to.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Segment:
     v: Tensor | None = None
     m_scale: Tensor | None = None  # (blocks,) fp32, of 8-bit codes
     v_scale: Tensor | None = None
-    narrow: Tensor | None = None  # (elements,) gradients at home in the segment's dtype
+    rounded: Tensor | None = None  # (elements,) gradients at home in the segment's dtype
     wide: Tensor | None = None  # the same in fp32, once a second backward pass has added to them
     is_wide: bool = False  # which of the two holds this step's gradients
 
@@ -133,7 +133,7 @@ class Segment:
     @property
     def gradient(self) -> Tensor:
         """This step's gradients at home (elements,)."""
-        flat = self.wide if self.is_wide else self.narrow
+        flat = self.wide if self.is_wide else self.rounded
         assert flat is not None, "no gradient has arrived yet"
         return flat
 
@@ -169,10 +169,12 @@ class Group:
 
     @property
     def trained_count(self) -> int:
+        """Trained parameters, one by one."""
         return sum(m.count for s in self.trained for m in s.members)
 
     @property
     def trained_elements(self) -> int:
+        """The same with the padding between members."""
         return sum(s.elements for s in self.trained)
 
     @property
@@ -187,6 +189,7 @@ class Group:
 
     @property
     def count(self) -> int:
+        """Parameters, one by one, trained or not."""
         return sum(m.count for m in self.members)
 
     @property
@@ -195,15 +198,17 @@ class Group:
 
     @property
     def has_state(self) -> bool:
+        """Was it ever updated, so that it has moments?"""
         return any(s.m is not None for s in self.trained)
 
     @property
     def state_bytes(self) -> int:
+        """What completes the masters, and the moments; 0 before the first step."""
         return sum(flat.nbytes for s in self.trained for flat in s.states().values())
 
     @property
     def gradient_bytes(self) -> int:
-        return sum(t.nbytes for s in self.trained for t in (s.narrow, s.wide) if t is not None)
+        return sum(t.nbytes for s in self.trained for t in (s.rounded, s.wide) if t is not None)
 
     @property
     def pinned_bytes(self) -> int:
@@ -247,14 +252,9 @@ class Group:
         large = trained and parameter.numel() >= state_formats.LEAST_NARROW
         segment = self._segment(parameter.dtype, trained, self.states if large else "fp32")
         member = Member(
-            parameter,
-            name,
-            segment,
-            segment.elements,
-            parameter.numel(),
-            parameter.shape,
+            parameter, name, segment, segment.elements, parameter.numel(), parameter.shape,
             len(self.members),
-        )
+        )  # fmt: skip
         segment.members.append(member)
         segment.elements += segment.allot(parameter.dtype.itemsize, parameter.numel())
         self.members.append(member)
@@ -333,21 +333,21 @@ class Group:
     def ensure_gradient(self) -> None:
         """Allocate the gradients' memory at home in each segment's dtype."""
         for segment in self.trained:
-            if segment.narrow is None:
+            if segment.rounded is None:
                 span = [(segment.dtype, segment.elements, 0)]
                 _, flats = self._allocate(aligned(segment.size_bytes), span, pin=self._pin)
-                segment.narrow = flats[0]
+                segment.rounded = flats[0]
 
     @property
     def holds_gradient_memory(self) -> bool:
         """Is there memory at home for its gradients?"""
-        return all(segment.narrow is not None for segment in self.trained)
+        return all(segment.rounded is not None for segment in self.trained)
 
     def give_up_gradient_memory(self) -> list[int]:
         """Gradients have no memory any more; the addresses where they had it."""
-        held = [segment.narrow for segment in self.trained if segment.narrow is not None]
+        held = [segment.rounded for segment in self.trained if segment.rounded is not None]
         for segment in self.trained:
-            segment.narrow = None
+            segment.rounded = None
         return [flat.data_ptr() for flat in held]
 
     def drop_arenas(self, addresses: set[int]) -> None:
@@ -357,7 +357,7 @@ class Group:
     def take_gradient_memory(self, other: Group) -> None:
         """That of a group with segments of the same sizes, whose gradients are used up."""
         for mine, theirs in zip(self.trained, other.trained, strict=True):
-            mine.narrow, theirs.narrow = theirs.narrow, None
+            mine.rounded, theirs.rounded = theirs.rounded, None
 
     def widen_gradient(self, segment: Segment) -> None:
         """Keep this step's gradients of the segment in fp32 (several backward passes a step)."""
@@ -370,11 +370,11 @@ class Group:
         segment.wide.copy_(segment.gradient)
         segment.is_wide = True
 
-    def narrow_gradients(self) -> None:
+    def round_gradients(self) -> None:
         """Back to the weights' dtype: for optimizers that want gradients like their parameters."""
         for segment in self.trained:
-            if segment.is_wide and segment.narrow is not None:
-                segment.narrow.copy_(segment.gradient)
+            if segment.is_wide and segment.rounded is not None:
+                segment.rounded.copy_(segment.gradient)
                 segment.is_wide = False
 
     def _segment(self, dtype: torch.dtype, trained: bool, states: StateFormat) -> Segment:

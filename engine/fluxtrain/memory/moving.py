@@ -12,7 +12,7 @@ from fluxtrain.memory.arena import aligned
 from fluxtrain.memory.group import MASTERS, SCALES, Group, Home, Segment
 from fluxtrain.units import bytes_text
 
-_HELD = (*MASTERS, "m", "v", *SCALES, "narrow", "wide")
+_HELD = (*MASTERS, "m", "v", *SCALES, "rounded", "wide")
 
 
 def new_home(group: Group, home: Home, *, pin: bool) -> Callable[[], None]:
@@ -53,7 +53,7 @@ def _held(shell: Group, segment: Segment) -> dict[str, Tensor]:
     for name in _HELD:
         flat: Tensor | None = getattr(segment, name)
         if flat is not None:
-            pin = shell._pin and name == "narrow"
+            pin = shell._pin and name == "rounded"
             span = [(flat.dtype, flat.numel(), 0)]
             fresh[name] = shell._allocate(aligned(flat.nbytes), span, pin=pin)[1][0]
     return fresh

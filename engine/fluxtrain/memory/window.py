@@ -29,7 +29,7 @@ Report = Callable[[Group, str, Ticket], None]  # group, cause, the copy
 class Slot:
     """Device memory for one group's weights at a time."""
 
-    wire: Tensor
+    wire: Tensor  # (size_bytes,) uint8
     owner: Group | None = None  # set for a resident slot: nobody else may use it
     group: Group | None = None
     version: int = -1  # of the group's weights that are in (or on their way into) this slot
@@ -40,6 +40,7 @@ class Slot:
     views: dict[int, list[Tensor]] = field(default_factory=dict)
 
     def views_of(self, group: Group) -> list[Tensor]:
+        """Its members' weights in this slot, by index; made once."""
         key = id(group)
         if key not in self.views:
             with torch.inference_mode(False):  # they stay for training passes that come later
@@ -59,6 +60,7 @@ class Window:
 
     @property
     def size_bytes(self) -> int:
+        """Of all slots."""
         return sum(slot.wire.nbytes for slot in self.slots)
 
     def add_slot(self, size_bytes: int, owner: Group | None = None) -> Slot:

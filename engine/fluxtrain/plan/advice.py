@@ -16,8 +16,7 @@ updates and gradients, F and B its forward and backward without waiting for weig
 | redone    | the time of attempts that ran out of device memory                                 |
 
 The cost model is only believed where it is near the step that was measured. Nothing is said without
-such a number, and nothing below `LEAST_GAIN` but what keeps a step from
-being done twice.
+such a number, and nothing below `LEAST_GAIN` but what keeps a step from being done twice.
 """
 
 from __future__ import annotations
@@ -31,6 +30,7 @@ from fluxtrain.plan.facts import GroupFacts
 from fluxtrain.plan.footprint import homes
 from fluxtrain.plan.live import Change, Ground, Knobs, Use, knobs_after
 from fluxtrain.plan.rates import Rates
+from fluxtrain.plan.spread import spread_out
 from fluxtrain.units import bytes_text, duration_text
 
 LEAST_GAIN = 0.02
@@ -342,8 +342,7 @@ def _blocks(facts: RunFacts) -> list[GroupFacts]:
 
 def _copied_bytes(facts: RunFacts, knobs: Knobs) -> int:
     """Weights that go up in a step: streamed blocks twice a pass, resident ones once if trained."""
-    blocks = _blocks(facts)
-    resident, streamed = blocks[: knobs.resident_blocks], blocks[knobs.resident_blocks :]
+    resident, streamed = spread_out(_blocks(facts), knobs.resident_blocks)
     once = sum(block.weight_bytes for block in resident if block.rounded_bytes)
     return once + 2 * facts.passes * sum(block.weight_bytes for block in streamed)
 

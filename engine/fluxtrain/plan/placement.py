@@ -56,7 +56,7 @@ class Placement:
     offload: Offload
     device_groups: int  # so many groups with states and gradients on the device
     boundaries: Boundaries  # where they wait between forward and backward
-    resident_blocks: int  # first of the other blocks, whose weights stay on the device
+    resident_blocks: int  # of so many of the other blocks the weights stay on the device
     slots: int  # shared by the blocks that are left
     kept_blocks: int  # first of the blocks with weights there, whose activations stay there too
     budget_bytes: int | None  # None without a GPU and without a wish
@@ -125,28 +125,19 @@ def place(facts: ModelFacts, room: Room, wishes: Wishes) -> RunPlacement:
     """
     assert facts.row is not None, "without a row: place_for_any_rows"
     search, layout = _found(facts, room, wishes)
-    return RunPlacement(
-        offload=layout.offload,
-        device_groups=layout.device_groups,
-        device_first=layout.device_first,
-        boundaries="host" if layout.parks else "device",
-        resident_blocks=layout.resident_blocks,
-        slots=slot_count(facts, layout),
-        kept_blocks=kept_count(facts, layout),
-        deferred_moments=layout.deferred_moments,
-        budget_bytes=search.budget_bytes,
-        need=search.need(layout),
-        chunk_rows=layout.chunk_rows,
-        embedding=layout.embedding,
-        choices=choices_of(search, layout),
-        batch_rows=layout.batch_rows,
-    )
+    rows = {"chunk_rows": layout.chunk_rows, "batch_rows": layout.batch_rows}
+    return RunPlacement(**{**vars(_placement(search, layout, None)), **rows})
 
 
 def place_for_any_rows(facts: ModelFacts, room: Room, wishes: Wishes) -> Placement:
     """Decide without knowing rows; `wishes.chunk_rows` is handed on. Raises as `place` does."""
     assert facts.row is None, "with a row: place"
-    search, layout = _found(facts, room, wishes)
+    return _placement(*_found(facts, room, wishes), wishes.chunk_rows)
+
+
+def _placement(search: Search, layout: Layout, chunk_rows: int | None) -> Placement:
+    """What was found, without its rows."""
+    facts = search.facts
     return Placement(
         offload=layout.offload,
         device_groups=layout.device_groups,
@@ -158,7 +149,7 @@ def place_for_any_rows(facts: ModelFacts, room: Room, wishes: Wishes) -> Placeme
         deferred_moments=layout.deferred_moments,
         budget_bytes=search.budget_bytes,
         need=search.need(layout),
-        chunk_rows=wishes.chunk_rows,
+        chunk_rows=chunk_rows,
         embedding=layout.embedding,
         choices=choices_of(search, layout),
     )

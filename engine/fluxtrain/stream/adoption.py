@@ -285,7 +285,7 @@ def _foreign_step(optimizer: Optimizer, entries: Entries) -> None:
         factor = 1.0 if norm is None else norm.scale()
         for owner, _, _ in entries:
             if owner.engine is engine:
-                owner.group.narrow_gradients()
+                owner.group.round_gradients()
                 if owner.member.has_gradient:
                     owner.member.gradient_scale *= factor
                     engine.settle_gradient(owner.group, owner.member)

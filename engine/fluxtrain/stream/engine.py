@@ -73,7 +73,6 @@ class Engine:
         self._tasks: set[int] = set()
         self._said: set[str] = set()
         self._lock = threading.RLock()
-        self._boundaries = 0
 
     # -- what a unit asks for ------------------------------------------------------------------
 

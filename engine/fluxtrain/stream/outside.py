@@ -63,7 +63,7 @@ class OutsideOptimizer:
             return
         for group in engine.groups:
             check_writes(engine, group)
-            group.narrow_gradients()
+            group.round_gradients()
         for _, member, plain in self._pairs:
             plain.grad = _scaled(member, scale) if member.has_gradient else None
         for parameter in self._loose:

@@ -54,26 +54,26 @@ def wrap(  # noqa: PLR0913  # each is one choice of the user, by keyword
     """Let the blocks of `model` stream through `device`; returns the same object.
 
     The model is used as before: forward, backward, `torch.optim.AdamW`, `clip_grad_norm_`,
-    `state_dict`, `generate`. Weights, gradients and optimizer states live where `offload` says:
-    - `none`: all on the device; `optimizer`: weights there, gradients and states on the host;
-    - `weights`: blocks' weights stream in too (`resident_blocks` of them stay); `max`: with the
-      fewest slots, boundary activations on the host; `auto`: by free memory (see `engine.plan`).
+    `state_dict`, `generate`. Wrapping twice is wrapping once: the first choices stay.
 
+    device: where blocks are computed (None: the GPU when torch can use it, else the CPU).
+    offload: `none` keeps all on the device, `optimizer` the weights; with `weights` these stream
+        too, with `max` through the fewest slots; `auto` chooses by free memory.
     chunk_rows: rows of a batch that a block computes at a time (None: by memory, once).
     overlap: `optimizer.step()` returns at once and each block of the next forward waits for its own
-    update; call `fluxtrain.sync(model)` before reading weights through tensors taken earlier.
+        update; call `fluxtrain.sync(model)` before reading weights through tensors taken earlier.
     budget_bytes: device memory to plan for (None: what is free).
-    device_groups: so many parts (embedding, then blocks; with `device_first="blocks"` those first)
-    live on the device with gradients and states (None: `weights` by memory, `none` all, else 0).
+    resident_blocks: of so many blocks at home on the host the weights stay on the device too.
+    device_groups: so many parts live there with gradients and states (None: by memory).
+    device_first: of those the `embedding` comes first, or `blocks` do.
     kept_blocks: so many blocks with weights on the device keep activations, not computed again.
-    boundaries: where blocks' inputs wait for backward, `device`, `host` or `auto` (host with `max`)
-    states: how AdamW's two moments are kept: `fp32`, `bf16` (rounded at random) or `8bit`
-    (block-wise, the meaning of bitsandbytes' 8-bit AdamW); small parameters keep fp32.
+    states: AdamW's moments in `fp32`, `bf16` (rounded at random) or `8bit` (as bitsandbytes).
+    boundaries: where blocks' inputs wait for backward: `device`, `host`, `auto` (host with `max`).
     eager: every step will be one (`Engine.begin_eager_step`): plan less memory for gradients.
-    embedding: at home on the host it is copied to the device `whole`, or only the `rows` that a
-    batch looks up (`auto`: of a large one); these read the ids on the host.
+    embedding: one on the host is copied `whole`, or only the `rows` that a batch looks up (`auto`:
+        of a large one); these read the ids on the host.
     deferred_moments: AdamW on the host writes all weights first, fp32 moments later: the same bits.
-    Wrapping twice is wrapping once. Raises UnsupportedModel, BadInput or DoesNotFit.
+    Raises UnsupportedModel, BadInput or DoesNotFit.
     """
     if "_fluxtrain_engine" in getattr(model, "__dict__", {}):
         return model
@@ -88,14 +88,14 @@ def wrap(  # noqa: PLR0913  # each is one choice of the user, by keyword
         kept_blocks=kept_blocks,
         budget_bytes=budget_bytes,
         eager=eager,
-        embedding=embedding,  # type: ignore[arg-type]  # any other word is refused
+        embedding=embedding,  # type: ignore[arg-type]
         deferred_moments=deferred_moments or None,
     )
     _put_engine(model, _compute_device(device), wishes, states, overlap=overlap)
     return model
 
 
-auto_wrap = wrap
+auto_wrap = wrap  # the same under another name
 
 
 def _put_engine(

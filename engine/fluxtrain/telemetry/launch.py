@@ -41,11 +41,6 @@ class TrainerProcess:
         """Wait for the end; raises `subprocess.TimeoutExpired`."""
         return self.process.wait(timeout_s)
 
-    def request_stop(self) -> None:
-        """Ask for a checkpoint and an orderly end (SIGTERM)."""
-        with contextlib.suppress(ProcessLookupError):
-            self.process.terminate()
-
     def kill(self) -> None:
         """End it and its helpers now; what was not in a checkpoint is lost."""
         if self.process.poll() is None:

@@ -44,10 +44,6 @@ class Announcer:
         """Something the user should know that does not stop the run."""
         self.emit(LogWritten(level="warning", text=text))
 
-    def inform(self, text: str) -> None:
-        """Something worth a line in the log."""
-        self.emit(LogWritten(level="info", text=text))
-
     def at_step(self, step: int) -> None:
         """The step a resumed run starts from."""
         self._step = step

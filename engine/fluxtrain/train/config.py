@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import yaml
 from pydantic import (
     BaseModel,
     ConfigDict,
@@ -323,10 +322,6 @@ class RunConfig(Section):
                 "needs: use bfloat16 or float32, or FluxTrain's own adamw"
             )
         return self
-
-    def to_yaml(self) -> str:
-        """The whole configuration as YAML that `load_config` reads back to an equal one."""
-        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,6 @@ _CURES = {
 }
 _SHORT = Repr()  # aliases in YAML make values that are too large to print
 _SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother = 3, 200, 200
-_UNION_TAGS = ("int", "float", "constrained-int", "constrained-float", "none", "str")
 
 
 def explain(error: ValidationError, keys: list[str]) -> str:
