@@ -321,8 +321,8 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         openmp.share_cores()
     given = sys.argv[1:] if arguments is None else arguments
     try:
-        get_command(app)(given, standalone_mode=False)  # app() would replace sys.excepthook too
-        code = EXIT_FINISHED
+        ended = get_command(app)(given, standalone_mode=False)  # app() replaces sys.excepthook too
+        code = EXIT_FINISHED if ended is None else tell(typer.Exit(ended), debug=False)
     except BaseException as error:  # noqa: BLE001 - every ending becomes a documented exit code
         code = tell(error, debug="--debug" in given)
     sys.stdout.flush()

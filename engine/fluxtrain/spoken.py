@@ -15,9 +15,9 @@ from fluxtrain.errors import EXIT_BAD_INPUT, EXIT_BUG, EXIT_INTERRUPTED, Interru
 
 def tell(error: BaseException, *, debug: bool) -> int:
     """Say in one line what happened; the traceback only for --debug. Returns the exit code."""
-    if isinstance(error, typer.Exit):
+    if isinstance(error, typer.Exit) and error.exit_code != EXIT_INTERRUPTED:
         return int(error.exit_code)
-    if isinstance(error, KeyboardInterrupt | typer.Abort):
+    if isinstance(error, KeyboardInterrupt | typer.Abort | typer.Exit):  # Exit(130): typer's word
         complain("interrupted before anything was started")
         return EXIT_INTERRUPTED
     if (usage := _usage_message(error)) is not None:
@@ -50,6 +50,8 @@ def _usage_message(error: BaseException) -> str | None:
     if write is None:
         return None
     message = str(write())
+    if message.startswith("Usage:"):  # no command was named
+        return message
     return f"error: {message} (see `fluxtrain --help`)" if message else ""
 
 

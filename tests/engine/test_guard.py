@@ -15,8 +15,8 @@ from fluxtrain.hardware.disk import read_disk
 from fluxtrain.hardware.machine import read_machine
 from fluxtrain.methods import models
 from fluxtrain.train import guarding, run
-from fluxtrain.train.config import load_config
-from fluxtrain.train.guarding import disk_room
+from fluxtrain.train.config import RunConfig, load_config
+from fluxtrain.train.guarding import checkpoints_written, disk_room
 from fluxtrain.train.preview import preview
 from fluxtrain.train.recovery import locate
 from fluxtrain.train.run import train
@@ -125,3 +125,8 @@ def test_a_small_disk_ends_the_command_with_3_and_one_line(
         complaint = [line for line in ended.stderr.splitlines() if "error:" in line]
         assert len(complaint) == 1 and "does not fit its disk" in complaint[0]
         assert "2.00 MiB is free" in complaint[0] or "1.9" in complaint[0]
+
+
+def test_a_run_of_few_steps_needs_no_room_for_more_checkpoints_than_steps() -> None:
+    config = RunConfig.model_validate({"train": {"steps": 2, "keep_checkpoints": 9 * 10**18}})
+    assert checkpoints_written(config, 2) == 2

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fluxtrain.errors import EXIT_NO_SPACE
+from fluxtrain.errors import EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_NO_SPACE
 from fluxtrain.plan.live import KNOBS
 from fluxtrain.telemetry.rundir import RunDir
 from fluxtrain.train.config import json_schema
@@ -155,3 +155,27 @@ def test_an_output_that_is_full_is_said_as_such(tmp_path: Path) -> None:
     assert ended.returncode == EXIT_NO_SPACE
     assert "standard output cannot be written (No space left on device)" in ended.stderr
     assert ended.stderr.count("\n") == 1
+
+
+def test_no_command_at_all_shows_what_there_is(tmp_path: Path) -> None:
+    said = command(folder=tmp_path)
+    assert said.returncode == EXIT_BAD_INPUT
+    assert said.stderr.startswith("Usage:") and "error" not in said.stderr
+
+
+INTERRUPTED = """
+import os, signal, sys
+from fluxtrain.cli import main
+import fluxtrain.telemetry.rundir as rundir
+rundir.list_runs = lambda: os.kill(os.getpid(), signal.SIGINT)
+main(["runs"])
+"""
+
+
+def test_an_interrupt_of_any_command_is_told_and_ends_with_130(tmp_path: Path) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED],
+        capture_output=True, text=True, check=False, cwd=tmp_path, timeout=200,
+    )  # fmt: skip
+    assert ended.returncode == EXIT_INTERRUPTED
+    assert (ended.stdout, ended.stderr) == ("", "interrupted before anything was started\n")

@@ -105,6 +105,14 @@ def test_every_setting_that_is_offered_fits() -> None:
             refusal(replace(NEED, kept=1), room(free))
 
 
+@pytest.mark.timeout(10)
+def test_a_wish_for_endless_checkpoints_is_answered_with_how_many_fit() -> None:
+    text = refusal(replace(NEED, kept=9 * 10**18), room(100 * GIB))
+    assert "train.keep_checkpoints=15 fits with 97.0 GiB" in text
+    without = refusal(replace(NEED, kept=9 * 10**18, checkpoint_bytes=0), room(GIB // 2))
+    assert "keep_checkpoints" not in without
+
+
 # --- host memory ----------------------------------------------------------------------------------
 
 
@@ -199,4 +207,15 @@ def test_a_machine_file_may_tell_its_disk(tmp_path: Path) -> None:
     assert "other.json" in disk.path
     path.write_text(json.dumps({**machine, "disk": {"free_bytes": "much"}}))
     with pytest.raises(BadInput, match="'much'"):
+        read_machine_file(path)
+
+
+@pytest.mark.parametrize("size", [0, -1, 2**62, float("nan"), "64 GB"])
+def test_a_machine_file_with_an_impossible_size_is_refused_by_its_key(
+    size: object, tmp_path: Path
+) -> None:
+    path = tmp_path / "other.json"
+    sizes = {"memory_available_bytes": size, "memory_total_bytes": 64 * GIB}
+    path.write_text(json.dumps({"machine": {**sizes, "gpus": []}}))
+    with pytest.raises(BadInput, match=f"memory_available_bytes is {size!r}: write its bytes"):
         read_machine_file(path)

@@ -164,11 +164,10 @@ def refuse_host(
 
 
 def _disk_cures(need: DiskNeed, may_take_bytes: int) -> Iterator[str]:
-    for kept in range(need.kept - 1, 0, -1):
+    kept = _kept_that_fit(need, may_take_bytes)
+    if kept > 0:
         fewer = replace(need, kept=kept)
-        if fewer.total_bytes <= may_take_bytes:
-            yield f"train.keep_checkpoints={kept} fits with {bytes_text(fewer.total_bytes)}"
-            break
+        yield f"train.keep_checkpoints={kept} fits with {bytes_text(fewer.total_bytes)}"
     else:
         last = replace(need, written=1)
         if last.total_bytes <= may_take_bytes:
@@ -178,6 +177,12 @@ def _disk_cures(need: DiskNeed, may_take_bytes: int) -> Iterator[str]:
     left = may_take_bytes - need.journal_bytes
     if need.parameters and left > 0:
         yield _smaller(need.parameters, left / (need.total_bytes - need.journal_bytes))
+
+
+def _kept_that_fit(need: DiskNeed, may_take_bytes: int) -> int:
+    """The largest `kept` with which what did not fit does; 0 where none would."""
+    left = may_take_bytes - need.model_bytes - need.journal_bytes
+    return max(0, left // max(1, need.checkpoint_bytes) - 1)  # one more is being written
 
 
 def _smaller(parameters: int, share: float) -> str:

@@ -112,11 +112,15 @@ def _capability(told: Any, path: Path) -> tuple[int, int]:
 
 def _bytes(part: Any, names: tuple[str, ...], path: Path) -> int:
     """The first of `names` that is there."""
-    known = (part.get(name) for name in names) if isinstance(part, dict) else ()
-    size = next((value for value in known if value is not None), None)
-    found = _number(size, 1)
-    if found is None:
+    known = part if isinstance(part, dict) else {}
+    name = next((name for name in names if known.get(name) is not None), None)
+    if name is None:
         raise BadInput(f"{path} needs {names[-1]} as a number of bytes for host and GPU")
+    found = _number(known[name], 1)
+    if found is None:
+        raise BadInput(
+            f"{path}: {name} is {known[name]!r}: write its bytes as a number from 1 below 2**62"
+        )
     return int(found)
 
 

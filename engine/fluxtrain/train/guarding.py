@@ -50,7 +50,10 @@ def refuse_what_does_not_fit(
     """
     steps = config.train.steps or 0
     files = disk_need(
-        facts, kept=config.train.keep_checkpoints, written=_written(config, steps), steps=steps
+        facts,
+        kept=config.train.keep_checkpoints,
+        written=checkpoints_written(config, steps),
+        steps=steps,
     )
     refuse_disk(files, disk)
     need = HostNeed(
@@ -124,14 +127,14 @@ def disk_room(folder: Path) -> DiskRoom:
     )
 
 
-def _written(config: RunConfig, steps: int) -> int:
+def checkpoints_written(config: RunConfig, steps: int) -> int:
     """How many checkpoints the whole run writes at most, unless somebody asks for more."""
     every = config.train.checkpoint_every
     if every == "end":
         return 1
-    if every == "auto" or not steps:
+    if not steps:
         return EVERY_CHECKPOINT
-    return -(-steps // every)
+    return steps if every == "auto" else -(-steps // every)
 
 
 def _size_bytes(folder: Path) -> int:
