@@ -155,7 +155,7 @@ def wrapped(
     model.cpu()
     torch.cuda.empty_cache()
     if options.blocks_first:
-        spread.AT_THE_FRONT = 10_000  # blocks: all
+        spread.put_at_the_front(10_000)  # all
     budget_bytes = int((options.budget_gib - CONTEXT_GIB) * GIB)
     plan, told = planned(model, options, budget_bytes)
     fluxtrain.wrap(

@@ -153,13 +153,12 @@ def predicted_terms(plan: Cost) -> dict[str, float]:
 def blocks_first() -> Iterator[None]:
     """Within it, blocks on the device are the first of the row, as they were before they were
     spread."""
-    usual, spread.AT_THE_FRONT = spread.AT_THE_FRONT, FIRST
-    spread.spread.cache_clear()
+    usual = spread.AT_THE_FRONT
+    spread.put_at_the_front(FIRST)
     try:
         yield
     finally:
-        spread.AT_THE_FRONT = usual
-        spread.spread.cache_clear()
+        spread.put_at_the_front(usual)
 
 
 def main() -> None:

@@ -11,7 +11,8 @@ import msgspec
 import pytest
 
 from fluxtrain.plan.calibration import Calibration, Line
-from fluxtrain.plan.spread import spread_out
+from fluxtrain.plan.facts import GroupFacts
+from fluxtrain.plan.spread import parted
 from fluxtrain.telemetry.attribution import attribute
 
 ROOT = Path(__file__).parents[2]
@@ -72,4 +73,15 @@ def test_a_result_is_predicted_anew_from_what_it_recorded(
     anew_ms = float(predicted.split()[4])
     assert anew_ms == pytest.approx(blocks_ms + CALIBRATION.outside_forward.at(8) * 1e3, rel=0.02)
     assert "copies to the device" in told
-    assert spread_out("abcde", 3)[0] == ["a", "b", "d"]  # its old order of blocks is its own
+
+
+def test_the_old_order_of_blocks_is_the_comparisons_own() -> None:
+    blocks = tuple(GroupFacts(name=name, kind="block", weight_bytes=1) for name in "abcde")
+
+    def on_device() -> str:
+        return "".join(block.name for block in parted(blocks, 3, "blocks")[0])
+
+    assert on_device() == "abd"
+    with compare_plan.blocks_first():
+        assert on_device() == "abc"
+    assert on_device() == "abd"

@@ -12,9 +12,9 @@ from fluxtrain.plan.footprint import (
     Layout,
     activation_estimate,
     footprint,
-    parted,
     slot_count,
 )
+from fluxtrain.plan.spread import parted
 from fluxtrain.units import MIB
 
 VOCABULARY, LENGTH, ROWS, CHUNK = 151_936, 1024, 8, 4

@@ -8,9 +8,10 @@ import pytest
 
 from fluxtrain.errors import EXIT_DOES_NOT_FIT, BadInput, DoesNotFit
 from fluxtrain.plan.facts import GroupFacts, ModelFacts, Room, RowFacts, Wishes
-from fluxtrain.plan.footprint import activation_estimate, parted
+from fluxtrain.plan.footprint import activation_estimate
 from fluxtrain.plan.placement import Placement, place, place_for_any_rows
 from fluxtrain.plan.search import AUTO_SHARE, HOST_SHARE
+from fluxtrain.plan.spread import parted
 from fluxtrain.units import GIB
 
 # The shape of Qwen2.5-1.5B: 28 blocks, hidden 1536, vocabulary 151,936, tied embedding.

@@ -20,8 +20,8 @@ from fluxtrain.memory.device import Device, Ticket
 from fluxtrain.memory.gradient_ring import GradientRing
 from fluxtrain.memory.group import Group, Member, Segment
 from fluxtrain.memory.rows import RowSum, RowTicket, Scatter, norm_by_rows
+from fluxtrain.plan.footprint import staging_depth
 
-_LARGE_BYTES = 128 << 20  # one staging buffer is enough for groups that are this rare and large
 Report = Callable[[Group, Ticket, int], None]  # group, the copy, bytes
 
 
@@ -72,7 +72,6 @@ class Gradients:
 
     @property
     def device_bytes(self) -> int:
-        """Sums and staging buffers on the device."""
         held = {id(s.flat.untyped_storage()): s.flat.nbytes for s in self._open.values()}
         if self._scratch is not None:
             held[id(self._scratch.untyped_storage())] = self._scratch.nbytes
@@ -258,7 +257,7 @@ class Gradients:
     def _stage(self, size_bytes: int) -> Tensor:
         """The next staging buffer of this size, once its last transfer is done."""
         ring = self._staging.setdefault(size_bytes, _Ring([], []))
-        if len(ring.buffers) < (1 if size_bytes >= _LARGE_BYTES else 2):
+        if len(ring.buffers) < staging_depth(size_bytes):
             fresh = device_flat(self._device.torch_device, size_bytes)
             ring.buffers.append(self._device.for_copies(fresh))
             ring.tickets.append(None)

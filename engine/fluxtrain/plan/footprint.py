@@ -26,8 +26,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Protocol, TypeVar
 
 from fluxtrain.plan.facts import (
     FP32_BYTES,
@@ -39,12 +37,12 @@ from fluxtrain.plan.facts import (
     Offload,
     RowFacts,
 )
-from fluxtrain.plan.spread import spread_out
+from fluxtrain.plan.spread import parted, spread_out
 from fluxtrain.plan.tables import TableRows
 
 SLOTS: dict[Offload, int] = {"none": 0, "optimizer": 0, "weights": 3, "max": 2}
-LARGE_STAGING_BYTES = 128 << 20  # one buffer is enough for gradients this large, else two
-LARGE_GRADIENT_BYTES = 512 << 20
+LARGE_STAGING_BYTES = 128 << 20  # gradients on their way home are this large in few groups
+LARGE_GRADIENT_BYTES = 512 << 20  # those at home: only an embedding's or a head's
 # Of tensors as large as a boundary, beside what a block holds of a chunk. On a GPU as
 # `tests/engine/test_live_tensors.py` counts them; without one the heap keeps more than is there.
 BOUNDARIES_IN_FLIGHT = 2  # with the boundaries on the host: a block's own, and the next one's
@@ -158,6 +156,12 @@ def footprint(facts: ModelFacts, layout: Layout, *, has_gpu: bool) -> Footprint:
     )
 
 
+def staging_depth(gradient_bytes: int) -> int:
+    """Buffers of one size on the device that gradients leave through: where they are large, and so
+    in few groups, one."""
+    return 1 if gradient_bytes >= LARGE_STAGING_BYTES else 2
+
+
 def ring_depth(gradient_bytes: int) -> int:
     """Buffers of one size that the gradients of an eager step pass through at home: one on its way,
     one being used up, one for jitter; of the largest (embedding, head), which come alone, one."""
@@ -171,39 +175,6 @@ def _gradients_at_home(at_home: Sequence[GroupFacts], layout: Layout) -> int:
         ((g.trained_bf16, g.trained_fp16, g.trained_fp32), g.rounded_bytes) for g in at_home
     )
     return sum(min(count, ring_depth(size)) * size for (_, size), count in alike.items())
-
-
-class Placed(Protocol):
-    """What can live on the device: a block, or a part outside the blocks (an edge)."""
-
-    @property
-    def kind(self) -> str: ...
-
-
-_P = TypeVar("_P", bound=Placed)
-
-
-def parted(
-    groups: Sequence[_P], count: int, first: DeviceFirst
-) -> tuple[tuple[_P, ...], tuple[_P, ...]]:
-    """Of `groups` in forward order the `count` that live on the device, and the others, both in
-    that order: blocks here and there (`plan/spread.py`), with `embedding` after what stands before
-    them, and what else stands outside of them last."""
-    chosen = _chosen(tuple(group.kind == "block" for group in groups), count, first)
-    return (
-        tuple(group for at, group in enumerate(groups) if at in chosen),
-        tuple(group for at, group in enumerate(groups) if at not in chosen),
-    )
-
-
-@lru_cache(maxsize=4096)
-def _chosen(are_blocks: tuple[bool, ...], count: int, first: DeviceFirst) -> frozenset[int]:
-    every = range(len(are_blocks))
-    blocks = [at for at in every if are_blocks[at]]
-    before = list(range(blocks[0] if blocks and first == "embedding" else 0))
-    chosen = [*before, *spread_out(blocks, max(0, count - len(before)))[0]]
-    others = [at for at in every if not are_blocks[at] and at not in before]
-    return frozenset([*chosen, *others][:count])
 
 
 def homes(
@@ -300,7 +271,7 @@ def _staging(at_home: Sequence[GroupFacts], by_rows: TableRows | None) -> int:
     sizes |= {4 * g.trained_fp32 for g in dense}
     if by_rows is not None:
         sizes.add(by_rows.gradient_bytes)
-    return sum(size if size >= LARGE_STAGING_BYTES else 2 * size for size in sizes)
+    return sum(staging_depth(size) * size for size in sizes)
 
 
 def _boundary_rows(facts: ModelFacts) -> int:

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from fluxtrain.plan.facts import DeviceFirst, ModelFacts, Offload, Room, Wishes
-from fluxtrain.plan.footprint import Footprint, Layout, footprint, parted
+from fluxtrain.plan.footprint import Footprint, Layout, footprint
+from fluxtrain.plan.spread import parted
 from fluxtrain.plan.tables import embedding_for
 
 AUTO_SHARE = 0.9  # of the budget, where the rule chooses; the rest is for fragmentation

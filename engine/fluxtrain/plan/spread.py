@@ -1,4 +1,4 @@
-"""Which of a row of blocks live on the device: some here and there, not the first of them.
+"""Which parts live on the device: of the blocks some here and there, not the first of them.
 
 A block at home on the host costs AdamW and copies; one on the device hides those of others. Where
 the first blocks lived there, the backward pass would come to them last, when the moments (or the
@@ -15,11 +15,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import TypeVar
+from typing import Protocol, TypeVar
+
+from fluxtrain.plan.facts import DeviceFirst
 
 AT_THE_FRONT = 2  # blocks
 
 _T = TypeVar("_T")
+
+
+class Placed(Protocol):
+    """What can live on the device: a block, or a part outside the blocks (an edge)."""
+
+    @property
+    def kind(self) -> str: ...
+
+
+_P = TypeVar("_P", bound=Placed)
 
 
 @lru_cache(maxsize=256)
@@ -42,3 +54,34 @@ def spread_out(row: Sequence[_T], count: int) -> tuple[list[_T], list[_T]]:
         [one for at, one in enumerate(row) if at in chosen],
         [one for at, one in enumerate(row) if at not in chosen],
     )
+
+
+def parted(
+    groups: Sequence[_P], count: int, first: DeviceFirst
+) -> tuple[tuple[_P, ...], tuple[_P, ...]]:
+    """Of `groups` in forward order the `count` that live on the device, and the others, both in
+    that order: blocks here and there, with `embedding` after what stands before
+    them, and what else stands outside of them last."""
+    chosen = _chosen(tuple(group.kind == "block" for group in groups), count, first)
+    return (
+        tuple(group for at, group in enumerate(groups) if at in chosen),
+        tuple(group for at, group in enumerate(groups) if at not in chosen),
+    )
+
+
+def put_at_the_front(blocks: int) -> None:
+    """So many come first from now on, in place of `AT_THE_FRONT`: for comparisons."""
+    global AT_THE_FRONT  # noqa: PLW0603
+    AT_THE_FRONT = blocks
+    spread.cache_clear()
+    _chosen.cache_clear()
+
+
+@lru_cache(maxsize=4096)
+def _chosen(are_blocks: tuple[bool, ...], count: int, first: DeviceFirst) -> frozenset[int]:
+    every = range(len(are_blocks))
+    blocks = [at for at in every if are_blocks[at]]
+    before = list(range(blocks[0] if blocks and first == "embedding" else 0))
+    chosen = [*before, *spread_out(blocks, max(0, count - len(before)))[0]]
+    others = [at for at in every if not are_blocks[at] and at not in before]
+    return frozenset([*chosen, *others][:count])

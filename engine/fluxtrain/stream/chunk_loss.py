@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fluxtrain.plan.footprint import FUSED_LOGITS_BYTES, LOGITS_CHUNK_BYTES
+
 try:
     import triton
     import triton.language as tl
 except ImportError:  # torch's CPU builds come without it
     triton = None
 
-PLAIN_BYTES = 256 << 20  # fp32 logits of one chunk
-FUSED_BYTES = 512 << 20  # logits of one chunk in the weights' dtype
 _COLUMNS = 8192  # of a row at a time
 
 if triton is not None:
@@ -74,7 +74,7 @@ class PlainChunks:
 
     def __init__(self, head: HeadLoss, tokens: int | None) -> None:
         self._head = head
-        self.tokens = tokens or max(1, PLAIN_BYTES // (4 * head.weight.shape[0]))
+        self.tokens = tokens or max(1, LOGITS_CHUNK_BYTES // (4 * head.weight.shape[0]))
 
     def slope(self, hidden: Tensor, rows: slice, losses: Tensor) -> Tensor | None:
         """Cross entropy in nats of hidden (n, H) into `losses` (n,); the slope of the sum of all
@@ -98,7 +98,7 @@ class FusedChunks:
 
     def __init__(self, head: HeadLoss, tokens: int | None) -> None:
         width = head.weight.shape[0]
-        limit = max(1, FUSED_BYTES // (head.weight.itemsize * width))
+        limit = max(1, FUSED_LOGITS_BYTES // (head.weight.itemsize * width))
         self._head = head
         self.tokens = min(tokens or limit, len(head.target))
         self._logits = torch.empty(

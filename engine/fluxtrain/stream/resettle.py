@@ -18,8 +18,8 @@ from fluxtrain.errors import DoesNotFit
 from fluxtrain.memory.group import Group
 from fluxtrain.memory.moving import new_home
 from fluxtrain.memory.window import Slot
-from fluxtrain.plan.footprint import Footprint, parted
-from fluxtrain.plan.spread import spread_out
+from fluxtrain.plan.footprint import Footprint
+from fluxtrain.plan.spread import parted, spread_out
 from fluxtrain.stream.keepers import choose_keepers
 from fluxtrain.stream.optimizer_state import renew_state
 

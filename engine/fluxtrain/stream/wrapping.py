@@ -17,9 +17,8 @@ from fluxtrain.memory.group import Group
 from fluxtrain.memory.heap import trim_heap
 from fluxtrain.memory.mapped import cool, copied_bytes
 from fluxtrain.plan.facts import Room, Wishes
-from fluxtrain.plan.footprint import parted
 from fluxtrain.plan.placement import place_for_any_rows
-from fluxtrain.plan.spread import spread_out
+from fluxtrain.plan.spread import parted, spread_out
 from fluxtrain.plan.states import StateFormat
 from fluxtrain.stream.adoption import install as install_adoption
 from fluxtrain.stream.arguments import to_device
