@@ -5,8 +5,8 @@ python bench/draw_curves.py docs/curves.svg streamed=a.json resident=b.json
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 from pathlib import Path
 
 WIDTH, HEIGHT, LEFT, TOP, RIGHT, BOTTOM = 720, 320, 48, 16, 112, 36
@@ -50,12 +50,15 @@ def curves(named: dict[str, list[float]]) -> str:
 
 def main() -> None:
     """Read the files that are named and write the picture."""
-    target, *sources = sys.argv[1:]
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("target", type=Path)
+    parser.add_argument("sources", nargs="+", metavar="NAME=FILE")
+    options = parser.parse_args()
     named = {}
-    for source in sources:
+    for source in options.sources:
         name, _, path = source.partition("=")
         named[name] = [float(loss) for loss in json.loads(Path(path).read_text())["losses"]]
-    Path(target).write_text(curves(named), encoding="utf-8")
+    options.target.write_text(curves(named), encoding="utf-8")
 
 
 if __name__ == "__main__":

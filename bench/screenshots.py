@@ -96,7 +96,13 @@ def newest_s() -> float:
 
 
 def lay_out() -> None:
-    """The recorded runs where their journals say they were, each dated by its last event."""
+    """The recorded runs where their journals say they were, each dated by its last event.
+
+    Raises SystemExit where others are there: the folder is deleted afterwards.
+    """
+    others = {run.name for run in RUNS.glob("*")} - {run.name for run in RECORDED.iterdir()}
+    if others:
+        raise SystemExit(f"{RUNS} holds {', '.join(sorted(others))}: move that away first")
     shutil.rmtree(RUNS, ignore_errors=True)
     shutil.copytree(RECORDED, RUNS, ignore=shutil.ignore_patterns("*.md"))
     for journal in RUNS.glob("*/events.ndjson"):

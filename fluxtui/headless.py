@@ -108,9 +108,10 @@ def _say(event: AnyEvent) -> None:
 def event_line(event: AnyEvent) -> str:
     """One line for the events that tell how a run is going; "" for the others."""
     if isinstance(event, StepFinished):
+        left = f"  left {duration_text(event.eta_s)}" if event.eta_s else ""
         return (
             f"step {event.step}/{event.total_steps}  loss {event.loss:.4f}  "
-            f"{event.tokens_per_s:,.0f} tokens/s  left {duration_text(event.eta_s)}"
+            f"{event.tokens_per_s:,.0f} tokens/s{left}"
         )
     if isinstance(event, EvaluationFinished):
         return f"evaluation after step {event.step}: loss {event.loss:.4f}"

@@ -11,6 +11,7 @@ import types
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from fluxtrain.errors import BadInput
@@ -203,6 +204,10 @@ def test_events_are_told_in_one_line(event: Any, said: str) -> None:
     assert said in line
     assert (line == "") == (said == "")
     assert "\n" not in line
+
+
+def test_the_last_step_leaves_no_time() -> None:
+    assert event_line(msgspec.structs.replace(STEP, eta_s=0.0)).endswith("tokens/s")
 
 
 def test_a_run_is_followed_in_lines_to_its_exit_code(

@@ -1,7 +1,7 @@
 """The run directory: where one run keeps all that it knows, and who may use it.
 
     runs/<id>/  run.json  plan.json  events.ndjson  engine.log  error.json  result.json
-                pid  ctl.sock  checkpoints/  model/
+                timeline.ring  pid  ctl.sock  checkpoints/  model/
 
 `pid` names the process that uses the directory and carries the lock. `result.json` and `error.json`
 hold `exit_code`; older than `pid` they belong to an earlier process of the same run.
