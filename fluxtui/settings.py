@@ -11,7 +11,7 @@
 
     [keys]
     stop = "ctrl+q"
-    next_theme = "T"
+    theme = "T"
 """
 
 from __future__ import annotations

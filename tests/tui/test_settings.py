@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import textwrap
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 from textual.pilot import Pilot
 
+from fluxtui import settings
 from fluxtui.actions import ACTIONS, PAGES, RUN_SCREENS
 from fluxtui.app import FluxApp
 from fluxtui.screens.run_screen import RunScreen
@@ -71,6 +73,18 @@ def test_what_is_saved_is_loaded(file: Path) -> None:
     assert load_settings(file) == (Settings(), [])
     assert save_settings(wanted, file)
     assert load_settings(file) == (wanted, [])
+
+
+def test_the_examples_that_the_documents_show_are_taken(file: Path) -> None:
+    page = Path(__file__).parents[2] / "docs" / "extending.md"
+    shown = page.read_text("utf-8").split("```toml\n")[1].split("```")[0]
+    assert settings.__doc__ is not None
+    own = textwrap.dedent(settings.__doc__.split("app.toml`:\n")[1])
+    file.parent.mkdir(parents=True)
+    for text in (shown, own):
+        file.write_text(text)
+        chosen, problems = load_settings(file)
+        assert problems == [] and chosen.theme == "flux-light" and chosen.keys["stop"] == "ctrl+q"
 
 
 def test_saving_leaves_comments_and_keys_as_the_user_wrote_them(file: Path) -> None:

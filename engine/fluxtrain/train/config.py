@@ -113,7 +113,8 @@ class DataSettings(Section):
         default=0.02,
         ge=0,
         lt=1,
-        description="share of the documents kept for evaluation, never trained on",
+        description="share of the tokens kept for evaluation, whole documents that are never "
+        "trained on",
     )
     seed: int = Field(default=0, ge=0, description="decides the order of rows and what is held out")
 
