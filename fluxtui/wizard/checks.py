@@ -67,7 +67,7 @@ def check_model(answers: Answers, environment: Mapping[str, str] = os.environ) -
         return Check(facts=_DEMO_MODEL)
     if answers.model_source == "recent" and not answers.model_path:
         return Check(error="no model was trained here yet: choose another line", open=True)
-    trusted = answers.base.get("model", {}).get("trust_remote_code") is True
+    trusted = _said(answers, "model.trust_remote_code").lower() == "true"
     try:
         if answers.model_source == "hub" or is_hub_id(answers.model_path):
             return _check_hub(answers.model_path, trusted, environment)
@@ -86,10 +86,20 @@ def check_data(answers: Answers) -> Check:
     if answers.data_source == "hub":
         return _check_hub_data(answers.data_hub.strip().removeprefix(HUB_DATA))
     try:
-        facts = read_data_file(answers.data_file)
+        facts = read_data_file(answers.data_file, format=_said(answers, "data.format") or "auto")
     except BadInput as error:
         return Check(error=str(error), open=not answers.data_file)
     return Check(facts=facts.rows(), samples=facts.samples)
+
+
+def _said(answers: Answers, key: str) -> str:
+    """A setting that the wizard does not ask for: as `--set` says, or a file; else ""."""
+    section, _, name = key.partition(".")
+    said = str(answers.base.get(section, {}).get(name, ""))
+    for override in answers.overrides:
+        named, _, value = override.partition("=")
+        said = value.strip() if named.strip() == key else said
+    return said
 
 
 def _check_file(answers: Answers) -> Check:

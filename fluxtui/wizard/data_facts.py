@@ -15,7 +15,7 @@ import textwrap
 import time
 from pathlib import Path
 
-from fluxtrain.data.formats import Document, detect, documents
+from fluxtrain.data.formats import Document, detected, documents
 from fluxtrain.errors import BadInput
 from fluxtrain.units import bytes_text
 
@@ -62,8 +62,10 @@ class DataFacts:
         )
 
 
-def read_data_file(name: str, count_limit_s: float = COUNT_LIMIT_S) -> DataFacts:
-    """Look at a data file for at most about `count_limit_s`.
+def read_data_file(
+    name: str, count_limit_s: float = COUNT_LIMIT_S, format: str = "auto"
+) -> DataFacts:
+    """Look at a data file for at most about `count_limit_s`. `format` is that of the configuration.
 
     Raises:
         BadInput: what the trainer would refuse in the part that was read.
@@ -71,7 +73,7 @@ def read_data_file(name: str, count_limit_s: float = COUNT_LIMIT_S) -> DataFacts
     if not name.strip():
         raise BadInput("type the path of a .txt or .jsonl file")
     path = Path(name).expanduser()
-    found = detect(path)
+    found = detected(path, format)
     size_bytes = path.stat().st_size
     samples: list[Sample] = []
     seen, seen_bytes, counted = 0, 0, True

@@ -10,8 +10,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from fluxtrain.data import demo
 from fluxtrain.data.demo import CHAT_TEMPLATE, demo_files, docstrings
-from fluxtrain.data.formats import Document, Message, documents
-from fluxtrain.data.sources import glance
+from fluxtrain.data.formats import Document, Message, detect, documents
 from fluxtrain.data.tokens import Tokens, tokenize
 from fluxtrain.errors import BadInput
 
@@ -159,7 +158,7 @@ def test_the_demo_is_made_once_as_ordinary_files(
 ) -> None:
     monkeypatch.delattr(demo, "_corpus")  # a second making would need it
     files = demo_files(small_demo)
-    assert glance(files.corpus).format == "jsonl-text"
+    assert detect(files.corpus).format == "jsonl-text"
     assert sum(1 for _ in documents(files.corpus, "jsonl-text")) == files.documents >= 1000
     assert [path.name for path in small_demo.iterdir()] == [files.tokenizer.name]
 

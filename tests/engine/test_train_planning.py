@@ -87,6 +87,16 @@ def test_the_plan_reads_no_weights(run_config: MakeConfig, tmp_path: Path) -> No
     assert preview(load_config(path))["model"]["parameters"] > 10_000
 
 
+def test_the_plan_reads_data_in_the_format_that_is_set(tmp_path: Path) -> None:
+    """A log of JSON objects, to be learnt as the text that it is."""
+    log = tmp_path / "log.jsonl"
+    log.write_text('{"event": "something that was long to tell"}\n' * 2000)
+    sets = [f"data.path={log}", "train.steps=2"]
+    assert preview(demo_config([*sets, "data.format=text"]))["estimated_rows"] > 100
+    with pytest.raises(BadInput, match="has no `text` or `messages`"):
+        preview(demo_config(sets))
+
+
 def test_the_plan_refuses_as_the_run_would(run_config: MakeConfig) -> None:
     with pytest.raises(DoesNotFit):
         preview(load_config(run_config(placement__budget_gib=1e-5)))

@@ -160,6 +160,24 @@ def test_a_text_file_is_described_with_a_sample(tmp_path: Path) -> None:
     assert facts.samples[0][0].trained
 
 
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"base": {"data": {"format": "text"}}},
+        {"overrides": ("data.format=text",)},
+        {"base": {"data": {"format": "jsonl-text"}}, "overrides": ("data.format=text",)},
+    ],
+    ids=["file", "--set", "--set after a file"],
+)
+def test_data_is_read_in_the_format_that_was_set(tmp_path: Path, said: Any) -> None:
+    """A log of JSON objects, to be learnt as the text that it is."""
+    log = tmp_path / "log.jsonl"
+    log.write_text('{"event": 1}\n' * 5)
+    assert check_data(Answers(data_source="file", data_path=str(log))).error is not None
+    check = check_data(Answers(data_source="file", data_path=str(log), **said))
+    assert check.error is None and check.facts[0] == ("format", "text: data.format says so")
+
+
 def test_of_a_conversation_only_the_assistant_is_marked_as_learnt(tmp_path: Path) -> None:
     turns = [("system", "Be brief."), ("user", "Hello?"), ("assistant", "Yes.")]
     line = json.dumps({"messages": [{"role": role, "content": text} for role, text in turns]})

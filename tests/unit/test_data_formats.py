@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fluxtrain.data import formats
-from fluxtrain.data.formats import detect, documents
-from fluxtrain.data.sources import glance, read
+from fluxtrain.data.formats import Document, detect, detected, documents
+from fluxtrain.data.sources import estimated_tokens
 from fluxtrain.errors import EXIT_BAD_INPUT, BadInput
 
 CHAT = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
@@ -27,13 +27,17 @@ def _file(folder: Path, name: str, content: bytes | str) -> Path:
     return path
 
 
+def read(path: Path, format: str = "auto") -> list[Document]:
+    return list(documents(path, detected(path, format).format))
+
+
 def _lines(folder: Path, *records: Any) -> Path:
     return _file(folder, "data.jsonl", "".join(json.dumps(record) + "\n" for record in records))
 
 
 def _refusal(path: Path, format: str | None = None) -> str:
     with pytest.raises(BadInput) as caught:
-        list(documents(path, format or detect(path).format))  # type: ignore[arg-type]
+        read(path, format or "auto")
     assert caught.value.exit_code == EXIT_BAD_INPUT
     return str(caught.value)
 
@@ -263,16 +267,10 @@ def test_an_unknown_format_is_refused(tmp_path: Path) -> None:
     assert "not one of" in _refusal(_file(tmp_path, "a.txt", "x"), "parquet")
 
 
-def test_a_glance_reads_only_the_start_of_a_file(tmp_path: Path) -> None:
+def test_an_estimate_reads_only_the_start_of_a_file(tmp_path: Path) -> None:
     good = json.dumps({"text": "word " * 50}) + "\n"
     path = _file(tmp_path, "a.jsonl", good * 100 + "damaged far below\n")
-    facts = glance(path)
-    assert facts.format == "jsonl-text"
-    assert facts.documents_seen == 64
-    assert facts.preview.startswith("word word")
-    assert facts.estimated_tokens == pytest.approx(path.stat().st_size / 4, rel=0.01)
-    assert "jsonl-text" in facts.line()
-
-
-def test_a_glance_shows_who_speaks(tmp_path: Path) -> None:
-    assert glance(_lines(tmp_path, {"messages": CHAT})).preview == "user: 2+2?\nassistant: 4"
+    found = estimated_tokens(path, "jsonl-text")
+    assert found == pytest.approx(path.stat().st_size / 4, rel=0.01)
+    with pytest.raises(BadInput, match="line 1 has no `messages`"):
+        estimated_tokens(path, "jsonl-messages")

@@ -10,12 +10,13 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from fluxtrain.errors import BadInput
 from fluxtrain.units import bytes_text
 
 Format = Literal["text", "jsonl-text", "jsonl-messages"]
+FORMATS: tuple[Format, ...] = get_args(Format)
 
 LINE_LIMIT_BYTES = 64 << 20
 SECTION_CHARACTERS = 64 << 10  # a long text is cut at the first blank line after this many
@@ -59,6 +60,19 @@ class _Line:
     text: str
 
 
+def detected(path: Path, wished: str = "auto") -> Detected:
+    """The format that is wished for, as it is; of `auto` what the file looks like.
+
+    Raises BadInput for a word that is none, and as `detect` does.
+    """
+    if wished == "auto":
+        return detect(path)
+    named = next((format for format in FORMATS if format == wished), None)
+    if named is None:
+        raise BadInput(f"data.format {wished!r} is not one of auto, {', '.join(FORMATS)}")
+    return Detected(format=named, because="data.format says so")
+
+
 def detect(path: Path) -> Detected:
     """The format of `path` by its name and its first line that is not blank.
 
@@ -99,8 +113,6 @@ def documents(path: Path, format: Format) -> Iterator[Document]:
         "jsonl-text": _json_texts,
         "jsonl-messages": _conversations,
     }
-    if format not in readers:
-        raise BadInput(f"data.format {format!r} is not one of auto, {', '.join(readers)}")
     found = False
     for document in readers[format](path):
         found = True

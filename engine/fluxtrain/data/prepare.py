@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fluxtrain.data.demo import demo_files
-from fluxtrain.data.formats import Format, detect, documents
+from fluxtrain.data.formats import Format, detected, documents
 from fluxtrain.data.hub import local_file
 from fluxtrain.data.packing import PackedRows
 from fluxtrain.data.sources import DEMO
@@ -79,15 +79,8 @@ def located(source: DataSource) -> tuple[Path, Format, str]:
     if source.path == DEMO:
         return demo_files().corpus, "jsonl-text", "the demo's docstrings"
     path = local_file(source.path)
-    if source.format == "auto":
-        found = detect(path)
-        return path, found.format, found.because
-    for format_ in ("text", "jsonl-text", "jsonl-messages"):
-        if source.format == format_:
-            return path, format_, "data.format says so"
-    raise BadInput(
-        f"data.format {source.format!r} is not one of auto, text, jsonl-text, jsonl-messages"
-    )
+    found = detected(path, source.format)
+    return path, found.format, found.because
 
 
 def check_sequence_length(wanted: int, positions: int | None) -> None:

@@ -12,9 +12,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from fluxtrain.data.demo import VOCABULARY
-from fluxtrain.data.hub import local_file
-from fluxtrain.data.prepare import check_sequence_length
-from fluxtrain.data.sources import glance
+from fluxtrain.data.prepare import DataSource, check_sequence_length, located
+from fluxtrain.data.sources import estimated_tokens
 from fluxtrain.errors import BadInput
 from fluxtrain.hardware.machine import Machine, read_machine
 from fluxtrain.hardware.probe import Report, probe
@@ -260,7 +259,8 @@ def _local_shape(folder: Path, trusted: bool) -> Any:
 def _tokens(config: RunConfig) -> int:
     if config.data.path == DEMO:
         return DEMO_TOKENS
-    return glance(local_file(config.data.path)).estimated_tokens
+    path, format_, _ = located(DataSource(path=config.data.path, format=config.data.format))
+    return estimated_tokens(path, format_)
 
 
 def _setting(setting: Any) -> dict[str, Any]:
