@@ -10,6 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import fluxtrain
 from fluxtrain.memory.arena import HostArena
+from fluxtrain.memory.boundary import BoundaryPark
 from fluxtrain.memory.device import CudaDevice
 from fluxtrain.memory.window import Window
 
@@ -56,6 +57,26 @@ def test_a_copy_waits_for_its_update_and_the_computation_for_the_copy() -> None:
     update.set_result(None)
     ticket.wait_compute("weights")
     assert int(wire.min()) == 7
+    device.close()
+
+
+def test_memory_of_a_boundary_that_needs_no_way_back_is_kept_for_its_copy_home() -> None:
+    device = CudaDevice(torch.device("cuda"))
+    park = BoundaryPark(device)
+    tensor = torch.ones(SIZE, dtype=torch.uint8, device="cuda")
+    address = tensor.data_ptr()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(device._down):
+        torch.cuda._sleep(LATE)
+    parked = park.park([tensor], [True])[0]
+    del tensor
+    back = park.fetch(parked)
+    assert back.data_ptr() == address
+    del back
+    fresh = torch.zeros(SIZE, dtype=torch.uint8, device="cuda")
+    assert fresh.data_ptr() == address
+    torch.cuda.synchronize()
+    assert int(parked.host.min()) == 1
     device.close()
 
 

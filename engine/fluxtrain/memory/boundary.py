@@ -1,7 +1,8 @@
 """Boundary activations: what a block keeps between its forward and its backward pass.
 
 They stay on the device, or wait on the host when the plan says so: sent home as soon as the block
-has run, and brought back while the block after it (in forward order) is in its backward pass.
+has run, and brought back while the block after it (in forward order) is in its backward pass. The
+last ones, which the backward pass needs first, are still on the device then.
 """
 
 from __future__ import annotations
@@ -28,10 +29,17 @@ class Parked:
     host: Tensor
     ticket: Ticket  # of the way home
     source: Tensor | None  # kept until the copy has been made, or its memory would be reused
+    version: int  # of `source`: another one is not what was sent home
     before: Callable[[], Parked | None]  # parked just before this one, while it lives
     for_copies: Callable[[Tensor], object]  # of the device
     back: Tensor | None = None  # on the device again, arrived once `returned` is
     returned: Ticket | None = field(default=None)
+
+    @property
+    def stays(self) -> Tensor | None:
+        """The tensor itself, while its memory is kept and nobody has written to it."""
+        source = self.source
+        return source if source is not None and source._version == self.version else None
 
     def __del__(self) -> None:
         if self.back is not None:  # never fetched: the backward pass raised
@@ -60,7 +68,9 @@ class BoundaryPark:
                 source = tensor.detach()
                 ticket = self._device.download(host, source)
                 self._device.recorder.copied("d2h", "activations", "", ticket)
-                gone[i] = Parked(host, ticket, source, self._last, self._device.for_copies)
+                gone[i] = Parked(
+                    host, ticket, source, source._version, self._last, self._device.for_copies
+                )
                 self._last = weakref.ref(gone[i])
                 self.parked += 1
                 self._leaving.append(gone[i])
@@ -73,9 +83,12 @@ class BoundaryPark:
         """The tensor on the device again; the computation waits for it. Starts to bring back the
         one that the backward pass needs next."""
         self._bring_back(parked)
-        back, returned = parked.back, parked.returned
-        assert back is not None and returned is not None
-        returned.wait_compute("activations")  # and so for the way home, which came before
+        if parked.back is not None and parked.returned is not None:
+            back, ticket = parked.back, parked.returned  # which came after the way home
+        else:
+            assert parked.source is not None
+            back, ticket = parked.source, parked.ticket  # whose memory the computation reuses next
+        ticket.wait_compute("activations")
         parked.back = parked.source = None
         if parked in self._leaving:
             self._leaving.remove(parked)
@@ -92,7 +105,7 @@ class BoundaryPark:
         return self._last()
 
     def _bring_back(self, parked: Parked) -> None:
-        if parked.back is not None:
+        if parked.back is not None or parked.stays is not None:
             return
         parked.back = torch.empty_like(parked.host, device=self._device.torch_device)
         parked.returned = self._device.upload(
