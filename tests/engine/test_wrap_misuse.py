@@ -90,3 +90,72 @@ def test_a_fork_is_refused_before_it_waits_for_threads_it_has_not(
     monkeypatch.setattr(os, "getpid", lambda: here + 1)
     with pytest.raises(MisusedModel, match=f"wrapped in process {here}.*spawn"):
         model(**batch())
+
+
+def _compile_whole(model: Any) -> Any:
+    return torch.compile(model, backend="eager")
+
+
+def _compile_in_place(model: Any) -> Any:
+    model.compile(backend="eager")
+    return model
+
+
+def _compile_blocks(model: Any) -> Any:
+    for layer in model.model.layers:
+        layer.compile(backend="eager")
+    return model
+
+
+COMPILED = [_compile_whole, _compile_in_place, _compile_blocks]
+
+
+def _losses(model: Any, inputs: Any) -> list[float]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(3):
+        loss = model(**inputs).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+@pytest.mark.parametrize("compiled", COMPILED)
+@pytest.mark.parametrize("first", ["wrapped", "compiled"])
+def test_a_compiled_model_trains_as_one_that_is_not(
+    compiled: Any, first: str, tiny: Any, batch: Any
+) -> None:
+    expected = _losses(fluxtrain.wrap(tiny("llama")), batch())
+    model = tiny("llama")
+    both = [fluxtrain.wrap, compiled] if first == "wrapped" else [compiled, fluxtrain.wrap]
+    for change in both:
+        model = change(model)
+    assert _losses(model, batch()) == expected
+
+
+def test_compiling_a_wrapped_model_is_told_to_do_nothing(
+    tiny: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    fluxtrain.wrap(tiny("llama")).compile()
+    assert "torch.compile does nothing on a wrapped model" in caplog.text
+
+
+def test_a_wrapped_model_that_must_be_one_graph_is_refused(tiny: Any, batch: Any) -> None:
+    model = torch.compile(fluxtrain.wrap(tiny("llama")), backend="eager", fullgraph=True)
+    with pytest.raises(RuntimeError, match="fullgraph=True"):
+        model(**batch())
+
+
+def test_an_unwrapped_model_can_be_compiled_again(tiny: Any, batch: Any) -> None:
+    model = fluxtrain.unwrap(fluxtrain.wrap(tiny("llama")))
+    graphs: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(inputs)
+        return graph.forward
+
+    model.compile(backend=backend)
+    model(**batch())
+    assert graphs

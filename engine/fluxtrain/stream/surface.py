@@ -1,4 +1,4 @@
-"""What a wrapped module shows: its forward, `.to()`, deepcopy and pickle.
+"""What a wrapped module shows: its forward, `.to()`, `.compile()`, deepcopy and pickle.
 
 All of it stands in the instance's `__dict__`; class and identity stay. A copy (deepcopy, pickle) is
 a plain, unwrapped module: a copied forward would otherwise run the original's weights.
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fluxtrain.errors import MisusedModel
+from fluxtrain.stream.uncompiled import UNCOMPILED, leave_uncompiled
 
 if TYPE_CHECKING:
     from fluxtrain.stream.block import Unit
@@ -31,6 +32,7 @@ _OURS = (
     "_fluxtrain_unit",
     "_fluxtrain_guard",
     "_fluxtrain_hooks",
+    *UNCOMPILED,
 )
 _HOOKED = (
     "_forward_pre_hooks",
@@ -66,6 +68,7 @@ def guard_module(module: nn.Module, engine: Engine) -> None:
     module.__dict__["_apply"] = types.MethodType(_apply, module)
     module.__dict__["__deepcopy__"] = types.MethodType(_plain_deepcopy, module)
     module.__dict__["__reduce_ex__"] = types.MethodType(_plain_reduce, module)
+    leave_uncompiled(module)
 
 
 def release_module(module: nn.Module) -> None:
