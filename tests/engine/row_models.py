@@ -120,6 +120,7 @@ class Watch:
 
     def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
         self.seen: list[str] = []
+        self.threads: list[int | None] = []  # that rows were found with; None: a few
         self.in_piece: Callable[[], None] = lambda: None
         self.in_rows: Callable[[], None] = lambda: None
         self._asked, self._asking = threading.Event(), False
@@ -131,6 +132,7 @@ class Watch:
 
         def answered(*args: Any, **options: Any) -> None:
             self.seen.append("rows")
+            self.threads.append(options["threads"])
             self.in_rows()
             weights_of_rows(*args, **options)
 

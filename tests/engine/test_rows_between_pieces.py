@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from fluxtrain.stream.updates import Updates
 from tests.engine.deferred_models import GIVEN_UP_S
 from tests.engine.row_models import HIDDEN, Watch, equal, inputs, llama, trained, wrapped
 from tests.engine.slow_device import slowed
-from tests.engine.test_rows_ahead import CASES, stepped, table_after
+from tests.engine.test_rows_ahead import CASES, Held, stepped, table_after
 
 PIECE, PIECES = 256, 3  # rows of a piece at most: the tables have 600
 
@@ -197,6 +198,25 @@ def test_whoever_asks_while_an_eager_steps_last_gradients_come_home_goes_first(
     model.get_input_embeddings()(inputs(1)["input_ids"])  # type: ignore[operator]
     engine.flush()
     assert watch.seen == ["rows", "piece", "piece", "piece"]
+
+
+@pytest.mark.parametrize("its_turn", [False, True])
+def test_rows_take_the_threads_of_the_update_that_gives_way_to_them(
+    its_turn: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = llama()
+    engine = wrapped(model, "rows")
+    engine.updates._threads = 2
+    optimizer = stepped(model, engine)
+    engine.flush()
+    watch = Watch(engine, monkeypatch)
+    reached = watch.hold_piece(1)
+    with nullcontext() if its_turn else Held(engine):
+        optimizer.step()
+        assert not its_turn or reached.wait(GIVEN_UP_S)
+        model.get_input_embeddings()(inputs(9)["input_ids"])  # type: ignore[operator]
+    engine.flush()
+    assert watch.threads == [2 if its_turn else None]
 
 
 @pytest.mark.parametrize("tied", [False, True])

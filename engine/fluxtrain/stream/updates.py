@@ -232,12 +232,14 @@ class _Step:
     threads: int | None  # None: all
     threads_of_moments: int | None
     clip: float | None = None  # the weights were written with it
+    its_turn: bool = False  # no other update runs: while rows are answered, none at all
     written: int | None = 0  # elements; None: being written, not known after an error, or all
     lock: threading.Lock = field(default_factory=threading.Lock)  # held by who reads or writes it
     asking: threading.Lock = field(default_factory=threading.Lock)  # held until rows are answered
 
     def update(self) -> None:
         """All of it, or the weights, once the gradients and the norm are there."""
+        self.its_turn = True
         try:
             self._update()
         finally:
@@ -271,7 +273,7 @@ class _Step:
             stop = min(n, start + max(start, self.first_piece or n))
             with self.asking:
                 pass
-            yield flat.cut(start, stop), stop
+            yield (flat.cut(start, stop) if stop - start < n else flat), stop
             start = stop
 
     def _write(self, flat: Flat, stop: int, part: Range, scale: float) -> None:
@@ -310,6 +312,7 @@ class _Step:
         weights_of_rows(
             flat, rows[there:], into[there:],
             hyper=part.hyper, step=part.step, scale=part.scale * scale,
+            threads=self.threads if self.its_turn else None,
         )  # fmt: skip
 
     def update_moments(self) -> None:
