@@ -86,7 +86,7 @@ def train(  # noqa: PLR0913, PLR0917 - typer reads the options from the signatur
         check_trace_path(trace)
     overrides = _overrides(sets, steps, device)
     chosen = _chosen_config(config, demo, overrides)
-    if chosen is None and resume in (None, "auto") and run_dir is None:
+    if chosen is None and resume is None and run_dir is None:
         raise BadInput("nothing to train: name a CONFIG.yaml, or use --demo")
     target = locate(resume, run_dir, chosen)
     if chosen is None:

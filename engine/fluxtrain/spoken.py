@@ -52,7 +52,10 @@ def _usage_message(error: BaseException) -> str | None:
     message = str(write())
     if message.startswith("Usage:"):  # no command was named
         return message
-    return f"error: {message} (see `fluxtrain --help`)" if message else ""
+    context = getattr(error, "ctx", None)
+    command = getattr(context, "info_name", None) if getattr(context, "parent", None) else None
+    named = f"fluxtrain {command}" if command else "fluxtrain"
+    return f"error: {message} (see `{named} --help`)" if message else ""
 
 
 def print_json(value: Any) -> None:

@@ -106,8 +106,9 @@ def test_the_plan_refuses_as_the_run_would(run_config: MakeConfig) -> None:
         preview(demo_config(["data.sequence_length=1024"]))
     with pytest.raises(BadInput, match="does not exist"):
         preview(load_config(run_config(data__path="/nowhere.txt")))
-    with pytest.raises(BadInput):
-        preview(load_config(run_config(model__path="/nowhere")))
+    for path in ("/nowhere", "./nowhere", "~/nowhere"):
+        with pytest.raises(BadInput, match="nowhere does not exist: check model.path"):
+            preview(load_config(run_config(model__path=path)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

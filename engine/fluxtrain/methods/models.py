@@ -139,10 +139,14 @@ def _local_folder(source: ModelSource, with_weights: bool = True) -> Path:
     folder = Path(source.path).expanduser()
     if folder.exists():
         return folder
-    looks_local = source.path.startswith((".", "/", "~")) or not _HUB_ID.fullmatch(source.path)
-    if looks_local:
-        raise BadInput(f"{folder} does not exist: check model.path")
+    refuse_missing_folder(source.path)
     return _fetched(source, with_weights)
+
+
+def refuse_missing_folder(path: str) -> None:
+    """Raise BadInput for a name that is no folder here and none that the hub could have."""
+    if path.startswith((".", "/", "~")) or not _HUB_ID.fullmatch(path):
+        raise BadInput(f"{Path(path).expanduser()} does not exist: check model.path")
 
 
 def _fetched(source: ModelSource, with_weights: bool) -> Path:

@@ -20,7 +20,7 @@ from fluxtrain.hardware.probe import Report, probe
 from fluxtrain.methods.copies import Copied, copied_by_loading
 from fluxtrain.methods.demo_model import demo_config as demo_shape
 from fluxtrain.methods.model_files import ModelFiles, check_model_folder
-from fluxtrain.methods.models import unloadable
+from fluxtrain.methods.models import refuse_missing_folder, unloadable
 from fluxtrain.methods.precision import choose_dtype, demo_dtype
 from fluxtrain.plan.facts import Room
 from fluxtrain.plan.machine_file import PlannedMachine
@@ -237,6 +237,7 @@ def _shape_of(config: RunConfig, weightless: bool) -> tuple[Any, str, ModelFiles
     if folder.exists():
         files = check_model_folder(folder, trusted)
         return _local_shape(folder, trusted), files.dtype or "float32", files
+    refuse_missing_folder(source.path)
     try:
         shape = AutoConfig.from_pretrained(
             source.path, revision=source.revision, trust_remote_code=trusted

@@ -41,7 +41,9 @@ def locate(resume: str | None, run_dir: Path | None, config: RunConfig | None) -
         chosen = RunDir(run_dir)
         return Target(run_dir=chosen, resumes=True) if has_run(chosen) else _started_in(run_dir)
     if config is None:
-        raise BadInput("--resume auto needs a configuration, --demo or --run-dir to know which run")
+        raise BadInput(
+            "--resume auto does not know which run: name a CONFIG.yaml, --run-dir, or use --demo"
+        )
     found = _newest_of(config)
     if found is not None:
         return Target(run_dir=found, resumes=True)
