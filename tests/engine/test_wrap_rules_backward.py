@@ -239,6 +239,20 @@ def test_logits_are_computed_when_read_and_not_before(tiny: Any, batch: Any) -> 
         late.logits.sum()
 
 
+@pytest.mark.parametrize("value", [3.0, torch.ones(1), torch.ones(32)], ids=["number", "1", "row"])
+def test_what_is_no_gradient_of_a_parameter_is_refused_and_changes_nothing(
+    tiny: Any, batch: Any, value: Any
+) -> None:
+    plain, model = tiny("llama"), fluxtrain.wrap(tiny("llama"))
+    for one in (plain, model):
+        one(**batch()).loss.backward()
+        weight = one.model.layers[0].mlp.up_proj.weight
+        before = weight.grad.clone()
+        with pytest.raises((TypeError, RuntimeError), match="grad"):
+            weight.grad = value
+        assert torch.equal(weight.grad, before)
+
+
 @pytest.mark.parametrize(
     "norm",
     [

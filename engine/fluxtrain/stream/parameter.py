@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fluxtrain.errors import MisusedModel
 from fluxtrain.memory.group import Group, Member
 
 if TYPE_CHECKING:
@@ -106,8 +107,22 @@ def _gradient_access(func: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         if owner.hidden or not owner.member.has_gradient:
             return None
         return owner.engine.gradient_of(owner.group, owner.member)
-    owner.engine.set_gradient(owner.group, owner.member, args[1] if func == _GRAD_SET else None)
+    value = args[1] if func == _GRAD_SET else None
+    if value is not None:
+        _refuse_no_gradient(value, owner.member)
+    owner.engine.set_gradient(owner.group, owner.member, value)
     return None
+
+
+def _refuse_no_gradient(value: object, member: Member) -> None:
+    """As torch does for a parameter of its own; a copy into the arena would broadcast."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{member.name}.grad can be a tensor or None, not {type(value).__name__}")
+    if value.shape != member.shape:
+        raise MisusedModel(
+            f"{member.name}.grad was assigned a tensor of {tuple(value.shape)}, and the parameter "
+            f"is {tuple(member.shape)}: give it one of that shape"
+        )
 
 
 class HostGradient(Tensor):
