@@ -1,14 +1,20 @@
-"""What every test starts from: one OpenMP thread, no hurry for hypothesis, no GPU pretended."""
+"""What every test starts from: one OpenMP thread, no hurry for hypothesis, no GPU pretended; and
+what it leaves: the process as it was, for the workers run the tests in no order of ours."""
 
 from __future__ import annotations
 
 import os
+import random
+import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
+
+from tests.process_state import changes, process_state
 
 # Before torch is imported. Test processes that each use every core only wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -38,6 +44,36 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in needy:
             item.add_marker(pytest.mark.skip(reason="torch can use no NVIDIA GPU here"))
+
+
+# -- a test leaves the process as it was -----------------------------------------------------------
+
+_STATE: pytest.StashKey[dict[str, Any]] = pytest.StashKey()
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> Generator[None, Any, Any]:
+    """What a test draws is the same whichever tests ran before it on its worker."""
+    if _STATE not in item.config.stash:
+        item.config.stash[_STATE] = process_state()
+    random.seed(0)
+    if hasattr(sys.modules.get("torch"), "default_generator"):
+        sys.modules["torch"].default_generator.manual_seed(0)
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, Any, Any]:
+    """Fail a test that leaves the process other than it was, when its fixtures are gone."""
+    try:
+        done = yield
+    finally:
+        before, after = item.config.stash[_STATE], process_state()
+        item.config.stash[_STATE] = after
+    told = changes(before, after)
+    if told:
+        pytest.fail(f"the test leaves changed: {', '.join(told)}", pytrace=False)
+    return done
 
 
 CONTROL_GROUPS = Path("/sys/fs/cgroup")

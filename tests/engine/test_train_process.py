@@ -15,6 +15,7 @@ from fluxtrain.telemetry.frames import decode_line
 from fluxtrain.telemetry.journal import read_events
 from fluxtrain.telemetry.launch import start_trainer
 from fluxtrain.telemetry.rundir import RunDir
+from tests.process_state import changes, process_state
 
 MakeConfig = Callable[..., Path]
 
@@ -30,6 +31,13 @@ def trained(*arguments: object) -> int:
         main(["train", *map(str, arguments)])
     assert isinstance(caught.value.code, int)
     return caught.value.code
+
+
+def test_a_program_that_calls_the_command_is_as_before(run_config: MakeConfig) -> None:
+    before = process_state()
+    assert trained(run_config(), "--set", "train.steps=1") == 0
+    assert trained("no-such-file.yaml") == 2
+    assert changes(before, process_state()) == []
 
 
 def test_json_output_is_every_lifecycle_event_and_nothing_else(

@@ -27,6 +27,9 @@ class ChosenKernels(NamedTuple):
 def choose_kernels(wished: Kernels, model: PreTrainedModel, device: str) -> ChosenKernels:
     """Give `model` the fastest kernels that are wished for and possible; what was chosen and why.
 
+    Liger replaces functions and classes of transformers too: for every model of that family that
+    the process computes or makes from then on.
+
     Raises:
         BadInput: liger was asked for and cannot be had.
     """
