@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from fluxtrain.plan.calibration import Calibration, Line
@@ -204,7 +204,12 @@ def test_a_faster_host_or_bus_never_makes_an_eager_step_slower(
     )
 
 
+AHEAD = replace(LAYOUT, device_groups=5, device_first="blocks", embedding="rows")
+WITH_ROWS = replace(FACTS, groups=(replace(FACTS.groups[0], table_rows=1000), *FACTS.groups[1:]))
+
+
 @given(layouts, models, seconds, seconds)
+@example(AHEAD, WITH_ROWS, 1.0, 0.125)  # the table's update goes on under the next backward pass
 def test_no_eager_step_is_shorter_than_its_computation_or_its_updates(
     layout: Layout, facts: ModelFacts, update_s: float, copy_s: float
 ) -> None:

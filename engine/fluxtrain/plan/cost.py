@@ -14,13 +14,14 @@ eager step the same holds for updates, of which three may be waiting. The forwar
 embedding is updated and copied, or the rows of it that are looked up (where those are computed
 first, its own update comes last, as moments do). In an eager step updates follow the backward pass:
 each begins when its group's gradients are at home and the one before is done (`plan/updates.py`),
-that of the embedding last of all. What the next forward needs first is then what it gets last: only
-blocks that live on the device are computed meanwhile, and copies are asked for afterwards. Groups
-on the device cost no bus and no host update; of blocks whose weights are resident only the updated
-weights are copied, once a step; streamed ones are copied for the forward and again for the
-backward, in which their gradients go home on the other lane of the bus. The optimizer's and the
-copies' share of the same host memory is not counted. A mixture of experts is taken as if every
-expert computed for every token.
+that of the embedding last of all. Where its rows are there ahead, it may go on under the next
+backward pass: no step is shorter than its updates. What the next forward needs first is then what
+it gets last: only blocks that live on the device are computed meanwhile, and copies are asked for
+afterwards. Groups on the device cost no bus and no host update; of blocks whose weights are
+resident only the updated weights are copied, once a step; streamed ones are copied for the forward
+and again for the backward, in which their gradients go home on the other lane of the bus. The
+optimizer's and the copies' share of the same host memory is not counted. A mixture of experts is
+taken as if every expert computed for every token.
 
 Where a block of this model was tried on this machine (`plan/calibration.py`), its seconds take the
 place of the matmul rate and of the class's constants. Two more things are known then: updates of
@@ -123,8 +124,9 @@ def cost(
         seconds = sum(lasting_s)
         binding = _binding(deciding, together=True)
     seconds += device_update_s
-    if queueing_s > seconds:
-        seconds, binding = queueing_s, "queueing"
+    for what, least_s in (("update", update_s + moments_s), ("queueing", queueing_s)):
+        if _if_longer(least_s, seconds):
+            seconds, binding = least_s, what
     row = facts.row
     assert row is not None
     return Cost(
