@@ -170,6 +170,21 @@ def test_targets_that_torch_refuses_are_refused_with_its_words(pair: Pair, targe
     assert refusals[0] == refusals[1]
 
 
+def test_whoever_asks_for_the_gradient_of_the_logits_is_given_it(pair: Pair) -> None:
+    found = []
+    for model in pair():
+        seen: list[Tensor] = []
+        ids, targets = batch()
+        logits = model(ids)
+        logits.retain_grad()
+        logits.register_hook(seen.append)
+        cross_entropy()(logits, targets).backward()
+        found.append((logits.grad, *seen))
+    assert [len(each) for each in found] == [2, 2]
+    for theirs, ours in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_with_all_tokens_ignored_the_loss_is_torchs(pair: Pair, reduction: str) -> None:
     plain, wrapped = pair()

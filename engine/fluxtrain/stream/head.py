@@ -75,6 +75,11 @@ class LazyLogits(Tensor):
             )
         return bool(changed)
 
+    def watched(self) -> bool:
+        """Does somebody want their gradient? Then what follows computes with them."""
+        real = self._real
+        return real is not None and (real.retains_grad or bool(real._backward_hooks))
+
     def computed(self) -> Tensor:
         """The logits as an ordinary tensor, computed once."""
         self.written()
@@ -148,7 +153,7 @@ def _lazily(
     func: Callable[..., Any], lazy: LazyLogits, rest: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """The operations that keep the logits uncomputed; NotImplemented for all others."""
-    if lazy.written():
+    if lazy.written() or lazy.watched():
         return NotImplemented
     if func in _CASTS and not rest and not kwargs:
         return lazy.cast(_CASTS[func])
