@@ -64,9 +64,14 @@ def print_json(value: Any) -> None:
 
 
 def say(text: str) -> None:
-    """To standard output; a reader that left (a pager) is no error of ours. Raises NoSpace."""
+    """To standard output, without codes that a terminal obeys (data, names of files).
+
+    A reader that left (a pager) is no error of ours. Raises NoSpace.
+    """
+    from fluxtrain.telemetry.printable import printable_lines
+
     try:
-        print(text, flush=True)
+        print(printable_lines(text), flush=True)
     except OSError as error:
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - until the exit
         if not isinstance(error, BrokenPipeError):

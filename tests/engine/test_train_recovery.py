@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import threading
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from fluxtrain.errors import BadInput, Diverged, Interrupted, NoSpace
+from fluxtrain.errors import EXIT_DOES_NOT_FIT, BadInput, Diverged, Interrupted, NoSpace
+from fluxtrain.memory.recorder import HostClock, Recorder
 from fluxtrain.telemetry import events as ev
 from fluxtrain.telemetry.control import send_command
 from fluxtrain.telemetry.frames import decode_line
@@ -278,6 +280,28 @@ def test_a_session_that_cannot_be_had_gives_back_what_it_took(tmp_path: Path) ->
     with pytest.raises(BadInput, match="--live-fd"):
         Session(run, live_fd=2**20)
     assert told_by_logging() == before
+    with run.lock():
+        pass
+
+
+@pytest.mark.parametrize("refused", ["control", "gauges", "timeline"])
+def test_a_thread_that_the_system_refuses_is_told_and_leaves_nothing_behind(
+    refused: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = threading.Thread.start
+
+    def limited(thread: threading.Thread) -> None:
+        if thread.name == refused:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    run = RunDir(tmp_path / "run")
+    with pytest.raises(RuntimeError, match="new thread"), open_session(run) as session:
+        session.listen()
+        session.timeline.watch(Recorder(HostClock()))
+    assert json.loads(run.error.read_text())["exit_code"] == EXIT_DOES_NOT_FIT
+    assert not run.socket.exists()
     with run.lock():
         pass
 

@@ -12,6 +12,7 @@ import pytest
 
 from fluxtrain.errors import EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_NO_SPACE
 from fluxtrain.plan.live import KNOBS
+from fluxtrain.spoken import say
 from fluxtrain.telemetry.rundir import RunDir
 from fluxtrain.train.config import json_schema
 
@@ -155,6 +156,14 @@ def test_an_output_that_is_full_is_said_as_such(tmp_path: Path) -> None:
     assert ended.returncode == EXIT_NO_SPACE
     assert "standard output cannot be written (No space left on device)" in ended.stderr
     assert ended.stderr.count("\n") == 1
+
+
+def test_what_is_said_cannot_steer_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    say("a sample of data: \x1b[31mred\x1b]0;title\x07\nand its second line: é")
+    said = capsys.readouterr().out
+    assert said.count("\N{REPLACEMENT CHARACTER}") == 3
+    assert said.endswith("title\N{REPLACEMENT CHARACTER}\nand its second line: é\n")
+    assert "\x1b" not in said and "\x07" not in said
 
 
 def test_no_command_at_all_shows_what_there_is(tmp_path: Path) -> None:

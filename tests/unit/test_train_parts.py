@@ -227,6 +227,20 @@ def test_a_sample_is_one_line() -> None:
     assert said == "sample: Return the | value"
 
 
+@pytest.mark.parametrize(
+    "event",
+    [
+        ev.SampleGenerated(step=1, prompt="Return", text="\x1b]0;title\x07red \x1b[31m"),
+        ev.LogWritten(level="warning", text="a file named \x1b[2J"),
+        ev.CheckpointWritten(step=1, path="/runs/\x1b[31mred", bytes=1, seconds=1.0),
+    ],
+    ids=lambda event: type(event).__name__,
+)
+def test_no_line_steers_the_terminal(event: ev.Event) -> None:
+    said = line(event)
+    assert said is not None and "\x1b" not in said and "\N{REPLACEMENT CHARACTER}" in said
+
+
 def test_gauges_are_not_for_the_console() -> None:
     assert line(ev.Heartbeat(phase="training", step=1)) is None
 
@@ -242,6 +256,7 @@ def test_gauges_are_not_for_the_console() -> None:
         (MemoryError("Unable to allocate 3 GiB"), DoesNotFit),
         (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), DoesNotFit),
         (RuntimeError("CUDA out of memory. Tried to allocate 2 GiB"), DoesNotFit),
+        (RuntimeError("can't start new thread"), DoesNotFit),
         (RuntimeError("shape mismatch"), type(None)),
         (OSError(2, "No such file"), type(None)),
         (KeyError("x"), type(None)),

@@ -89,8 +89,9 @@ class ControlServer:
         """Stop serving and remove the socket; waits for a command that is being answered."""
         if self._thread is None:
             return
-        os.write(self._wake_write, b".")
-        self._thread.join()
+        if self._thread.ident is not None:  # the system may have refused another thread
+            os.write(self._wake_write, b".")
+            self._thread.join()
         self._thread = None
         for client in list(self._clients.values()):
             self._drop(client)

@@ -26,6 +26,7 @@ from fluxtrain.telemetry.events import (
     StepFinished,
 )
 from fluxtrain.telemetry.frames import encode_frame
+from fluxtrain.telemetry.printable import printable_lines
 from fluxtrain.units import bytes_text, count_text, duration_text
 
 STEP_LINES_PERIOD_S = 2.0
@@ -80,9 +81,10 @@ class JsonConsole:
 
 
 def line(event: Event) -> str | None:
-    """`event` as one line of text (a sample has several), None when it is not for the console."""
+    """`event` as text that a terminal can show, None when it is not for the console."""
     write = _LINES.get(type(event))
-    return write(event) if write else None
+    text = write(event) if write else None
+    return None if text is None else printable_lines(text)
 
 
 def to_standard_output(text: str) -> None:

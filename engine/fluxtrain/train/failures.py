@@ -37,6 +37,11 @@ def as_told(error: BaseException) -> FluxTrainError | None:
     ran_out = isinstance(error, MemoryError) or (
         isinstance(error, RuntimeError) and any(text in words for text in _NO_MEMORY)
     )
+    if isinstance(error, RuntimeError) and "can't start new thread" in words:
+        return DoesNotFit(
+            "the system refuses another thread: raise its limit of processes and threads (`ulimit "
+            "-u`, a container's pids limit), or of memory (`ulimit -v`), or close other programs"
+        )
     if ran_out:
         return DoesNotFit(
             f"memory ran out ({_first_line(error)}): lower train.batch_rows or "

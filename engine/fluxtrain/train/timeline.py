@@ -47,7 +47,8 @@ class TimelineThread:
             return
         self._recorder.end_step()
         self._stopped.set()
-        self._thread.join()
+        if self._thread.ident is not None:  # the system may have refused another thread
+            self._thread.join()
         until_s = time.monotonic() + _LAST_WORDS_S
         while self._recorder.notes and time.monotonic() < until_s:
             self._keep()
