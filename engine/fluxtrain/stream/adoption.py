@@ -108,7 +108,7 @@ def _claim(optimizer: Optimizer, entries: Entries) -> None:
     for owner in anew:
         if _still_stepped(owner, optimizer):
             raise MisusedModel(
-                f"a second optimizer steps {owner.member.name}, which another one has stepped "
+                f"a second optimizer steps {owner.name}, which another one has stepped "
                 f"{owner.member.step} times: keep one optimizer per parameter (the moments "
                 "live with the parameter), or delete the first"
             )

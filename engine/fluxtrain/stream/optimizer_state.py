@@ -159,7 +159,7 @@ def _take(owner: Owner, entry: dict[str, Any]) -> None:
     member = owner.member
     if tuple(entry["exp_avg"].shape) != tuple(member.shape):
         raise MisusedModel(
-            f"the loaded optimizer state for {member.name} has shape "
+            f"the loaded optimizer state for {owner.name} has shape "
             f"{tuple(entry['exp_avg'].shape)}, the parameter {tuple(member.shape)}: it belongs to "
             "another model"
         )

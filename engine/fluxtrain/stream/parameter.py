@@ -61,6 +61,11 @@ class Owner:
         self.hook_key: int | None = None  # of the engine's own post-accumulate-grad hook
 
     @property
+    def name(self) -> str:
+        """The parameter's, for messages: as in `named_parameters` of the whole model."""
+        return f"{self.group.name}.{self.member.name}"
+
+    @property
     def engine(self) -> Engine:
         engine = self._engine()
         assert engine is not None, "the wrapped model is gone"
@@ -109,19 +114,19 @@ def _gradient_access(func: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         return owner.engine.gradient_of(owner.group, owner.member)
     value = args[1] if func == _GRAD_SET else None
     if value is not None:
-        _refuse_no_gradient(value, owner.member)
+        _refuse_no_gradient(value, owner)
     owner.engine.set_gradient(owner.group, owner.member, value)
     return None
 
 
-def _refuse_no_gradient(value: object, member: Member) -> None:
+def _refuse_no_gradient(value: object, owner: Owner) -> None:
     """As torch does for a parameter of its own; a copy into the arena would broadcast."""
     if not isinstance(value, Tensor):
-        raise TypeError(f"{member.name}.grad can be a tensor or None, not {type(value).__name__}")
-    if value.shape != member.shape:
+        raise TypeError(f"{owner.name}.grad can be a tensor or None, not {type(value).__name__}")
+    if value.shape != owner.member.shape:
         raise MisusedModel(
-            f"{member.name}.grad was assigned a tensor of {tuple(value.shape)}, and the parameter "
-            f"is {tuple(member.shape)}: give it one of that shape"
+            f"{owner.name}.grad was assigned a tensor of {tuple(value.shape)}, and the parameter "
+            f"is {tuple(owner.member.shape)}: give it one of that shape"
         )
 
 
