@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -113,11 +114,14 @@ def test_the_host_is_one_step_ahead_and_never_waits_for_the_card_to_run_dry(
 def test_steps_before_the_card_is_hot_are_not_counted(
     bench: tuple[Bench, Engine], card: Card, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trial_module, "HEAT_S", 0.4)
-    started_s = time.perf_counter()
+    """By a clock of which each step takes an eighth of a second."""
+    clock = SimpleNamespace(perf_counter=lambda: card.log.count("queues") / 8)
+    monkeypatch.setattr(trial_module, "time", clock)
+    monkeypatch.setattr(trial_module, "HEAT_S", 4 / 8)
+    monkeypatch.setattr(trial_module, "LIMIT_S", 2 / 8)
     found: Trial = bench[0].trial(batch_of(4))
-    assert time.perf_counter() - started_s > 0.4
-    assert repeated(card).count("queues") > len(found.seconds["forward"]) + 1
+    assert repeated(card).count("queues") == 3 + 4
+    assert len(found.seconds["forward"]) == 4  # from the one that begins as the heat is there
 
 
 def test_a_slow_card_is_hot_after_one_step_and_tries_no_more_than_it_must(
