@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 
-from fluxtrain.errors import EXIT_BUG, EXIT_FINISHED, EXIT_INTERRUPTED
+from fluxtrain.errors import EXIT_BUG, EXIT_FINISHED, EXIT_INTERRUPTED, BadInput
 from fluxtrain.telemetry.events import (
     AnyEvent,
     Done,
@@ -69,7 +69,7 @@ def follow_lines(run_dir: Path, ended: Callable[[], int | None] = lambda: None) 
         while True:
             code = ended()  # asked first: nothing is missed then
             alive = code is None and run.liveness() in ("running", "new")
-            for event in journal.poll():
+            for event in _news(journal):
                 _say(event)
                 if isinstance(event, Done | Failed):
                     told = event.exit_code if told is None else told
@@ -84,6 +84,17 @@ def follow_lines(run_dir: Path, ended: Callable[[], int | None] = lambda: None) 
     except BrokenPipeError:  # who read the lines has left (`| head`, a connection that broke)
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - until the exit
         return EXIT_FINISHED
+
+
+def _news(journal: JournalFollower) -> list[AnyEvent]:
+    """Events since the last call. Raises BadInput."""
+    try:
+        return journal.poll()
+    except OSError as error:
+        raise BadInput(
+            f"{journal.path} cannot be read: {error.strerror}: name another run, or make it "
+            "readable"
+        ) from error
 
 
 def _ended(run: RunDir, code: int | None, *, silent: bool) -> int:

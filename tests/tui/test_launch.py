@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from fluxtrain.errors import BadInput
+from fluxtrain.errors import EXIT_BAD_INPUT, BadInput
 from fluxtrain.telemetry.emitter import Emitter
 from fluxtrain.telemetry.events import Done, EvaluationFinished, Failed, Hello, StepFinished
 from fluxtrain.telemetry.rundir import RunDir
@@ -244,6 +244,17 @@ def test_attaching_without_a_terminal_prints_lines_and_says_what_shows_the_app(
     assert "step 3/4" in lines and "\x1b" not in lines
     assert "no terminal here: lines instead of the app" in said
     assert ("`ssh -t HOST fluxtrain-tui --attach`" in said) is over_ssh
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir], ids=["pipe", "folder"])
+def test_a_journal_that_is_no_file_is_told_without_a_terminal(make: Any, root: Path) -> None:
+    run = make_run(root, "tales", STEP)
+    run.journal.unlink()
+    make(run.journal)
+    follower = without_a_terminal(root, "--attach")
+    _, said = follower.communicate(timeout=60)
+    assert follower.returncode == EXIT_BAD_INPUT
+    assert f"{run.journal} cannot be read: not a regular file" in said and "Traceback" not in said
 
 
 def test_a_reader_of_the_lines_that_leaves_is_no_error(root: Path) -> None:
