@@ -121,6 +121,20 @@ def test_a_batch_larger_than_the_data_is_refused_with_the_numbers() -> None:
         BatchSource(_rows(7), 0)
 
 
+@pytest.mark.parametrize(
+    ("batch_rows", "accumulation", "cure"),
+    [
+        (8, 1, "lower train.batch_rows, data."),
+        (1, 8, "lower train.accumulation, data."),
+        (2, 4, "lower train.batch_rows, train.accumulation, data."),
+    ],
+)
+def test_only_what_can_be_lowered_is_offered(batch_rows: int, accumulation: int, cure: str) -> None:
+    with pytest.raises(BadInput) as raised:
+        BatchSource(_rows(7), batch_rows, accumulation)
+    assert cure in str(raised.value) and "data.held_out" in str(raised.value)
+
+
 def test_a_file_becomes_rows_with_a_held_out_share(
     tmp_path: Path, tokenizer: PreTrainedTokenizerBase
 ) -> None:

@@ -59,10 +59,12 @@ class BatchSource:
                 "both must be 1 or more"
             )
         if batch_rows * accumulation > len(rows):
+            sizes = {"train.batch_rows": batch_rows, "train.accumulation": accumulation}
+            lower = ", ".join(name for name, size in sizes.items() if size > 1)
             raise BadInput(
                 f"a step takes {batch_rows} x {accumulation} = {batch_rows * accumulation} rows "
                 f"and the data has {len(rows)} of {rows.sequence_length} tokens: lower "
-                "train.batch_rows or data.sequence_length, or add data"
+                f"{lower}{', ' if lower else ''}data.sequence_length or data.held_out, or add data"
             )
         self.rows = rows
         self.batch_rows = batch_rows
