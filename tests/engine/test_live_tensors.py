@@ -6,7 +6,7 @@ import gc
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -17,6 +17,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import fluxtrain
 from fluxtrain.memory import boundary
+from fluxtrain.memory.boundary import BoundaryPark
 from fluxtrain.plan.footprint import BOUNDARIES_IN_FLIGHT, HIDDEN_AT_LOSS
 from fluxtrain.stream.block import Unit
 from fluxtrain.stream.engine import Engine, engine_of
@@ -57,6 +58,42 @@ class Live(TorchDispatchMode):
     def enters(self, phase: str) -> None:
         self.phase = phase
         self.peaks[phase] = max(self.peaks.get(phase, 0), sum(self._bytes.values()))
+
+
+class WayHome:
+    """A copy that has ended when the next one begins, and not before: neither faster than the
+    blocks nor slower."""
+
+    def __init__(self, ticket: Any) -> None:
+        self._ticket = ticket
+        self._ended = False
+
+    def ends(self) -> None:
+        self._ticket.wait_host()
+        self._ended = True
+
+    def done(self) -> bool:
+        return self._ended
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ticket, name)
+
+
+@pytest.fixture
+def copies_keep_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each boundary is at home when the next one leaves."""
+    park = BoundaryPark.park
+
+    def in_turn(self: BoundaryPark, *arguments: Any) -> Any:
+        device: Any = self._device
+        download = device.download
+        for parked in self._leaving:
+            cast(WayHome, parked.ticket).ends()
+        with monkeypatch.context() as patch:
+            patch.setattr(device, "download", lambda *copied: WayHome(download(*copied)))
+            return park(self, *arguments)
+
+    monkeypatch.setattr(BoundaryPark, "park", in_turn)
 
 
 def peaks(rows: int, monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
@@ -102,7 +139,7 @@ def peaks(rows: int, monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 
 
 def test_as_many_boundaries_are_on_the_device_as_the_footprint_says(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, copies_keep_up: None
 ) -> None:
     """Chunks of two rows, four and eight of them: what is more then grows with the batch,
     and not with a chunk."""
