@@ -36,7 +36,7 @@ JOURNAL = HERE / "tests" / "tui" / "recorded" / "demo" / "events.ndjson"
 SIZES = ((80, 24), (120, 40), (200, 60))
 KEYS = b"4512361"
 SCREEN_BYTES = 2000  # more than an update of a few lines, less than any whole screen
-SKIPPED_S = 60.0  # of the recording, given at once: loading is not the steady state
+SKIPPED_S = 10.0  # of the recording, given at once: loading is not the steady state
 
 APP = """
 import sys

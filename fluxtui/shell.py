@@ -277,10 +277,10 @@ class Shell(App[None]):
 
     @on(MachineSampled)
     def take_machine(self, message: MachineSampled) -> None:
-        """Draw the machine's newest sample, and tell who else asked for it."""
+        """Take the machine's newest sample, and tell who asked for it. It is drawn with the next
+        news of the run, which come more often, also while the trainer is silent."""
         self.view = replace(self.view, machine_sample=message.sample, wall_s=self._wall_clock())
         self.machine_signal.publish(message.sample)
-        self.redraw()
 
     def redraw(self) -> None:
         """Draw the present view on the screen in front."""

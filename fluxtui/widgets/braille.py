@@ -75,6 +75,8 @@ class Canvas:
             if series.lows is not None and series.highs is not None:
                 self._stroke(dot[0], x, series.lows[i], series.highs[i], series.role)
             elif previous is not None and series.joined:
+                if dot == previous:
+                    continue  # many steps share a dot
                 self._segment(previous, dot, series)
             else:
                 self._set(*dot, series.role)

@@ -24,11 +24,16 @@ class Footer(Lines):
         self._of = screen
         self._shown: list[Action] = []
         self._paused = False
+        self._drawn_from: tuple[object, ...] = ()
 
     def show_keys(
         self, paused: bool, registry: Sequence[Action], palette: Palette, commands: bool = True
     ) -> None:
         """Draw the keys that fit; without `commands` those that ask the trainer are left out."""
+        drawn_from = (self.size, paused, commands, palette, registry)
+        if drawn_from == self._drawn_from:
+            return
+        self._drawn_from = drawn_from
         self._shown = shown_actions(self._of, self.size.width, paused, registry, commands)
         self._paused = paused
         self.show([_keys(self._shown, self._of, paused)], palette)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 
 from rich.cells import cell_len, get_character_cell_size, set_cell_size
 
@@ -20,7 +21,7 @@ def line(*spans: Span | str) -> Line:
 
 def width_of(spans: Line) -> int:
     """Cells that the line takes; wide characters take two."""
-    return sum(cell_len(text) for text, _ in spans)
+    return sum([len(text) if text.isascii() else cell_len(text) for text, _ in spans])
 
 
 def joined(lines: Iterable[Line], gap: str = "  ") -> Line:
@@ -59,11 +60,15 @@ def differing(old: Line, new: Line, width: int) -> list[tuple[int, int]]:
 
     Parts between them that cost less to draw again than to jump over are taken in.
     """
-    before, after = _cells(fitted(old, width)), _cells(fitted(new, width))
-    if before is None or after is None or len(before) != len(after):
+    old, new = fitted(old, width), fitted(new, width)
+    if not all(_has_a_cell_each(text) for text, _ in (*old, *new)):
         return [(0, width)]
+    first = _equal(old, new)
+    last = min(_equal(old[::-1], new[::-1]), len(old) - first, len(new) - first)
+    before, after = _cells(old[first : len(old) - last]), _cells(new[first : len(new) - last])
+    start = width_of(old[:first])
     parts: list[tuple[int, int]] = []
-    for x in [x for x, cell in enumerate(before) if cell != after[x]]:
+    for x in [x for x, cell in enumerate(before, start) if cell != after[x - start]]:
         if parts and x - parts[-1][1] < JUMP_CELLS:
             parts[-1] = (parts[-1][0], x + 1)
         else:
@@ -71,14 +76,23 @@ def differing(old: Line, new: Line, width: int) -> list[tuple[int, int]]:
     return parts
 
 
-def _cells(spans: Line) -> list[Span] | None:
-    """Character and role of each cell; None where one takes two cells or joins another."""
-    cells: list[Span] = []
-    for text, role in spans:
-        if not text.isascii() and any(get_character_cell_size(c) != 1 for c in text):
-            return None
-        cells += [(c, role) for c in text]
-    return cells
+def _equal(some: Line, others: Line) -> int:
+    """How many spans are equal at the front."""
+    for i, (one, other) in enumerate(zip(some, others, strict=False)):
+        if one != other:
+            return i
+    return min(len(some), len(others))
+
+
+def _cells(spans: Line) -> list[Span]:
+    """Character and role of each cell."""
+    return [(c, role) for text, role in spans for c in text]
+
+
+@lru_cache(maxsize=4096)
+def _has_a_cell_each(text: str) -> bool:
+    """Whether no character takes two cells or joins another."""
+    return text.isascii() or all(get_character_cell_size(c) == 1 for c in text)
 
 
 def spread(left: Line, right: Line, width: int) -> Line:
