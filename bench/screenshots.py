@@ -60,7 +60,7 @@ PICTURES = (
     Picture("log-searched", screen="log", until_share=None, keys=("slash", *"loss", "enter")),
     Picture("runs", screen="runs", until_share=None, keys=("down", "down")),
     Picture("settings", keys=("S", "down")),
-    Picture("plan", run="advised", screen="plan", until_share=0.58),
+    Picture("plan", run="advised", screen="plan", until_share=0.62),
     Picture("advice", run="advised", until_share=0.42),
     Picture("gpu-dashboard", run="h200", until_share=0.35),
     Picture("gpu-dashboard-80x24", run="h200", size=(80, 24), until_share=0.35),
