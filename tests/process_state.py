@@ -10,6 +10,9 @@ from typing import Any
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE, signal.SIGCHLD,
            signal.SIGTSTP, signal.SIGWINCH)  # fmt: skip
 
+# pytest's, and what torch's compiler tells Triton where it lies, once
+SET_BY_LIBRARIES = ("PYTEST_CURRENT_TEST", "TRITON_CACHE_DIR", "TRITON_PTXAS_PATH")
+
 
 def process_state() -> dict[str, Any]:
     """What one test could spoil for another, by its name; to read it takes some 20 us."""
@@ -19,7 +22,8 @@ def process_state() -> dict[str, Any]:
         "signal handlers": [signal.getsignal(number) for number in SIGNALS],
         "sys.excepthook": sys.excepthook,
     }
-    state["os.environ"].pop("PYTEST_CURRENT_TEST", None)
+    for name in SET_BY_LIBRARIES:
+        state["os.environ"].pop(name, None)
     torch = sys.modules.get("torch")
     if hasattr(torch, "get_num_threads"):  # imported to its end
         state["torch's default dtype"] = torch.get_default_dtype()

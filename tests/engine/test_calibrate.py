@@ -17,7 +17,8 @@ from transformers import PreTrainedModel
 
 import fluxtrain
 from fluxtrain.data.batches import Batch
-from fluxtrain.hardware.busy_bus import busy_bus
+from fluxtrain.hardware import adamw_rate as adamw_rate_module
+from fluxtrain.hardware.busy_bus import HostBytes, busy_bus
 from fluxtrain.hardware.machine import Machine, read_machine
 from fluxtrain.hardware.rate import sustained_rate
 from fluxtrain.plan.facts import ModelFacts
@@ -293,10 +294,10 @@ def test_a_sustained_rate_counts_all_calls_and_stops_in_time() -> None:
     assert 0 < rate <= 1 / 0.02
 
 
-def test_without_a_gpu_no_bus_is_kept_busy() -> None:
+def test_where_nothing_is_copied_no_bus_is_kept_busy() -> None:
     before = threading.active_count()
-    with busy_bus("cpu", up_bytes=2) as begins:
-        begins(1 << 20)
+    with busy_bus(up=None, down=None) as begins:
+        begins()
         assert threading.active_count() == before
 
 
@@ -353,13 +354,13 @@ def test_both_passes_of_the_update_are_rated_where_a_gpu_may_hide_one(
     assert tried.adamw_weights_per_s is None
     asked: list[tuple[Any, ...]] = []
     monkeypatch.setattr(constants_module, "calibrate", lambda *given: asked.append(given) or tried)
-    copies: list[int] = []
+    copies: list[tuple[bool, bool]] = []
 
-    def bus(_: str, *, up_bytes: int, down_bytes: int) -> Any:
-        copies.append(down_bytes)
-        return busy_bus("cpu")
+    def bus(*, up: HostBytes | None, down: HostBytes | None) -> Any:
+        copies.append((up is not None, down is not None))
+        return busy_bus(up=None, down=None)
 
-    monkeypatch.setattr(constants_module, "busy_bus", bus)
+    monkeypatch.setattr(adamw_rate_module, "busy_bus", bus)
     monkeypatch.setattr(constants_module, "_missing_rates", lambda *_: {})
     facts = facts_of(tiny("llama", torch.bfloat16)).with_states(states)
     found = measured_constants(facts, machine, "cuda", 4, tiny("llama", torch.bfloat16), batch_of)
@@ -368,7 +369,8 @@ def test_both_passes_of_the_update_are_rated_where_a_gpu_may_hide_one(
     both = (found.calibration.adamw_weights_per_s, found.calibration.adamw_moments_per_s)
     beside = (found.calibration.adamw_beside_per_s, found.calibration.adamw_8bit_beside_per_s)
     assert beside[0] is not None
-    assert sorted(copies) == [0, 0, 2, 2]  # gradients come down beside the backward pass alone
+    # updated weights go up, and gradients come down beside the backward pass alone
+    assert sorted(copies) == [(True, False)] * 2 + [(True, True)] * 2
     if states == "8bit":
         assert both == (None, None)
         assert beside[1] is not None

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any, Literal
 
 from fluxtrain import _native
+from fluxtrain.hardware.busy_bus import HostBytes, busy_bus
 from fluxtrain.hardware.rate import Rate, best_rate, sustained_rate
 
 PARAMETERS = 128 << 20  # 1.75 GiB: server processors have caches of half a gigabyte
@@ -33,14 +34,16 @@ def adamw_rate(
     eight_bit: bool = False,
     part: Part = "all",
     sustained: bool = False,
-    begins: Callable[[int], None] = lambda _: None,
+    sends: bool = False,
+    receives: bool = False,
 ) -> Rate:
     """Parameters a second of an update in bf16 with fp32 masters: 14 bytes kept, 26 moved for each;
     `eight_bit` with 8-bit states: 8 and 14. `part` is one of the two passes, of fp32 states: 18.
 
     Takes an eighth of `available_bytes` at most. threads None: all that OpenMP has. `sustained`: of
-    all calls together, not of the fastest, which part of a large cache can serve. Raises
-    FluxTrainError without the native library.
+    all calls together, not of the fastest, which part of a large cache can serve. `sends`: beside
+    each call the weights go to a GPU; `receives`: gradients come from it. Raises FluxTrainError
+    without the native library.
     """
     if available_bytes is not None:
         parameters = min(parameters, available_bytes // 8 // PARAMETER_BYTES)
@@ -60,17 +63,16 @@ def adamw_rate(
             at[name] = start + offset
             offset += int(size * parameters)
         update = _update_8bit(at) if eight_bit else _update(at, part)
+        up, down = (HostBytes(at[name], int(sizes[name] * parameters)) for name in ("hi", "grad"))
+        with busy_bus(up=up if sends else None, down=down if receives else None) as begins:
 
-        def once() -> None:
-            begins(parameters)
-            update(parameters, ctypes.byref(step), threads or 0)
+            def once() -> None:
+                begins()
+                update(parameters, ctypes.byref(step), threads or 0)
 
-        rate = (sustained_rate if sustained else best_rate)(
-            parameters,
-            once,
-            repeats=20 if sustained else 5,
-            limit_s=limit_s,
-        )
+            rate = (sustained_rate if sustained else best_rate)(
+                parameters, once, repeats=20 if sustained else 5, limit_s=limit_s
+            )
         del anchor  # it keeps the mapping open
     return Rate(rate, f"{parameters >> 20} M parameters, {_native.isa()}")
 

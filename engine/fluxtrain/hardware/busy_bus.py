@@ -2,55 +2,74 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, NamedTuple
 
+from fluxtrain.hardware.pinning import page_locked
 from fluxtrain.units import MIB
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 COPY_BYTES = 64 * MIB  # at a time
 
 
-@contextmanager
-def busy_bus(
-    device: str, *, up_bytes: int = 0, down_bytes: int = 0
-) -> Iterator[Callable[[int], None]]:
-    """Gives what is called with the number of parameters as each update of them begins: page-locked
-    memory then goes up to a GPU, `up_bytes` for each, and comes down. On another device nothing.
+class HostBytes(NamedTuple):
+    """A range of this process's memory."""
 
+    address: int
+    size_bytes: int
+
+
+@contextmanager
+def busy_bus(*, up: HostBytes | None, down: HostBytes | None) -> Iterator[Callable[[], None]]:
+    """Gives what is called as each update begins: `up` then goes to the GPU and `down` comes from
+    it, whole. Both are page-locked meanwhile, where the system grants that.
+
+    They should be what the update writes and reads, as in a training: a buffer of its own would
+    stay in the processor's caches, and the copies would take nothing of the host's memory.
     The thread that queues the copies waits for them as a training's does, on a core of its own.
     Copies that an update leaves unfinished go on beside the next one, in place of its own.
     """
-    if device != "cuda":
-        yield lambda _: None
+    if up is None and down is None:
+        yield lambda: None
         return
     import torch
-
-    up, down = (torch.zeros(COPY_BYTES, dtype=torch.uint8).pin_memory() for _ in range(2))
-    on_device = torch.zeros(COPY_BYTES, dtype=torch.uint8, device=device)
-    lanes = ((on_device, up, up_bytes), (down, on_device, down_bytes))
-    asked, closing, parameters = threading.Event(), threading.Event(), [0]
 
     def copy() -> None:
         stream = torch.cuda.Stream()
         with torch.cuda.stream(stream):
             while asked.wait() and not closing.is_set():
                 asked.clear()
-                for target, source, each in lanes:
-                    for start in range(0, each * parameters[0], COPY_BYTES):
-                        size = min(COPY_BYTES, each * parameters[0] - start)
-                        target[:size].copy_(source[:size], non_blocking=True)
+                for host, here in both.items():
+                    for piece in here.split(COPY_BYTES):
+                        there = buffers[host][: piece.numel()]
+                        target, source = (there, piece) if host is up else (piece, there)
+                        target.copy_(source, non_blocking=True)
                         stream.synchronize()
 
-    def begins(count: int) -> None:
-        parameters[0] = count
-        asked.set()
+    asked, closing = threading.Event(), threading.Event()
+    with ExitStack() as locks:
+        both = {host: _as_tensor(host) for host in (up, down) if host is not None}
+        buffers = {host: torch.zeros(COPY_BYTES, dtype=torch.uint8, device="cuda") for host in both}
+        torch.cuda.synchronize()
+        for host in both:
+            locks.enter_context(page_locked(*host))
+        thread = threading.Thread(target=copy, name="busy-bus", daemon=True)
+        thread.start()
+        try:
+            yield asked.set
+        finally:
+            closing.set()
+            asked.set()
+            thread.join()
 
-    thread = threading.Thread(target=copy, name="busy-bus", daemon=True)
-    thread.start()
-    try:
-        yield begins
-    finally:
-        closing.set()
-        asked.set()
-        thread.join()
+
+def _as_tensor(host: HostBytes) -> Tensor:
+    import torch
+
+    memory = (ctypes.c_char * host.size_bytes).from_address(host.address)
+    return torch.frombuffer(memory, dtype=torch.uint8)

@@ -6,6 +6,8 @@ import ctypes
 import mmap
 import resource
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from fluxtrain.hardware.rate import Rate
@@ -48,6 +50,24 @@ def pin_rate(available_bytes: int | None = None, *, sample_bytes: int = SAMPLE_B
             None, f"not measured: CUDA refused to lock {sample} (error {error}){lock_limit_text()}"
         )
     return Rate(sample_bytes / taken_s, f"{sample} locked{lock_limit_text(sample_bytes)}")
+
+
+@contextmanager
+def page_locked(address: int, size_bytes: int) -> Iterator[bool]:
+    """Lock a range of this process's memory for CUDA; False where that is refused, and then the
+    range is as it was."""
+    import torch
+
+    runtime: Any = torch.cuda.cudart  # torch gives it no types
+    cuda = runtime()
+    granted = int(cuda.cudaHostRegister(address, size_bytes, 0)) == 0
+    if not granted:
+        forget_cuda_error()
+    try:
+        yield granted
+    finally:
+        if granted:
+            cuda.cudaHostUnregister(address)
 
 
 def lock_limit_text(locked_bytes: int | None = None) -> str:

@@ -18,7 +18,6 @@ from fluxtrain.data.batches import Batch
 from fluxtrain.errors import FluxTrainError
 from fluxtrain.hardware.adamw_rate import LEAST_PARAMETERS, PARAMETERS, Part, adamw_rate
 from fluxtrain.hardware.bandwidth import bus_rates, host_copy_rate, sample_bytes
-from fluxtrain.hardware.busy_bus import busy_bus
 from fluxtrain.hardware.cache import cache_file, is_fresh
 from fluxtrain.hardware.machine import Machine
 from fluxtrain.hardware.others import beside_text, is_calm_after
@@ -37,9 +36,8 @@ from fluxtrain.train.trial import NotCalibrated
 from fluxtrain.units import MIB, duration_text
 
 COPY_BYTES = 32 * MIB  # more would be the most that a small run ever holds
-WEIGHT_BYTES = 2  # of a parameter in 16 bits, and of its gradient
 RATE_LIMIT_S = 0.8  # of each rate of the native optimizer
-FORMAT = 9  # of the file; a reader ignores another one
+FORMAT = 10  # of the file; a reader ignores another one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,18 +206,17 @@ def _adamw_per_s(
     if beside:
         known = (threads, threads_beside(torch.device(device)))
         threads = min((count for count in known if count is not None), default=None)
-    down_bytes = WEIGHT_BYTES if beside else 0
-    with busy_bus(device, up_bytes=WEIGHT_BYTES, down_bytes=down_bytes) as begins:
-        found = adamw_rate(
-            machine.memory_available_bytes,
-            parameters=min(max(trained, LEAST_PARAMETERS), PARAMETERS),
-            threads=threads,
-            limit_s=RATE_LIMIT_S,
-            eight_bit=eight_bit,
-            part=part,
-            sustained=True,
-            begins=begins,
-        )
+    found = adamw_rate(
+        machine.memory_available_bytes,
+        parameters=min(max(trained, LEAST_PARAMETERS), PARAMETERS),
+        threads=threads,
+        limit_s=RATE_LIMIT_S,
+        eight_bit=eight_bit,
+        part=part,
+        sustained=True,
+        sends=device == "cuda",
+        receives=device == "cuda" and beside,
+    )
     return found.per_s
 
 
