@@ -33,7 +33,6 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from fluxtrain.data.batches import Batch
 from fluxtrain.hardware.machine import read_machine
 from fluxtrain.methods.kernels import choose_kernels
-from fluxtrain.plan import spread
 from fluxtrain.plan.cost import cost
 from fluxtrain.plan.facts import Room, Wishes
 from fluxtrain.plan.footprint import homes
@@ -108,7 +107,6 @@ def main() -> None:
     parser.add_argument("--offload", default="auto")
     parser.add_argument("--resident-blocks", type=int)
     parser.add_argument("--device-groups", type=int)
-    parser.add_argument("--blocks-first", action="store_true", help="not here and there")
     parser.add_argument("--kept-blocks", type=int)
     parser.add_argument("--chunk-rows", type=int)
     parser.add_argument("--states", default="fp32", choices=("fp32", "bf16", "8bit"))
@@ -154,8 +152,6 @@ def wrapped(
 
     model.cpu()
     torch.cuda.empty_cache()
-    if options.blocks_first:
-        spread.put_at_the_front(10_000)  # all
     budget_bytes = int((options.budget_gib - CONTEXT_GIB) * GIB)
     plan, told = planned(model, options, budget_bytes)
     fluxtrain.wrap(
@@ -373,7 +369,7 @@ def report(
             "resident_blocks": plan.resident_blocks,
             "device_groups": plan.device_groups,
             "device_first": plan.device_first,
-            "blocks": "first" if options.blocks_first else "spread",
+            "blocks": "spread",  # where those on the device stand: compare_plan.py asks
             "chunk_rows": engine.chunk_rows,
             "boundaries": plan.boundaries,
             "kept_blocks": plan.kept_blocks,

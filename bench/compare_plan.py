@@ -4,8 +4,8 @@
     python bench/compare_plan.py 3b-8-exact.json 3b-8-exact.trace.json.gz     with its lanes
 
 Reads a result of bench_gpu.py and the trace of its median step. The prediction is made anew, with
-the constants that the result recorded and the formula as it is now. Needs no GPU. Results that do
-not say where the device's blocks stood are of the time when those were the first ones.
+the constants that the result recorded and the formula as it is now. Needs no GPU. Results of the
+time when the first blocks of the model were those on the device are refused.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +22,6 @@ import torch
 import yaml
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from fluxtrain.plan import spread
 from fluxtrain.plan.calibration import Calibration
 from fluxtrain.plan.cost import Cost, cost
 from fluxtrain.plan.facts import ModelFacts
@@ -36,10 +33,24 @@ from fluxtrain.telemetry.trace import THREADS
 from fluxtrain.train.placing import model_facts
 
 GIB = 1 << 30
-FIRST = 10_000  # blocks at the front: all
 SHAPES = yaml.safe_load(Path(__file__).with_name("shapes.yaml").read_text())
-# Of the measured machine (docs/benchmarks.md), for results that did not record theirs.
-BUS = {"h2d_pinned": 55.4e9, "d2h_pinned": 55.3e9, "h2d_both_ways": 52.4e9, "d2h_both_ways": 50.8e9}
+
+
+def result_of(path: Path) -> dict[str, Any]:
+    """The result in a file of bench_gpu.py; SystemExit where it has no plan, or one whose seconds
+    the formula as it is now cannot predict."""
+    row: dict[str, Any] = json.loads(path.read_text())
+    if row["engine"] != "flux":
+        raise SystemExit(f"{path}: a result of the engine {row['engine']}, which has no plan")
+    if row.get("blocks") != "spread":
+        raise SystemExit(
+            f"{path}: in this result the first blocks of the model were those on the device (it "
+            'does not say "blocks": "spread"), and steps are predicted for blocks that stand '
+            "between the others (docs/decisions/0009): measure it again with bench_gpu.py"
+        )
+    if "calibration" not in row:
+        raise SystemExit(f"{path}: its plan knew no seconds: {row['constants']}")
+    return row
 
 
 def facts_of_result(row: dict[str, Any]) -> ModelFacts:
@@ -48,7 +59,7 @@ def facts_of_result(row: dict[str, Any]) -> ModelFacts:
     with torch.device("meta"):
         model = Qwen2ForCausalLM(config).to(torch.bfloat16)
     model.tie_weights()
-    facts = model_facts(model, config, row.get("sequence", 1024), row.get("states", "fp32"))
+    facts = model_facts(model, config, row["sequence"], row["states"])
     assert facts.row is not None
     tried = row["calibration"]
     found = {"activation_bytes": tried["activation_bytes"], "saved_bytes": tried["kept_bytes"]}
@@ -57,21 +68,15 @@ def facts_of_result(row: dict[str, Any]) -> ModelFacts:
 
 def layout_of_result(row: dict[str, Any]) -> Layout:
     """Where the result's plan put everything."""
-    names = ("offload", "device_groups", "resident_blocks", "kept_blocks", "boundaries",
-             "chunk_rows", "embedding", "deferred_moments")  # fmt: skip
-    tabled = "lives on the device" in row["because"]["embedding"]
-    return Layout(
-        batch_rows=row["batch"],
-        device_first=row.get("device_first", "embedding" if tabled else "blocks"),
-        eager=row.get("eager", False),
-        **{name: row[name] for name in names},
-    )
+    names = ("offload", "device_groups", "device_first", "resident_blocks", "kept_blocks",
+             "boundaries", "chunk_rows", "embedding", "deferred_moments", "eager")  # fmt: skip
+    return Layout(batch_rows=row["batch"], **{name: row[name] for name in names})
 
 
 def rates_of_result(row: dict[str, Any]) -> Rates:
     """What its plan was timed with."""
     calibration = msgspec.convert(row["calibration"], Calibration)
-    found = rates_from(row.get("per_s", BUS), has_gpu=True, calibration=calibration)
+    found = rates_from(row["per_s"], has_gpu=True, calibration=calibration)
     if isinstance(found, str):
         raise SystemExit(found)
     return found
@@ -149,33 +154,16 @@ def predicted_terms(plan: Cost) -> dict[str, float]:
     }
 
 
-@contextmanager
-def blocks_first() -> Iterator[None]:
-    """Within it, blocks on the device are the first of the row, as they were before they were
-    spread."""
-    usual = spread.AT_THE_FRONT
-    spread.put_at_the_front(FIRST)
-    try:
-        yield
-    finally:
-        spread.put_at_the_front(usual)
-
-
 def main() -> None:
     """Print one result."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("result", type=Path)
     parser.add_argument("trace", type=Path, nargs="?")
-    parser.add_argument("--eager", action="store_true", help="for results that do not say")
-    parser.add_argument("--states", choices=("fp32", "bf16", "8bit"), help="the same")
     options = parser.parse_args()
-    row = json.loads(options.result.read_text())
-    row["eager"] = row.get("eager", options.eager)
-    row["states"] = options.states or row.get("states", "fp32")
+    row = result_of(options.result)
     facts, layout = facts_of_result(row), layout_of_result(row)
-    with blocks_first() if row.get("blocks", "first") == "first" else nullcontext():
-        plan = cost(facts, layout, rates_of_result(row), exact=not layout.eager)
-        need = footprint(facts, layout, has_gpu=True)
+    plan = cost(facts, layout, rates_of_result(row), exact=not layout.eager)
+    need = footprint(facts, layout, has_gpu=True)
     print(f"{row['shape']}, batch {row['batch']}; bound by {plan.binds}")
     print(f"{'':<32}{'predicted':>11}{'measured':>11}{'error':>9}")
     _line("GiB of the device", need.device_bytes / GIB, row["torch_peak_gib"], digits=2)

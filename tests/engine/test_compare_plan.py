@@ -11,8 +11,6 @@ import msgspec
 import pytest
 
 from fluxtrain.plan.calibration import Calibration, Line
-from fluxtrain.plan.facts import GroupFacts
-from fluxtrain.plan.spread import parted
 from fluxtrain.telemetry.attribution import attribute
 
 ROOT = Path(__file__).parents[2]
@@ -33,10 +31,11 @@ CALIBRATION = Calibration(
     measuring_s=1.0,
 )
 ROW: dict[str, Any] = {
-    "shape": "tiny", "batch": 8, "offload": "weights", "device_groups": 1, "resident_blocks": 0,
-    "kept_blocks": 0, "boundaries": "device", "chunk_rows": 8, "embedding": "whole",
-    "deferred_moments": False, "step_s": 0.1, "torch_peak_gib": 1.0, "predicted_step_s": 0.09,
-    "because": {"embedding": "model.embed_tokens lives on the device with all its rows"},
+    "engine": "flux", "shape": "tiny", "batch": 8, "offload": "weights", "device_groups": 1,
+    "resident_blocks": 0, "kept_blocks": 0, "boundaries": "device", "chunk_rows": 8,
+    "embedding": "whole", "deferred_moments": False, "step_s": 0.1,
+    "torch_peak_gib": 1.0, "predicted_step_s": 0.09, "blocks": "spread", "device_first": "embedding",
+    "eager": False, "states": "fp32", "sequence": 1024, "per_s": {"h2d_pinned": 55e9, "d2h_pinned": 55e9},
     "calibration": msgspec.to_builtins(CALIBRATION),
 }  # fmt: skip
 
@@ -75,13 +74,26 @@ def test_a_result_is_predicted_anew_from_what_it_recorded(
     assert "copies to the device" in told
 
 
-def test_the_old_order_of_blocks_is_the_comparisons_own() -> None:
-    blocks = tuple(GroupFacts(name=name, kind="block", weight_bytes=1) for name in "abcde")
-
-    def on_device() -> str:
-        return "".join(block.name for block in parted(blocks, 3, "blocks")[0])
-
-    assert on_device() == "abd"
-    with compare_plan.blocks_first():
-        assert on_device() == "abc"
-    assert on_device() == "abd"
+@pytest.mark.parametrize(
+    ("without", "instead", "told"),
+    [
+        ("blocks", {"blocks": "first"}, "first blocks of the model were those on the device"),
+        ("blocks", {}, "measure it again with bench_gpu.py"),
+        ("blocks", {"engine": "resident"}, "the engine resident, which has no plan"),
+        ("calibration", {"constants": "nobody measured"}, "knew no seconds: nobody measured"),
+    ],
+    ids=["blocks at the front", "of the time before they were spread", "no plan", "no time"],
+)
+def test_a_result_that_cannot_be_predicted_anew_is_refused_in_words(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    without: str,
+    instead: dict[str, str],
+    told: str,
+) -> None:
+    result = tmp_path / "row.json"
+    kept = {name: value for name, value in ROW.items() if name != without}
+    result.write_text(json.dumps(kept | instead))
+    monkeypatch.setattr(sys, "argv", ["compare_plan.py", str(result)])
+    with pytest.raises(SystemExit, match=told):
+        compare_plan.main()

@@ -69,14 +69,6 @@ def parted(
     )
 
 
-def put_at_the_front(blocks: int) -> None:
-    """So many come first from now on, in place of `AT_THE_FRONT`: for comparisons."""
-    global AT_THE_FRONT  # noqa: PLW0603
-    AT_THE_FRONT = blocks
-    spread.cache_clear()
-    _chosen.cache_clear()
-
-
 @lru_cache(maxsize=4096)
 def _chosen(are_blocks: tuple[bool, ...], count: int, first: DeviceFirst) -> frozenset[int]:
     every = range(len(are_blocks))
