@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rich.segment import Segment
+from rich.style import Style
 from textual.geometry import Region
 from textual.strip import Strip
 from textual.widget import Widget
@@ -13,6 +14,7 @@ from textual.widget import Widget
 from fluxtrain.telemetry.printable import printable
 from fluxtui.themes import PLAIN, Palette
 from fluxtui.widgets.spans import BLANK, Line, differing, fitted
+from fluxtui.widgets.strips import BriefStrip
 
 
 class Lines(Widget):
@@ -24,6 +26,8 @@ class Lines(Widget):
         super().__init__(**options)
         self._lines: list[Line] = []
         self._strips: dict[int, Strip] = {}
+        self._looks: dict[str, Style] = {}  # of each role, as the app's filters leave it
+        self._is_bare: bool | None = None  # nothing around or over the lines; None is not known
         self._width = 0
         self._palette: Palette = PLAIN
 
@@ -36,6 +40,7 @@ class Lines(Widget):
         new = [*lines[:height], *([BLANK] * (height - len(lines)))]
         if palette is not self._palette or width != self._width or len(new) != len(self._lines):
             changed = {y: [(0, width)] for y in range(height)}
+            self._looks.clear()
         else:
             changed = {
                 y: differing(self._lines[y], new[y], width)
@@ -52,18 +57,61 @@ class Lines(Widget):
 
     def render_line(self, y: int) -> Strip:
         """One row, from the cache unless it changed."""
+        return self._row(y, self.size.width)
+
+    def render_lines(self, crop: Region) -> list[Strip]:
+        """As Textual's, whose work for borders, tints and the like these lines have no need of."""
+        if self._is_bare is None:
+            self._is_bare = self._has_nothing_around()
+        if not self._is_bare:
+            return super().render_lines(crop)
+        width = self.size.width
+        strips = [self._row(y, width) for y in crop.line_range]
+        if crop.column_span != (0, width):
+            strips = [strip.crop(*crop.column_span) for strip in strips]
+        return strips
+
+    def _set_dirty(self, *regions: Region) -> None:
+        """As Textual's; without regions anything may have changed, also how the lines look."""
+        if not regions:
+            self._strips.clear()
+            self._looks.clear()
+            self._is_bare = None
+        super()._set_dirty(*regions)
+
+    def _has_nothing_around(self) -> bool:
+        styles = self.styles
+        edges = (*styles.border, *styles.outline)
+        return (
+            not styles.padding
+            and not any(kind for kind, _ in edges)
+            and not styles.tint.a
+            and styles.text_opacity == self.opacity == 1.0
+            and not styles.has_rule("hatch")
+        )
+
+    def _row(self, y: int, width: int) -> Strip:
         strip = self._strips.get(y)
-        if strip is None or strip.cell_length != self.size.width:
-            strip = self._strip(self._lines[y] if y < len(self._lines) else BLANK)
+        if strip is None or strip.cell_length != width:
+            strip = self._strip(self._lines[y] if y < len(self._lines) else BLANK, width)
             self._strips[y] = strip
         return strip
 
-    def _strip(self, spans: Line) -> Strip:
-        width = self.size.width
-        style_of = self._palette.style
-        whole = tuple((printable(text), role) for text, role in spans)
-        segments = [Segment(text, style_of(role)) for text, role in fitted(whole, width)]
-        return Strip(segments, width)
+    def _strip(self, spans: Line, width: int) -> Strip:
+        if not "".join([text for text, _ in spans]).isprintable():
+            spans = tuple((printable(text), role) for text, role in spans)
+        look = self._look
+        return BriefStrip([Segment(text, look(role)) for text, role in fitted(spans, width)], width)
+
+    def _look(self, role: str) -> Style:
+        """The style of a role, as the filters leave it where Textual does not apply them."""
+        look = self._looks.get(role)
+        if look is None:
+            segments = [Segment(" ", self._palette.style(role))]
+            for line_filter in self.get_line_filters() if self._is_bare else ():
+                segments = line_filter.apply(segments, self.background_colors[1])
+            look = self._looks[role] = segments[0].style or Style.null()
+        return look
 
     @property
     def text(self) -> str:

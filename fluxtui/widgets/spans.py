@@ -61,7 +61,7 @@ def differing(old: Line, new: Line, width: int) -> list[tuple[int, int]]:
     Parts between them that cost less to draw again than to jump over are taken in.
     """
     old, new = fitted(old, width), fitted(new, width)
-    if not all(_has_a_cell_each(text) for text, _ in (*old, *new)):
+    if not all(has_a_cell_each(text) for text, _ in (*old, *new)):
         return [(0, width)]
     first = _equal(old, new)
     last = min(_equal(old[::-1], new[::-1]), len(old) - first, len(new) - first)
@@ -90,7 +90,7 @@ def _cells(spans: Line) -> list[Span]:
 
 
 @lru_cache(maxsize=4096)
-def _has_a_cell_each(text: str) -> bool:
+def has_a_cell_each(text: str) -> bool:
     """Whether no character takes two cells or joins another."""
     return text.isascii() or all(get_character_cell_size(c) == 1 for c in text)
 

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import re
 
+from rich.color import ColorSystem
 from rich.console import Console
-from rich.control import Control
 from textual._compositor import ChopsUpdate
+from textual.strip import Strip
+
+from fluxtui.widgets.strips import part_of
 
 _RESET_AND_SET = re.compile(r"\x1b\[0m\x1b\[([\d;]+)m")
 
@@ -30,16 +33,17 @@ class PartsUpdate(ChopsUpdate):
     def render_segments(self, console: Console) -> str:
         """Text and sequences to write to the terminal."""
         written: list[str] = []
+        colours = console._color_system or ColorSystem.TRUECOLOR
         for y, start, stop in self.spans:
             for end, (x, strip) in zip(self.chop_ends[y], self.chops[y].items(), strict=False):
                 left, right = max(x, start), min(end, stop)
                 if strip is None or left >= right:
                     continue
-                written.append(str(Control.move_to(left, y)))
-                whole = left == x and right == end
-                written.append(
-                    (strip if whole else strip.crop(left - x, right - x)).render(console)
-                )
+                written.append(f"\x1b[{y + 1};{left + 1}H")
+                written += [
+                    text if style is None else Strip.render_style(style, text, colours)
+                    for text, style, _ in part_of(strip, left - x, right - x)
+                ]
         return "".join(written)
 
 

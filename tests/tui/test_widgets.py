@@ -133,9 +133,9 @@ class Counting(Lines):
 
     built = 0
 
-    def _strip(self, spans: Line) -> Strip:
+    def _strip(self, spans: Line, width: int) -> Strip:
         self.built += 1
-        return super()._strip(spans)
+        return super()._strip(spans, width)
 
 
 async def test_only_changed_rows_are_built_and_more_rows_than_room_are_cut() -> None:
