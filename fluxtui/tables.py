@@ -90,9 +90,13 @@ def _lanes(view: View) -> Iterable[Row]:
 def _machine(view: View) -> Iterable[Row]:
     if view.machine is not None:
         facts = fields_of(view.machine)
-        gpu = facts.pop("gpu") or {}
-        gpu.pop("processes", None)
-        yield {**facts, **{f"gpu.{name}": value for name, value in gpu.items()}}
+        for gpu in facts.pop("gpus"):
+            at = f"gpu{gpu.pop('index')}"
+            del gpu["processes"]
+            held_by = gpu["throttled_by"]
+            gpu["throttled_by"] = None if held_by is None else ", ".join(held_by) or "nothing"
+            facts |= {f"{at}.{name}": value for name, value in gpu.items()}
+        yield facts
 
 
 def _log(view: View) -> Iterable[Row]:

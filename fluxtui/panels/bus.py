@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fluxtrain.telemetry.events import StepFinished, TrafficSampled
 from fluxtrain.units import UNKNOWN, bytes_text, duration_text, rate_text
-from fluxtui.panels.panel import Panel, pair, share_text, stale_note
+from fluxtui.panels.panel import Panel, pair, share_text, stale_note, whole_share
 from fluxtui.state.view import View
 from fluxtui.widgets.bars import sparks
 from fluxtui.widgets.spans import BLANK, Line, dropped_to_fit, fitted, joined, spread, width_of
@@ -70,7 +70,7 @@ def _direction(view: View, name: str, width: int, rows: int) -> list[Line]:
         (f" / {rate_text(ceiling)}", "dim"),
     )
     if rate is not None and ceiling:
-        numbers = (*numbers, (f" {rate / ceiling * 100:3.0f}%", "text"))
+        numbers = (*numbers, (f" {whole_share(rate / ceiling):>4}", "text"))
     role = ROLES[name]
     room = max(0, width - 4 - max(NUMBER_CELLS, width_of(numbers)))
     rates = [rate_of(old, name) for old in view.state.traffics.last(room)]

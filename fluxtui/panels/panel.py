@@ -46,15 +46,22 @@ def stale_note(age_s: float | None) -> Line:
 
 
 def share_text(share: float | None) -> str:
-    """A share of one as a percentage."""
-    if share is None:
+    """A share of one as a percentage, with a decimal below 100 %; more than all stays more."""
+    if share is None or not math.isfinite(share * 100):
         return UNKNOWN
-    return f"{share * 100:.1f}%" if share < 0.9995 else "100%"
+    return f"{share * 100:.{int(abs(share) < 0.9995)}f}%"
 
 
 def whole_share(share: float | None) -> str:
     """A share of one in whole percent: what is looked at while it changes."""
-    return UNKNOWN if share is None else f"{share * 100:.0f}%"
+    if share is None or not math.isfinite(share * 100):
+        return UNKNOWN
+    return f"{share * 100:.0f}%"
+
+
+def gain_text(share: float) -> str:
+    """A gain as a signed percentage."""
+    return f"{share:+.1%}" if math.isfinite(share * 100) else UNKNOWN
 
 
 def number_text(value: float | None, digits: int = 4) -> str:
@@ -75,14 +82,16 @@ def _fixed(value: float, digits: int) -> str:
 
 def whole_text(seconds: float | None) -> str:
     """A duration that is looked at while it changes: whole seconds."""
-    if seconds is None:
+    if seconds is None or not 0 <= seconds < math.inf:
         return UNKNOWN
     return f"{round(seconds)} s" if seconds < 59.5 else duration_text(seconds)
 
 
 def power_text(value: float | None) -> str:
-    """A small number as people write learning rates: 3.0e-4."""
+    """A small number as people write learning rates: 3.00e-4."""
     if value is None:
         return UNKNOWN
+    if not math.isfinite(value):
+        return str(value)
     mantissa, _, power = f"{value:.2e}".partition("e")
     return f"{mantissa}e{int(power)}" if value else "0"

@@ -12,6 +12,8 @@ from fluxtui.widgets.bars import gauge
 from fluxtui.widgets.spans import Line, dropped_to_fit, spread, width_of
 
 ETA_PARTS = 2  # the word and the time
+WEEK_S = 6 * 86400.0  # a weekday tells which day it is
+LONGEST_ETA_S = 1e10  # three hundred years: what says more tells nothing
 GAUGE_ROLES = {"failed": "bad", "dead": "bad", "finished": "good", "paused": "warn", "cut": "warn"}
 
 
@@ -60,13 +62,23 @@ def eta(view: View) -> Line:
         return (("ETA ", "dim"), (UNKNOWN, "dim"))
     left_s = max(0.0, step.eta_s - (view.age_s(step) or 0.0))
     spread_text = f" ± {whole_text(step.eta_spread_s)}" if step.eta_spread_s is not None else ""
-    clock = time.strftime("%H:%M", time.localtime(step.wall_s + step.eta_s))
+    clock = clock_text(step.wall_s + step.eta_s, view.now_s)
     return (
         ("ETA ", "dim"),
         (whole_text(left_s), "strong"),
         (spread_text, "dim"),
-        (f"  at {clock}", "dim"),
+        (f"  at {clock}" if clock else "", "dim"),
     )
+
+
+def clock_text(at_s: float, now_s: float) -> str:
+    """A time to come on the wall's clock, with its day unless that is today's; "" for never."""
+    if not now_s <= at_s < now_s + LONGEST_ETA_S:
+        return ""
+    at, now = time.localtime(at_s), time.localtime(now_s)
+    if at[:3] == now[:3]:
+        return time.strftime("%H:%M", at)
+    return time.strftime("%a %H:%M" if at_s - now_s < WEEK_S else "%d %b %Y", at)
 
 
 def fitting_eta(view: View, room: int) -> Line:

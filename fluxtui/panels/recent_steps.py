@@ -42,7 +42,7 @@ def body(view: View, width: int, height: int) -> list[Line]:
 def _row(step: StepFinished, slowest_s: float, width: int) -> Line:
     room = max(0, width - TEXT_CELLS)
     known = 0 < step.step_s <= slowest_s
-    cells = max(1, round(room * step.step_s / slowest_s)) if known else 0
+    cells = max(1, round(room * (step.step_s / slowest_s))) if known else 0
     parts = [Part(part.letter, part.letter, part.value, part.role) for part in parts_of(step)]
     text: Line = (
         (f"{step.step:>6}", "dim"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from fluxtrain.telemetry.events import StepFinished
 from fluxtrain.units import UNKNOWN, duration_text
 from fluxtui.panels.bus import stall_line
@@ -61,7 +63,7 @@ def parts_of(step: StepFinished) -> list[Part]:
     parts = [
         Part(name, LETTERS.get(name, name[:1].upper()), seconds, ROLES.get(name, "other"))
         for name, seconds in step.phases_s.items()
-        if seconds > 0
+        if 0 < seconds < math.inf
     ]
     rest = step.step_s - sum(part.value for part in parts)
     if rest > 0.005 * step.step_s:

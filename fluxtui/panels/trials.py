@@ -5,6 +5,7 @@ from __future__ import annotations
 from fluxtrain.telemetry.events import AdviceGiven
 from fluxtrain.units import duration_text
 from fluxtui.actions import find
+from fluxtui.panels.panel import gain_text
 from fluxtui.state.changes import Trial, ranked
 from fluxtui.state.view import View
 from fluxtui.widgets.spans import Line, Span, fitted
@@ -32,7 +33,7 @@ def no_advice(view: View) -> str:
 
 def promise(given: AdviceGiven, *, only_watching: bool = False) -> Line:
     """The gain and the change, and whether it can be made now."""
-    gain = given.gain if given.gain_share is None else f"{given.gain_share:+.1%}"
+    gain = given.gain if given.gain_share is None else gain_text(given.gain_share)
     when: Span = (f"{find('apply_advice').key_text} applies it", "key")
     if not given.apply:
         when = ("for the next run", "dim")
@@ -54,9 +55,9 @@ def _outcome(trial: Trial) -> Span:
     if change.why == "memory":
         return f"device memory ran out after step {change.step}", "warn"
     gain = None if found is None else found.measured_gain
-    told = "" if gain is None else f"gained {gain:+.1%}"
+    told = "" if gain is None else f"gained {gain_text(gain)}"
     if gain is not None and change.predicted_gain is not None:
-        told += f" of {change.predicted_gain:+.1%} predicted"
+        told += f" of {gain_text(change.predicted_gain)} predicted"
     if undone is not None:
         wrong = "wrong: " if undone.why == "wrong" else ""
         return f"{wrong}{told or 'not measured'}, undone after step {undone.step}", "warn"

@@ -28,7 +28,7 @@ def gauge(share: float | None, width: int, role: str, rest: str = "track") -> Li
     """How much of something is used: a thin line with half-cell resolution."""
     if width <= 0:
         return ()
-    if share is None:
+    if share is None or math.isnan(share):
         return (("╌" * width, rest),)
     halves = round(max(0.0, min(1.0, share)) * width * 2)
     full, half = divmod(halves, 2)

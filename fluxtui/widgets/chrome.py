@@ -73,7 +73,7 @@ def link_notes(view: View) -> list[Line]:
         notes.append(((f"{view.state.dropped} dropped", "dim"),))
     started = view.state.started_wall_s
     if started is not None and not view.status.ended:
-        notes.append(((f"up {whole_text(view.now_s - started)}", "dim"),))
+        notes.append(((f"up {whole_text(max(0.0, view.now_s - started))}", "dim"),))
     return notes
 
 

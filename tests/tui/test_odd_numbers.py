@@ -1,0 +1,153 @@
+"""Numbers that no good run has: what is not finite, too large or too late is said as what it is."""
+
+from __future__ import annotations
+
+import csv
+from types import ModuleType
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from fluxtrain.telemetry import events as ev
+from fluxtui import tables
+from fluxtui.panels import PANELS
+from fluxtui.panels.memory import heading as memory_heading
+from fluxtui.panels.panel import gain_text, power_text, share_text, whole_share, whole_text
+from fluxtui.panels.progress import clock_text, eta
+from fluxtui.state.link import Link
+from fluxtui.state.machine import GpuProcess, GpuSample, MachineSample
+from fluxtui.state.run import RunState
+from fluxtui.state.view import View
+from fluxtui.widgets.bars import gauge
+from fluxtui.widgets.chrome import header_line
+from fluxtui.widgets.framed import framed
+from fluxtui.widgets.spans import Line
+
+NAN, INFINITE = float("nan"), float("inf")
+DAY_S = 86400.0
+NOON_S = 1_700_049_600.0  # a Wednesday
+
+
+def text(line: Line) -> str:
+    return "".join(part for part, _ in line)
+
+
+def after_step(made: ModuleType, late_s: float = 0.5, **changes: Any) -> View:
+    """A live run whose newest step is like no other."""
+    events = made.training(30)
+    at = max(i for i, event in enumerate(events) if isinstance(event, ev.StepFinished))
+    events[at] = replace(events[at], **changes)
+    state = RunState().after_all(events)
+    wall_s = (state.last_wall_s or 0.0) + late_s
+    return View(state=state, link=Link(process="alive"), wall_s=wall_s)
+
+
+def everything(view: View) -> str:
+    """What all panels say at two sizes."""
+    lines: list[Line] = []
+    for width, height in ((116, 14), (37, 4)):
+        lines += [one for p in PANELS.values() for one in framed(p, view, width, height, "box")]
+    return "\n".join(map(text, lines))
+
+
+@pytest.mark.parametrize("value", [NAN, INFINITE, -INFINITE])
+def test_a_number_without_a_value_is_not_taken_for_one(value: float) -> None:
+    assert share_text(value) == whole_share(value) == gain_text(value) == whole_text(value) == "-"
+    assert power_text(value) == str(value)
+
+
+def test_what_is_more_than_all_is_not_called_all(made: ModuleType) -> None:
+    assert (share_text(2.304), share_text(0.9996), share_text(-0.25)) == ("230%", "100%", "-25.0%")
+    assert gauge(NAN, 4, "stall") == gauge(None, 4, "stall")
+    events = made.training(10)
+    peak = replace(made.memory(11), device_peak_bytes=3 * int(0.62 * (1 << 30)))
+    state = RunState().after_all([*events, replace(peak, wall_s=events[-1].wall_s)])
+    heading = memory_heading(View(state=state, wall_s=events[-1].wall_s), 100)
+    assert "peak over by 200%" in text(heading)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"learning_rate": NAN},
+        {"learning_rate": INFINITE},
+        {"eta_s": NAN},
+        {"eta_s": INFINITE},
+        {"eta_s": 1e30},
+        {"eta_s": float(2**62)},
+        {"eta_spread_s": -INFINITE},
+        {"eta_spread_s": NAN},
+        {"step_s": 1e308},
+        {"stalls_s": {"weights": -1e308, "update": NAN}},
+        {"phases_s": {"data": INFINITE, "forward": 0.3}},
+        {"phases_s": {"data": 1e308, "forward": 1e308}},
+    ],
+)
+def test_a_step_with_an_impossible_number_is_drawn_without_it(
+    made: ModuleType, changes: dict[str, Any]
+) -> None:
+    shown = everything(after_step(made, **changes))
+    assert "nan%" not in shown and "inf%" not in shown
+
+
+def test_a_gain_that_is_no_number_is_not_promised(made: ModuleType) -> None:
+    events = made.training(10)
+    given = ev.AdviceGiven(text="so", how="a=1", gain_share=NAN, wall_s=events[-1].wall_s)
+    state = RunState().after_all([*events, given])
+    assert "nan" not in everything(View(state=state, wall_s=events[-1].wall_s))
+
+
+# --- when it ends ---------------------------------------------------------------------------------
+
+
+def test_the_hour_of_the_end_has_its_day_unless_that_is_today() -> None:
+    assert clock_text(NOON_S + 3600, NOON_S) == "13:00"
+    assert clock_text(NOON_S + DAY_S, NOON_S) == "Thu 12:00"
+    assert clock_text(NOON_S + 13 * 3600, NOON_S) == "Thu 01:00"
+    assert clock_text(NOON_S + 30 * DAY_S, NOON_S) == "15 Dec 2023"
+
+
+@pytest.mark.parametrize("at_s", [NAN, INFINITE, 1e30, NOON_S - 1])
+def test_an_end_that_is_past_or_never_has_no_hour(at_s: float) -> None:
+    assert clock_text(at_s, NOON_S) == ""
+
+
+def test_an_end_that_is_overdue_is_not_given_an_hour_that_is_over(made: ModuleType) -> None:
+    assert " at " in text(eta(after_step(made, late_s=0.5, eta_s=5.0)))
+    late = text(eta(after_step(made, late_s=8.0, eta_s=5.0)))
+    assert "ETA 0 s" in late and " at " not in late
+
+
+def test_a_clock_that_was_set_back_does_not_make_a_run_up_for_less_than_nothing(
+    made: ModuleType,
+) -> None:
+    view = after_step(made, late_s=-7200.0)
+    assert "up 0 s" in text(header_line(view, 160))
+
+
+# --- the machine as a table -----------------------------------------------------------------------
+
+
+def test_the_machine_is_a_table_with_columns_for_each_gpu() -> None:
+    held = (GpuProcess(pid=1, memory_bytes=5),)
+    gpus = (
+        GpuSample(name="NVIDIA H200", index=0, utilisation=0.5, throttled_by=(), processes=held),
+        GpuSample(name="NVIDIA H200", index=1, throttled_by=("heat", "power limit")),
+    )
+    sample = MachineSample(10.0, 0.5, 2, 1 << 30, 2 << 30, None, 1.5, gpus)
+    written = tables.csv_of("machine", View(machine_sample=sample, wall_s=10.5))
+    [row] = csv.DictReader(written.splitlines())
+    assert (row["cpu"], row["memory_total_bytes"], row["trainer_cpu"]) == (
+        "0.5",
+        f"{2 << 30}",
+        "1.5",
+    )
+    assert (row["gpu0.name"], row["gpu0.utilisation"]) == ("NVIDIA H200", "0.5")
+    assert (row["gpu0.throttled_by"], row["gpu1.throttled_by"]) == ("nothing", "heat, power limit")
+
+
+def test_a_machine_without_gpus_is_a_table_too() -> None:
+    sample = MachineSample(10.0, None, 2, None, None, None, None)
+    written = tables.csv_of("machine", View(machine_sample=sample, wall_s=10.5))
+    assert [row["cores"] for row in csv.DictReader(written.splitlines())] == ["2"]
