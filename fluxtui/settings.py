@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from fluxtui.actions import ACTIONS, find, key_names, overlap
+from fluxtui.home import home_folder
 from fluxtui.themes import DEFAULT_THEME
 
 _KEY = re.compile(r"((ctrl|shift|alt)\+)*([a-z0-9_]+|\S)")
@@ -73,8 +74,7 @@ CHOICES: dict[str, Choices] = {
 
 def settings_path(environment: Mapping[str, str] = os.environ) -> Path:
     """Where the settings lie: `$XDG_CONFIG_HOME/fluxtrain/app.toml`."""
-    home = Path(environment.get("HOME") or "~").expanduser()
-    folder = environment.get("XDG_CONFIG_HOME") or str(home / ".config")
+    folder = environment.get("XDG_CONFIG_HOME") or home_folder(environment) / ".config"
     return Path(folder) / "fluxtrain" / "app.toml"
 
 

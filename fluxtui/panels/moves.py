@@ -6,7 +6,7 @@ from fluxtrain.telemetry.events import Move
 from fluxtrain.units import UNKNOWN, bytes_text, duration_text
 from fluxtui.panels.panel import Panel, stale_note
 from fluxtui.state.view import View
-from fluxtui.widgets.spans import Line, dropped_to_fit
+from fluxtui.widgets.spans import Line, cut_in_front, dropped_to_fit
 
 ARROWS = {"C>G": "C→G", "G>C": "G→C", "C>N": "C→N", "N>C": "N→C"}
 ROLES = {"C>G": "device", "G>C": "host", "C>N": "disk", "N>C": "host"}
@@ -55,7 +55,7 @@ def short_name(name: str, cells: int) -> str:
     """The end of a dotted name: whole parts where they fit, else cut in front."""
     while len(name) > cells and "." in name:
         name = name.split(".", 1)[1]
-    return name if len(name) <= cells else "…" + name[1 - cells :]
+    return cut_in_front(name, cells)
 
 
 PANEL = Panel("moves", "Moves", body, heading, about="transfers that the engine made, newest first")

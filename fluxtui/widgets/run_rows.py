@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from rich.cells import set_cell_size
+
 from fluxtrain.telemetry.rundir import RunSummary
 from fluxtrain.units import UNKNOWN, duration_text
 from fluxtui.panels.panel import number_text, whole_text
 from fluxtui.state.freshness import SLOWEST_STEP_FACTOR, STEP_FLOOR_S
-from fluxtui.widgets.spans import Line, fitted, wrapped
+from fluxtui.widgets.spans import Line, cut_in_front, fitted, wrapped
 
 STATE_ROLES = {
     "running": "good", "finished": "text", "failed": "bad", "interrupted": "warn", "dead": "bad",
@@ -37,16 +39,20 @@ def columns(width: int) -> Line:
 
 
 def run_row(run: RunSummary, attached: Path | None, now_s: float, width: int) -> Line:
-    """One run; the one on screen is marked."""
+    """One run; the one on screen is marked.
+
+    Of a long name the end is kept: the runs of one day begin alike.
+    """
     here = attached is not None and Path(run.path) == attached
     cells = _name_cells(width)
+    name = set_cell_size(cut_in_front(run.run_id, cells - 1), cells)
     step = UNKNOWN if run.step is None else f"{run.step}/{run.total_steps or UNKNOWN}"
     note = (run.message or run.model or "") if _has_note(width) else ""
     return fitted(
         (
             (" ▸ " if here else "   ", "accent"),
             (f"{run.state:<12}", STATE_ROLES[run.state]),
-            (f"{_name(run.run_id, cells - 1):<{cells}}", "strong" if here else "text"),
+            (name, "strong" if here else "text"),
             (f"{step:>13}", "text"),
             *(((f"  {number_text(run.loss):>8}", "text"),) if width >= LOSS_FROM_CELLS else ()),
             (f"  {left_text(run, now_s):>9}", "text"),
@@ -83,11 +89,6 @@ def left_text(run: RunSummary, now_s: float) -> str:
 
 def _age_text(seconds: float) -> str:
     return duration_text(max(0.0, seconds)) if seconds >= 1.0 else "now"
-
-
-def _name(run_id: str, cells: int) -> str:
-    """Of a long name the end is kept: the runs of one day begin alike."""
-    return run_id if len(run_id) <= cells else f"…{run_id[len(run_id) + 1 - cells :]}"
 
 
 def _has_note(width: int) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
-from rich.cells import cell_len, get_character_cell_size, set_cell_size
+from rich.cells import cell_len, chop_cells, get_character_cell_size, set_cell_size
 
 Span = tuple[str, str]  # text, role
 Line = tuple[Span, ...]
@@ -113,11 +113,35 @@ def dropped_to_fit(parts: Sequence[Line], width: int, gap: str = "  ") -> Line:
     return joined(kept, gap)
 
 
+def cut(text: str, cells: int) -> str:
+    """As much of the beginning of `text` as fits, with an ellipsis unless that is all of it."""
+    if cell_len(text) <= cells:
+        return text
+    return f"{set_cell_size(text, cells - 1)}…" if cells > 0 else ""
+
+
+def cut_in_front(text: str, cells: int) -> str:
+    """As much of the end of `text` as fits, behind an ellipsis unless that is all of it."""
+    if cell_len(text) <= cells:
+        return text
+    kept = text
+    while kept and cell_len(kept) >= cells:
+        kept = kept[1:]
+    return f"…{kept}"
+
+
+def _pieces(word: str, width: int) -> list[str]:
+    """A word in parts of at most `width` cells; a character that is wider stands alone."""
+    if 2 * len(word) <= width or cell_len(word) <= width:
+        return [word]
+    return [part for part in chop_cells(word, width) if part]
+
+
 def wrapped(text: str, width: int) -> list[str]:
     """Words of `text` in lines of at most `width` cells; longer words are cut."""
     lines: list[str] = []
     current, width = "", max(1, width)
-    pieces = (word[i : i + width] for word in text.split() for i in range(0, len(word), width))
+    pieces = (piece for word in text.split() for piece in _pieces(word, width))
     for word in pieces:
         candidate = f"{current} {word}" if current else word
         if current and cell_len(candidate) > width:

@@ -6,10 +6,12 @@ Pure values and functions: no Textual, no torch, and no file is read here.
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Literal, get_args
+
+from fluxtui.home import expanded
 
 StartSource = Literal["new", "resume", "attach", "file"]
 ModelSource = Literal["demo", "recent", "folder", "hub"]
@@ -145,9 +147,4 @@ def model_answer(path: str) -> dict[str, Any]:
 def is_hub_id(path: str) -> bool:
     """A `model.path` that names a hub model and no folder."""
     looks_local = path.startswith((".", "/", "~")) or path.count("/") != 1
-    return not looks_local and not Path(path).is_dir()
-
-
-def expanded(path: str) -> str:
-    """`path` as typed, without blanks around it and with the home folder for `~`."""
-    return str(Path(path.strip()).expanduser()) if path.strip() else ""
+    return not looks_local and not os.path.isdir(path)

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from fluxtrain.errors import BadInput
 from fluxtrain.telemetry.rundir import RunDir
-from fluxtui.wizard.answers import HUB_DATA, Answers, expanded, hub_id_problem, is_hub_id
+from fluxtui.home import expanded
+from fluxtui.wizard.answers import HUB_DATA, Answers, StepName, hub_id_problem, is_hub_id
 from fluxtui.wizard.configuring import answers_from_file
 from fluxtui.wizard.data_facts import Sample, demo_samples, read_data_file
 from fluxtui.wizard.known_runs import RESUMABLE, run_rows
@@ -41,6 +42,14 @@ class Check:
     open: bool = False
     samples: tuple[Sample, ...] = ()
     loaded: Answers | None = None  # what a configuration file says
+
+
+def checked(step: StepName, answers: Answers) -> Check:
+    """The check of this step's answer; files that cannot be looked at are what is wrong with it."""
+    try:
+        return CHECKS[step](answers)
+    except OSError as error:
+        return Check(error=f"{error.filename} cannot be read: {error.strerror}")
 
 
 def check_start(answers: Answers) -> Check:
@@ -142,3 +151,10 @@ def _check_hub(hub_id: str, trusted: bool, environment: Mapping[str, str]) -> Ch
             "choose a folder"
         )
     return Check(facts=(("place", "not on this machine yet: downloaded before it is planned"),))
+
+
+CHECKS: Mapping[StepName, Callable[[Answers], Check]] = {
+    "start": check_start,
+    "model": check_model,
+    "data": check_data,
+}

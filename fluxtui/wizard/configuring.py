@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fluxtui.wizard.answers import DEMO, DIAL, Answers, data_answer, expanded, model_answer
+from fluxtui.home import expanded
+from fluxtui.wizard.answers import DEMO, DIAL, Answers, data_answer, model_answer
 
 SETTINGS: dict[str, str] = {
     "sequence_length": "data.sequence_length",

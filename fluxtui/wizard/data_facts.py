@@ -18,6 +18,7 @@ from pathlib import Path
 from fluxtrain.data.formats import Document, detected, documents
 from fluxtrain.errors import BadInput
 from fluxtrain.units import bytes_text
+from fluxtui.home import expanded
 
 SAMPLES = 3
 COUNT_LIMIT_S = 0.5
@@ -72,7 +73,7 @@ def read_data_file(
     """
     if not name.strip():
         raise BadInput("type the path of a .txt or .jsonl file")
-    path = Path(name).expanduser()
+    path = Path(expanded(name))
     found = detected(path, format)
     size_bytes = path.stat().st_size
     samples: list[Sample] = []

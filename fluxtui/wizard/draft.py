@@ -12,6 +12,7 @@ from typing import Any, get_args
 
 from fluxtrain.errors import BadInput
 from fluxtrain.telemetry.storage import read_json
+from fluxtui.home import home_folder
 from fluxtui.wizard.answers import (
     DIAL,
     METHODS,
@@ -38,8 +39,7 @@ _NUMBERS = ("sequence_length", "batch_rows", "chunk_rows", "steps")
 
 def draft_path(environment: Mapping[str, str] = os.environ) -> Path:
     """Where the draft lies: `$XDG_STATE_HOME/fluxtrain/draft.json`."""
-    home = Path(environment.get("HOME") or "~").expanduser()
-    state = environment.get("XDG_STATE_HOME") or str(home / ".local" / "state")
+    state = environment.get("XDG_STATE_HOME") or home_folder(environment) / ".local/state"
     return Path(state) / "fluxtrain" / "draft.json"
 
 

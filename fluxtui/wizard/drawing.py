@@ -9,10 +9,11 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator, Sequence
 
+from rich.cells import cell_len, set_cell_size
 from textual.content import Content
 
 from fluxtrain.units import bytes_text
-from fluxtui.widgets.spans import Line
+from fluxtui.widgets.spans import Line, cut_in_front, wrapped
 from fluxtui.wizard.answers import STEPS, StepName
 from fluxtui.wizard.data_facts import Sample
 
@@ -91,8 +92,7 @@ def heading(text: str, hint: str, width: int) -> Content:
 
 def paragraph(text: str, width: int, style: str = "") -> Content:
     """Wrapped text; words longer than the line, such as paths, are broken."""
-    lines = textwrap.wrap(text, max(10, width), break_on_hyphens=False) or [""]
-    return Content.styled("\n".join(lines), style)
+    return Content.styled("\n".join(in_lines(text, max(10, width)) or [""]), style)
 
 
 def problem(text: str, width: int) -> Content:
@@ -137,9 +137,16 @@ def _named(
 def in_words(text: str, width: int) -> list[str]:
     """Lines of whole words; one line with its middle left out where a word is too long."""
     words = text.split()
-    if len(words) < 2 or max(map(len, words)) > width:
+    if len(words) < 2 or max(map(cell_len, words)) > width:
         return [shortened(text, width)]
-    return textwrap.wrap(text, width, break_on_hyphens=False)
+    return in_lines(text, width)
+
+
+def in_lines(text: str, width: int) -> list[str]:
+    """Lines of at most `width` cells; only a word that is longer than that is cut."""
+    if cell_len(text) == len(text):
+        return textwrap.wrap(text, width, break_on_hyphens=False)
+    return wrapped(text, width)
 
 
 def table(rows: Sequence[tuple[str, str, str]], width: int) -> Content:
@@ -151,14 +158,14 @@ def table(rows: Sequence[tuple[str, str, str]], width: int) -> Content:
     room = max(16, width - name_width - value_width)
     lines: list[Content] = []
     for name, value, text in rows:
-        wrapped = textwrap.wrap(text, room, break_on_hyphens=False) or [""]
+        told = in_lines(text, room) or [""]
         first = Content.assemble(
             (name.ljust(name_width), MUTED),
             (shortened(value, value_width - 2).ljust(value_width), "bold"),
-            wrapped[0],
+            told[0],
         )
         indent = " " * (name_width + value_width)
-        lines += [first, *(Content(indent + rest) for rest in wrapped[1:])]
+        lines += [first, *(Content(indent + rest) for rest in told[1:])]
     return Content("\n").join(lines)
 
 
@@ -195,12 +202,11 @@ def samples(pieces: Sequence[Sample], width: int, lines_each: int) -> Content:
 
 
 def shortened(text: str, width: int) -> str:
-    """`text` in at most `width` characters; the middle of a long path gives way."""
-    if len(text) <= width:
+    """`text` in at most `width` cells; the middle of a long path gives way."""
+    if cell_len(text) <= width:
         return text
-    keep = max(1, width - 1)
-    head = keep // 3
-    return f"{text[:head]}…{text[len(text) - (keep - head) :]}"
+    head = max(1, width - 1) // 3
+    return set_cell_size(text, head) + cut_in_front(text, max(2, width) - head)
 
 
 def _sample_lines(sample: Sample, width: int, limit: int) -> list[Content]:
@@ -208,16 +214,18 @@ def _sample_lines(sample: Sample, width: int, limit: int) -> list[Content]:
     room, share = max(10, width - 2), max(1, limit // len(sample))
     for piece in sample:
         text = f"{piece.role}: {piece.text}" if piece.role else piece.text
-        wrapped = [part for line in text.splitlines() for part in textwrap.wrap(line, room)]
-        if len(wrapped) > share:
-            wrapped = [*wrapped[: share - 1], f"{wrapped[share - 1][: room - 2]} …"]
+        told = [part for line in text.splitlines() for part in in_lines(line, room)]
+        if len(told) > share:
+            last = told[share - 1]
+            kept = last if cell_len(last) <= room - 2 else set_cell_size(last, room - 2)
+            told = [*told[: share - 1], f"{kept} …"]
         bar = ("▌ ", "$accent") if piece.trained else ("  ", "")
         style = "" if piece.trained else MUTED
-        lines += [Content.assemble(bar, (line, style)) for line in wrapped]
+        lines += [Content.assemble(bar, (line, style)) for line in told]
     return lines[:limit]
 
 
 def _marked(mark: str, text: str, width: int, style: str) -> Content:
-    wrapped = textwrap.wrap(text, max(10, width - len(mark)), break_on_hyphens=False) or [""]
-    body = ("\n" + " " * len(mark)).join(wrapped)
+    told = in_lines(text, max(10, width - len(mark))) or [""]
+    body = ("\n" + " " * len(mark)).join(told)
     return Content.assemble((mark, f"bold {style}"), (body, style))

@@ -8,6 +8,7 @@ from pathlib import Path
 from fluxtrain.telemetry.rundir import RunDir, RunSummary, list_runs
 from fluxtrain.telemetry.storage import read_json
 from fluxtrain.units import UNKNOWN, duration_text
+from fluxtui.home import expanded
 from fluxtui.wizard.answers import DEMO
 from fluxtui.wizard.asking import Option
 
@@ -73,4 +74,4 @@ def _model_path(run: RunDir) -> str | None:
 
 
 def _is_there(path: str) -> bool:
-    return Path(path).expanduser().is_dir()
+    return Path(expanded(path)).is_dir()

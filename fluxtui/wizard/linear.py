@@ -21,7 +21,7 @@ from fluxtui.wizard import lines, questions
 from fluxtui.wizard.answers import DIAL, METHODS, OFFLOADS, Answers, StepName, neighbour
 from fluxtui.wizard.asked import Asked
 from fluxtui.wizard.asking import Field, Option, SourceQuestion
-from fluxtui.wizard.checks import Check, check_data, check_model, check_start
+from fluxtui.wizard.checks import Check, checked
 from fluxtui.wizard.configuring import yaml_text
 from fluxtui.wizard.draft import draft_path, forget_draft, load_draft, save_draft
 from fluxtui.wizard.engine import EngineRefused, ask_engine
@@ -44,11 +44,6 @@ from fluxtui.wizard.view import View
 T = TypeVar("T")
 Ask = Callable[[str], str]
 Say = Callable[[str], None]
-CHECKS: Mapping[StepName, Callable[[Answers], Check]] = {
-    "start": check_start,
-    "model": check_model,
-    "data": check_data,
-}
 GREETING = "FluxTrain. Enter takes the answer in brackets, b goes back, q leaves."
 
 
@@ -144,7 +139,7 @@ class LinearWizard:
                 self._fill(field)
             if question.number is not None:
                 self._number(question.number.name, question.number.title, at_least=2)
-            check = CHECKS[question.step](self.view.answers)
+            check = checked(question.step, self.view.answers)
             self._tell(lines.check_lines(check))
             if check.error is None:
                 self._loaded(check)

@@ -17,6 +17,7 @@ from fluxtrain.errors import BadInput
 from fluxtrain.methods.model_files import ModelFiles, check_model_folder
 from fluxtrain.telemetry.storage import open_to_read
 from fluxtrain.units import bytes_text, count_text
+from fluxtui.home import expanded, home_folder
 from fluxtui.words import counted
 
 _CARD_BYTES = 4096  # the front matter of a model card comes first
@@ -59,7 +60,7 @@ def read_model_folder(folder: str, trust_remote_code: bool = False) -> ModelFact
     """
     if not folder.strip():
         raise BadInput("type the path of a folder that holds config.json and *.safetensors")
-    path = Path(folder).expanduser()
+    path = Path(expanded(folder))
     try:
         if not path.exists():
             raise BadInput(f"{path} does not exist")
@@ -70,9 +71,8 @@ def read_model_folder(folder: str, trust_remote_code: bool = False) -> ModelFact
 
 def cached_hub_folder(hub_id: str, environment: Mapping[str, str] = os.environ) -> Path | None:
     """The newest snapshot of a hub model that is already on this machine, if there is one."""
-    user = Path(environment.get("HOME") or "~").expanduser()
-    home = Path(environment.get("HF_HOME") or user / ".cache" / "huggingface")
-    cache = Path(environment.get("HF_HUB_CACHE") or home / "hub").expanduser()
+    home = Path(environment.get("HF_HOME") or home_folder(environment) / ".cache/huggingface")
+    cache = Path(expanded(environment.get("HF_HUB_CACHE") or str(home / "hub")))
     snapshots = cache / f"models--{hub_id.replace('/', '--')}" / "snapshots"
     folders = [path for path in snapshots.glob("*") if (path / "config.json").exists()]
     return max(folders, key=lambda path: path.stat().st_mtime, default=None)

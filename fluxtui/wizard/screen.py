@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Callable
 from pathlib import Path
 
 from textual import on, work
@@ -14,7 +13,7 @@ from fluxtrain.errors import EXIT_BAD_INPUT, FluxTrainError
 from fluxtrain.telemetry.storage import free_bytes
 from fluxtui.shell import Shell
 from fluxtui.wizard.answers import Answers, StepName, neighbour
-from fluxtui.wizard.checks import Check, check_data, check_model, check_start
+from fluxtui.wizard.checks import checked
 from fluxtui.wizard.draft import draft_path, forget_draft, load_draft, save_draft
 from fluxtui.wizard.frame import WizardFrame
 from fluxtui.wizard.launching import Attach, command_text, prepare
@@ -24,11 +23,6 @@ from fluxtui.wizard.ranked import dial_settings
 from fluxtui.wizard.steps.source import SourceStep
 from fluxtui.wizard.steps.step import Answered, Wished
 
-_CHECKS: dict[str, Callable[[Answers], Check]] = {
-    "start": check_start,
-    "model": check_model,
-    "data": check_data,
-}
 _TYPING_PAUSE_S = 0.2
 _PLANNED: tuple[StepName, ...] = ("method", "hardware", "strategy", "preview", "launch")
 
@@ -90,8 +84,8 @@ class WizardScreen(WizardFrame):
         if box is not None and not box.value.strip() and not box.has_focus:
             box.focus()
             return
-        checked = self.checks[step.name_of_step]
-        if checked is not None and checked.error is None and not self._stale:
+        check = self.checks[step.name_of_step]
+        if check is not None and check.error is None and not self._stale:
             self._accepted(step)
         else:
             self._check(step, go_on=True)
@@ -226,7 +220,7 @@ class WizardScreen(WizardFrame):
             self.checks[name] = None
             self.redraw()
         await asyncio.sleep(pause_s)
-        check = await asyncio.to_thread(_CHECKS[name], answers)
+        check = await asyncio.to_thread(checked, name, answers)
         self.checks[name] = check
         self._stale = False
         if name == "data" and check.error is None:

@@ -5,21 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import ClassVar
 
+from rich.cells import cell_len, set_cell_size
 from textual import events
 from textual.app import RenderResult
 from textual.binding import BindingType
 from textual.content import Content
-from textual.geometry import Size
+from textual.geometry import Region, Size, Spacing
 from textual.message import Message
 from textual.reactive import reactive
 from textual.widget import Widget
 
 from fluxtrain.telemetry.printable import printable_lines
 from fluxtui.actions import own_bindings
+from fluxtui.widgets.spans import cut, cut_in_front
 from fluxtui.wizard.asking import Option
 from fluxtui.wizard.drawing import MUTED
 
 Draw = Callable[[int], Content]
+MARK_CELLS, GAP_CELLS = 2, 3
+AROUND = Spacing(2, 0, 1, 0)  # lines beside the chosen one: the question, and that the list goes on
 
 
 def shown(content: Content) -> Content:
@@ -91,10 +95,16 @@ class ChoiceList(Widget, can_focus=True):
         return max(1, len(self.options))
 
     def render(self) -> RenderResult:
-        """The options; the chosen one has a mark, and a bright one while it has the focus."""
+        """The options; the chosen one has a mark, and a bright one while it has the focus.
+
+        One line each: what has no room there is cut.
+        """
         if not self.options:
             return Content.styled(f"  {self._empty}", MUTED)
-        title_width = max(len(option.title) for option in self.options) + 3
+        room = max(MARK_CELLS, self.content_size.width - MARK_CELLS)
+        widest = max(cell_len(option.title) for option in self.options)
+        titles = min(widest, room * 3 // 5)
+        texts = max(0, room - titles - GAP_CELLS)
         lines = []
         for index, option in enumerate(self.options):
             here = index == self.chosen
@@ -103,8 +113,9 @@ class ChoiceList(Widget, can_focus=True):
             lines.append(
                 Content.assemble(
                     (mark, "bold $accent"),
-                    (option.title.ljust(title_width), style),
-                    (option.text, "" if here else MUTED),
+                    (set_cell_size(cut_in_front(option.title, titles), titles), style),
+                    " " * GAP_CELLS,
+                    (cut(option.text, texts), "" if here else MUTED),
                 )
             )
         return shown(Content("\n").join(lines))
@@ -122,3 +133,11 @@ class ChoiceList(Widget, can_focus=True):
         if index != self.chosen:
             self.chosen = index
             self.post_message(self.Chosen(self, self.options[index]))
+            self.call_after_refresh(self._keep_in_sight)
+
+    def _keep_in_sight(self) -> None:
+        """Of a list that is longer than its page the chosen line is on screen."""
+        place = self.virtual_region
+        line = Region(place.x, place.y + self.chosen, 1, 1)
+        if isinstance(self.parent, Widget):
+            self.parent.scroll_to_region(line, spacing=AROUND, animate=False)

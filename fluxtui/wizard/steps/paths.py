@@ -8,6 +8,8 @@ from pathlib import Path
 
 from textual.suggester import Suggester
 
+from fluxtui.home import expanded
+
 
 class PathSuggester(Suggester):
     """Completes a path with the first name in its folder that begins like it."""
@@ -27,7 +29,7 @@ def complete_path(value: str, folders_only: bool) -> str | None:
         return None
     head, begun = os.path.split(value)
     try:
-        with os.scandir(Path(head or ".").expanduser()) as entries:
+        with os.scandir(Path(expanded(head) or ".")) as entries:
             names = sorted(
                 entry.name + ("/" if entry.is_dir() else "")
                 for entry in entries
