@@ -89,13 +89,13 @@ def x_range(traces: Sequence[Trace], settings: ChartSettings) -> tuple[float, fl
     Without a crosshair a zoom shows the newest part. Two points at least are always inside.
     """
     main = traces[0]
-    places = [main.place(bucket.last) for bucket in main.buckets]
     if settings.zoom >= 1.0:
         known = [trace for trace in traces if trace.buckets]
         return (
             min(trace.place(trace.buckets[0].last) for trace in known),
             max(trace.place(trace.buckets[-1].last) for trace in known),
         )
+    places = [main.place(bucket.last) for bucket in main.buckets]
     first, last = places[0], places[-1]
     span = (last - first) * settings.zoom
     high = last
@@ -126,6 +126,17 @@ def _points(trace: Trace, low: float, high: float, columns: int) -> _Points:
     xs, buckets = places[first:end], trace.buckets[first:end]
     marks = [(trace.place(step), value) for step, value in trace.marks if drawable(value)]
     together = max(1, len(buckets) // (2 * columns))  # no fewer points than dots, so no gaps
+    marks = [mark for mark in marks if low <= mark[0] <= high]
+    if together == 1:
+        return _Points(
+            xs=xs,
+            means=[b.total / b.count for b in buckets],
+            lows=[b.low for b in buckets],
+            highs=[b.high for b in buckets],
+            smooths=[b.smooth for b in buckets],
+            marks=marks,
+            spread=max([b.count for b in buckets], default=1) > 1,
+        )
     parts = [buckets[i : i + together] for i in range(0, len(buckets), together)]
     return _Points(
         xs=[xs[min(i + together, len(xs)) - 1] for i in range(0, len(xs), together)],
@@ -133,8 +144,8 @@ def _points(trace: Trace, low: float, high: float, columns: int) -> _Points:
         lows=[min(b.low for b in part) for part in parts],
         highs=[max(b.high for b in part) for part in parts],
         smooths=[part[-1].smooth for part in parts],
-        marks=[mark for mark in marks if low <= mark[0] <= high],
-        spread=together > 1 or any(bucket.count > 1 for bucket in buckets),
+        marks=marks,
+        spread=True,
     )
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import groupby, pairwise
 
 from fluxtui.widgets.spans import Line, Span
 
 DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))  # [column][row], Unicode 11.0 ch. 21
 
+_BRAILLE = str.maketrans({0: " ", **{dots: chr(0x2800 + dots) for dots in range(1, 256)}})
 DASH_DOTS = 6
 GAP_DOTS = 2
 
@@ -40,10 +43,15 @@ class Window:
 
     def up(self, y: float) -> float:
         """Height of y in 0 (bottom) to 1 (top); may lie outside."""
+        return self.ups([y])[0]
+
+    def ups(self, ys: Sequence[float]) -> list[float]:
+        """The heights of several values."""
         low, high = self.y_low, self.y_high
         if self.log:
-            y, low, high = math.log(max(y, 1e-300)), math.log(low), math.log(high)
-        return (y - low) / (high - low) if high > low else 0.5
+            ys, low, high = [math.log(max(y, 1e-300)) for y in ys], math.log(low), math.log(high)
+        span = high - low
+        return [(y - low) / span for y in ys] if high > low else [0.5] * len(ys)
 
     def value_at(self, up: float) -> float:
         """The inverse of `up`."""
@@ -57,83 +65,103 @@ class Canvas:
 
     def __init__(self, width: int, height: int, window: Window) -> None:
         self.width, self.height, self.window = width, height, window
-        self._dots = [[0] * width for _ in range(height)]
-        self._roles = [[""] * width for _ in range(height)]
-        self._marks: dict[tuple[int, int], tuple[str, str]] = {}
+        self._dots = bytearray(width * height)  # of each cell, row by row
+        self._roles = ["text"] * (width * height)
+        self._marks: dict[int, tuple[str, str]] = {}  # by cell
         self._upright: tuple[int, str] | None = None  # column, role
 
     def draw(self, series: Series) -> None:
         """Add a series; what lies outside the window is left out."""
-        previous: tuple[int, int] | None = None
-        for i, (x, y) in enumerate(zip(series.xs, series.ys, strict=True)):
-            if not self.window.x_low <= x <= self.window.x_high:
-                continue
-            dot = self._dot_of(x, y)
-            if series.mark:
-                self._marks[(dot[1] // 4, dot[0] // 2)] = (series.mark, series.role)
-                continue
-            if series.lows is not None and series.highs is not None:
-                self._stroke(dot[0], x, series.lows[i], series.highs[i], series.role)
-            elif previous is not None and series.joined:
-                if dot == previous:
-                    continue  # many steps share a dot
-                self._segment(previous, dot, series)
-            else:
-                self._set(*dot, series.role)
-            previous = dot
+        if self.width <= 0 or self.height <= 0:
+            return
+        low, high = self.window.x_low, self.window.x_high
+        inside = [i for i, x in enumerate(series.xs) if low <= x <= high]
+        columns = self._columns([series.xs[i] for i in inside])
+        rows = self._rows([series.ys[i] for i in inside])
+        if series.mark:
+            for column, row in zip(columns, rows, strict=True):
+                self._marks[row // 4 * self.width + column // 2] = (series.mark, series.role)
+        elif series.lows is not None and series.highs is not None:
+            bottoms = self._rows([series.lows[i] for i in inside])
+            tops = self._rows([series.highs[i] for i in inside])
+            for column, top, bottom in zip(columns, tops, bottoms, strict=True):
+                self._set([(column, row) for row in range(top, bottom + 1)], series)
+        elif series.joined and inside:
+            self._joined(list(zip(columns, rows, strict=True)), series)
+        else:
+            self._set(list(zip(columns, rows, strict=True)), series)
 
     def upright(self, x: float, role: str) -> None:
         """A line from top to bottom behind the dots; none where x is outside."""
         if self.window.x_low <= x <= self.window.x_high:
-            self._upright = (self._dot_of(x, self.window.y_low)[0] // 2, role)
+            self._upright = (self._columns([x])[0] // 2, role)
 
     def lines(self) -> list[Line]:
         """The rows from the top, runs of one role as one span."""
         return [self._line(row) for row in range(self.height)]
 
-    def _dot_of(self, x: float, y: float) -> tuple[int, int]:
-        window = self.window
-        span = window.x_high - window.x_low
-        across = (x - window.x_low) / span if span > 0 else 0.0
-        column = round(across * (self.width * 2 - 1))
-        up = max(0.0, min(1.0, window.up(y)))
-        return column, round((1.0 - up) * (self.height * 4 - 1))
+    def _columns(self, xs: Sequence[float]) -> list[int]:
+        """The columns of dots that these places are in."""
+        low, last = self.window.x_low, self.width * 2 - 1
+        span = self.window.x_high - low
+        return [round((x - low) / span * last) for x in xs] if span > 0 else [0] * len(xs)
 
-    def _set(self, column: int, row: int, role: str) -> None:
-        if 0 <= column < self.width * 2 and 0 <= row < self.height * 4:
-            self._dots[row // 4][column // 2] |= DOTS[column % 2][row % 4]
-            self._roles[row // 4][column // 2] = role
+    def _rows(self, ys: Sequence[float]) -> list[int]:
+        """The rows of dots of these values, counted from the top."""
+        last = self.height * 4 - 1
+        ups = [up if 0.0 <= up <= 1.0 else float(not up < 0.0) for up in self.window.ups(ys)]
+        return [round((1.0 - up) * last) for up in ups]
 
-    def _stroke(self, column: int, x: float, low: float, high: float, role: str) -> None:
-        top, bottom = self._dot_of(x, high)[1], self._dot_of(x, low)[1]
-        for row in range(top, bottom + 1):
-            self._set(column, row, role)
+    def _set(self, dots: Iterable[tuple[int, int]], series: Series) -> None:
+        """Dots by column and row."""
+        cells, roles, width, role = self._dots, self._roles, self.width, series.role
+        for column, row in dots:
+            cell = (row >> 2) * width + (column >> 1)
+            cells[cell] |= DOTS[column & 1][row & 3]
+            roles[cell] = role
 
-    def _segment(self, start: tuple[int, int], end: tuple[int, int], series: Series) -> None:
-        steps = max(abs(end[0] - start[0]), abs(end[1] - start[1]), 1)
-        for i in range(steps + 1):
-            column = round(start[0] + (end[0] - start[0]) * i / steps)
-            row = round(start[1] + (end[1] - start[1]) * i / steps)
-            if not series.dashed or column % DASH_DOTS < DASH_DOTS - GAP_DOTS:
-                self._set(column, row, series.role)
+    def _joined(self, dots: Sequence[tuple[int, int]], series: Series) -> None:
+        """A line through these dots."""
+        path = [
+            (x + across, y + down)
+            for (x, y), (to_x, to_y) in pairwise(dots)
+            for across, down in _steps(to_x - x, to_y - y, x & 1, y & 1)
+        ]
+        if series.dashed:
+            path = [dot for dot in path if dot[0] % DASH_DOTS < DASH_DOTS - GAP_DOTS]
+        self._set([dots[0], *path], series)
 
     def _line(self, row: int) -> Line:
+        first, end = row * self.width, (row + 1) * self.width
+        dots, roles = self._dots[first:end], self._roles[first:end]
+        text = dots.decode("latin-1").translate(_BRAILLE)
+        if self._upright is not None and not dots[self._upright[0]]:
+            column, roles[column] = self._upright
+            text = f"{text[:column]}│{text[column + 1 :]}"
+        for cell, (mark, role) in self._marks.items():
+            if first <= cell < end:
+                column = cell - first
+                text, roles[column] = f"{text[:column]}{mark}{text[column + 1 :]}", role
         spans: list[Span] = []
-        for column in range(self.width):
-            mark = self._marks.get((row, column))
-            if mark:
-                text, role = mark
-            elif self._upright and column == self._upright[0] and not self._dots[row][column]:
-                text, role = "│", self._upright[1]
-            else:
-                dots = self._dots[row][column]
-                text = chr(0x2800 + dots) if dots else " "
-                role = self._roles[row][column] if dots else "text"
-            if spans and spans[-1][1] == role:
-                spans[-1] = (spans[-1][0] + text, role)
-            else:
-                spans.append((text, role))
+        start = 0
+        for role, run in groupby(roles):
+            stop = start + len(list(run))
+            spans.append((text[start:stop], role))
+            start = stop
         return tuple(spans)
+
+
+@lru_cache(maxsize=4096)
+def _steps(across: int, down: int, x: int, y: int) -> tuple[tuple[int, int], ...]:
+    """The dots of a line to the dot that lies so far `across` and `down`, from where it begins.
+
+    Of x and y only it counts whether they are even: halves are rounded to even dots.
+    """
+    count = max(abs(across), abs(down))
+    return tuple(
+        (round(x + across * i / count) - x, round(y + down * i / count) - y)
+        for i in range(1, count + 1)
+    )
 
 
 def rounded_ticks(low: float, high: float, count: int) -> list[float]:

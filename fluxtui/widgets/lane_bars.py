@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import NamedTuple
 
 from fluxtrain.telemetry.lanes import Interval
 from fluxtrain.units import duration_text
@@ -27,8 +28,7 @@ class Kind:
     label: str
 
 
-@dataclass(frozen=True, slots=True)
-class Cell:
+class Cell(NamedTuple):
     """The leading kind of one slice of time, and how much of the slice the lane was busy."""
 
     kind: str
@@ -37,9 +37,16 @@ class Cell:
     @property
     def level(self) -> int:
         """3 bright, 2 quiet, 1 a trace, 0 nothing."""
-        if self.share >= BRIGHT_FROM:
-            return 3
-        return 2 if self.share >= QUIET_FROM else 1 if self.share > 0 else 0
+        return _level(self.share)
+
+
+_REST = Cell("", 0.0)
+
+
+def _level(share: float) -> int:
+    if share >= BRIGHT_FROM:
+        return 3
+    return 2 if share >= QUIET_FROM else 1 if share > 0 else 0
 
 
 def cells_of(intervals: Sequence[Interval], length_s: float, width: int) -> list[Cell]:
@@ -47,28 +54,38 @@ def cells_of(intervals: Sequence[Interval], length_s: float, width: int) -> list
     if width <= 0:
         return []
     if length_s <= 0:
-        return [Cell("", 0.0)] * width
+        return [_REST] * width
     slice_s = length_s / width
-    busy: list[dict[str, float]] = [{} for _ in range(width)]
-    for one in intervals:
-        first = min(width - 1, int(one.start_s / slice_s))
-        last = min(width - 1, int(one.stop_s / slice_s))
+    busy: list[dict[str, float] | None] = [None] * width
+    for _, kind, _, start_s, duration_s, *_ in intervals:
+        stop_s = start_s + duration_s
+        first = min(width - 1, int(start_s / slice_s))
+        last = min(width - 1, int(stop_s / slice_s))
         for i in range(first, last + 1):
-            inside = min(one.stop_s, (i + 1) * slice_s) - max(one.start_s, i * slice_s)
+            begins_s, ends_s = i * slice_s, (i + 1) * slice_s
+            inside = (stop_s if stop_s < ends_s else ends_s) - (
+                start_s if start_s > begins_s else begins_s
+            )
             if inside > 0:
-                busy[i][one.kind] = busy[i].get(one.kind, 0.0) + inside
-    return [
-        Cell(max(kinds, key=kinds.__getitem__), min(1.0, sum(kinds.values()) / slice_s))
-        if kinds
-        else Cell("", 0.0)
-        for kinds in busy
-    ]
+                kinds = busy[i]
+                if kinds is None:
+                    busy[i] = {kind: inside}
+                else:
+                    kinds[kind] = kinds.get(kind, 0.0) + inside
+    return [_leading(kinds, slice_s) if kinds else _REST for kinds in busy]
+
+
+def _leading(kinds: dict[str, float], slice_s: float) -> Cell:
+    if len(kinds) == 1:
+        [(kind, inside)] = kinds.items()
+        return Cell(kind, min(1.0, inside / slice_s))
+    return Cell(max(kinds, key=kinds.__getitem__), min(1.0, sum(kinds.values()) / slice_s))
 
 
 def bar(cells: Sequence[Cell], kind_of: Callable[[str], Kind], empty: str = _EMPTY) -> Line:
     """The cells as spans; a run of equal cells begins with its label, or its letter."""
     spans: list[Span] = []
-    for (level, name), run in groupby(cells, lambda cell: (cell.level, cell.kind)):
+    for (level, name), run in groupby([(_level(share), kind) for kind, share in cells]):
         count = len(list(run))
         if level == 0:
             spans.append((empty * count, "faint"))

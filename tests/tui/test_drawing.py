@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from itertools import pairwise
 
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from fluxtui.screens import arrangement
 from fluxtui.screens.arrangement import Arrangement, too_small
 from fluxtui.widgets.bars import LEVELS, Part, cells_of, gauge, partition, sparks
-from fluxtui.widgets.braille import Canvas, Series, Window, rounded_ticks
+from fluxtui.widgets.braille import DOTS, Canvas, Series, Window, rounded_ticks
 from fluxtui.widgets.spans import (
     Line,
     dropped_to_fit,
@@ -154,6 +155,40 @@ def test_a_joined_series_has_no_gap() -> None:
     canvas.draw(Series([0, 1], [0, 1], "train"))
     columns = ["".join(text_of(row)[i] for row in canvas.lines()) for i in range(10)]
     assert all(column.strip() for column in columns)
+
+
+def dots_of(canvas: Canvas) -> set[tuple[int, int]]:
+    """Columns and rows of the dots that are drawn."""
+    cells = {
+        (column, row): ord(c) - 0x2800
+        for row, spans in enumerate(canvas.lines())
+        for column, c in enumerate(text_of(spans))
+        if c != " "
+    }
+    return {
+        (column * 2 + x, row * 4 + y)
+        for (column, row), bits in cells.items()
+        for x, y in itertools.product(range(2), range(4))
+        if bits & DOTS[x][y]
+    }
+
+
+PLACES = st.lists(st.tuples(st.integers(0, 39), st.integers(0, 31)), min_size=2, max_size=6)
+
+
+@given(PLACES)
+def test_a_line_runs_straight_from_dot_to_dot(places: list[tuple[int, int]]) -> None:
+    places.sort()
+    canvas = Canvas(20, 8, Window(0, 39, 0, 31))
+    canvas.draw(Series([x for x, _ in places], [31 - y for _, y in places], "train"))
+    wanted = {places[0]}
+    for (x, y), (to_x, to_y) in itertools.pairwise(places):
+        count = max(to_x - x, abs(to_y - y))
+        wanted |= {
+            (round(x + (to_x - x) * i / count), round(y + (to_y - y) * i / count))
+            for i in range(1, count + 1)
+        }
+    assert dots_of(canvas) == wanted
 
 
 def test_a_later_series_wins_the_colour_and_marks_win_over_dots() -> None:
