@@ -26,11 +26,10 @@ from dataclasses import dataclass, field, replace
 
 from fluxtrain.errors import FluxTrainError
 from fluxtrain.plan.cost import cost
-from fluxtrain.plan.facts import GroupFacts
+from fluxtrain.plan.facts import Groups
 from fluxtrain.plan.footprint import homes
 from fluxtrain.plan.live import Change, Ground, Knobs, Use, knobs_after
 from fluxtrain.plan.rates import Rates
-from fluxtrain.plan.spread import spread_out
 from fluxtrain.units import bytes_text, duration_text
 
 LEAST_GAIN = 0.02
@@ -127,7 +126,7 @@ def _resident(facts: RunFacts) -> Advice | None:
         return None
     more = count - knobs.resident_blocks
     before, after = _copied_bytes(facts, knobs), _copied_bytes(facts, change.applied_to(knobs))
-    trained = any(block.rounded_bytes for block in _blocks(facts))
+    trained = _blocks(facts).rounded_bytes > 0
     saved_s = waited_s * (before - after) / before
     if facts.rates is not None:
         saved_s = min(waited_s / (2 if trained else 1), (before - after) / facts.rates.up)
@@ -335,16 +334,16 @@ def _free_bytes(facts: RunFacts) -> float:
     return ground.budget_bytes * ROOM_SHARE - peak
 
 
-def _blocks(facts: RunFacts) -> list[GroupFacts]:
-    at_home = homes(facts.ground.facts, facts.ground.layout_with(facts.knobs))[1]
-    return [group for group in at_home if group.kind == "block"]
+def _blocks(facts: RunFacts) -> Groups:
+    return homes(facts.ground.facts, facts.ground.layout_with(facts.knobs))[1].blocks
 
 
 def _copied_bytes(facts: RunFacts, knobs: Knobs) -> int:
     """Weights that go up in a step: streamed blocks twice a pass, resident ones once if trained."""
-    resident, streamed = spread_out(_blocks(facts), knobs.resident_blocks)
-    once = sum(block.weight_bytes for block in resident if block.rounded_bytes)
-    return once + 2 * facts.passes * sum(block.weight_bytes for block in streamed)
+    blocks = _blocks(facts)
+    streamed = blocks.streamed(knobs.resident_blocks)
+    once = sum(b.weight_bytes for b in blocks if b.rounded_bytes and b not in streamed)
+    return once + 2 * facts.passes * streamed.weight_bytes
 
 
 def _modelled_step_s(facts: RunFacts) -> float | None:

@@ -38,13 +38,12 @@ there beside its bytes (threads that start and wait, bookkeeping) was then tried
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fluxtrain.plan.calibration import chunked
 from fluxtrain.plan.facts import GroupFacts, ModelFacts
-from fluxtrain.plan.footprint import Layout, homes, kept_count, rows_of_table, slot_count
+from fluxtrain.plan.footprint import Layout, homes, kept_count, rows_of_table, streamed
 from fluxtrain.plan.rates import Rates
-from fluxtrain.plan.spread import spread_out
 from fluxtrain.plan.updates import (
     BF16_UPDATE_BYTES,
     eager_forward,
@@ -91,31 +90,35 @@ class Cost:
 Phases = list[dict[str, float]]  # in order; seconds by what takes them
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Work:
+    """What a step has to do, each part by itself: `phases` in which no update holds anything up."""
+
+    rates: Rates  # with AdamW as fast as it is in such a step
+    forward_s: float
+    head_s: float
+    backward_s: float
+    device_update_s: float
+    update_s: float
+    moments_s: float
+    beside_s: float
+    queueing_s: float
+    uploads: tuple[float, float]  # forward, backward
+    downloads: tuple[float, float]
+    phases: Phases
+
+
 def cost(
     facts: ModelFacts, layout: Layout, rates: Rates, *, exact: bool = True, passes: int = 1
 ) -> Cost:
     """Seconds of one optimizer step of `passes` batches. `exact`: updates wait for the norm."""
-    forward_s, head_s, backward_s = _compute(facts, layout, rates)
-    device_update_s = _device_update(facts, layout, rates)
-    if rates.has_gpu and any(group.trained for group in homes(facts, layout)[1]):
-        forward_s = max(forward_s, _queueing(facts, layout, rates, forward_alone=True))
-    queueing_s = passes * _queueing(facts, layout, rates)
-    if rates.has_gpu and not exact:
-        rates = rates.beside_backward()
-    update_s, moments_s = host_updates(facts, layout, rates)
-    beside_s = _beside_bytes(facts, layout, rates)
-    once, streamed, home = _traffic(facts, layout)
-    carried = _boundary_bytes(facts, layout)
-    uploads = (once + streamed) / rates.up, (streamed + carried) / rates.up_both
-    downloads = carried / rates.down, home / rates.down_both
-    left_s = max(0.0, downloads[0] - head_s)
-    forward = {"compute": forward_s, "uploads": uploads[0], "downloads": left_s}
-    backward = {"compute": backward_s, "uploads": uploads[1], "downloads": downloads[1]}
-    phases = [dict(forward) for _ in range(passes)] + [{"compute": head_s}, backward] * passes
+    work = _work_of(facts, layout, rates, exact=exact, passes=passes)
+    rates, phases = work.rates, work.phases
+    updates_s = work.update_s + work.moments_s
     lasting_s: list[float] = []  # of each phase
     if not rates.has_gpu:
-        seconds = sum(sum(phase.values()) for phase in phases) + update_s + moments_s + beside_s
-        more = [{"update": update_s}, {"moments": moments_s}]
+        seconds = _one_after_the_other(work, updates_s)
+        more = [{"update": work.update_s}, {"moments": work.moments_s}]
         binding = _binding([*phases, *more], together=False)
     else:
         beside = _exact_phases if exact else _eager_phases
@@ -123,30 +126,100 @@ def cost(
         lasting_s = [max(phase.values()) for phase in phases]
         seconds = sum(lasting_s)
         binding = _binding(deciding, together=True)
-    seconds += device_update_s
-    for what, least_s in (("update", update_s + moments_s), ("queueing", queueing_s)):
+    seconds += work.device_update_s
+    for what, least_s in (("update", updates_s), ("queueing", work.queueing_s)):
         if _if_longer(least_s, seconds):
             seconds, binding = least_s, what
     row = facts.row
     assert row is not None
     return Cost(
-        forward_s=passes * forward_s,
-        head_s=passes * head_s,
-        backward_s=passes * backward_s,
-        upload_forward_s=passes * uploads[0],
-        upload_backward_s=passes * uploads[1],
-        download_s=passes * sum(downloads),
-        host_update_s=update_s,
-        deferred_moments_s=moments_s,
-        device_update_s=device_update_s,
-        beside_bytes_s=beside_s,
-        queueing_s=queueing_s,
+        forward_s=passes * work.forward_s,
+        head_s=passes * work.head_s,
+        backward_s=passes * work.backward_s,
+        upload_forward_s=passes * work.uploads[0],
+        upload_backward_s=passes * work.uploads[1],
+        download_s=passes * sum(work.downloads),
+        host_update_s=work.update_s,
+        deferred_moments_s=work.moments_s,
+        device_update_s=work.device_update_s,
+        beside_bytes_s=work.beside_s,
+        queueing_s=work.queueing_s,
         forward_phase_s=sum(lasting_s[:passes]),
         backward_phase_s=sum(lasting_s[passes + 1 :: 2]),
         step_s=seconds,
         tokens=passes * layout.batch_rows * row.sequence_length,
         binds=_words(binding, has_gpu=rates.has_gpu),
     )
+
+
+def least_step_s(
+    facts: ModelFacts,
+    layout: Layout,
+    rates: Rates,
+    *,
+    exact: bool = True,
+    passes: int = 1,
+    moments_free: bool = False,
+) -> float:
+    """Seconds that `cost` does not go below, known without going through the groups one by one:
+    what waits for updates waits as little as it can. `moments_free`: whether they are deferred or
+    not, whatever `layout` says of it."""
+    work = _work_of(facts, layout, rates, exact=exact, passes=passes)
+    otherwise = replace(layout, deferred_moments=not layout.deferred_moments)
+    times = (layout, otherwise) if moments_free else (layout,)
+    updates_s = min(sum(host_updates(facts, one, work.rates)) for one in times)
+    if not work.rates.has_gpu:
+        seconds = _one_after_the_other(work, updates_s)
+    else:
+        lasting_s = [max(phase.values()) for phase in work.phases]
+        seconds = sum(lasting_s)
+        if exact:
+            awaited_s = min(_awaited(facts, one, work.rates) for one in times)
+            seconds += max(0.0, awaited_s - lasting_s[0])
+    seconds += work.device_update_s
+    return max(seconds, updates_s, work.queueing_s)
+
+
+def _awaited(facts: ModelFacts, layout: Layout, rates: Rates) -> float:
+    """Seconds of AdamW on the host that an exact step's forward pass cannot end before."""
+    return host_updates(facts, layout, rates)[0] - start_of(facts, layout, rates).late_s
+
+
+def _work_of(facts: ModelFacts, layout: Layout, rates: Rates, *, exact: bool, passes: int) -> _Work:
+    forward_s, head_s, backward_s = _compute(facts, layout, rates)
+    device_update_s = _device_update(facts, layout, rates)
+    if rates.has_gpu and homes(facts, layout)[1].trained:
+        forward_s = max(forward_s, _queueing(facts, layout, rates, forward_alone=True))
+    queueing_s = passes * _queueing(facts, layout, rates)
+    if rates.has_gpu and not exact:
+        rates = rates.beside_backward()
+    update_s, moments_s = host_updates(facts, layout, rates)
+    once, twice, home = _traffic(facts, layout)
+    carried = _boundary_bytes(facts, layout)
+    uploads = (once + twice) / rates.up, (twice + carried) / rates.up_both
+    downloads = carried / rates.down, home / rates.down_both
+    left_s = max(0.0, downloads[0] - head_s)
+    forward = {"compute": forward_s, "uploads": uploads[0], "downloads": left_s}
+    backward = {"compute": backward_s, "uploads": uploads[1], "downloads": downloads[1]}
+    return _Work(
+        rates=rates,
+        forward_s=forward_s,
+        head_s=head_s,
+        backward_s=backward_s,
+        device_update_s=device_update_s,
+        update_s=update_s,
+        moments_s=moments_s,
+        beside_s=_beside_bytes(facts, layout, rates),
+        queueing_s=queueing_s,
+        uploads=uploads,
+        downloads=downloads,
+        phases=[dict(forward) for _ in range(passes)] + [{"compute": head_s}, backward] * passes,
+    )
+
+
+def _one_after_the_other(work: _Work, updates_s: float) -> float:
+    """Seconds where nothing overlaps, for the same cores do all of it."""
+    return sum(sum(phase.values()) for phase in work.phases) + updates_s + work.beside_s
 
 
 def _exact_phases(
@@ -157,9 +230,8 @@ def _exact_phases(
     forward, backward = phases[0], phases[passes + 1]
     start, update_s = start_of(facts, layout, rates), host_updates(facts, layout, rates)[0]
     begins_s = forward["compute"] + start.update_s + start.copy_s
-    after_s = forward_after_updates(
-        facts, layout, rates, forward["compute"], update_s - start.late_s
-    )
+    awaited_s = _awaited(facts, layout, rates)
+    after_s = forward_after_updates(facts, layout, rates, forward["compute"], awaited_s)
     least_s = {**forward, "compute": begins_s}
     first = {name: max(after_s.get(name, 0.0), seconds) for name, seconds in least_s.items()}
     found = [{**first, "update": after_s["update"]}, *phases[1:]]
@@ -204,9 +276,9 @@ def _compute(facts: ModelFacts, layout: Layout, rates: Rates) -> tuple[float, fl
             (facts.layers - kept) * again_s + kept * kept_s + tried.outside_backward.at(batch),
         )
     tokens = layout.batch_rows * row.sequence_length
-    blocks = [group for group in facts.groups if group.kind == "block"]
-    trained = sum(group.trained for group in blocks)
-    frozen = sum(_frozen(group, row.dtype_bytes) for group in blocks)
+    blocks = facts.blocks
+    trained = blocks.trained
+    frozen = sum(count * _frozen(group, row.dtype_bytes) for group, count in blocks.alike)
     # scores and their product with the values, of the causal half
     attention = 2 * row.sequence_length * row.hidden * len(blocks)
     forward = FORWARD_PASSES * (trained + frozen) + attention
@@ -227,9 +299,7 @@ def _device_update(facts: ModelFacts, layout: Layout, rates: Rates) -> float:
     """Seconds of AdamW on the groups that live on the device."""
     if rates.calibration is None:
         return 0.0
-    at_device = homes(facts, layout)[0]
-    updated = sum(group.trained for group in at_device)
-    return updated * rates.calibration.device_update_s
+    return homes(facts, layout)[0].trained * rates.calibration.device_update_s
 
 
 def _beside_bytes(facts: ModelFacts, layout: Layout, rates: Rates) -> float:
@@ -262,17 +332,15 @@ def _traffic(facts: ModelFacts, layout: Layout) -> tuple[int, int, int]:
     """Bytes of updated weights that go up once a step, of weights that go up once a phase, and of
     gradients that come home."""
     at_home = homes(facts, layout)[1]
-    blocks = [group for group in at_home if group.kind == "block"]
-    streamed = spread_out(blocks, layout.resident_blocks)[1] if slot_count(facts, layout) else []
-    streamed_bytes = sum(group.weight_bytes for group in streamed)
-    trained = sum(group.rounded_bytes for group in at_home)
-    kept = trained - sum(group.rounded_bytes for group in streamed)
+    passing = streamed(layout, at_home)
+    trained = at_home.rounded_bytes
+    kept = trained - passing.rounded_bytes
     by_rows = rows_of_table(facts, layout, at_home)
     if by_rows is not None:
         whole_bytes = 0 if by_rows.tied else by_rows.table.rounded_bytes
         kept += by_rows.weight_bytes - whole_bytes
         trained += by_rows.gradient_bytes - whole_bytes
-    return kept, streamed_bytes, trained
+    return kept, passing.weight_bytes, trained
 
 
 def _boundary_bytes(facts: ModelFacts, layout: Layout) -> int:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
+from fluxtrain.plan.spread import DeviceFirst, parted, spread_out
 from fluxtrain.plan.states import MomentFormat, StateFormat, moment_bytes
 
 Offload = Literal["none", "optimizer", "weights", "max"]
 Boundaries = Literal["device", "host"]
-DeviceFirst = Literal["embedding", "blocks"]  # which groups live on the device before others do
 Embedding = Literal["whole", "rows"]  # what of it is copied to the device
 OFFLOADS: tuple[Offload, ...] = ("none", "optimizer", "weights", "max")  # least offload first
 
@@ -39,6 +41,11 @@ class GroupFacts:
     narrow: int = 0  # trained elements of large parameters; the others' moments are always fp32
     table_rows: int = 0  # of an embedding whose rows can be looked up a few at a time
     masters: bool = True  # in fp32, whatever the weights' dtype; other packages' optimizers: none
+
+    @cached_property
+    def unnamed(self) -> GroupFacts:
+        """What it has in common with other blocks."""
+        return replace(self, name="")
 
     @cached_property
     def trained(self) -> int:
@@ -98,6 +105,80 @@ class GroupFacts:
         return self.weight_bytes + self.state_bytes + self.gradient_bytes(accumulates=accumulates)
 
 
+class Groups:
+    """Some groups of one model in forward order, with the sums that plans ask for again and again:
+    each is computed once."""
+
+    def __init__(self, groups: Iterable[GroupFacts]) -> None:
+        self._groups = tuple(groups)
+        self._streamed: dict[int, Groups] = {}
+
+    def __iter__(self) -> Iterator[GroupFacts]:
+        return iter(self._groups)
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def __contains__(self, group: object) -> bool:
+        """Is this very group one of them?"""
+        return id(group) in self._ids
+
+    @cached_property
+    def _ids(self) -> frozenset[int]:
+        return frozenset(id(group) for group in self._groups)
+
+    @cached_property
+    def blocks(self) -> Groups:
+        """Those that are blocks."""
+        return Groups(group for group in self._groups if group.kind == "block")
+
+    def streamed(self, resident: int) -> Groups:
+        """Its blocks without the `resident` ones whose weights stay on the device."""
+        count = min(resident, len(self.blocks))
+        if count not in self._streamed:
+            self._streamed[count] = Groups(spread_out(tuple(self.blocks), count)[1])
+        return self._streamed[count]
+
+    @cached_property
+    def alike(self) -> tuple[tuple[GroupFacts, int], ...]:
+        """How many there are of each that differ in more than their names."""
+        return tuple(Counter(group.unnamed for group in self._groups).items())
+
+    @cached_property
+    def trained(self) -> int:
+        """Trained elements."""
+        return sum(group.trained for group in self._groups)
+
+    @cached_property
+    def weight_bytes(self) -> int:
+        """Trained and frozen."""
+        return sum(group.weight_bytes for group in self._groups)
+
+    @cached_property
+    def largest_weight_bytes(self) -> int:
+        """Of the group with the most."""
+        return max((group.weight_bytes for group in self._groups), default=0)
+
+    @cached_property
+    def state_bytes(self) -> int:
+        """Optimizer states."""
+        return sum(group.state_bytes for group in self._groups)
+
+    @cached_property
+    def rounded_bytes(self) -> int:
+        """Gradients in the weights' dtypes."""
+        return sum(group.rounded_bytes for group in self._groups)
+
+    @cached_property
+    def largest_rounded_bytes(self) -> int:
+        """Of the group with the most."""
+        return max((group.rounded_bytes for group in self._groups), default=0)
+
+    def gradient_bytes(self, *, accumulates: bool) -> int:
+        """Gradients at home, as of each group."""
+        return sum(n * g.gradient_bytes(accumulates=accumulates) for g, n in self.alike)
+
+
 @dataclass(frozen=True, kw_only=True)
 class RowFacts:
     """One row (sequence) of a language model's data, and what it makes the model hold."""
@@ -145,9 +226,37 @@ class ModelFacts:
     row: RowFacts | None = None
 
     @cached_property
+    def blocks(self) -> Groups:
+        """Groups that are blocks."""
+        return Groups(group for group in self.groups if group.kind == "block")
+
+    @cached_property
+    def edges(self) -> Groups:
+        """Those that are not."""
+        return Groups(group for group in self.groups if group.kind == "edge")
+
+    @cached_property
+    def shared(self) -> Groups:
+        """Those that several parts compute with."""
+        return Groups(group for group in self.groups if group.users > 1)
+
+    @cached_property
     def layers(self) -> int:
         """Number of blocks."""
-        return sum(group.kind == "block" for group in self.groups)
+        return len(self.blocks)
+
+    def homes(self, count: int, first: DeviceFirst) -> tuple[Groups, Groups]:
+        """The `count` groups that live on the device, and those at home on the host; `parted` says
+        which, and the answer is kept."""
+        found = self._homes.get((count, first))
+        if found is None:
+            device, host = parted(self.groups, count, first)
+            found = self._homes[count, first] = Groups(device), Groups(host)
+        return found
+
+    @cached_property
+    def _homes(self) -> dict[tuple[int, DeviceFirst], tuple[Groups, Groups]]:
+        return {}
 
     @cached_property
     def table(self) -> GroupFacts | None:

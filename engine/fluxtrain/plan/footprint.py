@@ -24,20 +24,20 @@ host's.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fluxtrain.plan.facts import (
     FP32_BYTES,
+    HALF_BYTES,
     Boundaries,
-    DeviceFirst,
     Embedding,
     GroupFacts,
+    Groups,
     ModelFacts,
     Offload,
     RowFacts,
 )
-from fluxtrain.plan.spread import parted, spread_out
+from fluxtrain.plan.spread import DeviceFirst
 from fluxtrain.plan.tables import TableRows
 
 SLOTS: dict[Offload, int] = {"none": 0, "optimizer": 0, "weights": 3, "max": 2}
@@ -133,19 +133,19 @@ def footprint(facts: ModelFacts, layout: Layout, *, has_gpu: bool) -> Footprint:
     at_device, at_home = homes(facts, layout)
     wide = layout.accumulates
     by_rows = rows_of_table(facts, layout, at_home)
-    shared = sum(g.sum_bytes for g in facts.groups if g.users > 1)
-    scratch = max((g.sum_bytes for g in _summed(facts, by_rows) if g.users == 1), default=0)
-    kept_gradients = sum(g.gradient_bytes(accumulates=wide) for g in at_device)
-    kept_weights = sum(g.weight_bytes for g in at_device) + facts.loose_bytes
+    shared = FP32_BYTES * facts.shared.trained
+    scratch = _scratch(facts, by_rows)
+    kept_gradients = at_device.gradient_bytes(accumulates=wide)
+    kept_weights = at_device.weight_bytes + facts.loose_bytes
     device = {
         "weights_bytes": kept_weights + _weights_from_home(facts, layout, at_home, by_rows),
         "gradients_bytes": kept_gradients + scratch + shared + _staging(at_home, by_rows),
-        "optimizer_bytes": sum(g.state_bytes for g in at_device),
+        "optimizer_bytes": at_device.state_bytes,
         "boundaries_bytes": _boundaries_on_device(facts, layout, has_gpu=has_gpu),
         "workspace_bytes": _workspace(facts, layout, shared, by_rows, has_gpu=has_gpu),
         "kept_bytes": kept_count(facts, layout) * kept_block_bytes(facts, layout),
     }
-    arenas = sum(g.weight_bytes + g.state_bytes for g in at_home)
+    arenas = at_home.weight_bytes + at_home.state_bytes
     arenas += _gradients_at_home(at_home, layout)
     arenas += by_rows.host_bytes if by_rows is not None else 0
     host = arenas + _boundaries_on_host(facts, layout, pinned=has_gpu)
@@ -168,21 +168,19 @@ def ring_depth(gradient_bytes: int) -> int:
     return 1 if gradient_bytes >= LARGE_GRADIENT_BYTES else 3
 
 
-def _gradients_at_home(at_home: Sequence[GroupFacts], layout: Layout) -> int:
+def _gradients_at_home(at_home: Groups, layout: Layout) -> int:
     if not layout.eager:
-        return sum(g.gradient_bytes(accumulates=layout.accumulates) for g in at_home)
-    alike = Counter(
-        ((g.trained_bf16, g.trained_fp16, g.trained_fp32), g.rounded_bytes) for g in at_home
-    )
-    return sum(min(count, ring_depth(size)) * size for (_, size), count in alike.items())
+        return at_home.gradient_bytes(accumulates=layout.accumulates)
+    rings: Counter[tuple[tuple[int, int, int], int]] = Counter()
+    for g, count in at_home.alike:
+        rings[(g.trained_bf16, g.trained_fp16, g.trained_fp32), g.rounded_bytes] += count
+    return sum(min(count, ring_depth(size)) * size for (_, size), count in rings.items())
 
 
-def homes(
-    facts: ModelFacts, layout: Layout
-) -> tuple[tuple[GroupFacts, ...], tuple[GroupFacts, ...]]:
+def homes(facts: ModelFacts, layout: Layout) -> tuple[Groups, Groups]:
     """The groups that live on the device, and those at home on the host."""
     count = len(facts.groups) if layout.offload == "none" else layout.device_groups
-    return parted(facts.groups, count, layout.device_first)
+    return facts.homes(count, layout.device_first)
 
 
 def saving_bytes(facts: ModelFacts, layout: Layout) -> int:
@@ -215,17 +213,16 @@ def slot_count(facts: ModelFacts, layout: Layout) -> int:
 
 def streamed_count(facts: ModelFacts, layout: Layout) -> int:
     """Blocks whose weights come through slots."""
-    return len(_streamed(layout, homes(facts, layout)[1]))
+    return len(streamed(layout, homes(facts, layout)[1]))
 
 
-def _streamed(layout: Layout, at_home: Sequence[GroupFacts]) -> list[GroupFacts]:
-    blocks = [group for group in at_home if group.kind == "block"]
-    return [] if layout.offload == "optimizer" else spread_out(blocks, layout.resident_blocks)[1]
+def streamed(layout: Layout, at_home: Groups) -> Groups:
+    """Blocks at home whose weights come through slots."""
+    every = layout.offload == "optimizer"
+    return at_home.streamed(len(at_home) if every else layout.resident_blocks)
 
 
-def rows_of_table(
-    facts: ModelFacts, layout: Layout, at_home: Sequence[GroupFacts]
-) -> TableRows | None:
+def rows_of_table(facts: ModelFacts, layout: Layout, at_home: Groups) -> TableRows | None:
     """What the embedding's rows take where only those are copied."""
     table = facts.table
     if layout.embedding != "rows" or table is None or table not in at_home:
@@ -239,36 +236,43 @@ def embedding_copied(facts: ModelFacts, layout: Layout) -> Embedding:
     return "whole" if by_rows is None else "rows"
 
 
-def _summed(facts: ModelFacts, by_rows: TableRows | None) -> list[GroupFacts]:
-    """Groups whose gradients need a sum of their own. Beside rows the head's does not: the loss
+def _scratch(facts: ModelFacts, by_rows: TableRows | None) -> int:
+    """The largest sum of gradients of a group that no other part computes with."""
+    alone = (g for g, _ in facts.blocks.alike if g.users == 1)
+    edges = (g for g in _summed_edges(facts, by_rows) if g.users == 1)
+    return max((g.sum_bytes for g in (*alone, *edges)), default=0)
+
+
+def _summed_edges(facts: ModelFacts, by_rows: TableRows | None) -> list[GroupFacts]:
+    """Edges whose gradients need a sum of their own. Beside rows the head's does not: the loss
     makes it, and the buffer that a whole embedding would leave behind is not there."""
     if by_rows is None or by_rows.tied:
-        return list(facts.groups)
-    return [g for g in facts.groups if g is not by_rows.table and not _is_head(facts, g)]
+        return list(facts.edges)
+    return [g for g in facts.edges if g is not by_rows.table and not _is_head(facts, g)]
 
 
-def _is_head(facts: ModelFacts, group: GroupFacts) -> bool:
-    return group.kind == "edge" and group.trained == facts.head_parameters and group.users == 1
+def _is_head(facts: ModelFacts, edge: GroupFacts) -> bool:
+    return edge.trained == facts.head_parameters and edge.users == 1
 
 
 def _weights_from_home(
-    facts: ModelFacts, layout: Layout, at_home: Sequence[GroupFacts], by_rows: TableRows | None
+    facts: ModelFacts, layout: Layout, at_home: Groups, by_rows: TableRows | None
 ) -> int:
     """Device copies of weights whose home is the host."""
-    streamed = _streamed(layout, at_home)
-    largest = max((group.weight_bytes for group in streamed), default=0)
-    kept = sum(g.weight_bytes for g in at_home) - sum(g.weight_bytes for g in streamed)
+    passing = streamed(layout, at_home)
+    kept = at_home.weight_bytes - passing.weight_bytes
     if by_rows is not None:
         kept += by_rows.device_bytes - (0 if by_rows.tied else by_rows.table.weight_bytes)
-    return kept + slot_count(facts, layout) * largest
+    return kept + slot_count(facts, layout) * passing.largest_weight_bytes
 
 
-def _staging(at_home: Sequence[GroupFacts], by_rows: TableRows | None) -> int:
+def _staging(at_home: Groups, by_rows: TableRows | None) -> int:
     """Rounded gradients on their way home: a ring for each size that there is."""
-    alone = None if by_rows is None or by_rows.tied else by_rows.table
-    dense = [g for g in at_home if g is not alone]
-    sizes = {2 * g.trained_bf16 for g in dense} | {2 * g.trained_fp16 for g in dense}
-    sizes |= {4 * g.trained_fp32 for g in dense}
+    alone = None if by_rows is None or by_rows.tied else by_rows.table.unnamed
+    dense = [g for g, count in at_home.alike if count > (g == alone)]
+    sizes = {HALF_BYTES * g.trained_bf16 for g in dense}
+    sizes |= {HALF_BYTES * g.trained_fp16 for g in dense}
+    sizes |= {FP32_BYTES * g.trained_fp32 for g in dense}
     if by_rows is not None:
         sizes.add(by_rows.gradient_bytes)
     return sum(staging_depth(size) * size for size in sizes)
@@ -332,13 +336,12 @@ def _workspace(
         evaluated = _logits_bytes(facts.row, layout.batch_rows, 0, has_gpu=has_gpu)
     at_loss, at_edge, at_block = _hidden_tensors(layout, boundary, has_gpu=has_gpu)
     loss = head_sum + chunk + at_loss
-    blocks = [g.rounded_bytes for g in facts.groups if g.kind == "block"]
-    edges = [g.rounded_bytes for g in _summed(facts, by_rows) if g.kind == "edge"]
+    edges = [g.rounded_bytes for g in _summed_edges(facts, by_rows)]
     edges += [by_rows.gradient_bytes] if by_rows is not None else []
     phases = (
         max(loss - shared_sums, at_loss if _becomes_the_sum(facts) else head_sum + at_loss),
         edge + at_edge,
-        activations + max(blocks, default=0) + at_block,
+        activations + facts.blocks.largest_rounded_bytes + at_block,
         max(edges, default=0),
     )
     heap = 0 if has_gpu else min(sum(phases) + evaluated - max(phases), HEAP_BYTES)
@@ -357,7 +360,7 @@ def _hidden_tensors(layout: Layout, boundary: int, *, has_gpu: bool) -> tuple[in
 
 def _becomes_the_sum(facts: ModelFacts) -> bool:
     """Is the head's weight all of a shared group? Its gradient then becomes the sum itself."""
-    shared = (g.trained for g in facts.groups if g.users > 1)
+    shared = (g.trained for g in facts.shared)
     return facts.head_parameters > 0 and facts.head_parameters in shared
 
 

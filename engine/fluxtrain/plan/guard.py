@@ -87,8 +87,7 @@ def loading_bytes(
     if not copied_bytes:
         return 0  # arenas alone, which what is at home counts
     every = sum(group.weight_bytes for group in facts.groups)
-    at_home = sum(group.weight_bytes for group in homes(facts, layout)[1])
-    arenas = min(at_home, max(0, every - copied_bytes))
+    arenas = min(homes(facts, layout)[1].weight_bytes, max(0, every - copied_bytes))
     largest = max((group.weight_bytes for group in facts.groups), default=0)
     return copied_bytes + max(sources_bytes, arenas) + largest
 

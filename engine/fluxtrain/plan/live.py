@@ -90,7 +90,7 @@ class Ground:
     def home_blocks(self, knobs: Knobs) -> int:
         """Blocks at home on the host, which may be resident or stream."""
         moved = replace(self.layout, device_groups=knobs.device_groups)
-        return sum(group.kind == "block" for group in homes(self.facts, moved)[1])
+        return len(homes(self.facts, moved)[1].blocks)
 
     def layout_with(self, knobs: Knobs) -> Layout:
         """The layout that `knobs` make."""

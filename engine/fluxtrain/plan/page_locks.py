@@ -18,7 +18,7 @@ def wanted_bytes(facts: ModelFacts, layout: Layout) -> int:
     at_home = homes(facts, layout)[1]
     by_rows = rows_of_table(facts, layout, at_home)
     passing = by_rows.host_bytes if by_rows is not None else 0
-    return sum(group.weight_bytes + group.rounded_bytes for group in at_home) + passing
+    return at_home.weight_bytes + at_home.rounded_bytes + passing
 
 
 def page_lock_choice(wanted: int, refused: int, per_s: Mapping[str, float | None]) -> ChoiceMade:

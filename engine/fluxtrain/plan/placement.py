@@ -30,7 +30,6 @@ from fluxtrain.errors import BadInput, DoesNotFit
 from fluxtrain.plan.facts import (
     OFFLOADS,
     Boundaries,
-    DeviceFirst,
     Embedding,
     ModelFacts,
     Offload,
@@ -40,6 +39,7 @@ from fluxtrain.plan.facts import (
 from fluxtrain.plan.footprint import Footprint, Layout, kept_count, slot_count
 from fluxtrain.plan.reasons import choices_of, refusal
 from fluxtrain.plan.search import AUTO_SHARE, Search
+from fluxtrain.plan.spread import DeviceFirst
 from fluxtrain.telemetry.events import ChoiceMade
 
 __all__ = ["ModelFacts", "Placement", "Room", "RunPlacement", "Wishes", "place",

@@ -12,31 +12,39 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from fluxtrain.plan.cost import Cost, cost
-from fluxtrain.plan.facts import OFFLOADS, DeviceFirst, Offload
+from fluxtrain.plan.cost import Cost, cost, least_step_s
+from fluxtrain.plan.facts import OFFLOADS, Offload
 from fluxtrain.plan.footprint import Footprint, Layout, keepable_count, kept_block_bytes
 from fluxtrain.plan.moments import faster_of_both
 from fluxtrain.plan.rates import Rates
-from fluxtrain.plan.search import CHUNK_TOKENS, Search
+from fluxtrain.plan.search import CHUNK_TOKENS, Search, tried_counts
+from fluxtrain.plan.spread import DeviceFirst
 
 STOPS = {"fast": 1.0, "balanced": 0.5, "fit": 0.0}
 GPU_CHUNK_TOKENS = 16_384  # larger chunks use a GPU better still, if there is room for them
 RESIDENT_STEPS = 4  # numbers of resident blocks that are tried beside each number of groups
+_ROUNDING = 1e-9  # of seconds that are added up in another order
 
 
 @dataclass(frozen=True, kw_only=True)
-class TimedLayout:
-    """A layout that fits, what it takes and how long a step is."""
+class FittingLayout:
+    """A layout that fits, and what it takes."""
 
     layout: Layout
     need: Footprint
-    cost: Cost
     has_gpu: bool
 
     @property
     def size_bytes(self) -> int:
         """Of the memory that the dial limits."""
         return self.need.device_bytes if self.has_gpu else self.need.host_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimedLayout(FittingLayout):
+    """With how long a step is."""
+
+    cost: Cost
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +59,8 @@ class RankedPlan:
 
 @dataclass(frozen=True)
 class Dial:
-    """Every layout of a batch that fits, timed; `search.wishes.batch_rows` must be set."""
+    """Every layout of a batch that fits, timed where it may be the fastest;
+    `search.wishes.batch_rows` must be set."""
 
     search: Search
     rates: Rates
@@ -59,21 +68,65 @@ class Dial:
     passes: int = 1
 
     @cached_property
-    def candidates(self) -> tuple[TimedLayout, ...]:
+    def candidates(self) -> tuple[FittingLayout, ...]:
         """Those that fit within the limits of the rule."""
-        return tuple(self._timed(layout) for layout in self._layouts() if self.search.fits(layout))
+        found = ((layout, self.search.need(layout)) for layout in self._layouts())
+        return tuple(self._fitting(*one) for one in found if self.search.holds(one[1]))
 
-    def _timed(self, layout: Layout) -> TimedLayout:
-        free = self.search.wishes.deferred_moments is None and self.rates.has_gpu and self.exact
-        found = self.cost_of(layout)
-        if free:
-            layout, found = faster_of_both(layout, self.cost_of)
-        return TimedLayout(
-            layout=layout,
-            need=self.search.need(layout),
-            cost=found,
-            has_gpu=self.rates.has_gpu,
-        )
+    def _fitting(self, layout: Layout, need: Footprint) -> FittingLayout:
+        return FittingLayout(layout=layout, need=need, has_gpu=self.rates.has_gpu)
+
+    def fastest(self, some: Iterable[FittingLayout]) -> TimedLayout:
+        """The fastest of `some`; of equals the one that leaves host memory and bus alone most, for
+        what they carry is never quite free; then the smallest. Not all are timed: those which
+        cannot be as fast as another one are left out."""
+        best: TimedLayout | None = None
+        for one in sorted(some, key=lambda one: self._least_s(one.layout)):
+            if best and self._least_s(one.layout) > best.cost.step_s * (1 + _ROUNDING):
+                break
+            timed = self._timed(one)
+            if best is None or _preference(timed) < _preference(best):
+                best = timed
+        assert best is not None, "the fastest of nothing"
+        return best
+
+    def _timed(self, one: FittingLayout) -> TimedLayout:
+        known = self._known.get(one.layout)
+        if known is None:
+            if self._chooses_moments:
+                layout, found = faster_of_both(one.layout, self.cost_of)
+            else:
+                layout, found = one.layout, self.cost_of(one.layout)
+            known = TimedLayout(layout=layout, need=one.need, cost=found, has_gpu=one.has_gpu)
+            self._known[one.layout] = known
+        return known
+
+    @cached_property
+    def _known(self) -> dict[Layout, TimedLayout]:
+        return {}
+
+    @property
+    def _chooses_moments(self) -> bool:
+        wished = self.search.wishes.deferred_moments
+        return wished is None and self.rates.has_gpu and self.exact
+
+    def _least_s(self, layout: Layout) -> float:
+        """Seconds that a step of it takes at least, with the moments at the better time."""
+        known = self._bounds_s.get(layout)
+        if known is None:
+            known = self._bounds_s[layout] = least_step_s(
+                self.search.facts,
+                layout,
+                self.rates,
+                exact=self.exact,
+                passes=self.passes,
+                moments_free=self._chooses_moments,
+            )
+        return known
+
+    @cached_property
+    def _bounds_s(self) -> dict[Layout, float]:
+        return {}
 
     def cost_of(self, layout: Layout) -> Cost:
         """What a step of `layout` takes."""
@@ -89,17 +142,23 @@ class Dial:
         return min(sizes) + int(share * (most - min(sizes)))
 
     def at(self, share: float) -> TimedLayout:
-        """The fastest layout within the limit; of equals the one that leaves host memory and bus
-        alone most, for what they carry is never quite free; then the smallest."""
-        return min(self.within(share), key=_preference)
+        """The fastest layout within the limit."""
+        return self.fastest(self.within(share))
 
-    def within(self, share: float) -> list[TimedLayout]:
+    def within(self, share: float) -> list[FittingLayout]:
         """The layouts of the stop at `share`, each with as many blocks that keep their activations
         as its limit has room for."""
         limit = self.limit_bytes(share)
-        return [self._keeping(one, limit) for one in self.candidates if one.size_bytes <= limit]
+        if limit not in self._within:
+            fitting = (one for one in self.candidates if one.size_bytes <= limit)
+            self._within[limit] = [self._keeping(one, limit) for one in fitting]
+        return self._within[limit]
 
-    def _keeping(self, one: TimedLayout, limit: int) -> TimedLayout:
+    @cached_property
+    def _within(self) -> dict[int, list[FittingLayout]]:
+        return {}
+
+    def _keeping(self, one: FittingLayout, limit: int) -> FittingLayout:
         facts, tried = self.search.facts, self.rates.calibration
         wished = self.search.wishes.kept_blocks is not None
         if wished or not self.rates.has_gpu or tried is None or tried.kept_backward is None:
@@ -107,8 +166,8 @@ class Dial:
         every, size = keepable_count(facts, one.layout), kept_block_bytes(facts, one.layout)
         for count in (every, min(every, (limit - one.size_bytes) // max(1, size))):
             layout = replace(one.layout, kept_blocks=count)
-            if count and self.search.need(layout).device_bytes <= limit:
-                return self._timed(layout)
+            if count and (need := self.search.need(layout)).device_bytes <= limit:
+                return self._fitting(layout, need)
         return one
 
     def plans(self) -> tuple[RankedPlan, ...]:
@@ -158,7 +217,8 @@ class Dial:
         every, wished = len(self.search.facts.groups), self.search.wishes.device_groups
         if wished is not None:
             return (min(wished, every),)
-        return range(every) if self.rates.has_gpu and offload != "optimizer" else (0,)
+        streams = self.rates.has_gpu and offload != "optimizer"
+        return tried_counts(every - 1) if streams else (0,)
 
     def _device_groups(self, offload: Offload) -> Iterator[tuple[int, DeviceFirst]]:
         wished: DeviceFirst | None = self.search.wishes.device_first

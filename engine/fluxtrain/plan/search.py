@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from fluxtrain.plan.facts import DeviceFirst, ModelFacts, Offload, Room, Wishes
+from fluxtrain.plan.facts import ModelFacts, Offload, Room, Wishes
 from fluxtrain.plan.footprint import Footprint, Layout, footprint
-from fluxtrain.plan.spread import parted
+from fluxtrain.plan.spread import DeviceFirst
 from fluxtrain.plan.tables import embedding_for
 
 AUTO_SHARE = 0.9  # of the budget, where the rule chooses; the rest is for fragmentation
@@ -16,6 +16,7 @@ FIXED_SHARE = 0.5  # of the budget, where the rows are not known: the rest is fo
 HOST_SHARE = 0.9  # of the available host memory
 BATCH_LIMIT_ROWS = 32
 CHUNK_TOKENS = 4096  # at once keep a GPU busy
+MOST_COUNTS = 192  # of groups on the device that are tried: a model of 126 blocks still has all
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,11 @@ class Search:
 
     def fits(self, layout: Layout, *, spare: bool = False) -> bool:
         """Whether both peaks stay within; `spare`: within what optional residents may fill."""
-        need, limits = self.need(layout), self.limits
+        return self.holds(self.need(layout), spare=spare)
+
+    def holds(self, need: Footprint, *, spare: bool = False) -> bool:
+        """The same of a layout that needs so much."""
+        limits = self.limits
         device = limits.spare_bytes if spare else limits.device_bytes
         on_device = device is None or need.device_bytes <= device
         return on_device and (limits.host_bytes is None or need.host_bytes <= limits.host_bytes)
@@ -166,7 +171,7 @@ class Search:
         if layout.offload == "none":
             counts = [every]
         elif self.fills(layout) and self.wishes.device_groups is None:
-            counts = list(range(every, -1, -1))
+            counts = tried_counts(every)[::-1]
         streams = layout.offload in ("weights", "max")
         least = self._kept_blocks if streams else self.home_blocks
         return [
@@ -181,7 +186,8 @@ class Search:
     def _with_residents(self, layout: Layout) -> Layout:
         if self.wishes.resident_blocks is not None:
             return layout
-        for resident in range(self.home_blocks(layout.device_groups, layout.device_first), 0, -1):
+        blocks = self.home_blocks(layout.device_groups, layout.device_first)
+        for resident in tried_counts(blocks)[:0:-1]:
             fuller = replace(layout, resident_blocks=resident)
             if self.fits(fuller, spare=True):
                 return fuller
@@ -192,8 +198,7 @@ class Search:
 
     def home_blocks(self, device_groups: int, first: DeviceFirst) -> int:
         """Blocks at home on the host when `device_groups` groups are not."""
-        at_home = parted(self.facts.groups, device_groups, first)[1]
-        return sum(group.kind == "block" for group in at_home)
+        return len(self.facts.homes(device_groups, first)[1].blocks)
 
     def _pressure(self, layout: Layout) -> float:
         """How many times the room of the resource that is pressed hardest."""
@@ -201,6 +206,13 @@ class Search:
         device = need.device_bytes / limits.device_bytes if limits.device_bytes else 0.0
         host = need.host_bytes / limits.host_bytes if limits.host_bytes else 0.0
         return max(device, host)
+
+
+def tried_counts(most: int) -> list[int]:
+    """Numbers of groups that are tried, 0 to `most`; of many only some, evenly: what each of them
+    takes has to be added up over all groups."""
+    steps = min(most, MOST_COUNTS)
+    return [most * step // max(1, steps) for step in range(steps + 1)]
 
 
 def _halvings(rows: int) -> list[int]:

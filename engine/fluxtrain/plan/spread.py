@@ -15,9 +15,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Protocol, TypeVar
+from typing import Literal, Protocol, TypeVar
 
-from fluxtrain.plan.facts import DeviceFirst
+DeviceFirst = Literal["embedding", "blocks"]  # which groups live on the device before others do
 
 AT_THE_FRONT = 2  # blocks
 

@@ -2,9 +2,9 @@
 
     placement = place_timed(facts, room, wishes, Timing(rates=...))
 
-Every layout that fits is timed (`ranked.Dial`), so that more memory never makes the choice slower:
-the layouts that fit before still do. Where no GPU has memory of its own, or `max` is asked for by
-name, the rule of `placement` decides, and so it does what is refused and in which words.
+Every layout that fits is compared (`ranked.Dial`), so that more memory never makes the choice
+slower: the layouts that fit before still do. Where no GPU has memory of its own, or `max` is asked
+for by name, the rule of `placement` decides, and so it does what is refused and in which words.
 
 Batch: of the powers of two up to the rule's own, the smallest that reaches nearly the tokens a
 second of the best. Beyond it the copies are hidden, and a larger batch only means fewer updates.
@@ -125,7 +125,7 @@ def _choices(
         others = [one for one in within if getattr(one.layout, name) != value]
         if not others:
             return "nothing else fits"
-        other = min(others, key=lambda one: one.cost.step_s)
+        other = dial.fastest(others)
         with_it = duration_text(other.cost.step_s)
         return f"{seconds} a step is predicted, and {with_it} with {getattr(other.layout, name)}"
 

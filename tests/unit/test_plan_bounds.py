@@ -1,0 +1,125 @@
+"""The fastest layout is found without timing every one, and not by luck."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fluxtrain.plan.calibration import Calibration, Line
+from fluxtrain.plan.cost import cost, least_step_s
+from fluxtrain.plan.facts import OFFLOADS, ModelFacts, Room, Wishes
+from fluxtrain.plan.footprint import Layout
+from fluxtrain.plan.ranked import Dial
+from fluxtrain.plan.rates import Rates
+from fluxtrain.plan.search import MOST_COUNTS, Search, tried_counts
+from fluxtrain.units import GIB
+from tests.unit.test_plan_properties import even_models, models
+
+layouts = st.builds(
+    Layout,
+    offload=st.sampled_from(OFFLOADS),
+    device_groups=st.integers(0, 14),
+    device_first=st.sampled_from(["embedding", "blocks"]),
+    resident_blocks=st.integers(0, 10),
+    kept_blocks=st.integers(0, 10),
+    boundaries=st.sampled_from(["device", "host"]),
+    batch_rows=st.integers(1, 8),
+    chunk_rows=st.integers(1, 8),
+    embedding=st.sampled_from(["whole", "rows"]),
+    deferred_moments=st.booleans(),
+)
+per_s = st.floats(6, 12).map(lambda power: 10**power)
+lines = st.builds(Line, base=st.floats(0, 0.1), slope=st.floats(0, 0.1))
+calibrations = st.builds(
+    Calibration,
+    forward=lines,
+    backward=lines,
+    outside_forward=lines,
+    outside_backward=lines,
+    activation_bytes=st.integers(1, GIB),
+    kept_backward=st.none() | lines,
+    kept_bytes=st.integers(1, 1 << 26),
+    host_block_s=st.floats(0, 0.1),
+    host_forward_s=st.floats(0, 0.1),
+    device_update_s=st.floats(0, 1e-9),
+    rows=st.just((1, 4)),
+    measured_at_s=st.just(0.0),
+    measuring_s=st.just(1.0),
+)
+gpus = st.builds(
+    Rates,
+    has_gpu=st.just(True),
+    matmul_per_s=st.just(1e14),
+    adamw_per_s=per_s,
+    adamw_weights_per_s=st.none() | per_s,
+    adamw_moments_per_s=st.none() | per_s,
+    adamw_beside_per_s=st.none() | per_s,
+    h2d_bytes_per_s=per_s,
+    d2h_bytes_per_s=per_s,
+    calibration=st.none() | calibrations,
+)
+cores = st.builds(
+    Rates,
+    has_gpu=st.just(False),
+    matmul_per_s=st.just(1e11),
+    adamw_per_s=per_s,
+    copy_bytes_per_s=per_s,
+)
+
+
+def with_table(facts: ModelFacts, table_rows: int) -> ModelFacts:
+    """Rows of its first group can be looked up where that is an edge."""
+    first, *others = facts.groups
+    rows = table_rows if first.kind == "edge" else 0
+    return replace(facts, groups=(replace(first, table_rows=rows), *others))
+
+
+@given(models(), st.integers(0, 4096), layouts, gpus | cores, st.booleans(), st.integers(1, 3))
+def test_no_step_is_shorter_than_its_bound(
+    facts: ModelFacts, table_rows: int, layout: Layout, rates: Rates, eager: bool, passes: int
+) -> None:
+    facts, layout = with_table(facts, table_rows), replace(layout, eager=eager)
+    otherwise = replace(layout, deferred_moments=not layout.deferred_moments)
+    one, other = (
+        cost(facts, at, rates, exact=not eager, passes=passes).step_s for at in (layout, otherwise)
+    )
+    told, free = (
+        least_step_s(facts, layout, rates, exact=not eager, passes=passes, moments_free=either)
+        for either in (False, True)
+    )
+    assert told <= one * (1 + 1e-9)
+    assert free <= min(one, other) * (1 + 1e-9)
+
+
+@settings(max_examples=15)
+@given(even_models(), st.floats(2, 30), gpus, st.booleans(), st.floats(0, 1))
+def test_no_layout_within_a_stop_is_faster_than_the_one_that_is_chosen(
+    facts: ModelFacts, device_gib: float, rates: Rates, eager: bool, share: float
+) -> None:
+    room = Room(device_free_bytes=int(device_gib * GIB), host_available_bytes=None)
+    search = Search(facts, room, Wishes(batch_rows=2, eager=eager))
+    dial = Dial(search, rates, exact=not eager)
+    if not dial.candidates:
+        return
+    chosen = dial.at(share)
+    for one in dial.within(share):
+        alone = dial.fastest([one])
+        assert alone.layout == replace(one.layout, deferred_moments=alone.layout.deferred_moments)
+        assert chosen.cost.step_s <= alone.cost.step_s
+
+
+@pytest.mark.parametrize("most", [0, 1, 36, MOST_COUNTS])
+def test_every_number_of_groups_is_tried(most: int) -> None:
+    assert tried_counts(most) == list(range(most + 1))
+
+
+@pytest.mark.parametrize("most", [MOST_COUNTS + 1, 1000, 1_000_000])
+def test_of_many_groups_some_numbers_are_tried_with_none_and_all(most: int) -> None:
+    tried = tried_counts(most)
+    assert tried[0] == 0
+    assert tried[-1] == most
+    assert len(tried) == MOST_COUNTS + 1
+    assert tried == sorted(set(tried))
