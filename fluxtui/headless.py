@@ -59,16 +59,21 @@ def train_in_foreground(arguments: Sequence[str], command: Sequence[str] = TRAIN
 def follow_lines(run_dir: Path, ended: Callable[[], int | None] = lambda: None) -> int:
     """Print the run's progress until it ends; returns its exit code, or 130 after a Ctrl-C.
 
-    A reader that leaves before ends it too, with 0: that is no verdict on the training.
+    A reader that leaves before ends it too, with 0: that is no verdict on the training. Raises
+    BadInput where the journal cannot be read, or the run's folder is gone.
 
     `ended` gives the exit code of a trainer that this process started.
     """
     run, journal = RunDir(run_dir), JournalFollower(RunDir(run_dir).journal)
     told: int | None = None  # how the newest process of the run said that it ended
+    was_there = there = False  # the folder
     try:
         while True:
             code = ended()  # asked first: nothing is missed then
-            alive = code is None and run.liveness() in ("running", "new")
+            was_there, there = was_there or there, run.path.is_dir()
+            if was_there and not there:
+                raise BadInput(f"{run.run_id}: its folder is gone: {run.path}")
+            alive = code is None and _alive(run)
             for event in _news(journal):
                 _say(event)
                 if isinstance(event, Done | Failed):
@@ -84,6 +89,14 @@ def follow_lines(run_dir: Path, ended: Callable[[], int | None] = lambda: None) 
     except BrokenPipeError:  # who read the lines has left (`| head`, a connection that broke)
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - until the exit
         return EXIT_FINISHED
+
+
+def _alive(run: RunDir) -> bool:
+    """Whether more may come; a folder that we may not look into does not tell, its journal does."""
+    try:
+        return run.liveness() in ("running", "new")
+    except OSError:
+        return True
 
 
 def _news(journal: JournalFollower) -> list[AnyEvent]:

@@ -141,13 +141,14 @@ def _usable_keys(wanted: Mapping[str, object], problems: list[str]) -> dict[str,
 def save_settings(settings: Settings, path: Path) -> bool:
     """Write all but the keys, in place: comments and `[keys]` stay. False if that cannot be.
 
-    A file that cannot be understood is left alone.
+    A file that cannot be understood, before or after, is left alone.
     """
     try:
         lines = path.read_text("utf-8").splitlines() if path.exists() else []
         tomllib.loads("\n".join(lines))
         values = {name: value for name, value in asdict(settings).items() if name != "keys"}
         text = "\n".join(_with_values(lines, values)) + "\n"
+        tomllib.loads(text)  # a value over several lines cannot be replaced like this
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_suffix(f".{os.getpid()}.tmp")
         temporary.write_text(text, "utf-8")
@@ -163,7 +164,8 @@ def _with_values(lines: list[str], values: Mapping[str, object]) -> list[str]:
     top, rest = lines[:end], lines[end:]
     for name, value in values.items():
         new = f"{name} = {json.dumps(value)}"
-        at = next((i for i, text in enumerate(top) if re.match(rf"\s*{name}\s*=", text)), None)
+        named = re.compile(rf"""\s*(["']?){name}\1\s*=""")
+        at = next((i for i, text in enumerate(top) if named.match(text)), None)
         if at is not None:
             top[at] = new
         else:

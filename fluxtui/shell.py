@@ -114,7 +114,8 @@ class Shell(App[None]):
         chart = ChartSettings(
             smooth=kept.smooth, log_scale=kept.log_scale, by_tokens=kept.by_tokens
         )
-        self.view = View(read_only=read_only, chart=chart)
+        own = {one.id: one.key_text for one in self.actions if one.id in kept.keys}
+        self.view = View(read_only=read_only, chart=chart, key_texts=own)
         self.palette: Palette = PLAIN
         self.runs_folder = runs_folder or runs_root()
         self.trainer: TrainerProcess | None = None
@@ -211,7 +212,7 @@ class Shell(App[None]):
         self._stop_following.set()
         self._source = source
         chart = replace(self.view.chart, last_step=None, crosshair=None, block=None)
-        self.view = View(read_only=self.view.read_only, chart=chart)
+        self.view = View(read_only=self.view.read_only, chart=chart, key_texts=self.view.key_texts)
         self._follow(source)
         self.action_show("dashboard")
 

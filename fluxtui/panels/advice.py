@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fluxtrain.telemetry.events import AdviceGiven
 from fluxtui.panels.panel import Panel
-from fluxtui.panels.trials import asked_line, no_advice, promise, trial_line, why_not
+from fluxtui.panels.trials import asked_line, no_advice, promise, trial_line
 from fluxtui.state.changes import ranked
 from fluxtui.state.view import View
 from fluxtui.widgets.spans import Line, wrapped
@@ -16,15 +16,13 @@ def body(view: View, width: int, height: int) -> list[Line]:
     changed = [line for line in (asked_line(view), newest and trial_line(newest)) if line]
     lines: list[Line] = [((" ", "text"), *line) for line in changed]
     for given in ranked(view.state.advice):
-        lines.extend(rows(given, width, only_watching=bool(why_not(view))))
+        lines.extend(rows(view, given, width))
     return lines[:height] or [((f" {no_advice(view)}", "dim"),)]
 
 
-def rows(
-    given: AdviceGiven, width: int, mark: str = "▲", *, only_watching: bool = False
-) -> list[Line]:
+def rows(view: View, given: AdviceGiven, width: int, mark: str = "▲") -> list[Line]:
     """One piece of advice: what it promises, then the reason, wrapped."""
-    lines: list[Line] = [((f"{mark} ", "accent"), *promise(given, only_watching=only_watching))]
+    lines: list[Line] = [((f"{mark} ", "accent"), *promise(view, given))]
     return lines + [(("  ", "text"), (part, "dim")) for part in wrapped(given.text, width - 2)]
 
 

@@ -8,7 +8,7 @@ from fluxtrain.telemetry.events import Move, ResidencySampled
 from fluxtrain.units import UNKNOWN, bytes_text, duration_text
 from fluxtui.panels.moves import ARROWS
 from fluxtui.panels.moves import ROLES as WAY_ROLES
-from fluxtui.panels.panel import Panel, stale_note
+from fluxtui.panels.panel import Panel, key_of, stale_note
 from fluxtui.panels.residency import CLASSES, ROLES
 from fluxtui.state.view import View
 from fluxtui.widgets.spans import Line, dropped_to_fit, wrapped
@@ -29,7 +29,8 @@ def heading(view: View, width: int) -> Line:
     parts: list[Line] = [((f"{at + 1} of {len(sample.weights)}", "strong"),)]
     if name:
         parts.append(((name, "text"),))
-    return dropped_to_fit([*parts, (("← → choose", "dim"),)], width)
+    hint = f"{key_of(view, 'block_before')} {key_of(view, 'block_after')} choose"
+    return dropped_to_fit([*parts, ((hint, "dim"),)], width)
 
 
 def body(view: View, width: int, height: int) -> list[Line]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 
-from fluxtui.panels.panel import Panel
+from fluxtui.panels.panel import Panel, key_of
 from fluxtui.state.run import LogLine
 from fluxtui.state.view import View
 from fluxtui.widgets.spans import Line, dropped_to_fit, fitted, width_of, wrapped
+from fluxtui.words import counted
 
 LEVEL_ROLES = {"debug": "dim", "info": "text", "warning": "warn", "error": "bad"}
 RECURRING = ("training", "evaluating", "saving")
@@ -16,10 +17,10 @@ KIND_ROLES = {"checkpoint": "good", "evaluation": "info", "advice": "accent", "d
 
 
 def heading(view: View, width: int) -> Line:
-    """How much advice was given."""
+    """How much advice was given, and the key of the screen that tells it."""
     count = len(view.state.advice)
-    words = "line" if count == 1 else "lines"
-    return dropped_to_fit([((f"{count} {words} of advice: 6", "dim"),)] if count else [], width)
+    told = f"{counted(count, 'line')} of advice: {key_of(view, 'show_plan')}"
+    return dropped_to_fit([((told, "dim"),)] if count else [], width)
 
 
 def body(view: View, width: int, height: int) -> list[Line]:

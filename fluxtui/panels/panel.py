@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from fluxtrain.units import UNKNOWN, duration_text
+from fluxtui.actions import find
 from fluxtui.state.view import ChartSettings, View
 from fluxtui.widgets.spans import Line
 
@@ -33,6 +34,11 @@ class Panel:
     about: str = ""  # for the help screen
     pick: Pick | None = None  # what a click does
     shows: Shows | None = None  # a dear panel is drawn again only when one of these is another
+
+
+def key_of(view: View, action: str) -> str:
+    """The key of an action as a person reads it, the user's own where there is one."""
+    return view.key_texts.get(action) or find(action).key_text
 
 
 def pair(label: str, value: str, role: str = "strong") -> Line:

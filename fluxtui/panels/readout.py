@@ -7,7 +7,7 @@ from bisect import bisect_right
 from fluxtrain.units import UNKNOWN, count_text
 from fluxtui.panels.chart import place_of
 from fluxtui.panels.loss import OTHER
-from fluxtui.panels.panel import Panel, number_text, pair, power_text
+from fluxtui.panels.panel import Panel, key_of, number_text, pair, power_text
 from fluxtui.state.history import Bucket, Curve
 from fluxtui.state.run import RunState
 from fluxtui.state.view import Compared, View
@@ -16,7 +16,10 @@ from fluxtui.widgets.spans import Line, dropped_to_fit
 
 def heading(view: View, width: int) -> Line:
     """How the crosshair is moved."""
-    hint = "← → move  esc hides" if view.chart.crosshair is not None else "← → put a crosshair"
+    arrows = f"{key_of(view, 'crosshair_back')} {key_of(view, 'crosshair_on')}"
+    hint = f"{arrows} put a crosshair"
+    if view.chart.crosshair is not None:
+        hint = f"{arrows} move  {key_of(view, 'crosshair_off')} hides"
     return dropped_to_fit([((hint, "dim"),)], width)
 
 

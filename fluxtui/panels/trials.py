@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from fluxtrain.telemetry.events import AdviceGiven
 from fluxtrain.units import duration_text
-from fluxtui.actions import find
-from fluxtui.panels.panel import gain_text
+from fluxtui.panels.panel import gain_text, key_of
 from fluxtui.state.changes import Trial, ranked
 from fluxtui.state.view import View
 from fluxtui.widgets.spans import Line, Span, fitted
@@ -31,13 +30,13 @@ def no_advice(view: View) -> str:
     return "none was given" if view.status.ended else "none so far"
 
 
-def promise(given: AdviceGiven, *, only_watching: bool = False) -> Line:
+def promise(view: View, given: AdviceGiven) -> Line:
     """The gain and the change, and whether it can be made now."""
     gain = given.gain if given.gain_share is None else gain_text(given.gain_share)
-    when: Span = (f"{find('apply_advice').key_text} applies it", "key")
+    when: Span = (f"{key_of(view, 'apply_advice')} applies it", "key")
     if not given.apply:
         when = ("for the next run", "dim")
-    elif only_watching:
+    elif why_not(view):
         when = ("while it trains", "dim")
     spans = ((gain, "good"), (given.how, "strong"), when)
     return tuple(part for text, role in spans if text for part in ((text, role), ("  ", "text")))
@@ -102,4 +101,4 @@ def _best(view: View) -> Line:
     live = [given for given in ranked(view.state.advice) if given.apply]
     if not live:
         return ()
-    return (*promise(live[0], only_watching=bool(why_not(view))), (live[0].text, "dim"))
+    return (*promise(view, live[0]), (live[0].text, "dim"))

@@ -15,6 +15,7 @@ from fluxtrain.telemetry.printable import printable
 from fluxtrain.units import bytes_text
 from fluxtui.actions import ACTIONS, GROUPS, Action
 from fluxtui.panels import PANELS
+from fluxtui.panels.panel import key_of
 from fluxtui.widgets.scrolling import ScrollingLines
 from fluxtui.widgets.spans import BLANK, Line
 from fluxtui.words import counted
@@ -41,11 +42,13 @@ class StopDialog(ModalScreen[bool]):
     ]
 
     def compose(self) -> ComposeResult:
+        leave = key_of(cast("FluxApp", self.app).view, "detach")
         with Vertical(classes="dialog"):
             yield Static("[b]Stop this run?[/b]\n")
             yield Static(
                 "It writes a checkpoint and ends after this step; --resume auto goes on from "
-                "there. To leave it running and close this window, press d instead.\n"
+                f"there. To leave it running and close this window, press {leave} instead.\n",
+                markup=False,
             )
             yield Static("[b]y[/b] stop      [b]n[/b] go on training")
 

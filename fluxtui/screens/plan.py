@@ -74,7 +74,7 @@ def _advice(view: View, width: int) -> list[Line]:
     selected = min(view.advice_at, len(held) - 1)
     for at, given in enumerate(held):
         mark = "▸" if at == selected else " "
-        told = advice_rows(given, width, mark, only_watching=bool(because))
+        told = advice_rows(view, given, width, mark)
         lines += [(("  ", "text"), *spans) for spans in told]
     return [*lines, BLANK]
 
@@ -171,8 +171,9 @@ def _comparison(state: RunState, planned: Planned, width: int) -> list[Line]:
 
 
 def _steady_step_s(state: RunState) -> float | None:
-    """The median of the last steps, without the first few of a run or after a change of it."""
-    warming = state.changes.last_step + WARMING_STEPS
+    """The median of this process's last steps, without the first few or those after a change."""
+    began = state.hello.first_step if state.hello else 0
+    warming = max(began, state.changes.last_step) + WARMING_STEPS
     steps = [step.step_s for step in state.steps if step.step > warming]
     return median(steps) if steps else None
 

@@ -11,6 +11,7 @@ from textual.app import ComposeResult
 
 from fluxtrain.telemetry.rundir import RunSummary, list_runs
 from fluxtui.panels.machine import machine_line
+from fluxtui.panels.panel import key_of
 from fluxtui.screens.run_screen import RunScreen
 from fluxtui.state.link import Link
 from fluxtui.state.view import View
@@ -21,7 +22,8 @@ from fluxtui.widgets.scrolling import ScrollingLines
 from fluxtui.widgets.spans import BLANK, Line
 
 REFRESH_PERIOD_S = 3.0
-NO_RUNS = "no runs here yet: n makes one"
+NO_RUNS = "no runs here yet"
+LOOKING = "looking ..."
 
 
 class RunsScreen(RunScreen):
@@ -34,7 +36,7 @@ class RunsScreen(RunScreen):
     def __init__(self) -> None:
         super().__init__()
         self.runs: Sequence[RunSummary] = ()
-        self._problem = ""
+        self._problem = LOOKING
 
     def compose_body(self) -> ComposeResult:
         yield Lines(id="columns", classes="chrome")
@@ -87,7 +89,8 @@ class RunsScreen(RunScreen):
         self.query_one("#columns", Lines).show([columns(width)], palette)
         attached = view.link.run_dir
         lines = [run_row(run, attached, view.wall_s or time.time(), width) for run in self.runs]
-        empty: list[Line] = [BLANK, ((f"  {self._problem or NO_RUNS}", "dim"),)]
+        why = self._problem or f"{NO_RUNS}: {key_of(view, 'new_run')} makes one"
+        empty: list[Line] = [BLANK, ((f"  {why}", "dim"),)]
         body.show_all(lines or empty, palette)
         detail = [] if self.selected is None else run_detail(self.selected, width)
         self.query_one("#detail", Lines).show(detail, palette)

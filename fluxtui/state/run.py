@@ -137,6 +137,7 @@ def _rewound(state: RunState, step: int) -> RunState:
     steps: History[ev.StepFinished] = History(state.steps.limit)
     for old in state.steps:
         steps = steps.appended(old) if old.step <= step else steps
+    evaluation = state.evaluation
     return replace(
         state,
         step=steps.newest,
@@ -146,7 +147,7 @@ def _rewound(state: RunState, step: int) -> RunState:
         learning_rate=state.learning_rate.until(step),
         tokens=state.tokens.until(step),
         evaluations=evaluations,
-        evaluation=state.evaluation if len(evaluations) else None,
+        evaluation=evaluation if evaluation and evaluation.step <= step else None,
     )
 
 

@@ -48,7 +48,7 @@ def status_of(state: RunState, link: Link, now_s: float) -> Status:
     phase = state.phase.phase if state.phase else "starting"
     detail = state.phase.detail if state.phase else ""
     if phase == "paused":
-        return Status("paused", "PAUSED", detail or "p resumes")
+        return Status("paused", "PAUSED", detail)
     return Status("running", "RUNNING" if phase == "training" else phase.upper(), detail)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -52,6 +53,7 @@ class View:
     advice_at: int = 0  # which piece of advice is selected, the best first
     compared: Compared | None = None
     timeline: Timeline = field(default_factory=Timeline)
+    key_texts: Mapping[str, str] = field(default_factory=dict)  # the user's own, by action
 
     @property
     def now_s(self) -> float:

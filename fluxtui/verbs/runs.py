@@ -10,7 +10,9 @@ from fluxtrain.errors import FluxTrainError
 from fluxtrain.telemetry.rundir import RunDir, RunSummary
 from fluxtrain.telemetry.storage import read_json
 from fluxtrain.units import bytes_text
+from fluxtui.panels.panel import key_of
 from fluxtui.sources.removal import check_removable, remove_run, size_bytes
+from fluxtui.state.view import View
 from fluxtui.verbs.charts import ChartVerbs
 from fluxtui.verbs.run import RunVerbs
 
@@ -38,7 +40,7 @@ class RunsVerbs(RunVerbs, ChartVerbs):
         run = self._selected()
         if run is None:
             return
-        reason = cannot_resume(run)
+        reason = cannot_resume(run, self.view)
         if self.view.read_only:
             reason = "this view is read-only"
         if reason:
@@ -60,7 +62,10 @@ class RunsVerbs(RunVerbs, ChartVerbs):
         if run is None:
             return
         if self.run_dir is None:
-            self._refused("compare", "no run is on screen: press enter on one first")
+            self._refused(
+                "compare",
+                f"no run is on screen: press {key_of(self.view, 'list_choose')} on one first",
+            )
         elif Path(run.path) == self.run_dir:
             self._refused("compare", "this is the run on screen: choose another one")
         else:
@@ -135,10 +140,11 @@ class RunsVerbs(RunVerbs, ChartVerbs):
             shown.look_again()
 
 
-def cannot_resume(run: RunSummary) -> str:
+def cannot_resume(run: RunSummary, view: View) -> str:
     """Why a run cannot be gone on with; "" when it can."""
     if run.state == "running":
-        return f"{run.run_id} is running: enter attaches to it"
+        return f"{run.run_id} is running: {key_of(view, 'list_choose')} attaches to it"
     if run.state == "finished":
-        return f"{run.run_id} has finished: e makes a new run with its settings"
+        clone = key_of(view, "clone_run")
+        return f"{run.run_id} has finished: {clone} makes a new run with its settings"
     return ""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from fluxtrain.units import count_text
-from fluxtui.panels.panel import number_text, whole_text
+from fluxtui.panels.panel import key_of, number_text, whole_text
 from fluxtui.panels.progress import fitting_eta
+from fluxtui.panels.trials import why_not
 from fluxtui.state.status import Status
 from fluxtui.state.view import View
 from fluxtui.widgets.spans import Line, Span, dropped_to_fit, joined, spread, width_of, wrapped
@@ -92,8 +93,11 @@ def status_line(view: View, width: int) -> Line:
 def notice_lines(view: View, width: int) -> list[Line]:
     """What the status means when that needs a sentence; nothing when all is well."""
     status = view.status
-    if not status.detail or status.kind in ("running", "waiting"):
+    told = status.detail
+    if status.kind == "paused" and not told and not why_not(view):
+        told = f"{key_of(view, 'pause')} resumes"
+    if not told or status.kind in ("running", "waiting"):
         return []
     mark, role = STATUS_MARKS[status.kind]
-    parts = wrapped(status.detail, width - 4)[:NOTICE_ROWS]
+    parts = wrapped(told, width - 4)[:NOTICE_ROWS]
     return [((f" {mark if i == 0 else ' '} ", role), (part, role)) for i, part in enumerate(parts)]

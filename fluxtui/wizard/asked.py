@@ -43,6 +43,19 @@ class Asked(Generic[T]):
         return 0.0 if self.asked_s is None else time.monotonic() - self.asked_s
 
 
+def understood(read: Callable[[Mapping[str, Any]], T], answer: Mapping[str, Any]) -> T:
+    """The engine's answer as a value.
+
+    Raises:
+        EngineRefused: it is not what an engine of this version answers.
+    """
+    try:
+        return read(answer)
+    except (AttributeError, LookupError, TypeError, ValueError, OverflowError) as error:
+        told = f"its answer cannot be understood: {type(error).__name__}: {error}"
+        raise EngineRefused(told, EXIT_BUG) from error
+
+
 class Question(Generic[T]):
     """Asks the engine in a worker of `screen`; asked anew, it ends the process before.
 
@@ -86,10 +99,7 @@ class Question(Generic[T]):
             answer = await ask_engine(
                 *arguments, program=self._program, said=self._said, environment=environment
             )
-            self.state = dataclasses.replace(self.state, value=self._read(answer))
-        except (AttributeError, LookupError, TypeError, ValueError, OverflowError) as error:
-            told = f"its answer cannot be understood: {type(error).__name__}: {error}"
-            self.state = dataclasses.replace(self.state, refusal=told, exit_code=EXIT_BUG)
+            self.state = dataclasses.replace(self.state, value=understood(self._read, answer))
         except EngineRefused as error:
             self.state = dataclasses.replace(
                 self.state, refusal=str(error), exit_code=error.exit_code

@@ -19,7 +19,7 @@ from fluxtrain.telemetry.rundir import runs_root
 from fluxtrain.telemetry.storage import free_bytes
 from fluxtui.wizard import lines, questions
 from fluxtui.wizard.answers import DIAL, METHODS, OFFLOADS, Answers, StepName, neighbour
-from fluxtui.wizard.asked import Asked
+from fluxtui.wizard.asked import Asked, understood
 from fluxtui.wizard.asking import Field, Option, SourceQuestion
 from fluxtui.wizard.checks import Check, checked
 from fluxtui.wizard.configuring import yaml_text
@@ -357,6 +357,6 @@ class LinearWizard:
             *arguments, program=self._engine, environment={"TMPDIR": self._scratch.name}
         )
         try:
-            return Asked(value=read(asyncio.run(asking)))
+            return Asked(value=understood(read, asyncio.run(asking)))
         except EngineRefused as error:
             return Asked(refusal=str(error), exit_code=error.exit_code)

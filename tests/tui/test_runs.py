@@ -17,6 +17,7 @@ from fluxtrain.telemetry.rundir import RunDir, RunSummary, list_runs
 from fluxtui.screens.dialogs import DeleteDialog
 from fluxtui.screens.runs import RunsScreen
 from fluxtui.sources.removal import check_removable, remove_run, size_bytes
+from fluxtui.state.view import View
 from fluxtui.verbs.runs import cannot_resume
 from fluxtui.widgets.run_rows import columns, left_text, run_row
 from fluxtui.widgets.spans import width_of
@@ -145,7 +146,7 @@ def test_the_list_knows_the_newest_steps_estimate(runs: Path, made: ModuleType) 
      ("failed", "")],
 )  # fmt: skip
 def test_only_a_run_that_is_not_over_is_gone_on_with(state: str, said: str) -> None:
-    reason = cannot_resume(summary(state=state))
+    reason = cannot_resume(summary(state=state), View())
     assert said in reason and bool(reason) == bool(said)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,6 +14,7 @@ from fluxtui.settings import settings_path
 from fluxtui.wizard.answers import Answers, is_hub_id
 from fluxtui.wizard.checks import checked
 from fluxtui.wizard.draft import draft_path
+from fluxtui.wizard.linear import LinearWizard
 from fluxtui.wizard.steps.paths import complete_path
 
 LONG = "x" * 300
@@ -88,3 +90,22 @@ def test_a_path_that_is_too_long_is_what_is_wrong_with_the_answer(
 
 def test_a_name_that_is_too_long_for_a_folder_is_no_folder() -> None:
     assert is_hub_id(f"{LONG}/{LONG}")
+
+
+def test_an_answer_of_the_engine_that_is_none_is_told_line_by_line_too(folder: Path) -> None:
+    (folder / "inspect.json").write_text('{"sampled_documents": 4}')
+    said: list[str] = []
+    answers = iter(["1", "1", "1", ""])  # new, the demo's model and data, its rows
+
+    def ask(prompt: str) -> str:
+        try:
+            return next(answers)
+        except StopIteration:
+            raise EOFError from None
+
+    engine = (sys.executable, str(folder / "engine.py"))
+    wizard = LinearWizard(
+        None, folder / "runs", ask=ask, say=said.append, draft=folder / "d.json", engine=engine
+    )
+    assert wizard.run() is None
+    assert any("its answer cannot be understood: KeyError" in line for line in said)

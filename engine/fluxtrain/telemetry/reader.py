@@ -87,6 +87,7 @@ class JournalFollower:
         if facts.st_ino != self._inode or facts.st_size < self._offset:
             self.restarts += self._inode != 0
             self._inode, self._offset, self._seen_size = facts.st_ino, 0, 0
+            self._lines = _Lines()  # what was wrong in the other one is not of this one
         if facts.st_size == self._seen_size:
             return []
         data = os.pread(file.fileno(), self._poll_bytes, self._offset)
