@@ -1,10 +1,18 @@
-"""`python -m fluxtui`: the same as the `fluxtrain-tui` command."""
+"""The `fluxtrain-tui` command, also as `python -m fluxtui`."""
 
 from __future__ import annotations
 
 import sys
 
-from fluxtui.launch import main
+from fluxtrain.starting import Starting
+
+
+def main() -> int:
+    """Read the command, then run it; returns its exit code."""
+    with Starting():
+        from fluxtui.launch import main as command
+    return command()
+
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fluxtrain.errors import EXIT_BUG, EXIT_FINISHED, BadInput, FluxTrainError
+from fluxtrain.errors import EXIT_BUG, EXIT_FINISHED, EXIT_INTERRUPTED, BadInput, FluxTrainError
 from fluxtrain.telemetry.finding import LAST, find_run
 from fluxtrain.telemetry.printable import printable, printable_lines
 from fluxtrain.telemetry.rundir import RunDir, runs_root
@@ -67,6 +67,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except FluxTrainError as error:
         print(f"fluxtrain-tui: {printable_lines(str(error))}", file=sys.stderr)
         return error.exit_code
+    except KeyboardInterrupt:  # before the app, or what stands in for it, listened to it
+        print("fluxtrain-tui: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -125,7 +128,11 @@ def _new_run(options: argparse.Namespace) -> int:
     if not (options.demo or options.yes):
         return show(lambda: _app(options, answers=answers))
     trainer = begin(prepare(with_settings_of_the_dial(answers or Answers())))
-    return show(lambda: _app(options, trainer.run_dir.path, trainer))
+    try:
+        return show(lambda: _app(options, trainer.run_dir.path, trainer))
+    except KeyboardInterrupt:  # before there was an app; the training has a process of its own
+        print(printable(farewell(trainer.run_dir.path)), file=sys.stderr)
+        return EXIT_INTERRUPTED
 
 
 def answers_of(options: argparse.Namespace) -> Answers | None:

@@ -1,8 +1,16 @@
-"""`python -m fluxtrain`: the same as the `fluxtrain` command."""
+"""The `fluxtrain` command, also as `python -m fluxtrain`."""
 
 from __future__ import annotations
 
-from fluxtrain.cli import main
+from fluxtrain.starting import Starting
+
+
+def main() -> None:
+    """Read the command, then run it; it ends the process."""
+    with Starting():
+        from fluxtrain.cli import main as command
+    command()
+
 
 if __name__ == "__main__":
     main()

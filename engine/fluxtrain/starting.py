@@ -1,0 +1,41 @@
+"""Ctrl-C while a command is still being read from its files: one line and exit code 130.
+
+Python itself would show where it was in reading them. Imports nothing of its own package: it is
+there before anything else is.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from types import FrameType, TracebackType
+
+_WORDS = b"interrupted before anything was started\n"
+_EXIT_INTERRUPTED = 130  # as in fluxtrain.errors
+
+
+class Starting:
+    """While it lasts, Ctrl-C ends the process at once; where it is ignored, it stays ignored."""
+
+    def __enter__(self) -> Starting:
+        self._before = signal.getsignal(signal.SIGINT)
+        if self._before is signal.default_int_handler:
+            signal.signal(signal.SIGINT, _leave)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._before is signal.default_int_handler:
+            signal.signal(signal.SIGINT, self._before)
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    """Not by an exception: what is interrupted may catch it, or tell it in its own words."""
+    try:
+        os.write(2, _WORDS)
+    finally:  # standard error may be closed
+        os._exit(_EXIT_INTERRUPTED)

@@ -1,0 +1,94 @@
+"""Ctrl-C in the first moments of a command, in a process that is really started."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from fluxtrain.errors import EXIT_INTERRUPTED
+from fluxtrain.starting import _EXIT_INTERRUPTED, Starting
+
+ROOT = Path(__file__).parents[2]
+# Stands in for a package on a disk that is slow: it says that it is being read, and goes on.
+SLOW = """
+import pathlib, time
+pathlib.Path(__file__).with_name("read").touch()
+time.sleep(60)
+"""
+
+
+def interrupted(tmp_path: Path, command: list[str], slow: str) -> subprocess.CompletedProcess[str]:
+    """The command, interrupted while it reads the package `slow`."""
+    package = tmp_path / "slow" / slow
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text(SLOW)
+    ours = os.pathsep.join([str(package.parent), str(ROOT / "engine"), str(ROOT)])
+    process = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        text=True, cwd=tmp_path, env={**os.environ, "PYTHONPATH": ours},
+    )  # fmt: skip
+    deadline = time.monotonic() + 60
+    while not (package / "read").exists():
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    told = process.communicate(timeout=60)
+    return subprocess.CompletedProcess(command, process.returncode, *told)
+
+
+def scripts() -> dict[str, str]:
+    with open(ROOT / "pyproject.toml", "rb") as file:
+        found: dict[str, str] = tomllib.load(file)["project"]["scripts"]
+    return found
+
+
+@pytest.mark.parametrize(("name", "slow"), [("fluxtrain", "typer"), ("fluxtrain-tui", "msgspec")])
+@pytest.mark.parametrize("as_module", [True, False])
+def test_an_interrupt_while_a_command_is_read_is_one_line_and_130(
+    tmp_path: Path, name: str, slow: str, as_module: bool
+) -> None:
+    module, _, function = scripts()[name].partition(":")
+    package = module.partition(".")[0]
+    script = f"import sys\nfrom {module} import {function}\nsys.exit({function}())"  # as pip's
+    how = ["-m", package] if as_module else ["-c", script]
+    ended = interrupted(tmp_path, [sys.executable, *how], slow)
+    assert ended.returncode == EXIT_INTERRUPTED
+    assert (ended.stdout, ended.stderr) == ("", "interrupted before anything was started\n")
+
+
+def test_an_interrupt_while_the_app_is_read_is_one_line_and_130(tmp_path: Path) -> None:
+    code = (
+        "import fluxtui.launch as launch\n"
+        "launch.has_terminal = lambda: True\n"
+        "launch.wants_lines = lambda: False\n"
+        "raise SystemExit(launch.main([]))"
+    )
+    ended = interrupted(tmp_path, [sys.executable, "-c", code], "textual")
+    assert ended.returncode == EXIT_INTERRUPTED
+    assert ended.stderr == "fluxtrain-tui: interrupted\n"
+
+
+def test_what_is_started_to_ignore_an_interrupt_ignores_it(tmp_path: Path) -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with Starting():
+            os.kill(os.getpid(), signal.SIGINT)
+            assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_afterwards_an_interrupt_is_the_commands_own_again() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    with Starting():
+        if before is signal.default_int_handler:
+            assert signal.getsignal(signal.SIGINT) is not before
+    assert signal.getsignal(signal.SIGINT) is before
+    assert _EXIT_INTERRUPTED == EXIT_INTERRUPTED
