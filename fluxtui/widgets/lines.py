@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rich.segment import Segment
@@ -17,6 +17,18 @@ from fluxtui.widgets.spans import BLANK, Line, differing, fitted
 from fluxtui.widgets.strips import BriefStrip
 
 
+class _Looks(dict[str, Style]):
+    """The style of each role, made when it is first asked for."""
+
+    def __init__(self, make: Callable[[str], Style]) -> None:
+        super().__init__()
+        self._make = make
+
+    def __missing__(self, role: str) -> Style:
+        self[role] = style = self._make(role)
+        return style
+
+
 class Lines(Widget):
     """Lines at fixed rows. `show` replaces them; equal lines are neither rebuilt nor repainted."""
 
@@ -25,8 +37,9 @@ class Lines(Widget):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self._lines: list[Line] = []
+        self._rows: list[Line] = []  # the lines as they are drawn, each in `_width` cells
         self._strips: dict[int, Strip] = {}
-        self._looks: dict[str, Style] = {}  # of each role, as the app's filters leave it
+        self._looks = _Looks(self._look)
         self._is_bare: bool | None = None  # nothing around or over the lines; None is not known
         self._width = 0
         self._palette: Palette = PLAIN
@@ -38,19 +51,21 @@ class Lines(Widget):
         """
         width, height = self.size
         new = [*lines[:height], *([BLANK] * (height - len(lines)))]
+        parts: list[Region] = []
         if palette is not self._palette or width != self._width or len(new) != len(self._lines):
-            changed = {y: [(0, width)] for y in range(height)}
+            changed = list(range(height))
+            self._rows = [_drawn(spans, width) for spans in new]
             self._looks.clear()
+            parts = [Region(0, 0, width, height)] if height else []
         else:
-            changed = {
-                y: differing(self._lines[y], new[y], width)
-                for y in range(height)
-                if new[y] != self._lines[y]
-            }
+            changed = [y for y in range(height) if new[y] != self._lines[y]]
+            for y in changed:
+                row = _drawn(new[y], width)
+                parts += [Region(x, y, end - x, 1) for x, end in differing(self._rows[y], row)]
+                self._rows[y] = row
         self._lines, self._palette, self._width = new, palette, width
         for y in changed:
             self._strips.pop(y, None)
-        parts = [Region(x, y, end - x, 1) for y, ends in changed.items() for x, end in ends]
         if parts:
             self.refresh(*parts)
         return len(changed)
@@ -73,6 +88,9 @@ class Lines(Widget):
 
     def _set_dirty(self, *regions: Region) -> None:
         """As Textual's; without regions anything may have changed, also how the lines look."""
+        if regions and self._is_bare:
+            self._repaint_regions.update(regions)
+            return
         if not regions:
             self._strips.clear()
             self._looks.clear()
@@ -93,27 +111,34 @@ class Lines(Widget):
     def _row(self, y: int, width: int) -> Strip:
         strip = self._strips.get(y)
         if strip is None or strip.cell_length != width:
-            strip = self._strip(self._lines[y] if y < len(self._lines) else BLANK, width)
+            if width == self._width and y < len(self._rows):
+                strip = self._strip(self._rows[y], width)
+            else:
+                strip = self._strip(
+                    _drawn(self._lines[y] if y < len(self._lines) else BLANK, width), width
+                )
             self._strips[y] = strip
         return strip
 
     def _strip(self, spans: Line, width: int) -> Strip:
-        if not "".join([text for text, _ in spans]).isprintable():
-            spans = tuple((printable(text), role) for text, role in spans)
-        look = self._look
-        return BriefStrip([Segment(text, look(role)) for text, role in fitted(spans, width)], width)
+        looks = self._looks
+        return BriefStrip([Segment(text, looks[role]) for text, role in spans], width)
 
     def _look(self, role: str) -> Style:
         """The style of a role, as the filters leave it where Textual does not apply them."""
-        look = self._looks.get(role)
-        if look is None:
-            segments = [Segment(" ", self._palette.style(role))]
-            for line_filter in self.get_line_filters() if self._is_bare else ():
-                segments = line_filter.apply(segments, self.background_colors[1])
-            look = self._looks[role] = segments[0].style or Style.null()
-        return look
+        segments = [Segment(" ", self._palette.style(role))]
+        for line_filter in self.get_line_filters() if self._is_bare else ():
+            segments = line_filter.apply(segments, self.background_colors[1])
+        return segments[0].style or Style.null()
 
     @property
     def text(self) -> str:
         """What is drawn, without colours (for tests and for copying)."""
         return "\n".join("".join(text for text, _ in spans).rstrip() for spans in self._lines)
+
+
+def _drawn(spans: Line, width: int) -> Line:
+    """The line in `width` cells, with marks in place of what would steer the terminal."""
+    if not "".join([text for text, _ in spans]).isprintable():
+        spans = tuple((printable(text), role) for text, role in spans)
+    return fitted(spans, width)

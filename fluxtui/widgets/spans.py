@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
@@ -21,6 +22,9 @@ def line(*spans: Span | str) -> Line:
 
 def width_of(spans: Line) -> int:
     """Cells that the line takes; wide characters take two."""
+    whole = "".join([text for text, _ in spans])
+    if has_a_cell_each(whole):
+        return len(whole)
     return sum([len(text) if text.isascii() else cell_len(text) for text, _ in spans])
 
 
@@ -55,20 +59,22 @@ def fitted(spans: Line, width: int) -> Line:
     return tuple(kept)
 
 
-def differing(old: Line, new: Line, width: int) -> list[tuple[int, int]]:
-    """From which cells up to which two lines in `width` cells look different.
+def differing(old: Line, new: Line) -> list[tuple[int, int]]:
+    """From which cells up to which two lines of the same width look different.
 
     Parts between them that cost less to draw again than to jump over are taken in.
     """
-    old, new = fitted(old, width), fitted(new, width)
-    if not all(has_a_cell_each(text) for text, _ in (*old, *new)):
-        return [(0, width)]
+    before, after = ("".join([text for text, _ in spans]) for spans in (old, new))
+    if not (has_a_cell_each(before) and has_a_cell_each(after)):
+        return [(0, width_of(new))]
     first = _equal(old, new)
     last = min(_equal(old[::-1], new[::-1]), len(old) - first, len(new) - first)
-    before, after = _cells(old[first : len(old) - last]), _cells(new[first : len(new) - last])
-    start = width_of(old[:first])
+    start = sum([len(text) for text, _ in old[:first]])
+    pairs = zip(
+        _cells(old[first : len(old) - last]), _cells(new[first : len(new) - last]), strict=True
+    )
     parts: list[tuple[int, int]] = []
-    for x in [x for x, cell in enumerate(before, start) if cell != after[x - start]]:
+    for x in [x for x, (one, other) in enumerate(pairs, start) if one != other]:
         if parts and x - parts[-1][1] < JUMP_CELLS:
             parts[-1] = (parts[-1][0], x + 1)
         else:
@@ -89,10 +95,20 @@ def _cells(spans: Line) -> list[Span]:
     return [(c, role) for text, role in spans for c in text]
 
 
-@lru_cache(maxsize=4096)
+# Not of the scripts and signs of which every character has a cell (Unicode Standard Annex 11)
+_UNUSUAL = re.compile(
+    r"[^ -~\xa0-\xac\xae-\u02ff\u2013-\u2026\u2190-\u2199\u2500-\u25fc\u2800-\u28ff]"
+)
+
+
 def has_a_cell_each(text: str) -> bool:
     """Whether no character takes two cells or joins another."""
-    return text.isascii() or all(get_character_cell_size(c) == 1 for c in text)
+    return text.isascii() or _UNUSUAL.search(text) is None or _has_a_cell_each(text)
+
+
+@lru_cache(maxsize=4096)
+def _has_a_cell_each(text: str) -> bool:
+    return all(get_character_cell_size(c) == 1 for c in text)
 
 
 def spread(left: Line, right: Line, width: int) -> Line:
@@ -106,10 +122,12 @@ def spread(left: Line, right: Line, width: int) -> Line:
 def dropped_to_fit(parts: Sequence[Line], width: int, gap: str = "  ") -> Line:
     """As many whole parts, first ones first, as fit in `width`."""
     kept: list[Line] = []
+    used = 0
     for part in parts:
-        if width_of(joined([*kept, part], gap)) > width:
-            continue
-        kept.append(part)
+        needed = width_of(part) + (len(gap) if kept else 0)
+        if part and used + needed <= width:
+            kept.append(part)
+            used += needed
     return joined(kept, gap)
 
 

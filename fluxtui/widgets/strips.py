@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from rich.cells import cell_len
 from rich.segment import Segment
 from textual.cache import FIFOCache
 from textual.strip import Strip
@@ -52,19 +51,17 @@ def part_of(strip: Strip, start: int, stop: int) -> Iterable[Segment]:
     """What stands in the cells from `start` up to `stop`."""
     if start <= 0 and stop >= strip.cell_length:
         return strip
-    x, last = 0, strip.cell_length
+    if not has_a_cell_each(strip.text):  # a character may be cut in two, or follow its cell
+        return strip.crop(start, stop)
+    x = 0
     found: list[Segment] = []
     for segment in strip:
-        text = segment.text
-        end = x + (len(text) if text.isascii() else cell_len(text))
+        text, style, _ = segment
+        end = x + len(text)
         if end > start:
-            if not has_a_cell_each(text):  # a character may be cut in two, or follow its cell
-                return strip.crop(start, stop)
             whole = start <= x and end <= stop
-            found.append(
-                segment if whole else Segment(text[max(0, start - x) : stop - x], segment.style)
-            )
-            if stop <= end < last:
+            found.append(segment if whole else Segment(text[max(0, start - x) : stop - x], style))
+            if end >= stop:
                 break
         x = end
     return found

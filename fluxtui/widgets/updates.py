@@ -15,7 +15,7 @@ from textual.strip import Strip
 
 from fluxtui.widgets.strips import part_of
 
-_RESET_AND_SET = re.compile(r"\x1b\[0m\x1b\[([\d;]+)m")
+_RESET_BEFORE_SET = re.compile(r"\x1b\[0m\x1b\[(?=[\d;]+m)")
 
 
 class PartsUpdate(ChopsUpdate):
@@ -49,4 +49,4 @@ class PartsUpdate(ChopsUpdate):
 
 def shorter(text: str) -> str:
     """The same look in fewer bytes: a style that is taken off and the next are one sequence."""
-    return _RESET_AND_SET.sub("\x1b[0;\\1m", text)
+    return _RESET_BEFORE_SET.sub("\x1b[0;", text)

@@ -36,7 +36,7 @@ def looks(line: Line, width: int) -> list[tuple[str, str]]:
 def test_outside_of_the_differing_parts_two_lines_look_alike(
     old: Line, new: Line, width: int
 ) -> None:
-    parts = differing(old, new, width)
+    parts = differing(fitted(old, width), fitted(new, width))
     before, after = looks(old, width), looks(new, width)
     drawn = list(before)
     for start, end in parts:
@@ -53,7 +53,7 @@ def test_a_line_with_wide_or_joined_characters_is_never_cut(
 ) -> None:
     joins = any(not c.isascii() for line in (old, new) for text, _ in line for c in text)
     if joins and width >= max(width_of(old), width_of(new)):
-        assert differing(old, new, width) == [(0, width)]
+        assert differing(fitted(old, width), fitted(new, width)) == [(0, width)]
 
 
 def update_of(line: Line, x: int, *parts: tuple[int, int]) -> ChopsUpdate:
@@ -81,7 +81,7 @@ def test_the_parts_make_the_same_picture_as_the_whole_line(old: Line, new: Line,
     width = 50
     old, new = fitted(old, width), fitted(new, width)
     whole = [update_of(line, x, (0, width)).render_segments(console()) for line in (old, new)]
-    parts = differing(old, new, width)
+    parts = differing(old, new)
     update = update_of(new, x, *parts) if parts else None
     changed = shorter(PartsUpdate.of(update).render_segments(console())) if update else ""
     assert on_screen(whole[0], changed) == on_screen(whole[0], whole[1])
@@ -90,7 +90,7 @@ def test_the_parts_make_the_same_picture_as_the_whole_line(old: Line, new: Line,
 def test_a_number_that_changes_at_the_end_of_a_line_costs_no_line() -> None:
     line: Line = (("│ step ", "dim"), ("17", "text"), ("─" * 60, "dim"), (" 2.0%", "good"))
     other: Line = (*line[:3], (" 2.1%", "good"))
-    parts = differing(line, other, 74)
+    parts = differing(line, other)
     assert parts == [(72, 73)]
     written = PartsUpdate.of(update_of(other, 3, *parts)).render_segments(console())
     assert len(written.encode()) < 30
