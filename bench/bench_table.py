@@ -13,6 +13,7 @@ import argparse
 import importlib.metadata
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 from datetime import UTC, datetime
@@ -20,6 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+
+from fluxtrain.hardware.allocator import NAMES, SETTING
 
 HERE = Path(__file__).parent
 DOCS = HERE.parent / "docs" / "benchmarks.md"
@@ -49,8 +52,16 @@ def measured(row: Row, out: Path, limit_s: float) -> Row:
     if "budget" in row:
         command += ["--budget-gib", str(row["budget"])]
         command += ["--trace", str(out / f"{row['name']}.trace.json.gz")]
+    environment = {NAMES[0]: SETTING, **os.environ}  # as the trainer sets it; the same for all
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=False)
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=limit_s,
+            check=False,
+            env=environment,
+        )
     except subprocess.TimeoutExpired:
         return {"error": f"not done in {limit_s:.0f} s"}
     (out / f"{row['name']}.log").write_text(done.stdout + done.stderr)

@@ -38,7 +38,7 @@ class FluxLoop:
         told = loss.detach()
         self._engine.clip_grad_norm(None if self._eager else MAX_NORM, [told])
         self._optimizer.step()
-        self._optimizer.zero_grad()
+        self._engine.forget_gradients()
         return told
 
 

@@ -18,7 +18,7 @@ from fluxtrain.errors import (
     FluxTrainError,
     NoSpace,
 )
-from fluxtrain.hardware import openmp
+from fluxtrain.hardware import allocator, openmp
 from fluxtrain.spoken import complain, print_json, say, silent, tell
 from fluxtrain.telemetry.standard_streams import open_standard_streams
 
@@ -317,8 +317,9 @@ def _command(run: str, command: str, arguments: dict[str, Any], *, json: bool) -
 def main(arguments: list[str] | None = None) -> NoReturn:
     """Run the command; the one place where exceptions become exit codes."""
     open_standard_streams()
-    if "torch" not in sys.modules:  # else a program calls this, whose libgomp has read it already
+    if "torch" not in sys.modules:  # else a program calls this, and torch has read them already
         openmp.share_cores()
+        allocator.let_segments_grow()
     given = sys.argv[1:] if arguments is None else arguments
     try:
         ended = get_command(app)(given, standalone_mode=False)  # app() replaces sys.excepthook too

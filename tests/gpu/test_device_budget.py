@@ -6,6 +6,7 @@ Each case has a process of its own, because a cap and a CUDA context stay until 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 from fluxtrain.errors import EXIT_DOES_NOT_FIT, DoesNotFit
+from fluxtrain.hardware.allocator import NAMES, SETTING
 from fluxtrain.hardware.gpu import own_process_bytes
 from fluxtrain.train.device_budget import hold_to_budget
 from fluxtrain.units import GIB, MIB
@@ -25,6 +27,7 @@ pytestmark = [
 
 FILL = """
 import json, sys, torch
+from fluxtrain.hardware.allocator import NAMES, SETTING
 from fluxtrain.hardware.gpu import own_process_bytes
 from fluxtrain.train.device_budget import hold_to_budget
 left, held, refused = hold_to_budget(float(sys.argv[1])), [], False
@@ -40,24 +43,63 @@ print(json.dumps({"left": left, "refused": refused, "torch": torch.cuda.memory_r
 """
 
 
-def fill(budget_gib: float) -> dict[str, Any]:
-    """Allocate until torch refuses, under a budget."""
+def fill(budget_gib: float, *, growing: bool = False) -> dict[str, Any]:
+    """Allocate until torch refuses, under a budget; `growing`: in segments that grow."""
+    environment = {name: value for name, value in os.environ.items() if name not in NAMES}
+    environment |= {NAMES[0]: SETTING} if growing else {}
     finished = subprocess.run(
-        [sys.executable, "-c", FILL, str(budget_gib)], capture_output=True, text=True, check=False
+        [sys.executable, "-c", FILL, str(budget_gib)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment,
     )
     assert finished.returncode == 0, finished.stderr
     found: dict[str, Any] = json.loads(finished.stdout.splitlines()[-1])
     return found
 
 
+@pytest.mark.parametrize("growing", [False, True])
 @pytest.mark.parametrize("budget_gib", [2.0, 4.0])
-def test_a_process_that_takes_all_it_can_stays_within_its_budget(budget_gib: float) -> None:
-    found = fill(budget_gib)
+def test_a_process_that_takes_all_it_can_stays_within_its_budget(
+    budget_gib: float, growing: bool
+) -> None:
+    found = fill(budget_gib, growing=growing)
     assert found["refused"]
     assert found["torch"] <= found["left"] < budget_gib * GIB
     assert found["torch"] > found["left"] - 64 * MIB, "what the budget leaves can be used"
     if found["own"] is not None:
         assert found["own"] <= budget_gib * GIB + 16 * MIB
+
+
+PIECES = """
+import json, torch
+from fluxtrain.train.device_budget import hold_to_budget
+MIB = 1 << 20
+left, live = hold_to_budget(4.0), []
+for _ in range(24):  # what stays, between what comes and goes
+    passing = torch.empty(96 * MIB, dtype=torch.uint8, device="cuda")
+    live.append(torch.empty(32 * MIB, dtype=torch.uint8, device="cuda"))
+    live.append(passing)
+live = live[::2]
+free = left - torch.cuda.memory_allocated()
+try:
+    torch.empty(int(0.8 * free), dtype=torch.uint8, device="cuda")
+    print("fits")
+except torch.OutOfMemoryError:
+    print("in pieces")
+"""
+
+
+def test_segments_that_grow_hold_what_stays_between_what_goes() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", PIECES],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, NAMES[0]: SETTING},
+    )
+    assert done.stdout.split() == ["fits"], done.stdout + done.stderr
 
 
 def test_cudas_own_share_is_counted_once() -> None:

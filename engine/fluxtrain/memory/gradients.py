@@ -186,10 +186,9 @@ class Gradients:
         for segment in group.trained:
             segment.is_wide = False
 
-    def hand_out(self, member: Member) -> Tensor:
-        """What the member's gradient is stored in, for others than the engine."""
+    def handed_out(self, member: Member) -> None:
+        """Others than the engine have what the member's gradient is stored in."""
         self._scatter.handed_out(member.segment.gradient)
-        return stored(member)
 
     def wait(self, group: Group) -> None:
         """Block until the group's gradients are at home, and nothing else is on its way there."""

@@ -32,6 +32,7 @@ from fluxtrain.stream.optimizer_state import (
     wrapped_parameters,
 )
 from fluxtrain.stream.parameter import Owner
+from fluxtrain.stream.user_gradients import settle
 from fluxtrain.stream.writes import check_writes
 
 if TYPE_CHECKING:
@@ -288,7 +289,7 @@ def _foreign_step(optimizer: Optimizer, entries: Entries) -> None:
                 owner.group.round_gradients()
                 if owner.member.has_gradient:
                     owner.member.gradient_scale *= factor
-                    engine.settle_gradient(owner.group, owner.member)
+                    settle(engine, owner.group, owner.member)
         engine.say(
             f"{type(optimizer).__name__} runs on the host, on the weights as they are (no fp32 "
             "masters): torch.optim.AdamW is updated by FluxTrain's own kernels"

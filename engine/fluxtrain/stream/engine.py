@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from fluxtrain.errors import MisusedModel
 from fluxtrain.memory.boundary import BoundaryPark
 from fluxtrain.memory.device import Device
-from fluxtrain.memory.gradients import Gradients, stored
+from fluxtrain.memory.gradients import Gradients
 from fluxtrain.memory.group import Group, Member
 from fluxtrain.memory.window import LOOKS_AHEAD, Window
 from fluxtrain.plan.placement import Placement
@@ -31,7 +31,7 @@ from fluxtrain.stream.chunking import saved_row_bytes
 from fluxtrain.stream.head import HeadCall
 from fluxtrain.stream.loss_scale import LossScale
 from fluxtrain.stream.norm import GradNorm, norm_parts
-from fluxtrain.stream.parameter import HostGradient, HostParameter, Owner
+from fluxtrain.stream.parameter import HostParameter, Owner
 from fluxtrain.stream.rows import HostIds, Lookup
 from fluxtrain.stream.shards import load_state_shard, state_shards
 from fluxtrain.stream.updates import Updates
@@ -170,51 +170,11 @@ class Engine:
         self.accounts.sample()
         self.device.tidy()
 
-    # -- gradients as the user sees them ---------------------------------------------------------
-
-    def gradient_of(self, group: Group, member: Member) -> Tensor:
-        self.gradients.wait(group)
-        if not group.holds_gradient_memory:
-            raise MisusedModel(
-                f"the gradient of {member.name} in {group.name} was used up: in an eager step each "
-                "group is updated as its gradients arrive, and their memory serves the next group"
-            )
-        return HostGradient.over(self.gradients.hand_out(member), self.owners[group][member.index])
-
-    def set_gradient(self, group: Group, member: Member, value: Tensor | None) -> None:
-        if value is None:
-            member.has_gradient = False
-            member.gradient_scale = 1.0
-            if not group.has_gradient:
+    def forget_gradients(self) -> None:
+        """All of them, without a look at each."""
+        for group in self.groups:
+            if group.has_gradient:
                 self.gradients.forget(group)
-            return
-        group.ensure_gradient()
-        self.settle_gradient(group, member)
-        with torch.no_grad():
-            stored(member).copy_(value)
-        member.has_gradient = True
-
-    def settle_gradient(self, group: Group, member: Member) -> None:
-        """Somebody is about to look at (or write to) the stored gradient itself."""
-        self.gradients.wait(group)
-        group.wait()  # an update under way reads it
-        if member.gradient_scale != 1.0 and member.has_gradient:
-            stored(member).mul_(member.gradient_scale)
-        member.gradient_scale = 1.0
-        arrival = self.gradients.arrivals.get(group)
-        if arrival is not None:
-            arrival.norm_of.pop(member.index, None)
-
-    def gradient_norm(self, group: Group, member: Member) -> Tensor:
-        """2-norm of one parameter's gradient, fp32 scalar."""
-        arrival = self.gradients.arrivals.get(group)
-        if arrival is not None and arrival.norms is not None and member.index in arrival.norm_of:
-            norm = arrival.norms[arrival.norm_of[member.index]]
-            scale = abs(member.gradient_scale)
-            return norm if scale == 1.0 else norm * scale
-        self.gradients.wait(group)
-        measured: Tensor = torch.linalg.vector_norm(stored(member), dtype=torch.float32)
-        return measured * abs(member.gradient_scale)
 
     def clip_grad_norm(self, max_norm: float | None, losses: Sequence[Tensor] = ()) -> GradNorm:
         """Measure the global norm; the next optimizer step scales by it. None only measures.

@@ -12,6 +12,7 @@ from torch import Tensor
 from fluxtrain.memory.device import Device, Ticket
 from fluxtrain.memory.page_locks import host_empty
 from fluxtrain.optim.clip import clip_scale
+from fluxtrain.stream.user_gradients import norm_of
 
 if TYPE_CHECKING:
     from fluxtrain.stream.engine import Engine
@@ -114,7 +115,7 @@ def norm_parts(engine: Engine) -> list[Tensor]:
             assert arrival is not None
             parts += [arrival.norms] if arrival.norms is not None else []
         else:
-            parts += [engine.gradient_norm(group, m) for m in members]
+            parts += [norm_of(engine, group, m) for m in members]
     for parameter in engine.loose:
         if parameter.grad is not None:
             parts.append(torch.linalg.vector_norm(parameter.grad, dtype=torch.float32))

@@ -1,8 +1,8 @@
 """Parameters whose bytes are at home on the host, and gradients that are looked at lazily.
 
 A wrapped parameter keeps its identity; between computations its class is `HostParameter`, a
-subclass that sees every read. A read waits for an update under way; reading `.grad` waits for the
-gradient's transfer. While its block computes, the class is plain `nn.Parameter`.
+subclass that sees every read. A read waits for an update under way; a look at the values of `.grad`
+waits for the gradient's transfer. While its block computes, the class is plain `nn.Parameter`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from fluxtrain.errors import MisusedModel
 from fluxtrain.memory.group import Group, Member
+from fluxtrain.stream import user_gradients
 
 if TYPE_CHECKING:
     from fluxtrain.stream.engine import Engine
@@ -111,11 +112,13 @@ def _gradient_access(func: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     if func == _GRAD_GET:
         if owner.hidden or not owner.member.has_gradient:
             return None
-        return owner.engine.gradient_of(owner.group, owner.member)
+        return HostGradient.over(
+            user_gradients.lend(owner.engine, owner.group, owner.member), owner
+        )
     value = args[1] if func == _GRAD_SET else None
     if value is not None:
         _refuse_no_gradient(value, owner)
-    owner.engine.set_gradient(owner.group, owner.member, value)
+    user_gradients.replace(owner.engine, owner.group, owner.member, value)
     return None
 
 
@@ -157,7 +160,7 @@ class HostGradient(Tensor):
         ours = bool(args) and isinstance(args[0], HostGradient)
         if ours and func in _NORMS and _is_two_norm(func, args, kwargs):
             owner = args[0]._owner
-            return owner.engine.gradient_norm(owner.group, owner.member)
+            return user_gradients.norm_of(owner.engine, owner.group, owner.member)
         if ours and func in (Tensor.mul_, Tensor.__imul__):
             factor = args[1] if len(args) > 1 else kwargs.get("other")
             if isinstance(factor, int | float) or (
@@ -185,7 +188,8 @@ def _bring_up_to_date(*arguments: Any) -> None:
             if isinstance(value, HostParameter):
                 value._fluxtrain.group.wait_for_weights()
             elif isinstance(value, HostGradient):
-                value._owner.engine.settle_gradient(value._owner.group, value._owner.member)
+                owner = value._owner
+                user_gradients.show(owner.engine, owner.group, owner.member)
 
 
 def _unscale(gradients: list[Tensor], found_inf: Tensor, inverse_scale: Tensor) -> None:
@@ -195,7 +199,9 @@ def _unscale(gradients: list[Tensor], found_inf: Tensor, inverse_scale: Tensor) 
     others = [gradient for gradient in gradients if not isinstance(gradient, HostGradient)]
     owners = [gradient._owner for gradient in ours]
     device = owners[0].engine.device.torch_device
-    norms = torch.stack([o.engine.gradient_norm(o.group, o.member).to(device) for o in owners])
+    norms = torch.stack(
+        [user_gradients.norm_of(o.engine, o.group, o.member).to(device) for o in owners]
+    )
     finite = bool(torch.isfinite(norms).all())
     # A scaler on a GPU sends both numbers to the host without waiting for them. They are there now:
     # the norms were queued behind them and have been read.

@@ -139,12 +139,16 @@ class TrainingLoop:
         the device never waits for the host to look at them."""
         queued = self._compute_until_it_fits()
         self._optimizer.step()  # in the background; the next forward waits block by block
-        self._optimizer.zero_grad()
+        self._forget_gradients()
         queued.clock.ends("optimizer")
         self._settle()
         self._queued = queued
         if self._reads_at_once():
             self._settle()
+
+    def _forget_gradients(self) -> None:
+        self._engine.forget_gradients()
+        self._optimizer.zero_grad()  # of parameters that stand outside all groups
 
     def _reads_at_once(self) -> bool:
         """On the CPU the numbers are here already."""
@@ -162,7 +166,7 @@ class TrainingLoop:
                 if self._engine.partly_updated:
                     raise DoesNotFit(self._out_of_memory(error)) from error
                 # nothing was changed yet: weights move only after the norm is known
-                self._optimizer.zero_grad()
+                self._forget_gradients()
                 self._make_room(error, time.perf_counter() - started_s)
                 self._data.load_state_dict(cursor)
                 restore_random_state(random)
