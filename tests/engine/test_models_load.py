@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from fluxtrain.data import demo
 from fluxtrain.errors import EXIT_BAD_INPUT, BadInput
 from fluxtrain.methods.demo_model import demo_model
-from fluxtrain.methods.model_files import check_model_folder
+from fluxtrain.methods.model_files import MOST_LAYERS, check_model_folder
 from fluxtrain.methods.models import ModelSource, check_finite, load_model
 from fluxtrain.methods.sampling import sample_text
 
@@ -152,6 +152,25 @@ def test_a_damaged_configuration_is_refused(model_folder: Folder, content: str) 
     folder = model_folder()
     (folder / "config.json").write_text(content)
     assert "config.json" in _refusal(folder)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_hidden_layers": MOST_LAYERS + 1},
+        {"num_hidden_layers": 10**7},
+        {"text_config": {"num_hidden_layers": 10**7}},
+    ],
+    ids=["one too many", "a typing mistake", "of the text model"],
+)
+def test_more_layers_than_anybody_has_trained_are_refused_before_they_are_made(
+    model_folder: Folder, changes: dict[str, Any]
+) -> None:
+    folder = model_folder("qwen2")
+    _edit(folder / "config.json", **changes)
+    told = _refusal(folder)
+    assert f"{folder / 'config.json'} says num_hidden_layers = " in told
+    assert f"up to {MOST_LAYERS:,} layers" in told
 
 
 def test_a_folder_without_tokenizer_is_refused(model_folder: Folder) -> None:

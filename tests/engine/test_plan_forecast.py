@@ -149,6 +149,16 @@ def test_with_the_settings_of_a_plan_train_takes_just_that_plan(
         assert seconds == pytest.approx(one["seconds_per_step"])
 
 
+def test_a_configuration_of_ten_million_layers_is_refused_and_not_planned(
+    large: RunConfig, tmp_path: Path
+) -> None:
+    config = Path(large.model.path) / "config.json"
+    told = json.loads(config.read_text()) | {"num_hidden_layers": 10_000_000}
+    config.write_text(json.dumps(told))
+    with pytest.raises(BadInput, match="num_hidden_layers = 10,000,000"):
+        preview(large, machine(tmp_path, 24, 160))
+
+
 def test_an_unclipped_run_is_predicted_to_overlap_more(large: RunConfig, tmp_path: Path) -> None:
     elsewhere = machine(tmp_path, 24, 160)
     settings = large.model_dump()

@@ -24,6 +24,8 @@ TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model",
     "vocab.json", "vocab.txt", "tekken.json",
 )  # fmt: skip
+MOST_LAYERS = 4096  # four times as many as the deepest models that were ever trained
+_LAYER_KEYS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
 _KERNEL_KEYS = ("attn_implementation", "_attn_implementation")  # may name a hub repository
 _DTYPE_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
@@ -58,7 +60,7 @@ def check_model_folder(folder: Path, trust_remote_code: bool = False) -> ModelFi
     """
     if not folder.is_dir():
         raise BadInput(f"{folder} is a file: name the folder that holds config.json")
-    config = _config(folder)
+    config = model_config(folder)
     _refuse_remote_code(folder, config, trust_remote_code)
     if (quantised := config.get("quantization_config")) is not None:
         named = isinstance(quantised, dict)
@@ -154,7 +156,11 @@ def _data_bytes(header: dict[str, Any]) -> int:
     return max((int(tensor["data_offsets"][1]) for tensor in header.values()), default=0)
 
 
-def _config(folder: Path) -> dict[str, Any]:
+def model_config(folder: Path) -> dict[str, Any]:
+    """config.json of a model folder.
+
+    Raises BadInput when it is missing, damaged, or of more layers than anybody has trained.
+    """
     path = folder / "config.json"
     if not path.exists():
         if (folder / "adapter_config.json").exists():
@@ -168,7 +174,22 @@ def _config(folder: Path) -> dict[str, Any]:
     config = _json_object(path)
     if "model_type" not in config:
         raise BadInput(f"{path} has no `model_type`: it is not a model's configuration")
+    refuse_too_many_layers(config, str(path))
     return config
+
+
+def refuse_too_many_layers(config: Mapping[str, Any], where: str) -> None:
+    """Raise BadInput, naming `where`, for a configuration (or a part of it, as of its text model)
+    with more than `MOST_LAYERS`: each is made and gone through before anything else can be told."""
+    parts = [config, *(part for part in config.values() if isinstance(part, Mapping))]
+    for part in parts:
+        for key in _LAYER_KEYS:
+            told = part.get(key)
+            if isinstance(told, int) and told > MOST_LAYERS:
+                raise BadInput(
+                    f"{where} says {key} = {told:,}, and models of up to {MOST_LAYERS:,} layers "
+                    "can be trained: copy or download it again"
+                )
 
 
 def _json_object(path: Path) -> dict[str, Any]:

@@ -86,6 +86,12 @@ class Cost:
         """Throughput."""
         return self.tokens / self.step_s
 
+    @property
+    def carried_s(self) -> float:
+        """What host memory and bus do for the step, hidden or not."""
+        copies_s = self.upload_forward_s + self.upload_backward_s + self.download_s
+        return self.host_update_s + self.deferred_moments_s + copies_s
+
 
 Phases = list[dict[str, float]]  # in order; seconds by what takes them
 
@@ -152,7 +158,15 @@ def cost(
     )
 
 
-def least_step_s(
+@dataclass(frozen=True)
+class LeastCost:
+    """Seconds that those of a `Cost` by the same names do not go below."""
+
+    step_s: float
+    carried_s: float
+
+
+def least_cost(
     facts: ModelFacts,
     layout: Layout,
     rates: Rates,
@@ -160,29 +174,30 @@ def least_step_s(
     exact: bool = True,
     passes: int = 1,
     moments_free: bool = False,
-) -> float:
-    """Seconds that `cost` does not go below, known without going through the groups one by one:
-    what waits for updates waits as little as it can. `moments_free`: whether they are deferred or
-    not, whatever `layout` says of it."""
+) -> LeastCost:
+    """What `cost` says at least, known without going through the groups one by one: what waits for
+    updates waits as little as it can. `moments_free`: whether they are deferred or not, whatever
+    `layout` says of it."""
     work = _work_of(facts, layout, rates, exact=exact, passes=passes)
-    otherwise = replace(layout, deferred_moments=not layout.deferred_moments)
-    times = (layout, otherwise) if moments_free else (layout,)
-    updates_s = min(sum(host_updates(facts, one, work.rates)) for one in times)
+    updates = {layout: (work.update_s, work.moments_s)}
+    if moments_free:
+        otherwise = replace(layout, deferred_moments=not layout.deferred_moments)
+        updates[otherwise] = host_updates(facts, otherwise, work.rates)
+    updates_s = min(sum(both) for both in updates.values())
     if not work.rates.has_gpu:
         seconds = _one_after_the_other(work, updates_s)
     else:
         lasting_s = [max(phase.values()) for phase in work.phases]
         seconds = sum(lasting_s)
         if exact:
-            awaited_s = min(_awaited(facts, one, work.rates) for one in times)
+            awaited_s = min(
+                update_s - start_of(facts, one, work.rates).late_s
+                for one, (update_s, _) in updates.items()
+            )
             seconds += max(0.0, awaited_s - lasting_s[0])
     seconds += work.device_update_s
-    return max(seconds, updates_s, work.queueing_s)
-
-
-def _awaited(facts: ModelFacts, layout: Layout, rates: Rates) -> float:
-    """Seconds of AdamW on the host that an exact step's forward pass cannot end before."""
-    return host_updates(facts, layout, rates)[0] - start_of(facts, layout, rates).late_s
+    copies_s = passes * (sum(work.uploads) + sum(work.downloads))
+    return LeastCost(max(seconds, updates_s, work.queueing_s), updates_s + copies_s)
 
 
 def _work_of(facts: ModelFacts, layout: Layout, rates: Rates, *, exact: bool, passes: int) -> _Work:
@@ -230,7 +245,7 @@ def _exact_phases(
     forward, backward = phases[0], phases[passes + 1]
     start, update_s = start_of(facts, layout, rates), host_updates(facts, layout, rates)[0]
     begins_s = forward["compute"] + start.update_s + start.copy_s
-    awaited_s = _awaited(facts, layout, rates)
+    awaited_s = update_s - start.late_s
     after_s = forward_after_updates(facts, layout, rates, forward["compute"], awaited_s)
     least_s = {**forward, "compute": begins_s}
     first = {name: max(after_s.get(name, 0.0), seconds) for name, seconds in least_s.items()}

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from fluxtrain.plan.cost import Cost, cost, least_step_s
+from fluxtrain.plan.cost import Cost, LeastCost, cost, least_cost
 from fluxtrain.plan.facts import OFFLOADS, Offload
 from fluxtrain.plan.footprint import Footprint, Layout, keepable_count, kept_block_bytes
 from fluxtrain.plan.moments import faster_of_both
@@ -23,7 +23,9 @@ from fluxtrain.plan.spread import DeviceFirst
 STOPS = {"fast": 1.0, "balanced": 0.5, "fit": 0.0}
 GPU_CHUNK_TOKENS = 16_384  # larger chunks use a GPU better still, if there is room for them
 RESIDENT_STEPS = 4  # numbers of resident blocks that are tried beside each number of groups
-_ROUNDING = 1e-9  # of seconds that are added up in another order
+_DIGITS = 9  # of seconds: sums of the same in another order are equal
+
+Preference = tuple[float, float, int, int]  # the smaller, the better
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,13 +81,13 @@ class Dial:
     def fastest(self, some: Iterable[FittingLayout]) -> TimedLayout:
         """The fastest of `some`; of equals the one that leaves host memory and bus alone most, for
         what they carry is never quite free; then the smallest. Not all are timed: those which
-        cannot be as fast as another one are left out."""
+        cannot be better than another one are left out."""
         best: TimedLayout | None = None
-        for one in sorted(some, key=lambda one: self._least_s(one.layout)):
-            if best and self._least_s(one.layout) > best.cost.step_s * (1 + _ROUNDING):
+        for least, one in sorted(((self._least(one), one) for one in some), key=lambda it: it[0]):
+            if best is not None and least >= _preference(best, best.cost):
                 break
             timed = self._timed(one)
-            if best is None or _preference(timed) < _preference(best):
+            if best is None or _preference(timed, timed.cost) < _preference(best, best.cost):
                 best = timed
         assert best is not None, "the fastest of nothing"
         return best
@@ -110,22 +112,22 @@ class Dial:
         wished = self.search.wishes.deferred_moments
         return wished is None and self.rates.has_gpu and self.exact
 
-    def _least_s(self, layout: Layout) -> float:
-        """Seconds that a step of it takes at least, with the moments at the better time."""
-        known = self._bounds_s.get(layout)
+    def _least(self, one: FittingLayout) -> Preference:
+        """What `_preference` says of it at least, with the moments at the better time."""
+        known = self._bounds.get(one.layout)
         if known is None:
-            known = self._bounds_s[layout] = least_step_s(
+            known = self._bounds[one.layout] = least_cost(
                 self.search.facts,
-                layout,
+                one.layout,
                 self.rates,
                 exact=self.exact,
                 passes=self.passes,
                 moments_free=self._chooses_moments,
             )
-        return known
+        return _preference(one, known)
 
     @cached_property
-    def _bounds_s(self) -> dict[Layout, float]:
+    def _bounds(self) -> dict[Layout, LeastCost]:
         return {}
 
     def cost_of(self, layout: Layout) -> Cost:
@@ -240,9 +242,6 @@ class Dial:
         return sorted({blocks * step // RESIDENT_STEPS for step in range(RESIDENT_STEPS + 1)})
 
 
-def _preference(one: TimedLayout) -> tuple[float, float, int, int]:
-    cost = one.cost
-    copies_s = cost.upload_forward_s + cost.upload_backward_s + cost.download_s
+def _preference(one: FittingLayout, took: Cost | LeastCost) -> Preference:
     offload = OFFLOADS.index(one.layout.offload)
-    host_s = cost.host_update_s + cost.deferred_moments_s
-    return cost.step_s, host_s + copies_s, offload, one.size_bytes
+    return round(took.step_s, _DIGITS), round(took.carried_s, _DIGITS), offload, one.size_bytes

@@ -19,7 +19,12 @@ from fluxtrain.hardware.machine import Machine, read_machine
 from fluxtrain.hardware.probe import Report, probe
 from fluxtrain.methods.copies import Copied, copied_by_loading
 from fluxtrain.methods.demo_model import demo_config as demo_shape
-from fluxtrain.methods.model_files import ModelFiles, check_model_folder
+from fluxtrain.methods.model_files import (
+    ModelFiles,
+    check_model_folder,
+    model_config,
+    refuse_too_many_layers,
+)
 from fluxtrain.methods.models import refuse_missing_folder, unloadable
 from fluxtrain.methods.precision import choose_dtype, demo_dtype
 from fluxtrain.plan.facts import Room
@@ -232,6 +237,7 @@ def _shape_of(config: RunConfig, weightless: bool) -> tuple[Any, str, ModelFiles
     source, trusted = config.model, config.model.trust_remote_code
     folder = Path(source.path).expanduser()
     if weightless and (folder / "config.json").exists():
+        model_config(folder)
         shape = _local_shape(folder, trusted)
         return shape, str(shape.dtype or torch.float32).removeprefix("torch."), None
     if folder.exists():
@@ -247,6 +253,7 @@ def _shape_of(config: RunConfig, weightless: bool) -> tuple[Any, str, ModelFiles
             f"{source.path!r} is no local folder, and its configuration cannot be had from the hub "
             f"({str(error).splitlines()[0]}): check model.path and the network"
         ) from error
+    refuse_too_many_layers(shape.to_dict(), source.path)
     return shape, str(shape.dtype or torch.float32).removeprefix("torch."), None
 
 
