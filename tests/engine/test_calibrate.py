@@ -365,7 +365,7 @@ def test_both_passes_of_the_update_are_rated_where_a_gpu_may_hide_one(
     facts = facts_of(tiny("llama", torch.bfloat16)).with_states(states)
     found = measured_constants(facts, machine, "cuda", 4, tiny("llama", torch.bfloat16), batch_of)
     assert found.calibration is not None
-    assert asked[0][-1] == states  # the update on the device is tried with them
+    assert asked[0][-2] == states  # the update on the device is tried with them
     both = (found.calibration.adamw_weights_per_s, found.calibration.adamw_moments_per_s)
     beside = (found.calibration.adamw_beside_per_s, found.calibration.adamw_8bit_beside_per_s)
     assert beside[0] is not None

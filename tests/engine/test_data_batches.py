@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from fluxtrain.data.batches import BatchSource, in_order
+from fluxtrain.data.batches import BatchSource, fullest, in_order
 from fluxtrain.data.packing import IGNORED, PackedRows
 from fluxtrain.data.prepare import DataSource, ModelLimits, prepare
 from fluxtrain.data.splitting import Spans
@@ -172,3 +172,15 @@ def test_settings_that_do_not_go_with_the_model_are_refused(
         prepare(DataSource(path=str(path), sequence_length=16), tokenizer, small)
     with pytest.raises(BadInput, match=r"data\.format 'csv' is not one of"):
         prepare(DataSource(path=str(path), sequence_length=16, format="csv"), tokenizer, LIMITS)
+
+
+def test_batches_with_the_most_documents_are_given_where_a_row_holds_several() -> None:
+    assert fullest(_rows(5)) is None
+    ids, starts = np.arange(1, 21, dtype=np.uint32), np.asarray([0, 8, 12, 16, 20])
+    rows = PackedRows(Tokens(ids, starts), Spans(starts[:-1], np.diff(starts)), 8)
+    given = fullest(rows)
+    assert given is not None
+    assert given(1).mixes
+    assert given(1).position_ids.tolist() == [[0, 1, 2, 3, 0, 1, 2, 3]]
+    usual = next(iter(in_order(rows, 3)))
+    assert usual.mixes == any(len(set(row)) < 8 for row in usual.position_ids.tolist())

@@ -222,3 +222,14 @@ def test_a_token_beyond_the_embedding_is_refused_with_both_numbers() -> None:
     check_vocabulary(_tokens([31]), 32)
     with pytest.raises(BadInput, match="token 32 and the model's embedding has 32 rows"):
         check_vocabulary(_tokens([32]), 32)
+
+
+def test_the_rows_with_the_most_documents_are_found() -> None:
+    tokens = _tokens([8, 3, 3, 2, 5, 3, 8])
+    rows = PackedRows(tokens, _whole(tokens), 8)
+    documents = [int(rows[index].document_ids.max()) + 1 for index in range(len(rows))]
+    assert sorted(documents) == [1, 1, 2, 3]
+    assert [documents[index] for index in rows.fullest(2)] == [3, 2]
+    assert sorted(rows.fullest(9)) == [0, 1, 2, 3]
+    assert rows.mixes
+    assert not PackedRows(tokens, _whole(tokens), 8, pack=False).mixes

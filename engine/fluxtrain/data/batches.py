@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,11 @@ class Batch:
     step_predicted: int  # labels in all batches of this optimizer step: what the loss is divided by
     tokens: int  # not padding
     packed: bool = True
+
+    @property
+    def mixes(self) -> bool:
+        """Does a row hold several documents, which must not see each other?"""
+        return self.packed and bool((torch.diff(self.position_ids, dim=-1) != 1).any())
 
     def inputs(self) -> dict[str, Any]:
         """Keyword arguments for a Hugging Face causal model, the loss weighted by tokens.
@@ -161,6 +166,16 @@ def in_order(rows: PackedRows, batch_rows: int) -> Iterator[Batch]:
     for first in range(0, len(rows), batch_rows):
         part = rows.take(np.arange(first, min(first + batch_rows, len(rows))))
         yield _batch(part, part.predicted, rows.packed)
+
+
+def fullest(rows: PackedRows) -> Callable[[int], Batch] | None:
+    """Gives a batch of so many of the rows with the most documents; None where none has several."""
+
+    def of(count: int) -> Batch:
+        part = rows.take(rows.fullest(count))
+        return _batch(part, part.predicted, rows.packed)
+
+    return of if rows.mixes else None
 
 
 def _batch(rows: Rows, step_predicted: int, packed: bool) -> Batch:

@@ -78,6 +78,15 @@ class PackedRows:
     def __len__(self) -> int:
         return len(self._first_piece) - 1
 
+    @property
+    def mixes(self) -> bool:
+        """Are there rows with more than one document?"""
+        return len(self) < self.pieces
+
+    def fullest(self, count: int) -> Ints:
+        """Numbers (count,) of the rows with the most documents, or of all rows there are."""
+        return np.argsort(-np.diff(self._first_piece), kind="stable")[:count]
+
     def __getitem__(self, index: int) -> Rows:
         return self.take(np.asarray([index]))
 

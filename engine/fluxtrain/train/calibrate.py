@@ -61,13 +61,15 @@ def calibrate(
     rows: tuple[int, int],
     fewer: tuple[int, int] | None = None,
     states: StateFormat = "fp32",
+    mixed_of: Callable[[int], Batch] | None = None,
 ) -> Calibration:
     """Time a block, and what stands outside the blocks, at chunks of `rows` rows. Where the
     miniature does not fit on a GPU, with its edges at home on the host; or else with `fewer` rows.
     `states` are those of AdamW, whose update on the device is timed too.
 
-    `batch_of` gives real rows. Raises NotCalibrated with the reason: blocks in several lists, or
-    too little memory for the miniature.
+    `batch_of` gives real rows; `mixed_of` those with the most documents, where some have several:
+    what they hold counts where it is more, but not their time, for they may be few. Raises
+    NotCalibrated with the reason: blocks in several lists, or too little memory for the miniature.
     """
     started_s, before = time.monotonic(), read_use()
     process = psutil.Process()
@@ -76,7 +78,8 @@ def calibrate(
     at_home = [_Way(count, edges="host", states=states) for count in sizes]
     try:
         with randomness_kept(device):
-            tried = _first_that_fits([_Way(rows, states=states), *at_home], model, batch_of, device)
+            ways = [_Way(rows, states=states), *at_home]
+            tried = _first_that_fits(ways, model, _Batches(batch_of, mixed_of), device)
     except UnsupportedModel as error:
         raise NotCalibrated(str(error)) from error
     finally:
@@ -114,6 +117,18 @@ def calibrate(
 
 
 @dataclass(frozen=True)
+class _Batches:
+    """Rows to try, by how many."""
+
+    usual: Callable[[int], Batch]
+    mixed: Callable[[int], Batch] | None  # that hold several documents
+
+    def heavier(self, rows: int) -> Batch | None:
+        """Rows of several documents, where the usual ones have one."""
+        return None if self.mixed is None or self.usual(rows).mixes else self.mixed(rows)
+
+
+@dataclass(frozen=True)
 class _Tried:
     few: Trial
     many: Trial
@@ -140,27 +155,25 @@ class _Way:
 def _first_that_fits(
     ways: Iterable[_Way],
     model: nn.Module,
-    batch_of: Callable[[int], Batch],
+    batches: _Batches,
     device: torch.device,
 ) -> _Tried:
     for way in ways:
         try:
-            return _tried(model, batch_of, device, way)
+            return _tried(model, batches, device, way)
         except torch.OutOfMemoryError:
             pass  # the error holds the miniature until here
         give_back(device)
     raise NotCalibrated("two blocks do not fit on the device with their states")
 
 
-def _tried(
-    model: nn.Module, batch_of: Callable[[int], Batch], device: torch.device, way: _Way
-) -> _Tried:
+def _tried(model: nn.Module, batches: _Batches, device: torch.device, way: _Way) -> _Tried:
     mini = _miniature(model, device, edges=device if way.edges == "device" else torch.device("cpu"))
     mini.train()
     facts = facts_of(mini)
     if device.type == "cuda":
-        return _Tried(**_trials(mini, batch_of, device, way), streamed=None)
-    rounds = until_agreed(partial(_round, mini, batch_of, device, way))
+        return _Tried(**_trials(mini, batches, device, way), streamed=None)
+    rounds = until_agreed(partial(_round, mini, batches, device, way))
     longer_s = rounds.longer_s()
     streamed = (
         None
@@ -177,22 +190,22 @@ def _tried(
 
 def _round(
     mini: nn.Module,
-    batch_of: Callable[[int], Batch],
+    batches: _Batches,
     device: torch.device,
     way: _Way,
     is_first: bool,
 ) -> Round:
-    trials = _trials(mini, batch_of, device, way, TRIALS if is_first else TRIALS[1:])
+    trials = _trials(mini, batches, device, way, TRIALS if is_first else TRIALS[1:])
     give_back(device)  # the trials after each other take no more than one of them
     with _wrapped(mini, device, "weights", max(way.rows)) as engine:
-        streamed_s, copied_bytes = _streamed_steps(mini, engine, batch_of(max(way.rows)))
+        streamed_s, copied_bytes = _streamed_steps(mini, engine, batches.usual(max(way.rows)))
     give_back(device)
     return Round(trials=trials, streamed_s=streamed_s, copied_bytes=copied_bytes)
 
 
 def _trials(
     mini: nn.Module,
-    batch_of: Callable[[int], Batch],
+    batches: _Batches,
     device: torch.device,
     way: _Way,
     names: Sequence[str] = TRIALS,
@@ -203,10 +216,14 @@ def _trials(
     with way.wrapped(mini, device) as engine:
         bench = Bench(mini, engine, [module for _, module in take_apart(mini).blocks], device)
         found = {
-            name: bench.trial(batch_of(rows), chunk_rows=chunk_rows, weighs=names == TRIALS)
+            name: bench.trial(batches.usual(rows), chunk_rows=chunk_rows, weighs=names == TRIALS)
             for name, (rows, chunk_rows) in sizes.items()
             if name in names
         }
+        for name in ("few", "many") if names == TRIALS else ():
+            heavier = batches.heavier(found[name].rows)
+            if heavier is not None:
+                bench.weighed(heavier, found[name])
         bench.close()
     return found
 

@@ -85,10 +85,15 @@ def known_constants(
     device: str,
     batch_rows: int | None,
     per_s: Mapping[str, float | None] | None = None,
+    *,
+    mixed: bool | None = None,
 ) -> Constants:
     """What was measured before: a block of this shape, else the probe's rates (`per_s`, or those
-    that are kept) with the constants of this class of machines."""
-    found = _read(_place(facts, machine, device, batch_rows))
+    that are kept) with the constants of this class of machines. `mixed`: with rows of several
+    documents; None: with any, those first."""
+    wanted = (True, False) if mixed is None else (mixed,)
+    kept = (_read(_place(facts, machine, device, batch_rows, mixed=one)) for one in wanted)
+    found = next((one for one in kept if one is not None), None)
     probed = _probed() if per_s is None else per_s
     if found is None:
         return Constants(
@@ -110,21 +115,25 @@ def measured_constants(
     batch_rows: int | None,
     model: torch.nn.Module,
     batch_of: Callable[[int], Batch],
+    mixed_of: Callable[[int], Batch] | None = None,
 ) -> Constants:
     """As `known_constants`, but what is not known is measured now, in a few seconds, and kept."""
-    known = known_constants(facts, machine, device, batch_rows)
+    mixed = mixed_of is not None
+    known = known_constants(facts, machine, device, batch_rows, mixed=mixed)
     if known.calibration is not None and not is_calm_after(known.calibration.others_share):
         return known
     assert facts.row is not None
     rows = trial_rows(facts.row.sequence_length, batch_rows, _trial_tokens(device))
     fewer = trial_rows(facts.row.sequence_length, batch_rows, CHUNK_TOKENS)
     try:
-        tried = calibrate(model, batch_of, torch.device(device), rows, fewer, _states(facts))
+        on, states = torch.device(device), _states(facts)
+        tried = calibrate(model, batch_of, on, rows, fewer, states, mixed_of)
     except NotCalibrated as reason:
         return replace(known, source=f"{known.source} ({reason})")
     tried = replace(tried, **_adamw_rates(facts, machine, device))
     rates = _missing_rates(known.per_s, machine, device)
-    _write(_place(facts, machine, device, batch_rows), _Kept(FORMAT, rates, tried))
+    place = _place(facts, machine, device, batch_rows, mixed=mixed)
+    _write(place, _Kept(FORMAT, rates, tried))
     return Constants(
         per_s={**rates, **known.per_s},
         calibration=tried,
@@ -220,8 +229,10 @@ def _adamw_per_s(
     return found.per_s
 
 
-def _place(facts: ModelFacts, machine: Machine, device: str, batch_rows: int | None) -> Path:
-    """The file of this machine, device, model shape and size of the trial."""
+def _place(
+    facts: ModelFacts, machine: Machine, device: str, batch_rows: int | None, *, mixed: bool
+) -> Path:
+    """The file of this machine, device, model shape, size of the trial and kind of rows."""
     row = facts.row
     assert row is not None
     blocks = [group for group in facts.groups if group.kind == "block"]
@@ -232,7 +243,8 @@ def _place(facts: ModelFacts, machine: Machine, device: str, batch_rows: int | N
     rows = (row.hidden, row.vocabulary, row.sequence_length, row.dtype_bytes)
     trial = trial_rows(row.sequence_length, batch_rows, _trial_tokens(device))
     threads = torch.get_num_threads()
-    return cache_file("block", machine, device, shape, rows, trial, threads, str(torch.__version__))
+    how = (rows, trial, mixed, threads, str(torch.__version__))
+    return cache_file("block", machine, device, shape, *how)
 
 
 def _read(place: Path) -> _Kept | None:

@@ -12,7 +12,7 @@ import msgspec
 import torch
 from torch import nn
 
-from fluxtrain.data.batches import Batch, BatchSource, in_order
+from fluxtrain.data.batches import Batch, BatchSource, fullest, in_order
 from fluxtrain.hardware.machine import Machine, read_machine
 from fluxtrain.methods.export import save_model
 from fluxtrain.methods.kernels import choose_kernels
@@ -215,12 +215,12 @@ class Run:
         if device == "cuda":
             hold_to_budget(self._config.placement.budget_gib)
         self._session.announcer.phase("loading", "trying one block")
-        ingredients = self._ingredients
+        model, data = self._ingredients.loaded.model, self._ingredients.data.trained
 
         def batch_of(count: int) -> Batch:
-            return next(iter(in_order(ingredients.data.trained, count)))
+            return next(iter(in_order(data, count)))
 
-        return measured_constants(facts, machine, device, rows, ingredients.loaded.model, batch_of)
+        return measured_constants(facts, machine, device, rows, model, batch_of, fullest(data))
 
     def make_keeper(self) -> CheckpointKeeper:
         """What writes this run's checkpoints."""

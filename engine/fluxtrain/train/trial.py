@@ -52,6 +52,11 @@ class Trial:
             self.seconds.setdefault(name, []).extend(seconds)
         self.activation_bytes = max(self.activation_bytes, other.activation_bytes)
 
+    def weighs_as(self, other: Trial) -> None:
+        """What is held is the more of both."""
+        for name in ("activation_bytes", "edge_bytes", "kept_bytes"):
+            setattr(self, name, max(getattr(self, name), getattr(other, name)))
+
     def median(self, name: str) -> float:
         return median(self.seconds[name])
 
@@ -126,6 +131,21 @@ class Bench:
             if time.perf_counter() - started_s > ROUND_LIMIT_S:
                 break
         return trial
+
+    def weighed(self, batch: Batch, trial: Trial) -> None:
+        """What `batch` holds counts for `trial`, of other rows, where it is more: rows of several
+        documents need a mask, with which attention keeps more, and may come late in a run."""
+        other = self._trial = Trial(trial.rows)
+        self._engine.chunk_rows = trial.rows
+        inputs = self._inputs_of(batch)
+        self._step(inputs)
+        if not self._on_gpu:
+            self._weighs = True
+            self._step(inputs)
+            self._weighs = False
+        elif trial.keeps:
+            self._keep(inputs, other)
+        trial.weighs_as(other)
 
     def _inputs_of(self, batch: Batch) -> dict[str, Any]:
         """On the device: the host must not wait there for a copy behind what is still computed."""
