@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import re
 import subprocess
 from collections.abc import Callable
@@ -16,10 +17,15 @@ import torch
 from torch import Tensor, nn
 
 from fluxtrain import _native
+from fluxtrain.doctor import examine as examine_module
 from fluxtrain.doctor import kernel_test, self_test
-from fluxtrain.doctor.report import Report
+from fluxtrain.doctor.examine import examine
+from fluxtrain.doctor.report import Report, SelfTest
 from fluxtrain.doctor.same import Mismatch, same_bits
 from fluxtrain.doctor.self_test import check_checkpoint, check_streaming, run_check, self_tests
+from fluxtrain.hardware.disk import read_disk
+from fluxtrain.hardware.machine import read_machine
+from fluxtrain.hardware.probe import Probe
 from tests.engine import forked
 
 FAST_SETS = [name for name in _native.ISA_NAMES[1:] if _native.set_isa(name) == name]
@@ -52,6 +58,30 @@ def test_the_tests_leave_the_process_as_it_was(tmp_path: Path) -> None:
     assert _native.isa() == isa
     assert torch.equal(torch.get_rng_state(), random)
     assert not torch.are_deterministic_algorithms_enabled()
+
+
+@pytest.mark.parametrize("set_by_user", [None, ":16:8"])
+def test_cublas_sums_in_one_order_while_the_machine_is_examined_and_not_after(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, set_by_user: str | None
+) -> None:
+    name = "CUBLAS_WORKSPACE_CONFIG"
+    monkeypatch.delenv(name, raising=False)
+    if set_by_user is not None:
+        monkeypatch.setenv(name, set_by_user)
+    measured = Probe(
+        machine=read_machine(), disk=read_disk(tmp_path), measured_at_s=0.0, measuring_s=0.0
+    )
+    meanwhile: list[str | None] = []
+
+    def tests(*_: object) -> tuple[SelfTest, ...]:
+        meanwhile.append(os.environ.get(name))
+        return ()
+
+    monkeypatch.setattr(examine_module, "probe", lambda *_, **__: measured)
+    monkeypatch.setattr(self_test, "self_tests", tests)
+    assert examine(tmp_path).probe is measured
+    assert meanwhile == [set_by_user or ":4096:8"]
+    assert os.environ.get(name) == set_by_user
 
 
 @pytest.mark.skipif(not FAST_SETS, reason="this processor has the scalar set alone")

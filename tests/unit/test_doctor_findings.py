@@ -169,7 +169,7 @@ def test_memory_of_a_card_that_others_hold_is_found() -> None:
     other = (GpuProcess(pid=7, used_bytes=None),)
     busy = host(gpus=(card(memory_free_bytes=20 * GIB, other_processes=other),))
     shared = only(probe_of(busy))
-    assert shared.numbers == "1 other programs hold 4.00 GiB of 24.0 GiB"
+    assert shared.numbers == "1 other program holds 4.00 GiB of 24.0 GiB"
     assert shared.factor == pytest.approx(1.2)
     quiet = host(gpus=(card(memory_free_bytes=23 * GIB),))
     assert findings(probe_of(quiet)) == ()

@@ -114,6 +114,24 @@ def test_old_rates_and_rates_of_a_wrong_clock_are_not_used(
     assert len(counted) == (5 if is_used else 10)
 
 
+@pytest.mark.parametrize("changed", ["OMP_NUM_THREADS", "FLUXTRAIN_ISA", "torch"])
+def test_rates_of_other_threads_instructions_or_another_torch_are_not_used(
+    counted: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: str
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    monkeypatch.setenv("FLUXTRAIN_ISA", "scalar")
+    probe(tmp_path)
+    with monkeypatch.context() as other:
+        if changed == "torch":
+            other.setattr(probing.metadata, "version", lambda _: "2.99.0+cu999")
+        else:
+            other.delenv(changed)
+        if changed != "FLUXTRAIN_ISA" or read_machine().instruction_set != "scalar":
+            assert not probe(tmp_path).from_cache
+            assert probe(tmp_path).from_cache
+    assert probe(tmp_path).from_cache
+
+
 def test_free_sizes_are_never_cached(counted: list[str], tmp_path: Path) -> None:
     before = probe(tmp_path)
     (kept,) = (tmp_path / "cache" / "fluxtrain").iterdir()
@@ -193,7 +211,7 @@ def test_the_table_shows_a_card_with_its_slot_its_power_and_its_users() -> None:
     machine = replace(read_machine(), gpus=(gpu,), driver="580", memory_limit_bytes=8 * GIB)
     shown = {what: (value, how) for what, value, how in machine_rows(machine)}
     assert shown["GPU 0"] == ("24.0 GiB", "NVIDIA Card, driver 580")
-    assert shown["GPU 0 free"] == ("20.0 GiB", "1 other programs use it")
+    assert shown["GPU 0 free"] == ("20.0 GiB", "1 other program uses it")
     assert shown["GPU 0 capability"] == ("8.9", "bf16")
     assert shown["GPU 0 link"] == ("PCIe 3 x4", "the card can do PCIe 4 x16")
     assert shown["GPU 0 power"] == ("300 W", "sold with 450 W")

@@ -101,7 +101,8 @@ def _card(gpu: Gpu) -> Iterator[Finding]:
     total, free = gpu.memory_total_bytes, gpu.memory_free_bytes
     if total and free is not None and total - free > BUSY_SHARE * total:
         count = len(gpu.other_processes or ())
-        users = f"{count} other programs hold" if count else "others hold"
+        several = f"{count} other programs hold" if count else "others hold"
+        users = "1 other program holds" if count == 1 else several
         yield Finding(
             name=f"{name} shared",
             level="small",

@@ -16,13 +16,15 @@ MAX_AGE_S = 7 * 86_400.0
 
 
 def cache_file(kind: str, machine: Machine, *more: object) -> Path:
-    """One file below $XDG_CACHE_HOME/fluxtrain for each combination of host, CPU, memory, cards and
-    of what else the measurement depends on (plain values)."""
+    """One file below $XDG_CACHE_HOME/fluxtrain for each combination of host, CPU with the
+    instructions that may be used, memory, cards and of what else the measurement depends on (plain
+    values)."""
     memory = machine.memory_total_bytes
     facts = [
         os.uname().nodename,
         machine.cpu_name,
         machine.cores,
+        machine.instruction_set,
         None if memory is None else round(memory / GIB),  # a kernel update moves it by a little
         [(gpu.uuid, gpu.name) for gpu in machine.gpus],
         machine.driver,

@@ -2,7 +2,8 @@
 
 Sizes that change from minute to minute (free memory, free disk) are always read anew; rates are
 cached per machine and disk below $XDG_CACHE_HOME/fluxtrain and measured again after a week, after a
-change of the hardware, with `fresh`, or when other programs slowed them down and are gone now.
+change of the hardware, of torch, OMP_NUM_THREADS or FLUXTRAIN_ISA, with `fresh`, or when other
+programs slowed them down and are gone now.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from importlib import metadata
 from pathlib import Path
 
 import msgspec
@@ -218,8 +220,14 @@ def _keep(place: Path, measured: Probe, say: Report) -> None:
 
 
 def _cache_path(machine: Machine, disk: Disk) -> Path:
-    """One file for each machine and disk."""
-    return cache_file("probe", machine, (disk.file_system, os.stat(disk.path).st_dev))
+    """One file for each machine and disk, number of threads that was asked for, and torch: one that
+    cannot use the card leaves its rates unknown, and the cure is to install another."""
+    try:
+        torch_version = metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        torch_version = None
+    where = (disk.file_system, os.stat(disk.path).st_dev)
+    return cache_file("probe", machine, where, machine.threads_wished, torch_version)
 
 
 def _existing(folder: Path) -> Path:

@@ -111,7 +111,8 @@ def _gpu_rows(gpu: Gpu, driver: str | None) -> list[Row]:
     link_note = unknown.get("pcie_width", "" if link == card else f"the card can do {card}")
     others = unknown.get("other_processes")
     if gpu.other_processes:
-        others = f"{len(gpu.other_processes)} other programs use it"
+        count = len(gpu.other_processes)
+        others = "1 other program uses it" if count == 1 else f"{count} other programs use it"
     power = "-" if gpu.power_limit_w is None else f"{gpu.power_limit_w:.0f} W"
     default = "" if gpu.power_default_w is None else f"sold with {gpu.power_default_w:.0f} W"
     return [
