@@ -110,7 +110,7 @@ class TerminalDriver(LinuxDriver):
         super().__init__(app, **options)
         self._home = asyncio.get_running_loop()
         self._output: Output | None = None
-        self._leaving = False
+        self._leaving = self._continuing = False
         # Textual's own handlers run between any two instructions, also where a lock is held.
         self._home.add_signal_handler(signal.SIGTSTP, self.to_the_shell)
         self._home.add_signal_handler(signal.SIGCONT, self._continued)
@@ -139,6 +139,20 @@ class TerminalDriver(LinuxDriver):
             self._leaving = False
             if output is not None:
                 output.end()
+
+    def disable_input(self) -> None:
+        """Stop reading. Textual throws away what was typed and not read; while the app takes its
+        terminal again that was typed for it, and is kept.
+        """
+        if not self._continuing:
+            super().disable_input()
+            return
+        signal.signal(signal.SIGWINCH, signal.SIG_DFL)
+        self._disable_mouse_support()
+        self.exit_event.set()
+        if self._key_thread is not None:
+            self._key_thread.join()
+        self.exit_event.clear()
 
     def run_input_thread(self) -> None:
         """Read keys; a terminal that has hung up is the end of the app, not a fault of it."""
@@ -173,7 +187,11 @@ class TerminalDriver(LinuxDriver):
         before, self.attrs_before = self.attrs_before, None
         with self._going_on_unheard():
             self._wait_for_foreground()
-        self.suspend_application_mode()
+        self._continuing = True
+        try:
+            self.suspend_application_mode()
+        finally:
+            self._continuing = False
         self._take()
         self.attrs_before = before
 

@@ -51,6 +51,16 @@ def stale_note(age_s: float | None) -> Line:
     return () if age_s is None else ((f"last sample {whole_text(age_s)} ago", "warn"),)
 
 
+def time_left_s(eta_s: float, since_s: float, steps_left: int) -> float:
+    """What is left of an estimate `since_s` after the step that said it.
+
+    It is counted down by one step at most: the others are still to come, whatever holds this one
+    up (an evaluation, a checkpoint).
+    """
+    others_s = eta_s * max(0, steps_left - 1) / max(1, steps_left)
+    return max(0.0, others_s, eta_s - since_s)
+
+
 def share_text(share: float | None) -> str:
     """A share of one as a percentage, with a decimal below 100 %; more than all stays more."""
     if share is None or not math.isfinite(share * 100):

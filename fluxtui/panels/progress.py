@@ -6,7 +6,7 @@ import time
 
 from fluxtrain.telemetry.events import StepFinished
 from fluxtrain.units import UNKNOWN, count_text, duration_text
-from fluxtui.panels.panel import Panel, number_text, pair, power_text, whole_text
+from fluxtui.panels.panel import Panel, number_text, pair, power_text, time_left_s, whole_text
 from fluxtui.state.view import View
 from fluxtui.widgets.bars import gauge
 from fluxtui.widgets.spans import Line, dropped_to_fit, spread, width_of
@@ -60,9 +60,9 @@ def eta(view: View) -> Line:
     step = view.fresh(state.step)
     if step is None or step.eta_s is None or status.kind != "running":
         return (("ETA ", "dim"), (UNKNOWN, "dim"))
-    left_s = max(0.0, step.eta_s - (view.age_s(step) or 0.0))
+    left_s = time_left_s(step.eta_s, view.age_s(step) or 0.0, step.total_steps - step.step)
     spread_text = f" ± {whole_text(step.eta_spread_s)}" if step.eta_spread_s is not None else ""
-    clock = clock_text(step.wall_s + step.eta_s, view.now_s)
+    clock = clock_text(view.now_s + left_s, view.now_s)
     return (
         ("ETA ", "dim"),
         (whole_text(left_s), "strong"),

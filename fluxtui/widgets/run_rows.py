@@ -8,7 +8,7 @@ from rich.cells import set_cell_size
 
 from fluxtrain.telemetry.rundir import RunSummary
 from fluxtrain.units import UNKNOWN, duration_text
-from fluxtui.panels.panel import number_text, whole_text
+from fluxtui.panels.panel import number_text, time_left_s, whole_text
 from fluxtui.state.freshness import SLOWEST_STEP_FACTOR, STEP_FLOOR_S
 from fluxtui.widgets.spans import Line, cut_in_front, fitted, wrapped
 
@@ -84,7 +84,8 @@ def left_text(run: RunSummary, now_s: float) -> str:
     limit_s = max(STEP_FLOOR_S, SLOWEST_STEP_FACTOR * (run.step_s or 0.0))
     if run.state != "running" or run.eta_s is None or now_s - run.stepped_s > limit_s:
         return UNKNOWN
-    return whole_text(max(0.0, run.eta_s - max(0.0, now_s - run.stepped_s)))
+    steps_left = (run.total_steps or 0) - (run.step or 0)
+    return whole_text(time_left_s(run.eta_s, max(0.0, now_s - run.stepped_s), steps_left))
 
 
 def _age_text(seconds: float) -> str:

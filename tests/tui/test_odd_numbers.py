@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import time
 from types import ModuleType
 from typing import Any
 
@@ -113,10 +114,28 @@ def test_an_end_that_is_past_or_never_has_no_hour(at_s: float) -> None:
     assert clock_text(at_s, NOON_S) == ""
 
 
-def test_an_end_that_is_overdue_is_not_given_an_hour_that_is_over(made: ModuleType) -> None:
-    assert " at " in text(eta(after_step(made, late_s=0.5, eta_s=5.0)))
-    late = text(eta(after_step(made, late_s=8.0, eta_s=5.0)))
-    assert "ETA 0 s" in late and " at " not in late
+def test_the_eta_counts_down_between_steps_and_by_no_more_than_the_next_one(
+    made: ModuleType,
+) -> None:
+    events = [made.hello(), made.step(80, total=90, step_s=10.0)]
+    state = RunState().after_all(made.stamped(events))
+
+    def left(since_s: float) -> str:
+        view = View(state=state, link=Link(process="alive"), wall_s=made.START_S + 0.1 + since_s)
+        return text(eta(view)).split(" ±")[0]
+
+    assert [left(s) for s in (0, 4, 9)] == ["ETA 1m 40s", "ETA 1m 36s", "ETA 1m 31s"]
+    beating = [
+        ev.Heartbeat(phase="evaluating", step=80, wall_s=made.START_S + s) for s in range(40)
+    ]
+    state = state.after_all(beating)
+    assert left(39) == "ETA 1m 30s", "nine steps are still to come"
+
+
+def test_an_end_that_is_overdue_has_an_hour_that_is_to_come(made: ModuleType) -> None:
+    view = after_step(made, late_s=8.0, eta_s=5.0, step=199, total_steps=200)
+    now = time.strftime("%H:%M", time.localtime(view.wall_s))
+    assert text(eta(view)).endswith(f"at {now}") and "ETA 0 s" in text(eta(view))
 
 
 def test_a_clock_that_was_set_back_does_not_make_a_run_up_for_less_than_nothing(

@@ -115,13 +115,6 @@ def test_rates_of_a_step_long_ago_are_dashes_and_its_age_is_told(made: ModuleTyp
     assert "last step" not in drawn(view_of(made, "finished"), "progress")
 
 
-def test_the_eta_counts_down_between_steps(made: ModuleType) -> None:
-    view = view_of(made, "running")
-    later = changed(view, wall_s=view.wall_s + 9)
-    assert text_of(eta(view)).split(" ±")[0] == "ETA 1m 47s"
-    assert text_of(eta(later)).split(" ±")[0] == "ETA 1m 38s"
-
-
 def test_there_is_no_eta_while_paused_and_a_finished_run_says_how_long_it_took(
     made: ModuleType,
 ) -> None:

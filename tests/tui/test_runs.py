@@ -108,6 +108,9 @@ def test_the_time_left_counts_down_from_the_newest_step() -> None:
     run = summary(eta_s=100.0, stepped_s=1000.0, step_s=50.0)
     assert left_text(run, 1030.0) == "1m 10s"
     assert left_text(run, 1200.0) == "0 s"
+    run = summary(eta_s=100.0, stepped_s=1000.0, step_s=50.0, step=6, total_steps=8)
+    assert left_text(run, 1030.0) == "1m 10s"
+    assert left_text(run, 1200.0) == "50 s", "the last step is still to come"
 
 
 def test_a_run_whose_next_step_is_overdue_has_no_time_left() -> None:
@@ -123,7 +126,7 @@ def test_a_run_that_does_not_run_has_no_time_left(state: str) -> None:
 
 @pytest.mark.parametrize("width", [60, 80, 120, 200])
 def test_rows_and_their_columns_line_up(width: int) -> None:
-    run = summary(step=7, total_steps=200, loss=3.14159, eta_s=50.0, stepped_s=100.0, model="demo")
+    run = summary(step=7, total_steps=200, loss=3.14159, eta_s=49.0, stepped_s=100.0, model="demo")
     row, names = run_row(run, None, 101.0, width), columns(width)
     assert width_of(row) == width_of(names) == width
     text, head = ("".join(part for part, _ in spans) for spans in (row, names))
