@@ -229,9 +229,14 @@ def test_a_refusal_of_wrap_names_its_arguments() -> None:
         (gpu(9), Wishes(batch_rows=4000), "device memory", "train.batch_rows=32 fits"),
         (gpu(24), Wishes(budget_bytes=2 * GIB), "device memory", "placement.budget_gib left out"),
         (gpu(9), Wishes(chunk_rows=64, batch_rows=64), "device memory", "placement.chunk_rows=4 "),
-        (gpu(24), Wishes(device_groups=30), "device memory", "device_groups left out fits"),
+        (gpu(24), Wishes(device_groups=30), "device memory", "placement.device_groups left out"),
+        (gpu(4.5), Wishes(resident_blocks=40), "device memory", "placement.resident_blocks left"),
+        (gpu(12), Wishes(kept_blocks=40, resident_blocks=40, batch_rows=32), "device memory",
+         ": placement.kept_blocks left out fits"),
+        (gpu(24), Wishes(offload="none", batch_rows=4000), "device memory",
+         ": train.batch_rows and all of placement left out fits"),
     ],
-)
+)  # fmt: skip
 def test_what_does_not_fit_says_the_need_the_room_and_the_cure(
     room: Room, wish: Wishes, resource: str, cure: str
 ) -> None:

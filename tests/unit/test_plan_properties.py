@@ -257,10 +257,11 @@ def test_more_on_the_device_needs_no_more_of_the_host(
     assert most.host_bytes >= fewer.host_bytes
 
 
-@given(models(), rooms, wishes)
+@given(models(), rooms, wishes, st.none() | st.integers(0, 14))
 def test_a_refusal_names_a_setting_that_really_fits(
-    facts: ModelFacts, room: Room, wish: Wishes
+    facts: ModelFacts, room: Room, wish: Wishes, kept_blocks: int | None
 ) -> None:
+    wish = replace(wish, kept_blocks=kept_blocks)
     try:
         place(facts, room, wish)
         return
@@ -277,18 +278,18 @@ def test_a_refusal_names_a_setting_that_really_fits(
         return
     changed: dict[str, Any] = {
         "placement.chunk_rows": {"chunk_rows": int(value) if value.isdigit() else None},
-        "device_groups": {"device_groups": None, "resident_blocks": None},
+        "placement.device_groups": {"device_groups": None},
+        "placement.resident_blocks": {"resident_blocks": None},
+        "placement.kept_blocks": {"kept_blocks": None},
+        "placement.device_groups and placement.resident_blocks": {
+            "device_groups": None,
+            "resident_blocks": None,
+        },
         "placement.offload": {"offload": value or "auto"},
         "train.batch_rows": {"batch_rows": int(value) if value.isdigit() else None},
         "placement.budget_gib": {"budget_bytes": None},
-        "all of placement": {
-            "offload": "auto",
-            "batch_rows": None,
-            "chunk_rows": None,
-            "device_groups": None,
-            "resident_blocks": None,
-            "budget_bytes": None,
-        },
+        "all of placement": UNPLACED,
+        "train.batch_rows and all of placement": {**UNPLACED, "batch_rows": None},
     }[name]
     place(facts, room, replace(wish, **changed))
 
@@ -316,6 +317,16 @@ def test_a_setting_that_fits_only_where_it_is_left_to_the_rule_is_not_named() ->
         place(facts, room, replace(wish, offload="max"))
     with pytest.raises(DoesNotFit, match="placement.offload left out fits"):
         place(facts, room, wish)
+
+
+UNPLACED: dict[str, Any] = {
+    "offload": "auto",
+    "chunk_rows": None,
+    "device_groups": None,
+    "resident_blocks": None,
+    "kept_blocks": None,
+    "budget_bytes": None,
+}
 
 
 def error_names_both_numbers(refusal: str) -> bool:

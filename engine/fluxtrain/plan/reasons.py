@@ -98,19 +98,7 @@ class _Setting:
 
 def _cure(search: Search) -> str:
     wishes, row = search.wishes, search.facts.row
-    kept = Wishes(data_rows=wishes.data_rows, accumulates=wishes.accumulates, eager=wishes.eager)
-    no_residents = replace(wishes, device_groups=None, resident_blocks=None)
-    settings = (
-        _Setting(
-            "placement.chunk_rows", "chunk_rows", replace(wishes, chunk_rows=None), "chunk_rows"
-        ),
-        _Setting("device_groups", "device_groups", no_residents),
-        _Setting("placement.offload", "offload", replace(wishes, offload="auto"), "offload"),
-        _Setting("train.batch_rows", "batch_rows", replace(wishes, batch_rows=None), "batch_rows"),
-        _Setting("placement.budget_gib", "budget_bytes", replace(wishes, budget_bytes=None)),
-        _Setting("all of placement", "every argument", kept),
-    )
-    for setting in settings:
+    for setting in _settings(wishes):
         if setting.easier == wishes:
             continue
         layout = replace(search, wishes=setting.easier).find()
@@ -134,6 +122,40 @@ def _cure(search: Search) -> str:
                 return f"data.sequence_length={length} fits"
             length //= 2
     return "close other programs, or take a smaller model or a machine with more memory"
+
+
+def _settings(wishes: Wishes) -> tuple[_Setting, ...]:
+    """What may be left out, one after another, those first that cost the least."""
+    unplaced = Wishes(
+        batch_rows=wishes.batch_rows,
+        data_rows=wishes.data_rows,
+        accumulates=wishes.accumulates,
+        eager=wishes.eager,
+        deferred_moments=wishes.deferred_moments,
+    )
+    device, resident = "device_groups", "resident_blocks"
+    return (
+        _Setting(
+            "placement.chunk_rows", "chunk_rows", replace(wishes, chunk_rows=None), "chunk_rows"
+        ),
+        _Setting("placement.kept_blocks", "kept_blocks", replace(wishes, kept_blocks=None)),
+        _Setting(f"placement.{resident}", resident, replace(wishes, resident_blocks=None)),
+        _Setting(f"placement.{device}", device, replace(wishes, device_groups=None)),
+        _Setting(
+            f"placement.{device} and placement.{resident}",
+            f"{device} and {resident}",
+            replace(wishes, device_groups=None, resident_blocks=None),
+        ),
+        _Setting("placement.offload", "offload", replace(wishes, offload="auto"), "offload"),
+        _Setting("train.batch_rows", "batch_rows", replace(wishes, batch_rows=None), "batch_rows"),
+        _Setting("placement.budget_gib", "budget_bytes", replace(wishes, budget_bytes=None)),
+        _Setting("all of placement", "every argument", unplaced),
+        _Setting(
+            "train.batch_rows and all of placement",
+            "every argument",
+            replace(unplaced, batch_rows=None),
+        ),
+    )
 
 
 def _named(search: Search, setting: _Setting, layout: Layout) -> Any:
