@@ -22,6 +22,8 @@ from fluxtrain.methods.demo_model import demo_model
 from fluxtrain.methods.model_files import MOST_LAYERS, check_model_folder
 from fluxtrain.methods.models import ModelSource, check_finite, load_model
 from fluxtrain.methods.sampling import sample_text
+from fluxtrain.train.config import demo_config
+from fluxtrain.train.preview import preview
 
 Folder = Callable[..., Path]
 FAMILIES = ("llama", "qwen2", "qwen3", "gpt2")
@@ -92,6 +94,41 @@ def test_fp16_becomes_bf16_with_the_reason_and_a_wish_is_followed(model_folder: 
     assert old_card.model.dtype == torch.float16
     assert "not one of auto" in _refusal(folder, dtype="float8")
     assert "not one of" in _refusal(folder, dtype="int8")
+
+
+@pytest.mark.parametrize(
+    ("odd", "told"),
+    [
+        ({}, ""),
+        (
+            {"model.norm.weight": torch.float64},
+            "; 1 of its tensors, stored as float64, is converted",
+        ),
+        (
+            {"model.norm.weight": torch.float64, "lm_head.weight": torch.float32},
+            "; 2 of its tensors, stored as float32 and float64, are converted",
+        ),
+    ],
+    ids=["none", "one", "two"],
+)
+def test_tensors_in_another_dtype_than_most_are_converted_and_told(
+    model_folder: Folder, odd: dict[str, torch.dtype], told: str
+) -> None:
+    folder = model_folder("llama", torch.bfloat16)
+    weights = load_file(folder / "model.safetensors")
+    save_file(
+        {name: tensor.to(odd.get(name, tensor.dtype)) for name, tensor in weights.items()},
+        folder / "model.safetensors",
+        metadata={"format": "pt"},
+    )
+    loaded = load_model(ModelSource(path=str(folder)))
+    assert {p.dtype for p in loaded.model.parameters()} == {torch.bfloat16}
+    assert loaded.precision.because == f"the checkpoint is bfloat16{told}"
+    config = demo_config(
+        [f"model.path={folder}", "data.sequence_length=32", "placement.device=cpu"]
+    )
+    shown = next(c for c in preview(config)["choices"] if c["name"] == "model.dtype")
+    assert shown["because"] == loaded.precision.because
 
 
 def test_the_demo_is_the_same_for_the_same_seed(

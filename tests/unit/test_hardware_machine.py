@@ -188,6 +188,16 @@ def test_what_cannot_be_read_is_none_with_a_reason(tmp_path: Path) -> None:
     assert "no GPU" in machine.line()
 
 
+def test_memory_that_an_old_kernel_does_not_tell_has_a_reason(tmp_path: Path) -> None:
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/meminfo").write_text("MemTotal: 2048 kB\nMemFree: 1024 kB\n")
+    machine = read_machine(tmp_path, Gpus(gpus=(), driver=None, reason="no driver"))
+    assert machine.memory_total_bytes == machine.memory_installed_bytes == 2048 * 1024
+    assert machine.memory_available_bytes is None
+    assert "MemAvailable" in machine.unknown["memory_available_bytes"]
+    assert "memory_total_bytes" not in machine.unknown
+
+
 def test_the_real_machine_has_cores_and_memory() -> None:
     machine = read_machine()
     assert machine.cores >= 1

@@ -132,6 +132,15 @@ def test_several_passes_a_step_become_fewer_with_more_rows() -> None:
     assert "rows" not in by_id(facts(tight, steps=waiting(weights=0.4), rates=None))
 
 
+@pytest.mark.parametrize(("left_bytes", "offered"), [(None, True), (GIB, True), (MIB, False)])
+def test_more_rows_are_not_advised_where_their_boundaries_do_not_fit_the_host(
+    left_bytes: int | None, offered: bool
+) -> None:
+    use = Use(host_available_bytes=left_bytes)
+    found = by_id(facts(ground(boundaries="host"), steps=waiting(weights=0.4), use=use))
+    assert ("rows" in found) is offered
+
+
 def test_data_memory_and_repeated_steps_each_name_their_share() -> None:
     found = by_id(
         facts(

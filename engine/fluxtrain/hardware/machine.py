@@ -108,14 +108,20 @@ def read_machine(root: Path = Path("/"), gpus: Gpus | None = None) -> Machine:
 def _memory(root: Path, unknown: dict[str, str]) -> tuple[int | None, int | None]:
     """MemTotal and MemAvailable of /proc/meminfo, in bytes."""
     facts: dict[str, int] = {}
+    why = ""
     try:
         for line in (root / "proc/meminfo").read_text().splitlines():
             key, _, value = line.partition(":")
             if key in ("MemTotal", "MemAvailable"):
                 facts[key] = int(value.split()[0]) * 1024
     except (OSError, ValueError, IndexError) as error:
-        names = ("memory_total_bytes", "memory_available_bytes", "memory_installed_bytes")
-        unknown |= dict.fromkeys(names, str(error))
+        why = str(error)
+    for key, names in (
+        ("MemTotal", ("memory_total_bytes", "memory_installed_bytes")),
+        ("MemAvailable", ("memory_available_bytes",)),
+    ):
+        if key not in facts:
+            unknown |= dict.fromkeys(names, why or f"/proc/meminfo has no {key}")
     return facts.get("MemTotal"), facts.get("MemAvailable")
 
 

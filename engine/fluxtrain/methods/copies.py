@@ -24,6 +24,7 @@ class Copied:
     weights_bytes: int = 0
     sources_bytes: int = 0  # beside them, until they are made of those
     merged_bytes: int = 0  # of them, made of other tensors than stored: taken apart when saved
+    odd_dtypes: tuple[str, ...] = ()  # of each that is converted from another dtype than most
 
 
 def copied_by_loading(model: nn.Module, files: ModelFiles | None, stored_dtype: str) -> Copied:
@@ -49,6 +50,11 @@ def copied_by_loading(model: nn.Module, files: ModelFiles | None, stored_dtype: 
         weights_bytes=sum(p.nbytes for p in converted) + merged_bytes,
         sources_bytes=merged_bytes if sources else 0,
         merged_bytes=merged_bytes,
+        odd_dtypes=tuple(
+            stored.dtype
+            for p, stored in (*found, *renamed)
+            if stored.dtype not in (stored_dtype, _name(p))
+        ),
     )
 
 

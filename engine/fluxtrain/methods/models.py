@@ -29,7 +29,14 @@ from fluxtrain.errors import BadInput, FluxTrainError
 from fluxtrain.methods.copies import Copied, copied_by_loading
 from fluxtrain.methods.isolation import keeps_documents_apart
 from fluxtrain.methods.model_files import ModelFiles, check_model_folder
-from fluxtrain.methods.precision import DTYPES, Capability, Precision, choose_dtype, demo_dtype
+from fluxtrain.methods.precision import (
+    DTYPES,
+    Capability,
+    Precision,
+    choose_dtype,
+    demo_dtype,
+    with_odd_tensors,
+)
 from fluxtrain.methods.quiet import quiet_transformers
 
 DEMO = "demo"
@@ -86,6 +93,7 @@ def load_model(
     chosen = getattr(torch, choice.dtype)
     empty = _empty(folder, chosen, source.trust_remote_code)
     copied = copied_by_loading(empty, files, files.dtype or "float32")
+    choice = with_odd_tensors(choice, copied.odd_dtypes)
     if fits is not None:
         fits(empty, copied)
     tokenizer = _tokenizer(folder, source.trust_remote_code)

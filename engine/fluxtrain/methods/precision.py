@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 Capability = tuple[int, int]  # of a card, as CUDA counts them: 8.0 is Ampere (2020)
@@ -38,6 +39,16 @@ def choose_dtype(wished: str, stored: str, capability: Capability | None) -> Pre
             "float16", f"{card} has no bf16, which begins with 8.0: fp16 with a loss scale"
         )
     return Precision("float32", f"{card} has neither bf16 nor fast fp16")
+
+
+def with_odd_tensors(choice: Precision, odd_dtypes: Sequence[str]) -> Precision:
+    """`choice` that also tells of tensors stored in another dtype than most, one entry for each."""
+    if not odd_dtypes:
+        return choice
+    stored = " and ".join(sorted(set(odd_dtypes)))
+    are = "is" if len(odd_dtypes) == 1 else "are"
+    told = f"{len(odd_dtypes)} of its tensors, stored as {stored}, {are} converted"
+    return Precision(choice.dtype, f"{choice.because}; {told}")
 
 
 def demo_dtype(wished: str) -> Precision:

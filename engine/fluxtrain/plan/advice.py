@@ -231,8 +231,10 @@ def _rows(facts: RunFacts) -> Advice | None:
     steps, layout = facts.steps, facts.ground.layout
     weights_s, all_s = steps.stall_s("weights"), sum(steps.stalls_s.values())
     larger = replace(facts.ground, layout=replace(layout, batch_rows=2 * layout.batch_rows))
-    growth = larger.need(facts.knobs).device_bytes - facts.ground.need(facts.knobs).device_bytes
-    if _free_bytes(facts) < growth:
+    now, then = facts.ground.need(facts.knobs), larger.need(facts.knobs)
+    available = facts.use.host_available_bytes
+    host_holds = available is None or then.host_bytes - now.host_bytes <= available
+    if not host_holds or _free_bytes(facts) < then.device_bytes - now.device_bytes:
         return None
     rows = f"train.batch_rows={2 * layout.batch_rows}"
     if facts.passes % 2 == 0:

@@ -26,7 +26,7 @@ from fluxtrain.methods.model_files import (
     refuse_too_many_layers,
 )
 from fluxtrain.methods.models import refuse_missing_folder, unloadable
-from fluxtrain.methods.precision import choose_dtype, demo_dtype
+from fluxtrain.methods.precision import choose_dtype, demo_dtype, with_odd_tensors
 from fluxtrain.plan.facts import Room
 from fluxtrain.plan.machine_file import PlannedMachine
 from fluxtrain.plan.placement import RunPlacement
@@ -228,7 +228,8 @@ def _empty_model(
         raise unloadable(config.model.path, error) from error
     positions = getattr(shape.get_text_config(), "max_position_embeddings", None)
     check_sequence_length(config.data.sequence_length, positions)
-    return model, dtype_choice(dtype), copied_by_loading(model, files, stored)
+    copied = copied_by_loading(model, files, stored)
+    return model, dtype_choice(with_odd_tensors(dtype, copied.odd_dtypes)), copied
 
 
 def _shape_of(config: RunConfig, weightless: bool) -> tuple[Any, str, ModelFiles | None]:
