@@ -1,8 +1,8 @@
 /* The C interface of FluxTrain's host kernels.
  *
  * Arrays are flat, of n elements, of any alignment, and must not overlap. Every result is the same
- * bit for bit whatever the instruction set, the number of threads, and however a range is cut into
- * calls. `threads` <= 0 means the OpenMP default (OMP_NUM_THREADS, else the processors).
+ * bit for bit whatever the instruction set, the number of threads, and (but for sums of squares,
+ * whose parts are added in order) however a range is cut into calls. `threads` <= 0 means the OpenMP default (OMP_NUM_THREADS, else the processors).
  *
  * A split master weight is an fp32 value kept as two 16-bit halves:
  *

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
@@ -13,10 +14,16 @@ import pytest
 from transformers import LlamaConfig
 
 from fluxtrain.errors import EXIT_DOES_NOT_FIT, BadInput, DoesNotFit
+from fluxtrain.plan.facts import Room, Wishes
+from fluxtrain.plan.guard import EVERY_CHECKPOINT, disk_need
 from fluxtrain.plan.machine_file import PlannedMachine, read_machine_file
+from fluxtrain.plan.placement import place
 from fluxtrain.train.config import RunConfig, demo_config
+from fluxtrain.train.constants import Constants
+from fluxtrain.train.forecast import Forecast
 from fluxtrain.train.preview import preview, table
 from fluxtrain.units import GIB
+from tests.unit.test_plan_ranked import model
 
 RATES = {"gpu_matmul": 1.6e14, "adamw": 1.5e9, "h2d_pinned": 2.5e10, "d2h_pinned": 2.5e10}
 
@@ -157,6 +164,18 @@ def test_a_configuration_of_ten_million_layers_is_refused_and_not_planned(
     config.write_text(json.dumps(told))
     with pytest.raises(BadInput, match="num_hidden_layers = 10,000,000"):
         preview(large, machine(tmp_path, 24, 160))
+
+
+def test_the_disk_that_is_told_is_the_one_that_a_run_is_judged_by() -> None:
+    facts = replace(model(), loose_bytes=500)
+    room = Room(device_free_bytes=None, host_available_bytes=None)
+    forecast = Forecast(
+        facts=facts, room=room, wishes=Wishes(), placement=place(facts, room, Wishes()), passes=1,
+        exact=True, keep_checkpoints=2, constants=Constants(per_s={}, source=""),
+    )  # fmt: skip
+    judged = disk_need(facts, kept=2, written=EVERY_CHECKPOINT, steps=0)
+    assert forecast.checkpoint_bytes == judged.checkpoint_bytes
+    assert forecast.disk_bytes == judged.total_bytes - judged.journal_bytes
 
 
 def test_an_unclipped_run_is_predicted_to_overlap_more(large: RunConfig, tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """Advice: from what the last steps measured to a few changes, each with its gain. Pure.
 
 The gain is a share of the step's time. With W, U and G the seconds a step waited for weights,
-updates and gradients, F and B its forward and backward without waiting for weights:
+updates and gradients, and B those of its backward passes:
 
 | rule      | predicted seconds a step saves                                                    |
 |-----------|-----------------------------------------------------------------------------------|

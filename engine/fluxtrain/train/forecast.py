@@ -9,6 +9,7 @@ from typing import Any
 from fluxtrain.plan.cost import Cost, cost
 from fluxtrain.plan.facts import ModelFacts, Room, Wishes
 from fluxtrain.plan.footprint import Layout, embedding_copied, saving_bytes
+from fluxtrain.plan.guard import EVERY_CHECKPOINT, DiskNeed, disk_need
 from fluxtrain.plan.placement import RunPlacement
 from fluxtrain.plan.ranked import Dial, RankedPlan
 from fluxtrain.plan.rates import Rates
@@ -93,13 +94,18 @@ class Forecast:
     @property
     def disk_bytes(self) -> int:
         """Kept checkpoints, one that is being written, and the model at the end."""
-        weights = sum(group.weight_bytes for group in self.facts.groups)
-        return (self.keep_checkpoints + 1) * self.checkpoint_bytes + weights
+        files = self._files
+        return files.copies * files.checkpoint_bytes + files.model_bytes
 
     @property
     def checkpoint_bytes(self) -> int:
         """One checkpoint: weights and optimizer states."""
-        return sum(group.weight_bytes + group.state_bytes for group in self.facts.groups)
+        return self._files.checkpoint_bytes
+
+    @property
+    def _files(self) -> DiskNeed:
+        kept = self.keep_checkpoints
+        return disk_need(self.facts, kept=kept, written=EVERY_CHECKPOINT, steps=0)
 
 
 def forecast_of(
