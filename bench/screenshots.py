@@ -62,10 +62,10 @@ PICTURES = (
     Picture("settings", keys=("S", "down")),
     Picture("plan", run="advised", screen="plan", until_share=0.62),
     Picture("advice", run="advised", until_share=0.42),
-    Picture("gpu-dashboard", run="h200", until_share=0.35),
-    Picture("gpu-dashboard-80x24", run="h200", size=(80, 24), until_share=0.35),
-    Picture("gpu-memory", run="h200", screen="memory", until_share=0.35),
-    Picture("gpu-transfer", run="h200", screen="transfer", until_share=0.35),
+    Picture("gpu-dashboard", run="h200", until_share=0.97),
+    Picture("gpu-dashboard-80x24", run="h200", size=(80, 24), until_share=0.97),
+    Picture("gpu-memory", run="h200", screen="memory", until_share=0.97),
+    Picture("gpu-transfer", run="h200", screen="transfer", until_share=0.97),
     Picture("help", keys=("question_mark",)),
 )
 

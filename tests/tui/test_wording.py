@@ -215,7 +215,7 @@ def test_what_came_back_is_not_told_without_what_went() -> None:
 
 def test_each_line_of_the_rates_has_a_letter_of_its_own() -> None:
     """Reads and writes of the disk have one colour, and there are terminals without any."""
-    view = view_of("h200", process="alive")
+    view = view_of("streamed", process="alive")
     heading = whole([PANELS["rates"].heading(view, 120)])
     drawn = whole(PANELS["rates"].body(view, 100, 20))
     for letter, label in (("H", "H2D"), ("D", "D2H"), ("R", "N R"), ("W", "N W")):
