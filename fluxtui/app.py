@@ -34,6 +34,11 @@ SCREENS: dict[str, tuple[str, str]] = {
 }
 
 
+MADE_READY = ("loss", "log", "plan", "memory", "transfer", "runs")
+AT_REST_S = 0.3  # between two screens that are made ready before they are asked for
+FIRST_AT_REST_S = 1.2  # by then the first screen is whole
+
+
 def make_screen(name: str) -> Screen[Any]:
     """The screen of this name; its module is read when it is first wanted, not at the start."""
     module, screen = SCREENS[name]
@@ -70,6 +75,27 @@ class FluxApp(AdviceVerbs, RunsVerbs, ViewVerbs, SavingVerbs):
         if self._source is not None:
             self._follow(self._source)
         self.call_after_refresh(self.watch_machine)
+        self.set_timer(FIRST_AT_REST_S, self._make_ready)
+
+    def _make_ready(self) -> None:
+        """Make the screens that one key brings, one at a time, before that key is pressed.
+
+        Making one takes as long as drawing the dashboard twice, and shows when it happens.
+        """
+        waiting = (one for one in MADE_READY if not self.is_ready(one))
+        if not self._screen_stack:
+            return  # the app is being left
+        if isinstance(self.screen, RunScreen):  # not yet beside the wizard, which has no use for it
+            name = next(waiting, None)
+            if name is None:
+                return
+            self._get_screen(name)
+        self.set_timer(AT_REST_S, self._make_ready)
+
+    def is_ready(self, name: str) -> bool:
+        """Whether a screen is made, seen or not."""
+        made = self._installed_screens.get(name)
+        return isinstance(made, Screen) and made.is_running
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """Keys of the registry work on the screens they are for, and not behind a dialog."""

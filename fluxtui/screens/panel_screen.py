@@ -18,6 +18,7 @@ from fluxtui.screens.run_screen import RunScreen
 from fluxtui.state.view import View
 from fluxtui.themes import Palette
 from fluxtui.widgets.framed import framed
+from fluxtui.widgets.ground import Ground
 from fluxtui.widgets.lines import Lines
 from fluxtui.widgets.spans import Line
 
@@ -99,7 +100,7 @@ class _Places(Layout):
         ]
 
 
-class PanelGrid(Widget):
+class PanelGrid(Ground):
     """The area between header and footer, with the panels that `arrange` has a place for."""
 
     def __init__(self, arrange: Callable[[int, int], Arrangement], panels: Sequence[str]) -> None:
@@ -118,6 +119,11 @@ class PanelGrid(Widget):
         if self.maximised is not None:
             return {self.maximised: Place(Rect(0, 0, size.width, size.height), "box")}
         return self._arrange(size.width, size.height)
+
+    @property
+    def panels(self) -> list[PanelLines]:
+        """The panels, also those without a place."""
+        return [panel for panel in self.children if isinstance(panel, PanelLines)]
 
     def compose(self) -> ComposeResult:
         for name in self._panels:
@@ -141,8 +147,10 @@ class PanelScreen(RunScreen):
     def draw_body(self, view: View, palette: Palette) -> None:
         grid = self.query_one(PanelGrid)
         places = grid.places(grid.size)
-        for panel in grid.query(PanelLines):
-            panel.display = panel.id in places  # what has no place takes no focus either
+        for panel in grid.panels:
+            has_place = panel.id in places
+            if panel.display != has_place:
+                panel.display = has_place  # what has no place takes no focus either
             panel.draw(view, palette, places)
 
     @property

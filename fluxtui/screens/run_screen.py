@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar, cast
 
 from textual.app import ComposeResult
+from textual.geometry import Size
 from textual.screen import Screen
 
 from fluxtui.panels.trials import why_not
@@ -13,6 +14,7 @@ from fluxtui.state.view import View
 from fluxtui.themes import Palette
 from fluxtui.widgets.chrome import header_line, notice_lines, status_line
 from fluxtui.widgets.footer import Footer
+from fluxtui.widgets.ground import Ground
 from fluxtui.widgets.lines import Lines
 from fluxtui.widgets.spans import Line
 
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
     from fluxtui.app import FluxApp
 
 
-class RunScreen(Screen[None]):
+class RunScreen(Ground, Screen[None]):
     """A screen that draws the app's view. `NAME` is its name in the registry of actions."""
 
     NAME: ClassVar[str] = ""
@@ -53,10 +55,10 @@ class RunScreen(Screen[None]):
 
     def draw(self) -> None:
         """Draw the app's present view; cheap when little of it changed."""
-        if not self.is_mounted or len(self.children) < self._whole:
+        width, height = self.size
+        if not self.is_mounted or len(self.children) < self._whole or not width:
             return  # not there yet, or being taken down while news of the run still come
         view, palette = self.flux.view, self.flux.palette
-        width, height = self.size
         tiny = too_small(width, height)
         self.set_class(tiny, "-tiny")
         top = status_line(view, width) if tiny else header_line(view, width)
@@ -83,10 +85,33 @@ class RunScreen(Screen[None]):
 
     def on_mount(self) -> None:
         self._whole = len(self.children)
-        self.call_after_refresh(self.draw)
+        self.call_later(self._appear)
 
     def on_resize(self) -> None:
-        self.call_after_refresh(self.draw)
+        self.call_next(self.draw)
 
     def on_screen_resume(self) -> None:
-        self.call_after_refresh(self.draw)
+        self.call_next(self._appear)
+
+    def _appear(self) -> None:
+        """Draw and paint at once: whoever pressed the key waits for it.
+
+        A screen that is not in front yet is only given its places.
+        """
+        if not self.is_mounted:
+            return
+        if not self.size:
+            self._refresh_layout(self.app.size)
+        self.draw()
+        if self._layout_required:
+            self._layout_required = False
+            self._refresh_layout(self.app.size)
+            self.draw()
+        if self.is_current:
+            self._compositor.update_widgets(set(self._compositor.visible_widgets))
+            self._compositor_refresh()
+
+    def _refresh_layout(self, size: Size | None = None, scroll: bool = False) -> None:
+        """As Textual's, but what has a new place is drawn before it is painted: never empty."""
+        with self.app.batch_update():
+            super()._refresh_layout(size, scroll)

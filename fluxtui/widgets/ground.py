@@ -1,0 +1,31 @@
+"""What lies behind other widgets and is all of one colour."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from textual.geometry import Region
+from textual.strip import Strip
+from textual.widget import Widget
+
+
+class Ground(Widget):
+    """A widget of which nothing but its background is seen: one row is drawn, for all of them."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._row_of: dict[tuple[int, int], Strip] = {}  # by its cells
+
+    def render_lines(self, crop: Region) -> list[Strip]:
+        """As many rows as are asked for, all the same."""
+        row = self._row_of.get(crop.column_span)
+        if row is None:
+            [row] = super().render_lines(Region(crop.x, 0, crop.width, 1))
+            self._row_of[crop.column_span] = row
+        return [row] * crop.height
+
+    def _set_dirty(self, *regions: Region) -> None:
+        """As Textual's; without regions the colour may be another."""
+        if not regions:
+            self._row_of.clear()
+        super()._set_dirty(*regions)
