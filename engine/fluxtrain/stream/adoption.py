@@ -160,6 +160,7 @@ def _submit(optimizer: Optimizer, entries: Entries) -> None:
     """Queue the update of every parameter that has a gradient."""
     factor = _unscale_factor(optimizer)
     work: dict[Group, dict[int, Hyper]] = {}
+    hypers = _hypers(optimizer)
     for owner, options, _ in entries:
         member = owner.member
         eager = owner.engine.eager
@@ -167,7 +168,7 @@ def _submit(optimizer: Optimizer, entries: Entries) -> None:
             continue
         member.step += 1
         member.gradient_scale *= factor
-        work.setdefault(owner.group, {})[member.index] = _hyper(options)
+        work.setdefault(owner.group, {})[member.index] = hypers[id(options)]
     for engine in _engines(entries):
         eager, engine.eager = engine.eager, None
         mine = {group: work[group] for group in engine.groups if group in work}
@@ -207,9 +208,10 @@ class EagerStep:
         self.guard = guard  # of the loss; nothing is updated where it is not finite
         self._engine = engine
         self._work: dict[Group, list[tuple[Owner, Hyper]]] = {}
+        hypers = _hypers(optimizer)
         for owner, options, _ in entries:
             if owner.engine is engine:
-                self._work.setdefault(owner.group, []).append((owner, _hyper(options)))
+                self._work.setdefault(owner.group, []).append((owner, hypers[id(options)]))
 
     def uses_up(self, group: Group) -> bool:
         """Does nobody need the group's gradients after its update?"""
@@ -253,6 +255,11 @@ def _clip_others(engine: Engine, stepped: set[int]) -> None:
         for member in group.members:
             if member.has_gradient and id(member) not in stepped:
                 member.gradient_scale *= norm.scale()
+
+
+def _hypers(optimizer: Optimizer) -> dict[int, Hyper]:
+    """By the id of each of its parameter groups."""
+    return {id(options): _hyper(options) for options in optimizer.param_groups}
 
 
 def _hyper(options: dict[str, Any]) -> Hyper:

@@ -19,7 +19,7 @@ import math
 import threading
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -66,31 +66,19 @@ def ranges(group: Group, hypers: dict[int, Hyper]) -> list[Range]:
     """Cut the group's members (index -> hyperparameters) into the fewest ranges."""
     found: list[Range] = []
     for segment in group.trained:
-        before: tuple[Member, Range] | None = None
+        how: tuple[Hyper, int, float] | None = None  # of the range that the member before ended
+        start = stop = 0
         for member in segment.members:
-            if member.index not in hypers:
-                before = None
-                continue
+            hyper = hypers.get(member.index)
+            mine = None if hyper is None else (hyper, member.step, member.gradient_scale)
+            if mine != how:
+                if how is not None:
+                    found.append(Range(segment, segment.gradient, start, stop, *how))
+                how, start = mine, member.offset
             stop = member.offset + member.count
-            fresh = Range(
-                segment,
-                segment.gradient,
-                member.offset,
-                stop,
-                hypers[member.index],
-                member.step,
-                member.gradient_scale,
-            )
-            if before is not None and _same(before[1], fresh):
-                found[-1] = fresh = replace(fresh, start=found[-1].start)
-            else:
-                found.append(fresh)
-            before = (member, fresh)
+        if how is not None:
+            found.append(Range(segment, segment.gradient, start, stop, *how))
     return found
-
-
-def _same(a: Range, b: Range) -> bool:
-    return (a.hyper, a.step, a.scale) == (b.hyper, b.step, b.scale)
 
 
 class Updates:
