@@ -17,12 +17,17 @@ from fluxtui.actions import ACTIONS, GROUPS, Action
 from fluxtui.panels import PANELS
 from fluxtui.panels.panel import key_of
 from fluxtui.widgets.scrolling import ScrollingLines
-from fluxtui.widgets.spans import BLANK, Line
+from fluxtui.widgets.spans import BLANK, Line, Span, width_of, wrapped
 from fluxtui.words import counted
 
 if TYPE_CHECKING:
     from fluxtui.app import FluxApp
 
+WIDEST_PERCENT, HIGHEST_PERCENT = 96, 94  # of the screen, as in the style below
+HELP_CELLS = 78
+AROUND_HELP_CELLS = 6  # border and padding
+AROUND_HELP_ROWS = 6  # these, and the line of keys with a blank one
+LETTERS = ("G device, C host, N disk", "> to the device, < to the host, - not known now")
 DIALOG_CSS = """
 {name} {{ align: center middle; }}
 {name} > .dialog {{
@@ -87,7 +92,7 @@ class DeleteDialog(ModalScreen[bool]):
 class HelpScreen(ModalScreen[None]):
     """The keys of one screen from the registry, and what its panels show."""
 
-    DEFAULT_CSS = DIALOG_CSS.format(name="HelpScreen", width=78)
+    DEFAULT_CSS = DIALOG_CSS.format(name="HelpScreen", width=HELP_CELLS)
     BINDINGS = [Binding("escape,question_mark,q,enter", "dismiss", "Close", show=False)]
     AUTO_FOCUS = "#help"
 
@@ -98,12 +103,19 @@ class HelpScreen(ModalScreen[None]):
     def compose(self) -> ComposeResult:
         with Vertical(classes="dialog"):
             yield ScrollingLines(id="help")
+            yield Static("\n[b]↑ ↓[/b] scroll      [b]esc[/b] close")
 
     def on_mount(self) -> None:
-        self.query_one("#help").styles.height = len(self._lines)
-        self.call_after_refresh(self.draw)
+        self._fit()
 
     def on_resize(self) -> None:
+        self._fit()
+
+    def _fit(self) -> None:
+        """As high as there is room: what the dialog cuts off could not be scrolled to."""
+        room = self.size.height * HIGHEST_PERCENT // 100 - AROUND_HELP_ROWS
+        rows = max(1, min(len(self._lines), room))
+        self.query_one("#help").styles.height = rows
         self.call_after_refresh(self.draw)
 
     def draw(self) -> None:
@@ -113,11 +125,15 @@ class HelpScreen(ModalScreen[None]):
 
     @property
     def _lines(self) -> list[Line]:
-        return help_lines(cast("FluxApp", self.app).actions, self._of, self._panels)
+        width = min(HELP_CELLS, self.size.width * WIDEST_PERCENT // 100) - AROUND_HELP_CELLS
+        return help_lines(cast("FluxApp", self.app).actions, self._of, self._panels, width)
 
 
 def help_lines(
-    actions: Sequence[Action] = ACTIONS, screen: str = "", panels: Sequence[str] = tuple(PANELS)
+    actions: Sequence[Action] = ACTIONS,
+    screen: str = "",
+    panels: Sequence[str] = tuple(PANELS),
+    width: int = 72,
 ) -> list[Line]:
     """The keys by group, then the panels and the letters; of all screens without a `screen`."""
     lines: list[Line] = []
@@ -130,16 +146,23 @@ def help_lines(
         if shown:
             lines.append(((group, "accent"),))
             cells = max(8, *(len(action.all_keys_text) for action in shown))
-            lines += [
-                ((f"  {action.all_keys_text:<{cells}}", "key"), (f" {action.about}", "text"))
-                for action in shown
-            ]
+            for action in shown:
+                lines += _beside(
+                    (f"  {action.all_keys_text:<{cells}} ", "key"), action.about, width
+                )
             lines.append(BLANK)
     if panels:
         lines.append((("Panels", "accent"), ("   tab goes from one to the next", "dim")))
-        lines += [
-            ((f"  {PANELS[name].title:<15}", "strong"), (f" {PANELS[name].about}", "text"))
-            for name in panels
-        ]
-    letters = "  G device  C host  N disk  > to the device  < to the host  - not known now"
-    return [*lines, BLANK, (("Letters", "accent"),), ((letters, "text"),)]
+        for name in panels:
+            lines += _beside((f"  {PANELS[name].title:<15} ", "strong"), PANELS[name].about, width)
+    lines += [BLANK, (("Letters", "accent"),)]
+    return [*lines, *(line for part in LETTERS for line in _beside(("  ", "text"), part, width))]
+
+
+def _beside(head: Span, text: str, width: int) -> list[Line]:
+    """A text beside its head, going on below itself."""
+    indent = width_of((head,))
+    parts = wrapped(text, max(8, width - indent))
+    return [
+        (head if i == 0 else (" " * indent, "text"), (part, "text")) for i, part in enumerate(parts)
+    ]

@@ -43,7 +43,7 @@ def status_of(state: RunState, link: Link, now_s: float) -> Status:
     if ended is not None:
         return ended
     quiet_s = max(now_s - (state.last_wall_s or now_s), link.quiet_s)  # the clock may be set back
-    if quiet_s > HEARTBEAT_LATE_S:
+    if quiet_s > HEARTBEAT_LATE_S and not link.replay:  # a recording is silent when it waits
         return Status("stalled", "STALLED", f"no sign of life for {duration_text(quiet_s)}")
     phase = state.phase.phase if state.phase else "starting"
     detail = state.phase.detail if state.phase else ""

@@ -21,6 +21,7 @@ from fluxtui.headless import follow_lines
 from fluxtui.panels.progress import body as progress
 from fluxtui.screens.plan import plan_lines
 from fluxtui.sources.journal import JournalSource
+from fluxtui.state.link import Link
 from fluxtui.state.run import RunState
 from fluxtui.state.view import View
 from fluxtui.widgets.spans import Line
@@ -131,6 +132,15 @@ def test_a_folder_that_comes_back_is_followed_again(tmp_path: Path, made: Module
     batch = source.poll()
     assert batch.restarted and batch.link.problem is None
     assert len(batch.events) == len(made.training(4))
+
+
+def test_a_recording_that_has_nothing_to_say_is_not_stalled(made: ModuleType) -> None:
+    state = RunState().after_all(made.training(10))
+    last_s = state.last_wall_s or 0.0
+    silent = View(state=state, link=Link(replay=True, quiet_s=40.0), wall_s=last_s)
+    assert silent.status.kind == "running"
+    live = View(state=state, link=Link(process="alive", quiet_s=40.0), wall_s=last_s)
+    assert live.status.kind == "stalled"
 
 
 # --- not read yet ---------------------------------------------------------------------------------
