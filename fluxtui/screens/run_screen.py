@@ -115,3 +115,9 @@ class RunScreen(Ground, Screen[None]):
         """As Textual's, but what has a new place is drawn before it is painted: never empty."""
         with self.app.batch_update():
             super()._refresh_layout(size, scroll)
+        self.call_next(self._repaint)  # what was dirty was taken in the batch, and not painted
+
+    def _repaint(self) -> None:
+        if self.is_mounted and self.is_current:
+            self._compositor.update_widgets(set(self._compositor.visible_widgets))
+            self._compositor_refresh()

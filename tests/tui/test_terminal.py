@@ -14,9 +14,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
+import msgspec
 import psutil
 import pytest
 
+from fluxtrain.telemetry import events as ev
+from fluxtrain.telemetry.rundir import RunDir
 from fluxtui.terminal import Output
 from tests.tui.desk import TINY, Desk, Terminal
 
@@ -281,3 +284,16 @@ def test_output_to_a_terminal_that_hung_up_says_so_once(pipe: tuple[int, int]) -
         output.write("x")
     assert not output.end()
     assert gone == [1]
+
+
+def test_what_changes_while_the_screen_is_laid_out_anew_reaches_the_terminal(
+    desk: Desk, watched: Path
+) -> None:
+    terminal = desk.open("--attach", str(watched), size=(80, 24))
+    terminal.until("DEAD", "d detach")
+    with RunDir(watched).lock(), open(watched / "events.ndjson", "ab") as journal:
+        terminal.until("STALLED", "p pause", patience_s=20)
+        paused = ev.PhaseChanged(phase="paused", wall_s=time.time())
+        journal.write(msgspec.json.encode(paused) + b"\n")
+        journal.flush()
+        terminal.until("PAUSED", "p resumes", "p resume  ?", patience_s=20)
