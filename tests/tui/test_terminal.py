@@ -287,13 +287,14 @@ def test_output_to_a_terminal_that_hung_up_says_so_once(pipe: tuple[int, int]) -
 
 
 def test_what_changes_while_the_screen_is_laid_out_anew_reaches_the_terminal(
-    desk: Desk, watched: Path
+    desk: Desk, made: ModuleType
 ) -> None:
-    terminal = desk.open("--attach", str(watched), size=(80, 24))
-    terminal.until("DEAD", "d detach")
-    with RunDir(watched).lock(), open(watched / "events.ndjson", "ab") as journal:
-        terminal.until("STALLED", "p pause", patience_s=20)
+    run = RunDir(desk.runs / "watched")
+    made.write(run.journal, made.stamped(made.training(8), time.time() - 5, 0.05))
+    with run.lock(), open(run.journal, "ab") as journal:
+        terminal = desk.open("--attach", str(run.path), size=(80, 24))
+        terminal.until("RUNNING", "p pause", "d detach")
         paused = ev.PhaseChanged(phase="paused", wall_s=time.time())
         journal.write(msgspec.json.encode(paused) + b"\n")
-        journal.flush()
+        journal.flush()  # a line below the header comes, and everything moves down
         terminal.until("PAUSED", "p resumes", "p resume  ?", patience_s=20)
