@@ -7,6 +7,8 @@ where one number at its end has changed.
 from __future__ import annotations
 
 import re
+from functools import lru_cache
+from typing import NamedTuple
 
 from rich.color import ColorSystem
 from rich.console import Console
@@ -15,7 +17,8 @@ from textual.strip import Strip
 
 from fluxtui.widgets.strips import part_of
 
-_RESET_BEFORE_SET = re.compile(r"\x1b\[0m\x1b\[(?=[\d;]+m)")
+_STYLES = re.compile(r"\x1b\[0m\x1b\[(?P<next>[\d;]+)m|\x1b\[(?P<set>[\d;]+)m")
+_PARAMETER = re.compile(r"[34]8;2;\d+;\d+;\d+|[34]8;5;\d+|\d+")
 
 
 class PartsUpdate(ChopsUpdate):
@@ -48,5 +51,55 @@ class PartsUpdate(ChopsUpdate):
 
 
 def shorter(text: str) -> str:
-    """The same look in fewer bytes: a style that is taken off and the next are one sequence."""
-    return _RESET_BEFORE_SET.sub("\x1b[0;", text)
+    """The same look in fewer bytes: of a style that follows another one only what differs.
+
+    Textual takes each style off and puts the next on whole; colours of neighbours are often alike.
+    Nothing is put on before the text.
+    """
+    now = ""
+
+    def told(found: re.Match[str]) -> str:
+        nonlocal now
+        before, now = now, found["set"] or found["next"]
+        if found["set"] is not None:
+            now = "" if now == "0" else now
+            return found[0]
+        return _change(before, now)
+
+    return _STYLES.sub(told, text)
+
+
+@lru_cache(maxsize=4096)
+def _change(before: str, after: str) -> str:
+    """The sequence that turns one style into another, by their parameters."""
+    old, new = _Style.of(before), _Style.of(after)
+    if not old.attributes <= new.attributes:  # few terminals take a single one off alike
+        return f"\x1b[0;{after}m"
+    found = [name for name in after.split(";") if name in new.attributes - old.attributes]
+    if new.colour != old.colour:
+        found.append(new.colour or "39")
+    if new.ground != old.ground:
+        found.append(new.ground or "49")
+    return f"\x1b[{';'.join(found)}m" if found else ""
+
+
+class _Style(NamedTuple):
+    """Parameters of a sequence by what they set."""
+
+    attributes: frozenset[str]
+    colour: str
+    ground: str
+
+    @classmethod
+    def of(cls, parameters: str) -> _Style:
+        """Of some that Rich writes: attributes, colour, ground."""
+        colour = ground = ""
+        attributes: set[str] = set()
+        for name in _PARAMETER.findall(parameters):
+            if name.startswith(("38;", "3", "9")) and len(name) > 1:
+                colour = "" if name == "39" else name
+            elif name.startswith(("48;", "4", "10")) and len(name) > 1:
+                ground = "" if name == "49" else name
+            else:
+                attributes.add(name)
+        return cls(frozenset(attributes), colour, ground)

@@ -11,6 +11,7 @@ from types import ModuleType
 import pyte
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.color import ColorSystem
 from rich.console import Console
 from rich.segment import Segment
 from rich.style import Style
@@ -99,7 +100,42 @@ def test_a_number_that_changes_at_the_end_of_a_line_costs_no_line() -> None:
 
 def test_styles_are_taken_off_and_put_on_in_one_sequence() -> None:
     text = "\x1b[1mstep\x1b[0m\x1b[37m 4\x1b[0m\x1b[3;4Hx\x1b[0m\x1b[1;32mgo\x1b[0m"
-    assert shorter(text) == "\x1b[1mstep\x1b[0;37m 4\x1b[0m\x1b[3;4Hx\x1b[0;1;32mgo\x1b[0m"
+    assert shorter(text) == "\x1b[1mstep\x1b[0;37m 4\x1b[0m\x1b[3;4Hx\x1b[1;32mgo\x1b[0m"
+
+
+COLOURS = st.sampled_from(
+    (None, "red", "bright_blue", "color(100)", "#102030", "#aabbcc", "default")
+)
+LOOKS = st.builds(
+    Style, color=COLOURS, bgcolor=COLOURS, bold=st.booleans(), italic=st.booleans(),
+    underline=st.booleans(), reverse=st.booleans(), strike=st.booleans(),
+)  # fmt: skip
+
+
+@given(st.lists(st.tuples(st.text("ab ", min_size=1, max_size=3), LOOKS), max_size=12), st.data())
+def test_any_styles_look_the_same_in_fewer_bytes(
+    pieces: list[tuple[str, Style]], data: st.DataObject
+) -> None:
+    written = ""
+    for text, style in pieces:
+        if data.draw(st.booleans()):
+            written += f"\x1b[1;{data.draw(st.integers(1, 60))}H"
+        written += style.render(text, color_system=ColorSystem.TRUECOLOR)
+    screens = [pyte.Screen(80, 1), pyte.Screen(80, 1)]
+    for screen, told in zip(screens, (written, shorter(written)), strict=True):
+        pyte.Stream(screen).feed(told + "x")  # what follows has no style
+    assert [screens[0].buffer[0][x] for x in range(80)] == [
+        screens[1].buffer[0][x] for x in range(80)
+    ]
+    assert len(shorter(written)) <= len(written)
+
+
+def test_of_neighbours_on_one_ground_only_the_colour_is_told() -> None:
+    one, other = (Style(color=name, bgcolor="#101010") for name in ("#aabbcc", "#ddeeff"))
+    written = "".join(
+        s.render(t, color_system=ColorSystem.TRUECOLOR) for t, s in (("a", one), ("b", other))
+    )
+    assert shorter(written).endswith("a\x1b[38;2;221;238;255mb\x1b[0m")
 
 
 def test_after_many_small_changes_the_terminal_shows_what_a_whole_redraw_shows(
