@@ -147,6 +147,17 @@ def test_a_line_that_is_no_event_says_why(line: bytes, reason: Skipped) -> None:
     assert classify_line(line) is reason
 
 
+@pytest.mark.parametrize("sign", ["", "-"])
+@pytest.mark.parametrize("name", ["step", "t_s", "total_steps"])
+def test_an_integer_that_no_float_holds_is_garbage(name: str, sign: str) -> None:
+    """Whoever divides by it would end."""
+    fields = {"event": '"heartbeat"', "seq": "1", "t_s": "1.0", "wall_s": "1.0", "dropped": "0"}
+    fields |= {"phase": '"training"', "step": "1", name: sign + "9" * 400}
+    line = ("{" + ",".join(f'"{key}":{value}' for key, value in fields.items()) + "}").encode()
+    assert classify_line(line) is Skipped.GARBAGE
+    assert not isinstance(classify_line(line.replace(b"9" * 400, b"9" * 20)), Skipped)
+
+
 def test_fields_of_a_newer_minor_version_are_ignored(make_hello: Make) -> None:
     tree = msgspec.to_builtins(make_hello()) | {"schema": "1.9", "gpu_clock": {"mhz": 1}}
     back = decode_line(msgspec.json.encode(tree))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import math
+import re
 from typing import Any
 
 import msgspec
@@ -23,6 +24,9 @@ from fluxtrain.telemetry.events import (
 )
 
 ELLIPSIS = "…"
+
+_ENDLESS_DIGITS = 300  # JSON allows any number of them, and no float holds such an integer
+_ENDLESS = re.compile(rb"[:,\[]-?\d{%d}" % _ENDLESS_DIGITS)
 
 _encoder = msgspec.json.Encoder()
 _decoder: msgspec.json.Decoder[AnyEvent] = msgspec.json.Decoder(AnyEvent)
@@ -78,6 +82,8 @@ def classify_line(line: bytes) -> AnyEvent | Skipped:
         event = _decoder.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return _classify_odd_line(line)
+    if len(line) > _ENDLESS_DIGITS and _ENDLESS.search(line):
+        return Skipped.GARBAGE
     if isinstance(event, Hello):
         check_schema(event.schema)
     return event
@@ -102,9 +108,10 @@ def _classify_odd_line(line: bytes) -> AnyEvent | Skipped:
     if envelope.event not in _KNOWN_TAGS:
         return Skipped.UNKNOWN if envelope.event else Skipped.GARBAGE
     try:
-        return _lenient_decoder.decode(line)
+        event = _lenient_decoder.decode(line)
     except msgspec.DecodeError:
         return Skipped.GARBAGE
+    return Skipped.GARBAGE if _ENDLESS.search(line) else event
 
 
 def _has_nonfinite(event: Event) -> bool:
