@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from fluxtrain.errors import EXIT_DOES_NOT_FIT, DoesNotFit
-from fluxtrain.hardware.allocator import NAMES, SETTING
+from fluxtrain.hardware.allocator import NAMES, PAGE_BYTES, SETTING
 from fluxtrain.hardware.gpu import own_process_bytes
 from fluxtrain.train.device_budget import hold_to_budget
 from fluxtrain.units import GIB, MIB
@@ -27,28 +27,31 @@ pytestmark = [
 
 FILL = """
 import json, sys, torch
-from fluxtrain.hardware.allocator import NAMES, SETTING
 from fluxtrain.hardware.gpu import own_process_bytes
 from fluxtrain.train.device_budget import hold_to_budget
 left, held, refused = hold_to_budget(float(sys.argv[1])), [], False
+own = own_process_bytes()
+context = None if own is None else own - torch.cuda.memory_reserved()
 while not refused and len(held) < 4096:
     try:
-        held.append(torch.ones(16 << 20, dtype=torch.uint8, device="cuda"))
+        held.append(torch.ones(int(sys.argv[2]), dtype=torch.uint8, device="cuda"))
     except torch.OutOfMemoryError:
         refused = True
 torch.cuda.synchronize()
 free, total = torch.cuda.mem_get_info()
 print(json.dumps({"left": left, "refused": refused, "torch": torch.cuda.memory_reserved(),
-                  "own": own_process_bytes(), "used": total - free}))
+                  "context": context, "own": own_process_bytes(), "used": total - free}))
 """
 
 
-def fill(budget_gib: float, *, growing: bool = False) -> dict[str, Any]:
+def fill(
+    budget_gib: float, *, growing: bool = False, piece_bytes: int = 16 * MIB
+) -> dict[str, Any]:
     """Allocate until torch refuses, under a budget; `growing`: in segments that grow."""
     environment = {name: value for name, value in os.environ.items() if name not in NAMES}
     environment |= {NAMES[0]: SETTING} if growing else {}
     finished = subprocess.run(
-        [sys.executable, "-c", FILL, str(budget_gib)],
+        [sys.executable, "-c", FILL, str(budget_gib), str(piece_bytes)],
         capture_output=True,
         text=True,
         check=False,
@@ -61,14 +64,17 @@ def fill(budget_gib: float, *, growing: bool = False) -> dict[str, Any]:
 
 @pytest.mark.parametrize("growing", [False, True])
 @pytest.mark.parametrize("budget_gib", [2.0, 4.0])
+@pytest.mark.parametrize("piece_mib", [12, 16, 22])  # of pages of 20 MiB
 def test_a_process_that_takes_all_it_can_stays_within_its_budget(
-    budget_gib: float, growing: bool
+    budget_gib: float, growing: bool, piece_mib: int
 ) -> None:
-    found = fill(budget_gib, growing=growing)
+    found = fill(budget_gib, growing=growing, piece_bytes=piece_mib * MIB)
     assert found["refused"]
-    assert found["torch"] <= found["left"] < budget_gib * GIB
+    assert found["left"] < budget_gib * GIB
+    assert found["torch"] <= found["left"] + (PAGE_BYTES if growing else 0)
     assert found["torch"] > found["left"] - 64 * MIB, "what the budget leaves can be used"
     if found["own"] is not None:
+        assert found["torch"] + found["context"] <= budget_gib * GIB
         assert found["own"] <= budget_gib * GIB + 16 * MIB
 
 

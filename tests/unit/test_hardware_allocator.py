@@ -4,11 +4,21 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
-from fluxtrain.hardware.allocator import GPU_NODE, NAMES, SETTING, let_segments_grow
+from fluxtrain.hardware.allocator import (
+    GPU_NODE,
+    NAMES,
+    PAGE_BYTES,
+    SETTING,
+    let_segments_grow,
+    limit_within,
+    segments_grow,
+)
+from fluxtrain.units import GIB, MIB
 
 
 @pytest.fixture
@@ -50,3 +60,50 @@ main(["train", "nothing.yaml"])
         [sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=120
     )
     assert (done.returncode, done.stdout) == (2, "False\n"), done.stderr
+
+
+def taken_in_pages(limit_bytes: int, blocks_bytes: Iterable[int]) -> int:
+    """Memory that torch's allocator takes for these blocks, in segments that grow.
+
+    As `alloc_block` and `map_block` of c10/cuda/CUDACachingAllocator.cpp have it in torch 2.11: the
+    limit is compared with the block, and what is mapped for it are whole pages.
+    """
+    taken, last_page_left = 0, 0
+    for block in blocks_bytes:
+        if taken + block > limit_bytes:
+            continue
+        if block <= MIB:
+            taken += 2 * MIB
+            continue
+        mapped = -(-max(0, block - last_page_left) // PAGE_BYTES) * PAGE_BYTES
+        last_page_left += mapped - block
+        taken += mapped
+    return taken
+
+
+@pytest.mark.parametrize("small_blocks", [0, 1, 7])
+@pytest.mark.parametrize("block_mib", [10, 12, 16, 22, 38])
+@pytest.mark.parametrize("left_mib", [1438, 1440, 1442, 3500])
+def test_segments_that_grow_stay_within_what_is_left(
+    left_mib: int, block_mib: int, small_blocks: int
+) -> None:
+    left_bytes = left_mib * MIB
+    blocks = [MIB] * small_blocks + [block_mib * MIB] * 400
+    limit_bytes = limit_within(left_bytes, grow=True)
+    assert left_bytes - 2 * 40 * MIB < taken_in_pages(limit_bytes, blocks) <= left_bytes
+
+
+def test_a_limit_without_room_for_a_page_is_passed() -> None:
+    assert taken_in_pages(1438 * MIB, [16 * MIB] * 400) == 1440 * MIB
+
+
+def test_segments_of_fixed_sizes_keep_to_the_limit_itself() -> None:
+    assert limit_within(GIB, grow=False) == GIB
+    assert limit_within(MIB, grow=True) == 0
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_was_asked_of_torch_is_read_as_torch_reads_it(name: str) -> None:
+    assert segments_grow({name: f"max_split_size_mb:64, {SETTING}"})
+    assert not segments_grow({name: "expandable_segments:False"})
+    assert not segments_grow({})

@@ -5,16 +5,18 @@ from __future__ import annotations
 import torch
 
 from fluxtrain.errors import DoesNotFit
+from fluxtrain.hardware.allocator import limit_within, segments_grow
 from fluxtrain.units import GIB, bytes_text
 
 _SMALLEST_BYTES = 64 << 20
 
 
 def hold_to_budget(budget_gib: float | None) -> int | None:
-    """Cap torch's allocator; returns the bytes left to it (None: no budget was set).
+    """Cap torch's allocator; returns the bytes it surely gives out (None: no budget was set).
 
     What CUDA itself takes for this process (context, kernels: some hundred MiB) counts against the
-    budget, because that is what `nvidia-smi` shows and what a card of that size would lose.
+    budget, because that is what `nvidia-smi` shows and what a card of that size would lose. So does
+    the page by which a segment that grows may pass its limit.
     Raises DoesNotFit when nothing is left.
     """
     if budget_gib is None:
@@ -30,8 +32,9 @@ def hold_to_budget(budget_gib: float | None) -> int | None:
             f"{bytes_text(context_bytes)} that CUDA itself takes: set at least "
             f"{(context_bytes + GIB) / GIB:.1f}"
         )
-    torch.cuda.set_per_process_memory_fraction(left_bytes / total_bytes)
-    return left_bytes
+    limit_bytes = limit_within(left_bytes, grow=segments_grow())
+    torch.cuda.set_per_process_memory_fraction(limit_bytes / total_bytes)
+    return limit_bytes
 
 
 def _context_bytes(used_bytes: int) -> int:
