@@ -7,7 +7,8 @@ Each case of bench/plan_cases.yaml is one `fluxtrain train` in a process of its 
 its own, so that it tries its block itself right before it trains. What a run predicted was frozen
 in plan.json before its first step; what it took is in result.json. `--again N` trains every case N
 times and shows the run whose step time is the middle one (a shared machine is noisy). `--write`
-puts the table into docs/planner.md.
+puts the table into docs/planner.md. A signal that ends it ends the training, and OUT/table.md says
+what was done.
 
 A budget is device memory on a GPU (`budget_gib`). Without one it is host memory (`host_gib`): the
 run is in a control group of that size, where one can be made (Linux, by root or a delegated user).
@@ -19,7 +20,6 @@ import argparse
 import json
 import os
 import shutil
-import subprocess
 import sys
 import sysconfig
 import time
@@ -32,6 +32,7 @@ from typing import Any
 import torch
 import transformers
 import yaml
+from children import Stopped, run_python, stoppable
 from tokenizers import ByteLevelBPETokenizer
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
@@ -51,11 +52,6 @@ HEAD = (
 GIB = 1 << 30
 # The memory controller's own group, or the whole tree of version 2.
 CONTROLLERS = (Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup"))
-ENTER = """
-import os, sys
-open(sys.argv[1], "w").write("0")  # this process
-os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
-"""
 TEXT_BYTES = 2 << 20
 LIMITS = {  # of the error, by quantity and device
     "device_peak_bytes": {"cuda": 0.05, "cpu": 0.05},
@@ -123,14 +119,12 @@ def run(case: dict[str, Any], device: str, steps: int, text: Path, folder: Path)
     command = ["-m", "fluxtrain", "train", str(folder / "config.yaml")]
     started_s = time.monotonic()
     with (folder / "train.log").open("wb") as log, memory_group(case.get("host_gib")) as group:
-        entered = [] if group is None else ["-c", ENTER, str(group / "cgroup.procs")]
-        code = subprocess.run(
-            [sys.executable, *entered, *command, "--run-dir", str(folder / "run")],
+        code = run_python(
+            [*command, "--run-dir", str(folder / "run")],
             stdout=log,
-            stderr=subprocess.STDOUT,
-            check=False,
-            env={**os.environ, "XDG_CACHE_HOME": str(folder / "cache")},
-        ).returncode
+            environment={**os.environ, "XDG_CACHE_HOME": str(folder / "cache")},
+            group=group,
+        )
     case = {**case, "limited": group is not None}
     seconds = time.monotonic() - started_s
     if code:
@@ -268,32 +262,53 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     wanted = yaml.safe_load(options.cases.read_text())["gpu" if options.device == "cuda" else "cpu"]
     shapes = wanted.get("shapes") or yaml.safe_load((HERE / "shapes.yaml").read_text())
-    text = write_text(options.out)
+    cases = wanted["cases"]
+    numbers = [i for i in range(len(cases)) if options.only is None or i in options.only]
     done: list[dict[str, Any]] = []
     lines: list[str] = []
+    stopped: Stopped | None = None
     print(HEAD)
-    for number, case in enumerate(wanted["cases"]):
-        if options.only is not None and number not in options.only:
-            continue
-        default = "bfloat16" if options.device == "cuda" else "float32"
-        dtype = case.get("dtype", default)
-        folder = options.out / f"model-{case['shape']}-{dtype}"
-        if not folder.exists():
-            write_model(shapes[case["shape"]], dtype, options.device, text, folder)
-        case["model"] = str(folder)
-        place = options.out / f"case-{number}"
-        runs = [run(case, options.device, options.steps, text, place) for _ in range(options.again)]
-        one = middle_of(runs)
-        done += runs
-        lines.append(line(one, options.device))
-        print(lines[-1], flush=True)
-        (options.out / "plan.json").write_text(json.dumps(done, indent=1))
+    try:
+        with stoppable():
+            text = write_text(options.out)
+            for number in numbers:
+                runs = measured(cases[number], number, shapes, text, options)
+                done += runs
+                lines.append(line(middle_of(runs), options.device))
+                print(lines[-1], flush=True)
+                (options.out / "plan.json").write_text(json.dumps(done, indent=1))
+    except Stopped as error:
+        stopped = error
     told = machine(options.device, [run["load"] for run in done if "load" in run])
+    if stopped is not None:
+        told += f" Ended by {stopped} with {len(lines)} of {len(numbers)} cases done."
     table = "\n".join([told, "", HEAD, *lines])
     (options.out / "table.md").write_text(table + "\n", encoding="utf-8")
     print(told)
+    if stopped is not None:
+        sys.exit(stopped.exit_code)
     if options.write:
         write_docs(table, options.device)
+
+
+def measured(
+    case: dict[str, Any],
+    number: int,
+    shapes: dict[str, Any],
+    text: Path,
+    options: argparse.Namespace,
+) -> list[dict[str, Any]]:
+    """Train one case `--again` times, with a model that is made unless it is there."""
+    default = "bfloat16" if options.device == "cuda" else "float32"
+    dtype = case.get("dtype", default)
+    folder = options.out / f"model-{case['shape']}-{dtype}"
+    if not folder.exists():
+        made = folder.with_suffix(".unfinished")
+        write_model(shapes[case["shape"]], dtype, options.device, text, made)
+        made.rename(folder)
+    case["model"] = str(folder)
+    place = options.out / f"case-{number}"
+    return [run(case, options.device, options.steps, text, place) for _ in range(options.again)]
 
 
 if __name__ == "__main__":

@@ -18,6 +18,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from children import Stopped, run_python, stoppable
+
 from fluxtrain.optim.outside import OUTSIDE
 from fluxtrain.telemetry.events import StepFinished
 from fluxtrain.telemetry.journal import read_events
@@ -76,11 +78,13 @@ def outcome(case: Case, seed: int, options: argparse.Namespace) -> Outcome:
     if not (run_dir / "result.json").exists():
         set_all = [f"train.seed={seed}", f"data.seed={seed}", *case.settings, *options.set]
         command = [
-            sys.executable, "-m", "fluxtrain", "train", "--demo", "--run-dir", str(run_dir),
+            "-m", "fluxtrain", "train", "--demo", "--run-dir", str(run_dir),
             "--steps", str(options.steps), "--device", options.device,
             *(part for setting in set_all for part in ("--set", setting)),
         ]  # fmt: skip
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        code = run_python(command, stdout=subprocess.DEVNULL, stderr=sys.stderr)
+        if code:
+            sys.exit(f"a training ended with {code}: {' '.join(command)}")
     events = read_events(run_dir / "events.ndjson")
     result = json.loads((run_dir / "result.json").read_text())
     return Outcome(
@@ -104,7 +108,8 @@ def main() -> None:
     print("|---|---|---|---|---|", flush=True)
     base: list[Outcome] = []
     for case in cases(options.dtypes, options.device):
-        runs = [outcome(case, seed, options) for seed in range(options.seeds)]
+        with stoppable():
+            runs = [outcome(case, seed, options) for seed in range(options.seeds)]
         base = base or runs
         apart = [run.held_out - other.held_out for run, other in zip(runs, base, strict=True)]
         print(
@@ -116,4 +121,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except Stopped as error:
+        sys.exit(error.exit_code)

@@ -18,9 +18,11 @@ import subprocess
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import yaml
+from children import Stopped, run_python, stoppable
 
 from fluxtrain.hardware.allocator import NAMES, SETTING
 
@@ -43,30 +45,29 @@ def measured(row: Row, out: Path, limit_s: float) -> Row:
     if "needs" in row and importlib.util.find_spec(row["needs"]) is None:
         return {"error": f"{row['needs']} is not installed"}
     path = out / f"{row['name']}.json"
-    command = [
-        sys.executable, str(HERE / "bench_gpu.py"), "--json", str(path),
+    arguments = [
+        str(HERE / "bench_gpu.py"), "--json", str(path),
         "--shape", row["shape"], "--batch", str(row["batch"]), "--steps", str(row["steps"]),
         "--engine", row.get("engine", "flux"), "--learning-rate", str(LEARNING_RATE),
         *row.get("flags", []),
     ]  # fmt: skip
     if "budget" in row:
-        command += ["--budget-gib", str(row["budget"])]
-        command += ["--trace", str(out / f"{row['name']}.trace.json.gz")]
+        arguments += ["--budget-gib", str(row["budget"])]
+        arguments += ["--trace", str(out / f"{row['name']}.trace.json.gz")]
     environment = {NAMES[0]: SETTING, **os.environ}  # as the trainer sets it; the same for all
-    try:
-        done = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            timeout=limit_s,
-            check=False,
-            env=environment,
-        )
-    except subprocess.TimeoutExpired:
-        return {"error": f"not done in {limit_s:.0f} s"}
-    (out / f"{row['name']}.log").write_text(done.stdout + done.stderr)
-    if done.returncode != 0:
-        return {"error": (done.stderr.strip().splitlines() or ["no message"])[-1][:160]}
+    with (out / f"{row['name']}.log").open("w") as log, TemporaryFile("w+") as errors:
+        try:
+            code = run_python(
+                arguments, stdout=log, stderr=errors, environment=environment, limit_s=limit_s
+            )
+        except subprocess.TimeoutExpired:
+            return {"error": f"not done in {limit_s:.0f} s"}
+        finally:
+            errors.seek(0)
+            message = errors.read()
+            log.write(message)
+    if code != 0:
+        return {"error": (message.strip().splitlines() or ["no message"])[-1][:160]}
     found: Row = json.loads(path.read_text())
     return found
 
@@ -157,19 +158,29 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     wanted: list[Row] = yaml.safe_load((HERE / "gpu_rows.yaml").read_text())
     rows: dict[str, Row] = {}
-    lines = []
-    for row in wanted:
-        kept = options.out / f"{row['name']}.json"
-        if options.only is None or row["name"] in options.only:
-            rows[row["name"]] = measured(row, options.out, options.limit_s)
-        elif kept.exists():
-            rows[row["name"]] = json.loads(kept.read_text())
-        else:
-            continue
-        lines.append(line(row, rows))
-        print(lines[-1], flush=True)
-    table = "\n".join([machine(), "", HEAD, *lines])
+    lines: list[str] = []
+    stopped: Stopped | None = None
+    try:
+        with stoppable():
+            for row in wanted:
+                kept = options.out / f"{row['name']}.json"
+                if options.only is None or row["name"] in options.only:
+                    rows[row["name"]] = measured(row, options.out, options.limit_s)
+                elif kept.exists():
+                    rows[row["name"]] = json.loads(kept.read_text())
+                else:
+                    continue
+                lines.append(line(row, rows))
+                print(lines[-1], flush=True)
+    except Stopped as error:
+        stopped = error
+    told = machine()
+    if stopped is not None:
+        told += f" Ended by {stopped} with {len(lines)} rows done."
+    table = "\n".join([told, "", HEAD, *lines])
     (options.out / "table.md").write_text(table + "\n")
+    if stopped is not None:
+        sys.exit(stopped.exit_code)
     if options.write:
         text = DOCS.read_text(encoding="utf-8")
         before, rest = text.split(BEGIN, 1)

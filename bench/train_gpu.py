@@ -24,6 +24,7 @@ import psutil
 import pynvml
 import torch
 import yaml
+from children import Stopped, started_python, stoppable
 from tokenizers import ByteLevelBPETokenizer
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
@@ -99,10 +100,13 @@ def main() -> None:
     config = options.out / "config.yaml"
     config.write_text(yaml.safe_dump(configuration(options, text)))
     run_dir = options.out / "run"
-    command = [sys.executable, "-m", "fluxtrain", "train", str(config), "--run-dir", str(run_dir)]
+    arguments = ["-m", "fluxtrain", "train", str(config), "--run-dir", str(run_dir)]
     torch.cuda.synchronize()
-    with (options.out / "train.log").open("wb") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+    with (
+        (options.out / "train.log").open("wb") as log,
+        stoppable(),
+        started_python(arguments, stdout=log) as process,
+    ):
         device_bytes, host_bytes = watch(process)
     tail = (options.out / "train.log").read_text().splitlines()[-4:]
     row = summary(options, run_dir) if process.returncode == 0 else {}
@@ -153,4 +157,7 @@ def summary(options: argparse.Namespace, run_dir: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except Stopped as error:
+        sys.exit(error.exit_code)
