@@ -17,6 +17,7 @@ from fluxtui.state.view import View
 from fluxtui.widgets.lane_bars import Kind, bar, cells_of, ruler
 from fluxtui.widgets.spans import BLANK, Line, dropped_to_fit, fitted, wrapped
 
+BOUND = ("bound ", "dim")
 LABEL_CELLS = 5
 SECONDS_FROM_CELLS = 90
 SHOWN = ("gpu", "wait", "h2d", "d2h", "cpu", "disk")
@@ -35,7 +36,8 @@ KINDS = {
 }
 TALLEST = 3
 LONGEST_FROM_ROWS = 6
-BOUND_IN_HEADING_CELLS = 110  # from here on the heading has room for what binds the step
+BOUND_IN_HEADING_CELLS = 110  # from here on the heading has room for most of what binds a step
+HEADING_LESS_CELLS = 12  # of the room in the body, at most: the frame and the title
 
 
 def heading(view: View, width: int) -> Line:
@@ -54,7 +56,7 @@ def heading(view: View, width: int) -> Line:
     elif view.fresh(view.state.step) is None:
         parts.append(stale_note(view.age_s(view.state.step)))
     if width >= BOUND_IN_HEADING_CELLS - 20:  # beside the title
-        parts.append((("bound ", "dim"), (_attributed(found).because, "text")))
+        parts.append((BOUND, (_attributed(found).because, "text")))
     return dropped_to_fit(parts, width)
 
 
@@ -64,7 +66,10 @@ def body(view: View, width: int, height: int) -> list[Line]:
     if isinstance(found, str):
         return _without_lanes(view, found, width, height)
     on_gpu = view.state.hello is None or view.state.hello.device != "cpu"
-    return list(_drawn(found, width, height, on_gpu))[:height]
+    in_heading = width >= BOUND_IN_HEADING_CELLS and BOUND in heading(
+        view, width - HEADING_LESS_CELLS
+    )
+    return list(_drawn(found, width, height, on_gpu, in_heading))[:height]
 
 
 def _without_lanes(view: View, why: str, width: int, height: int) -> list[Line]:
@@ -90,10 +95,12 @@ def _attributed(found: Recorded) -> Attribution:
 
 
 @lru_cache(maxsize=16)
-def _drawn(found: Recorded, width: int, height: int, on_gpu: bool) -> tuple[Line, ...]:
+def _drawn(
+    found: Recorded, width: int, height: int, on_gpu: bool, bound_in_heading: bool
+) -> tuple[Line, ...]:
     step, _ = without_evaluation(found.lanes)
     lanes = _lanes_for(step, height)
-    foot = _foot(found, width, height - len(lanes))
+    foot = _foot(found, width, height - len(lanes), bound_in_heading)
     rows = max(1, min(TALLEST, (height - len(foot)) // max(1, len(lanes))))
     lines: list[Line] = []
     for lane in lanes:
@@ -167,7 +174,7 @@ def _ruled(step: StepLanes, width: int) -> Line:
     return ((" " * LABEL_CELLS, "axis"), *ruler(step.length_s, room)) if room >= 14 else BLANK
 
 
-def _foot(found: Recorded, width: int, room: int) -> list[Line]:
+def _foot(found: Recorded, width: int, room: int, bound_in_heading: bool) -> list[Line]:
     """Times, letters, waits, bound; where not all fit, what tells more stays."""
     step, _ = without_evaluation(found.lanes)
     wanted = [
@@ -175,7 +182,7 @@ def _foot(found: Recorded, width: int, room: int) -> list[Line]:
         (0, _ruled(step, width)),
         (1, _legend(step, width)),
     ]
-    if width < BOUND_IN_HEADING_CELLS:
+    if not bound_in_heading:
         wanted.insert(0, (3, fitted(pair("bound", _attributed(found).because), width)))
     return [one for _, one in sorted(wanted[: max(0, room)], key=lambda place: place[0])]
 

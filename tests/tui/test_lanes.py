@@ -97,6 +97,17 @@ def test_a_checkpoint_is_drawn_and_the_evaluation_before_it_only_told() -> None:
     assert "5.3" not in text.splitlines()[0]  # the length is that of the step alone
 
 
+@pytest.mark.parametrize("width", [60, 90, 98, 114, 118, 130, 160, 200])
+def test_what_bound_a_step_is_told_whole_where_its_heading_has_no_room(
+    made: ModuleType, tmp_path: Path, width: int
+) -> None:
+    intervals = [("gpu", "forward", "a", 0.0, 0.5), ("stall", "gradients", "", 0.5, 0.2)]
+    view = made_view(made, tmp_path, *(Interval(*one) for one in intervals))
+    text = drawn(view, width)
+    assert text.count("bound") == 1
+    assert width < 114 or "waits 200 ms for it, unrecorded 300 ms (30 %)" in text
+
+
 def test_a_stall_is_marked_and_its_cause_is_named_without_colour(
     made: ModuleType, tmp_path: Path
 ) -> None:

@@ -27,6 +27,33 @@ def test_a_step_that_only_computes_is_bound_by_the_computation() -> None:
     assert one.waits_s == pytest.approx({"host": 0.02})
 
 
+def test_time_of_which_nothing_is_recorded_stands_beside_the_computation() -> None:
+    one = found(("gpu", "forward", 0.0, 0.3), ("gpu", "backward", 0.4, 0.96))
+    assert one.bound == "gpu"
+    assert one.because == "computation 860 ms of 1.00 s, unrecorded 140 ms (14 %)"
+
+
+def test_time_of_which_nothing_is_recorded_stands_beside_the_lane_that_is_waited_for() -> None:
+    one = found(("stall", "weights", 0.0, 0.2), ("h2d", "weights", 0, 0.2), ("gpu", "head", 0.5, 1))
+    assert one.bound == "h2d"
+    assert one.because == (
+        "copies to the device 200 ms of 1.00 s, the computation waits 200 ms for it, "
+        "unrecorded 300 ms (30 %)"
+    )
+
+
+def test_a_step_that_is_mostly_unrecorded_says_so() -> None:
+    one = found(("stall", "weights", 0.0, 0.2), ("gpu", "forward", 0.2, 0.4))
+    assert one.bound == "host"
+    assert one.because == "unrecorded 600 ms of 1.00 s, computation 200 ms"
+
+
+def test_data_that_is_waited_for_is_no_unrecorded_time() -> None:
+    one = found(("host", "data", 0.0, 0.4), ("gpu", "forward", 0.4, 1.0))
+    assert one.bound == "host"
+    assert one.because == "host, the computation waits 400 ms of 1.00 s for data"
+
+
 def test_the_optimizer_that_is_waited_for_is_named_with_its_time_and_the_wait() -> None:
     one = found(
         ("stall", "update", 0.0, 0.12),
@@ -98,8 +125,8 @@ def test_each_cause_names_who_is_waited_for(
 
 
 def test_phases_of_the_driving_thread_are_no_wait() -> None:
-    one = found(("host", "forward", 0.0, 1.0), ("gpu", "forward", 0.5, 1.0))
-    assert one.waits_s == pytest.approx({"host": 0.5}) and one.bound == "host"
+    one = found(("host", "forward", 0.0, 1.0), ("gpu", "forward", 0.6, 1.0))
+    assert one.waits_s == pytest.approx({"host": 0.6}) and one.bound == "host"
 
 
 def test_a_step_of_which_nothing_is_known_is_all_the_hosts() -> None:

@@ -35,7 +35,7 @@ class Attribution:
     busy_s: dict[str, float]  # by lane
     work_s: dict[str, float]  # of the computation, by kind
     waits_s: dict[str, float]  # of the computation, by cause; host: nothing else was recorded
-    bound: str  # the lane that a shorter step needs first
+    bound: str  # the lane that a shorter step needs first; host: most of it is nowhere recorded
     because: str
     evaluation_s: float = 0.0  # that followed; in none of the above
 
@@ -116,20 +116,36 @@ def _row(name: str, seconds: float, whole_s: float, note: str) -> str:
 
 
 def _bound(length_s: float, busy_s: dict[str, float], waits_s: dict[str, float]) -> tuple[str, str]:
+    """The lane that takes most of the step, with what is recorded of nobody beside it.
+
+    A lane that is waited for takes it before the computation does, from `BINDS_FROM` on; time of
+    which nothing is recorded only where nothing that is recorded takes more.
+    """
+    nobody_s = waits_s.get("host", 0.0)
     by_lane: dict[str, float] = {}
     for cause, seconds in waits_s.items():
-        lane = CAUSE_LANES.get(cause, "host")
-        by_lane[lane] = by_lane.get(lane, 0.0) + seconds
-    worst = max(by_lane, key=by_lane.__getitem__, default=None)
-    whole = duration_text(length_s)
-    if worst is None or by_lane[worst] < BINDS_FROM * length_s:
-        return "gpu", f"{LANE_NAMES['gpu']} {duration_text(busy_s['gpu'])} of {whole}"
-    waited = duration_text(by_lane[worst])
+        if cause != "host":
+            lane = CAUSE_LANES.get(cause, "host")
+            by_lane[lane] = by_lane.get(lane, 0.0) + seconds
+    worst = max(by_lane, key=by_lane.__getitem__, default="gpu")
+    waited_s = by_lane.get(worst, 0.0)
+    whole, computing_s = duration_text(length_s), busy_s["gpu"]
+    computing = f"{LANE_NAMES['gpu']} {duration_text(computing_s)}"
+    if nobody_s > max(waited_s, computing_s):
+        return "host", f"unrecorded {duration_text(nobody_s)} of {whole}, {computing}"
+    aside = ""
+    if nobody_s >= BINDS_FROM * length_s > 0:
+        aside = f", unrecorded {duration_text(nobody_s)} ({nobody_s / length_s * 100:.0f} %)"
+    if waited_s < BINDS_FROM * length_s or not by_lane:
+        return "gpu", f"{computing} of {whole}{aside}"
+    waited = duration_text(waited_s)
     if worst == "host":
-        return worst, f"host, nothing recorded runs for {waited} of {whole}"
+        causes = sorted(waits_s, key=lambda cause: -waits_s[cause])
+        cause = next(c for c in causes if c != "host" and CAUSE_LANES.get(c, "host") == "host")
+        return worst, f"host, the computation waits {waited} of {whole} for {cause}{aside}"
     return worst, (
         f"{LANE_NAMES[worst]} {duration_text(busy_s[worst])} of {whole}, "
-        f"the computation waits {waited} for it"
+        f"the computation waits {waited} for it{aside}"
     )
 
 
