@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fluxtrain.memory.cuts import stored
 from fluxtrain.memory.device import CpuDevice
-from fluxtrain.memory.gradients import Gradients, stored
+from fluxtrain.memory.gradients import Gradients
 from fluxtrain.memory.group import Group
 
 CPU = torch.device("cpu")
@@ -137,3 +138,55 @@ def test_each_dtype_of_a_block_keeps_its_own(device: Any) -> None:
     found = [stored(m) for m in g.members]
     assert [f.dtype for f in found] == [torch.bfloat16, torch.float32, torch.bfloat16]
     assert torch.equal(found[1], exact) and torch.equal(found[0], torch.ones(4).bfloat16())
+
+
+def test_gradients_that_come_together_are_summed_as_one_by_one(device: Any) -> None:
+    sums: list[list[Tensor]] = []
+    for together in (True, False):
+        gradients = Gradients(device, lambda *_: None)
+        g = group((33, 7), (5,), (4, 4), (3,), dtype=torch.float32)
+        chunks = [draws(tuple(m.shape), 3) for m in g.members[:3]]  # none for the last one
+        for parts in zip(*chunks, strict=True):
+            arrived = [(g, m, part) for m, part in zip(g.members, parts, strict=False)]
+            if together:
+                gradients.add_all(arrived)
+            else:
+                for one in reversed(arrived):
+                    gradients.add(*one)
+        gradients.finish(g)
+        gradients.wait(g)
+        sums.append([stored(m).clone() for m in g.members])
+        assert not bool(stored(g.members[3]).any())
+        norms = gradients.arrivals[g].norms
+        assert norms is not None
+        for norm, member in zip(norms, g.members, strict=False):
+            assert torch.equal(norm, torch.linalg.vector_norm(stored(member)))
+    for one, other in zip(*sums, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_sums_of_groups_of_different_sizes_do_not_mix(device: Any) -> None:
+    gradients = Gradients(device, lambda *_: None)
+    groups = [group((4, 4), (3,)), group((5, 6)), group((2, 2), (9,)), group((4, 4), (3,))]
+    for step in range(2):
+        for i, g in enumerate(groups):
+            for m in g.members:
+                gradients.add(g, m, torch.full(m.shape, float(10 * step + i)))
+            gradients.finish(g)
+        for i, g in enumerate(groups):
+            gradients.wait(g)
+            assert all(bool((stored(m) == 10 * step + i).all()) for m in g.members)
+            gradients.forget(g)
+
+
+def test_nothing_holds_staging_memory_that_was_given_back(device: Any) -> None:
+    gradients = Gradients(device, lambda *_: None)
+    g = group((8, 8))
+    gradients.add(g, g.members[0], torch.ones(8, 8))
+    gradients.finish(g)
+    gradients.drain()
+    staged = gradients._staging[g.segments[0].size_bytes].buffers[0].untyped_storage()
+    before = torch._C._storage_Use_Count(staged._cdata)
+    gradients.stage_only(set())
+    assert torch._C._storage_Use_Count(staged._cdata) < before
+    assert torch._C._storage_Use_Count(staged._cdata) == 1  # this test's

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from fluxtrain.memory.arena import device_flat
+from fluxtrain.memory.cuts import Cuts, apply_scales, norms_of, stored
 from fluxtrain.memory.device import Device, Ticket
 from fluxtrain.memory.gradient_ring import GradientRing
 from fluxtrain.memory.group import Group, Member, Segment
-from fluxtrain.memory.rows import RowSum, RowTicket, Scatter, norm_by_rows
+from fluxtrain.memory.rows import RowSum, RowTicket, Scatter
 from fluxtrain.plan.footprint import staging_depth
 
 Report = Callable[[Group, Ticket, int], None]  # group, the copy, bytes
@@ -30,6 +31,7 @@ class _Sum:
     """The flat fp32 sum of one group, and who has added to it."""
 
     flat: Tensor  # (trained_elements,) fp32
+    parts: dict[int, Tensor]  # of it, by member index, in the members' shapes
     touched: set[int]  # member indices
 
 
@@ -65,6 +67,7 @@ class Gradients:
         self._open: dict[Group, _Sum] = {}
         self._open_rows: dict[Group, RowSum] = {}
         self._scatter = Scatter()
+        self._cuts = Cuts()
         self._staging: dict[int, _Ring] = {}  # by size
         self._ring = GradientRing()
         self.arrivals: dict[Group, Arrival] = {}
@@ -86,18 +89,27 @@ class Gradients:
         may_keep: the caller has no further use for the tensor; where it is all of the group's sum
         (the head's weight, 1.2 GB of fp32 for a 3B model) it becomes the sum without a copy.
         """
-        total = self._open.get(group)
-        if total is None and may_keep and _is_whole(group, gradient):
-            self._open[group] = _Sum(gradient.view(-1), {member.index})
+        if may_keep and group not in self._open and _is_whole(group, gradient):
+            flat = gradient.view(-1)
+            self._open[group] = _Sum(flat, self._parts(group, flat), {member.index})
             return
-        if total is None:
-            total = self._open[group] = _Sum(self._buffer(group), set())
-        into = total.flat[self._start(group, member) :][: member.count].view(member.shape)
-        if member.index in total.touched:
-            into.add_(gradient)
-        else:
-            into.copy_(gradient)
-            total.touched.add(member.index)
+        self.add_all([(group, member, gradient)])
+
+    def add_all(self, arriving: Iterable[tuple[Group, Member, Tensor]]) -> None:
+        """Add gradients of different parameters, as `add` does; the first ones of a block are
+        copied in one launch."""
+        to: list[Tensor] = []
+        first: list[Tensor] = []
+        for group, member, gradient in arriving:
+            total = self._open.get(group) or self._begin(group)
+            if member.index in total.touched:
+                total.parts[member.index].add_(gradient)
+            else:
+                to.append(total.parts[member.index])
+                first.append(gradient)
+                total.touched.add(member.index)
+        if to:
+            torch._foreach_copy_(to, first)
 
     def add_rows(self, group: Group, rows: RowSum) -> None:
         """The gradient of an embedding that is all of its group; `finish` follows at once. That of
@@ -105,11 +117,9 @@ class Gradients:
         if group.by_rows:
             self._open_rows[group] = rows
             return
-        total = self._open.get(group)
-        if total is None:
-            total = self._open[group] = _Sum(self._buffer(group), set())
+        total = self._open.get(group) or self._begin(group)
         member = group.members[0]
-        table = total.flat[: member.count].view(member.shape)
+        table = total.parts[member.index]
         if member.index not in total.touched:
             table.zero_()
             total.touched.add(member.index)
@@ -212,6 +222,24 @@ class Gradients:
     def stage_only(self, sizes: set[int]) -> None:
         """Give back staging buffers of other sizes; what left through them has arrived."""
         self._staging = {size: ring for size, ring in self._staging.items() if size in sizes}
+        self._cuts.forget()
+
+    def _begin(self, group: Group) -> _Sum:
+        flat = self._buffer(group)
+        total = _Sum(flat, self._parts(group, flat, stays=flat is self._scratch), set())
+        self._open[group] = total
+        return total
+
+    def _parts(self, group: Group, flat: Tensor, *, stays: bool = False) -> dict[int, Tensor]:
+        """By member index, the members' ranges of a flat sum; `stays`: of all sums."""
+        cuts = self._cuts if stays else Cuts()
+        parts: dict[int, Tensor] = {}
+        start = 0
+        for segment in group.trained:
+            views = cuts.of(segment, flat[start : start + segment.elements])
+            start += segment.elements
+            parts |= {m.index: view for m, view in zip(segment.members, views, strict=True)}
+        return parts
 
     def _buffer(self, group: Group) -> Tensor:
         """A flat fp32 buffer; groups with several users keep one of their own while open."""
@@ -220,27 +248,22 @@ class Gradients:
         if group.users > 1 or any(s.flat is self._scratch for s in self._open.values()):
             return torch.empty(n, dtype=torch.float32, device=device)
         if self._scratch is None or self._scratch.numel() < n:
+            self._cuts.forget()
             self._scratch = torch.empty(n, dtype=torch.float32, device=device)
         return self._scratch
 
-    def _start(self, group: Group, member: Member) -> int:
-        start = 0
-        for segment in group.trained:
-            if segment is member.segment:
-                return start + member.offset
-            start += segment.elements
-        raise AssertionError(f"{member.name} is not trained")
-
     def _clear_untouched(self, group: Group, total: _Sum) -> None:
         """Padding and members without a gradient are zero, so that whole ranges can be updated."""
-        end = 0
+        end = base = 0
         for segment in group.trained:
-            base = self._start(group, segment.members[0]) - segment.members[0].offset
             for member in segment.members:
                 if member.index in total.touched:
-                    total.flat[end : base + member.offset].zero_()
+                    if end < base + member.offset:
+                        total.flat[end : base + member.offset].zero_()
                     end = base + member.offset + member.count
-        total.flat[end : group.trained_elements].zero_()
+            base += segment.elements
+        if end < base:
+            total.flat[end:base].zero_()
 
     def _rounded(self, group: Group, total: _Sum) -> Iterator[tuple[Segment, Tensor]]:
         """Each segment's sum in the segment's dtype, in staging memory that is free to use; the
@@ -271,20 +294,21 @@ class Gradients:
     def _send(self, group: Group, total: _Sum, members: list[Member]) -> None:
         tickets: list[Ticket] = []
         norms: list[Tensor] = []
-        norm_of: dict[int, int] = {}
-        touched = {m.index for m in members}
         for segment, staged in self._rounded(group, total):
-            mine = [m for m in segment.members if m.index in touched]
-            for member in mine:
-                norm_of[member.index] = len(norm_of)
-            norms += _norms([m.slice(staged) for m in mine], group)
+            norms += self._norms(group, segment, staged, total)
             self._scatter.forget(segment.gradient)
             ticket = self._device.download(segment.gradient, staged)
             ring = self._staging[segment.size_bytes]
             ring.tickets[ring.turn] = ticket
             tickets.append(ticket)
             self._report(group, ticket, staged.nbytes)
-        self.arrivals[group] = Arrival(tickets, torch.stack(norms), norm_of)
+        self.arrivals[group] = _arrival(tickets, norms, members)
+
+    def _norms(self, group: Group, segment: Segment, flat: Tensor, total: _Sum) -> list[Tensor]:
+        """Of the segment's rounded gradients; one tensor, or none where it has no gradient."""
+        views = zip(segment.members, self._cuts.of(segment, flat), strict=True)
+        mine = [view for member, view in views if member.index in total.touched]
+        return [norms_of(mine, group)] if mine else []
 
     def _add_at_home(self, group: Group, total: _Sum, members: list[Member]) -> None:
         self.wait(group)
@@ -344,56 +368,32 @@ class Gradients:
     def _keep(self, group: Group, total: _Sum, members: list[Member]) -> None:
         """Gradients of a group that lives on the device stay there."""
         norms: list[Tensor] = []
-        norm_of: dict[int, int] = {}
         start, again = 0, group.has_gradient
-        touched = {m.index for m in members}
         for segment in group.trained:
             flat = total.flat[start : start + segment.elements]
             start += segment.elements
-            mine = [m for m in segment.members if m.index in touched]
+            mine = [m for m in segment.members if m.index in total.touched]
             if again:
                 apply_scales(mine)
                 group.widen_gradient(segment)
             home = segment.gradient
+            if not again and len(mine) == len(segment.members):
+                home.copy_(flat)
+                mine = []
             for member in mine:
-                if again and member.has_gradient:
-                    member.slice(home).add_(member.slice(flat))
-                else:
-                    member.slice(home).copy_(member.slice(flat))
-            for member in mine:
-                norm_of[member.index] = len(norm_of)
-            norms += _norms([m.slice(home) for m in mine], group)
-        self.arrivals[group] = Arrival([], torch.stack(norms), norm_of)
+                into, arrived = member.slice(home), member.slice(flat)
+                (into.add_ if again and member.has_gradient else into.copy_)(arrived)
+            norms += self._norms(group, segment, home, total)
+        self.arrivals[group] = _arrival([], norms, members)
+
+
+def _arrival(tickets: list[Ticket], norms: list[Tensor], members: list[Member]) -> Arrival:
+    """`norms`: of the members in their order, some at a time."""
+    together = norms[0] if len(norms) == 1 else torch.cat(norms)
+    return Arrival(tickets, together, {m.index: place for place, m in enumerate(members)})
 
 
 def _is_whole(group: Group, gradient: Tensor) -> bool:
     """Could this tensor be the group's flat fp32 sum?"""
     flat = gradient.dtype == torch.float32 and gradient.is_contiguous()
     return flat and gradient.numel() == group.trained_elements
-
-
-def _norms(views: list[Tensor], group: Group) -> list[Tensor]:
-    """2-norms in fp32 of rounded gradients, one scalar each.
-
-    Their memory is taken first: scalars made beside the norm's own temporaries, one a block, would
-    keep malloc from reusing those (a quarter of a gigabyte for a model of 0.2 on CPU).
-    """
-    if group.by_rows:
-        return [norm_by_rows(view).squeeze(0) for view in views]
-    norms = [torch.empty((), dtype=torch.float32, device=view.device) for view in views]
-    for view, norm in zip(views, norms, strict=True):
-        torch.linalg.vector_norm(view, dtype=torch.float32, out=norm)
-    return norms
-
-
-def stored(member: Member) -> Tensor:
-    """The member's gradient at home, as stored (its scale not applied), in its shape."""
-    return member.slice(member.segment.gradient)
-
-
-def apply_scales(members: list[Member]) -> None:
-    """Multiply recorded scales into the stored gradients."""
-    for member in members:
-        if member.has_gradient and member.gradient_scale != 1.0:
-            stored(member).mul_(member.gradient_scale)
-        member.gradient_scale = 1.0

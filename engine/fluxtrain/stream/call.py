@@ -245,9 +245,12 @@ class Call:
         if found is None:
             with as_before(module, self.buffers):
                 found = self._backward_recorded_again(index, span, tensors, wanted, arriving)
-        for (group, member), gradient in zip(self.trained, found[len(wanted) :], strict=True):
-            if gradient is not None:
-                self.unit.engine.gradients.add(group, member, gradient)
+        arrived = zip(self.trained, found[len(wanted) :], strict=True)
+        self.unit.engine.gradients.add_all(
+            (group, member, gradient)
+            for (group, member), gradient in arrived
+            if gradient is not None
+        )
         parts = piece(tensors, self.split, *span)
         return [
             g if g is not None else torch.zeros_like(parts[i])

@@ -326,8 +326,9 @@ class Engine:
             return
         passing = self.eager is not None and self.eager.uses_up(group)
         self.gradients.finish(group, passing=passing)
-        for member in group.members:
-            hooks = getattr(member.parameter, "_post_accumulate_grad_hooks", None)
+        with torch._C.DisableTorchFunctionSubclass():  # a look at hooks is no read of the weights
+            hooked = [(m, m.parameter._post_accumulate_grad_hooks) for m in group.members]
+        for member, hooks in hooked:
             for key, hook in list((hooks or {}).items()):
                 if key != self.owners[group][member.index].hook_key and member.has_gradient:
                     hook(member.parameter)

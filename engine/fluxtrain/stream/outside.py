@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fluxtrain.errors import BadInput, MisusedModel
-from fluxtrain.memory.gradients import stored
+from fluxtrain.memory.cuts import stored
 from fluxtrain.memory.group import Group, Member
 from fluxtrain.stream.parameter import owner_of
 from fluxtrain.stream.writes import check_writes

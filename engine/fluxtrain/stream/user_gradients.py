@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fluxtrain.errors import MisusedModel
-from fluxtrain.memory.gradients import stored
+from fluxtrain.memory.cuts import stored
 
 if TYPE_CHECKING:
     from fluxtrain.memory.group import Group, Member
