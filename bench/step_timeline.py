@@ -40,9 +40,9 @@ class StepTimeline:
         median = median_step(steps[WARM_UP_STEPS:])
         found = attribute(median)
         if trace is not None:
-            write_trace(trace, [median], f"{name}: {found.because}")
+            write_trace(trace, [median], f"{name}: {found.told}")
         return {
-            "bound": found.because,
+            "bound": found.told,
             "busy_s": {lane: round(seconds, 3) for lane, seconds in found.busy_s.items()},
             "waits_s": {cause: round(seconds, 3) for cause, seconds in found.waits_s.items()},
         }

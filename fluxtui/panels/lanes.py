@@ -57,6 +57,7 @@ def heading(view: View, width: int) -> Line:
         parts.append(stale_note(view.age_s(view.state.step)))
     if width >= BOUND_IN_HEADING_CELLS - 20:  # beside the title
         parts.append((BOUND, (_attributed(found).because, "text")))
+        parts.append(((_attributed(found).aside, "dim"),) if _attributed(found).aside else BLANK)
     return dropped_to_fit(parts, width)
 
 
@@ -183,7 +184,7 @@ def _foot(found: Recorded, width: int, room: int, bound_in_heading: bool) -> lis
         (1, _legend(step, width)),
     ]
     if not bound_in_heading:
-        wanted.insert(0, (3, fitted(pair("bound", _attributed(found).because), width)))
+        wanted.insert(0, (3, fitted(pair("bound", _attributed(found).told), width)))
     return [one for _, one in sorted(wanted[: max(0, room)], key=lambda place: place[0])]
 
 

@@ -30,13 +30,13 @@ def test_a_step_that_only_computes_is_bound_by_the_computation() -> None:
 def test_time_of_which_nothing_is_recorded_stands_beside_the_computation() -> None:
     one = found(("gpu", "forward", 0.0, 0.3), ("gpu", "backward", 0.4, 0.96))
     assert one.bound == "gpu"
-    assert one.because == "computation 860 ms of 1.00 s, unrecorded 140 ms (14 %)"
+    assert one.told == "computation 860 ms of 1.00 s, unrecorded 140 ms (14 %)"
 
 
 def test_time_of_which_nothing_is_recorded_stands_beside_the_lane_that_is_waited_for() -> None:
     one = found(("stall", "weights", 0.0, 0.2), ("h2d", "weights", 0, 0.2), ("gpu", "head", 0.5, 1))
     assert one.bound == "h2d"
-    assert one.because == (
+    assert one.told == (
         "copies to the device 200 ms of 1.00 s, the computation waits 200 ms for it, "
         "unrecorded 300 ms (30 %)"
     )

@@ -37,7 +37,13 @@ class Attribution:
     waits_s: dict[str, float]  # of the computation, by cause; host: nothing else was recorded
     bound: str  # the lane that a shorter step needs first; host: most of it is nowhere recorded
     because: str
+    aside: str = ""  # what else is worth telling of it
     evaluation_s: float = 0.0  # that followed; in none of the above
+
+    @property
+    def told(self) -> str:
+        """What bound the step, with all that is known."""
+        return f"{self.because}, {self.aside}" if self.aside else self.because
 
     def waits_for(self, lane: str) -> float:
         """Seconds that the computation waited for a lane."""
@@ -72,11 +78,11 @@ def attribute(step: StepLanes) -> Attribution:
     waits_s = {cause: s for cause, s in waits_s.items() if s > 0}
     busy_s = {lane: _length(spans) for lane, spans in lanes.items()}
     busy_s["gpu"] = _length(computing)
-    bound, because = _bound(step.length_s, busy_s, waits_s)
+    bound, because, aside = _bound(step.length_s, busy_s, waits_s)
     return Attribution(
         step=step.step, length_s=step.length_s, busy_s=busy_s,
         work_s=_work(step.intervals, stalled), waits_s=waits_s, bound=bound, because=because,
-        evaluation_s=evaluation_s,
+        aside=aside, evaluation_s=evaluation_s,
     )  # fmt: skip
 
 
@@ -105,7 +111,7 @@ def summary_lines(found: Attribution, title: str) -> list[str]:
         for cause, s in sorted(found.waits_s.items(), key=lambda p: -p[1])
     )
     lines.append(_row("computation waits", waiting_s, found.length_s, causes))
-    lines.append(f"  bound: {found.because}")
+    lines.append(f"  bound: {found.told}")
     return lines
 
 
@@ -115,7 +121,9 @@ def _row(name: str, seconds: float, whole_s: float, note: str) -> str:
     return f"  {name:<21}{text:>9}{share:>7}  {note}".rstrip()
 
 
-def _bound(length_s: float, busy_s: dict[str, float], waits_s: dict[str, float]) -> tuple[str, str]:
+def _bound(
+    length_s: float, busy_s: dict[str, float], waits_s: dict[str, float]
+) -> tuple[str, str, str]:
     """The lane that takes most of the step, with what is recorded of nobody beside it.
 
     A lane that is waited for takes it before the computation does, from `BINDS_FROM` on; time of
@@ -132,21 +140,19 @@ def _bound(length_s: float, busy_s: dict[str, float], waits_s: dict[str, float])
     whole, computing_s = duration_text(length_s), busy_s["gpu"]
     computing = f"{LANE_NAMES['gpu']} {duration_text(computing_s)}"
     if nobody_s > max(waited_s, computing_s):
-        return "host", f"unrecorded {duration_text(nobody_s)} of {whole}, {computing}"
+        return "host", f"unrecorded {duration_text(nobody_s)} of {whole}, {computing}", ""
     aside = ""
     if nobody_s >= BINDS_FROM * length_s > 0:
-        aside = f", unrecorded {duration_text(nobody_s)} ({nobody_s / length_s * 100:.0f} %)"
+        aside = f"unrecorded {duration_text(nobody_s)} ({nobody_s / length_s * 100:.0f} %)"
     if waited_s < BINDS_FROM * length_s or not by_lane:
-        return "gpu", f"{computing} of {whole}{aside}"
+        return "gpu", f"{computing} of {whole}", aside
     waited = duration_text(waited_s)
     if worst == "host":
         causes = sorted(waits_s, key=lambda cause: -waits_s[cause])
         cause = next(c for c in causes if c != "host" and CAUSE_LANES.get(c, "host") == "host")
-        return worst, f"host, the computation waits {waited} of {whole} for {cause}{aside}"
-    return worst, (
-        f"{LANE_NAMES[worst]} {duration_text(busy_s[worst])} of {whole}, "
-        f"the computation waits {waited} for it{aside}"
-    )
+        return worst, f"host, the computation waits {waited} of {whole} for {cause}", aside
+    busy = f"{LANE_NAMES[worst]} {duration_text(busy_s[worst])} of {whole}"
+    return worst, f"{busy}, the computation waits {waited} for it", aside
 
 
 def _causes(intervals: Sequence[Interval], disk: list[Span]) -> Iterable[tuple[str, list[Span]]]:
