@@ -352,6 +352,7 @@ def test_both_passes_of_the_update_are_rated_where_a_gpu_may_hide_one(
     ).calibration  # fmt: skip
     assert tried is not None
     assert tried.adamw_weights_per_s is None
+    tried = replace(tried, adamw_per_s=None)  # no whole steps were made
     asked: list[tuple[Any, ...]] = []
     monkeypatch.setattr(constants_module, "calibrate", lambda *given: asked.append(given) or tried)
     copies: list[tuple[bool, bool]] = []
@@ -365,7 +366,7 @@ def test_both_passes_of_the_update_are_rated_where_a_gpu_may_hide_one(
     facts = facts_of(tiny("llama", torch.bfloat16)).with_states(states)
     found = measured_constants(facts, machine, "cuda", 4, tiny("llama", torch.bfloat16), batch_of)
     assert found.calibration is not None
-    assert asked[0][-2] == states  # the update on the device is tried with them
+    assert asked[0][5] == states  # the update on the device is tried with them
     both = (found.calibration.adamw_weights_per_s, found.calibration.adamw_moments_per_s)
     beside = (found.calibration.adamw_beside_per_s, found.calibration.adamw_8bit_beside_per_s)
     assert beside[0] is not None
@@ -381,3 +382,17 @@ def test_both_passes_of_the_update_are_rated_where_a_gpu_may_hide_one(
     assert not isinstance(rates, str)
     assert (rates.adamw_weights_per_s, rates.adamw_moments_per_s) == both
     assert all(rate is not None and rate > 1e6 for rate in both)
+
+
+def test_what_whole_steps_told_is_not_rated_again(
+    tiny: Tiny, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny("llama", torch.bfloat16)
+    tried = calibrate(model, batch_of, torch.device("cpu"), (1, 4))
+    fields = ("adamw_per_s", "adamw_beside_per_s", "adamw_weights_per_s", "adamw_moments_per_s")
+    told = replace(tried, **dict.fromkeys(fields, 123.0))
+    monkeypatch.setattr(constants_module, "calibrate", lambda *_: told)
+    monkeypatch.setattr(constants_module, "_missing_rates", lambda *_: {})
+    monkeypatch.setattr(constants_module, "adamw_rate", lambda *_, **__: pytest.fail("rated"))
+    found = measured_constants(facts_of(model), machine, "cuda", 4, model, batch_of)
+    assert found.calibration == told

@@ -17,7 +17,7 @@ from fluxtrain.data.batches import Batch
 from fluxtrain.stream.blocks import take_apart
 from fluxtrain.stream.engine import Engine, engine_of
 from fluxtrain.train import trial as trial_module
-from fluxtrain.train.calibrate import ALL_CHECKED
+from fluxtrain.train.miniature import ALL_CHECKED
 from fluxtrain.train.trial import REPEATS, Bench, Trial
 
 LENGTH = 12

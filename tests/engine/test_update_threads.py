@@ -9,7 +9,7 @@ import torch
 
 import fluxtrain
 from fluxtrain.optim import stepping
-from fluxtrain.optim.stepping import threads_beside, update_threads
+from fluxtrain.optim.stepping import update_threads
 from fluxtrain.stream import updates
 from fluxtrain.stream.engine import engine_of
 
@@ -20,8 +20,8 @@ def test_of_eight_cores_one_is_left(
 ) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: cores)
     monkeypatch.setattr(stepping, "quota_cores", lambda: None)
-    assert threads_beside(torch.device("cuda")) == used
-    assert threads_beside(torch.device("cpu")) is update_threads() is None
+    assert update_threads(torch.device("cuda")) == used
+    assert update_threads(torch.device("cpu")) is None
 
 
 @pytest.mark.parametrize(
@@ -32,9 +32,8 @@ def test_no_more_threads_update_than_a_cpu_quota_keeps_running(
 ) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 16)
     monkeypatch.setattr(stepping, "quota_cores", lambda: quota)
-    assert update_threads() == alone
-    assert threads_beside(torch.device("cuda")) == beside
-    assert threads_beside(torch.device("cpu")) == alone
+    assert update_threads(torch.device("cpu")) == alone
+    assert update_threads(torch.device("cuda")) == beside
 
 
 @pytest.fixture
@@ -53,46 +52,30 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int | None]]:
 
     for name in ("step_on_host_", "step_weights_on_host_", "step_moments_on_host_"):
         watched(name)
-    monkeypatch.setattr(updates, "threads_beside", lambda _: 3)
-    monkeypatch.setattr(updates, "update_threads", lambda: None)
+    monkeypatch.setattr(updates, "update_threads", lambda _: 3)
     return seen
 
 
-def test_only_what_the_next_forward_waits_for_takes_all(
+def test_every_update_leaves_them(
     tiny: Any, batch: Any, calls: list[tuple[str, int | None]]
 ) -> None:
-    model = fluxtrain.wrap(tiny("llama"), offload="weights", deferred_moments=True)
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(**batch("llama")).loss.backward()
-    optimizer.step()
-    assert set(calls) == {("step_weights_on_host_", None), ("step_moments_on_host_", 3)}
+    deferred = {("step_weights_on_host_", 3), ("step_moments_on_host_", 3)}
+    for defers, expected in ((True, deferred), (False, {("step_on_host_", 3)})):
+        calls.clear()
+        model = fluxtrain.wrap(tiny("llama"), offload="weights", deferred_moments=defers)
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(**batch("llama")).loss.backward()
+        optimizer.step()
+        assert set(calls) == expected
+        fluxtrain.unwrap(model)
 
 
-def test_updates_under_the_backward_pass_leave_a_core(
+def test_updates_under_the_backward_pass_leave_them_too(
     tiny: Any, batch: Any, calls: list[tuple[str, int | None]]
 ) -> None:
     model = fluxtrain.wrap(tiny("llama"), offload="weights")
     optimizer = torch.optim.AdamW(model.parameters())
-    model(**batch("llama")).loss.backward()
-    optimizer.step()
-    assert set(calls) == {("step_on_host_", None)}  # of a step that waits for the norm
-    optimizer.zero_grad()
-    calls.clear()
     engine_of(model).begin_eager_step(optimizer)
     model(**batch("llama")).loss.backward()
     optimizer.step()
     assert set(calls) == {("step_on_host_", 3)}
-
-
-def test_under_a_quota_what_the_forward_waits_for_takes_no_more_threads_either(
-    tiny: Any, batch: Any, calls: list[tuple[str, int | None]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(updates, "update_threads", lambda: 4)
-    for deferred, name in ((True, "step_weights_on_host_"), (False, "step_on_host_")):
-        calls.clear()
-        model = fluxtrain.wrap(tiny("llama"), offload="weights", deferred_moments=deferred)
-        optimizer = torch.optim.AdamW(model.parameters())
-        model(**batch("llama")).loss.backward()
-        optimizer.step()
-        assert (name, 4) in set(calls)
-        fluxtrain.unwrap(model)

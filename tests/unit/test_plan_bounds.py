@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fluxtrain.plan.calibration import Calibration, Line
+from fluxtrain.plan.calibration import Calibration, HostTimes, Line
 from fluxtrain.plan.cost import cost, least_cost
 from fluxtrain.plan.facts import OFFLOADS, ModelFacts, Room, Wishes
 from fluxtrain.plan.footprint import Layout
@@ -33,6 +33,7 @@ layouts = st.builds(
 )
 per_s = st.floats(6, 12).map(lambda power: 10**power)
 lines = st.builds(Line, base=st.floats(0, 0.1), slope=st.floats(0, 0.1))
+HOST_TIMES = HostTimes.__dataclass_fields__
 calibrations = st.builds(
     Calibration,
     forward=lines,
@@ -44,6 +45,7 @@ calibrations = st.builds(
     kept_bytes=st.integers(1, 1 << 26),
     host_block_s=st.floats(0, 0.1),
     host_forward_s=st.floats(0, 0.1),
+    host=st.none() | st.builds(HostTimes, **dict.fromkeys(HOST_TIMES, st.floats(0, 0.1))),
     device_update_s=st.floats(0, 1e-9),
     rows=st.just((1, 4)),
     measured_at_s=st.just(0.0),

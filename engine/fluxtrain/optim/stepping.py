@@ -81,19 +81,14 @@ class Flat:
         return States8(self.m, self.v, self.m_scale, self.v_scale)
 
 
-def update_threads() -> int | None:
-    """For updates that leave nothing to others: as many as a CPU quota keeps running, for more run
-    for a part of each period and then stand still together. None: all of OpenMP's."""
-    quota = quota_cores()
-    return quota if quota is not None and quota < torch.get_num_threads() else None
-
-
-def threads_beside(computation: torch.device) -> int | None:
-    """For updates under the backward pass: an eighth of the cores, at least one, is left to the
-    threads that queue the GPU's work, which otherwise waits for them. As `update_threads` where the
-    host computes, or has few."""
-    threads = update_threads()
-    cores = torch.get_num_threads() if threads is None else threads
+def update_threads(computation: torch.device) -> int | None:
+    """How many update on the host. Beside a GPU an eighth of the cores, at least one, is left to
+    the threads that queue its work, which otherwise wait for a core, and updates for whoever took
+    one from them. Under a CPU quota no more than it keeps running, for more run for a part of each
+    period and then stand still together. None: all of OpenMP's."""
+    quota, cores = quota_cores(), torch.get_num_threads()
+    threads = quota if quota is not None and quota < cores else None
+    cores = cores if threads is None else threads
     if computation.type == "cpu" or cores < FEW_CORES:
         return threads
     return cores - max(1, cores // 8)

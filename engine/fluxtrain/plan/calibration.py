@@ -57,6 +57,23 @@ class Streamed:
 
 
 @dataclass(frozen=True, kw_only=True)
+class HostTimes:
+    """Seconds that a GPU's host needs to queue work, less what it waits for, in whole steps.
+
+    Those of a block are of one chunk, or of a step's end of one group.
+    """
+
+    forward_s: float
+    backward_s: float
+    forward_beside_s: float  # while AdamW runs
+    backward_beside_s: float  # while moments are updated; as alone where they never are
+    backward_eager_s: float  # while blocks are updated as their gradients arrive
+    outside_s: float  # of a batch: all but the blocks, both ways
+    home_update_s: float  # `step()`, of a group at home
+    device_update_s: float  # the same of a group that lives on the device
+
+
+@dataclass(frozen=True, kw_only=True)
 class Calibration:
     """Seconds of one block and of what stands outside the blocks, and bytes of activations.
 
@@ -73,6 +90,7 @@ class Calibration:
     kept_bytes: int | None = None  # of one block and row, beside its input
     host_block_s: float = 0.0  # the host queues one chunk of a block's forward and backward
     host_forward_s: float = 0.0  # of the forward alone
+    host: HostTimes | None = None  # the same in whole steps, with a GPU
     device_update_s: float = 0.0  # for each parameter whose states live on a GPU
     streamed: Streamed | None = None  # without a GPU
     adamw_per_s: float | None = None  # parameters, at the size of this model; None: as probed

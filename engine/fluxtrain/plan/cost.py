@@ -26,8 +26,10 @@ taken as if every expert computed for every token.
 Where a block of this model was tried on this machine (`plan/calibration.py`), its seconds take the
 place of the matmul rate and of the class's constants. Two more things are known then: updates of
 groups that live on the device, which come after the backward pass and overlap with nothing, and how
-fast the host can queue the work of a GPU, which no step is shorter than; nor is a forward pass
-where anything is updated at home, for the host waits for that and is then not ahead of the GPU.
+fast the host can queue the work of a GPU (`plan/queueing.py`), which no step is shorter than; nor
+is a forward pass where anything is updated at home, for the host waits for that and is then not
+ahead of the GPU, nor a backward pass behind it, but for what the host gets ahead under the head.
+What the host does at the end of a step the GPU waits for where it is not behind.
 
 Of the forward's updates each group's must end before it is copied and it and all that follows is
 computed with: behind the last update the last block is still to come, behind the first one all.
@@ -43,9 +45,11 @@ from dataclasses import dataclass, replace
 from fluxtrain.plan.calibration import chunked
 from fluxtrain.plan.facts import GroupFacts, ModelFacts
 from fluxtrain.plan.footprint import Layout, homes, kept_count, rows_of_table, streamed
+from fluxtrain.plan.queueing import Queueing, queueing_of
 from fluxtrain.plan.rates import Rates
 from fluxtrain.plan.updates import (
     BF16_UPDATE_BYTES,
+    computing,
     eager_forward,
     eager_waits,
     eager_work,
@@ -108,7 +112,7 @@ class _Work:
     update_s: float
     moments_s: float
     beside_s: float
-    queueing_s: float
+    queueing: Queueing
     uploads: tuple[float, float]  # forward, backward
     downloads: tuple[float, float]
     phases: Phases
@@ -128,12 +132,13 @@ def cost(
         binding = _binding([*phases, *more], together=False)
     else:
         beside = _exact_phases if exact else _eager_phases
-        phases, deciding = beside(facts, layout, rates, phases, passes)
+        phases, deciding = beside(facts, layout, work, phases, passes)
         lasting_s = [max(phase.values()) for phase in phases]
         seconds = sum(lasting_s)
         binding = _binding(deciding, together=True)
-    seconds += work.device_update_s
-    for what, least_s in (("update", updates_s), ("queueing", work.queueing_s)):
+    seconds += _end_of_step(work, phases[-1]) if rates.has_gpu else work.device_update_s
+    queueing_s = work.queueing.step(passes)
+    for what, least_s in (("update", updates_s), ("queueing", queueing_s)):
         if _if_longer(least_s, seconds):
             seconds, binding = least_s, what
     row = facts.row
@@ -149,7 +154,7 @@ def cost(
         deferred_moments_s=work.moments_s,
         device_update_s=work.device_update_s,
         beside_bytes_s=work.beside_s,
-        queueing_s=work.queueing_s,
+        queueing_s=queueing_s,
         forward_phase_s=sum(lasting_s[:passes]),
         backward_phase_s=sum(lasting_s[passes + 1 :: 2]),
         step_s=seconds,
@@ -197,15 +202,15 @@ def least_cost(
             seconds += max(0.0, awaited_s - lasting_s[0])
     seconds += work.device_update_s
     copies_s = passes * (sum(work.uploads) + sum(work.downloads))
-    return LeastCost(max(seconds, updates_s, work.queueing_s), updates_s + copies_s)
+    return LeastCost(max(seconds, updates_s, work.queueing.step(passes)), updates_s + copies_s)
 
 
 def _work_of(facts: ModelFacts, layout: Layout, rates: Rates, *, exact: bool, passes: int) -> _Work:
     forward_s, head_s, backward_s = _compute(facts, layout, rates)
     device_update_s = _device_update(facts, layout, rates)
+    queueing = queueing_of(facts, layout, rates, head_s, exact=exact)
     if rates.has_gpu and homes(facts, layout)[1].trained:
-        forward_s = max(forward_s, _queueing(facts, layout, rates, forward_alone=True))
-    queueing_s = passes * _queueing(facts, layout, rates)
+        forward_s = max(forward_s, facts.layers * queueing.forward_s)
     if rates.has_gpu and not exact:
         rates = rates.beside_backward()
     update_s, moments_s = host_updates(facts, layout, rates)
@@ -216,6 +221,7 @@ def _work_of(facts: ModelFacts, layout: Layout, rates: Rates, *, exact: bool, pa
     left_s = max(0.0, downloads[0] - head_s)
     forward = {"compute": forward_s, "uploads": uploads[0], "downloads": left_s}
     backward = {"compute": backward_s, "uploads": uploads[1], "downloads": downloads[1]}
+    backward["queueing"] = queueing.backward(0.0)
     return _Work(
         rates=rates,
         forward_s=forward_s,
@@ -225,7 +231,7 @@ def _work_of(facts: ModelFacts, layout: Layout, rates: Rates, *, exact: bool, pa
         update_s=update_s,
         moments_s=moments_s,
         beside_s=_beside_bytes(facts, layout, rates),
-        queueing_s=queueing_s,
+        queueing=queueing,
         uploads=uploads,
         downloads=downloads,
         phases=[dict(forward) for _ in range(passes)] + [{"compute": head_s}, backward] * passes,
@@ -238,12 +244,16 @@ def _one_after_the_other(work: _Work, updates_s: float) -> float:
 
 
 def _exact_phases(
-    facts: ModelFacts, layout: Layout, rates: Rates, phases: Phases, passes: int
+    facts: ModelFacts, layout: Layout, work: _Work, phases: Phases, passes: int
 ) -> tuple[Phases, Phases]:
     """`phases` of the computation and its copies with the updates before the first forward and the
     moments beside the first backward; and those that say what binds the step."""
+    rates, queueing, update_s = work.rates, work.queueing, work.update_s
     forward, backward = phases[0], phases[passes + 1]
-    start, update_s = start_of(facts, layout, rates), host_updates(facts, layout, rates)[0]
+    block_s = forward["compute"] / max(1, facts.layers)
+    if homes(facts, layout)[1].trained:
+        forward = {**forward, "compute": queueing.forward(block_s, update_s)}
+    start = start_of(facts, layout, rates)
     begins_s = forward["compute"] + start.update_s + start.copy_s
     awaited_s = update_s - start.late_s
     after_s = forward_after_updates(facts, layout, rates, forward["compute"], awaited_s)
@@ -251,23 +261,33 @@ def _exact_phases(
     first = {name: max(after_s.get(name, 0.0), seconds) for name, seconds in least_s.items()}
     found = [{**first, "update": after_s["update"]}, *phases[1:]]
     before_s = sum(max(phase.values()) for phase in found[: passes + 1])
-    computing_s = max(backward["compute"], backward["uploads"])
+    late_s = max(0.0, update_s + work.moments_s - before_s)  # of the moments
+    backward = {**backward, "queueing": queueing.backward(late_s if work.moments_s else 0.0)}
+    computing_s = computing(backward)
     end_s = moments_end(facts, layout, rates, computing_s, update_s - before_s)
     found[passes + 1] = {**backward, "moments": _if_longer(end_s, computing_s)}
     return found, found
 
 
 def _eager_phases(
-    facts: ModelFacts, layout: Layout, rates: Rates, phases: Phases, passes: int
+    facts: ModelFacts, layout: Layout, work: _Work, phases: Phases, passes: int
 ) -> tuple[Phases, Phases]:
     """The same with the updates beside the last backward."""
-    forward, backward = phases[0], phases[-1]
+    rates, forward = work.rates, phases[0]
+    backward = {**phases[-1], "queueing": work.queueing.backward(float("inf"))}
     waits = eager_waits(facts, layout, rates, backward)
     held_up_s = _if_longer(waits.backward_s, max(backward.values()))
     begins = eager_forward(facts, layout, rates, forward, waits)
     work_s = eager_work(facts, layout, rates, forward["compute"])
     found = [begins, *phases[1:-1], {**backward, "update": held_up_s}]
     return found, [forward, *phases[1:-1], {**backward, "update": max(work_s, held_up_s)}]
+
+
+def _end_of_step(work: _Work, backward: dict[str, float]) -> float:
+    """Seconds from the end of the last backward pass to that of the step: updates on the device,
+    or, where it is later, what the host has then still to do."""
+    host_s = max(backward["queueing"], backward.get("moments", 0.0)) + work.queueing.optimizer_s
+    return max(work.device_update_s, host_s - max(backward.values()))
 
 
 def _if_longer(seconds: float, than_s: float) -> float:
@@ -325,18 +345,6 @@ def _beside_bytes(facts: ModelFacts, layout: Layout, rates: Rates) -> float:
     update_bytes_per_s = BF16_UPDATE_BYTES * rates.adamw_per_s
     one_s = streamed.beside_bytes_s(update_bytes_per_s, rates.copy_bytes_per_s)
     return len(homes(facts, layout)[1]) * one_s
-
-
-def _queueing(
-    facts: ModelFacts, layout: Layout, rates: Rates, *, forward_alone: bool = False
-) -> float:
-    """Seconds that the host needs to queue the blocks of one pass."""
-    tried = rates.calibration
-    if tried is None:
-        return 0.0
-    chunks = -(-layout.batch_rows // max(1, layout.chunk_rows))
-    chunk_s = tried.host_forward_s if forward_alone else tried.host_block_s
-    return facts.layers * chunks * chunk_s
 
 
 def _frozen(group: GroupFacts, dtype_bytes: int) -> int:

@@ -34,9 +34,23 @@ def host_update(group: GroupFacts, layout: Layout, rates: Rates) -> tuple[float,
         moments_bytes_per_s = BF16_PASS_BYTES * (rates.adamw_moments_per_s or 0.0) or bytes_per_s
         return group.pass_bytes / weights_bytes_per_s, group.pass_bytes / moments_bytes_per_s
     by_bytes_s = group.update_bytes / BF16_UPDATE_BYTES / rates.adamw_per_s
-    by_bytes_s *= 1 + FP16_CONVERSION * group.trained_fp16 / max(1, group.trained)
+    by_bytes_s *= _fp16_factor(group)
     coded = group.narrow if group.states == "8bit" and rates.adamw_8bit_per_s else 0
     return max(by_bytes_s, coded / (rates.adamw_8bit_per_s or 1.0)), 0.0
+
+
+def rate_of_update(group: GroupFacts, seconds: float, *, one_pass: bool = False) -> float:
+    """The rate with which `host_update` gives `seconds` for this group: of AdamW with 8-bit states
+    where it has those, or of `one_pass` of two."""
+    if one_pass:
+        return group.pass_bytes / BF16_PASS_BYTES / seconds
+    if group.states == "8bit" and group.narrow:
+        return group.narrow / seconds
+    return group.update_bytes / BF16_UPDATE_BYTES / seconds * _fp16_factor(group)
+
+
+def _fp16_factor(group: GroupFacts) -> float:
+    return 1 + FP16_CONVERSION * group.trained_fp16 / max(1, group.trained)
 
 
 @dataclass(frozen=True)
@@ -88,6 +102,12 @@ def moments_end(
     return end_s
 
 
+def computing(backward: Mapping[str, float]) -> float:
+    """Seconds in which a backward pass computes its blocks one after the other, with nothing on the
+    host that holds it up."""
+    return max(backward["compute"], backward["uploads"], backward["queueing"])
+
+
 @dataclass(frozen=True)
 class EagerWaits:
     """An eager step's backward phase, and seconds from its end until what the forward needs is
@@ -108,7 +128,7 @@ def eager_waits(
     They pass through a few buffers (`ring_depth`): where all are lent, the thread that queues the
     computation waits for the update that used the oldest.
     """
-    block_s = max(backward["compute"], backward["uploads"]) / max(1, facts.layers)
+    block_s = computing(backward) / max(1, facts.layers)
     at_home = homes(facts, layout)[1]
     home_ids, by_rows = {id(group) for group in at_home}, rows_of_table(facts, layout, at_home)
     start, lent = start_of(facts, layout, rates), _Lent()

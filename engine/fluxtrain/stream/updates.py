@@ -40,7 +40,6 @@ from fluxtrain.optim.stepping import (
     step_on_device_,
     step_on_host_,
     step_weights_on_host_,
-    threads_beside,
     update_threads,
 )
 from fluxtrain.plan.states import STATE_BLOCK
@@ -96,12 +95,11 @@ class Updates:
         self._gradients = gradients
         self._recorder = device.recorder
         self._shares_cores = device.torch_device.type == "cpu"
-        self._threads = update_threads()
-        self._threads_beside = threads_beside(device.torch_device)
+        self._threads = update_threads(device.torch_device)
         self._worker = Worker("flux-update", _native.end_threads if self._shares_cores else None)
         self._pending: dict[Group, None] = {}  # in the order of their updates
         self._ahead: dict[Group, _Step] = {}  # of tables, the last one
-        self._defers_moments = defers_moments  # of the steps that `submit` takes
+        self.defers_moments = defers_moments  # of the steps that `submit` takes
 
     def submit(self, work: dict[Group, dict[int, Hyper]], norm: GradNorm | None) -> None:
         """Queue one step of all groups of `work` (in the order of the forward pass), a table whose
@@ -109,9 +107,7 @@ class Updates:
         late: dict[Group, _Step] = {}
         try:
             for group in _in_order(work):
-                step = self._queue(
-                    group, work[group], norm, defers=self._defers_moments, threads=self._threads
-                )
+                step = self._queue(group, work[group], norm, defers=self.defers_moments)
                 if step is not None and step.defers:
                     late[group] = step
         finally:  # whose weights are on their way gets its moments too
@@ -121,7 +117,7 @@ class Updates:
     def submit_one(self, group: Group, hypers: dict[int, Hyper], norm: GradNorm | None) -> None:
         """Queue one step of the group's members, weights and moments at once, under the backward
         pass."""
-        self._queue(group, hypers, norm, defers=False, threads=self._threads_beside)
+        self._queue(group, hypers, norm, defers=False)
 
     def _queue(
         self,
@@ -130,7 +126,6 @@ class Updates:
         norm: GradNorm | None,
         *,
         defers: bool,
-        threads: int | None,
     ) -> _Step | None:
         """Queue the group's first job; its weights count as changed from now on. None where the
         device updates."""
@@ -152,8 +147,7 @@ class Updates:
             earlier=[job for job in (group.pending, group.moments) if job is not None],
             defers=defers and any(_flat(part).moments_can_wait for part in work),
             first_piece=self._first_piece(group),
-            threads=threads,
-            threads_of_moments=self._threads_beside,
+            threads=self._threads,
         )
         group.pending = self._worker.submit(step.update)
         self._pending[group] = None
@@ -218,7 +212,6 @@ class _Step:
     defers: bool  # are there two jobs?
     first_piece: int | None  # elements; None: it is written in one
     threads: int | None  # None: all
-    threads_of_moments: int | None
     clip: float | None = None  # the weights were written with it
     its_turn: bool = False  # no other update runs: while rows are answered, none at all
     written: int | None = 0  # elements; None: being written, not known after an error, or all
@@ -313,9 +306,8 @@ class _Step:
                 if flat.moments_can_wait:
                     scale = part.scale * self.clip
                     step_moments_on_host_(
-                        flat, hyper=part.hyper, step=part.step, scale=scale,
-                        threads=self.threads_of_moments,
-                    )  # fmt: skip
+                        flat, hyper=part.hyper, step=part.step, scale=scale, threads=self.threads
+                    )
 
 
 def _in_order(work: Iterable[Group]) -> list[Group]:

@@ -12,10 +12,9 @@ model's own; nothing of the model itself is touched, and the random state is as 
 
 from __future__ import annotations
 
-import copy
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -25,16 +24,25 @@ import psutil
 import torch
 from torch import nn
 
-import fluxtrain
 from fluxtrain.data.batches import Batch
 from fluxtrain.errors import UnsupportedModel
 from fluxtrain.hardware.others import others_share, read_use
-from fluxtrain.plan.calibration import Calibration, Line, Streamed, line_of_chunks, line_through
-from fluxtrain.plan.facts import Offload
+from fluxtrain.plan.calibration import (
+    Calibration,
+    HostTimes,
+    Line,
+    Streamed,
+    line_of_chunks,
+    line_through,
+)
+from fluxtrain.plan.facts import GroupFacts
 from fluxtrain.plan.states import StateFormat
+from fluxtrain.plan.updates import rate_of_update
 from fluxtrain.stream.blocks import take_apart
 from fluxtrain.stream.grouping import facts_of
 from fluxtrain.stream.rng import randomness_kept
+from fluxtrain.train.miniature import miniature, wrapped
+from fluxtrain.train.rehearsal import Kind, Rehearsed, rehearse
 from fluxtrain.train.rounds import Round, until_agreed
 from fluxtrain.train.trial import (
     COPIES,
@@ -51,7 +59,6 @@ if TYPE_CHECKING:
 
 WARMING = 2  # streamed steps: the first touches weights and gradients, the second the moments
 TRIALS = ("few", "many", "cut")
-ALL_CHECKED = 3  # recomputes after which the engine stops to compare them with the forward
 
 
 def calibrate(
@@ -62,6 +69,7 @@ def calibrate(
     fewer: tuple[int, int] | None = None,
     states: StateFormat = "fp32",
     mixed_of: Callable[[int], Batch] | None = None,
+    host_available_bytes: int | None = None,
 ) -> Calibration:
     """Time a block, and what stands outside the blocks, at chunks of `rows` rows. Where the
     miniature does not fit on a GPU, with its edges at home on the host; or else with `fewer` rows.
@@ -80,6 +88,10 @@ def calibrate(
         with randomness_kept(device):
             ways = [_Way(rows, states=states), *at_home]
             tried = _first_that_fits(ways, model, _Batches(batch_of, mixed_of), device)
+            rehearsed = None
+            if device.type == "cuda":
+                batch = batch_of(tried.few.rows)
+                rehearsed = rehearse(model, batch, device, states, host_available_bytes)
     except UnsupportedModel as error:
         raise NotCalibrated(str(error)) from error
     finally:
@@ -95,6 +107,8 @@ def calibrate(
         return line_through((few.rows, of(few)), (many.rows, of(many)))
 
     keeps = many.keeps and cut.keeps
+    alone = {"host_block_s": min(many.seconds["host"])}  # a full queue of the device makes it more
+    alone["host_forward_s"] = min(many.seconds["host_forward"])
     return Calibration(
         forward=of_chunks("forward"),
         backward=of_chunks("backward"),
@@ -104,8 +118,7 @@ def calibrate(
         edge_bytes=round(of_batches(lambda trial: float(trial.edge_bytes)).slope),
         kept_backward=of_chunks("kept_backward") if keeps else None,
         kept_bytes=many.kept_bytes // (COPIES * many.rows) if keeps else None,
-        host_block_s=min(many.seconds["host"]),  # a full queue of the device makes it longer
-        host_forward_s=min(many.seconds["host_forward"]),
+        **(alone if rehearsed is None else _rehearsed(many, *rehearsed)),
         device_update_s=many.median("update"),
         streamed=tried.streamed,
         runtime_bytes=max(0, process.memory_info().rss - before_bytes),
@@ -114,6 +127,36 @@ def calibrate(
         measuring_s=time.monotonic() - started_s,
         others_share=others_share(before),
     )
+
+
+def _rehearsed(tried: Trial, of: Mapping[Kind, Rehearsed], block: GroupFacts) -> dict[str, Any]:
+    """Fields of a calibration: the host's times, and AdamW's rates as its steps have them."""
+    alone, whole, eager, passes = of["alone"], of["whole"], of["eager"], of.get("passes")
+    host = HostTimes(
+        forward_s=alone.forward_s,
+        backward_s=alone.backward_s,
+        forward_beside_s=(passes or whole).forward_s,
+        backward_beside_s=(passes or alone).backward_s,
+        backward_eager_s=eager.backward_s,
+        outside_s=tried.median("host_outside"),
+        home_update_s=(passes or whole).optimizer_s,
+        device_update_s=tried.median("host_update"),
+    )
+    bits = "_8bit" if block.states == "8bit" else ""
+    found: dict[str, Any] = {
+        "host": host,
+        "host_forward_s": alone.forward_s,
+        "host_block_s": alone.forward_s + alone.backward_s,
+    }
+    for name, seconds, one_pass in (
+        (f"adamw{bits}_per_s", whole.update_s, False),
+        (f"adamw{bits}_beside_per_s", eager.update_s, False),
+        ("adamw_weights_per_s", None if passes is None else passes.update_s, True),
+        ("adamw_moments_per_s", None if passes is None else passes.moments_s, True),
+    ):
+        if seconds:
+            found[name] = rate_of_update(block, seconds, one_pass=one_pass)
+    return found
 
 
 @dataclass(frozen=True)
@@ -147,9 +190,9 @@ class _Way:
     def wrapped(self, mini: nn.Module, device: torch.device) -> AbstractContextManager[Engine]:
         how: dict[str, Any] = {"states": self.states}
         if self.edges == "device":
-            return _wrapped(mini, device, "none", max(self.rows), **how)
+            return wrapped(mini, device, "none", max(self.rows), **how)
         how |= {"device_groups": COPIES, "device_first": "blocks", "embedding": "whole"}
-        return _wrapped(mini, device, "weights", max(self.rows), **how)
+        return wrapped(mini, device, "weights", max(self.rows), **how)
 
 
 def _first_that_fits(
@@ -168,7 +211,8 @@ def _first_that_fits(
 
 
 def _tried(model: nn.Module, batches: _Batches, device: torch.device, way: _Way) -> _Tried:
-    mini = _miniature(model, device, edges=device if way.edges == "device" else torch.device("cpu"))
+    edges = device if way.edges == "device" else torch.device("cpu")
+    mini = miniature(model, COPIES, blocks=device, edges=edges)
     mini.train()
     facts = facts_of(mini)
     if device.type == "cuda":
@@ -197,7 +241,7 @@ def _round(
 ) -> Round:
     trials = _trials(mini, batches, device, way, TRIALS if is_first else TRIALS[1:])
     give_back(device)  # the trials after each other take no more than one of them
-    with _wrapped(mini, device, "weights", max(way.rows)) as engine:
+    with wrapped(mini, device, "weights", max(way.rows)) as engine:
         streamed_s, copied_bytes = _streamed_steps(mini, engine, batches.usual(max(way.rows)))
     give_back(device)
     return Round(trials=trials, streamed_s=streamed_s, copied_bytes=copied_bytes)
@@ -228,24 +272,6 @@ def _trials(
     return found
 
 
-@contextmanager
-def _wrapped(
-    mini: nn.Module, device: torch.device, offload: Offload, chunk_rows: int, **places: Any
-) -> Iterator[Engine]:
-    from fluxtrain.stream.engine import engine_of
-
-    fluxtrain.wrap(
-        mini, device=device, offload=offload, chunk_rows=chunk_rows, overlap=True, **places
-    )
-    engine = engine_of(mini)
-    try:
-        for unit in engine.units:
-            unit.checked = ALL_CHECKED
-        yield engine
-    finally:
-        fluxtrain.unwrap(mini)
-
-
 def _streamed_steps(mini: nn.Module, engine: Engine, batch: Batch) -> tuple[Sequence[float], int]:
     """Seconds of whole steps with the update of all that is trained, and bytes that one copies."""
     optimizer = torch.optim.AdamW([p for p in mini.parameters() if p.requires_grad], lr=1e-5)
@@ -262,27 +288,3 @@ def _streamed_steps(mini: nn.Module, engine: Engine, batch: Batch) -> tuple[Sequ
     traffic = engine.traffic()
     steps_s = [after - before for before, after in pairwise(ends_s)]
     return steps_s[WARMING:], (traffic.h2d_bytes + traffic.d2h_bytes) // len(steps_s)
-
-
-def _miniature(model: nn.Module, device: torch.device, *, edges: torch.device) -> nn.Module:
-    """A copy of `model` with `COPIES` of its middle block on `device` in place of all of them, and
-    what stands outside the blocks on `edges`."""
-    parts = take_apart(model)
-    lists = {name.rpartition(".")[0] for name, _ in parts.blocks}
-    if len(lists) != 1:
-        raise NotCalibrated(f"its blocks stand in {len(lists)} lists")
-    listed = model.get_submodule(lists.pop())
-    block = parts.blocks[len(parts.blocks) // 2][1]
-    copies = [copy.deepcopy(block, _on(device, block.parameters())) for _ in range(COPIES)]
-    short = nn.Sequential(*copies) if isinstance(listed, nn.Sequential) else nn.ModuleList(copies)
-    inside = {id(parameter) for parameter in listed.parameters()}
-    outside = (p for p in model.parameters() if id(p) not in inside)
-    return copy.deepcopy(model, {**_on(edges, outside), id(listed): short})
-
-
-def _on(device: torch.device, parameters: Iterable[nn.Parameter]) -> dict[int, Any]:
-    """What `deepcopy` takes for these parameters: copies that never exist twice on the host."""
-    return {
-        id(p): nn.Parameter(p.detach().to(device, copy=True), requires_grad=p.requires_grad)
-        for p in parameters
-    }

@@ -22,7 +22,7 @@ from fluxtrain.hardware.cache import cache_file, is_fresh
 from fluxtrain.hardware.machine import Machine
 from fluxtrain.hardware.others import beside_text, is_calm_after
 from fluxtrain.hardware.probe import known_rates, sustained_threads
-from fluxtrain.optim.stepping import threads_beside
+from fluxtrain.optim.stepping import update_threads
 from fluxtrain.plan.calibration import Calibration, trial_rows
 from fluxtrain.plan.facts import ModelFacts
 from fluxtrain.plan.ranked import GPU_CHUNK_TOKENS
@@ -37,7 +37,7 @@ from fluxtrain.units import MIB, duration_text
 
 COPY_BYTES = 32 * MIB  # more would be the most that a small run ever holds
 RATE_LIMIT_S = 0.8  # of each rate of the native optimizer
-FORMAT = 10  # of the file; a reader ignores another one
+FORMAT = 11  # of the file; a reader ignores another one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,10 +127,11 @@ def measured_constants(
     fewer = trial_rows(facts.row.sequence_length, batch_rows, CHUNK_TOKENS)
     try:
         on, states = torch.device(device), _states(facts)
-        tried = calibrate(model, batch_of, on, rows, fewer, states, mixed_of)
+        available_bytes = machine.memory_available_bytes
+        tried = calibrate(model, batch_of, on, rows, fewer, states, mixed_of, available_bytes)
     except NotCalibrated as reason:
         return replace(known, source=f"{known.source} ({reason})")
-    tried = replace(tried, **_adamw_rates(facts, machine, device))
+    tried = replace(tried, **_adamw_rates(facts, machine, device, tried))
     rates = _missing_rates(known.per_s, machine, device)
     place = _place(facts, machine, device, batch_rows, mixed=mixed)
     _write(place, _Kept(FORMAT, rates, tried))
@@ -183,9 +184,12 @@ def _states(facts: ModelFacts) -> StateFormat:
     return next((states for states in STATE_FORMATS if states in found), "fp32")
 
 
-def _adamw_rates(facts: ModelFacts, machine: Machine, device: str) -> dict[str, Any]:
-    """Fields of a calibration: the native optimizer's rates as this model's updates run, on a GPU's
-    host, where they can be hidden, also in two passes and beside the backward pass."""
+def _adamw_rates(
+    facts: ModelFacts, machine: Machine, device: str, tried: Calibration
+) -> dict[str, Any]:
+    """Fields of a calibration that it has not yet: the native optimizer's rates as this model's
+    updates run, on a GPU's host, where they can be hidden, also in two passes and beside the
+    backward pass."""
     narrow = any(group.states == "8bit" for group in facts.groups)
     two_passes = any(group.pass_bytes for group in facts.groups)
     wanted: dict[str, tuple[Part, bool, bool]] = {"adamw_per_s": ("all", False, False)}
@@ -201,6 +205,7 @@ def _adamw_rates(facts: ModelFacts, machine: Machine, device: str) -> dict[str, 
     return {
         name: _adamw_per_s(facts, machine, device, part, eight_bit=eight_bit, beside=beside)
         for name, (part, eight_bit, beside) in wanted.items()
+        if getattr(tried, name) is None
     }
 
 
@@ -211,10 +216,8 @@ def _adamw_per_s(
     any cache, beside copies as a training has them: what is updated goes up for the next forward
     pass. `beside` the backward pass gradients come down too, and fewer threads update."""
     trained = sum(group.trained for group in facts.groups)
-    threads = sustained_threads(machine)
-    if beside:
-        known = (threads, threads_beside(torch.device(device)))
-        threads = min((count for count in known if count is not None), default=None)
+    known = (sustained_threads(machine), update_threads(torch.device(device)))
+    threads = min((count for count in known if count is not None), default=None)
     found = adamw_rate(
         machine.memory_available_bytes,
         parameters=min(max(trained, LEAST_PARAMETERS), PARAMETERS),

@@ -220,6 +220,8 @@ class Bench:
             host=(host_s + host_backward_s) / COPIES if self._on_gpu else 0.0,
             outside_forward=max(0.0, self._between(step, "start", "loss") - forward_s),
             outside_backward=max(0.0, self._between(step, "loss", "backward") - backward_s),
+            host_outside=step.host_between("start", "backward") - host_s - host_backward_s,
+            host_update=step.host_between("clipped", "updated") / COPIES,
             update=self._between(step, "backward", "updated") / max(1, self._updated),
             whole=self._between(step, "start", "backward"),
         )
@@ -228,6 +230,8 @@ class Bench:
         """The norm and the optimizer, of weights that live on the device."""
         if self._optimizer is not None:
             self._engine.clip_grad_norm(1.0)
+        self._mark("clipped")
+        if self._optimizer is not None:
             self._optimizer.step()
             self._optimizer.zero_grad()
         self._mark("updated")

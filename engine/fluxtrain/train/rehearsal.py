@@ -1,0 +1,224 @@
+"""Some blocks at home on the host take a few whole steps, as a training's do, on a GPU's machine.
+
+What is timed by itself is faster than in a training. There AdamW shares the host's memory with
+copies and its cores with the threads that queue the GPU's work; those wait for a core, for memory
+and for Python's lock; and between two blocks' updates a thread has to be woken. So a miniature with
+all its blocks at home is trained: without an optimizer, with each block's update at once, in two
+passes, and in eager steps. Each takes a few steps of few rows, for neither AdamW nor the queueing
+depends on how many there are, and the GPU is then never what they wait for.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from statistics import fmean
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor, nn
+
+from fluxtrain.data.batches import Batch
+from fluxtrain.memory.recorder import Note
+from fluxtrain.plan.calibration import median
+from fluxtrain.plan.facts import GroupFacts
+from fluxtrain.plan.states import StateFormat
+from fluxtrain.stream.blocks import take_apart
+from fluxtrain.stream.grouping import facts_of
+from fluxtrain.train.miniature import miniature, wrapped
+from fluxtrain.train.trial import give_back
+
+if TYPE_CHECKING:
+    from fluxtrain.stream.engine import Engine
+
+PARAMETERS = 192 << 20  # of all blocks: their states are then larger than any cache
+LEAST_BLOCKS, MOST_BLOCKS = 3, 12
+HOST_SHARE = 4  # no more than this part of what is available
+WARMING = 2  # steps: the first touches weights and gradients, the second the moments
+REPEATS = 4
+LIMIT_S = 0.8  # for the repeats of one kind; the last may end later
+
+Kind = Literal["alone", "whole", "passes", "eager"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rehearsed:
+    """What one kind of steps takes for each block."""
+
+    forward_s: float  # the host queues one block's forward pass, less what it waits for
+    backward_s: float
+    optimizer_s: float  # the host, for each block: `step()` and forgetting its gradients
+    update_s: float | None  # AdamW from one block's beginning to the next one's; None: none ran
+    moments_s: float | None
+
+
+def rehearse(
+    model: nn.Module,
+    batch: Batch,
+    device: torch.device,
+    states: StateFormat,
+    host_available_bytes: int | None,
+) -> tuple[dict[Kind, Rehearsed], GroupFacts] | None:
+    """What each kind of steps takes, and the facts of the block that took it; None where device or
+    host have too little memory for it."""
+    block = take_apart(model).blocks[0][1]
+    count = _blocks_for(sum(p.numel() for p in block.parameters()), host_available_bytes)
+    if count is None:
+        return None
+    home = torch.device("cpu")
+    mini = miniature(model, count, blocks=home, edges=home).train()
+    blocks = [module for _, module in take_apart(mini).blocks]
+    within = {id(p) for module in blocks for p in module.parameters()}
+    for parameter in mini.parameters():
+        if id(parameter) not in within:
+            parameter.requires_grad_(False)  # edges have their own part in a plan
+    facts = next(group for group in facts_of(mini, states).groups if group.kind == "block")
+    rows = int(batch.input_ids.shape[0])
+    try:
+        with wrapped(mini, device, "weights", rows, states=states, deferred_moments=True) as engine:
+            stage = _Stage(mini, engine, blocks, batch, device)
+            kinds: list[Kind] = ["alone", "whole", "eager"]
+            kinds += ["passes"] if facts.pass_bytes else []
+            return {kind: stage.play(kind) for kind in kinds}, facts
+    except torch.OutOfMemoryError:
+        return None
+    finally:
+        del mini, blocks
+        give_back(device)
+
+
+def _blocks_for(parameters: int, available_bytes: int | None) -> int | None:
+    """How many blocks of so many parameters."""
+    count = max(LEAST_BLOCKS, min(MOST_BLOCKS, -(-PARAMETERS // max(1, parameters))))
+    if available_bytes is None:
+        return count
+    fitting = available_bytes // HOST_SHARE // (16 * max(1, parameters))
+    return None if fitting < LEAST_BLOCKS else min(count, fitting)
+
+
+@dataclass
+class _Seen:
+    """One kind's steps: host times, in the order of their occurrence."""
+
+    forwards: list[list[float]] = field(default_factory=list)  # when each block was entered
+    backwards: list[list[float]] = field(default_factory=list)
+    optimizer_s: list[float] = field(default_factory=list)
+
+
+class _Stage:
+    """Where the steps of every kind are made."""
+
+    def __init__(
+        self,
+        mini: nn.Module,
+        engine: Engine,
+        blocks: Sequence[nn.Module],
+        batch: Batch,
+        device: torch.device,
+    ) -> None:
+        self._mini, self._engine, self._blocks = mini, engine, blocks
+        self._inputs = {
+            name: value.to(device) if isinstance(value, Tensor) else value
+            for name, value in batch.inputs().items()
+        }
+        self._recorder = engine.device.recorder
+        self._optimizer = torch.optim.AdamW([p for p in mini.parameters() if p.requires_grad], 1e-6)
+        self._seen = _Seen()
+        for block in blocks:
+            block.register_forward_pre_hook(self._enters)
+            block.register_forward_hook(self._leaves)
+        for _ in range(WARMING):
+            self._step("whole")
+
+    def play(self, kind: Kind) -> Rehearsed:
+        """Some steps of a kind behind one that does not count."""
+        self._engine.updates.defers_moments = kind == "passes"
+        self._step(kind)
+        self._engine.flush()
+        self._seen = _Seen()
+        self._recorder.notes.clear()
+        started_s = time.perf_counter()
+        for number in range(REPEATS):
+            self._recorder.begin_step(number + 1)
+            self._step(kind)
+            if number and time.perf_counter() - started_s > LIMIT_S:
+                break
+        self._engine.flush()
+        for group in self._engine.groups:
+            group.wait()
+        self._recorder.end_step()
+        notes = [note for note in self._recorder.notes if isinstance(note, Note)]
+        self._recorder.notes.clear()
+        return self._told(kind, notes)
+
+    def _step(self, kind: Kind) -> None:
+        self._seen.forwards.append([])
+        self._seen.backwards.append([])
+        loss = self._mini(**self._inputs).loss
+        if kind == "eager":
+            self._engine.begin_eager_step(self._optimizer, loss)
+        loss.backward()
+        if kind != "alone":
+            self._engine.clip_grad_norm(None if kind == "eager" else 1.0, [loss.detach()])
+        started_s = time.perf_counter()
+        if kind != "alone":
+            self._optimizer.step()
+        self._engine.forget_gradients()
+        self._seen.optimizer_s.append(time.perf_counter() - started_s)
+
+    def _told(self, kind: Kind, notes: Iterable[Note]) -> Rehearsed:
+        by_kind: dict[str, list[tuple[float, float]]] = {}
+        for note in notes:
+            if isinstance(note.start, float) and isinstance(note.stop, float):
+                name = note.kind if note.lane == "cpu" else note.lane
+                by_kind.setdefault(name, []).append((note.start, note.stop))
+        waits, count = [*by_kind.get("host", []), *by_kind.get("stall", [])], len(self._blocks)
+        return Rehearsed(
+            forward_s=_between(self._seen.forwards, waits),
+            backward_s=_between(self._seen.backwards, waits),
+            optimizer_s=median(self._seen.optimizer_s) / count,
+            update_s=_one_to_next(by_kind.get("update", []), count, waits=kind == "eager"),
+            moments_s=_one_to_next(by_kind.get("moments", []), count, waits=False),
+        )
+
+    def _enters(self, *_: object) -> None:
+        self._seen.forwards[-1].append(time.perf_counter())
+
+    def _leaves(self, _: nn.Module, __: object, out: object) -> None:
+        hidden = out[0] if isinstance(out, tuple) else out
+        if isinstance(hidden, Tensor) and hidden.requires_grad:
+            hidden.register_hook(self._backward_enters)
+
+    def _backward_enters(self, _: Tensor) -> None:
+        self._seen.backwards[-1].append(time.perf_counter())
+
+
+def _between(steps: Iterable[Sequence[float]], waits: Sequence[tuple[float, float]]) -> float:
+    """The median from one mark to the next of its step, less the waiting in between."""
+    found = [
+        after - before - sum(max(0.0, min(after, b) - max(before, a)) for a, b in waits)
+        for marks in steps
+        for before, after in pairwise(marks)
+    ]
+    return max(0.0, median(found)) if found else 0.0
+
+
+def _one_to_next(
+    intervals: Iterable[tuple[float, float]], blocks: int, *, waits: bool
+) -> float | None:
+    """Seconds of one interval and of what follows it until the next, of `blocks` a step. `waits`:
+    also for gradients, which is no part of it; then the shorter half of the pauses counts."""
+    ordered = sorted(intervals)
+    if not ordered:
+        return None
+    pauses_s = sorted(
+        max(0.0, after[0] - before[1])
+        for number, (before, after) in enumerate(pairwise(ordered), 1)
+        if number % blocks
+    )
+    if waits:
+        pauses_s = pauses_s[: max(1, len(pauses_s) // 2)]
+    lasting_s = fmean(stop - start for start, stop in ordered)
+    return lasting_s + (fmean(pauses_s) if pauses_s else 0.0)
