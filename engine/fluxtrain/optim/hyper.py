@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from ctypes import c_float
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from fluxtrain.errors import BadInput
@@ -51,6 +51,27 @@ class Coefficients(NamedTuple):
     eps: float
 
 
+class Turns(NamedTuple):
+    """Parts of a range that take the same step but for their weight decay, which is in turn that of
+    the step and another one: norms and biases that lie between matrices."""
+
+    borders: tuple[int, ...]  # where the second part begins, the third ... (elements), ascending
+    weight_decay: float  # of the second part, the fourth ...
+
+    def other(self, hyper: Hyper) -> Hyper:
+        """The step of the second part, the fourth ..."""
+        return replace(hyper, weight_decay=self.weight_decay)
+
+
+def decay(hyper: Hyper) -> float:
+    """`Coefficients.decay` by itself."""
+    return c_float(_exact_decay(hyper)).value
+
+
+def _exact_decay(hyper: Hyper) -> float:
+    return 1.0 - hyper.lr * hyper.weight_decay
+
+
 def coefficients(hyper: Hyper, step: int, grad_scale: float = 1.0) -> Coefficients:
     """Coefficients of step number `step`, the first being 1; gradients count times `grad_scale`."""
     if step < 1:
@@ -58,7 +79,7 @@ def coefficients(hyper: Hyper, step: int, grad_scale: float = 1.0) -> Coefficien
     beta1, beta2 = hyper.betas
     exact = Coefficients(
         grad_scale=-grad_scale if hyper.maximize else grad_scale,
-        decay=1.0 - hyper.lr * hyper.weight_decay,
+        decay=_exact_decay(hyper),
         beta1=beta1,
         one_minus_beta1=1.0 - beta1,
         beta2=beta2,

@@ -11,7 +11,7 @@ from torch import Tensor
 from fluxtrain.hardware.cgroup import quota_cores
 from fluxtrain.optim.fused_device import update_resident_
 from fluxtrain.optim.fused_narrow import update8_resident_, update16_resident_
-from fluxtrain.optim.hyper import Hyper
+from fluxtrain.optim.hyper import Hyper, Turns
 from fluxtrain.optim.narrow_adamw import update8_, update16_
 from fluxtrain.optim.reference import Rounding, States8
 from fluxtrain.optim.split_adamw import (
@@ -134,20 +134,31 @@ def step_moments_on_host_(
     )
 
 
-def step_on_device_(flat: Flat, *, hyper: Hyper, step: int, scale: float, clip: Tensor) -> None:
+def step_on_device_(
+    flat: Flat,
+    *,
+    hyper: Hyper,
+    step: int,
+    scale: float,
+    clip: Tensor,
+    turns: Turns | None = None,
+) -> None:
     """In place where the tensors are, with the bits of `step_on_host_`; gradients count times
-    `scale` and `clip` (0-d fp32 on the device; NaN leaves everything as it is)."""
+    `scale` and `clip` (0-d fp32 on the device; NaN leaves everything as it is). turns: parts that
+    are decayed otherwise, of fp32 moments alone."""
     f, states8 = flat, flat.states8
     if f.master is not None and f.weights.is_cuda:
         masters = f.of_masters(f.gradient)
-        step_on_device_(masters, hyper=hyper, step=step, scale=scale, clip=clip)
+        step_on_device_(masters, hyper=hyper, step=step, scale=scale, clip=clip, turns=turns)
         f.weights.copy_(f.master)  # of a step that is left out, the same again
         return
     if f.m.dtype is torch.float32 and f.master is None:
         update_resident_(
-            f.weights, f.lo, f.m, f.v, f.gradient, hyper=hyper, step=step, scale=scale, clip=clip
-        )
+            f.weights, f.lo, f.m, f.v, f.gradient,
+            hyper=hyper, step=step, scale=scale, clip=clip, turns=turns,
+        )  # fmt: skip
         return
+    assert turns is None
     if not f.weights.is_cuda:
         if bool(torch.isfinite(clip)):
             step_on_host_(flat, hyper=hyper, step=step, scale=float(clip) * scale)

@@ -152,7 +152,9 @@ def import_state(optimizer: Optimizer, entries: Entries) -> None:
 
 def _moments_at(member: Member) -> int:
     m = member.segment.m
-    return 0 if m is None else member.slice(m).data_ptr()
+    if m is None or member.count == 0:
+        return 0
+    return m.data_ptr() + member.offset * m.itemsize
 
 
 def _take(owner: Owner, entry: dict[str, Any]) -> None:

@@ -28,56 +28,23 @@ from fluxtrain import _native
 from fluxtrain.errors import Diverged
 from fluxtrain.memory.device import Device
 from fluxtrain.memory.gradients import Arrival, Gradients
-from fluxtrain.memory.group import Group, Member, Segment
+from fluxtrain.memory.group import Group, Member
 from fluxtrain.memory.recorder import Recorder
 from fluxtrain.memory.worker import Worker
-from fluxtrain.optim.reference import rounding
 from fluxtrain.optim.row_adamw import weights_of_rows
 from fluxtrain.optim.split_adamw import Hyper
 from fluxtrain.optim.stepping import (
     Flat,
     step_moments_on_host_,
-    step_on_device_,
     step_on_host_,
     step_weights_on_host_,
     update_threads,
 )
 from fluxtrain.plan.states import STATE_BLOCK
 from fluxtrain.stream.norm import GradNorm
+from fluxtrain.stream.ranges import Range, flat_of, ranges, step_on_device
 
 FIRST_PIECE_ELEMENTS = 1 << 24  # of a table that others look into, some 3 ms on a GPU's host
-
-
-@dataclass(frozen=True)
-class Range:
-    """Neighbouring members of one segment that take the same step."""
-
-    segment: Segment
-    gradient: Tensor  # the segment's; taken now: zero_grad may come before the update runs
-    start: int  # elements
-    stop: int
-    hyper: Hyper
-    step: int
-    scale: float  # recorded by the caller (clip_grad_norm_, a manual mul_)
-
-
-def ranges(group: Group, hypers: dict[int, Hyper]) -> list[Range]:
-    """Cut the group's members (index -> hyperparameters) into the fewest ranges."""
-    found: list[Range] = []
-    for segment in group.trained:
-        how: tuple[Hyper, int, float] | None = None  # of the range that the member before ended
-        start = stop = 0
-        for member in segment.members:
-            hyper = hypers.get(member.index)
-            mine = None if hyper is None else (hyper, member.step, member.gradient_scale)
-            if mine != how:
-                if how is not None:
-                    found.append(Range(segment, segment.gradient, start, stop, *how))
-                how, start = mine, member.offset
-            stop = member.offset + member.count
-        if how is not None:
-            found.append(Range(segment, segment.gradient, start, stop, *how))
-    return found
 
 
 class Updates:
@@ -134,7 +101,7 @@ class Updates:
         group.version += 1
         if group.home == "device":
             start = self._recorder.instant()
-            _on_device(work, norm)
+            step_on_device(work, norm)
             self._recorder.computed("update", group.name, start)
             return None
         step = _Step(
@@ -145,7 +112,7 @@ class Updates:
             arrival=self._gradients.arrivals.get(group),
             norm=norm,
             earlier=[job for job in (group.pending, group.moments) if job is not None],
-            defers=defers and any(_flat(part).moments_can_wait for part in work),
+            defers=defers and any(flat_of(part).moments_can_wait for part in work),
             first_piece=self._first_piece(group),
             threads=self._threads,
         )
@@ -241,7 +208,7 @@ class _Step:
             raise
         with self.recorder.working("cpu", "update", self.name):
             for part in self.work:
-                for flat, stop in self._pieces(_flat(part)):
+                for flat, stop in self._pieces(flat_of(part)):
                     self._write(flat, stop, part, part.scale * clip)
         self.clip = clip
 
@@ -287,7 +254,7 @@ class _Step:
     def _look_up(self, rows: Tensor, into: Tensor, written_rows: int, scale: float) -> None:
         """The weights of rows of a table whose first `written_rows` have theirs."""
         part = self.work[0]
-        flat, there = _flat(part), int(torch.searchsorted(rows, written_rows))
+        flat, there = flat_of(part), int(torch.searchsorted(rows, written_rows))
         table = flat.weights.view(-1, into.shape[1])
         torch.index_select(table, 0, rows[:there], out=into[:there])
         weights_of_rows(
@@ -302,7 +269,7 @@ class _Step:
             return
         with self.recorder.working("cpu", "moments", self.name):
             for part in self.work:
-                flat = _flat(part)
+                flat = flat_of(part)
                 if flat.moments_can_wait:
                     scale = part.scale * self.clip
                     step_moments_on_host_(
@@ -336,31 +303,3 @@ def _clip(norm: GradNorm | None) -> float:
             "data"
         )
     return scale
-
-
-def _flat(part: Range) -> Flat:
-    """The range's slices of its segment's tensors."""
-    s, cut = part.segment, slice(part.start, part.stop)
-    blocks = slice(part.start // STATE_BLOCK, -(-part.stop // STATE_BLOCK))
-    assert s.weights is not None and s.m is not None and s.v is not None
-    return Flat(
-        weights=s.weights[cut],
-        lo=s.lo[cut] if s.lo is not None else None,
-        m=s.m[cut],
-        v=s.v[cut],
-        m_scale=s.m_scale[blocks] if s.m_scale is not None else None,
-        v_scale=s.v_scale[blocks] if s.v_scale is not None else None,
-        gradient=part.gradient[cut],
-        master=s.master[cut] if s.master is not None else None,
-        rounding=rounding(s.seed, part.step, part.start),
-    )
-
-
-def _on_device(work: list[Range], norm: GradNorm | None) -> None:
-    """Queued on the computation's stream; nothing is read back."""
-    if not work:
-        return
-    device = _flat(work[0]).weights.device
-    clip = norm.device_scale() if norm is not None else torch.ones((), device=device)
-    for part in work:
-        step_on_device_(_flat(part), hyper=part.hyper, step=part.step, scale=part.scale, clip=clip)

@@ -1,0 +1,92 @@
+"""Which parameters of a block one kernel steps, and that it steps each as it would be by itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fluxtrain.memory.group import Group
+from fluxtrain.optim.fused_device import update_resident_
+from fluxtrain.optim.hyper import Hyper, Turns
+from fluxtrain.optim.split_adamw import encode, update_, update_f32_
+from fluxtrain.plan.states import StateFormat
+from fluxtrain.stream.ranges import MOST_BORDERS, ranges, stretches
+
+DECAYED, NOT = Hyper(lr=1e-2, weight_decay=0.1), Hyper(lr=1e-2, weight_decay=0.0)
+
+
+def group(count: int, states: StateFormat = "fp32", width: int = 40) -> Group:
+    made = Group("block", "block", states)
+    for i in range(count):
+        made.add(nn.Parameter(torch.zeros(width, dtype=torch.bfloat16)), f"p{i}")
+    made.settle("device", torch.device("cpu"), pin=False)
+    made.ensure_state()
+    made.ensure_gradient()
+    return made
+
+
+def taken(g: Group, hypers: list[Hyper | None]) -> list[list[tuple[int, int]]]:
+    """[start, stop) of each part, by stretch."""
+    by_index = {i: hyper for i, hyper in enumerate(hypers) if hyper is not None}
+    return [[(p.start, p.stop) for p in parts] for parts in stretches(ranges(g, by_index))]
+
+
+def test_matrices_and_biases_between_them_are_one_stretch() -> None:
+    found = taken(group(6), [DECAYED, NOT, DECAYED, DECAYED, NOT, NOT])
+    assert found == [[(0, 40), (64, 104), (128, 232), (256, 360)]]
+
+
+def test_a_parameter_without_a_gradient_ends_a_stretch() -> None:
+    assert taken(group(4), [DECAYED, None, NOT, DECAYED]) == [[(0, 40)], [(128, 168), (192, 232)]]
+
+
+def test_a_parameter_with_another_step_ends_a_stretch() -> None:
+    g = group(4)
+    g.members[2].step = 5
+    assert taken(g, [DECAYED, NOT, DECAYED, NOT]) == [
+        [(0, 40), (64, 104)], [(128, 168)], [(192, 232)],
+    ]  # fmt: skip
+
+
+def test_a_third_weight_decay_or_another_rate_ends_a_stretch() -> None:
+    third, faster = Hyper(lr=1e-2, weight_decay=0.3), Hyper(lr=1.0, weight_decay=0.0)
+    assert len(taken(group(3), [DECAYED, NOT, third])) == 2
+    assert len(taken(group(2), [DECAYED, faster])) == 2
+
+
+def test_a_stretch_has_at_most_so_many_borders() -> None:
+    count = 2 * MOST_BORDERS + 4
+    found = taken(group(count), [(DECAYED, NOT)[i % 2] for i in range(count)])
+    assert [len(parts) for parts in found] == [MOST_BORDERS + 1, MOST_BORDERS + 1, 2]
+
+
+def test_states_in_8_bits_are_stepped_range_by_range() -> None:
+    g = group(3, "8bit", width=1 << 13)
+    assert g.members[0].segment.format == "8bit"
+    assert len(taken(g, [DECAYED, NOT, DECAYED])) == 3
+
+
+@pytest.mark.parametrize("split", [True, False])
+def test_parts_that_take_turns_have_the_bits_of_parts_by_themselves(split: bool) -> None:
+    n, borders = 1000, (64, 256, 640)
+    drawn = torch.randn(n, generator=torch.Generator().manual_seed(1))
+    weights, lo = encode(drawn) if split else (drawn, None)
+    one: list[Any] = [weights, lo, torch.zeros(n), torch.zeros(n)]
+    other = [None if x is None else x.clone() for x in one]
+    for step in (1, 2):
+        gradient = torch.randn(n, generator=torch.Generator().manual_seed(step + 1))
+        update_resident_(
+            *one, gradient,
+            hyper=DECAYED, step=step, scale=0.5, clip=torch.tensor(0.3),
+            turns=Turns(borders, NOT.weight_decay),
+        )  # fmt: skip
+        for i, (start, stop) in enumerate(zip((0, *borders), (*borders, n), strict=True)):
+            flats = [x[start:stop] for x in (*other, gradient) if x is not None]
+            update = update_ if split else update_f32_
+            factor = 0.5 * float(torch.tensor(0.3))
+            update(*flats, hyper=(DECAYED, NOT)[i % 2], step=step, grad_scale=factor)
+    for mine, theirs in zip(one, other, strict=True):
+        assert mine is None or torch.equal(mine, theirs)
