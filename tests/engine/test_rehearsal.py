@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+import fluxtrain
 from fluxtrain.data.batches import Batch
 from fluxtrain.plan.facts import GroupFacts
 from fluxtrain.plan.footprint import Layout
@@ -54,6 +55,21 @@ def test_every_kind_of_steps_is_made_and_the_model_is_as_before(tiny: Tiny, fami
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert all(parameter.requires_grad for parameter in model.parameters())
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_every_block_is_at_home_also_where_the_device_has_room_for_all(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wrap, asked = fluxtrain.wrap, []
+
+    def watched(mini: torch.nn.Module, **wishes: object) -> torch.nn.Module:
+        asked.append(wishes)
+        return wrap(mini, **wishes)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(fluxtrain, "wrap", watched)
+    played(tiny("llama", torch.bfloat16))
+    (wishes,) = asked
+    assert (wishes["device_groups"], wishes["resident_blocks"]) == (0, 0)
 
 
 def test_states_of_8_bits_have_one_pass(tiny: Tiny) -> None:

@@ -53,6 +53,11 @@ def test_a_block_is_tried_on_the_gpu_and_leaves_nothing_there() -> None:
     assert tried.activation_bytes > 0
     assert tried.device_update_s > 0
     assert 0 < tried.host_forward_s < tried.host_block_s
+    assert tried.host is not None  # whole steps were made with blocks at home
+    assert 0 < tried.host.forward_s < 2 * tried.host.forward_beside_s
+    assert tried.host.home_update_s > 0 and tried.host.device_update_s > 0
+    for rate in ("adamw_per_s", "adamw_weights_per_s", "adamw_moments_per_s"):
+        assert getattr(tried, rate)
     assert tried.edge_bytes > 0
     assert tried.kept_backward is not None
     assert 0 < tried.kept_backward.at(8) < tried.backward.at(8)

@@ -118,7 +118,7 @@ def calibrate(
         edge_bytes=round(of_batches(lambda trial: float(trial.edge_bytes)).slope),
         kept_backward=of_chunks("kept_backward") if keeps else None,
         kept_bytes=many.kept_bytes // (COPIES * many.rows) if keeps else None,
-        **(alone if rehearsed is None else _rehearsed(many, *rehearsed)),
+        **(alone if rehearsed is None else _rehearsed(few, *rehearsed)),
         device_update_s=many.median("update"),
         streamed=tried.streamed,
         runtime_bytes=max(0, process.memory_info().rss - before_bytes),
@@ -130,7 +130,8 @@ def calibrate(
 
 
 def _rehearsed(tried: Trial, of: Mapping[Kind, Rehearsed], block: GroupFacts) -> dict[str, Any]:
-    """Fields of a calibration: the host's times, and AdamW's rates as its steps have them."""
+    """Fields of a calibration: the host's times, and AdamW's rates as its steps have them. `tried`
+    with few rows, of which a GPU's queue never gets full."""
     alone, whole, eager, passes = of["alone"], of["whole"], of["eager"], of.get("passes")
     host = HostTimes(
         forward_s=alone.forward_s,

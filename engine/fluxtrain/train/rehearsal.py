@@ -76,8 +76,10 @@ def rehearse(
             parameter.requires_grad_(False)  # edges have their own part in a plan
     facts = next(group for group in facts_of(mini, states).groups if group.kind == "block")
     rows = int(batch.input_ids.shape[0])
+    at_home = {"device_groups": 0, "resident_blocks": 0, "kept_blocks": 0, "embedding": "whole"}
+    how = {**at_home, "states": states, "deferred_moments": True}
     try:
-        with wrapped(mini, device, "weights", rows, states=states, deferred_moments=True) as engine:
+        with wrapped(mini, device, "weights", rows, **how) as engine:
             stage = _Stage(mini, engine, blocks, batch, device)
             kinds: list[Kind] = ["alone", "whole", "eager"]
             kinds += ["passes"] if facts.pass_bytes else []
