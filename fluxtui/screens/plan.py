@@ -22,6 +22,7 @@ from fluxtui.words import counted
 
 WIDEST_TEXT = 110
 NAME_CELLS = 22
+CHOICE_CELLS = 27  # of the longest setting
 TRIALS_SHOWN = 6
 WARMING_STEPS = 3  # as the trainer leaves out of what it compares
 
@@ -51,15 +52,15 @@ def plan_lines(view: View, width: int) -> list[Line]:
     if planned.choices:
         lines.append(_title("What was chosen, and why"))
     for choice in planned.choices:
-        lines.append((*_name(choice.name), (choice.value, "strong")))
-        lines += _indented(choice.because, width)
+        lines.append(((f"  {choice.name:<{CHOICE_CELLS}}", "text"), (choice.value, "strong")))
+        lines += _indented(choice.because, width, CHOICE_CELLS)
     return lines
 
 
-def _indented(text: str, width: int) -> list[Line]:
+def _indented(text: str, width: int, name_cells: int = NAME_CELLS) -> list[Line]:
     """Below a value, wrapped."""
-    room = max(20, width - NAME_CELLS - 2)
-    return [((" " * (NAME_CELLS + 2), "text"), (part, "dim")) for part in wrapped(text, room)]
+    room = max(20, width - name_cells - 2)
+    return [((" " * (name_cells + 2), "text"), (part, "dim")) for part in wrapped(text, room)]
 
 
 def _advice(view: View, width: int) -> list[Line]:

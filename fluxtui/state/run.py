@@ -11,6 +11,7 @@ from msgspec import field
 from msgspec.structs import replace
 
 from fluxtrain.telemetry import events as ev
+from fluxtrain.telemetry.choices import setting_name
 from fluxtrain.units import bytes_text, duration_text
 from fluxtui.state.changes import Changes, with_advice, without_advice
 from fluxtui.state.history import Curve, History
@@ -192,7 +193,9 @@ def _after_planned(state: RunState, event: ev.Planned) -> RunState:
         f"planned: offload {event.offload}, batch of {counted(event.batch_rows, 'row')} "
         f"in chunks of {event.chunk_rows}"
     )
-    return _logged(replace(state, planned=event), event, "info", "phase", text)
+    choices = tuple(replace(one, name=setting_name(one.name)) for one in event.choices)
+    planned = replace(event, choices=choices)
+    return _logged(replace(state, planned=planned), event, "info", "phase", text)
 
 
 def _after_phase(state: RunState, event: ev.PhaseChanged) -> RunState:

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+from fluxtrain.telemetry.choices import setting_name
 from fluxtrain.units import count_text
 from fluxtui.words import counted
 
@@ -116,7 +117,7 @@ def read_plan(answer: Mapping[str, Any]) -> PlanPreview:
     """Read the engine's answer; what is missing becomes None, never an invented number."""
     choices = tuple(
         ReasonedChoice(
-            str(item.get("name", "")).rpartition(".")[2].replace("_", " "),
+            setting_name(str(item.get("name", ""))),
             str(item.get("value", "")),
             str(item.get("because", "")) or _DEFAULT_REASON,
         )

@@ -47,7 +47,7 @@ def assert_same_weights(one: Path, other: Path) -> None:
 
 def choice(run_dir: Path) -> dict[str, str] | None:
     choices = json.loads((run_dir / "plan.json").read_text())["choices"]
-    return next((one for one in choices if one["name"] == "moments"), None)
+    return next((one for one in choices if one["name"] == "train.moments"), None)
 
 
 def kinds(run_dir: Path) -> set[str]:

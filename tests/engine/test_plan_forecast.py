@@ -87,7 +87,7 @@ def test_when_moments_are_updated_is_predicted_chosen_and_said(
     assert parts["host_update"] == pytest.approx(home / RATES["adamw"], rel=0.01)
     assert parts["deferred_moments"] == 0
     for name, plan in told.items():
-        choice = next(one for one in plan["choices"] if one["name"] == "moments")
+        choice = next(one for one in plan["choices"] if one["name"] == "train.moments")
         assert choice["value"] == ("with_weights" if name == "with_weights" else "deferred")
         assert (choice["because"] == "as set") == (name != "auto")
 

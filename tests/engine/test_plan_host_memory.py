@@ -55,6 +55,6 @@ def test_a_plan_says_where_the_dial_has_no_effect() -> None:
     for dial, told in (("fit", ["fit"]), ("0.3", ["0.3"]), ("auto", [])):
         config = demo_config([f"placement.aggressiveness={dial}"])
         plan = decide(config, facts, machine, "cpu", batch_rows=4, data_rows=99)
-        found = [choice for choice in plan.choices if choice.name == "aggressiveness"]
+        found = [choice for choice in plan.choices if choice.name == "placement.aggressiveness"]
         assert [choice.value for choice in found] == told
         assert all("no effect without a GPU" in choice.because for choice in found)

@@ -31,7 +31,7 @@ def numbers(events: list[Any]) -> list[tuple[float, float | None]]:
 
 def embedding_of(events: list[Any]) -> ev.ChoiceMade:
     planned = next(event for event in events if isinstance(event, ev.Planned))
-    return next(choice for choice in planned.choices if choice.name == "embedding")
+    return next(choice for choice in planned.choices if choice.name == "placement.embedding")
 
 
 @pytest.mark.parametrize("limit", ["0.5", "null"])

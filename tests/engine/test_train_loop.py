@@ -152,8 +152,8 @@ def test_a_finished_run_leaves_a_model_that_evaluates_the_same_without_fluxtrain
     assert result["measured_host_peak_bytes"] > 0
     plan = json.loads((tmp_path / "run" / "plan.json").read_text())
     assert {choice["name"] for choice in plan["choices"]} >= {
-        "offload",
-        "batch_rows",
+        "placement.offload",
+        "train.batch_rows",
         "train.steps",
     }
     assert "config" in json.loads((tmp_path / "run" / "run.json").read_text())

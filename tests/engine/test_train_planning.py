@@ -17,6 +17,7 @@ from fluxtrain.hardware.machine import read_machine
 from fluxtrain.hardware.rate import Rate
 from fluxtrain.methods.demo_model import demo_model
 from fluxtrain.telemetry import events as ev
+from fluxtrain.telemetry.choices import SETTINGS, setting_name
 from fluxtrain.telemetry.journal import read_events
 from fluxtrain.train.announce import Announcer
 from fluxtrain.train.config import demo_config, load_config, settings
@@ -37,9 +38,9 @@ def test_the_plan_names_every_setting_and_gives_every_choice_a_reason() -> None:
     config = demo_config()
     plan = preview(config)
     assert [s["key"] for s in plan["settings"]] == [s.key for s in settings(config)]
-    assert {"device", "offload", "batch_rows", "chunk_rows", "train.steps"} <= {
-        choice["name"] for choice in plan["choices"]
-    }
+    names = {choice["name"] for choice in plan["choices"]}
+    assert {"placement.offload", "train.batch_rows", "placement.chunk_rows"} <= names
+    assert names <= {setting.key for setting in settings(config)}, "what a user can write"
     assert all(choice["because"] for choice in plan["choices"])
     assert json.loads(json.dumps(plan))["steps"] == 400
     text = table(plan)
@@ -50,12 +51,19 @@ def test_the_plan_names_every_setting_and_gives_every_choice_a_reason() -> None:
     assert "  train.seed" in text
 
 
+def test_every_name_that_a_plan_may_have_is_one_of_the_configuration() -> None:
+    known = {setting.key for setting in settings(demo_config())}
+    assert set(SETTINGS.values()) - known == {"page-locked memory"}
+    assert [setting_name(name) for name in SETTINGS] == list(SETTINGS.values())
+    assert all(setting_name(name) == name for name in SETTINGS.values())
+
+
 @pytest.mark.parametrize("offload", ["none", "weights"])
 @pytest.mark.parametrize("wish", ["rows", "whole"])
 def test_text_and_values_of_a_plan_say_the_same_of_the_embedding(offload: str, wish: str) -> None:
     wishes = [f"placement.offload={offload}", f"placement.embedding={wish}"]
     plan = preview(demo_config([*wishes, "placement.device=cpu"]))
-    told = next(choice for choice in plan["choices"] if choice["name"] == "embedding")
+    told = next(choice for choice in plan["choices"] if choice["name"] == "placement.embedding")
     assert plan["embedding"] == told["value"] == (wish if offload == "weights" else "whole")
     assert {one["embedding"] for one in plan["plans"]} <= {told["value"]}
 

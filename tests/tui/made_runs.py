@@ -38,12 +38,12 @@ def planned() -> ev.Planned:
         host_bytes=2 * GIB,
         choices=(
             ev.ChoiceMade(
-                name="batch_rows", value="16",
+                name="train.batch_rows", value="16",
                 because="16 rows of 256 tokens are 4096 tokens a step, the smallest batch at which "
                 "the update costs less than a tenth of the step",
             ),
             ev.ChoiceMade(
-                name="offload", value="weights",
+                name="placement.offload", value="weights",
                 because="weights and optimizer need 50 MiB and the device budget is 1 GiB",
             ),
         ),

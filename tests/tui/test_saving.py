@@ -61,7 +61,7 @@ def test_the_tables_of_blocks_moves_log_and_choices(view: View) -> None:
     assert {row["weights_bytes"] for row in blocks} == {"1050000"}
     assert rows("moves", view)[-1]["cause"] == "prefetch"
     assert [row["text"] for row in rows("log", view)] == [one.text for one in view.state.log]
-    assert [row["name"] for row in rows("plan", view)] == ["batch_rows", "offload"]
+    assert [row["name"] for row in rows("plan", view)] == ["train.batch_rows", "placement.offload"]
 
 
 @pytest.mark.parametrize("name", [*PANELS, "dashboard", "plan", "runs"])

@@ -54,6 +54,19 @@ def test_the_state_holds_the_newest_of_each_kind(made: ModuleType) -> None:
     assert state.planned is not None and state.residency is not None
 
 
+def test_choices_of_an_older_run_have_the_names_of_the_configuration(made: ModuleType) -> None:
+    names = ("offload", "batch_rows", "train.steps", "of_another_version")
+    older = replace(
+        made.planned(),
+        choices=tuple(ev.ChoiceMade(name=name, value="1", because="as set") for name in names),
+    )
+    planned = RunState().after_all(made.stamped([made.hello(), older])).planned
+    assert planned is not None
+    assert [one.name for one in planned.choices] == [
+        "placement.offload", "train.batch_rows", "train.steps", "of_another_version",
+    ]  # fmt: skip
+
+
 def test_what_happened_is_in_the_log_in_order(made: ModuleType) -> None:
     state = RunState().after_all(made.failed())
     kinds = [entry.kind for entry in state.log]

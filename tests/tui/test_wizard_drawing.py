@@ -111,9 +111,9 @@ def test_a_footer_gives_up_the_machine_before_the_keys() -> None:
 
 
 def test_a_choice_without_a_reason_is_the_default() -> None:
-    made = plan(choices=[{"name": "batch_rows", "value": 8}])
+    made = plan(choices=[{"name": "train.batch_rows", "value": 8}])
     assert [(c.name, c.value, c.because) for c in made.choices] == [
-        ("batch rows", "8", "the default")
+        ("train.batch_rows", "8", "the default")
     ]
 
 

@@ -41,8 +41,9 @@ PLAN = {
     "model": {"name": "demo", "parameters": 5_800_000, "blocks": 6},
     "settings": [{"key": "model.path", "value": "demo", "changed": False}],
     "choices": [
-        {"name": "batch_rows", "value": "8", "because": "1,024 tokens make a step"},
-        {"name": "chunk_rows", "value": "4", "because": "two chunks keep the device busy"},
+        {"name": "train.batch_rows", "value": "8", "because": "1,024 tokens make a step"},
+        {"name": "placement.chunk_rows", "value": "4",
+         "because": "two chunks keep the device busy"},
     ],
     "batch_rows": 8, "chunk_rows": 4, "disk_bytes": 2**22,
     "checkpoint_bytes": 2**20, "config": {"train": {"checkpoint_every": "auto"}},

@@ -112,6 +112,7 @@ def test_arguments_that_are_no_change_are_refused(arguments: dict[str, Any]) -> 
     with pytest.raises(BadInput):
         parse_change(arguments)
     assert parse_change({"chunk_rows": 4}) == Change(name="chunk_rows", value=4)
+    assert parse_change({"placement.chunk_rows": 4}) == Change(name="chunk_rows", value=4)
 
 
 @given(

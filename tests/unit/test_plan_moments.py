@@ -68,7 +68,7 @@ def planned(tried: Rates, wishes: Wishes | None = None, exact: bool = True) -> R
 
 
 def choice(plan: RunPlacement) -> tuple[str, str]:
-    return next((c.value, c.because) for c in plan.choices if c.name == "moments")
+    return next((c.value, c.because) for c in plan.choices if c.name == "train.moments")
 
 
 def test_the_next_forward_waits_for_18_of_26_bytes_and_the_backward_hides_as_many() -> None:

@@ -20,7 +20,7 @@ def test_weights_and_their_gradients_at_home_are_locked() -> None:
 
 def test_what_is_refused_costs_one_and_a_half_crossings_at_the_slower_rate() -> None:
     choice = page_lock_choice(14 * GIB, 10 * 10**9, RATES)
-    assert (choice.name, choice.value) == ("page_locks", "4.69 GiB")
+    assert (choice.name, choice.value) == ("page-locked memory", "4.69 GiB")
     # 1.5 x 10 GB at 10 GB/s are 1.5 s, at 50 GB/s 0.3 s
     assert "at about 10.0 GB/s instead of 50.0 GB/s, up to 1.20 s more a step" in choice.because
 

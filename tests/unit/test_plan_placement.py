@@ -77,11 +77,11 @@ def test_more_kept_blocks_than_can_keep_are_told_with_the_numbers() -> None:
     placement = place(qwen(), gpu(80), wishes)
     assert placement.kept_blocks == 3
     told = {choice.name: choice.value for choice in placement.choices}
-    assert told["kept_blocks"] == "3"
+    assert told["placement.kept_blocks"] == "3"
     reason = "99 as set, and the weights of 3 blocks stay on the device"
-    assert because(placement)["kept_blocks"] == reason
+    assert because(placement)["placement.kept_blocks"] == reason
     fewer = place(qwen(), gpu(80), replace(wishes, kept_blocks=2))
-    assert because(fewer)["kept_blocks"] == "as set"
+    assert because(fewer)["placement.kept_blocks"] == "as set"
 
 
 def test_a_smaller_batch_is_preferred_to_max() -> None:
@@ -109,29 +109,32 @@ def test_a_host_that_is_too_small_for_the_rest_gets_a_smaller_batch() -> None:
     assert ample.batch_rows == 32
     assert tight.batch_rows < 32
     assert tight.device_groups > ample.device_groups
-    assert because(tight)["batch_rows"].startswith(f"{tight.batch_rows * 2} rows would need")
+    assert because(tight)["train.batch_rows"].startswith(f"{tight.batch_rows * 2} rows would need")
 
 
 def test_reasons_carry_the_numbers_that_decided() -> None:
     placement = place(qwen(), gpu(16), Wishes())
     reasons = because(placement)
-    assert "none would need" in reasons["offload"]
-    assert "of 14.4 GiB device memory" in reasons["offload"]
-    assert "of host memory" in reasons["offload"]
+    assert "none would need" in reasons["placement.offload"]
+    assert "of 14.4 GiB device memory" in reasons["placement.offload"]
+    assert "of host memory" in reasons["placement.offload"]
     count, first = placement.device_groups, placement.device_first
     before, after = (set(parted(qwen().groups, n, first)[0]) for n in (count, count + 1))
     (following,) = (group.name for group in after - before)
-    assert f"{following} as well would need" in reasons["device_groups"]
-    assert "one more would need" in reasons["resident_blocks"]
-    assert "32 rows fit" in reasons["batch_rows"]
-    assert "4096 tokens" in reasons["chunk_rows"]
+    assert f"{following} as well would need" in reasons["placement.device_groups"]
+    assert "one more would need" in reasons["placement.resident_blocks"]
+    assert "32 rows fit" in reasons["train.batch_rows"]
+    assert "4096 tokens" in reasons["placement.chunk_rows"]
 
 
 def test_max_is_explained_by_what_the_fewest_rows_would_take_otherwise() -> None:
     placement = place(qwen(), gpu(4.4, host_gib=None), Wishes(batch_rows=16))
     assert placement.offload == "max"
-    assert "offload=weights, 16 rows in chunks of 1 would need" in because(placement)["offload"]
-    assert "one more would need" in because(placement)["resident_blocks"]
+    assert (
+        "offload=weights, 16 rows in chunks of 1 would need"
+        in because(placement)["placement.offload"]
+    )
+    assert "one more would need" in because(placement)["placement.resident_blocks"]
 
 
 def test_max_as_the_last_resort_still_fills_the_device() -> None:
@@ -142,19 +145,19 @@ def test_max_as_the_last_resort_still_fills_the_device() -> None:
     assert 24 * GIB * AUTO_SHARE - placement.device_bytes < 2 * BLOCK_PARAMETERS
     asked = place(qwen(sequence_length=4096), gpu(24), Wishes(batch_rows=128, offload="max"))
     assert (asked.device_groups, asked.resident_blocks) == (0, 0)
-    assert because(asked)["resident_blocks"] == "max streams every block"
+    assert because(asked)["placement.resident_blocks"] == "max streams every block"
 
 
 def test_a_batch_is_no_larger_than_the_data() -> None:
     placement = place(qwen(), gpu(80), Wishes(data_rows=20))
     assert placement.batch_rows == 16
-    assert "20 rows" in because(placement)["batch_rows"]
+    assert "20 rows" in because(placement)["train.batch_rows"]
 
 
 def test_a_smaller_batch_is_explained_by_what_the_double_would_take() -> None:
     placement = place(qwen(sequence_length=8192), gpu(9), Wishes())
     assert placement.batch_rows < 32
-    assert because(placement)["batch_rows"].startswith(
+    assert because(placement)["train.batch_rows"].startswith(
         f"{placement.batch_rows * 2} rows would need"
     )
 
@@ -165,15 +168,15 @@ def test_without_a_gpu_blocks_stream_for_real() -> None:
     assert placement.offload == "weights"
     assert (placement.device_groups, placement.resident_blocks, placement.slots) == (0, 0, 3)
     assert placement.budget_bytes is None
-    assert "without a GPU" in because(placement)["offload"]
+    assert "without a GPU" in because(placement)["placement.offload"]
 
 
 def test_residents_can_be_set() -> None:
     placement = place(qwen(), gpu(80), Wishes(device_groups=3, resident_blocks=5))
     assert placement.offload == "weights"
     assert (placement.device_groups, placement.resident_blocks) == (3, 5)
-    assert because(placement)["device_groups"] == "as set"
-    assert because(placement)["resident_blocks"] == "as set"
+    assert because(placement)["placement.device_groups"] == "as set"
+    assert because(placement)["placement.resident_blocks"] == "as set"
 
 
 def test_more_residents_than_there_are_means_all() -> None:
@@ -199,8 +202,10 @@ def test_a_model_whose_rows_are_not_known_takes_half_of_the_budget() -> None:
     assert middle.offload == "weights"
     assert 12 * GIB - 14 * BLOCK_PARAMETERS < middle.device_bytes <= 12 * GIB
     assert large.offload == "none"
-    assert "which leaves the rest to activations" in because(middle)["device_groups"]
-    assert [c.name for c in middle.choices] == ["offload", "device_groups", "resident_blocks"]
+    assert "which leaves the rest to activations" in because(middle)["placement.device_groups"]
+    assert [c.name for c in middle.choices] == [
+        "placement.offload", "placement.device_groups", "placement.resident_blocks",
+    ]  # fmt: skip
 
 
 def test_a_chunk_takes_half_of_what_the_fixed_parts_leave() -> None:

@@ -68,7 +68,7 @@ HOME = Wishes(offload="weights", device_groups=0, batch_rows=32, chunk_rows=8)
 def chosen(facts: ModelFacts, wishes: Wishes, device: float | None = 80) -> tuple[str, str]:
     """The plan's word for the embedding and its reason; empty where it says none."""
     plan = place(facts, room(device), wishes)
-    told = [c for c in plan.choices if c.name == "embedding"]
+    told = [c for c in plan.choices if c.name == "placement.embedding"]
     return (plan.embedding, told[0].because) if told else (plan.embedding, "")
 
 
@@ -130,7 +130,7 @@ def test_a_tied_table_is_there_for_the_head_too_and_the_forward_begins_with_rows
 
 def test_a_table_that_lives_on_the_device_is_whole() -> None:
     plan = place(model(), room(), Wishes(offload="none", batch_rows=1, chunk_rows=1))
-    told = next(c for c in plan.choices if c.name == "embedding")
+    told = next(c for c in plan.choices if c.name == "placement.embedding")
     assert told.value == "whole"
     assert told.because == "embed_tokens lives on the device with all its rows"
 
@@ -204,4 +204,4 @@ def test_fewer_bytes_cross_and_no_step_is_slower() -> None:
         ),
         has_gpu=True,
     )  # fmt: skip
-    assert any(choice.name == "embedding" for choice in timed.choices)
+    assert any(choice.name == "placement.embedding" for choice in timed.choices)

@@ -102,14 +102,17 @@ def test_asking_for_no_kept_blocks_keeps_none() -> None:
     facts, wishes = measured(model()), Wishes(batch_rows=8, kept_blocks=0)
     plan = place_timed(facts, gpu(40), wishes, TIMING_KEEPING)
     assert plan.kept_blocks == 0
-    assert {c.name: c.because for c in plan.choices}["kept_blocks"] == "as set"
+    assert {c.name: c.because for c in plan.choices}["placement.kept_blocks"] == "as set"
 
 
 def test_a_timed_plan_keeps_as_many_blocks_as_can_keep_and_says_so() -> None:
     wishes = Wishes(batch_rows=8, offload="max", device_groups=0, kept_blocks=5, resident_blocks=0)
     plan = place_timed(measured(model()), gpu(40), wishes, TIMING_KEEPING)
     told = {choice.name: (choice.value, choice.because) for choice in plan.choices}
-    assert told["kept_blocks"] == ("0", "5 as set, and the weights of 0 blocks stay on the device")
+    assert told["placement.kept_blocks"] == (
+        "0",
+        "5 as set, and the weights of 0 blocks stay on the device",
+    )
 
 
 def step_s(plan: RunPlacement, facts: ModelFacts, timing: Timing = TIMING) -> float:
@@ -193,8 +196,8 @@ def test_the_batch_is_the_smallest_that_hides_the_copies() -> None:
     assert tokens_per_s(plan.batch_rows) >= HIDDEN_SHARE * best
     assert tokens_per_s(plan.batch_rows // 2) < HIDDEN_SHARE * best
     reasons = {choice.name: choice.because for choice in plan.choices}
-    assert "tokens/s" in reasons["batch_rows"]
-    assert "fastest predicted" in reasons["offload"]
+    assert "tokens/s" in reasons["train.batch_rows"]
+    assert "fastest predicted" in reasons["placement.offload"]
 
 
 def test_wishes_are_kept() -> None:
@@ -205,7 +208,7 @@ def test_wishes_are_kept() -> None:
     plan = place_timed(facts, gpu(16), wishes, TIMING)
     assert (plan.device_groups, plan.resident_blocks, plan.chunk_rows) == (3, 1, 2)
     assert plan.boundaries == "device"
-    assert {c.name: c.because for c in plan.choices}["device_groups"] == "as set"
+    assert {c.name: c.because for c in plan.choices}["placement.device_groups"] == "as set"
     streamed = place_timed(facts, gpu(16), Wishes(batch_rows=8, offload="weights"), TIMING)
     assert streamed.offload == "weights"
 

@@ -26,7 +26,7 @@ def check_accelerator(
     and when the user asked for a GPU and there is none.
     """
     if device == "cpu":
-        return ChoiceMade(name="device", value="cpu", because="as set")
+        return ChoiceMade(name="placement.device", value="cpu", because="as set")
     found = read_gpus() if gpus is None else gpus
     visible = found.visible()
     named = ", ".join(
@@ -34,7 +34,7 @@ def check_accelerator(
     )
     if torch_cuda_available:
         because = f"torch can use {named or 'a GPU'}"
-        return ChoiceMade(name="device", value="cuda", because=because)
+        return ChoiceMade(name="placement.device", value="cuda", because=because)
     if visible:
         raise BadInput(
             f"torch cannot use {named}: {_cure(found.driver, torch_cuda_version)}, "
@@ -43,7 +43,7 @@ def check_accelerator(
     why = "CUDA_VISIBLE_DEVICES hides all GPUs" if found.gpus else f"no NVIDIA GPU: {found.reason}"
     if device == "cuda":
         raise BadInput(f"placement.device=cuda, but {why}: set placement.device=cpu or auto")
-    return ChoiceMade(name="device", value="cpu", because=why)
+    return ChoiceMade(name="placement.device", value="cpu", because=why)
 
 
 def _cure(driver: str | None, torch_cuda_version: str | None) -> str:

@@ -27,6 +27,7 @@ from fluxtrain.plan.footprint import (
     slot_count,
     streamed_count,
 )
+from fluxtrain.telemetry.choices import setting_name
 from fluxtrain.units import bytes_text
 
 KnobName = Literal["prefetch", "resident_blocks", "device_groups", "kept_blocks", "chunk_rows"]
@@ -126,6 +127,8 @@ def parse_change(arguments: Mapping[str, Any]) -> Change:
     if len(arguments) != 1:
         raise BadInput(f"one change at a time: use one of {names} with a whole number")
     ((name, value),) = arguments.items()
+    short = name.removeprefix("placement.")  # as a configuration and a plan have it
+    name = short if setting_name(short) == name else name
     if name not in KNOBS:
         raise BadInput(f"{name} cannot change while a run trains: {names} can")
     if isinstance(value, bool) or not isinstance(value, int):
@@ -157,7 +160,8 @@ def _check_range(ground: Ground, now: Knobs, change: Change) -> None:
         return
     if layout.offload not in ("weights", "max"):
         raise BadInput(
-            f"{change}: with offload={layout.offload} all weights stay on the device, none stream"
+            f"{change}: with placement.offload={layout.offload} all weights stay on the device, "
+            "none stream"
         )
     if change.name == "device_groups":
         parts = len(ground.facts.groups)

@@ -39,7 +39,7 @@ def moments_choice(
     """What a plan says; `cost_of` None: no time is known."""
     value = DEFERRED if layout.deferred_moments else WITH_WEIGHTS
     because = _because(facts, layout, cost_of, is_set)
-    return ChoiceMade(name="moments", value=value, because=because)
+    return ChoiceMade(name="train.moments", value=value, because=because)
 
 
 def _because(

@@ -26,7 +26,7 @@ def page_lock_choice(wanted: int, refused: int, per_s: Mapping[str, float | None
     fast, slow = per_s.get("h2d_pinned"), per_s.get("h2d_pageable")
     if not refused:
         because = f"copies reach {rate_text(fast)} then" if fast else "copies are fastest then"
-        return ChoiceMade(name="page_locks", value=bytes_text(wanted), because=because)
+        return ChoiceMade(name="page-locked memory", value=bytes_text(wanted), because=because)
     cost = "more slowly"
     if slow and fast:
         extra_s = CROSSINGS * refused * max(0.0, 1 / slow - 1 / fast)
@@ -37,7 +37,7 @@ def page_lock_choice(wanted: int, refused: int, per_s: Mapping[str, float | None
     elif slow:
         cost = f"at about {rate_text(slow)}"
     return ChoiceMade(
-        name="page_locks",
+        name="page-locked memory",
         value=bytes_text(wanted - refused),
         because=f"the system refuses {bytes_text(refused)} more, which pass through page-locked "
         f"buffers {cost}: raise `ulimit -l`",

@@ -17,6 +17,7 @@ from fluxtrain.plan.footprint import (
 from fluxtrain.plan.moments import moments_choice
 from fluxtrain.plan.search import BATCH_LIMIT_ROWS, CHUNK_TOKENS, Search
 from fluxtrain.plan.tables import reason as embedding_reason
+from fluxtrain.telemetry.choices import setting_name
 from fluxtrain.telemetry.events import ChoiceMade
 from fluxtrain.units import bytes_text
 
@@ -37,7 +38,7 @@ def choices_of(search: Search, layout: Layout) -> tuple[ChoiceMade, ...]:
         tokens = layout.chunk_rows * search.facts.row.sequence_length
         because["chunk_rows"] = (layout.chunk_rows, _chunk(search, layout, tokens))
     told = (
-        ChoiceMade(name=name, value=str(value), because=reason)
+        ChoiceMade(name=setting_name(name), value=str(value), because=reason)
         for name, (value, reason) in because.items()
     )
     moments = (moments_choice(search.facts, layout, None, is_set=True),)
@@ -56,7 +57,7 @@ def embedding_choice(search: Search, layout: Layout) -> tuple[ChoiceMade, ...]:
     at_home = facts.table in homes(facts, layout)[1]
     because = embedding_reason(facts, wishes, layout.batch_rows, at_home=at_home)
     copied = embedding_copied(facts, layout)
-    return (ChoiceMade(name="embedding", value=copied, because=because),)
+    return (ChoiceMade(name="placement.embedding", value=copied, because=because),)
 
 
 def refusal(search: Search) -> str:
@@ -78,7 +79,8 @@ def refusal(search: Search) -> str:
 
 
 def _described(search: Search, layout: Layout) -> str:
-    text = f"offload={layout.offload}"
+    name = "offload" if search.facts.row is None else "placement.offload"  # in `wrap`, in a run
+    text = f"{name}={layout.offload}"
     if layout.device_groups and layout.offload != "none":
         text += f" with {layout.device_groups} of {len(search.facts.groups)} groups on the device"
     if search.facts.row is not None:

@@ -22,6 +22,7 @@ from fluxtrain.plan.ranked import Dial, TimedLayout
 from fluxtrain.plan.rates import Rates
 from fluxtrain.plan.reasons import embedding_choice, wished_to_keep
 from fluxtrain.plan.search import Search
+from fluxtrain.telemetry.choices import setting_name
 from fluxtrain.telemetry.events import ChoiceMade
 from fluxtrain.units import bytes_text, count_text, duration_text
 
@@ -147,7 +148,10 @@ def _choices(
     }
     moments_set = dial.search.wishes.deferred_moments is not None
     return (
-        *(ChoiceMade(name=n, value=str(value), because=why) for n, (value, why) in told.items()),
+        *(
+            ChoiceMade(name=setting_name(name), value=str(value), because=why)
+            for name, (value, why) in told.items()
+        ),
         *embedding_choice(dial.search, layout),
         moments_choice(dial.search.facts, layout, dial.cost_of, is_set=moments_set),
     )

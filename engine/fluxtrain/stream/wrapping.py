@@ -114,8 +114,9 @@ def _put_engine(
     with torch.inference_mode(False), torch.enable_grad():  # whatever the caller is in
         engine = Engine(open_device(torch_device), placement, overlap=overlap)
         _furnish(engine, model, parts, groups, borrowed)
+    undone = ("placement.embedding", "whole")
     for choice in placement.choices:
-        if wishes.embedding == "rows" and (choice.name, choice.value) == ("embedding", "whole"):
+        if wishes.embedding == "rows" and (choice.name, choice.value) == undone:
             engine.say(f"embedding='rows' has no effect: {choice.because}")
     install_adoption()
 

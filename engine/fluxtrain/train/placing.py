@@ -152,12 +152,12 @@ def dial_choice(config: RunConfig, device: str, *, timed: bool) -> tuple[ChoiceM
     if device != "cuda":
         because = "no effect without a GPU: what is on the device is in host memory as well"
     elif config.placement.offload == "max":
-        because = "no effect with offload=max, which takes the least of the device"
+        because = "no effect with placement.offload=max, which takes the least of the device"
     elif not timed:
         because = "no effect: without measured rates no layout is timed"
     if wished == "auto" or not because:
         return ()
-    return (ChoiceMade(name="aggressiveness", value=str(wished), because=because),)
+    return (ChoiceMade(name="placement.aggressiveness", value=str(wished), because=because),)
 
 
 def as_it_is_now(machine: Machine, given_back_bytes: int) -> Machine:

@@ -164,7 +164,7 @@ def table(plan: dict[str, Any]) -> str:
         *plan_lines(plan),
         "",
         "chosen",
-        *(f"  {c['name']:<22} {c['value']:<12} {c['because']}" for c in plan["choices"]),
+        *(f"  {c['name']:<26} {c['value']:<12} {c['because']}" for c in plan["choices"]),
         "",
         "settings (* changed from the default)",
     ]
@@ -189,10 +189,10 @@ def _device_of(config: RunConfig, elsewhere: PlannedMachine) -> ChoiceMade:
     """What would compute on a machine that is not here."""
     wished = config.placement.device
     if wished != "cpu" and elsewhere.room.has_gpu:
-        return ChoiceMade(name="device", value="cuda", because="the machine has a GPU")
+        return ChoiceMade(name="placement.device", value="cuda", because="the machine has a GPU")
     if wished == "cuda":
         raise BadInput("placement.device=cuda, but the machine has no GPU: set it to cpu or auto")
-    return ChoiceMade(name="device", value="cpu", because="as set or without a GPU")
+    return ChoiceMade(name="placement.device", value="cpu", because="as set or without a GPU")
 
 
 def _room(config: RunConfig, elsewhere: PlannedMachine | None, device: str) -> Room | None:

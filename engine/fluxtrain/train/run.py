@@ -144,7 +144,7 @@ class Run:
         self._place(machine, device.value, rows)
         self.batch_rows = self.placement.batch_rows
         self.data = data or self._batches(self.batch_rows)
-        liger = ChoiceMade(name="kernels", value=kernels.value, because=kernels.because)
+        liger = ChoiceMade(name="model.kernels", value=kernels.value, because=kernels.because)
         dtype = dtype_choice(ingredients.loaded.precision)
         self._choices = (device, dtype, liger, *self.placement.choices)
         self.course = choose_course(

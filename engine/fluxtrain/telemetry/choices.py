@@ -1,0 +1,26 @@
+"""The names that a configuration has for what a plan chooses."""
+
+from __future__ import annotations
+
+SETTINGS = {
+    "device": "placement.device",
+    "offload": "placement.offload",
+    "device_groups": "placement.device_groups",
+    "device_first": "placement.device_first",
+    "resident_blocks": "placement.resident_blocks",
+    "kept_blocks": "placement.kept_blocks",
+    "boundaries": "placement.boundaries",
+    "chunk_rows": "placement.chunk_rows",
+    "embedding": "placement.embedding",
+    "aggressiveness": "placement.aggressiveness",
+    "batch_rows": "train.batch_rows",
+    "moments": "train.moments",
+    "kernels": "model.kernels",
+    "page_locks": "page-locked memory",  # nobody sets it
+}
+
+
+def setting_name(choice: str) -> str:
+    """What a user writes for `choice`: a part of a layout, or a name in the journal of an older
+    version, which had no groups. Other names stay."""
+    return SETTINGS.get(choice, choice)
