@@ -20,7 +20,7 @@ from fluxtrain.hardware.gpu import Gpu, GpuProcess, Gpus
 from fluxtrain.hardware.machine import read_machine
 from fluxtrain.hardware.probe import Probe, probe, sustained_threads
 from fluxtrain.hardware.probe_table import machine_rows, value_text
-from fluxtrain.hardware.rate import Rate, best_rate
+from fluxtrain.hardware.rate import TOO_LITTLE, Rate, best_rate
 from fluxtrain.units import GIB, MIB
 
 
@@ -158,11 +158,11 @@ def test_a_measurement_that_fails_leaves_its_reason_and_the_others_run(
     counted: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*_: object, **__: object) -> Rate:
-        raise RuntimeError("out of memory\nand a long story")
+        raise RuntimeError("no such device\nand a long story")
 
     monkeypatch.setattr(probing, "host_copy_rate", broken)
     found = probe(tmp_path)
-    assert found.rates["host_copy"] == Rate(None, "not measured: out of memory")
+    assert found.rates["host_copy"] == Rate(None, "not measured: no such device")
     assert counted == ["adamw", "adamw_8bit", "cpu", "write"]
 
 
@@ -260,7 +260,7 @@ def test_the_native_adamw_with_8_bit_states_is_timed_too() -> None:
 def test_the_native_adamw_takes_an_eighth_of_the_memory_at_most() -> None:
     rate = adamw_rate(8 * 14 * (3 << 20), limit_s=0.1)
     assert rate.how.startswith("3 M parameters")
-    assert adamw_rate(MIB) == Rate(None, "not measured: too little memory is available")
+    assert adamw_rate(MIB) == TOO_LITTLE
 
 
 def test_the_two_forms_say_the_same(counted: list[str], tmp_path: Path) -> None:

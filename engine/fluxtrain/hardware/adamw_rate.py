@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from fluxtrain import _native
 from fluxtrain.hardware.busy_bus import HostBytes, busy_bus
-from fluxtrain.hardware.rate import Rate, best_rate, sustained_rate
+from fluxtrain.hardware.rate import TOO_LITTLE, Rate, best_rate, sustained_rate
 
 PARAMETERS = 128 << 20  # 1.75 GiB: server processors have caches of half a gigabyte
 LEAST_PARAMETERS = 1 << 20
@@ -49,7 +49,7 @@ def adamw_rate(
         parameters = min(parameters, available_bytes // 8 // PARAMETER_BYTES)
     parameters -= parameters % _CUT
     if parameters < LEAST_PARAMETERS:
-        return Rate(None, "not measured: too little memory is available")
+        return TOO_LITTLE
     sizes = _BYTES_8BIT if eight_bit else _BYTES
     # Neither the values nor the coefficients change the time.
     step = _native.AdamWStep(1.0, 1.0, 0.9, 0.1, 0.999, 0.001, 1e-4, 1.0, 1e-8)

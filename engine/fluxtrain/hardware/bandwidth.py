@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from fluxtrain.hardware.rate import Rate, best_rate
+from fluxtrain.hardware.rate import TOO_LITTLE, Rate, best_rate
 from fluxtrain.units import MIB, bytes_text
 
 if TYPE_CHECKING:
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 COPY_BYTES = 256 * MIB
 LEAST_COPY_BYTES = 4 * MIB
-TOO_LITTLE = Rate(None, "not measured: too little memory is available")
 REPEATS = 5
 LIMIT_S = 1.5
 BUS_LIMIT_S = 1.0  # for each of five measurements

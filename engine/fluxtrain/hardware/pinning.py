@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from fluxtrain.hardware.rate import Rate
+from fluxtrain.hardware.rate import TOO_LITTLE, Rate
 from fluxtrain.units import GIB, MIB, bytes_text
 
 SAMPLE_BYTES = GIB
@@ -30,7 +30,7 @@ def pin_rate(available_bytes: int | None = None, *, sample_bytes: int = SAMPLE_B
     if available_bytes is not None:
         sample_bytes = min(sample_bytes, available_bytes // 8 // MIB * MIB)
     if sample_bytes < LEAST_BYTES:
-        return Rate(None, "not measured: too little memory is available")
+        return TOO_LITTLE
     torch.zeros(1, device="cuda")  # the context is not part of the time
     runtime: Any = torch.cuda.cudart  # torch gives it no types
     cuda = runtime()

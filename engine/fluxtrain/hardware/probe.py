@@ -3,7 +3,7 @@
 Sizes that change from minute to minute (free memory, free disk) are always read anew; rates are
 cached per machine and disk below $XDG_CACHE_HOME/fluxtrain and measured again after a week, after a
 change of the hardware, of torch, OMP_NUM_THREADS or FLUXTRAIN_ISA, with `fresh`, or when other
-programs slowed them down and are gone now.
+programs slowed them down or left no memory for them and are gone now.
 """
 
 from __future__ import annotations
@@ -33,12 +33,14 @@ from fluxtrain.hardware.machine import Machine, read_machine
 from fluxtrain.hardware.others import beside_text, is_calm_after, others_share, read_use
 from fluxtrain.hardware.pinning import pin_rate
 from fluxtrain.hardware.probe_table import Row, disk_rows, machine_rows, no_gpu_reason, rate_rows
-from fluxtrain.hardware.rate import Rate
+from fluxtrain.hardware.rate import Rate, failed
 from fluxtrain.telemetry.storage import write_json
-from fluxtrain.units import duration_text
+from fluxtrain.units import GIB, duration_text
 
 PROBE_LIMIT_S = 20.0
 LAST_START_S = 15.0  # each measurement takes 5 s at most, but the bus, which is the first
+LACKING_AGE_S = 300.0  # for so long it is believed that there is too little memory to measure in
+MORE_BYTES = GIB // 2  # or until so much more of it is free
 FORMAT = 3  # of the cache; a reader ignores another one
 GPU_RATES = (*BUS_RATES, "gpu_matmul", "pin")
 LATE = Rate(None, f"not measured: the {PROBE_LIMIT_S:g} s were used up")
@@ -103,7 +105,11 @@ def probe(run_dir: Path | str, fresh: bool = False, report: Report | None = None
     machine, disk = read_machine(), read_disk(folder)
     place = _cache_path(machine, disk)
     cached = None if fresh else _cached(place)
-    if cached is not None and not is_calm_after(cached.others_share):
+    if (
+        cached is not None
+        and not _has_room_again(cached, machine)
+        and not is_calm_after(cached.others_share)
+    ):
         return replace(cached, machine=machine, disk=disk, from_cache=True)
     start_s, before = time.monotonic(), read_use()
     rates = {
@@ -128,6 +134,16 @@ def known_rates(run_dir: Path | str) -> dict[str, Rate]:
     machine, disk = read_machine(), read_disk(_existing(Path(run_dir)))
     cached = _cached(_cache_path(machine, disk))
     return {} if cached is None else dict(cached.rates)
+
+
+def _has_room_again(cached: Probe, machine: Machine) -> bool:
+    """Was there too little memory for a measurement, and may there be enough now?"""
+    if not any(rate.lacked_memory for rate in cached.rates.values()):
+        return False
+    then, now = ([one.memory_available_bytes, *(gpu.memory_free_bytes for gpu in one.gpus)]
+                 for one in (cached.machine, machine))  # fmt: skip
+    grown = (b - a for a, b in zip(then, now, strict=False) if a is not None and b is not None)
+    return cached.age_s > LACKING_AGE_S or any(more >= MORE_BYTES for more in grown)
 
 
 def _measurements(machine: Machine, folder: Path) -> dict[str, tuple[tuple[str, ...], Measurement]]:
@@ -191,8 +207,7 @@ def _measure(
         try:
             rates |= measurement()
         except (ImportError, RuntimeError, MemoryError, FluxTrainError) as error:  # nothing to use
-            why = str(error).partition("\n")[0] or type(error).__name__
-            rates |= dict.fromkeys(names, Rate(None, f"not measured: {why}"))
+            rates |= dict.fromkeys(names, failed(error))
     return rates
 
 

@@ -6,6 +6,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+_NO_MEMORY = ("out of memory", "can't allocate memory", "ALLOC_FAILED")  # torch, CUDA, cuBLAS
+_LACKING = "not measured: too little memory is free"
+
 
 @dataclass(frozen=True)
 class Rate:
@@ -13,6 +16,22 @@ class Rate:
 
     per_s: float | None
     how: str
+
+    @property
+    def lacked_memory(self) -> bool:
+        """Whether there is none because of what other programs held, which they may give back."""
+        return self.per_s is None and self.how.startswith(_LACKING)
+
+
+TOO_LITTLE = Rate(None, _LACKING)
+
+
+def failed(error: Exception) -> Rate:
+    """The rate of a measurement that ended with `error`."""
+    why = str(error).partition("\n")[0] or type(error).__name__
+    if isinstance(error, MemoryError) or any(word in str(error) for word in _NO_MEMORY):
+        return Rate(None, f"{_LACKING}: {why}")
+    return Rate(None, f"not measured: {why}")
 
 
 def best_rate(work: float, action: Callable[[], object], *, repeats: int, limit_s: float) -> float:
