@@ -11,7 +11,10 @@ from textual.widgets import Input
 
 from fluxtui.panels.log import rows
 from fluxtui.screens.run_screen import RunScreen
+from fluxtui.state.held_log import HeldLog
+from fluxtui.state.history import History
 from fluxtui.state.log_filter import LogFilter
+from fluxtui.state.run import LogLine
 from fluxtui.state.view import View
 from fluxtui.themes import Palette
 from fluxtui.widgets.entry import Entry
@@ -36,6 +39,7 @@ class LogScreen(RunScreen):
         self.wanted = LogFilter()
         self.newest = ""  # the last line that the filter lets through
         self.following = True
+        self._held: HeldLog | None = None  # while not following
 
     def compose_body(self) -> ComposeResult:
         yield Lines(id="summary", classes="chrome")
@@ -45,7 +49,8 @@ class LogScreen(RunScreen):
     def draw_body(self, view: View, palette: Palette) -> None:
         body = self.query_one("#body", ScrollingLines)
         width = body.size.width
-        entries = [entry for entry in view.state.log if self.wanted.passes(entry)]
+        lines_of_log, newer = self._lines_to_show(view.state.log)
+        entries = [entry for entry in lines_of_log if self.wanted.passes(entry)]
         self.newest = entries[-1].text if entries else ""
         words = self.wanted.words
         lines = [
@@ -55,9 +60,17 @@ class LogScreen(RunScreen):
         ]
         body.show_all(lines, palette, at_end=self.following)
         self.query_one("#summary", Lines).show(
-            [_summary(self.wanted, len(entries), len(view.state.log), self.following, width)],
+            [_summary(self.wanted, len(entries), len(lines_of_log), self.following, newer, width)],
             palette,
         )
+
+    def _lines_to_show(self, log: History[LogLine]) -> tuple[Sequence[LogLine], int]:
+        """The newest lines, or those that are held; and how many are newer than these."""
+        if self.following:
+            self._held = None
+            return list(log), 0
+        self._held = HeldLog.of(log) if self._held is None else self._held.after(log)
+        return self._held.lines, self._held.newer(log)
 
     def open_filter(self) -> None:
         """Let the user type a filter; Enter keeps it, Escape drops it."""
@@ -121,7 +134,9 @@ def marked(spans: Line, words: Sequence[str]) -> Line:
     return tuple(found)
 
 
-def _summary(wanted: LogFilter, shown: int, all_lines: int, following: bool, width: int) -> Line:
+def _summary(
+    wanted: LogFilter, shown: int, all_lines: int, following: bool, newer: int, width: int
+) -> Line:
     parts: list[Line] = [((f"  {counted(all_lines, 'line')}", "dim"),)]
     if wanted != LogFilter():
         parts = [((f"  {shown:,} of {counted(all_lines, 'line')}", "dim"),)]
@@ -131,5 +146,6 @@ def _summary(wanted: LogFilter, shown: int, all_lines: int, following: bool, wid
         parts.append((("level ", "dim"), (f"{wanted.least} and up", "accent")))
     if wanted.kind:
         parts.append((("only ", "dim"), (wanted.kind, "accent")))
-    parts.append((("following the newest", "good"),) if following else (("held here", "warn"),))
+    held = f"held here, {counted(newer, 'newer line')}" if newer else "held here"
+    parts.append((("following the newest", "good"),) if following else ((held, "warn"),))
     return dropped_to_fit(parts, width)

@@ -19,12 +19,18 @@ class History(Generic[Item]):
     O(1) each. Appending to an older version copies, as it must.
     """
 
-    __slots__ = ("_end", "_items", "_start", "limit")
+    __slots__ = ("_end", "_items", "_start", "limit", "total")
 
     def __init__(
-        self, limit: int, items: list[Item] | None = None, start: int = 0, end: int = 0
+        self,
+        limit: int,
+        items: list[Item] | None = None,
+        start: int = 0,
+        end: int = 0,
+        total: int = 0,
     ) -> None:
         self.limit = limit
+        self.total = total  # that were ever appended
         self._items: list[Item] = [] if items is None else items
         self._start, self._end = start, end
 
@@ -35,7 +41,7 @@ class History(Generic[Item]):
             items, start, end = items[start:end], 0, end - start
         items.append(item)
         end += 1
-        return History(self.limit, items, max(start, end - self.limit), end)
+        return History(self.limit, items, max(start, end - self.limit), end, self.total + 1)
 
     def __len__(self) -> int:
         return self._end - self._start

@@ -10,8 +10,11 @@ import pytest
 
 from fluxtrain.telemetry import events as ev
 from fluxtui.screens.log import LogScreen, marked
+from fluxtui.state.held_log import HELD_LIMIT, HeldLog
+from fluxtui.state.history import History
 from fluxtui.state.log_filter import LEVELS, LogFilter
-from fluxtui.state.run import LogLine
+from fluxtui.state.run import LOG_LIMIT, LogLine
+from fluxtui.widgets.scrolling import ScrollingLines
 
 LOG = [
     LogLine(1.0, "debug", "log", "a detail"),
@@ -82,3 +85,57 @@ async def test_keys_change_level_and_kind_and_escape_shows_all(
         assert isinstance(app.screen, LogScreen) and app.screen.newest == "a error line"
         await pilot.press("escape")
         await app_pilot.until(pilot, lambda: "a debug line" in app_pilot.text_of(app))
+
+
+def log_of(first: int, last: int, before: History[LogLine] | None = None) -> History[LogLine]:
+    log: History[LogLine] = History(LOG_LIMIT) if before is None else before
+    for number in range(first, last + 1):
+        log = log.appended(LogLine(float(number), "info", "log", f"line {number}"))
+    return log
+
+
+def test_a_held_log_loses_no_line_and_gains_the_newer_ones() -> None:
+    log = log_of(1, LOG_LIMIT)
+    held = HeldLog.of(log)
+    for last in (LOG_LIMIT + 1, LOG_LIMIT + 700, 2 * LOG_LIMIT):
+        log = log_of(int(log.newest.wall_s) + 1 if log.newest else 1, last, log)
+        held = held.after(log)
+        assert [one.wall_s for one in held.lines] == list(range(1, last + 1))
+        assert held.newer(log) == 0
+
+
+def test_a_held_log_is_bounded_and_counts_what_it_leaves_out() -> None:
+    log = log_of(1, 10)
+    held = HeldLog.of(log)
+    for number in range(11, HELD_LIMIT + 500):
+        log = log_of(number, number, log)
+        held = held.after(log)
+    assert len(held.lines) == HELD_LIMIT and held.newer(log) == 499
+    missed = held.after(log_of(HELD_LIMIT + 500, HELD_LIMIT + 9999, log))
+    assert missed == held, "no line appears after lines that are gone"
+    assert [one.wall_s for one in held.after(log_of(1, 3)).lines] == [1, 2, 3], "of another run"
+
+
+async def test_a_held_log_stays_where_the_user_looks_when_its_oldest_lines_go(
+    made: ModuleType, tmp_path: Path, app_pilot: Any
+) -> None:
+    journal = tmp_path / "runs" / "demo" / "events.ndjson"
+    lines = [ev.LogWritten(level="info", text=f"line {i}.") for i in range(LOG_LIMIT + 900)]
+    events = made.stamped([made.hello(), made.step(1), *lines])
+    made.write(journal, events[:-900])
+    app = app_pilot.app_on(journal.parent, made, start_screen="log")
+    async with app.run_test(size=(100, 30)) as pilot:
+        await app_pilot.drawn(pilot)
+        await pilot.press("home", "pagedown")
+        await app_pilot.until(pilot, lambda: "held here" in app_pilot.text_of(app))
+        await app_pilot.still(pilot)
+        body = app.screen.query_one("#body", ScrollingLines)
+        before = body._lines
+        made.write(journal, events)
+        await app_pilot.until(pilot, lambda: app.view.state.log.total > LOG_LIMIT + 890)
+        await app_pilot.still(pilot)
+        assert body._lines == before
+        assert f"{LOG_LIMIT + 900:,} lines" in app_pilot.text_of(app)
+        await pilot.press("end")
+        await app_pilot.until(pilot, lambda: f"line {LOG_LIMIT + 899}." in app_pilot.text_of(app))
+        assert f"{LOG_LIMIT:,} lines" in app_pilot.text_of(app)
