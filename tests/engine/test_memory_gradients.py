@@ -185,7 +185,7 @@ def test_nothing_holds_staging_memory_that_was_given_back(device: Any) -> None:
     gradients.add(g, g.members[0], torch.ones(8, 8))
     gradients.finish(g)
     gradients.drain()
-    staged = gradients._staging[g.segments[0].size_bytes].buffers[0].untyped_storage()
+    staged = gradients._staging._rings[g.segments[0].size_bytes].buffers[0].untyped_storage()
     before = torch._C._storage_Use_Count(staged._cdata)
     gradients.stage_only(set())
     assert torch._C._storage_Use_Count(staged._cdata) < before

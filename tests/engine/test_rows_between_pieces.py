@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from fluxtrain.memory.gradients import Arrival
+from fluxtrain.memory.arrival import Arrival
 from fluxtrain.memory.group import Group
 from fluxtrain.stream import updates
 from fluxtrain.stream.updates import Updates

@@ -55,3 +55,10 @@ def apply_scales(members: list[Member]) -> None:
         if member.has_gradient and member.gradient_scale != 1.0:
             stored(member).mul_(member.gradient_scale)
         member.gradient_scale = 1.0
+
+
+def widen_at_home(group: Group) -> None:
+    """What comes is added to the gradients at home, in fp32."""
+    for segment in group.trained:
+        apply_scales(segment.members)
+        group.widen_gradient(segment)

@@ -11,17 +11,19 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fluxtrain.memory.arena import device_flat
-from fluxtrain.memory.cuts import Cuts, apply_scales, norms_of, stored
+from fluxtrain.memory.arrival import Arrival, arrival_of
+from fluxtrain.memory.cuts import Cuts, apply_scales, norms_of, stored, widen_at_home
 from fluxtrain.memory.device import Device, Ticket
 from fluxtrain.memory.gradient_ring import GradientRing
+from fluxtrain.memory.gradient_staging import GradientStaging
 from fluxtrain.memory.group import Group, Member, Segment
 from fluxtrain.memory.rows import RowSum, RowTicket, Scatter
-from fluxtrain.plan.footprint import staging_depth
+from fluxtrain.memory.slice_sum import SliceSum
 
 Report = Callable[[Group, Ticket, int], None]  # group, the copy, bytes
 
@@ -35,28 +37,6 @@ class _Sum:
     touched: set[int]  # member indices
 
 
-@dataclass(eq=False)
-class _Ring:
-    """Staging buffers of one size, used in turn."""
-
-    buffers: list[Tensor]
-    tickets: list[Ticket | None]
-    turn: int = 0
-
-
-@dataclass(eq=False)
-class Arrival:
-    """A group's gradients at home, or on their way, and their norms on the device."""
-
-    tickets: list[Ticket]
-    norms: Tensor | None  # (trained members with a gradient,) fp32 on the device; None: ask at home
-    norm_of: dict[int, int]  # member index -> position in norms
-
-    def wait(self) -> None:
-        for ticket in self.tickets:
-            ticket.wait_host()
-
-
 class Gradients:
     """Collects the gradients of all groups; used by the thread that runs the backward pass."""
 
@@ -66,9 +46,10 @@ class Gradients:
         self._scratch: Tensor | None = None  # shared by groups that finish within their backward
         self._open: dict[Group, _Sum] = {}
         self._open_rows: dict[Group, RowSum] = {}
+        self._open_slices: dict[Group, SliceSum] = {}
         self._scatter = Scatter()
         self._cuts = Cuts()
-        self._staging: dict[int, _Ring] = {}  # by size
+        self._staging = GradientStaging(device)
         self._ring = GradientRing()
         self.arrivals: dict[Group, Arrival] = {}
         self._unwanted: dict[Group, list[Ticket]] = {}  # on their way where others may be put
@@ -78,8 +59,7 @@ class Gradients:
         held = {id(s.flat.untyped_storage()): s.flat.nbytes for s in self._open.values()}
         if self._scratch is not None:
             held[id(self._scratch.untyped_storage())] = self._scratch.nbytes
-        staged = sum(t.nbytes for ring in self._staging.values() for t in ring.buffers)
-        return sum(held.values()) + staged
+        return sum(held.values()) + self._staging.device_bytes
 
     def add(
         self, group: Group, member: Member, gradient: Tensor, *, may_keep: bool = False
@@ -125,17 +105,52 @@ class Gradients:
             total.touched.add(member.index)
         table.index_add_(0, rows.on_device, rows.values.float())
 
+    def slice_sum(self, shape: torch.Size) -> Tensor:
+        """Zeros (shape) in fp32 for one slice of a gradient, until the next one is asked for."""
+        count, flat = shape.numel(), self._scratch
+        if flat is None or flat.numel() < count or self._scratch_is_taken():
+            flat = torch.empty(count, dtype=torch.float32, device=self._device.torch_device)
+        return flat[:count].zero_().view(shape)
+
+    def add_slice(
+        self, group: Group, member: Member, first: int, values: Tensor, *, rows: int, passing: bool
+    ) -> None:
+        """Rows of a member's gradient from `first` on, (n, ...) in fp32 on the device: all of this
+        backward pass, sent home at once. `finish` follows when every row was given.
+
+        rows: of the largest slice; passing: as for `finish`."""
+        found = self._open_slices.get(group)
+        if found is None:
+            self._let_the_update_end(group)
+            self._take_memory(group, passing=passing)
+            found = self._open_slices[group] = SliceSum(again=group.has_gradient)
+            if found.again:
+                self.wait(group)
+                widen_at_home(group)
+        home = stored(member)[first : first + len(values)]
+        if found.again:
+            found.add(member, values, home)
+            return
+        size_bytes = rows * home[:1].nbytes
+        staged = self._staging.free(size_bytes)[: home.nbytes].view(home.dtype).view(home.shape)
+        staged.copy_(values)
+        self._scatter.forget(member.segment.gradient)
+        ticket = self._device.download(home, staged)
+        self._staging.leaves(size_bytes, ticket)
+        found.send(member, first, staged, ticket)
+        self._report(group, ticket, staged.nbytes)
+
     def is_open(self, group: Group) -> bool:
         """True while a sum of this group is on the device."""
-        return group in self._open or group in self._open_rows
+        return any(group in sums for sums in self._sums)
 
     def discard(self) -> None:
         """Drop unfinished sums (a backward pass raised)."""
-        self._open.clear()
-        self._open_rows.clear()
+        for sums in self._sums:
+            sums.clear()
 
     def open_groups(self) -> list[Group]:
-        return [*self._open, *self._open_rows]
+        return list(dict.fromkeys(group for sums in self._sums for group in sums))
 
     def finish(self, group: Group, *, passing: bool = False) -> None:
         """The group's backward is done: round, take the norms, and send the sum home.
@@ -143,6 +158,11 @@ class Gradients:
         passing: the group's update follows at once, so that its gradients need memory only until
         then; waits for an earlier group's update when all of that memory is lent.
         """
+        slices = self._open_slices.pop(group, None)
+        if slices is not None:
+            self.arrivals[group] = slices.arrival()
+            for index in slices.indices:
+                group.members[index].has_gradient = True
         rows, total = self._open_rows.pop(group, None), self._open.pop(group, None)
         if rows is not None or total is not None:
             self._let_the_update_end(group)
@@ -177,6 +197,10 @@ class Gradients:
             self._send_rows(group, rows)
         group.members[0].has_gradient = True
 
+    @property
+    def _sums(self) -> tuple[dict[Group, Any], ...]:
+        return self._open, self._open_rows, self._open_slices
+
     def _let_the_update_end(self, group: Group) -> None:
         """This thread waits for the update of the step before, whose moments still read the
         gradients at home. A GPU does not: the group's backward is queued and keeps it busy."""
@@ -210,10 +234,7 @@ class Gradients:
 
     def drain(self) -> None:
         """Wait for all that is on its way home, also of gradients that nobody wants any more."""
-        for ring in self._staging.values():
-            for ticket in ring.tickets:
-                if ticket is not None:
-                    ticket.wait_host()
+        self._staging.drain()
 
     def give_ring_back(self, groups: Iterable[Group]) -> None:
         """Free what the gradients of eager steps pass through at home, between two steps."""
@@ -221,7 +242,7 @@ class Gradients:
 
     def stage_only(self, sizes: set[int]) -> None:
         """Give back staging buffers of other sizes; what left through them has arrived."""
-        self._staging = {size: ring for size, ring in self._staging.items() if size in sizes}
+        self._staging.keep_only(sizes)
         self._cuts.forget()
 
     def _begin(self, group: Group) -> _Sum:
@@ -245,12 +266,15 @@ class Gradients:
         """A flat fp32 buffer; groups with several users keep one of their own while open."""
         n = group.trained_elements
         device = self._device.torch_device
-        if group.users > 1 or any(s.flat is self._scratch for s in self._open.values()):
+        if group.users > 1 or self._scratch_is_taken():
             return torch.empty(n, dtype=torch.float32, device=device)
         if self._scratch is None or self._scratch.numel() < n:
             self._cuts.forget()
             self._scratch = torch.empty(n, dtype=torch.float32, device=device)
         return self._scratch
+
+    def _scratch_is_taken(self) -> bool:
+        return any(s.flat is self._scratch for s in self._open.values())
 
     def _clear_untouched(self, group: Group, total: _Sum) -> None:
         """Padding and members without a gradient are zero, so that whole ranges can be updated."""
@@ -272,24 +296,9 @@ class Gradients:
         for segment in group.trained:
             flat = total.flat[start : start + segment.elements]
             start += segment.elements
-            staged = self._stage(segment.size_bytes).view(segment.dtype)
+            staged = self._staging.free(segment.size_bytes).view(segment.dtype)
             staged.copy_(flat)
             yield segment, staged
-
-    def _stage(self, size_bytes: int) -> Tensor:
-        """The next staging buffer of this size, once its last transfer is done."""
-        ring = self._staging.setdefault(size_bytes, _Ring([], []))
-        if len(ring.buffers) < staging_depth(size_bytes):
-            fresh = device_flat(self._device.torch_device, size_bytes)
-            ring.buffers.append(self._device.for_copies(fresh))
-            ring.tickets.append(None)
-            ring.turn = len(ring.buffers) - 1
-        else:
-            ring.turn = (ring.turn + 1) % len(ring.buffers)
-        ticket = ring.tickets[ring.turn]
-        if ticket is not None:
-            ticket.wait_compute("gradients")
-        return ring.buffers[ring.turn]
 
     def _send(self, group: Group, total: _Sum, members: list[Member]) -> None:
         tickets: list[Ticket] = []
@@ -298,11 +307,10 @@ class Gradients:
             norms += self._norms(group, segment, staged, total)
             self._scatter.forget(segment.gradient)
             ticket = self._device.download(segment.gradient, staged)
-            ring = self._staging[segment.size_bytes]
-            ring.tickets[ring.turn] = ticket
+            self._staging.leaves(segment.size_bytes, ticket)
             tickets.append(ticket)
             self._report(group, ticket, staged.nbytes)
-        self.arrivals[group] = _arrival(tickets, norms, members)
+        self.arrivals[group] = arrival_of(tickets, norms, members)
 
     def _norms(self, group: Group, segment: Segment, flat: Tensor, total: _Sum) -> list[Tensor]:
         """Of the segment's rounded gradients; one tensor, or none where it has no gradient."""
@@ -338,13 +346,12 @@ class Gradients:
         assert buffers is not None
         segment, count = member.segment, rows.places.count
         size_bytes = buffers.capacity * buffers.row_bytes
-        staged = self._stage(size_bytes)[: count * buffers.row_bytes]
+        staged = self._staging.free(size_bytes)[: count * buffers.row_bytes]
         staged = staged.view(segment.dtype).view(count, buffers.width)
         staged.copy_(rows.values)
         landing, arena = buffers.landing(count)
         ticket = self._device.download(landing, staged)
-        ring = self._staging[size_bytes]
-        ring.tickets[ring.turn] = ticket
+        self._staging.leaves(size_bytes, ticket)
         home, places, table_rows = segment.gradient, rows.places.rows, buffers.table_rows
 
         def land() -> None:
@@ -384,13 +391,7 @@ class Gradients:
                 into, arrived = member.slice(home), member.slice(flat)
                 (into.add_ if again and member.has_gradient else into.copy_)(arrived)
             norms += self._norms(group, segment, home, total)
-        self.arrivals[group] = _arrival([], norms, members)
-
-
-def _arrival(tickets: list[Ticket], norms: list[Tensor], members: list[Member]) -> Arrival:
-    """`norms`: of the members in their order, some at a time."""
-    together = norms[0] if len(norms) == 1 else torch.cat(norms)
-    return Arrival(tickets, together, {m.index: place for place, m in enumerate(members)})
+        self.arrivals[group] = arrival_of([], norms, members)
 
 
 def _is_whole(group: Group, gradient: Tensor) -> bool:

@@ -42,9 +42,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from fluxtrain.plan.binding import binding_of, binding_words
 from fluxtrain.plan.calibration import chunked
 from fluxtrain.plan.facts import GroupFacts, ModelFacts
-from fluxtrain.plan.footprint import Layout, homes, kept_count, rows_of_table, streamed
+from fluxtrain.plan.footprint import Layout, homes, kept_count, rows_of_table, sliced_head, streamed
 from fluxtrain.plan.queueing import Queueing, queueing_of
 from fluxtrain.plan.rates import Rates
 from fluxtrain.plan.updates import (
@@ -113,7 +114,7 @@ class _Work:
     moments_s: float
     beside_s: float
     queueing: Queueing
-    uploads: tuple[float, float]  # forward, backward
+    uploads: tuple[float, float, float]  # forward, backward, at the loss
     downloads: tuple[float, float]
     phases: Phases
 
@@ -129,13 +130,13 @@ def cost(
     if not rates.has_gpu:
         seconds = _one_after_the_other(work, updates_s)
         more = [{"update": work.update_s}, {"moments": work.moments_s}]
-        binding = _binding([*phases, *more], together=False)
+        binding = binding_of([*phases, *more], together=False)
     else:
         beside = _exact_phases if exact else _eager_phases
         phases, deciding = beside(facts, layout, work, phases, passes)
         lasting_s = [max(phase.values()) for phase in phases]
         seconds = sum(lasting_s)
-        binding = _binding(deciding, together=True)
+        binding = binding_of(deciding, together=True)
     seconds += _end_of_step(work, phases[-1]) if rates.has_gpu else work.device_update_s
     queueing_s = work.queueing.step(passes)
     for what, least_s in (("update", updates_s), ("queueing", queueing_s)):
@@ -147,7 +148,7 @@ def cost(
         forward_s=passes * work.forward_s,
         head_s=passes * work.head_s,
         backward_s=passes * work.backward_s,
-        upload_forward_s=passes * work.uploads[0],
+        upload_forward_s=passes * (work.uploads[0] + work.uploads[2]),
         upload_backward_s=passes * work.uploads[1],
         download_s=passes * sum(work.downloads),
         host_update_s=work.update_s,
@@ -159,7 +160,7 @@ def cost(
         backward_phase_s=sum(lasting_s[passes + 1 :: 2]),
         step_s=seconds,
         tokens=passes * layout.batch_rows * row.sequence_length,
-        binds=_words(binding, has_gpu=rates.has_gpu),
+        binds=binding_words(binding, has_gpu=rates.has_gpu),
     )
 
 
@@ -207,6 +208,9 @@ def least_cost(
 
 def _work_of(facts: ModelFacts, layout: Layout, rates: Rates, *, exact: bool, passes: int) -> _Work:
     forward_s, head_s, backward_s = _compute(facts, layout, rates)
+    sliced = sliced_head(facts, layout, homes(facts, layout)[1])
+    head_s *= 1.0 if sliced is None else sliced.compute_share
+    slices = 0 if sliced is None else sliced.copied_bytes
     device_update_s = _device_update(facts, layout, rates)
     queueing = queueing_of(facts, layout, rates, head_s, exact=exact)
     if rates.has_gpu and homes(facts, layout)[1].trained:
@@ -216,12 +220,13 @@ def _work_of(facts: ModelFacts, layout: Layout, rates: Rates, *, exact: bool, pa
     update_s, moments_s = host_updates(facts, layout, rates)
     once, twice, home = _traffic(facts, layout)
     carried = _boundary_bytes(facts, layout)
-    uploads = (once + twice) / rates.up, (twice + carried) / rates.up_both
+    uploads = (once + twice) / rates.up, (twice + carried) / rates.up_both, slices / rates.up
     downloads = carried / rates.down, home / rates.down_both
     left_s = max(0.0, downloads[0] - head_s)
     forward = {"compute": forward_s, "uploads": uploads[0], "downloads": left_s}
     backward = {"compute": backward_s, "uploads": uploads[1], "downloads": downloads[1]}
     backward["queueing"] = queueing.backward(0.0)
+    loss = {"compute": head_s, "uploads": uploads[2]}
     return _Work(
         rates=rates,
         forward_s=forward_s,
@@ -234,7 +239,7 @@ def _work_of(facts: ModelFacts, layout: Layout, rates: Rates, *, exact: bool, pa
         queueing=queueing,
         uploads=uploads,
         downloads=downloads,
-        phases=[dict(forward) for _ in range(passes)] + [{"compute": head_s}, backward] * passes,
+        phases=[dict(forward) for _ in range(passes)] + [loss, backward] * passes,
     )
 
 
@@ -363,6 +368,8 @@ def _traffic(facts: ModelFacts, layout: Layout) -> tuple[int, int, int]:
         whole_bytes = 0 if by_rows.tied else by_rows.table.rounded_bytes
         kept += by_rows.weight_bytes - whole_bytes
         trained += by_rows.gradient_bytes - whole_bytes
+    sliced = sliced_head(facts, layout, at_home)
+    kept -= 0 if sliced is None else sliced.group.rounded_bytes
     return kept, passing.weight_bytes, trained
 
 
@@ -373,27 +380,3 @@ def _boundary_bytes(facts: ModelFacts, layout: Layout) -> int:
         return 0
     parked = facts.layers - kept_count(facts, layout)
     return parked * layout.batch_rows * row.boundary_bytes
-
-
-def _binding(phases: list[dict[str, float]], *, together: bool) -> str:
-    """The resource with the most seconds in the phases that it (`together`: alone) decides."""
-    seconds: dict[str, float] = {}
-    for phase in phases:
-        deciding = max(phase, key=lambda name: phase[name])
-        for name in (deciding,) if together else phase:
-            seconds[name] = seconds.get(name, 0.0) + phase[name]
-    return max(seconds, key=lambda name: seconds[name])
-
-
-def _words(resource: str, *, has_gpu: bool) -> str:
-    if not has_gpu:
-        update = dict.fromkeys(("update", "moments"), "AdamW on the host")
-        return {"compute": "the processor", **update}.get(resource, "copies in host memory")
-    return {
-        "compute": "the GPU",
-        "update": "AdamW on the host",
-        "moments": "AdamW on the host",
-        "uploads": "copies of weights to the GPU",
-        "downloads": "copies of gradients to the host",
-        "queueing": "the processor that drives the GPU",
-    }[resource]

@@ -14,6 +14,7 @@ from fluxtrain.plan.states import MomentFormat, StateFormat, moment_bytes
 Offload = Literal["none", "optimizer", "weights", "max"]
 Boundaries = Literal["device", "host"]
 Embedding = Literal["whole", "rows"]  # what of it is copied to the device
+Head = Literal["whole", "slices"]  # how its weight is copied to the device
 OFFLOADS: tuple[Offload, ...] = ("none", "optimizer", "weights", "max")  # least offload first
 
 FP32_BYTES = 4
@@ -215,12 +216,25 @@ class RowFacts:
 
 
 @dataclass(frozen=True, kw_only=True)
+class HeadFacts:
+    """The last linear layer's weight (words, hidden), which its words can be cut from."""
+
+    group: str  # that it is in
+    words: int
+    word_bytes: int  # of one word's weights
+    dtype_bytes: int
+    trained: bool
+    tied: bool  # another part computes with it too
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelFacts:
     """Sizes of a model; `row` is None where the data is not known yet."""
 
     groups: tuple[GroupFacts, ...]  # in forward order
     head_parameters: int = 0  # trained ones of the head's weight, tied or not
     head_dtype_bytes: int = 2
+    head: HeadFacts | None = None  # None: there is none, or none that comes apart
     loose_bytes: int = 0  # of parameters in no group, which live on the device in every layout
     groups_at_once: int = 1  # that one part computes with
     row: RowFacts | None = None
@@ -314,4 +328,5 @@ class Wishes:
     accumulates: bool = False  # several backward passes a step
     eager: bool = False  # groups are updated as their gradients arrive
     embedding: Literal["auto", "whole", "rows"] = "auto"
+    head: Literal["auto", "whole", "slices"] = "auto"
     deferred_moments: bool | None = None  # updated after all weights; None: as time says

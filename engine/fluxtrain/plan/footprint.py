@@ -13,6 +13,7 @@ are at home on the host with all of that, and of their weights the device has
 
 Of an embedding at home the device has all, or with `embedding` rows only those that a batch can
 look up (`plan/tables.py`), and sums of their gradients alone; a tied one it has too, for the head.
+Of a head at home it has all, or with `head` slices two of them and a sum of one (`plan/heads.py`).
 
 The first `kept_blocks` of the blocks whose weights are on the device keep their activations and
 compute nothing again. Beside them the device has what a step needs: fp32 sums of gradients, staging
@@ -33,10 +34,11 @@ from fluxtrain.plan.facts import (
     Embedding,
     GroupFacts,
     Groups,
+    Head,
     ModelFacts,
     Offload,
-    RowFacts,
 )
+from fluxtrain.plan.heads import HeadSlices, head_slices, logits_bytes
 from fluxtrain.plan.spread import DeviceFirst
 from fluxtrain.plan.tables import TableRows
 
@@ -51,11 +53,9 @@ HIDDEN_AT_LOSS = 2  # what goes into the head, and its gradient
 HIDDEN_AT_EDGE = 2  # its gradient, and a boundary that came back while the copy home still has it
 HEAP_HIDDEN = 4
 SAVED_FILE_BYTES = 4_000_000_000  # of a saved model (methods/export.py), or one larger weight
-LOGITS_CHUNK_BYTES = 256 << 20  # fp32 logits of one chunk of tokens
 # A processor's heap keeps as much of what was freed, at most: memory/heap.py sees to that; tensors
 # above 32 MiB are mapped by themselves.
 HEAP_BYTES = 64 << 20
-FUSED_LOGITS_BYTES = 512 << 20  # on a GPU: logits in the activations' dtype, their slope in place
 
 # What one decoder block holds for its backward pass, in tensors of (tokens, hidden): two norms with
 # their fp32 copies (8), attention (5), residuals (3); and of (tokens, intermediate): the four
@@ -79,6 +79,7 @@ class Layout:
     accumulates: bool = False  # several backward passes a step
     eager: bool = False  # groups are updated as their gradients arrive: those at home pass through
     embedding: Embedding = "whole"  # what of one at home is copied to the device
+    head: Head = "whole"  # how one at home is copied to the device
     deferred_moments: bool = False  # AdamW's, of groups at home: updated after all weights
     slots: int | None = None  # for the blocks that are not resident; None: as `offload` says
 
@@ -132,17 +133,17 @@ def footprint(facts: ModelFacts, layout: Layout, *, has_gpu: bool) -> Footprint:
     """Peaks of `layout`. Without a GPU the host's include the device's."""
     at_device, at_home = homes(facts, layout)
     wide = layout.accumulates
-    by_rows = rows_of_table(facts, layout, at_home)
+    by_rows, sliced = rows_of_table(facts, layout, at_home), sliced_head(facts, layout, at_home)
     shared = FP32_BYTES * facts.shared.trained
-    scratch = _scratch(facts, by_rows)
+    scratch = _scratch(facts, by_rows, sliced)
     kept_gradients = at_device.gradient_bytes(accumulates=wide)
     kept_weights = at_device.weight_bytes + facts.loose_bytes
     device = {
-        "weights_bytes": kept_weights + _weights_from_home(facts, layout, at_home, by_rows),
-        "gradients_bytes": kept_gradients + scratch + shared + _staging(at_home, by_rows),
+        "weights_bytes": kept_weights + _weights_from_home(facts, layout, at_home, by_rows, sliced),
+        "gradients_bytes": kept_gradients + scratch + shared + _staging(at_home, by_rows, sliced),
         "optimizer_bytes": at_device.state_bytes,
         "boundaries_bytes": _boundaries_on_device(facts, layout, has_gpu=has_gpu),
-        "workspace_bytes": _workspace(facts, layout, shared, by_rows, has_gpu=has_gpu),
+        "workspace_bytes": _workspace(facts, layout, shared, by_rows, sliced, has_gpu=has_gpu),
         "kept_bytes": kept_count(facts, layout) * kept_block_bytes(facts, layout),
     }
     arenas = at_home.weight_bytes + at_home.state_bytes
@@ -236,19 +237,34 @@ def embedding_copied(facts: ModelFacts, layout: Layout) -> Embedding:
     return "whole" if by_rows is None else "rows"
 
 
-def _scratch(facts: ModelFacts, by_rows: TableRows | None) -> int:
+def sliced_head(facts: ModelFacts, layout: Layout, at_home: Groups) -> HeadSlices | None:
+    """What the head's slices take where it comes in slices."""
+    return head_slices(facts, layout.head, at_home)
+
+
+def head_copied(facts: ModelFacts, layout: Layout) -> Head:
+    """How the head is copied to the device; one that lives there is whole."""
+    return "whole" if sliced_head(facts, layout, homes(facts, layout)[1]) is None else "slices"
+
+
+def _scratch(facts: ModelFacts, by_rows: TableRows | None, sliced: HeadSlices | None) -> int:
     """The largest sum of gradients of a group that no other part computes with."""
     alone = (g for g, _ in facts.blocks.alike if g.users == 1)
-    edges = (g for g in _summed_edges(facts, by_rows) if g.users == 1)
-    return max((g.sum_bytes for g in (*alone, *edges)), default=0)
+    edges = (g for g in _summed_edges(facts, by_rows, sliced) if g.users == 1)
+    slices = 0 if sliced is None else sliced.sum_bytes
+    return max(slices, *(g.sum_bytes for g in (*alone, *edges)), 0)
 
 
-def _summed_edges(facts: ModelFacts, by_rows: TableRows | None) -> list[GroupFacts]:
+def _summed_edges(
+    facts: ModelFacts, by_rows: TableRows | None, sliced: HeadSlices | None
+) -> list[GroupFacts]:
     """Edges whose gradients need a sum of their own. Beside rows the head's does not: the loss
-    makes it, and the buffer that a whole embedding would leave behind is not there."""
+    makes it, and the buffer that a whole embedding would leave behind is not there. Nor does one in
+    slices, whose sum is that of one of them."""
+    edges = [g for g in facts.edges if sliced is None or g is not sliced.group]
     if by_rows is None or by_rows.tied:
-        return list(facts.edges)
-    return [g for g in facts.edges if g is not by_rows.table and not _is_head(facts, g)]
+        return edges
+    return [g for g in edges if g is not by_rows.table and not _is_head(facts, g)]
 
 
 def _is_head(facts: ModelFacts, edge: GroupFacts) -> bool:
@@ -256,25 +272,34 @@ def _is_head(facts: ModelFacts, edge: GroupFacts) -> bool:
 
 
 def _weights_from_home(
-    facts: ModelFacts, layout: Layout, at_home: Groups, by_rows: TableRows | None
+    facts: ModelFacts,
+    layout: Layout,
+    at_home: Groups,
+    by_rows: TableRows | None,
+    sliced: HeadSlices | None,
 ) -> int:
     """Device copies of weights whose home is the host."""
     passing = streamed(layout, at_home)
     kept = at_home.weight_bytes - passing.weight_bytes
     if by_rows is not None:
         kept += by_rows.device_bytes - (0 if by_rows.tied else by_rows.table.weight_bytes)
+    if sliced is not None:
+        kept += sliced.on_device_bytes - sliced.group.weight_bytes
     return kept + slot_count(facts, layout) * passing.largest_weight_bytes
 
 
-def _staging(at_home: Groups, by_rows: TableRows | None) -> int:
+def _staging(at_home: Groups, by_rows: TableRows | None, sliced: HeadSlices | None) -> int:
     """Rounded gradients on their way home: a ring for each size that there is."""
-    alone = None if by_rows is None or by_rows.tied else by_rows.table.unnamed
-    dense = [g for g, count in at_home.alike if count > (g == alone)]
+    apart = [] if by_rows is None or by_rows.tied else [by_rows.table.unnamed]
+    apart += [] if sliced is None else [sliced.group.unnamed]
+    dense = [g for g, count in at_home.alike if count > apart.count(g)]
     sizes = {HALF_BYTES * g.trained_bf16 for g in dense}
     sizes |= {HALF_BYTES * g.trained_fp16 for g in dense}
     sizes |= {FP32_BYTES * g.trained_fp32 for g in dense}
     if by_rows is not None:
         sizes.add(by_rows.gradient_bytes)
+    if sliced is not None:
+        sizes.add(sliced.gradient_bytes)
     return sum(staging_depth(size) * size for size in sizes)
 
 
@@ -309,6 +334,7 @@ def _workspace(
     layout: Layout,
     shared_sums: int,
     by_rows: TableRows | None,
+    sliced: HeadSlices | None,
     *,
     has_gpu: bool,
 ) -> int:
@@ -317,14 +343,16 @@ def _workspace(
     loss: the head's fp32 weight gradient, a chunk of logits, without a GPU one chunk's product in
     the weights' dtype; sums of shared groups do not exist yet. After the loss: that gradient is
     handed over, and what stands between head and blocks is computed again, the whole batch at once;
+    a head in slices has logits of one slice at a time, and the hidden states' gradient in fp32;
     a block is recomputed, then its gradients in the weights' dtypes are all there at once, and
     beside the gradient that arrives those of the chunks before; last come the embedding's.
 
     Without a GPU the heap keeps some of what one phase freed, in pieces that the next one's tensors
     do not fit into. An evaluation is one more phase there: its logits come between two steps.
     """
-    head_sum = FP32_BYTES * facts.head_parameters
+    head_sum = FP32_BYTES * facts.head_parameters if sliced is None else 0
     product = facts.head_dtype_bytes * facts.head_parameters
+    product = product if sliced is None else sliced.gradient_bytes
     boundary = edge = activations = chunk = evaluated = 0
     if facts.row is not None:
         boundary = layout.batch_rows * facts.row.boundary_bytes
@@ -332,11 +360,14 @@ def _workspace(
         every_block_keeps = kept_count(facts, layout) == facts.layers
         saved = facts.row.kept_bytes if every_block_keeps else 0  # counted as kept
         activations = layout.chunk_rows * max(0, facts.row.activation_bytes - saved)
-        chunk = _logits_bytes(facts.row, layout.batch_rows, product, has_gpu=has_gpu)
-        evaluated = _logits_bytes(facts.row, layout.batch_rows, 0, has_gpu=has_gpu)
+        words = facts.row.vocabulary if sliced is None else sliced.words
+        chunk = logits_bytes(facts.row, layout.batch_rows, words, product, has_gpu=has_gpu)
+        evaluated = logits_bytes(facts.row, layout.batch_rows, words, 0, has_gpu=has_gpu)
+        if sliced is not None:
+            chunk += boundary // facts.row.dtype_bytes * FP32_BYTES
     at_loss, at_edge, at_block = _hidden_tensors(layout, boundary, has_gpu=has_gpu)
     loss = head_sum + chunk + at_loss
-    edges = [g.rounded_bytes for g in _summed_edges(facts, by_rows)]
+    edges = [g.rounded_bytes for g in _summed_edges(facts, by_rows, sliced)]
     edges += [by_rows.gradient_bytes] if by_rows is not None else []
     phases = (
         max(loss - shared_sums, at_loss if _becomes_the_sum(facts) else head_sum + at_loss),
@@ -362,12 +393,3 @@ def _becomes_the_sum(facts: ModelFacts) -> bool:
     """Is the head's weight all of a shared group? Its gradient then becomes the sum itself."""
     shared = (g.trained for g in facts.shared)
     return facts.head_parameters > 0 and facts.head_parameters in shared
-
-
-def _logits_bytes(row: RowFacts, batch_rows: int, product_bytes: int, *, has_gpu: bool) -> int:
-    """What a chunk of tokens (at least one) takes for the loss: with a GPU its logits, else those
-    twice in fp32, or once and a half beside the product that becomes the weight's gradient."""
-    token = row.vocabulary * (row.dtype_bytes if has_gpu else FP32_BYTES)
-    limit = FUSED_LOGITS_BYTES if has_gpu else LOGITS_CHUNK_BYTES
-    logits = max(token, min(limit, batch_rows * row.sequence_length * token))
-    return logits if has_gpu else max(2 * logits, 3 * logits // 2 + product_bytes)

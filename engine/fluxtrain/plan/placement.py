@@ -31,6 +31,7 @@ from fluxtrain.plan.facts import (
     OFFLOADS,
     Boundaries,
     Embedding,
+    Head,
     ModelFacts,
     Offload,
     Room,
@@ -65,6 +66,7 @@ class Placement:
     choices: tuple[ChoiceMade, ...]
     device_first: DeviceFirst = "embedding"  # which groups those are
     embedding: Embedding = "whole"  # what of one at home is copied to the device
+    head: Head = "whole"  # how one at home is copied to the device
     deferred_moments: bool = False  # AdamW's, of groups at home: updated after all weights
     process_bytes: int = 0  # the program itself on the host, measured where a run is planned
     saving_bytes: int = 0  # weights of the device that are on the host while a file is written
@@ -110,6 +112,7 @@ class RunPlacement(Placement):
             kept_blocks=self.kept_blocks,
             boundaries=self.boundaries,
             embedding=self.embedding,
+            head=self.head,
             batch_rows=self.batch_rows,
             chunk_rows=self.chunk_rows or self.batch_rows,
             accumulates=accumulates,
@@ -151,6 +154,7 @@ def _placement(search: Search, layout: Layout, chunk_rows: int | None) -> Placem
         need=search.need(layout),
         chunk_rows=chunk_rows,
         embedding=layout.embedding,
+        head=layout.head,
         choices=choices_of(search, layout),
     )
 
@@ -174,6 +178,8 @@ def _found(facts: ModelFacts, room: Room, wishes: Wishes) -> tuple[Search, Layou
         raise BadInput(f"device_first is {wishes.device_first!r}: use embedding or blocks")
     if wishes.embedding not in ("auto", "whole", "rows"):
         raise BadInput(f"embedding is {wishes.embedding!r}: use auto, whole or rows")
+    if wishes.head not in ("auto", "whole", "slices"):
+        raise BadInput(f"head is {wishes.head!r}: use auto, whole or slices")
     search = Search(facts, room, wishes)
     layout = search.find()
     if layout is None:

@@ -9,11 +9,14 @@ from fluxtrain.plan.facts import Wishes
 from fluxtrain.plan.footprint import (
     Layout,
     embedding_copied,
+    head_copied,
     homes,
     keepable_count,
     kept_count,
+    sliced_head,
     slot_count,
 )
+from fluxtrain.plan.heads import reason as head_reason
 from fluxtrain.plan.moments import moments_choice
 from fluxtrain.plan.search import BATCH_LIMIT_ROWS, CHUNK_TOKENS, Search
 from fluxtrain.plan.tables import reason as embedding_reason
@@ -45,6 +48,7 @@ def choices_of(search: Search, layout: Layout) -> tuple[ChoiceMade, ...]:
     return (
         *told,
         *embedding_choice(search, layout),
+        *head_choice(search, layout),
         *(moments if search.wishes.deferred_moments is not None else ()),
     )
 
@@ -58,6 +62,16 @@ def embedding_choice(search: Search, layout: Layout) -> tuple[ChoiceMade, ...]:
     because = embedding_reason(facts, wishes, layout.batch_rows, at_home=at_home)
     copied = embedding_copied(facts, layout)
     return (ChoiceMade(name="placement.embedding", value=copied, because=because),)
+
+
+def head_choice(search: Search, layout: Layout) -> tuple[ChoiceMade, ...]:
+    """How the head is copied, where that is a question."""
+    facts, wishes = search.facts, search.wishes
+    if wishes.head == "auto" and (facts.head is None or facts.head.tied):
+        return ()
+    found = sliced_head(facts, layout, homes(facts, layout)[1])
+    because = head_reason(facts, wishes, found)
+    return (ChoiceMade(name="placement.head", value=head_copied(facts, layout), because=because),)
 
 
 def refusal(search: Search) -> str:

@@ -8,6 +8,7 @@ from functools import cached_property
 
 from fluxtrain.plan.facts import ModelFacts, Offload, Room, Wishes
 from fluxtrain.plan.footprint import Footprint, Layout, footprint
+from fluxtrain.plan.heads import head_for
 from fluxtrain.plan.spread import DeviceFirst
 from fluxtrain.plan.tables import embedding_for
 
@@ -131,6 +132,7 @@ class Search:
             kept_blocks=self.wishes.kept_blocks or 0,
             device_first=self.wishes.device_first or "embedding",
             embedding=embedding_for(self.facts, self.wishes, 0),
+            head=head_for(self.facts, self.wishes),
             deferred_moments=bool(self.wishes.deferred_moments) and not self.wishes.eager,
         )
         if self.facts.row is None:

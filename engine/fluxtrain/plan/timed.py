@@ -20,7 +20,7 @@ from fluxtrain.plan.moments import moments_choice
 from fluxtrain.plan.placement import RunPlacement, place
 from fluxtrain.plan.ranked import Dial, TimedLayout
 from fluxtrain.plan.rates import Rates
-from fluxtrain.plan.reasons import embedding_choice, wished_to_keep
+from fluxtrain.plan.reasons import embedding_choice, head_choice, wished_to_keep
 from fluxtrain.plan.search import Search
 from fluxtrain.telemetry.choices import setting_name
 from fluxtrain.telemetry.events import ChoiceMade
@@ -73,6 +73,7 @@ def place_timed(
         resident_blocks=layout.resident_blocks,
         kept_blocks=kept_count(facts, layout),
         embedding=layout.embedding,
+        head=layout.head,
         deferred_moments=layout.deferred_moments,
         slots=slot_count(facts, layout),
         need=chosen.need,
@@ -153,6 +154,7 @@ def _choices(
             for name, (value, why) in told.items()
         ),
         *embedding_choice(dial.search, layout),
+        *head_choice(dial.search, layout),
         moments_choice(dial.search.facts, layout, dial.cost_of, is_set=moments_set),
     )
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 
 from fluxtrain.plan.facts import GroupFacts, ModelFacts
-from fluxtrain.plan.footprint import Layout, homes, ring_depth, rows_of_table
+from fluxtrain.plan.footprint import Layout, homes, ring_depth, rows_of_table, sliced_head
 from fluxtrain.plan.rates import Rates
 
 FP16_CONVERSION = 0.5  # of an update's time, once more, goes into widening and rounding of fp16
@@ -217,6 +217,7 @@ def forward_after_updates(
     before it are, then computed with, and so is all that follows."""
     block_s = forward_s / max(1, facts.layers)
     at_home = homes(facts, layout)[1]
+    sliced = sliced_head(facts, layout, at_home)
     waited = [group for group in at_home if group.trained and group is not facts.table]
     home_ids, turn = {id(group) for group in waited}, 3 * len(waited) // 4
     ends_s = {"compute": 0.0, "uploads": 0.0, "update": awaited_s}
@@ -225,7 +226,8 @@ def forward_after_updates(
         following_s += block_s if group.kind == "block" else 0.0
         if id(group) not in home_ids:
             continue
-        copy_s = group.weight_bytes / rates.up
+        first_bytes = sliced.slice_bytes if sliced and group is sliced.group else None
+        copy_s = (first_bytes or group.weight_bytes) / rates.up
         copies_s += copy_s
         parts_s = {"compute": following_s, "uploads": copies_s, "update": awaited_s}
         most = max(parts_s, key=lambda name: parts_s[name])

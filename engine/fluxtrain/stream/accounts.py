@@ -181,7 +181,8 @@ class Accounts:
     def _copied_bytes(self) -> int:
         """Of the device, what weights from home are copied into."""
         rows = sum(rows.device_bytes for rows in self._row_buffers())
-        return self._engine.window.size_bytes + rows
+        slices = sum(u.slices.device_bytes for u in self._engine.units if u.slices is not None)
+        return self._engine.window.size_bytes + rows + slices
 
     def device_peaks(self) -> tuple[int, int]:
         """The most bytes that tensors used on the GPU, and that were reserved for them, ever."""

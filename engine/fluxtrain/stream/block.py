@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from fluxtrain.errors import MisusedModel
 from fluxtrain.memory.group import Group, Member
+from fluxtrain.memory.slices import WeightSlices
 from fluxtrain.stream.arguments import (
     Tree,
     batch_rows,
@@ -33,6 +34,7 @@ from fluxtrain.stream.call import Call, run_with, spans
 from fluxtrain.stream.capture import Capture, active_collector
 from fluxtrain.stream.escapes import BoundWeights
 from fluxtrain.stream.head import LazyLogits
+from fluxtrain.stream.head_slices import sliced_logits
 from fluxtrain.stream.in_place import Habits, chunk_outputs, write_back
 from fluxtrain.stream.rng import RandomState
 from fluxtrain.stream.rows import look_up
@@ -58,6 +60,7 @@ class Unit:
         self.places: list[tuple[nn.Module, str, Member]] = []  # where its parameters are registered
         self.original: Callable[..., Any] = module.forward
         self.is_head = False  # its output may stay uncomputed (LazyLogits)
+        self.slices: WeightSlices | None = None  # of a head at home that is never copied whole
         self.chunkable: dict[tuple[Any, ...], bool] = {}  # by mode and by what carries the batch
         self.written = WrittenBuffers()
         self.keeps = False  # what its backward needs stays on the device: nothing is recomputed
@@ -85,8 +88,16 @@ class Unit:
 
     @property
     def copied(self) -> list[Group]:
-        """Those that it needs on the device: not the table that it looks rows up in."""
+        """Those that it needs on the device whole: not the table that it looks rows up in, nor what
+        comes in slices."""
+        if self.in_slices:
+            return []
         return [g for g in self.groups if g.rows is None or g is not self.group]
+
+    @property
+    def in_slices(self) -> bool:
+        """Is this a head that computes with two slices of its weight at a time?"""
+        return self.slices is not None and self.slices.group.home == "host"
 
     def members(self) -> Iterator[tuple[Group, Member]]:
         """Every parameter that this unit computes with."""
@@ -132,6 +143,10 @@ class Unit:
                 linear = self.module
                 dtype = torch.promote_types(args[0].dtype, linear.weight.dtype)  # type: ignore[arg-type]
                 return LazyLogits.of(self, args[0], dtype, self.group_of_weight().version)
+        if self.in_slices:
+            logits = sliced_logits(self, args, kwargs)
+            if logits is not None:
+                return logits
         run = self._with_gradients if torch.is_grad_enabled() else self._without_gradients
         out = run(args, kwargs)
         write_back(moved)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fluxtrain.plan.footprint import FUSED_LOGITS_BYTES, LOGITS_CHUNK_BYTES
+from fluxtrain.plan.heads import FUSED_LOGITS_BYTES, LOGITS_CHUNK_BYTES
 
 try:
     import triton

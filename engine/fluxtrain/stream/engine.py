@@ -20,6 +20,7 @@ from fluxtrain.memory.boundary import BoundaryPark
 from fluxtrain.memory.device import Device
 from fluxtrain.memory.gradients import Gradients
 from fluxtrain.memory.group import Group, Member
+from fluxtrain.memory.slices import WeightSlices
 from fluxtrain.memory.window import LOOKS_AHEAD, Window
 from fluxtrain.plan.placement import Placement
 from fluxtrain.stream.accounts import Accounts, BlockFacts, Boundary, MemoryUse, Residency, Traffic
@@ -28,7 +29,7 @@ from fluxtrain.stream.arguments import Tree
 from fluxtrain.stream.block import Unit
 from fluxtrain.stream.call import Call
 from fluxtrain.stream.chunking import saved_row_bytes
-from fluxtrain.stream.head import HeadCall
+from fluxtrain.stream.head_call import HeadCall
 from fluxtrain.stream.loss_scale import LossScale
 from fluxtrain.stream.norm import GradNorm, norm_parts
 from fluxtrain.stream.parameter import HostParameter, Owner
@@ -169,6 +170,12 @@ class Engine:
         self.device.recorder.computed("gradients", unit.name, start)
         self.accounts.sample()
         self.device.tidy()
+
+    def add_slice(self, slices: WeightSlices, member: Member, first: int, values: Tensor) -> None:
+        """The gradient of the words of a member from `first` on, (n, ...) in fp32: all of it."""
+        group = slices.group
+        passing = self.eager is not None and self.eager.uses_up(group)
+        self.gradients.add_slice(group, member, first, values, rows=slices.words, passing=passing)
 
     def forget_gradients(self) -> None:
         """All of them, without a look at each."""
@@ -316,6 +323,9 @@ class Engine:
                 break
             seen.append(unit)
             near.update(unit.copied)
+            if unit.in_slices and unit.slices is not None and direction == "forward":
+                unit.slices.prefetch(0)
+                unit.slices.prefetch(1)
             started = [self.window.prefetch(group, near) for group in unit.copied]
             if not all(started):
                 break

@@ -10,7 +10,7 @@ from torch import nn
 from fluxtrain.errors import BadInput
 from fluxtrain.memory.arena import aligned
 from fluxtrain.memory.group import Group
-from fluxtrain.plan.facts import GroupFacts, ModelFacts
+from fluxtrain.plan.facts import GroupFacts, HeadFacts, ModelFacts
 from fluxtrain.plan.states import STATE_FORMATS, StateFormat
 from fluxtrain.stream.blocks import Parts, take_apart
 
@@ -95,6 +95,7 @@ def model_facts(
             if group.members
         ),
         head_parameters=max((weight.numel() for weight in trained_heads), default=0),
+        head=_head_facts(parts, groups, borrowed, [m for _, m in parts.edges if is_head(model, m)]),
         head_dtype_bytes=max((weight.element_size() for weight in trained_heads), default=2),
         loose_bytes=sum(
             parameter.nbytes * (_LOOSE_COPIES if parameter.requires_grad else 1)
@@ -104,6 +105,28 @@ def model_facts(
             bool(group.members) + len(borrowed.get(name, {})) for name, group in groups.items()
         ),
     )
+
+
+def _head_facts(
+    parts: Parts, groups: dict[str, Group], borrowed: Borrowed, heads: list[nn.Module]
+) -> HeadFacts | None:
+    """Of the first head whose weight is all of its group but a bias, or all of an embedding's."""
+    for name, module in parts.edges:
+        if not any(module is head for head in heads) or not isinstance(module, nn.Linear):
+            continue
+        others = borrowed.get(name, {})
+        if (others and groups[name].members) or len(others) > 1:
+            continue
+        group = next(iter(others), groups[name])
+        return HeadFacts(
+            group=group.name,
+            words=module.out_features,
+            word_bytes=module.in_features * module.weight.element_size(),
+            dtype_bytes=module.weight.element_size(),
+            trained=module.weight.requires_grad,
+            tied=group.users > 1,
+        )
+    return None
 
 
 def _group_facts(group: Group, *, is_one: bool) -> GroupFacts:

@@ -16,14 +16,13 @@ from torch.autograd.function import once_differentiable
 
 from fluxtrain.errors import MisusedModel
 from fluxtrain.stream.chunk_loss import HeadLoss, add_product_, chunks_of
+from fluxtrain.stream.head_call import HeadCall, outside
+from fluxtrain.stream.head_slices import sliced_cross_entropy
 
 if TYPE_CHECKING:
     from fluxtrain.stream.block import Unit
 
 _SCALED_ROWS = 4096
-# fp16 slopes are kept this many times as large: a probability of 1e-6 has all its bits then, and
-# their products with weights below 100 do not overflow.
-_HALF_SLOPES = 256.0
 
 
 class LazyLogits(Tensor):
@@ -222,6 +221,8 @@ def _cross_entropy(lazy: LazyLogits, rest: tuple[Any, ...], kwargs: dict[str, An
         return NotImplemented
     engine = lazy.unit.engine
     call = HeadCall(lazy.unit, target.to(lazy.device), ignore_index, reduction, lazy.dtype)
+    if lazy.unit.in_slices:
+        return sliced_cross_entropy(call, lazy.hidden)
     return _ChunkedCrossEntropy.apply(call, engine.anchor, lazy.hidden)  # type: ignore[no-untyped-call]
 
 
@@ -230,34 +231,8 @@ def _refused(lazy: LazyLogits, target: Tensor, ignore_index: int) -> bool:
     that is no word's makes the loss NaN (`_forward_chunks`)."""
     if target.dtype != torch.int64 or target.shape != lazy.shape[:1]:
         return True
-    outside = _outside(target, ignore_index, lazy.shape[-1])
-    return target.device.type == "cpu" and bool(outside.any())
-
-
-def _outside(target: Tensor, ignore_index: int, words: int) -> Tensor:
-    """Which of the targets (N,) count and are no word's."""
-    return ((target < 0) | (target >= words)) & (target != ignore_index)
-
-
-class HeadCall:
-    """One fused head and loss: what its backward needs besides the gradients already computed."""
-
-    def __init__(
-        self, unit: Unit, target: Tensor, ignore_index: int, reduction: str, dtype: torch.dtype
-    ) -> None:
-        self.unit = unit
-        self.target = target  # (N,)
-        self.ignore_index = ignore_index
-        self.mean = reduction == "mean"
-        self.dtype = dtype  # of the logits as the caller asked for them
-        self.versions = {g: g.version for g in unit.groups}
-        self.training = unit.module.training
-        self.differentiate = torch.is_grad_enabled()
-        self.weight_sum: Tensor | None = None  # (V, H) fp32
-        self.bias_sum: Tensor | None = None  # (V,) fp32
-        self.hidden_gradient: Tensor | None = None  # (N, H)
-        self.kept_scale: Tensor | None = None  # what those are still to be multiplied by, in fp16
-        self.spent = False  # the gradients were handed out
+    wrong = outside(target, ignore_index, lazy.shape[-1])
+    return target.device.type == "cpu" and bool(wrong.any())
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
@@ -267,7 +242,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, call: HeadCall, anchor: Tensor, hidden: Tensor) -> Tensor:
         engine, unit = call.unit.engine, call.unit
         ctx.call, ctx.anchor_node = call, engine.anchor_node
-        wanted = call.differentiate and hidden.requires_grad, *_trained(call)
+        wanted = call.differentiate and hidden.requires_grad, *call.trained()
         with engine.bound(unit, "head"):
             loss = _forward_chunks(call, hidden, *wanted)
         engine.after_forward(unit)
@@ -308,24 +283,13 @@ def _scale(gradient: Tensor, scale: Tensor) -> Tensor:
     return gradient
 
 
-def _trained(call: HeadCall) -> tuple[bool, bool]:
-    """Do the head's weight and its bias want gradients?"""
-    trained = {id(m.parameter) for _, m in call.unit.members() if m.parameter.requires_grad}
-    linear = call.unit.module
-    return call.differentiate and id(linear.weight) in trained, (
-        call.differentiate and id(linear.bias) in trained
-    )
-
-
 def _forward_chunks(
     call: HeadCall, hidden: Tensor, for_hidden: bool, for_weight: bool, for_bias: bool
 ) -> Tensor:
     """Loss (scalar, fp32), and the gradients of sum or mean where they are wanted."""
     linear: Any = call.unit.module
     weight, bias = linear.weight.detach(), linear.bias.detach() if linear.bias is not None else None
-    kept = call.target != call.ignore_index
-    outside = _outside(call.target, call.ignore_index, weight.shape[0])
-    count = kept.sum() if call.mean else torch.ones((), device=hidden.device)
+    target, count, wrong = call.targets()
     if for_hidden:
         call.hidden_gradient = torch.empty_like(hidden)
     if for_weight:
@@ -333,15 +297,11 @@ def _forward_chunks(
     if for_bias:
         assert bias is not None
         call.bias_sum = torch.zeros(bias.shape, dtype=torch.float32, device=hidden.device)
-    scale = (1.0 / count.clamp(min=1)).float()  # no token: no gradient, as in torch
-    if weight.dtype == torch.float16:
-        call.kept_scale = scale / _HALF_SLOPES
-        scale = torch.full_like(scale, _HALF_SLOPES)
     head = HeadLoss(
         weight=weight,
         bias=bias,
-        target=torch.where(kept & ~outside, call.target, -1),
-        scale=scale,
+        target=target,
+        scale=call.slope_scale(count, weight.dtype),
         dtype=call.dtype,
         wants_slope=for_hidden or for_weight or for_bias,
     )
@@ -359,4 +319,4 @@ def _forward_chunks(
             add_product_(call.weight_sum, slope.t(), inner)
         if call.bias_sum is not None:
             call.bias_sum += slope.sum(0, dtype=torch.float32)
-    return (losses.sum() / count).masked_fill(outside.any(), torch.nan)
+    return (losses.sum() / count).masked_fill(wrong, torch.nan)

@@ -20,6 +20,7 @@ from fluxtrain.memory.moving import new_home
 from fluxtrain.memory.window import Slot
 from fluxtrain.plan.footprint import Footprint
 from fluxtrain.plan.spread import parted, spread_out
+from fluxtrain.stream.head_slices import passes_in_parts
 from fluxtrain.stream.keepers import choose_keepers
 from fluxtrain.stream.optimizer_state import renew_state
 
@@ -51,7 +52,7 @@ def resettle(
     device, at_home = parted(engine.groups, device_groups, engine.plan.device_first)
     blocks = [group for group in at_home if group.kind == "block"]
     resident, streamed = spread_out(blocks, resident_blocks)
-    edges = [g for g in at_home if g.kind == "edge" and not (g.rows and g.by_rows)]
+    edges = [g for g in at_home if g.kind == "edge" and not passes_in_parts(engine, g)]
     fresh: list[Slot] = []
     if any(g.home == "host" for g in device) or any(g.home == "device" for g in at_home):
         engine.gradients.give_ring_back(engine.groups)  # it lends from one host group to another
@@ -101,6 +102,9 @@ def _tidy(engine: Engine, at_home: Sequence[Group]) -> None:
     for group in engine.groups:
         if group.rows is not None and group.home == "device":
             group.rows.give_back()
+    for unit in engine.units:
+        if unit.slices is not None and not unit.in_slices:
+            unit.slices.give_back()
     engine.gradients.stage_only({s.size_bytes for group in at_home for s in group.trained})
     _give_back(engine)
     engine.accounts.measure_peaks_anew()

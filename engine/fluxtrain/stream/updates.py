@@ -26,8 +26,9 @@ from torch import Tensor
 
 from fluxtrain import _native
 from fluxtrain.errors import Diverged
+from fluxtrain.memory.arrival import Arrival
 from fluxtrain.memory.device import Device
-from fluxtrain.memory.gradients import Arrival, Gradients
+from fluxtrain.memory.gradients import Gradients
 from fluxtrain.memory.group import Group, Member
 from fluxtrain.memory.recorder import Recorder
 from fluxtrain.memory.worker import Worker

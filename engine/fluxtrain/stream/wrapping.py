@@ -26,6 +26,7 @@ from fluxtrain.stream.block import Unit
 from fluxtrain.stream.blocks import Parts, take_apart
 from fluxtrain.stream.engine import Engine, engine_of
 from fluxtrain.stream.grouping import Borrowed, group_parameters, is_head, model_facts
+from fluxtrain.stream.head_slices import choose_slices, passes_in_parts
 from fluxtrain.stream.keepers import choose_keepers
 from fluxtrain.stream.parameter import Owner, adopt_parameter, owner_of, release_parameter
 from fluxtrain.stream.rows import choose_rows
@@ -48,6 +49,7 @@ def wrap(  # noqa: PLR0913  # each is one choice of the user, by keyword
     boundaries: str = "auto",
     eager: bool = False,
     embedding: str = "auto",
+    head: str = "auto",
     deferred_moments: bool = False,
 ) -> nn.Module:
     """Let the blocks of `model` stream through `device`; returns the same object.
@@ -56,38 +58,37 @@ def wrap(  # noqa: PLR0913  # each is one choice of the user, by keyword
     `state_dict`, `generate`. Wrapping twice is wrapping once: the first choices stay.
 
     device: where blocks are computed (None: the GPU when torch can use it, else the CPU).
-    offload: `none` keeps all on the device, `optimizer` the weights; with `weights` these stream
-        too, with `max` through the fewest slots; `auto` chooses by free memory.
-    chunk_rows: rows of a batch that a block computes at a time (None: by memory, once).
-    overlap: `optimizer.step()` returns at once and each block of the next forward waits for its own
-        update; call `fluxtrain.sync(model)` before reading weights through tensors taken earlier.
+    offload: `none` keeps all on the device, `optimizer` the weights; with `weights` these stream,
+        with `max` through the fewest slots; `auto` chooses by free memory.
+    chunk_rows: rows of a batch that a block computes at a time (None: by memory).
+    overlap: `optimizer.step()` returns at once and blocks wait for their own updates; call
+        `fluxtrain.sync(model)` before reading weights through tensors taken earlier.
     budget_bytes: device memory to plan for (None: what is free).
-    resident_blocks: of so many blocks at home on the host the weights stay on the device too.
+    resident_blocks: of so many blocks at home the weights stay on the device too.
     device_groups: so many parts live there with gradients and states (None: by memory).
     device_first: of those the `embedding` comes first, or `blocks` do.
     kept_blocks: so many blocks with weights on the device keep activations, not computed again.
     states: AdamW's moments in `fp32`, `bf16` (rounded at random) or `8bit` (as bitsandbytes).
     boundaries: where blocks' inputs wait for backward: `device`, `host`, `auto` (host with `max`).
     eager: every step will be one (`Engine.begin_eager_step`): plan less memory for gradients.
-    embedding: one on the host is copied `whole`, or only the `rows` that a batch looks up (`auto`:
-        of a large one); these read the ids on the host.
+    embedding: one on the host is copied `whole`, or in `rows` of a batch (`auto`: a large one).
+    head: one on the host is copied `whole` (as with `auto`), or in `slices` of its words.
     deferred_moments: AdamW on the host writes all weights first, fp32 moments later: the same bits.
     Raises UnsupportedModel, BadInput or DoesNotFit.
     """
     if "_fluxtrain_engine" in getattr(model, "__dict__", {}):
         return model
     _refuse_unsupported(model)
-    wishes = Wishes(  # any other word is refused
-        offload=offload,  # type: ignore[arg-type]
-        boundaries=boundaries,  # type: ignore[arg-type]
+    words: Any = {"offload": offload, "boundaries": boundaries, "embedding": embedding}
+    words |= {"head": head, "device_first": device_first}  # any other word is refused
+    wishes = Wishes(
+        **words,
         chunk_rows=chunk_rows,
         device_groups=device_groups,
-        device_first=device_first,  # type: ignore[arg-type]
         resident_blocks=resident_blocks,
         kept_blocks=kept_blocks,
         budget_bytes=budget_bytes,
         eager=eager,
-        embedding=embedding,  # type: ignore[arg-type]
         deferred_moments=deferred_moments or None,
     )
     _put_engine(model, _compute_device(device), wishes, states, overlap=overlap)
@@ -114,10 +115,11 @@ def _put_engine(
     with torch.inference_mode(False), torch.enable_grad():  # whatever the caller is in
         engine = Engine(open_device(torch_device), placement, overlap=overlap)
         _furnish(engine, model, parts, groups, borrowed)
-    undone = ("placement.embedding", "whole")
     for choice in placement.choices:
-        if wishes.embedding == "rows" and (choice.name, choice.value) == undone:
-            engine.say(f"embedding='rows' has no effect: {choice.because}")
+        for name, part in (("embedding", "rows"), ("head", "slices")):
+            undone = (choice.name, choice.value) == (f"placement.{name}", "whole")
+            if undone and getattr(wishes, name) == part:
+                engine.say(f"{name}={part!r} has no effect: {choice.because}")
     install_adoption()
 
 
@@ -246,6 +248,7 @@ def _furnish(
     _settle(engine, groups)
     _make_units(engine, model, parts, groups, borrowed)
     choose_rows(engine)
+    choose_slices(engine)
     _make_slots(engine)
     choose_keepers(engine)
     _put_on(engine, model, parts)
@@ -315,7 +318,7 @@ def _make_slots(engine: Engine) -> None:
     blocks = [g for g in at_home if g.kind == "block"]
     resident, streamed = spread_out(blocks, engine.plan.resident_blocks)
     for group in at_home:
-        slotless = group.rows is not None and group.by_rows
+        slotless = passes_in_parts(engine, group)
         if (group.kind == "edge" and not slotless) or group in resident:
             engine.window.add_slot(group.wire_bytes, owner=group)
     largest = max((group.wire_bytes for group in streamed), default=0)

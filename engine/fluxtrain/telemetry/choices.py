@@ -12,6 +12,7 @@ SETTINGS = {
     "boundaries": "placement.boundaries",
     "chunk_rows": "placement.chunk_rows",
     "embedding": "placement.embedding",
+    "head": "placement.head",
     "aggressiveness": "placement.aggressiveness",
     "batch_rows": "train.batch_rows",
     "moments": "train.moments",

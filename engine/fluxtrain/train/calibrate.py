@@ -192,7 +192,8 @@ class _Way:
         how: dict[str, Any] = {"states": self.states}
         if self.edges == "device":
             return wrapped(mini, device, "none", max(self.rows), **how)
-        how |= {"device_groups": COPIES, "device_first": "blocks", "embedding": "whole"}
+        how |= {"device_groups": COPIES, "device_first": "blocks"}
+        how |= {"embedding": "whole", "head": "whole"}
         return wrapped(mini, device, "weights", max(self.rows), **how)
 
 

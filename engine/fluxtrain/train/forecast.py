@@ -8,7 +8,7 @@ from typing import Any
 
 from fluxtrain.plan.cost import Cost, cost
 from fluxtrain.plan.facts import ModelFacts, Room, Wishes
-from fluxtrain.plan.footprint import Layout, embedding_copied, saving_bytes
+from fluxtrain.plan.footprint import Layout, embedding_copied, head_copied, saving_bytes
 from fluxtrain.plan.guard import EVERY_CHECKPOINT, DiskNeed, disk_need
 from fluxtrain.plan.placement import RunPlacement
 from fluxtrain.plan.ranked import Dial, RankedPlan
@@ -39,6 +39,7 @@ class Forecast:
         plans = () if isinstance(rates, str) else self._dial(rates).plans()
         return {
             "embedding": embedding_copied(self.facts, self._layout()),
+            "head": head_copied(self.facts, self._layout()),
             "disk_bytes": self.disk_bytes,
             "checkpoint_bytes": self.checkpoint_bytes,
             **self.time(steps),
@@ -85,6 +86,7 @@ class Forecast:
                 if key not in ("accumulates", "eager", "slots")
             },
             "embedding": embedding_copied(self.facts, layout),
+            "head": head_copied(self.facts, layout),
             "device_bytes": need.shown_device_bytes(has_gpu=self.room.has_gpu),
             "host_bytes": need.host_bytes + self.placement.process_bytes + saving,
             **_time(plan.chosen.cost, steps),

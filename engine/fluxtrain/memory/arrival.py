@@ -1,0 +1,30 @@
+"""Gradients that are at home, or on their way there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fluxtrain.memory.device import Ticket
+from fluxtrain.memory.group import Member
+
+
+@dataclass(eq=False)
+class Arrival:
+    """A group's gradients at home, or on their way, and their norms on the device."""
+
+    tickets: list[Ticket]
+    norms: Tensor | None  # (trained members with a gradient,) fp32 on the device; None: ask at home
+    norm_of: dict[int, int]  # member index -> position in norms
+
+    def wait(self) -> None:
+        for ticket in self.tickets:
+            ticket.wait_host()
+
+
+def arrival_of(tickets: list[Ticket], norms: list[Tensor], members: list[Member]) -> Arrival:
+    """`norms`: of the members in their order, some at a time."""
+    together = norms[0] if len(norms) == 1 else torch.cat(norms)
+    return Arrival(tickets, together, {m.index: place for place, m in enumerate(members)})

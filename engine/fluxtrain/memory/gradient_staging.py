@@ -1,0 +1,63 @@
+"""Device memory that rounded gradients leave through, one or two buffers of each size."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from fluxtrain.memory.arena import device_flat
+from fluxtrain.memory.device import Device, Ticket
+from fluxtrain.plan.footprint import staging_depth
+
+
+@dataclass(eq=False)
+class _Ring:
+    """Staging buffers of one size, used in turn."""
+
+    buffers: list[Tensor]
+    tickets: list[Ticket | None]
+    turn: int = 0
+
+
+class GradientStaging:
+    """The buffers; used by the thread that runs the backward pass."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._rings: dict[int, _Ring] = {}  # by size
+
+    @property
+    def device_bytes(self) -> int:
+        return sum(t.nbytes for ring in self._rings.values() for t in ring.buffers)
+
+    def free(self, size_bytes: int) -> Tensor:
+        """The next buffer (size_bytes,) uint8 of this size, once its last transfer is done."""
+        ring = self._rings.setdefault(size_bytes, _Ring([], []))
+        if len(ring.buffers) < staging_depth(size_bytes):
+            fresh = device_flat(self._device.torch_device, size_bytes)
+            ring.buffers.append(self._device.for_copies(fresh))
+            ring.tickets.append(None)
+            ring.turn = len(ring.buffers) - 1
+        else:
+            ring.turn = (ring.turn + 1) % len(ring.buffers)
+        ticket = ring.tickets[ring.turn]
+        if ticket is not None:
+            ticket.wait_compute("gradients")
+        return ring.buffers[ring.turn]
+
+    def leaves(self, size_bytes: int, ticket: Ticket) -> None:
+        """The transfer of what was put into the buffer that `free` gave last was started."""
+        ring = self._rings[size_bytes]
+        ring.tickets[ring.turn] = ticket
+
+    def keep_only(self, sizes: set[int]) -> None:
+        """Give back buffers of other sizes; what left through them has arrived."""
+        self._rings = {size: ring for size, ring in self._rings.items() if size in sizes}
+
+    def drain(self) -> None:
+        """Wait for all transfers."""
+        for ring in self._rings.values():
+            for ticket in ring.tickets:
+                if ticket is not None:
+                    ticket.wait_host()

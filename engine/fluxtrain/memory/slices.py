@@ -1,0 +1,145 @@
+"""A head's weight that passes over the bus in slices of its words: two of them are on the device.
+
+While one is computed with, the next one is copied. Whoever goes through all of them twice goes back
+the second time, so that the last two are there still.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fluxtrain.memory.arena import aligned, device_flat
+from fluxtrain.memory.device import Device, Ticket
+from fluxtrain.memory.group import Group, Member
+
+Report = Callable[[Group, str, Ticket, int], None]  # group, cause, the copy, bytes
+_PLACES = 2
+
+
+@dataclass(eq=False)
+class _Place:
+    """Device memory for one slice at a time."""
+
+    flat: Tensor  # (bytes,) uint8
+    index: int = -1  # of the slice that is there, or on its way
+    version: int = -1  # of the group's weights
+    tickets: tuple[Ticket, ...] = ()
+    used: bool = False  # a computation uses it now
+    awaited: bool = False  # its copy was started, and nobody has used it yet
+    free: object = None  # the point after which it may be overwritten
+
+
+class WeightSlices:
+    """The slices of members (V, ...) of one group, cut alike: a head's weight, and its bias."""
+
+    def __init__(
+        self, device: Device, group: Group, members: list[Member], words: int, report: Report
+    ) -> None:
+        self.group, self.members = group, members
+        self.words = words  # of a slice; the last one may have fewer
+        self._device = device
+        self._report = report
+        self._places: list[_Place] = []
+
+    @property
+    def count(self) -> int:
+        every: int = self.members[0].shape[0]
+        return -(-every // self.words)
+
+    @property
+    def device_bytes(self) -> int:
+        return sum(place.flat.nbytes for place in self._places)
+
+    def span(self, index: int) -> slice:
+        """Words of the slice at `index`."""
+        every: int = self.members[0].shape[0]
+        return slice(index * self.words, min(every, (index + 1) * self.words))
+
+    def prefetch(self, index: int) -> None:
+        """Start to copy a slice in, if there is one, it is not there, and a place is free."""
+        if 0 <= index < self.count and self._holding(index) is None:
+            free = [p for p in self._memory() if not p.used and not self._wanted(p)]
+            if free:
+                self._fill(free[0], index, "prefetch")
+
+    def take(self, index: int) -> list[Tensor]:
+        """The members' words (n, ...) on the device; the computation waits for them. Every `take`
+        is followed by one `release`."""
+        place = self._holding(index)
+        if place is None:
+            free = [place for place in self._memory() if not place.used]
+            place = min(free, key=self._wanted)
+            self._fill(place, index, "demand")
+        for ticket in place.tickets:
+            ticket.wait_compute("weights")
+        place.used, place.awaited = True, False
+        return [view for view, _ in self._views(place, index)]
+
+    def release(self, index: int) -> None:
+        """The computation with it is queued: once that has run, its place may be overwritten."""
+        for place in self._places:
+            if place.index == index and place.used:
+                place.used = False
+                place.free = self._device.mark()
+
+    def give_back(self) -> None:
+        """Free the places; copies under way are waited for."""
+        for place in self._places:
+            for ticket in place.tickets:
+                with contextlib.suppress(Exception):  # told to whoever took it
+                    ticket.wait_host()
+        self._places = []
+
+    def _holding(self, index: int) -> _Place | None:
+        for place in self._places:
+            current = (place.index, place.version) == (index, self.group.version)
+            if current and not any(ticket.failed() for ticket in place.tickets):
+                return place
+        return None
+
+    def _wanted(self, place: _Place) -> bool:
+        """Was it copied for somebody who is still to come?"""
+        return place.awaited and self._holding(place.index) is place
+
+    def _memory(self) -> list[_Place]:
+        if not self._places:
+            size_bytes = sum(aligned(self.words * self._word_bytes(m)) for m in self.members)
+            target = self._device.torch_device
+            with torch.inference_mode(False):  # they stay for training passes that come later
+                for _ in range(min(_PLACES, self.count)):
+                    flat = self._device.for_copies(device_flat(target, size_bytes))
+                    # its memory may have been something else's, which the computation still reads
+                    self._places.append(_Place(flat, free=self._device.mark()))
+        return sorted(self._places, key=lambda place: place.used)
+
+    def _fill(self, place: _Place, index: int, cause: str) -> None:
+        for before in place.tickets:
+            if not before.failed() and before.instants() is None:  # it still waits for an update
+                with contextlib.suppress(Exception):  # and would come after this one
+                    before.wait_host()
+        place.index, place.version, place.awaited = index, self.group.version, True
+        tickets: list[Ticket] = []
+        for view, home in self._views(place, index):
+            ticket = self._device.upload(view, home, self.group.pending, place.free)
+            self._report(self.group, cause, ticket, view.nbytes)
+            tickets.append(ticket)
+        place.tickets = tuple(tickets)
+
+    def _views(self, place: _Place, index: int) -> list[tuple[Tensor, Tensor]]:
+        """Each member's slice on the device and at home."""
+        found: list[tuple[Tensor, Tensor]] = []
+        start, span = 0, self.span(index)
+        for member in self.members:
+            home = self.group.home_views[member.index][span]
+            flat = place.flat[start : start + home.nbytes].view(home.dtype)
+            found.append((flat.view(home.shape), home))
+            start += aligned(self.words * self._word_bytes(member))
+        return found
+
+    def _word_bytes(self, member: Member) -> int:
+        return member.count // member.shape[0] * member.segment.dtype.itemsize

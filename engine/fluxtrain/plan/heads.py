@@ -1,0 +1,122 @@
+"""A head at home whose weight is copied to the device whole, or in slices of its words.
+
+The logits of a chunk of tokens over one slice are all that the loss needs at a time: a first pass
+over the slices collects the sums of the softmax, a second one computes slopes. So the device holds
+two slices of the weight, and of its gradient the fp32 sum of one and what is on its way home; in
+exchange the weight crosses the bus twice, its logits are computed twice, and the gradient of the
+hidden states is added up in fp32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fluxtrain.plan.facts import (
+    FP32_BYTES,
+    GroupFacts,
+    Groups,
+    Head,
+    HeadFacts,
+    ModelFacts,
+    RowFacts,
+    Wishes,
+)
+from fluxtrain.units import bytes_text
+
+SLICE_BYTES = 64 << 20  # of weights: 1.3 ms on a bus of 50 GB/s, and wide enough for a GPU's matmul
+LOGITS_CHUNK_BYTES = 256 << 20  # fp32 logits of one chunk of tokens
+FUSED_LOGITS_BYTES = 512 << 20  # on a GPU: logits in the activations' dtype, their slope in place
+MULTIPLE_WORDS = 128  # in a slice
+_ON_DEVICE = 2  # one is computed with, the next one is copied
+
+
+def slice_words(word_bytes: int, words: int) -> int:
+    """Words of a slice, of a head of so many whose weights take so much each."""
+    fitting = SLICE_BYTES // word_bytes // MULTIPLE_WORDS * MULTIPLE_WORDS
+    return min(words, max(MULTIPLE_WORDS, fitting))
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadSlices:
+    """What a head takes that comes in slices."""
+
+    head: HeadFacts
+    group: GroupFacts
+
+    @property
+    def words(self) -> int:
+        """Of a slice."""
+        return slice_words(self.head.word_bytes, self.head.words)
+
+    @property
+    def slice_bytes(self) -> int:
+        """Weights of one."""
+        return self.words * self.head.word_bytes
+
+    @property
+    def on_device_bytes(self) -> int:
+        """Weights that are on the device at a time."""
+        return min(_ON_DEVICE * self.slice_bytes, self.head.words * self.head.word_bytes)
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Of one slice in the weights' dtype."""
+        return self.slice_bytes if self.head.trained else 0
+
+    @property
+    def sum_bytes(self) -> int:
+        """Of one slice's gradient in fp32."""
+        return self.gradient_bytes // self.head.dtype_bytes * FP32_BYTES
+
+    @property
+    def copied_bytes(self) -> int:
+        """Weights that go up for one batch: in both passes, but for those that are there still."""
+        return 2 * self.head.words * self.head.word_bytes - self.on_device_bytes
+
+    @property
+    def compute_share(self) -> float:
+        """How many times the operations of a whole head: logits twice beside two gradients, or one
+        where the weight is frozen."""
+        return 4 / 3 if self.head.trained else 3 / 2
+
+
+def head_slices(facts: ModelFacts, chosen: Head, at_home: Groups) -> HeadSlices | None:
+    """What the head takes where it is at home and comes in slices."""
+    head = facts.head
+    if chosen != "slices" or head is None or head.tied:
+        return None
+    group = next((group for group in at_home if group.name == head.group), None)
+    return None if group is None else HeadSlices(head=head, group=group)
+
+
+def head_for(facts: ModelFacts, wishes: Wishes) -> Head:
+    """Slices or the whole of the head."""
+    apart = facts.head is not None and not facts.head.tied
+    return "slices" if apart and wishes.head == "slices" else "whole"
+
+
+def reason(facts: ModelFacts, wishes: Wishes, found: HeadSlices | None) -> str:
+    """Why, with numbers."""
+    head = facts.head
+    if head is None:
+        return "no head is known whose words can be cut apart"
+    if head.tied:
+        return f"the weight of {head.group} is tied: a lookup adds to its gradient too"
+    if found is None and wishes.head != "whole":
+        return f"{head.group} lives on the device with all its words"
+    if wishes.head != "auto" or found is None:
+        return "as set"
+    size = bytes_text(head.words * head.word_bytes)
+    return f"two slices of {bytes_text(found.slice_bytes)} on the device instead of {size}"
+
+
+def logits_bytes(
+    row: RowFacts, batch_rows: int, words: int, product_bytes: int, *, has_gpu: bool
+) -> int:
+    """What a chunk of tokens (at least one) takes for the loss over so many words: with a GPU its
+    logits, else those twice in fp32, or once and a half beside the product that becomes the
+    weight's gradient."""
+    token = words * (row.dtype_bytes if has_gpu else FP32_BYTES)
+    limit = FUSED_LOGITS_BYTES if has_gpu else LOGITS_CHUNK_BYTES
+    logits = max(token, min(limit, batch_rows * row.sequence_length * token))
+    return logits if has_gpu else max(2 * logits, 3 * logits // 2 + product_bytes)

@@ -1,0 +1,270 @@
+"""The last linear layer in slices of its words: of its weight the device never holds more than two.
+
+The loss needs them twice. The forward pass collects each token's log of the softmax's sum and its
+target's logit; the backward pass computes the logits again, and with them the slopes, adds up the
+gradient of the hidden states in fp32, and sends each slice's weight gradient home before the next.
+Whoever asks for the logits themselves is given them, computed slice by slice as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from fluxtrain.errors import MisusedModel
+from fluxtrain.memory.group import Group
+from fluxtrain.memory.slices import WeightSlices
+from fluxtrain.plan.heads import slice_words
+from fluxtrain.stream.chunk_loss import add_product_
+from fluxtrain.stream.head_call import HeadCall
+from fluxtrain.stream.slice_loss import Tokens, Words, slices_of
+
+if TYPE_CHECKING:
+    from fluxtrain.stream.block import Unit
+    from fluxtrain.stream.engine import Engine
+
+_SCALED_ROWS = 4096
+Slope = Callable[[Tensor, Words, slice], Tensor]  # hidden (n, H), words, which tokens -> (n, w)
+
+
+def choose_slices(engine: Engine) -> None:
+    """Let the head's weight come in slices where the plan says so."""
+    if engine.plan.head != "slices":
+        return
+    unit = next((unit for unit in engine.units if unit.is_head and _comes_apart(unit)), None)
+    if unit is None:
+        engine.say("no head comes in slices: its weight is tied, or none is known")
+        return
+    linear: Any = unit.module
+    by_parameter = {id(member.parameter): member for member in unit.group.members}
+    biases = [] if linear.bias is None else [by_parameter[id(linear.bias)]]
+    weight = by_parameter[id(linear.weight)]
+    words = slice_words(weight.shape[1] * weight.segment.dtype.itemsize, weight.shape[0])
+    unit.slices = WeightSlices(
+        engine.device, unit.group, [weight, *biases], words, engine.accounts.uploaded
+    )
+
+
+def _comes_apart(unit: Unit) -> bool:
+    """Is its weight all its own? That of a tied one has gradients of others."""
+    return unit.group.users == 1 and not unit.borrowed
+
+
+def passes_in_parts(engine: Engine, group: Group) -> bool:
+    """Does no part compute with the whole group, so that it needs no slot?"""
+    if any(unit.slices is not None and unit.slices.group is group for unit in engine.units):
+        return True
+    return group.rows is not None and group.by_rows
+
+
+def sliced_cross_entropy(call: HeadCall, hidden: Tensor) -> Tensor:
+    """Cross entropy (0-d fp32) of `hidden @ weight.T + bias` for hidden (N, H)."""
+    anchor = call.unit.engine.anchor
+    loss: Tensor = _SlicedCrossEntropy.apply(call, anchor, hidden)  # type: ignore[no-untyped-call]
+    return loss
+
+
+def sliced_logits(unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    """The head's output (..., V) for its arguments; None where slices will not do: from then on the
+    whole head has a place on the device."""
+    engine = unit.engine
+    hooked = any(m.parameter._backward_hooks for _, m in unit.members())
+    if hooked and torch.is_grad_enabled():
+        copy_whole(unit, "its weight has hooks")
+        return None
+    if torch.is_autocast_enabled(engine.device.torch_device.type):
+        copy_whole(unit, "it is called under autocast")
+        return None
+    if kwargs or len(args) != 1 or type(args[0]) is not Tensor:
+        copy_whole(unit, "it is called with something else than hidden states")
+        return None
+    call = HeadCall(unit, args[0], 0, "sum", args[0].dtype)
+    logits: Tensor = _SlicedLogits.apply(call, engine.anchor, args[0])  # type: ignore[no-untyped-call]
+    return logits
+
+
+def copy_whole(unit: Unit, why: str) -> None:
+    """From now on the head is on the device whole while it computes."""
+    engine, slices = unit.engine, unit.slices
+    assert slices is not None
+    slices.give_back()
+    unit.slices = None
+    engine.window.add_slot(slices.group.wire_bytes, owner=slices.group)
+    engine.say(f"{unit.name} is copied to the device whole, not in slices: {why}")
+
+
+class _SlicedCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: HeadCall, anchor: Tensor, hidden: Tensor) -> Tensor:
+        ctx.call, ctx.anchor_node = call, call.unit.engine.anchor_node
+        target, count, wrong = call.targets()
+        tokens = Tokens.of(target)
+        slices = _slices(call.unit)
+        with _computing(call.unit, "head"):
+            chunks = _chunks(call, hidden)
+            for words in _each(slices, range(slices.count)):
+                for rows in _spans(len(hidden), chunks.tokens):
+                    chunks.collect(hidden[rows].detach(), words, tokens.cut(rows))
+        call.unit.engine.after_forward(call.unit)
+        ctx.save_for_backward(hidden)
+        ctx.tokens, ctx.count = tokens, count
+        losses = torch.where(target >= 0, tokens.log_sums - tokens.chosen, 0.0)
+        loss: Tensor = (losses.sum() / count).masked_fill(wrong, torch.nan)
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, scale: Tensor) -> tuple[None, None, Tensor | None]:
+        call: HeadCall = ctx.call
+        (hidden,) = ctx.saved_tensors
+        _begin_backward(call, ctx.anchor_node)
+        slope_scale = call.slope_scale(ctx.count, _slices(call.unit).members[0].segment.dtype)
+        if call.kept_scale is not None:
+            scale = scale * call.kept_scale
+        chunks = _chunks(call, hidden)
+
+        def slope(inner: Tensor, words: Words, rows: slice) -> Tensor:
+            found: Tensor = chunks.slope(inner, words, ctx.tokens.cut(rows), slope_scale)
+            return found
+
+        wanted = ctx.needs_input_grad[2]
+        return None, None, _backward(call, hidden, wanted, scale, chunks.tokens, slope)
+
+
+class _SlicedLogits(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: HeadCall, anchor: Tensor, hidden: Tensor) -> Tensor:
+        ctx.call, ctx.anchor_node = call, call.unit.engine.anchor_node
+        slices = _slices(call.unit)
+        out: Tensor | None = None  # (..., V)
+        with _computing(call.unit, "head"):
+            for words in _each(slices, range(slices.count)):
+                found = nn.functional.linear(hidden, words.weight, words.bias)
+                if out is None:
+                    out = found.new_empty((*found.shape[:-1], slices.members[0].shape[0]))
+                out[..., words.first : words.first + len(words.weight)] = found
+        assert out is not None
+        call.unit.engine.after_forward(call.unit)
+        ctx.save_for_backward(hidden)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, Tensor | None]:
+        call: HeadCall = ctx.call
+        (hidden,) = ctx.saved_tensors
+        _begin_backward(call, ctx.anchor_node)
+        slopes = gradient.reshape(-1, gradient.shape[-1])
+        flat = hidden.reshape(-1, hidden.shape[-1])
+
+        def slope(inner: Tensor, words: Words, rows: slice) -> Tensor:
+            return slopes[rows, words.first : words.first + len(words.weight)]
+
+        one = torch.ones((), device=gradient.device)
+        wanted = ctx.needs_input_grad[2]
+        found = _backward(call, flat, wanted, one, max(1, len(flat)), slope)
+        return None, None, None if found is None else found.view(hidden.shape)
+
+
+def _begin_backward(call: HeadCall, anchor_node: Any) -> None:
+    call.unit.engine.begin_backward(call.unit, call, anchor_node)
+    if call.unit.slices is None:
+        raise MisusedModel(
+            f"{call.unit.name} was used in a way between its forward and its backward pass that "
+            "needs all of it on the device: compute the loss again"
+        )
+    if any(m.parameter._backward_hooks for _, m in call.unit.members()):
+        raise MisusedModel(
+            f"a hook was registered on a weight of {call.unit.name} between forward and backward: "
+            "register it before the forward pass"
+        )
+
+
+def _backward(
+    call: HeadCall, hidden: Tensor, for_hidden: bool, scale: Tensor, most: int, slope_of: Slope
+) -> Tensor | None:
+    """Hand the gradients of the weights times `scale` (0-d fp32) to the engine, slice by slice;
+    that of hidden (N, H) is returned where it is wanted. `most` tokens a chunk."""
+    unit, slices = call.unit, _slices(call.unit)
+    engine, (for_weight, for_bias) = unit.engine, call.trained()
+    sums: Tensor | None = None
+    if for_hidden:
+        sums = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
+    with _computing(unit, "backward"):
+        for words in _each(slices, reversed(range(slices.count))):
+            total = engine.gradients.slice_sum(words.weight.shape) if for_weight else None
+            bias_total = torch.zeros(len(words.weight), device=hidden.device) if for_bias else None
+            for rows in _spans(len(hidden), most):
+                inner = hidden[rows].detach()
+                slope = slope_of(inner, words, rows)  # (n, w)
+                if sums is not None:
+                    add_product_(sums[rows], slope, words.weight)
+                if total is not None:
+                    add_product_(total, slope.t(), inner)
+                if bias_total is not None:
+                    bias_total += slope.sum(0, dtype=torch.float32)
+            for member, found in zip(slices.members, (total, bias_total), strict=False):
+                if found is not None:
+                    engine.add_slice(slices, member, words.first, found.mul_(scale))
+    engine.after_backward(unit)
+    return None if sums is None else _scaled(sums, scale, hidden.dtype)
+
+
+def _scaled(sums: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """sums (N, H) fp32, in place, times the scale, in `dtype`."""
+    if dtype == torch.float32:
+        return sums.mul_(scale)
+    found = torch.empty_like(sums, dtype=dtype)
+    for to, part in zip(found.split(_SCALED_ROWS), sums.split(_SCALED_ROWS), strict=True):
+        to.copy_(part.mul_(scale))
+    return found
+
+
+def _slices(unit: Unit) -> WeightSlices:
+    assert unit.slices is not None, "the head is whole"
+    return unit.slices
+
+
+def _each(slices: WeightSlices, order: Iterable[int]) -> Iterator[Words]:
+    """The slices in this order, each valid until the next, whose copy is under way."""
+    indices = list(order)
+    for index, following in zip(indices, [*indices[1:], -1], strict=True):
+        weight, *biases = slices.take(index)
+        try:
+            slices.prefetch(following)
+            yield Words(
+                weight=weight,
+                bias=biases[0] if biases else None,
+                first=slices.span(index).start,
+            )
+        finally:
+            slices.release(index)
+
+
+def _chunks(call: HeadCall, hidden: Tensor) -> Any:
+    slices = _slices(call.unit)
+    weights, most = slices.members[0].segment.dtype, call.unit.engine.head_tokens
+    return slices_of(weights, hidden, call.dtype, slices.words, most)
+
+
+def _spans(count: int, most: int) -> list[slice]:
+    """Tokens of each chunk."""
+    return [slice(start, min(count, start + most)) for start in range(0, count, most)]
+
+
+@contextmanager
+def _computing(unit: Unit, does: str) -> Iterator[None]:
+    """The timeline calls the computation inside `does`."""
+    engine: Engine = unit.engine
+    engine.use.begin()
+    try:
+        start = engine.device.recorder.instant()
+        yield
+        engine.device.recorder.computed(does, unit.name, start)
+    finally:
+        engine.use.end()

@@ -1,0 +1,321 @@
+"""A head that comes in slices of its words gives what the whole of it gives, in less memory."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+import fluxtrain
+from fluxtrain.errors import BadInput, MisusedModel
+from fluxtrain.plan import heads
+from fluxtrain.stream.engine import Engine, engine_of
+from fluxtrain.stream.resettle import resettle
+from tests.engine.row_models import HIDDEN, VOCABULARY, Result, inputs, trained
+
+WORDS = 128  # of a slice: five slices, the last one shorter
+HEAD_ELEMENTS = VOCABULARY * HIDDEN
+
+
+@pytest.fixture(autouse=True)
+def small_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heads, "SLICE_BYTES", 1)
+    monkeypatch.setattr(heads, "MULTIPLE_WORDS", WORDS)
+
+
+def qwen(dtype: torch.dtype = torch.float32, **changes: Any) -> nn.Module:
+    torch.manual_seed(3)
+    sizes: dict[str, Any] = {"vocab_size": VOCABULARY, "tie_word_embeddings": False, **changes}
+    sizes = {"intermediate_size": 48, **sizes}
+    config = Qwen2Config(
+        hidden_size=HIDDEN, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64, **sizes,
+    )  # fmt: skip
+    return Qwen2ForCausalLM(config).to(dtype).train()
+
+
+def in_slices(model: nn.Module, head: str = "slices", **options: Any) -> Engine:
+    options = {"offload": "weights", "chunk_rows": 2, "overlap": True, **options}
+    fluxtrain.wrap(model, device="cpu", head=head, **options)
+    return engine_of(model)
+
+
+def head_of(engine: Engine) -> Any:
+    return next(unit for unit in engine.units if unit.is_head)
+
+
+def agree(one: Result, other: Result, *, loss: float, weights: float) -> None:
+    """Losses and norms, and the weights after some steps, which AdamW makes of gradients' signs."""
+    torch.testing.assert_close(torch.tensor(one[0]), torch.tensor(other[0]), rtol=loss, atol=0.0)
+    assert one[2].keys() == other[2].keys()
+    for name, values in one[2].items():
+        torch.testing.assert_close(other[2][name], values, rtol=0.0, atol=weights, msg=name)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"passes": 3},
+        {"eager": True},
+        {"states": "8bit"},
+        {"states": "bf16"},
+        {"deferred_moments": True},
+        {"boundaries": "host"},
+        {"offload": "max"},
+        {"offload": "optimizer"},
+        {"overlap": False},
+        {"chunk_rows": 1},
+    ],
+    ids=str,
+)
+def test_slices_train_as_the_whole_head_does(options: dict[str, Any]) -> None:
+    whole = trained(qwen(), "rows", head="whole", **options)
+    slices = trained(qwen(), "rows", head="slices", **options)
+    agree(whole, slices, loss=2e-5, weights=2e-3)  # steps of 1e-2
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gradients_of_half_precision_are_as_close_to_exact_ones_as_those_of_the_whole(
+    dtype: torch.dtype,
+) -> None:
+    def gradients(model: nn.Module) -> dict[str, Tensor]:
+        model(**inputs(0)).loss.backward()
+        named = model.named_parameters()
+        return {n: p.grad.detach().double() for n, p in named if p.grad is not None}
+
+    exact = gradients(qwen(dtype).double())
+    found: dict[str, dict[str, Tensor]] = {}
+    for head in ("whole", "slices"):
+        model = qwen(dtype)
+        in_slices(model, head)
+        found[head] = gradients(model)
+    assert exact.keys() == found["slices"].keys()
+    for name, expected in exact.items():
+        off = {head: float((each[name] - expected).norm()) for head, each in found.items()}
+        assert off["slices"] <= 1.1 * off["whole"] + 1e-3 * float(expected.norm()), name
+
+
+@pytest.mark.parametrize("options", [{}, {"eager": True}, {"passes": 2}], ids=str)
+def test_the_same_slices_give_the_same_bits(options: dict[str, Any]) -> None:
+    runs = [trained(qwen(torch.bfloat16), "rows", head="slices", **options) for _ in range(2)]
+    assert runs[0][0] == runs[1][0]
+    assert all(torch.equal(values, runs[1][2][name]) for name, values in runs[0][2].items())
+
+
+def test_the_norm_of_all_gradients_does_not_depend_on_the_slices(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    norms = []
+    for words in (WORDS, 8, 1000):
+        monkeypatch.setattr(heads, "MULTIPLE_WORDS", words)
+        engine = in_slices(model := qwen())
+        model(**inputs(0)).loss.backward()
+        weight: Any = head_of(engine).module.weight
+        measured = engine.clip_grad_norm(None).value()
+        theirs = torch.linalg.vector_norm(
+            torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None])
+        )
+        assert measured == pytest.approx(float(theirs), rel=1e-6)
+        assert float(weight.grad.norm()) == pytest.approx(
+            float(torch.tensor(weight.grad.tolist()).norm()), rel=1e-6
+        )
+        norms.append(measured)
+    assert norms == pytest.approx([norms[0]] * 3, rel=1e-6)
+
+
+def test_of_weight_and_gradient_the_device_never_holds_more_than_two_slices() -> None:
+    peaks: dict[str, int] = {}
+    for head in ("whole", "slices"):
+        model = qwen(torch.bfloat16, vocab_size=40_000, intermediate_size=2048)
+        engine = in_slices(model, head, embedding="rows")
+        optimizer = torch.optim.AdamW(model.parameters())
+        for step in range(2):
+            model(**inputs(step)).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        engine.flush()
+        peaks[head] = engine.memory().device_peak_bytes
+        slices = head_of(engine).slices
+        assert (slices is None) == (head == "whole")
+        if slices is not None:
+            one = WORDS * HIDDEN * 2
+            assert slices.device_bytes == 2 * one
+    every = 40_000 * HIDDEN * 2
+    assert peaks["whole"] - peaks["slices"] > 1.8 * every  # weight, and gradient on its way home
+
+
+def test_the_weight_goes_up_twice_and_its_gradient_comes_home_once() -> None:
+    moved: dict[str, tuple[int, int]] = {}
+    for head in ("whole", "slices"):
+        model = qwen()
+        engine = in_slices(model, head)
+        model(**inputs(0)).loss.backward()
+        engine.gradients.drain()
+        moved[head] = engine.traffic().h2d_bytes, engine.traffic().d2h_bytes
+    last_two = (VOCABULARY % WORDS + WORDS) * HIDDEN * 4  # are there still
+    assert moved["slices"][0] - moved["whole"][0] == 4 * HEAD_ELEMENTS - last_two
+    assert moved["slices"][1] == moved["whole"][1]
+
+
+def test_an_evaluation_copies_each_slice_once_and_computes_no_logits_beside() -> None:
+    model = qwen()
+    engine = in_slices(model)
+    head = head_of(engine)
+    expected = qwen()(**inputs(0)).loss
+    with torch.no_grad(), engine.evaluating():
+        loss = model(**inputs(0)).loss
+        before = engine.traffic().h2d_bytes
+        model(**inputs(1))
+        again = engine.traffic().h2d_bytes - before
+    torch.testing.assert_close(loss, expected.detach(), rtol=1e-5, atol=0.0)
+    blocks = sum(g.wire_bytes for g in engine.groups if g.kind == "block")
+    assert again <= 4 * HEAD_ELEMENTS + blocks + 4 * inputs(1)["input_ids"].numel() * HIDDEN + 4096
+    assert head.slices is not None and not engine.gradients.is_open(head.group)
+
+
+def test_a_frozen_head_gives_gradients_to_what_is_before_it_alone() -> None:
+    plain, model = qwen(), qwen()
+    for each in (plain, model):
+        each.get_parameter("lm_head.weight").requires_grad_(False)
+    engine = in_slices(model)
+    assert head_of(engine).slices is not None
+    for each in (plain, model):
+        each(**inputs(0)).loss.backward()
+    assert model.get_parameter("lm_head.weight").grad is None
+    for name, parameter in plain.named_parameters():
+        if parameter.grad is not None:
+            limit = 1e-5 * float(parameter.grad.abs().max())
+            got = model.get_parameter(name).grad
+            torch.testing.assert_close(got, parameter.grad, rtol=0.0, atol=limit, msg=name)
+
+
+def test_generation_gives_the_words_of_the_whole_head() -> None:
+    prompt = inputs(0)["input_ids"][:1]
+    words = []
+    for head in ("whole", "slices"):
+        model: Any = qwen().eval()
+        engine = in_slices(model, head)
+        words.append(model.generate(prompt, max_new_tokens=5, do_sample=False, pad_token_id=0))
+        assert (head_of(engine).slices is None) == (head == "whole")
+    assert torch.equal(*words)
+
+
+def test_a_run_in_slices_goes_on_from_its_shards_with_the_same_losses() -> None:
+    def steps(model: nn.Module, optimizer: Any, seeds: range) -> list[float]:
+        told = []
+        for seed in seeds:
+            loss = model(**inputs(seed)).loss
+            loss.backward()
+            engine_of(model).clip_grad_norm(0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+            told.append(float(loss.detach()))
+        engine_of(model).flush()
+        return told
+
+    model, again = qwen(torch.bfloat16), qwen(torch.bfloat16)
+    for each in (model, again):
+        in_slices(each)
+    first, second = (torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (model, again))
+    steps(model, first, range(3))
+    saved = {
+        name: {key: tensor.clone() for key, tensor in tensors.items()}
+        for name, tensors in engine_of(model).state_shards()
+    }
+    expected = steps(model, first, range(3, 6))
+    for name, tensors in saved.items():
+        engine_of(again).load_state_shard(name, tensors)
+    assert steps(again, second, range(3, 6)) == expected
+
+
+def test_a_loss_can_be_differentiated_twice() -> None:
+    plain, model = qwen(), qwen()
+    in_slices(model)
+    for each in (plain, model):
+        loss = each(**inputs(0)).loss
+        loss.backward(retain_graph=True)
+        loss.backward()
+    for name, parameter in plain.named_parameters():
+        limit = 1e-5 * float(parameter.grad.abs().max())
+        got = model.get_parameter(name).grad
+        torch.testing.assert_close(got, parameter.grad, rtol=0.0, atol=limit, msg=name)
+
+
+def test_a_weight_with_a_hook_is_copied_whole_and_its_hook_is_called(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    plain, model = qwen(), qwen()
+    engine = in_slices(model)
+    for each in (plain, model):
+        each.get_parameter("lm_head.weight").register_hook(lambda gradient: 2 * gradient)
+    with caplog.at_level(logging.WARNING, "fluxtrain"):
+        for each in (plain, model):
+            each(**inputs(0)).loss.backward()
+    assert "lm_head is copied to the device whole" in caplog.text
+    assert head_of(engine).slices is None
+    got, expected = (m.get_parameter("lm_head.weight").grad for m in (model, plain))
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-7)
+
+
+def test_a_hook_that_comes_between_forward_and_backward_is_refused() -> None:
+    model = qwen()
+    in_slices(model)
+    loss = model(**inputs(0)).loss
+    model.get_parameter("lm_head.weight").register_hook(lambda gradient: gradient)
+    with pytest.raises(MisusedModel, match="before the forward pass"):
+        loss.backward()
+
+
+def test_a_head_used_under_autocast_is_copied_whole(caplog: pytest.LogCaptureFixture) -> None:
+    plain, model = qwen(), qwen()
+    in_slices(model)
+    losses = []
+    with caplog.at_level(logging.WARNING, "fluxtrain"):
+        for each in (plain, model):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                losses.append(each(**inputs(0)).loss)
+    assert "under autocast" in caplog.text
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=0.0)
+
+
+def test_a_head_that_moves_to_the_device_and_back_trains_on() -> None:
+    def losses(*, moves: bool) -> list[float]:
+        model = qwen()
+        engine = in_slices(model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        every = len(engine.groups)
+        told = []
+        for step, count in enumerate((0, every, 0)):
+            if moves:
+                resettle(
+                    engine, device_groups=count, resident_blocks=0, kept_blocks=0,
+                    slots=0 if count else 3, chunk_rows=2, need=engine.plan.need,
+                )  # fmt: skip
+                slices = head_of(engine).slices
+                assert slices is not None and (count == 0 or slices.device_bytes == 0)
+            loss = model(**inputs(step)).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            told.append(float(loss.detach()))
+        return told
+
+    assert losses(moves=True) == pytest.approx(losses(moves=False), rel=1e-6)
+
+
+def test_a_tied_head_stays_whole_and_that_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    model = qwen(tie_word_embeddings=True)
+    with caplog.at_level(logging.WARNING, "fluxtrain"):
+        engine = in_slices(model)
+    assert head_of(engine).slices is None
+    assert "head='slices' has no effect" in caplog.text and "tied" in caplog.text
+
+
+def test_a_word_for_the_head_that_is_none_is_refused() -> None:
+    with pytest.raises(BadInput, match="head is 'half'"):
+        fluxtrain.wrap(qwen(), device="cpu", head="half")

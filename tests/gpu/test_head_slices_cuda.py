@@ -1,0 +1,235 @@
+"""A head in slices on a GPU: the loss of the whole head, its gradients, less memory, no waiting."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+import fluxtrain
+from fluxtrain.plan import heads
+from fluxtrain.stream.engine import Engine, engine_of
+from fluxtrain.stream.slice_loss import FusedSlices, PlainSlices, Tokens, Words, slices_of
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+
+TOKENS, WIDTH = 37, 64
+VOCABULARY, HIDDEN = 64_000, 256
+SLICE = 4096  # words
+
+
+@pytest.fixture
+def plainly() -> Iterator[None]:
+    yield
+    torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.fixture
+def small_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heads, "SLICE_BYTES", SLICE * HIDDEN * 2)
+
+
+def passes(
+    how: PlainSlices | FusedSlices, hidden: Tensor, weight: Tensor, bias: Tensor | None, words: int
+) -> tuple[Tensor, Tensor]:
+    """Losses (N,) and slopes (N, V) by slices of `words`, chunks as `how` says."""
+    target = torch.randint(0, len(weight), (TOKENS,), device="cuda")
+    target[::5] = -1
+    tokens, scale = Tokens.of(target), torch.tensor(1 / 29, device="cuda")
+    slices = [
+        Words(
+            weight=weight[first : first + words],
+            bias=None if bias is None else bias[first : first + words],
+            first=first,
+        )
+        for first in range(0, len(weight), words)
+    ]
+    rows = [slice(at, min(TOKENS, at + how.tokens)) for at in range(0, TOKENS, how.tokens)]
+    for each in slices:
+        for part in rows:
+            how.collect(hidden[part], each, tokens.cut(part))
+    slopes = torch.empty(TOKENS, len(weight), device="cuda")
+    for each in reversed(slices):
+        for part in rows:
+            found = how.slope(hidden[part], each, tokens.cut(part), scale)
+            slopes[part, each.first : each.first + len(each.weight)] = found.float()
+    return torch.where(target >= 0, tokens.log_sums - tokens.chosen, 0.0), slopes
+
+
+@pytest.mark.parametrize("words", [7, 8192, 9001, 151_936])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("tokens", [None, 10])
+def test_the_fused_slices_equal_the_plain_ones(
+    words: int, dtype: torch.dtype, bias: bool, tokens: int | None
+) -> None:
+    every = 20 if words == 7 else 20_000 if words < 20_000 else words
+    torch.manual_seed(words)
+    weight = torch.randn(every, WIDTH, device="cuda", dtype=dtype)
+    offset = torch.randn(every, device="cuda", dtype=dtype) if bias else None
+    hidden = torch.randn(TOKENS, WIDTH, device="cuda", dtype=dtype)
+    fused = slices_of(dtype, hidden, torch.float32, min(words, every), tokens)
+    assert isinstance(fused, FusedSlices)
+    found = []
+    for how in (fused, PlainSlices(torch.float32, words, tokens)):
+        torch.manual_seed(1)
+        found.append(passes(how, hidden, weight, offset, words))
+    (losses, slopes), (plain_losses, plain_slopes) = found
+    torch.testing.assert_close(losses, plain_losses, rtol=2e-5, atol=5e-5)
+    assert bool((losses[::5] == 0).all()) and bool((slopes[::5] == 0).all())
+    step = 1e-4 if dtype == torch.float32 else 2**-8  # one rounding of bf16
+    torch.testing.assert_close(slopes, plain_slopes, rtol=step, atol=1e-7)
+
+
+def build(dtype: torch.dtype) -> nn.Module:
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        hidden_size=HIDDEN, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=VOCABULARY, max_position_embeddings=1024,
+        tie_word_embeddings=False,
+    )  # fmt: skip
+    return Qwen2ForCausalLM(config).to(dtype).train()
+
+
+def batch(seed: int) -> Tensor:
+    draw = torch.Generator().manual_seed(seed)
+    return torch.randint(0, VOCABULARY, (8, 64), generator=draw).pin_memory()
+
+
+def wrapped(head: str, dtype: torch.dtype = torch.bfloat16, **options: Any) -> Engine:
+    model = build(dtype)
+    fluxtrain.wrap(
+        model, device="cuda", offload="weights", device_groups=0, resident_blocks=0, chunk_rows=4,
+        overlap=True, embedding="rows", head=head, **options,
+    )  # fmt: skip
+    engine = engine_of(model)
+    engine.model = model  # type: ignore[attr-defined]  # an engine does not hold its model
+    unit = next(unit for unit in engine.units if unit.is_head)
+    assert (unit.slices is not None) == (head == "slices")
+    return engine
+
+
+def trained(
+    head: str, dtype: torch.dtype, *, steps: int = 4, passes: int = 1, **options: Any
+) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses and norms of some steps, clipped where they are not eager, and the weights after."""
+    eager = options.get("eager", False)
+    engine = wrapped(head, dtype, **options)
+    model = engine.model  # type: ignore[attr-defined]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    told = []
+    for step in range(steps):
+        for part in range(passes):
+            ids = batch(step * passes + part)
+            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+            if eager:
+                engine.begin_eager_step(optimizer, loss)
+            loss.backward()
+            told.append(float(loss.detach()))
+        told.append(engine.clip_grad_norm(None if eager else 0.5).value())
+        optimizer.step()
+        optimizer.zero_grad()
+    engine.flush()
+    weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+    fluxtrain.unwrap(model)
+    gc.collect()
+    return told, weights
+
+
+@pytest.mark.usefixtures("small_slices")
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"passes": 2}, {"eager": True}, {"states": "8bit"}, {"deferred_moments": True}],
+    ids=str,
+)
+def test_slices_train_as_the_whole_head_does(options: dict[str, Any]) -> None:
+    losses, weights = trained("whole", torch.float32, **options)
+    others, theirs = trained("slices", torch.float32, **options)
+    assert others == pytest.approx(losses, rel=1e-3)  # products in TF32 or fp32 round otherwise
+    for name, values in weights.items():
+        torch.testing.assert_close(theirs[name], values, rtol=0.0, atol=2e-3, msg=name)
+
+
+@pytest.mark.usefixtures("small_slices")
+def test_the_same_slices_give_the_same_losses() -> None:
+    one, other = (trained("slices", torch.bfloat16) for _ in range(2))
+    assert one[0] == pytest.approx(other[0], rel=1e-6)
+
+
+@pytest.mark.usefixtures("small_slices")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gradients_of_half_precision_are_as_close_to_exact_ones_as_those_of_the_whole(
+    dtype: torch.dtype,
+) -> None:
+    ids = batch(0)
+    exact_model: Any = build(dtype).double()
+    exact_model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    found: dict[str, dict[str, Tensor]] = {}
+    for head in ("whole", "slices"):
+        engine = wrapped(head, dtype)
+        model = engine.model  # type: ignore[attr-defined]
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        found[head] = {
+            name: p.grad.detach().double().clone()
+            for name, p in model.named_parameters()
+            if name in ("lm_head.weight", "model.norm.weight", "model.embed_tokens.weight")
+        }
+        fluxtrain.unwrap(model)
+    for name in found["whole"]:
+        exact = exact_model.get_parameter(name).grad
+        off = {head: float((each[name] - exact).norm()) for head, each in found.items()}
+        assert off["slices"] <= 1.1 * off["whole"] + 1e-3 * float(exact.norm()), name
+
+
+@pytest.mark.usefixtures("small_slices", "plainly")
+def test_a_step_in_slices_never_waits_for_the_gpu() -> None:
+    engine = wrapped("slices")
+    model = engine.model  # type: ignore[attr-defined]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for step in range(4):
+        ids = batch(step)
+        if step == 3:
+            torch.cuda.synchronize()
+            engine.flush()
+            torch.cuda.set_sync_debug_mode("error")
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        torch.cuda.set_sync_debug_mode("default")
+        engine.clip_grad_norm(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    engine.flush()
+    fluxtrain.unwrap(model)
+
+
+@pytest.mark.usefixtures("small_slices")
+def test_slices_spare_the_weight_and_the_gradient_of_the_head() -> None:
+    peaks = {}
+    for head in ("whole", "slices"):
+        engine = wrapped(head)
+        model = engine.model  # type: ignore[attr-defined]
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        for step in range(2):
+            ids = batch(step)
+            model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        engine.flush()
+        peaks[head] = torch.cuda.max_memory_allocated()
+        fluxtrain.unwrap(model)
+        del engine, model, optimizer
+        gc.collect()
+        torch.cuda.empty_cache()
+    every = VOCABULARY * HIDDEN
+    slices = SLICE * HIDDEN * (2 * 2 + 4 + 2 * 2)  # two of weights, a sum, two on their way home
+    assert peaks["whole"] - peaks["slices"] > (2 + 4) * every - slices  # weight and fp32 sum

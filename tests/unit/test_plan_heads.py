@@ -1,0 +1,178 @@
+"""When a head comes in slices, what the plan says of it, what that saves and what it costs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from fluxtrain.errors import BadInput
+from fluxtrain.plan.cost import cost, least_cost
+from fluxtrain.plan.facts import GroupFacts, HeadFacts, ModelFacts, Room, RowFacts, Wishes
+from fluxtrain.plan.footprint import Layout, footprint
+from fluxtrain.plan.heads import SLICE_BYTES, slice_words
+from fluxtrain.plan.placement import place
+from fluxtrain.plan.rates import Rates
+from fluxtrain.plan.timed import Timing, place_timed
+from fluxtrain.units import GIB, MIB
+
+RATES = Rates(
+    has_gpu=True,
+    matmul_per_s=400e12,
+    adamw_per_s=5e9,
+    copy_bytes_per_s=70e9,
+    h2d_bytes_per_s=50e9,
+    d2h_bytes_per_s=50e9,
+)
+VOCABULARY, HIDDEN, BLOCK = 152_064, 3584, 233_000_000
+EDGE = VOCABULARY * HIDDEN
+SLICE_WORDS = 9344  # of 7168 bytes each: the most of whole 128s in 64 MiB
+HOME = Wishes(offload="weights", device_groups=0, batch_rows=32, chunk_rows=8)
+LAYOUT = Layout(offload="weights", batch_rows=32, chunk_rows=8, embedding="rows")
+SLICES = replace(LAYOUT, head="slices")
+
+
+def model(*, tied: bool = False, trained: bool = True) -> ModelFacts:
+    def group(name: str, size: int, *, learns: bool = True, **more: int) -> GroupFacts:
+        kind = "block" if name.startswith("layers") else "edge"
+        return GroupFacts(
+            name=name,
+            kind=kind,  # type: ignore[arg-type]
+            weight_bytes=2 * size,
+            trained_bf16=size if learns else 0,
+            **more,  # type: ignore[arg-type]
+        )
+
+    head = HeadFacts(
+        group="embed_tokens" if tied else "lm_head",
+        words=VOCABULARY,
+        word_bytes=2 * HIDDEN,
+        dtype_bytes=2,
+        trained=trained,
+        tied=tied,
+    )
+    own = () if tied else (group("lm_head", EDGE, learns=trained),)
+    return ModelFacts(
+        groups=(
+            group("embed_tokens", EDGE, table_rows=VOCABULARY, users=2 if tied else 1),
+            *(group(f"layers.{i}", BLOCK) for i in range(28)),
+            group("norm", HIDDEN),
+            *own,
+        ),
+        head_parameters=EDGE if trained else 0,
+        head=head,
+        row=RowFacts(
+            hidden=HIDDEN,
+            vocabulary=VOCABULARY,
+            sequence_length=1024,
+            dtype_bytes=2,
+            activation_bytes=1 << 24,
+        ),
+    )
+
+
+def room(device: float | None = 80) -> Room:
+    free = None if device is None else int(device * GIB)
+    return Room(device_free_bytes=free, host_available_bytes=400 * GIB)
+
+
+def chosen(facts: ModelFacts, wishes: Wishes, device: float | None = 80) -> tuple[str, str]:
+    """The plan's word for the head and its reason; empty where it says none."""
+    plan = place(facts, room(device), wishes)
+    told = [c for c in plan.choices if c.name == "placement.head"]
+    return (told[0].value, told[0].because) if told else (plan.head, "")
+
+
+def test_slices_are_of_whole_hundreds_of_words_and_no_more_than_the_head() -> None:
+    assert slice_words(2 * HIDDEN, VOCABULARY) == SLICE_WORDS
+    assert SLICE_WORDS * 2 * HIDDEN <= SLICE_BYTES < (SLICE_WORDS + 128) * 2 * HIDDEN
+    assert slice_words(1 << 30, VOCABULARY) == 128
+    assert slice_words(64, 50) == 50
+
+
+def test_the_head_comes_in_slices_where_that_is_asked_for() -> None:
+    assert chosen(model(), replace(HOME, head="slices")) == ("slices", "as set")
+    assert chosen(model(), replace(HOME, head="whole")) == ("whole", "as set")
+    assert chosen(model(), HOME)[0] == "whole"
+    with pytest.raises(BadInput, match="head is 'half'"):
+        chosen(model(), replace(HOME, head="half"))  # type: ignore[arg-type]
+
+
+def test_a_tied_head_and_one_that_lives_on_the_device_stay_whole() -> None:
+    word, because = chosen(model(tied=True), replace(HOME, head="slices"))
+    assert word == "whole" and "is tied" in because
+    word, because = chosen(model(), replace(HOME, offload="none", head="slices"), 400)
+    assert word == "whole" and "lives on the device" in because
+
+
+def test_the_device_holds_two_slices_of_weight_and_no_sum_of_the_whole() -> None:
+    facts = model()
+    whole, slices = (footprint(facts, one, has_gpu=True) for one in (LAYOUT, SLICES))
+    part = SLICE_WORDS * HIDDEN
+    assert whole.weights_bytes - slices.weights_bytes == 2 * EDGE - 2 * 2 * part
+    assert whole.gradients_bytes - slices.gradients_bytes == 2 * EDGE - 2 * 2 * part
+    tokens = 32 * 1024
+    hidden = tokens * HIDDEN
+    assert whole.workspace_bytes == 4 * EDGE + 512 * MIB + 2 * 2 * hidden
+    assert slices.workspace_bytes == 512 * MIB + (4 + 2 * 2) * hidden
+    assert whole.arena_bytes == slices.arena_bytes
+    assert whole.device_bytes - slices.device_bytes > 3 * GIB
+
+
+def test_a_frozen_heads_gradient_takes_nothing() -> None:
+    whole, slices = (footprint(model(trained=False), one, has_gpu=True) for one in (LAYOUT, SLICES))
+    assert whole.weights_bytes - slices.weights_bytes == 2 * EDGE - 4 * SLICE_WORDS * HIDDEN
+    assert whole.gradients_bytes == slices.gradients_bytes
+
+
+def test_on_the_device_the_word_changes_nothing() -> None:
+    facts, every = model(), len(model().groups)
+    for word in ("whole", "slices"):
+        there = Layout(offload="none", batch_rows=4, chunk_rows=4, head=word)  # type: ignore[arg-type]
+        assert footprint(facts, there, has_gpu=True) == footprint(
+            facts, replace(there, head="whole"), has_gpu=True
+        )
+        assert cost(facts, there, RATES) == cost(facts, replace(there, head="whole"), RATES)
+    assert every == 31
+
+
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("passes", [1, 3])
+def test_slices_cost_a_second_copy_and_a_third_more_of_the_heads_operations(
+    exact: bool, passes: int
+) -> None:
+    facts = model()
+    whole, slices = (
+        cost(facts, one, RATES, exact=exact, passes=passes) for one in (LAYOUT, SLICES)
+    )
+    assert slices.head_s == pytest.approx(4 / 3 * whole.head_s)
+    again = 2 * (EDGE - 2 * SLICE_WORDS * HIDDEN)  # the last two slices are there still
+    if passes == 1:
+        extra_s = slices.upload_forward_s - whole.upload_forward_s
+        assert extra_s == pytest.approx(again / 50e9)
+    assert slices.step_s > whole.step_s
+    least = least_cost(facts, SLICES, RATES, exact=exact, passes=passes)
+    assert least.step_s <= slices.step_s * (1 + 1e-9)
+    assert least.carried_s <= slices.carried_s * (1 + 1e-9)
+
+
+def test_few_tokens_wait_for_the_slices() -> None:
+    """One row of 1024 tokens is computed with faster than the head crosses the bus twice."""
+    short = replace(SLICES, batch_rows=1, chunk_rows=1)
+    rates = replace(RATES, adamw_per_s=1e12)
+    found, whole = (cost(model(), replace(short, head=word), rates) for word in ("slices", "whole"))
+    assert found.binds == whole.binds == "copies of weights to the GPU"
+    twice_s = 2 * (2 * EDGE - 2 * SLICE_WORDS * HIDDEN) / 50e9  # in place of the head's computation
+    once_s = 2 * EDGE / 50e9  # ahead, in the forward pass
+    first_s = SLICE_WORDS * 2 * HIDDEN / 50e9  # nothing is computed with before it is there
+    expected_s = twice_s - whole.head_s - once_s + first_s
+    assert found.step_s - whole.step_s == pytest.approx(expected_s)
+
+
+def test_a_timed_plan_says_how_the_head_is_copied() -> None:
+    wishes = replace(HOME, device_groups=None, head="slices")
+    timed = place_timed(model(), room(), wishes, Timing(rates=RATES))
+    told = next(choice for choice in timed.choices if choice.name == "placement.head")
+    home = timed.device_groups < len(model().groups)
+    assert timed.head == "slices" and home
+    assert told.value in ("slices", "whole")
