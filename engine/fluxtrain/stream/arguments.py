@@ -12,8 +12,10 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from fluxtrain.errors import MisusedModel
+from fluxtrain.stream.nesting import Shape, put_together, take_apart
 
 _CACHE_FLAGS = ("use_cache",)
+_NO_CACHE = (Tensor, str, int, float, bool, type(None))
 _OUTER_NODES = 3  # (args, kwargs), args and kwargs
 
 
@@ -25,10 +27,11 @@ class Tree:
     tensor_at: tuple[int, ...]
     which: tuple[int, ...]  # of the tensors is there
     spec: pytree.TreeSpec
+    shape: Shape | None = None  # the same, where it nests nothing but tuples, lists and dicts
 
     def fill(self, tensors: Sequence[Tensor]) -> Any:
         """The structure with `tensors` in their places."""
-        return pytree.tree_unflatten(self._filled(tensors), self.spec)
+        return put_together(self._filled(tensors), self.spec, self.shape)
 
     def nests(self) -> bool:
         """Of (args, kwargs): is a list, dict or tuple among the arguments?"""
@@ -36,7 +39,7 @@ class Tree:
 
     def is_in(self, value: Any, tensors: Sequence[Tensor]) -> bool:
         """Is `value`, which `fill(tensors)` gave, still made of the same objects?"""
-        leaves, spec = pytree.tree_flatten(value)
+        leaves, spec, _ = take_apart(value)
         return bool(spec == self.spec) and all(
             now is before for now, before in zip(leaves, self._filled(tensors), strict=True)
         )
@@ -59,17 +62,22 @@ def flatten(value: Any, *, once: bool = False) -> tuple[Tree, list[Tensor]]:
     once: a tensor that is in several places is taken out as one, for what is asked by `is` (query
     and key of an attention) and what is written to it in place.
     """
-    leaves, spec = pytree.tree_flatten(value)
-    at = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
-    tensors = [leaves[i] for i in at]
-    which = tuple(range(len(tensors)))
-    if once:
-        place = {id(tensor): i for i, tensor in reversed(list(enumerate(tensors)))}
-        firsts = sorted(place.values())
-        which = tuple(firsts.index(place[id(tensor)]) for tensor in tensors)
-        tensors = [tensors[i] for i in firsts]
-    rest = tuple(None if isinstance(leaf, Tensor) else leaf for leaf in leaves)
-    return Tree(rest, at, which, spec), tensors
+    leaves, spec, shape = take_apart(value)
+    at: list[int] = []
+    tensors: list[Tensor] = []
+    which: list[int] = []
+    places: dict[int, int] = {}  # by id
+    for i, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor):
+            place = places.setdefault(id(leaf), len(tensors)) if once else len(tensors)
+            if place == len(tensors):
+                tensors.append(leaf)
+            at.append(i)
+            which.append(place)
+    rest = list(leaves)
+    for i in at:
+        rest[i] = None
+    return Tree(tuple(rest), tuple(at), tuple(which), spec, shape), tensors
 
 
 def argument_name(function: Callable[..., Any], tree: Tree, tensor: int) -> str:
@@ -109,7 +117,7 @@ def opaque(tree: Tree) -> Iterator[tuple[Any, list[Tensor]]]:
 
 def is_cache(value: Any) -> bool:
     """A key-value or state cache, by what it can do (no import of transformers)."""
-    if isinstance(value, Tensor | str | int | float | bool | type(None)):
+    if isinstance(value, _NO_CACHE):
         return False
     return any(c.__name__.endswith("Cache") for c in type(value).__mro__) or (
         hasattr(value, "update") and hasattr(value, "get_seq_length")
@@ -195,9 +203,9 @@ Moved = list[tuple[Tensor, Tensor, int]]  # the caller's, its copy on the device
 def to_device(value: Any, device: torch.device) -> tuple[Any, Moved]:
     """All tensors of a structure on `device`, and which were moved; the same structure when they
     are there already."""
-    tree, tensors = flatten(value, once=True)
-    if all(t.device == device for t in tensors):
+    if all(x.device == device for x in take_apart(value)[0] if isinstance(x, Tensor)):
         return value, []
+    tree, tensors = flatten(value, once=True)
     there = [_moved(t, device) for t in tensors]
     moved = [(t, n, n._version) for t, n in zip(tensors, there, strict=True) if n is not t]
     return tree.fill(there), moved

@@ -8,7 +8,8 @@ rows: the weights are loaded once, each chunk runs in turn.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -82,7 +83,7 @@ class Unit:
         assert module is not None, "the wrapped block is gone"
         return module
 
-    @property
+    @cached_property
     def groups(self) -> list[Group]:
         return [g for g in (self.group, *self.borrowed) if g.members]
 
@@ -99,13 +100,11 @@ class Unit:
         """Is this a head that computes with two slices of its weight at a time?"""
         return self.slices is not None and self.slices.group.home == "host"
 
-    def members(self) -> Iterator[tuple[Group, Member]]:
+    @cached_property
+    def members(self) -> list[tuple[Group, Member]]:
         """Every parameter that this unit computes with."""
-        for member in self.group.members:
-            yield self.group, member
-        for group, members in self.borrowed.items():
-            for member in members:
-                yield group, member
+        borrowed = [(group, m) for group, members in self.borrowed.items() for m in members]
+        return [*((self.group, m) for m in self.group.members), *borrowed]
 
     def members_of(self, group: Group) -> list[Member]:
         return group.members if group is self.group else self.borrowed[group]
@@ -153,8 +152,7 @@ class Unit:
         return out
 
     def _refuse_nesting(self) -> None:
-        member = next((member for _, member in self.members()), None)
-        if member is not None and type(member.parameter) is nn.Parameter:  # as while it computes
+        if self.members and type(self.members[0][1].parameter) is nn.Parameter:  # as while bound
             raise MisusedModel(
                 f"{self.name} was called inside of its own forward pass, as torch.utils.checkpoint "
                 "does around a block that computes gradients in its forward: leave the checkpoint "
@@ -175,7 +173,7 @@ class Unit:
 
     def group_of_weight(self) -> Group:
         """The group that holds the head's weight (the embedding's, when tied)."""
-        return next(g for g, m in self.members() if m.parameter is self.module.weight)
+        return next(g for g, m in self.members if m.parameter is self.module.weight)
 
     def _without_gradients(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         engine = self.engine

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,20 +15,34 @@ from torch import Tensor, nn
 Copies = dict[int, Tensor]  # by position in module.buffers()
 
 
+# a module's own buffers and modules, and which these were; not the module, which owns its unit
+_Inside = tuple[dict[str, Any], dict[str, Any], tuple[Any, ...]]
+
+
 class WrittenBuffers:
     """Which buffers of a module its forward changes; found on first use, in train and in eval."""
 
     def __init__(self) -> None:
         self._written: dict[bool, frozenset[int]] = {}
+        self._bare: list[_Inside] = []  # of the module and those in it, where none has a buffer
 
     def before(self, module: nn.Module) -> Copies:
         """Copies of what the coming forward is going to change: of everything, on first use."""
         known = self._written.get(module.training)
-        return {
-            i: buffer.clone()
-            for i, buffer in enumerate(module.buffers())
-            if known is None or i in known
-        }
+        if known is not None and not known:
+            return {}
+        if self._bare and self._is_still_bare():
+            return {}
+        buffers = list(module.buffers())
+        self._bare = [] if buffers else [_inside(each) for each in module.modules()]
+        return {i: b.clone() for i, b in enumerate(buffers) if known is None or i in known}
+
+    def _is_still_bare(self) -> bool:
+        """Asked in place of a walk through all modules, which takes as long as some kernels."""
+        return all(
+            not buffers and tuple(modules.values()) == known
+            for buffers, modules, known in self._bare
+        )
 
     def after(self, module: nn.Module, before: Copies) -> Copies:
         """The copies of those that the forward did change."""
@@ -39,10 +54,17 @@ class WrittenBuffers:
         return changed
 
 
+def _inside(module: nn.Module) -> _Inside:
+    return module._buffers, module._modules, tuple(module._modules.values())
+
+
 @contextmanager
 def as_before(module: nn.Module, copies: Copies) -> Iterator[None]:
     """Inside, the buffers are as they were before the forward; afterwards as they were found."""
-    buffers = list(module.buffers()) if copies else []
+    if not copies:
+        yield
+        return
+    buffers = list(module.buffers())
     found = {i: buffers[i].clone() for i in copies}
     put_back(module, copies)
     try:
@@ -54,7 +76,9 @@ def as_before(module: nn.Module, copies: Copies) -> Iterator[None]:
 def put_back(module: nn.Module, copies: Copies) -> None:
     """Give the buffers the values that were copied. That is no write for autograd, which refuses
     what was changed after it was saved: whatever runs again finds what it found before."""
-    buffers = list(module.buffers()) if copies else []
+    if not copies:
+        return
+    buffers = list(module.buffers())
     with torch.no_grad():
         for i, copy in copies.items():
             buffers[i].data.copy_(copy)

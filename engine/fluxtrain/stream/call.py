@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge
 
 from fluxtrain.errors import MisusedModel
 from fluxtrain.memory.boundary import Parked
@@ -29,7 +29,7 @@ from fluxtrain.stream.in_place import (
     version_counter,
     version_of,
 )
-from fluxtrain.stream.recompute import CannotRefill, Saved, Tape, aliased_leaf
+from fluxtrain.stream.recompute import CannotRefill, Saved, Tape, aliased_leaf, gradient_ends
 from fluxtrain.stream.rng import Autocast, RandomState
 
 if TYPE_CHECKING:
@@ -169,9 +169,8 @@ class Call:
     def find_ends(self) -> None:
         """Where the weights' gradients will arrive, while the weights are on the device: torch
         makes other ends once a parameter's data is in another device's memory."""
-        members = self.unit.members()
-        self.trained = [(g, m) for g, m in members if m.parameter.requires_grad]
-        self.ends = [get_gradient_edge(m.parameter) for _, m in self.trained]
+        self.trained = [(g, m) for g, m in self.unit.members if m.parameter.requires_grad]
+        self.ends = gradient_ends([m.parameter for _, m in self.trained])
 
     def record(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         """Run the block on one chunk for its results: what outputs and captured tensors are made

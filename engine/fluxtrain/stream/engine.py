@@ -314,6 +314,8 @@ class Engine:
             self._copy_ahead("forward", None)
 
     def _copy_ahead(self, direction: str, unit: Unit | None) -> None:
+        if all(group.home == "device" for group in self.groups):
+            return
         near = set(unit.groups) if unit is not None else set()
         seen: list[Unit] = [] if unit is None else [unit]
         wanted = max(1, self.plan.slots - 1)
@@ -322,14 +324,15 @@ class Engine:
             if unit is None or unit in seen:
                 break
             seen.append(unit)
-            near.update(unit.copied)
             if unit.in_slices and unit.slices is not None and direction == "forward":
                 unit.slices.prefetch(0)
                 unit.slices.prefetch(1)
-            started = [self.window.prefetch(group, near) for group in unit.copied]
+            copied = [group for group in unit.copied if group.home != "device"]
+            near.update(copied)
+            started = [self.window.prefetch(group, near) for group in copied]
             if not all(started):
                 break
-            wanted -= any(group.home != "device" for group in unit.copied)
+            wanted -= bool(copied)
 
     def _finish(self, group: Group) -> None:
         if not self.gradients.is_open(group):

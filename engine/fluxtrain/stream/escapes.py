@@ -32,7 +32,7 @@ class BoundWeights:
 
     def __init__(self, unit: Unit) -> None:
         self._unit = unit
-        self._before = [_state(member.parameter) for _, member in unit.members()]
+        self._before = [_state(member.parameter) for _, member in unit.members]
         homes = [g for g in unit.groups if g.home == "host"]
         self._slots = [unit.members_of(g)[0].parameter.untyped_storage() for g in homes]
         self._references = self._count()
@@ -40,7 +40,7 @@ class BoundWeights:
     def refuse_writes(self) -> None:
         """Raise MisusedModel when the computation wrote to a weight: in a slot that would be lost,
         and computing the block again would write a second time."""
-        for (group, member), before in zip(self._unit.members(), self._before, strict=True):
+        for (group, member), before in zip(self._unit.members, self._before, strict=True):
             if _state(member.parameter) == before:
                 continue
             shortens = getattr(self._unit.module, "max_norm", None) is not None
@@ -95,7 +95,7 @@ def _state(parameter: nn.Parameter) -> tuple[int, int]:
 
 def copied_out(unit: Unit, outputs: Sequence[Tensor]) -> list[Tensor]:
     """The outputs; a copy of each that lies in the memory of a weight."""
-    weights = {member.parameter.untyped_storage().data_ptr() for _, member in unit.members()}
+    weights = {member.parameter.untyped_storage().data_ptr() for _, member in unit.members}
     with torch.enable_grad():  # a copy asks for gradients where the output does
         return [
             output.clone()

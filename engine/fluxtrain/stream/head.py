@@ -37,7 +37,7 @@ class LazyLogits(Tensor):
 
     @staticmethod
     def of(unit: Unit, hidden: Tensor, dtype: torch.dtype, version: int) -> LazyLogits:
-        trained = hidden.requires_grad or any(m.parameter.requires_grad for _, m in unit.members())
+        trained = hidden.requires_grad or any(m.parameter.requires_grad for _, m in unit.members)
         return LazyLogits._made(unit, hidden, dtype, version, trained)
 
     @staticmethod
@@ -217,7 +217,7 @@ def _cross_entropy(lazy: LazyLogits, rest: tuple[Any, ...], kwargs: dict[str, An
         return NotImplemented
     if lazy.dim() != 2 or not isinstance(target, Tensor) or _refused(lazy, target, ignore_index):
         return NotImplemented
-    if any(m.parameter._backward_hooks for _, m in lazy.unit.members()):
+    if any(m.parameter._backward_hooks for _, m in lazy.unit.members):
         return NotImplemented
     engine = lazy.unit.engine
     call = HeadCall(lazy.unit, target.to(lazy.device), ignore_index, reduction, lazy.dtype)
@@ -263,7 +263,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         call.spent = True
         if call.kept_scale is not None:
             scale = scale * call.kept_scale
-        for group, member in unit.members():
+        for group, member in unit.members:
             total = call.weight_sum if member.parameter is unit.module.weight else call.bias_sum
             if total is not None and member.parameter.requires_grad:
                 engine.gradients.add(group, member, total.mul_(scale), may_keep=True)

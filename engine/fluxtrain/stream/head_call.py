@@ -38,7 +38,7 @@ class HeadCall:
 
     def trained(self) -> tuple[bool, bool]:
         """Do the head's weight and its bias want gradients?"""
-        trained = {id(m.parameter) for _, m in self.unit.members() if m.parameter.requires_grad}
+        trained = {id(m.parameter) for _, m in self.unit.members if m.parameter.requires_grad}
         linear = self.unit.module
         return self.differentiate and id(linear.weight) in trained, (
             self.differentiate and id(linear.bias) in trained

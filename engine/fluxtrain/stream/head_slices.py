@@ -73,7 +73,7 @@ def sliced_logits(unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     """The head's output (..., V) for its arguments; None where slices will not do: from then on the
     whole head has a place on the device."""
     engine = unit.engine
-    hooked = any(m.parameter._backward_hooks for _, m in unit.members())
+    hooked = any(m.parameter._backward_hooks for _, m in unit.members)
     if hooked and torch.is_grad_enabled():
         copy_whole(unit, "its weight has hooks")
         return None
@@ -178,7 +178,7 @@ def _begin_backward(call: HeadCall, anchor_node: Any) -> None:
             f"{call.unit.name} was used in a way between its forward and its backward pass that "
             "needs all of it on the device: compute the loss again"
         )
-    if any(m.parameter._backward_hooks for _, m in call.unit.members()):
+    if any(m.parameter._backward_hooks for _, m in call.unit.members):
         raise MisusedModel(
             f"a hook was registered on a weight of {call.unit.name} between forward and backward: "
             "register it before the forward pass"

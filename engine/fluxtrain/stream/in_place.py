@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from fluxtrain.errors import MisusedModel
 from fluxtrain.stream.arguments import Moved, Tree, argument_name, opaque
+from fluxtrain.stream.recompute import without_memory
 
 if TYPE_CHECKING:
     from fluxtrain.stream.block import Unit
@@ -53,7 +54,7 @@ class Habits:
         """Keep what was found; instead of what was known, if anything was. Was another structure
         forgotten for it?"""
         self._known = [k for k in self._known if k[0] != training or not k[1].is_like(tree)]
-        skeleton = Tree((None,) * len(tree.leaves), tree.tensor_at, tree.which, tree.spec)
+        skeleton = replace(tree, leaves=(None,) * len(tree.leaves))
         self._known.append((training, skeleton, written))
         forgets = len(self._known) > KNOWN_STRUCTURES
         del self._known[:-KNOWN_STRUCTURES]
@@ -232,7 +233,7 @@ def version_counter(tensor: Tensor) -> Tensor:
     """A tensor without memory that counts the writes to `tensor`."""
     counter = tensor.detach()
     if not counter.is_inference():
-        counter.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        counter.data = without_memory(tensor.dtype, tensor.device)
     return counter
 
 

@@ -16,6 +16,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -190,8 +192,25 @@ def aliased_leaf(tensor: Tensor) -> Tensor:
     """
     leaf = tensor.detach().requires_grad_()
     alias = leaf.view_as(leaf)
-    leaf.data = torch.empty(0, dtype=leaf.dtype, device=leaf.device)
+    leaf.data = without_memory(leaf.dtype, leaf.device)
     return alias
+
+
+@lru_cache(maxsize=64)
+def without_memory(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor of no elements, for `.data` of one whose memory is not to be held."""
+    with torch.inference_mode(False):
+        return torch.empty(0, dtype=dtype, device=device)
+
+
+def gradient_ends(leaves: Sequence[Tensor]) -> list[GradientEdge]:
+    """Where the gradients of each leaf arrive; as `get_gradient_edge` of each, which records a node
+    a leaf and takes ten times as long. torch makes this node to tell of errors."""
+    if len(leaves) < 2:  # of one it returns no tuple
+        return [get_gradient_edge(leaf) for leaf in leaves]
+    with torch.enable_grad():
+        aliases: Any = torch._C._functions.DelayedError("", len(leaves))(*leaves)
+    return [GradientEdge(node, place) for node, place in aliases[0].grad_fn.next_functions]
 
 
 def _edge(tensor: Tensor) -> GradientEdge | None:

@@ -132,7 +132,7 @@ def unwrap(model: nn.Module) -> nn.Module:
         hook.remove()
     for unit in engine.units:
         release_module(unit.module)
-        for group, member in unit.members():
+        for group, member in unit.members:
             if member.parameter.__dict__.get("_fluxtrain") is not None:
                 key = engine.owners[group][member.index].hook_key
                 hooks = getattr(member.parameter, "_post_accumulate_grad_hooks", None) or {}
@@ -299,7 +299,7 @@ def _make_units(
         unit = Unit(engine, name, module, position, groups[name])
         for group, indices in borrowed.get(name, {}).items():
             unit.borrowed[group] = [group.members[i] for i in indices]
-        members = {id(m.parameter): m for _, m in unit.members()}
+        members = {id(m.parameter): m for _, m in unit.members}
         unit.places = [
             (inner, key, members[id(parameter)])
             for inner in module.modules()
