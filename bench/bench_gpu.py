@@ -181,8 +181,9 @@ def planned(
     """The plan for the rows, and what it rests on."""
     facts = model_facts(model, model.config, options.sequence, options.states)
     constants = measured_constants(
-        facts, read_machine(), "cuda", options.batch, model, partial(trial_batch, options)
-    )
+        facts, read_machine(), "cuda", options.batch, model, partial(trial_batch, options),
+        eager=options.eager,
+    )  # fmt: skip
     rates = constants.rates(has_gpu=True)
     facts = constants.applied(facts)
     timing = None if isinstance(rates, str) else Timing(rates=rates, exact=not options.eager)

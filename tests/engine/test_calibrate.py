@@ -17,12 +17,10 @@ from transformers import PreTrainedModel
 
 import fluxtrain
 from fluxtrain.data.batches import Batch
-from fluxtrain.hardware import adamw_rate as adamw_rate_module
-from fluxtrain.hardware.busy_bus import HostBytes, busy_bus
+from fluxtrain.hardware.busy_bus import busy_bus
 from fluxtrain.hardware.machine import Machine, read_machine
 from fluxtrain.hardware.rate import sustained_rate
 from fluxtrain.plan.facts import ModelFacts
-from fluxtrain.plan.rates import rates_from
 from fluxtrain.stream.engine import engine_of
 from fluxtrain.train import constants as constants_module
 from fluxtrain.train import preview as preview_module
@@ -225,7 +223,7 @@ def test_an_old_or_damaged_file_is_measured_again(
 def test_a_block_that_cannot_be_tried_leaves_the_class_constants(
     tiny: Tiny, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*_: object) -> None:
+    def refuse(*_: object, **__: object) -> None:
         raise NotCalibrated("one block beside the head does not fit on the device")
 
     monkeypatch.setattr(constants_module, "calibrate", refuse)
@@ -323,76 +321,3 @@ def test_plan_says_where_its_constants_come_from(
     plan = preview(demo_config())
     assert plan["predicted"]["seconds_per_step"] > 0
     assert "no block of this model was tried" in plan["predicted_because"]
-
-
-def test_a_run_with_8_bit_states_is_timed_with_its_own_kernel(tiny: Tiny, machine: Machine) -> None:
-    model = tiny("llama", torch.bfloat16)
-    wide = facts_of(model)
-    coded = wide.with_states("8bit")
-    first = measured_constants(wide, machine, "cpu", 4, model, batch_of)
-    second = measured_constants(coded, machine, "cpu", 4, model, batch_of)
-    assert second.is_new  # what was kept for the other states does not serve
-    assert first.calibration is not None
-    assert first.calibration.adamw_8bit_per_s is None
-    rates = second.rates(has_gpu=False)
-    assert not isinstance(rates, str)
-    assert second.calibration is not None
-    assert rates.adamw_8bit_per_s == second.calibration.adamw_8bit_per_s
-    assert rates.adamw_8bit_per_s
-
-
-@pytest.mark.parametrize("states", ["fp32", "8bit"])
-def test_both_passes_of_the_update_are_rated_where_a_gpu_may_hide_one(
-    tiny: Tiny, machine: Machine, monkeypatch: pytest.MonkeyPatch, states: Any
-) -> None:
-    """What a GPU would be asked is left out; the host's kernels are rated as they are."""
-    tried = measured_constants(
-        facts_of(tiny("llama", torch.bfloat16)), machine, "cpu", 4, tiny("llama", torch.bfloat16),
-        batch_of,
-    ).calibration  # fmt: skip
-    assert tried is not None
-    assert tried.adamw_weights_per_s is None
-    tried = replace(tried, adamw_per_s=None)  # no whole steps were made
-    asked: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(constants_module, "calibrate", lambda *given: asked.append(given) or tried)
-    copies: list[tuple[bool, bool]] = []
-
-    def bus(*, up: HostBytes | None, down: HostBytes | None) -> Any:
-        copies.append((up is not None, down is not None))
-        return busy_bus(up=None, down=None)
-
-    monkeypatch.setattr(adamw_rate_module, "busy_bus", bus)
-    monkeypatch.setattr(constants_module, "_missing_rates", lambda *_: {})
-    facts = facts_of(tiny("llama", torch.bfloat16)).with_states(states)
-    found = measured_constants(facts, machine, "cuda", 4, tiny("llama", torch.bfloat16), batch_of)
-    assert found.calibration is not None
-    assert asked[0][5] == states  # the update on the device is tried with them
-    both = (found.calibration.adamw_weights_per_s, found.calibration.adamw_moments_per_s)
-    beside = (found.calibration.adamw_beside_per_s, found.calibration.adamw_8bit_beside_per_s)
-    assert beside[0] is not None
-    # updated weights go up, and gradients come down beside the backward pass alone
-    assert sorted(copies) == [(True, False)] * 2 + [(True, True)] * 2
-    if states == "8bit":
-        assert both == (None, None)
-        assert beside[1] is not None
-        return
-    assert beside[1] is None
-    per_s = {"h2d_pinned": 1e10, "d2h_pinned": 1e10}
-    rates = rates_from(per_s, has_gpu=True, calibration=found.calibration)
-    assert not isinstance(rates, str)
-    assert (rates.adamw_weights_per_s, rates.adamw_moments_per_s) == both
-    assert all(rate is not None and rate > 1e6 for rate in both)
-
-
-def test_what_whole_steps_told_is_not_rated_again(
-    tiny: Tiny, machine: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = tiny("llama", torch.bfloat16)
-    tried = calibrate(model, batch_of, torch.device("cpu"), (1, 4))
-    fields = ("adamw_per_s", "adamw_beside_per_s", "adamw_weights_per_s", "adamw_moments_per_s")
-    told = replace(tried, **dict.fromkeys(fields, 123.0))
-    monkeypatch.setattr(constants_module, "calibrate", lambda *_: told)
-    monkeypatch.setattr(constants_module, "_missing_rates", lambda *_: {})
-    monkeypatch.setattr(constants_module, "adamw_rate", lambda *_, **__: pytest.fail("rated"))
-    found = measured_constants(facts_of(model), machine, "cuda", 4, model, batch_of)
-    assert found.calibration == told

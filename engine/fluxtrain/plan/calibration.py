@@ -58,7 +58,8 @@ class Streamed:
 
 @dataclass(frozen=True, kw_only=True)
 class HostTimes:
-    """Seconds that a GPU's host needs to queue work, less what it waits for, in whole steps.
+    """Seconds that a GPU's host needs to queue work, less what it waits for, in whole steps of one
+    kind: eager ones, or those of a run that clips.
 
     Those of a block are of one chunk, or of a step's end of one group.
     """
@@ -66,8 +67,7 @@ class HostTimes:
     forward_s: float
     backward_s: float
     forward_beside_s: float  # while AdamW runs
-    backward_beside_s: float  # while moments are updated; as alone where they never are
-    backward_eager_s: float  # while blocks are updated as their gradients arrive
+    backward_beside_s: float  # while moments are updated, or blocks of an eager step
     outside_s: float  # of a batch: all but the blocks, both ways
     home_update_s: float  # `step()`, of a group at home
     device_update_s: float  # the same of a group that lives on the device

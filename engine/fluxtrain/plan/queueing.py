@@ -75,8 +75,8 @@ def queueing_of(
     here, at_home = (len([g for g in groups if g.trained]) for groups in homes(facts, layout))
     optimizer_s = here * host.device_update_s + at_home * host.home_update_s
     beside_s = host.backward_beside_s
-    if not exact:  # each group is updated in the backward pass
-        beside_s = host.backward_eager_s + here * host.device_update_s / max(1, facts.layers)
+    if not exact:  # each group is stepped in the backward pass
+        beside_s += here * host.device_update_s / max(1, facts.layers)
     return Queueing(
         blocks=facts.layers,
         forward_s=chunks * host.forward_s,

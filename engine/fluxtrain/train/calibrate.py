@@ -70,6 +70,8 @@ def calibrate(
     states: StateFormat = "fp32",
     mixed_of: Callable[[int], Batch] | None = None,
     host_available_bytes: int | None = None,
+    *,
+    eager: bool = False,
 ) -> Calibration:
     """Time a block, and what stands outside the blocks, at chunks of `rows` rows. Where the
     miniature does not fit on a GPU, with its edges at home on the host; or else with `fewer` rows.
@@ -91,12 +93,29 @@ def calibrate(
             rehearsed = None
             if device.type == "cuda":
                 batch = batch_of(tried.few.rows)
-                rehearsed = rehearse(model, batch, device, states, host_available_bytes)
+                rehearsed = rehearse(
+                    model, batch, device, states, host_available_bytes, eager=eager
+                )
     except UnsupportedModel as error:
         raise NotCalibrated(str(error)) from error
     finally:
         give_back(device)
 
+    return Calibration(
+        **_lines(tried),
+        **(_host_alone(tried.many) if rehearsed is None else _rehearsed(tried.few, *rehearsed)),
+        device_update_s=tried.many.median("update"),
+        streamed=tried.streamed,
+        runtime_bytes=max(0, process.memory_info().rss - before_bytes),
+        rows=(tried.few.rows, tried.many.rows),
+        measured_at_s=time.time(),
+        measuring_s=time.monotonic() - started_s,
+        others_share=others_share(before),
+    )
+
+
+def _lines(tried: _Tried) -> dict[str, Any]:
+    """Fields of a calibration: seconds and bytes over rows."""
     few, many, cut = tried.few, tried.many, tried.cut
     chunks = -(-many.rows // few.rows)
 
@@ -107,54 +126,53 @@ def calibrate(
         return line_through((few.rows, of(few)), (many.rows, of(many)))
 
     keeps = many.keeps and cut.keeps
-    alone = {"host_block_s": min(many.seconds["host"])}  # a full queue of the device makes it more
-    alone["host_forward_s"] = min(many.seconds["host_forward"])
-    return Calibration(
-        forward=of_chunks("forward"),
-        backward=of_chunks("backward"),
-        outside_forward=of_batches(lambda trial: trial.median("outside_forward")),
-        outside_backward=of_batches(lambda trial: trial.median("outside_backward")),
-        activation_bytes=round(of_batches(lambda trial: float(trial.activation_bytes)).slope),
-        edge_bytes=round(of_batches(lambda trial: float(trial.edge_bytes)).slope),
-        kept_backward=of_chunks("kept_backward") if keeps else None,
-        kept_bytes=many.kept_bytes // (COPIES * many.rows) if keeps else None,
-        **(alone if rehearsed is None else _rehearsed(few, *rehearsed)),
-        device_update_s=many.median("update"),
-        streamed=tried.streamed,
-        runtime_bytes=max(0, process.memory_info().rss - before_bytes),
-        rows=(few.rows, many.rows),
-        measured_at_s=time.time(),
-        measuring_s=time.monotonic() - started_s,
-        others_share=others_share(before),
-    )
+    return {
+        "forward": of_chunks("forward"),
+        "backward": of_chunks("backward"),
+        "outside_forward": of_batches(lambda trial: trial.median("outside_forward")),
+        "outside_backward": of_batches(lambda trial: trial.median("outside_backward")),
+        "activation_bytes": round(of_batches(lambda trial: float(trial.activation_bytes)).slope),
+        "edge_bytes": round(of_batches(lambda trial: float(trial.edge_bytes)).slope),
+        "kept_backward": of_chunks("kept_backward") if keeps else None,
+        "kept_bytes": many.kept_bytes // (COPIES * many.rows) if keeps else None,
+    }
+
+
+def _host_alone(many: Trial) -> dict[str, Any]:
+    """The host's times where no whole steps were made; a full queue of the device is none of its
+    own."""
+    return {
+        "host_block_s": min(many.seconds["host"]),
+        "host_forward_s": min(many.seconds["host_forward"]),
+    }
 
 
 def _rehearsed(tried: Trial, of: Mapping[Kind, Rehearsed], block: GroupFacts) -> dict[str, Any]:
     """Fields of a calibration: the host's times, and AdamW's rates as its steps have them. `tried`
     with few rows, of which a GPU's queue never gets full."""
-    alone, whole, eager, passes = of["alone"], of["whole"], of["eager"], of.get("passes")
+    alone, passes = of["alone"], of.get("passes")
+    whole = of.get("whole") or of["eager"]
     host = HostTimes(
         forward_s=alone.forward_s,
         backward_s=alone.backward_s,
         forward_beside_s=(passes or whole).forward_s,
-        backward_beside_s=(passes or alone).backward_s,
-        backward_eager_s=eager.backward_s,
+        backward_beside_s=(passes or whole).backward_s,
         outside_s=tried.median("host_outside"),
         home_update_s=(passes or whole).optimizer_s,
         device_update_s=tried.median("host_update"),
     )
-    bits = "_8bit" if block.states == "8bit" else ""
     found: dict[str, Any] = {
         "host": host,
         "host_forward_s": alone.forward_s,
         "host_block_s": alone.forward_s + alone.backward_s,
     }
-    for name, seconds, one_pass in (
-        (f"adamw{bits}_per_s", whole.update_s, False),
-        (f"adamw{bits}_beside_per_s", eager.update_s, False),
-        ("adamw_weights_per_s", None if passes is None else passes.update_s, True),
-        ("adamw_moments_per_s", None if passes is None else passes.moments_s, True),
-    ):
+    bits = "_8bit" if block.states == "8bit" else ""
+    of_all = [f"adamw{bits}_per_s", *([f"adamw{bits}_beside_per_s"] if "eager" in of else [])]
+    rates = [(name, whole.update_s, False) for name in of_all]
+    if passes is not None:
+        rates.append(("adamw_weights_per_s", passes.update_s, True))
+        rates.append(("adamw_moments_per_s", passes.moments_s, True))
+    for name, seconds, one_pass in rates:
         if seconds:
             found[name] = rate_of_update(block, seconds, one_pass=one_pass)
     return found

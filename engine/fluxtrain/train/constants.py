@@ -87,12 +87,14 @@ def known_constants(
     per_s: Mapping[str, float | None] | None = None,
     *,
     mixed: bool | None = None,
+    eager: bool = False,
 ) -> Constants:
     """What was measured before: a block of this shape, else the probe's rates (`per_s`, or those
     that are kept) with the constants of this class of machines. `mixed`: with rows of several
-    documents; None: with any, those first."""
+    documents; None: with any, those first. `eager`: for a run that updates in its backward pass."""
     wanted = (True, False) if mixed is None else (mixed,)
-    kept = (_read(_place(facts, machine, device, batch_rows, mixed=one)) for one in wanted)
+    places = (_place(facts, machine, device, batch_rows, mixed=one, eager=eager) for one in wanted)
+    kept = (_read(place) for place in places)
     found = next((one for one in kept if one is not None), None)
     probed = _probed() if per_s is None else per_s
     if found is None:
@@ -116,10 +118,12 @@ def measured_constants(
     model: torch.nn.Module,
     batch_of: Callable[[int], Batch],
     mixed_of: Callable[[int], Batch] | None = None,
+    *,
+    eager: bool = False,
 ) -> Constants:
     """As `known_constants`, but what is not known is measured now, in a few seconds, and kept."""
     mixed = mixed_of is not None
-    known = known_constants(facts, machine, device, batch_rows, mixed=mixed)
+    known = known_constants(facts, machine, device, batch_rows, mixed=mixed, eager=eager)
     if known.calibration is not None and not is_calm_after(known.calibration.others_share):
         return known
     assert facts.row is not None
@@ -127,13 +131,13 @@ def measured_constants(
     fewer = trial_rows(facts.row.sequence_length, batch_rows, CHUNK_TOKENS)
     try:
         on, states = torch.device(device), _states(facts)
-        available_bytes = machine.memory_available_bytes
-        tried = calibrate(model, batch_of, on, rows, fewer, states, mixed_of, available_bytes)
+        memory = machine.memory_available_bytes
+        tried = calibrate(model, batch_of, on, rows, fewer, states, mixed_of, memory, eager=eager)
     except NotCalibrated as reason:
         return replace(known, source=f"{known.source} ({reason})")
-    tried = replace(tried, **_adamw_rates(facts, machine, device, tried))
+    tried = replace(tried, **_adamw_rates(facts, machine, device, tried, eager=eager))
     rates = _missing_rates(known.per_s, machine, device)
-    place = _place(facts, machine, device, batch_rows, mixed=mixed)
+    place = _place(facts, machine, device, batch_rows, mixed=mixed, eager=eager)
     _write(place, _Kept(FORMAT, rates, tried))
     return Constants(
         per_s={**rates, **known.per_s},
@@ -185,21 +189,21 @@ def _states(facts: ModelFacts) -> StateFormat:
 
 
 def _adamw_rates(
-    facts: ModelFacts, machine: Machine, device: str, tried: Calibration
+    facts: ModelFacts, machine: Machine, device: str, tried: Calibration, *, eager: bool
 ) -> dict[str, Any]:
     """Fields of a calibration that it has not yet: the native optimizer's rates as this model's
-    updates run, on a GPU's host, where they can be hidden, also in two passes and beside the
-    backward pass."""
+    updates run, on a GPU's host, where they can be hidden, also in two passes, or beside the
+    backward pass of an `eager` run."""
     narrow = any(group.states == "8bit" for group in facts.groups)
     two_passes = any(group.pass_bytes for group in facts.groups)
     wanted: dict[str, tuple[Part, bool, bool]] = {"adamw_per_s": ("all", False, False)}
     if narrow:
         wanted["adamw_8bit_per_s"] = ("all", True, False)
-    if device == "cuda":
+    if device == "cuda" and eager:
         wanted["adamw_beside_per_s"] = ("all", False, True)
-    if device == "cuda" and narrow:
+    if device == "cuda" and eager and narrow:
         wanted["adamw_8bit_beside_per_s"] = ("all", True, True)
-    if device == "cuda" and two_passes:
+    if device == "cuda" and two_passes and not eager:
         wanted["adamw_weights_per_s"] = ("weights", False, False)
         wanted["adamw_moments_per_s"] = ("moments", False, True)
     return {
@@ -233,9 +237,16 @@ def _adamw_per_s(
 
 
 def _place(
-    facts: ModelFacts, machine: Machine, device: str, batch_rows: int | None, *, mixed: bool
+    facts: ModelFacts,
+    machine: Machine,
+    device: str,
+    batch_rows: int | None,
+    *,
+    mixed: bool,
+    eager: bool,
 ) -> Path:
-    """The file of this machine, device, model shape, size of the trial and kind of rows."""
+    """The file of this machine, device, model shape, size of the trial, kind of rows and, on a GPU,
+    of steps."""
     row = facts.row
     assert row is not None
     blocks = [group for group in facts.groups if group.kind == "block"]
@@ -246,7 +257,8 @@ def _place(
     rows = (row.hidden, row.vocabulary, row.sequence_length, row.dtype_bytes)
     trial = trial_rows(row.sequence_length, batch_rows, _trial_tokens(device))
     threads = torch.get_num_threads()
-    how = (rows, trial, mixed, threads, str(torch.__version__))
+    kind = (mixed, eager and device == "cuda")
+    how = (rows, trial, *kind, threads, str(torch.__version__))
     return cache_file("block", machine, device, shape, *how)
 
 

@@ -27,7 +27,7 @@ from fluxtrain.methods.model_files import (
 )
 from fluxtrain.methods.models import refuse_missing_folder, unloadable
 from fluxtrain.methods.precision import choose_dtype, demo_dtype, with_odd_tensors
-from fluxtrain.plan.facts import Room
+from fluxtrain.plan.facts import ModelFacts, Room
 from fluxtrain.plan.machine_file import PlannedMachine
 from fluxtrain.plan.placement import RunPlacement
 from fluxtrain.telemetry.events import ChoiceMade
@@ -43,6 +43,7 @@ from fluxtrain.train.placing import (
     choose_device,
     decide,
     dtype_choice,
+    eager,
     model_facts_for,
     room_of,
 )
@@ -75,7 +76,7 @@ def preview(
     facts = model_facts_for(config, model, model.config)
     constants = Constants(per_s=per_s, source=ASSUMED)
     if elsewhere is None:
-        constants = known_constants(facts, machine, device.value, wished_rows, per_s)
+        constants = _known(config, facts, machine, device.value, per_s)
     facts = constants.applied(facts)
     rows = _rows_within(config)
     placement = decide(
@@ -118,6 +119,17 @@ def _told(config: RunConfig, model: PreTrainedModel, dtype: str, blocks: int) ->
     parameters = sum(p.numel() for p in model.parameters())
     name = Path(config.model.path).name
     return {"name": name, "parameters": parameters, "blocks": blocks, "dtype": dtype}
+
+
+def _known(
+    config: RunConfig,
+    facts: ModelFacts,
+    machine: Machine,
+    device: str,
+    per_s: Mapping[str, float | None],
+) -> Constants:
+    rows = None if config.train.batch_rows == "auto" else config.train.batch_rows
+    return known_constants(facts, machine, device, rows, per_s, eager=eager(config, facts))
 
 
 def _rows_within(config: RunConfig) -> int:

@@ -3,9 +3,11 @@
 What is timed by itself is faster than in a training. There AdamW shares the host's memory with
 copies and its cores with the threads that queue the GPU's work; those wait for a core, for memory
 and for Python's lock; and between two blocks' updates a thread has to be woken. So a miniature with
-all its blocks at home is trained: without an optimizer, with each block's update at once, in two
-passes, and in eager steps. Each takes a few steps of few rows, for neither AdamW nor the queueing
-depends on how many there are, and the GPU is then never what they wait for.
+all its blocks at home is trained: without an optimizer, and as the run will, with each block's
+update at once and in two passes, or in eager steps. Each takes a few steps of few rows, for neither
+AdamW nor the queueing depends on how many there are, and the GPU is then never what they wait for.
+There are as many blocks as it takes for what comes home, and is updated soon, to be no large part
+of the processor's cache.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from fluxtrain.train.trial import give_back
 if TYPE_CHECKING:
     from fluxtrain.stream.engine import Engine
 
-PARAMETERS = 192 << 20  # of all blocks: their states are then larger than any cache
+PARAMETERS = 480 << 20  # of all blocks: the gradients of few would still be in a large cache
 LEAST_BLOCKS, MOST_BLOCKS = 3, 12
 HOST_SHARE = 4  # no more than this part of what is available
 WARMING = 2  # steps: the first touches weights and gradients, the second the moments
@@ -60,9 +62,11 @@ def rehearse(
     device: torch.device,
     states: StateFormat,
     host_available_bytes: int | None,
+    *,
+    eager: bool,
 ) -> tuple[dict[Kind, Rehearsed], GroupFacts] | None:
-    """What each kind of steps takes, and the facts of the block that took it; None where device or
-    host have too little memory for it."""
+    """What each kind of steps takes that an `eager` run, or one that clips, can make, and the facts
+    of the block that took it; None where device or host have too little memory for it."""
     block = take_apart(model).blocks[0][1]
     count = _blocks_for(sum(p.numel() for p in block.parameters()), host_available_bytes)
     if count is None:
@@ -81,8 +85,8 @@ def rehearse(
     try:
         with wrapped(mini, device, "weights", rows, **how) as engine:
             stage = _Stage(mini, engine, blocks, batch, device)
-            kinds: list[Kind] = ["alone", "whole", "eager"]
-            kinds += ["passes"] if facts.pass_bytes else []
+            kinds: list[Kind] = ["alone", "eager"] if eager else ["alone", "whole"]
+            kinds += ["passes"] if facts.pass_bytes and not eager else []
             return {kind: stage.play(kind) for kind in kinds}, facts
     except torch.OutOfMemoryError:
         return None

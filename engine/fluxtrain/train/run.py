@@ -59,6 +59,7 @@ from fluxtrain.train.placing import (
     choose_device,
     decide,
     dtype_choice,
+    eager,
     loaded_bytes,
     model_facts_for,
     room_of,
@@ -220,7 +221,8 @@ class Run:
         def batch_of(count: int) -> Batch:
             return next(iter(in_order(data, count)))
 
-        return measured_constants(facts, machine, device, rows, model, batch_of, fullest(data))
+        where, kind = (machine, device, rows), eager(self._config, facts)
+        return measured_constants(facts, *where, model, batch_of, fullest(data), eager=kind)
 
     def make_keeper(self) -> CheckpointKeeper:
         """What writes this run's checkpoints."""

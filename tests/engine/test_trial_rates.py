@@ -1,0 +1,140 @@
+"""AdamW's rates for the planner: those of whole steps, else rated as such steps would have them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from fluxtrain.data.batches import Batch
+from fluxtrain.hardware import adamw_rate as adamw_rate_module
+from fluxtrain.hardware.busy_bus import HostBytes, busy_bus
+from fluxtrain.hardware.machine import Machine, read_machine
+from fluxtrain.plan.facts import ModelFacts
+from fluxtrain.plan.rates import rates_from
+from fluxtrain.train import constants as constants_module
+from fluxtrain.train.calibrate import calibrate
+from fluxtrain.train.constants import known_constants, measured_constants
+from fluxtrain.train.placing import model_facts
+
+Tiny = Callable[..., PreTrainedModel]
+LENGTH = 12
+
+
+def batch_of(rows: int) -> Batch:
+    ids = torch.randint(0, 60, (rows, LENGTH), generator=torch.Generator().manual_seed(0))
+    positions = torch.arange(LENGTH).expand(rows, LENGTH)
+    count = rows * (LENGTH - 1)
+    return Batch(
+        input_ids=ids, labels=ids, position_ids=positions, predicted=count, step_predicted=count,
+        tokens=ids.numel(),
+    )  # fmt: skip
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
+    """This one, with nothing measured on it before, and nobody else on it."""
+    monkeypatch.setattr("fluxtrain.train.calibrate.others_share", lambda _: None)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return read_machine()
+
+
+def facts_of(model: Any) -> ModelFacts:
+    return model_facts(model, model.config, LENGTH)
+
+
+def test_a_run_with_8_bit_states_is_timed_with_its_own_kernel(tiny: Tiny, machine: Machine) -> None:
+    model = tiny("llama", torch.bfloat16)
+    wide = facts_of(model)
+    coded = wide.with_states("8bit")
+    first = measured_constants(wide, machine, "cpu", 4, model, batch_of)
+    second = measured_constants(coded, machine, "cpu", 4, model, batch_of)
+    assert second.is_new  # what was kept for the other states does not serve
+    assert first.calibration is not None
+    assert first.calibration.adamw_8bit_per_s is None
+    rates = second.rates(has_gpu=False)
+    assert not isinstance(rates, str)
+    assert second.calibration is not None
+    assert rates.adamw_8bit_per_s == second.calibration.adamw_8bit_per_s
+    assert rates.adamw_8bit_per_s
+
+
+@pytest.mark.parametrize("states", ["fp32", "8bit"])
+@pytest.mark.parametrize("eager", [False, True])
+def test_both_passes_of_the_update_are_rated_where_a_gpu_may_hide_one(
+    tiny: Tiny, machine: Machine, monkeypatch: pytest.MonkeyPatch, states: Any, *, eager: bool
+) -> None:
+    """What a GPU would be asked is left out; the host's kernels are rated as they are."""
+    tried = measured_constants(
+        facts_of(tiny("llama", torch.bfloat16)), machine, "cpu", 4, tiny("llama", torch.bfloat16),
+        batch_of,
+    ).calibration  # fmt: skip
+    assert tried is not None
+    assert tried.adamw_weights_per_s is None
+    tried = replace(tried, adamw_per_s=None)  # no whole steps were made
+    asked: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(
+        constants_module, "calibrate", lambda *given, **_: asked.append(given) or tried
+    )
+    copies: list[tuple[bool, bool]] = []
+
+    def bus(*, up: HostBytes | None, down: HostBytes | None) -> Any:
+        copies.append((up is not None, down is not None))
+        return busy_bus(up=None, down=None)
+
+    monkeypatch.setattr(adamw_rate_module, "busy_bus", bus)
+    monkeypatch.setattr(constants_module, "_missing_rates", lambda *_: {})
+    facts = facts_of(tiny("llama", torch.bfloat16)).with_states(states)
+    model = tiny("llama", torch.bfloat16)
+    found = measured_constants(facts, machine, "cuda", 4, model, batch_of, eager=eager)
+    assert found.calibration is not None
+    assert asked[0][5] == states  # the update on the device is tried with them
+    both = (found.calibration.adamw_weights_per_s, found.calibration.adamw_moments_per_s)
+    beside = (found.calibration.adamw_beside_per_s, found.calibration.adamw_8bit_beside_per_s)
+    assert (beside[0] is not None, beside[1] is not None) == (eager, eager and states == "8bit")
+    # updated weights go up, and gradients come down beside the backward pass alone
+    narrow = states == "8bit"
+    late = (2 if narrow else 1) if eager else int(not narrow)
+    alone = 2 if narrow or not eager else 1
+    assert sorted(copies) == [(True, False)] * alone + [(True, True)] * late
+    if states == "8bit" or eager:
+        assert both == (None, None)
+        return
+    per_s = {"h2d_pinned": 1e10, "d2h_pinned": 1e10}
+    rates = rates_from(per_s, has_gpu=True, calibration=found.calibration)
+    assert not isinstance(rates, str)
+    assert (rates.adamw_weights_per_s, rates.adamw_moments_per_s) == both
+    assert all(rate is not None and rate > 1e6 for rate in both)
+
+
+def test_eager_steps_have_constants_of_their_own_beside_a_gpu(
+    tiny: Tiny, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny("llama", torch.bfloat16)
+    facts, tried = facts_of(model), calibrate(model, batch_of, torch.device("cpu"), (1, 4))
+    monkeypatch.setattr(constants_module, "calibrate", lambda *_, **__: tried)
+    monkeypatch.setattr(constants_module, "_missing_rates", lambda *_: {})
+    monkeypatch.setattr(constants_module, "_adamw_rates", lambda *_, **__: {})
+    assert measured_constants(facts, machine, "cuda", 4, model, batch_of).is_new
+    assert known_constants(facts, machine, "cuda", 4, eager=True).calibration is None
+    assert measured_constants(facts, machine, "cuda", 4, model, batch_of, eager=True).is_new
+    assert known_constants(facts, machine, "cuda", 4, eager=True).calibration is not None
+
+
+def test_what_whole_steps_told_is_not_rated_again(
+    tiny: Tiny, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny("llama", torch.bfloat16)
+    tried = calibrate(model, batch_of, torch.device("cpu"), (1, 4))
+    fields = ("adamw_per_s", "adamw_beside_per_s", "adamw_weights_per_s", "adamw_moments_per_s")
+    told = replace(tried, **dict.fromkeys(fields, 123.0))
+    monkeypatch.setattr(constants_module, "calibrate", lambda *_, **__: told)
+    monkeypatch.setattr(constants_module, "_missing_rates", lambda *_: {})
+    monkeypatch.setattr(constants_module, "adamw_rate", lambda *_, **__: pytest.fail("rated"))
+    found = measured_constants(facts_of(model), machine, "cuda", 4, model, batch_of)
+    assert found.calibration == told
