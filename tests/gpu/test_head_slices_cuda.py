@@ -85,7 +85,7 @@ def test_the_fused_slices_equal_the_plain_ones(
     (losses, slopes), (plain_losses, plain_slopes) = found
     torch.testing.assert_close(losses, plain_losses, rtol=2e-5, atol=5e-5)
     assert bool((losses[::5] == 0).all()) and bool((slopes[::5] == 0).all())
-    step = 1e-4 if dtype == torch.float32 else 2**-8  # one rounding of bf16
+    step = 1e-4 if dtype == torch.float32 else 2**-7  # one place of bf16
     torch.testing.assert_close(slopes, plain_slopes, rtol=step, atol=1e-7)
 
 
