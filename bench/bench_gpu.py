@@ -168,6 +168,7 @@ def wrapped(
         overlap=True,
         states=options.states,
         embedding=plan.embedding,
+        head=plan.head,
         deferred_moments=plan.deferred_moments,
     )
     torch.cuda.empty_cache()
@@ -375,6 +376,7 @@ def report(
             "boundaries": plan.boundaries,
             "kept_blocks": plan.kept_blocks,
             "embedding": plan.embedding,
+            "head": plan.head,
             "deferred_moments": plan.deferred_moments,
             "predicted_device_gib": round(plan.device_bytes / GIB, 2),
             "torch_peak_gib": round(torch.cuda.max_memory_allocated() / GIB, 2),

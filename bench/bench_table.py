@@ -126,6 +126,7 @@ def _plan(found: Row) -> str:
     if "host_bytes_each" in found:
         words.append(f"{found['host_bytes_each']} bytes of host memory a parameter at home")
     words += ["embedding by rows"] if found.get("embedding") == "rows" else []
+    words += ["head in slices"] if found.get("head") == "slices" else []
     words += ["moments deferred"] if found.get("deferred_moments") else []
     if "predicted_step_s" in found:
         words.append(f"{found['predicted_step_s']:.3f} s predicted")

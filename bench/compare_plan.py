@@ -70,7 +70,8 @@ def layout_of_result(row: dict[str, Any]) -> Layout:
     """Where the result's plan put everything."""
     names = ("offload", "device_groups", "device_first", "resident_blocks", "kept_blocks",
              "boundaries", "chunk_rows", "embedding", "deferred_moments", "eager")  # fmt: skip
-    return Layout(batch_rows=row["batch"], **{name: row[name] for name in names})
+    found = {name: row[name] for name in names} | {"head": row.get("head", "whole")}
+    return Layout(batch_rows=row["batch"], **found)
 
 
 def rates_of_result(row: dict[str, Any]) -> Rates:

@@ -6,15 +6,17 @@ from dataclasses import replace
 
 import pytest
 
-from fluxtrain.errors import BadInput
+from fluxtrain.errors import BadInput, DoesNotFit
 from fluxtrain.plan.cost import cost, least_cost
 from fluxtrain.plan.facts import GroupFacts, HeadFacts, ModelFacts, Room, RowFacts, Wishes
 from fluxtrain.plan.footprint import Layout, footprint
 from fluxtrain.plan.heads import SLICE_BYTES, slice_words
 from fluxtrain.plan.placement import place
+from fluxtrain.plan.ranked import SLICES_GAIN
 from fluxtrain.plan.rates import Rates
+from fluxtrain.plan.search import AUTO_SHARE
 from fluxtrain.plan.timed import Timing, place_timed
-from fluxtrain.units import GIB, MIB
+from fluxtrain.units import GIB, MIB, bytes_text
 
 RATES = Rates(
     has_gpu=True,
@@ -176,3 +178,59 @@ def test_a_timed_plan_says_how_the_head_is_copied() -> None:
     home = timed.device_groups < len(model().groups)
     assert timed.head == "slices" and home
     assert told.value in ("slices", "whole")
+
+
+def least_gib(head: str) -> float:
+    """Of a device on which one row is planned with such a head."""
+    fewest = Layout(offload="max", batch_rows=1, chunk_rows=1, head=head)  # type: ignore[arg-type]
+    return footprint(model(), fewest, has_gpu=True).device_bytes / AUTO_SHARE / GIB
+
+
+def test_by_itself_the_head_comes_in_slices_where_nothing_fits_otherwise() -> None:
+    between = (least_gib("whole") + least_gib("slices")) / 2
+    wishes = Wishes(embedding="whole")
+    with pytest.raises(DoesNotFit):
+        place(model(), room(between), replace(wishes, head="whole"))
+    word, because = chosen(model(), wishes, between)
+    assert word == "slices" and "nothing fits" in because
+    assert chosen(model(), wishes, least_gib("whole") + 0.2)[0] == "whole"
+
+
+def test_what_does_not_fit_is_told_with_the_head_in_slices() -> None:
+    with pytest.raises(DoesNotFit) as refused:
+        place(model(), room(least_gib("slices") - 0.5), Wishes(embedding="whole", batch_rows=1))
+    need = footprint(
+        model(), Layout(offload="max", batch_rows=1, chunk_rows=1, head="slices"), has_gpu=True
+    )
+    assert bytes_text(need.device_bytes) in str(refused.value)
+
+
+@pytest.mark.parametrize("device", [16, 24, 48, 80])
+@pytest.mark.parametrize("batch", [4, 32])
+def test_a_timed_plan_takes_slices_only_where_they_are_predicted_faster_by_the_margin(
+    device: float, batch: int
+) -> None:
+    wishes, timing = Wishes(batch_rows=batch), Timing(rates=RATES)
+    steps = {
+        word: cost(model(), place_timed(model(), room(device), one, timing).layout(), RATES).step_s
+        for word, one in (
+            ("auto", wishes),
+            ("whole", replace(wishes, head="whole")),
+            ("slices", replace(wishes, head="slices")),
+        )
+    }
+    plan = place_timed(model(), room(device), wishes, timing)
+    better = steps["slices"] * SLICES_GAIN < steps["whole"]
+    assert plan.head == ("slices" if better else "whole")
+    assert steps["auto"] == pytest.approx(steps[plan.head])
+    told = next(choice for choice in plan.choices if choice.name == "placement.head")
+    other = "whole" if better else "slices"
+    assert told.value == plan.head and (other in told.because or "fits" in told.because)
+
+
+def test_both_ways_are_chosen_somewhere() -> None:
+    found = {
+        place_timed(model(), room(16), Wishes(batch_rows=rows), Timing(rates=RATES)).head
+        for rows in (4, 32)
+    }
+    assert found == {"whole", "slices"}

@@ -89,25 +89,36 @@ def head_slices(facts: ModelFacts, chosen: Head, at_home: Groups) -> HeadSlices 
     return None if group is None else HeadSlices(head=head, group=group)
 
 
-def head_for(facts: ModelFacts, wishes: Wishes) -> Head:
-    """Slices or the whole of the head."""
-    apart = facts.head is not None and not facts.head.tied
-    return "slices" if apart and wishes.head == "slices" else "whole"
+def heads_for(facts: ModelFacts, wishes: Wishes) -> tuple[Head, ...]:
+    """How the head may be copied, what is preferred first."""
+    if not comes_apart(facts):
+        return ("whole",)
+    return ("whole", "slices") if wishes.head == "auto" else (wishes.head,)
 
 
-def reason(facts: ModelFacts, wishes: Wishes, found: HeadSlices | None) -> str:
-    """Why, with numbers."""
+def comes_apart(facts: ModelFacts) -> bool:
+    """Is there a head that can come in slices?"""
+    return facts.head is not None and not facts.head.tied
+
+
+def reason(facts: ModelFacts, wishes: Wishes, chosen: Head, *, at_home: bool) -> str:
+    """Why, with numbers, where no time is known."""
     head = facts.head
     if head is None:
         return "no head is known whose words can be cut apart"
     if head.tied:
         return f"the weight of {head.group} is tied: a lookup adds to its gradient too"
-    if found is None and wishes.head != "whole":
+    if not at_home:
         return f"{head.group} lives on the device with all its words"
-    if wishes.head != "auto" or found is None:
+    if wishes.head != "auto":
         return "as set"
     size = bytes_text(head.words * head.word_bytes)
-    return f"two slices of {bytes_text(found.slice_bytes)} on the device instead of {size}"
+    part = bytes_text(slice_words(head.word_bytes, head.words) * head.word_bytes)
+    if chosen == "whole":
+        return f"slices of {part} take less of the device than {size}, and more time"
+    return (
+        f"with all of {size} on the device nothing fits: two slices of {part} are there at a time"
+    )
 
 
 def logits_bytes(

@@ -13,9 +13,9 @@ from fluxtrain.plan.footprint import (
     homes,
     keepable_count,
     kept_count,
-    sliced_head,
     slot_count,
 )
+from fluxtrain.plan.heads import comes_apart
 from fluxtrain.plan.heads import reason as head_reason
 from fluxtrain.plan.moments import moments_choice
 from fluxtrain.plan.search import BATCH_LIMIT_ROWS, CHUNK_TOKENS, Search
@@ -67,10 +67,11 @@ def embedding_choice(search: Search, layout: Layout) -> tuple[ChoiceMade, ...]:
 def head_choice(search: Search, layout: Layout) -> tuple[ChoiceMade, ...]:
     """How the head is copied, where that is a question."""
     facts, wishes = search.facts, search.wishes
-    if wishes.head == "auto" and (facts.head is None or facts.head.tied):
+    if wishes.head == "auto" and not comes_apart(facts):
         return ()
-    found = sliced_head(facts, layout, homes(facts, layout)[1])
-    because = head_reason(facts, wishes, found)
+    names = {group.name for group in homes(facts, layout)[1]}
+    at_home = facts.head is not None and facts.head.group in names
+    because = head_reason(facts, wishes, layout.head, at_home=at_home)
     return (ChoiceMade(name="placement.head", value=head_copied(facts, layout), because=because),)
 
 

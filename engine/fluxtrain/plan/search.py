@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import product
 
-from fluxtrain.plan.facts import ModelFacts, Offload, Room, Wishes
+from fluxtrain.plan.facts import Head, ModelFacts, Offload, Room, Wishes
 from fluxtrain.plan.footprint import Footprint, Layout, footprint
-from fluxtrain.plan.heads import head_for
+from fluxtrain.plan.heads import heads_for
 from fluxtrain.plan.spread import DeviceFirst
 from fluxtrain.plan.tables import embedding_for
 
@@ -74,18 +75,23 @@ class Search:
 
     def find(self) -> Layout | None:
         """The preferred layout, or None when nothing fits."""
-        for offloads in self._rounds():
-            for start in self.starts():
+        for head, offloads in product(self.heads, self._rounds()):
+            for start in self.starts(head):
                 for offload in offloads:
                     layout = self._filled(replace(start, offload=offload))
                     if layout is not None:
                         return layout
         return None
 
+    @cached_property
+    def heads(self) -> tuple[Head, ...]:
+        """How the head may be copied: in slices by choice only where nothing fits otherwise."""
+        return heads_for(self.facts, self.wishes)
+
     def nearest(self) -> Layout:
         """Of the layouts with the fewest rows, the one that comes nearest to fitting: among those
         that the device holds, or else the smallest there, so that the numbers can be acted on."""
-        fewest = list(self.starts())[-1]
+        fewest = list(self.starts(self.heads[-1]))[-1]
         layouts = [
             layout
             for offloads in self._rounds()
@@ -122,7 +128,7 @@ class Search:
             return (("weights",), ("max",))
         return (("none", "weights"), ("max",))
 
-    def starts(self, chunk_tokens: int = CHUNK_TOKENS) -> Iterator[Layout]:
+    def starts(self, head: Head, chunk_tokens: int = CHUNK_TOKENS) -> Iterator[Layout]:
         """Batches and their chunks, the largest first, of about `chunk_tokens` at most."""
         first = Layout(
             offload="none",
@@ -132,7 +138,7 @@ class Search:
             kept_blocks=self.wishes.kept_blocks or 0,
             device_first=self.wishes.device_first or "embedding",
             embedding=embedding_for(self.facts, self.wishes, 0),
-            head=head_for(self.facts, self.wishes),
+            head=head,
             deferred_moments=bool(self.wishes.deferred_moments) and not self.wishes.eager,
         )
         if self.facts.row is None:

@@ -72,7 +72,7 @@ def wrap(  # noqa: PLR0913  # each is one choice of the user, by keyword
     boundaries: where blocks' inputs wait for backward: `device`, `host`, `auto` (host with `max`).
     eager: every step will be one (`Engine.begin_eager_step`): plan less memory for gradients.
     embedding: one on the host is copied `whole`, or in `rows` of a batch (`auto`: a large one).
-    head: one on the host is copied `whole` (as with `auto`), or in `slices` of its words.
+    head: one on the host is copied `whole`, or in `slices` of words (`auto`: where only they fit).
     deferred_moments: AdamW on the host writes all weights first, fp32 moments later: the same bits.
     Raises UnsupportedModel, BadInput or DoesNotFit.
     """
