@@ -6,15 +6,24 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fluxtrain.memory.group import Group
 from fluxtrain.optim.fused_device import update_resident_
 from fluxtrain.optim.hyper import Hyper, Turns
-from fluxtrain.optim.split_adamw import encode, update_, update_f32_
+from fluxtrain.optim.split_adamw import (
+    encode,
+    update_,
+    update_f32_,
+    update_moments_,
+    update_weights_,
+    update_weights_f32_,
+)
 from fluxtrain.plan.states import StateFormat
-from fluxtrain.stream.ranges import MOST_BORDERS, ranges, stretches
+from fluxtrain.stream.ranges import MOST_BORDERS, ranges, same_steps, stretches
 
+N, BORDERS = 1000, (64, 256, 640)
+TURNS = Turns(BORDERS, 0.0)
 DECAYED, NOT = Hyper(lr=1e-2, weight_decay=0.1), Hyper(lr=1e-2, weight_decay=0.0)
 
 
@@ -31,7 +40,7 @@ def group(count: int, states: StateFormat = "fp32", width: int = 40) -> Group:
 def taken(g: Group, hypers: list[Hyper | None]) -> list[list[tuple[int, int]]]:
     """[start, stop) of each part, by stretch."""
     by_index = {i: hyper for i, hyper in enumerate(hypers) if hyper is not None}
-    return [[(p.start, p.stop) for p in parts] for parts in stretches(ranges(g, by_index))]
+    return [[(p.start, p.stop) for p in parts] for parts in stretches(same_steps(g, by_index))]
 
 
 def test_matrices_and_biases_between_them_are_one_stretch() -> None:
@@ -69,24 +78,50 @@ def test_states_in_8_bits_are_stepped_range_by_range() -> None:
     assert len(taken(g, [DECAYED, NOT, DECAYED])) == 3
 
 
+def in_turn(gradient: Tensor, step: int, *flats: Tensor) -> None:
+    """Each part by itself."""
+    for i, (start, stop) in enumerate(zip((0, *BORDERS), (*BORDERS, N), strict=True)):
+        update = update_ if len(flats) == 4 else update_f32_
+        parts = [flat[start:stop] for flat in (*flats, gradient)]
+        update(*parts, hyper=(DECAYED, NOT)[i % 2], step=step, grad_scale=0.25)
+
+
+def at_once(gradient: Tensor, step: int, *flats: Tensor) -> None:
+    update = update_ if len(flats) == 4 else update_f32_
+    update(*flats, gradient, hyper=DECAYED, step=step, grad_scale=0.25, turns=TURNS)
+
+
+def weights_then_moments(gradient: Tensor, step: int, *flats: Tensor) -> None:
+    update = update_weights_ if len(flats) == 4 else update_weights_f32_
+    update(*flats, gradient, hyper=DECAYED, step=step, grad_scale=0.25, turns=TURNS)
+    update_moments_(*flats[-2:], gradient, hyper=DECAYED, step=step, grad_scale=0.25)
+
+
+def as_on_a_device(gradient: Tensor, step: int, *flats: Tensor) -> None:
+    weights, lo = flats[0], flats[1] if len(flats) == 4 else None
+    update_resident_(
+        weights, lo, *flats[-2:], gradient,
+        hyper=DECAYED, step=step, scale=0.5, clip=torch.tensor(0.5), turns=TURNS,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("way", [at_once, weights_then_moments, as_on_a_device])
 @pytest.mark.parametrize("split", [True, False])
-def test_parts_that_take_turns_have_the_bits_of_parts_by_themselves(split: bool) -> None:
-    n, borders = 1000, (64, 256, 640)
-    drawn = torch.randn(n, generator=torch.Generator().manual_seed(1))
-    weights, lo = encode(drawn) if split else (drawn, None)
-    one: list[Any] = [weights, lo, torch.zeros(n), torch.zeros(n)]
-    other = [None if x is None else x.clone() for x in one]
+def test_parts_that_take_turns_have_the_bits_of_parts_by_themselves(split: bool, way: Any) -> None:
+    drawn = torch.randn(N, generator=torch.Generator().manual_seed(1))
+    one = [*(encode(drawn) if split else [drawn]), torch.zeros(N), torch.zeros(N)]
+    other = [flat.clone() for flat in one]
     for step in (1, 2):
-        gradient = torch.randn(n, generator=torch.Generator().manual_seed(step + 1))
-        update_resident_(
-            *one, gradient,
-            hyper=DECAYED, step=step, scale=0.5, clip=torch.tensor(0.3),
-            turns=Turns(borders, NOT.weight_decay),
-        )  # fmt: skip
-        for i, (start, stop) in enumerate(zip((0, *borders), (*borders, n), strict=True)):
-            flats = [x[start:stop] for x in (*other, gradient) if x is not None]
-            update = update_ if split else update_f32_
-            factor = 0.5 * float(torch.tensor(0.3))
-            update(*flats, hyper=(DECAYED, NOT)[i % 2], step=step, grad_scale=factor)
+        gradient = torch.randn(N, generator=torch.Generator().manual_seed(step + 1))
+        way(gradient, step, *one)
+        in_turn(gradient, step, *other)
     for mine, theirs in zip(one, other, strict=True):
-        assert mine is None or torch.equal(mine, theirs)
+        assert torch.equal(mine, theirs)
+
+
+def test_a_block_of_matrices_norms_and_biases_is_one_range() -> None:
+    g = group(6)
+    hypers = dict(enumerate([DECAYED, NOT, DECAYED, DECAYED, NOT, NOT]))
+    (whole,) = ranges(g, hypers)
+    assert whole.turns == Turns((64, 128, 256), NOT.weight_decay)
+    assert (whole.start, whole.stop) == (0, 360)

@@ -132,8 +132,8 @@ def _parts(flats: Flats, hyper: Hyper, turns: Turns | None) -> Iterator[tuple[Fl
         yield flats, hyper
         return
     weights, lo, m, v, gradient = flats
-    ends, steps = (*turns.borders, weights.numel()), cycle((hyper, turns.other(hyper)))
-    for start, stop, how in zip((0, *turns.borders), ends, steps, strict=False):
+    steps = cycle((hyper, turns.other(hyper)))
+    for (start, stop), how in zip(turns.parts(weights.numel()), steps, strict=False):
         at = slice(start, stop)
         yield (weights[at], None if lo is None else lo[at], m[at], v[at], gradient[at]), how
 

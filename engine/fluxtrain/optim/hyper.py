@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from ctypes import c_float
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -57,6 +58,10 @@ class Turns(NamedTuple):
 
     borders: tuple[int, ...]  # where the second part begins, the third ... (elements), ascending
     weight_decay: float  # of the second part, the fourth ...
+
+    def parts(self, length: int) -> Iterator[tuple[int, int]]:
+        """[start, stop) of each part of a range of `length` elements."""
+        return zip((0, *self.borders), (*self.borders, length), strict=True)
 
     def other(self, hyper: Hyper) -> Hyper:
         """The step of the second part, the fourth ..."""

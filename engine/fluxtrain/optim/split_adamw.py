@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fluxtrain import _native
 from fluxtrain.optim import reference
-from fluxtrain.optim.hyper import Coefficients, Hyper, coefficients
+from fluxtrain.optim.hyper import Coefficients, Hyper, Turns, coefficients
 from fluxtrain.optim.reference import decode, encode
 
 __all__ = [
@@ -43,15 +43,17 @@ def update_(
     step: int,
     grad_scale: float = 1.0,
     threads: int | None = None,
+    turns: Turns | None = None,
 ) -> None:
     """One AdamW step on split masters on the host, in place, without the GIL.
 
     hi (bfloat16), lo (int16), m, v (float32) and grad (bfloat16 or float32) are contiguous CPU
     tensors of one length. step counts from 1. threads None: OpenMP's default. The result does not
-    depend on threads, on the instruction set, or on how a range is cut into calls.
+    depend on threads, on the instruction set, or on how a range is cut into calls. turns: parts
+    with another decay.
     """
     flats = {"hi": hi, "lo": lo, "m": m, "v": v, "grad": grad}
-    _run(f"adamw_split_{_width(grad)}", flats, hyper, step, grad_scale, threads)
+    _run(f"adamw_split_{_width(grad)}", flats, hyper, step, grad_scale, threads, turns=turns)
 
 
 def update_f32_(
@@ -64,10 +66,11 @@ def update_f32_(
     step: int,
     grad_scale: float = 1.0,
     threads: int | None = None,
+    turns: Turns | None = None,
 ) -> None:
     """One AdamW step on fp32 weights on the host, in place; all four float32, else as `update_`."""
     flats = {"p": p, "m": m, "v": v, "grad": grad}
-    _run("adamw_f32", flats, hyper, step, grad_scale, threads, fp32=True)
+    _run("adamw_f32", flats, hyper, step, grad_scale, threads, turns=turns, fp32=True)
 
 
 def update_weights_(
@@ -81,13 +84,16 @@ def update_weights_(
     step: int,
     grad_scale: float = 1.0,
     threads: int | None = None,
+    turns: Turns | None = None,
 ) -> None:
     """The weights of `update_` alone, with its arguments: m and v stay as they are.
 
     With `update_moments_` on the same gradient afterwards, every bit is that of `update_`.
     """
     flats = {"hi": hi, "lo": lo, "m": m, "v": v, "grad": grad}
-    _run(f"adamw_weights_split_{_width(grad)}", flats, hyper, step, grad_scale, threads)
+    _run(
+        f"adamw_weights_split_{_width(grad)}", flats, hyper, step, grad_scale, threads, turns=turns
+    )
 
 
 def update_weights_f32_(
@@ -100,10 +106,11 @@ def update_weights_f32_(
     step: int,
     grad_scale: float = 1.0,
     threads: int | None = None,
+    turns: Turns | None = None,
 ) -> None:
     """The weights of `update_f32_` alone, as `update_weights_`."""
     flats = {"p": p, "m": m, "v": v, "grad": grad}
-    _run("adamw_weights_f32", flats, hyper, step, grad_scale, threads, fp32=True)
+    _run("adamw_weights_f32", flats, hyper, step, grad_scale, threads, turns=turns, fp32=True)
 
 
 def update_moments_(
@@ -129,12 +136,20 @@ def _run(
     grad_scale: float,
     threads: int | None,
     *,
+    turns: Turns | None = None,
     fp32: bool = False,
 ) -> None:
     """Call a kernel with its arrays in order, once they are what it takes (`fp32`: all float32)."""
     n = flat_length(flats, {} if fp32 else _ALLOWED)
-    pointers = (flat.data_ptr() for flat in flats.values())
-    _native.kernel(kernel)(*pointers, n, by_reference(hyper, step, grad_scale), threads or 0)
+    call, own = _native.kernel(kernel), by_reference(hyper, step, grad_scale)
+    if turns is None:
+        call(*(flat.data_ptr() for flat in flats.values()), n, own, threads or 0)
+        return
+    arrays = [(flat.data_ptr(), flat.itemsize) for flat in flats.values()]
+    both = own, by_reference(turns.other(hyper), step, grad_scale)
+    for i, (start, stop) in enumerate(turns.parts(n)):
+        at = (address + start * itemsize for address, itemsize in arrays)
+        call(*at, stop - start, both[i % 2], threads or 0)
 
 
 def _width(grad: Tensor) -> str:

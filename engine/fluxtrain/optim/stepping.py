@@ -95,40 +95,57 @@ def update_threads(computation: torch.device) -> int | None:
 
 
 def step_on_host_(
-    flat: Flat, *, hyper: Hyper, step: int, scale: float, threads: int | None = None
+    flat: Flat,
+    *,
+    hyper: Hyper,
+    step: int,
+    scale: float,
+    threads: int | None = None,
+    turns: Turns | None = None,
 ) -> None:
-    """In place by the native kernels; gradients count times `scale`. threads None: all."""
+    """In place by the native kernels; gradients count times `scale`. threads None: all. turns:
+    parts that are decayed otherwise, of fp32 moments beside weights that are their masters."""
     f, states8 = flat, flat.states8
     how: dict[str, Any] = {"hyper": hyper, "step": step, "grad_scale": scale, "threads": threads}
+    if f.moments_can_wait and f.lo is None:
+        update_f32_(f.weights, f.m, f.v, f.gradient, **how, turns=turns)
+        return
+    if f.moments_can_wait and f.lo is not None:
+        update_(f.weights, f.lo, f.m, f.v, f.gradient, **how, turns=turns)
+        return
+    assert turns is None
     if f.master is not None:
         _step_masters_on_host_(f, hyper=hyper, step=step, scale=scale, threads=threads)
     elif states8 is not None:
         update8_(f.weights, f.lo, states8, f.gradient, **how)
-    elif f.m.dtype is torch.bfloat16:
-        update16_(f.weights, f.lo, f.m, f.v, f.gradient, f.rounding, **how)
-    elif f.lo is None:
-        update_f32_(f.weights, f.m, f.v, f.gradient, **how)
     else:
-        update_(f.weights, f.lo, f.m, f.v, f.gradient, **how)
+        update16_(f.weights, f.lo, f.m, f.v, f.gradient, f.rounding, **how)
 
 
 def step_weights_on_host_(
-    flat: Flat, *, hyper: Hyper, step: int, scale: float, threads: int | None = None
+    flat: Flat,
+    *,
+    hyper: Hyper,
+    step: int,
+    scale: float,
+    threads: int | None = None,
+    turns: Turns | None = None,
 ) -> None:
     """The weights of `step_on_host_` alone, where the moments can wait."""
     f = flat
     how: dict[str, Any] = {"hyper": hyper, "step": step, "grad_scale": scale, "threads": threads}
     if f.lo is None:
-        update_weights_f32_(f.weights, f.m, f.v, f.gradient, **how)
+        update_weights_f32_(f.weights, f.m, f.v, f.gradient, **how, turns=turns)
     else:
-        update_weights_(f.weights, f.lo, f.m, f.v, f.gradient, **how)
+        update_weights_(f.weights, f.lo, f.m, f.v, f.gradient, **how, turns=turns)
 
 
 def step_moments_on_host_(
     flat: Flat, *, hyper: Hyper, step: int, scale: float, threads: int | None = None
 ) -> None:
-    """The moments of `step_on_host_` alone, with the arguments of their weights' pass: after both
-    every bit is the same. The gradient must be the one that the weights' pass saw."""
+    """The moments of `step_on_host_` alone, with the arguments of their weights' pass (the weight
+    decay has no part in them): after both every bit is the same. The gradient must be the one that
+    the weights' pass saw."""
     update_moments_(
         flat.m, flat.v, flat.gradient, hyper=hyper, step=step, grad_scale=scale, threads=threads
     )

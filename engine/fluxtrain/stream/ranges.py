@@ -20,7 +20,7 @@ MOST_BORDERS = 16  # a kernel is compiled for each number of them
 
 @dataclass(frozen=True)
 class Range:
-    """Neighbouring members of one segment that take the same step."""
+    """Neighbouring members of one segment that take the same step, or but for the weight decay."""
 
     segment: Segment
     gradient: Tensor  # the segment's; taken now: zero_grad may come before the update runs
@@ -30,10 +30,17 @@ class Range:
     step: int
     scale: float  # recorded by the caller (clip_grad_norm_, a manual mul_)
     adjoins: bool = False  # the range before it: between the two there is nothing but padding
+    turns: Turns | None = None  # of parts with the decay of `hyper` and another one
 
 
 def ranges(group: Group, hypers: dict[int, Hyper]) -> list[Range]:
-    """Cut the group's members (index -> hyperparameters) into the fewest ranges."""
+    """Cut the group's members (index -> hyperparameters) into the fewest ranges that a kernel takes
+    at once."""
+    return [_as_one(parts) for parts in stretches(same_steps(group, hypers))]
+
+
+def same_steps(group: Group, hypers: dict[int, Hyper]) -> list[Range]:
+    """The fewest ranges of members that take the same step."""
     found: list[Range] = []
     for segment in group.trained:
         how: tuple[Hyper, int, float] | None = None  # of the range that the member before ended
@@ -52,10 +59,10 @@ def ranges(group: Group, hypers: dict[int, Hyper]) -> list[Range]:
     return found
 
 
-def flat_of(part: Range, stop: int | None = None) -> Flat:
-    """The slices of its segment's tensors from the range's start to its end, or to `stop`."""
-    s, stop = part.segment, part.stop if stop is None else stop
-    cut, blocks = slice(part.start, stop), slice(part.start // STATE_BLOCK, -(-stop // STATE_BLOCK))
+def flat_of(part: Range) -> Flat:
+    """The range's slices of its segment's tensors."""
+    s, cut = part.segment, slice(part.start, part.stop)
+    blocks = slice(part.start // STATE_BLOCK, -(-part.stop // STATE_BLOCK))
     assert s.weights is not None and s.m is not None and s.v is not None
     return Flat(
         weights=s.weights[cut],
@@ -77,16 +84,19 @@ def step_on_device(work: Sequence[Range], norm: GradNorm | None) -> None:
     weights = work[0].segment.weights
     assert weights is not None
     clip = norm.device_scale() if norm is not None else torch.ones((), device=weights.device)
-    for parts in stretches(work):
-        first = parts[0]
-        turns = None
-        if len(parts) > 1:
-            borders = tuple(part.start - first.start for part in parts[1:])
-            turns = Turns(borders, parts[1].hyper.weight_decay)
+    for part in work:
         step_on_device_(
-            flat_of(first, parts[-1].stop),
-            hyper=first.hyper, step=first.step, scale=first.scale, clip=clip, turns=turns,
+            flat_of(part),
+            hyper=part.hyper, step=part.step, scale=part.scale, clip=clip, turns=part.turns,
         )  # fmt: skip
+
+
+def _as_one(parts: list[Range]) -> Range:
+    if len(parts) == 1:
+        return parts[0]
+    first, second = parts[:2]
+    borders = tuple(part.start - first.start for part in parts[1:])
+    return replace(first, stop=parts[-1].stop, turns=Turns(borders, second.hyper.weight_decay))
 
 
 def stretches(work: Sequence[Range]) -> list[list[Range]]:

@@ -232,7 +232,10 @@ class _Step:
             step_on_host = step_on_host_
         with self.lock:
             self.written = None
-            step_on_host(flat, hyper=part.hyper, step=part.step, scale=scale, threads=self.threads)
+            step_on_host(
+                flat, hyper=part.hyper, step=part.step, scale=scale,
+                threads=self.threads, turns=part.turns,
+            )  # fmt: skip
             self.written = stop
 
     def rows_ahead(self, rows: Tensor, into: Tensor) -> bool:
