@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 import fluxtrain
 from fluxtrain.data.batches import Batch
+from fluxtrain.memory.boundary import BoundaryPark
 from fluxtrain.plan.facts import GroupFacts
 from fluxtrain.plan.footprint import Layout
 from fluxtrain.plan.rates import Rates
@@ -45,14 +46,14 @@ def test_every_kind_of_steps_is_made_and_the_model_is_as_before(tiny: Tiny, fami
     model = tiny(family, torch.bfloat16)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     kinds, block = played(model)
-    assert set(kinds) == {"alone", "whole", "passes"}
+    assert set(kinds) == {"alone", "parked", "whole", "passes"}
     eager, _ = played(model, eager=True)
-    assert set(eager) == {"alone", "eager"}
+    assert set(eager) == {"alone", "parked", "eager"}
     kinds |= {"eager": eager["eager"]}
     for kind, told in kinds.items():
         assert told.forward_s > 0
         assert told.backward_s > told.forward_s / 2  # which it computes again
-        assert (told.update_s is None) == (kind == "alone")
+        assert (told.update_s is None) == (kind in ("alone", "parked"))
         assert (told.moments_s is None) == (kind != "passes")
     assert block.kind == "block" and block.trained
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
@@ -75,9 +76,33 @@ def test_every_block_is_at_home_also_where_the_device_has_room_for_all(
     assert (wishes["device_groups"], wishes["resident_blocks"]) == (0, 0)
 
 
+def test_boundaries_go_home_in_the_steps_that_try_it(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parked: list[bool] = []
+    park = BoundaryPark.park
+    step = rehearsal_module._Stage._step
+
+    def watched(self: BoundaryPark, *args: object) -> object:
+        parked[-1] = True
+        return park(self, *args)  # type: ignore[arg-type]
+
+    def counted(self: rehearsal_module._Stage, kind: Kind) -> None:
+        kinds.append(kind)
+        parked.append(False)
+        step(self, kind)
+
+    kinds: list[Kind] = []
+    monkeypatch.setattr(BoundaryPark, "park", watched)
+    monkeypatch.setattr(rehearsal_module._Stage, "_step", counted)
+    played(tiny("llama", torch.bfloat16))
+    assert parked == [kind == "parked" for kind in kinds]
+    assert any(parked)
+
+
 def test_states_of_8_bits_have_one_pass(tiny: Tiny) -> None:
     kinds, block = played(tiny("llama", torch.bfloat16), "8bit")
-    assert set(kinds) == {"alone", "whole"}
+    assert set(kinds) == {"alone", "parked", "whole"}
     assert block.states == "8bit"
 
 

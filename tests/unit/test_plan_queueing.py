@@ -17,7 +17,8 @@ from tests.unit.test_plan_calibration import BLOCK, FACTS, PER_S, TRIED
 
 HOST = HostTimes(
     forward_s=0.002, backward_s=0.004, forward_beside_s=0.003, backward_beside_s=0.006,
-    outside_s=0.01, home_update_s=0.0005, device_update_s=0.001,
+    park_forward_s=0.0001, park_backward_s=0.0003, outside_s=0.01,
+    home_update_s=0.0005, device_update_s=0.001,
 )  # fmt: skip
 AT_HOME = Layout(offload="weights", batch_rows=8, chunk_rows=4)
 ON_DEVICE = replace(AT_HOME, offload="none")
@@ -54,6 +55,17 @@ def test_a_layout_is_queued_by_hand() -> None:
     eager = queueing_of(FACTS, ON_DEVICE, rates_of(HOST), 0.05, exact=False)
     assert eager.optimizer_s == 0
     assert eager.backward_beside_s == pytest.approx(2 * (0.006 + 11 * 0.001 / 10))
+
+
+def test_boundaries_that_go_home_are_queued_too() -> None:
+    here = queueing_of(FACTS, AT_HOME, rates_of(HOST), 0.05, exact=True)
+    parked = replace(AT_HOME, boundaries="host")
+    there = queueing_of(FACTS, parked, rates_of(HOST), 0.05, exact=True)
+    assert there.forward_s - here.forward_s == pytest.approx(0.0001)
+    assert there.backward_beside_s - here.backward_beside_s == pytest.approx(0.0003)
+    kept = replace(parked, resident_blocks=4, kept_blocks=4)  # of ten, which have nothing to send
+    some = queueing_of(FACTS, kept, rates_of(HOST), 0.05, exact=True)
+    assert some.backward_s - here.backward_s == pytest.approx(0.6 * 0.0003)
 
 
 def test_a_step_that_the_host_binds_takes_as_long_as_the_host() -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fluxtrain.plan.facts import ModelFacts
-from fluxtrain.plan.footprint import Layout, homes
+from fluxtrain.plan.footprint import Layout, homes, kept_count
 from fluxtrain.plan.rates import Rates
 
 
@@ -77,12 +77,15 @@ def queueing_of(
     beside_s = host.backward_beside_s
     if not exact:  # each group is stepped in the backward pass
         beside_s += here * host.device_update_s / max(1, facts.layers)
+    parked = (facts.layers - kept_count(facts, layout)) / max(1, facts.layers)
+    there_s = parked * host.park_forward_s if layout.parks else 0.0  # once a batch
+    back_s = parked * host.park_backward_s if layout.parks else 0.0
     return Queueing(
         blocks=facts.layers,
-        forward_s=chunks * host.forward_s,
-        backward_s=chunks * host.backward_s,
-        forward_beside_s=chunks * host.forward_beside_s,
-        backward_beside_s=chunks * beside_s,
+        forward_s=chunks * host.forward_s + there_s,
+        backward_s=chunks * host.backward_s + back_s,
+        forward_beside_s=chunks * host.forward_beside_s + there_s,
+        backward_beside_s=chunks * beside_s + back_s,
         lead_s=max(0.0, head_s - host.outside_s),
         outside_s=host.outside_s,
         optimizer_s=optimizer_s if exact else 0.0,

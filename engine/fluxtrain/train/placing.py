@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import psutil
 import torch
@@ -242,7 +242,7 @@ def wrapped(
         resident_blocks=placement.resident_blocks,
         kept_blocks=placement.kept_blocks,
         boundaries=placement.boundaries,
-        embedding=placement.embedding,
+        embedding=_asked_embedding(config, placement),
         head=placement.head,
         states=config.train.states,
         eager=eager(config, facts),
@@ -252,6 +252,15 @@ def wrapped(
     if facts.scales_its_loss:
         engine.loss_scale = LossScale(engine.device.torch_device)
     return streamed, engine
+
+
+def _asked_embedding(
+    config: RunConfig, placement: RunPlacement
+) -> Literal["auto", "whole", "rows"]:
+    """Rows that nobody asked for are `auto`, of which nothing is said where the embedding lives on
+    the device."""
+    chosen = config.placement.embedding == "auto" and placement.embedding == "rows"
+    return "auto" if chosen else placement.embedding
 
 
 def _usual_dtype_bytes(model: nn.Module) -> int:

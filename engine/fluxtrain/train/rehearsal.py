@@ -3,7 +3,8 @@
 What is timed by itself is faster than in a training. There AdamW shares the host's memory with
 copies and its cores with the threads that queue the GPU's work; those wait for a core, for memory
 and for Python's lock; and between two blocks' updates a thread has to be woken. So a miniature with
-all its blocks at home is trained: without an optimizer, and as the run will, with each block's
+all its blocks at home is trained: without an optimizer, its boundaries on the device and on the
+host, and as the run will, with each block's
 update at once and in two passes, or in eager steps. Each takes a few steps of few rows, for neither
 AdamW nor the queueing depends on how many there are, and the GPU is then never what they wait for.
 There are as many blocks as it takes for what comes home, and is updated soon, to be no large part
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from statistics import fmean
 from typing import TYPE_CHECKING, Literal
@@ -42,7 +43,7 @@ WARMING = 2  # steps: the first touches weights and gradients, the second the mo
 REPEATS = 4
 LIMIT_S = 0.8  # for the repeats of one kind; the last may end later
 
-Kind = Literal["alone", "whole", "passes", "eager"]
+Kind = Literal["alone", "parked", "whole", "passes", "eager"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +86,7 @@ def rehearse(
     try:
         with wrapped(mini, device, "weights", rows, **how) as engine:
             stage = _Stage(mini, engine, blocks, batch, device)
-            kinds: list[Kind] = ["alone", "eager"] if eager else ["alone", "whole"]
+            kinds: list[Kind] = ["alone", "parked", "eager" if eager else "whole"]
             kinds += ["passes"] if facts.pass_bytes and not eager else []
             return {kind: stage.play(kind) for kind in kinds}, facts
     except torch.OutOfMemoryError:
@@ -140,7 +141,9 @@ class _Stage:
 
     def play(self, kind: Kind) -> Rehearsed:
         """Some steps of a kind behind one that does not count."""
-        self._engine.updates.defers_moments = kind == "passes"
+        engine = self._engine
+        engine.updates.defers_moments = kind == "passes"
+        engine.plan = replace(engine.plan, boundaries="host" if kind == "parked" else "device")
         self._step(kind)
         self._engine.flush()
         self._seen = _Seen()
@@ -166,10 +169,11 @@ class _Stage:
         if kind == "eager":
             self._engine.begin_eager_step(self._optimizer, loss)
         loss.backward()
-        if kind != "alone":
+        updates = kind not in ("alone", "parked")
+        if updates:
             self._engine.clip_grad_norm(None if kind == "eager" else 1.0, [loss.detach()])
         started_s = time.perf_counter()
-        if kind != "alone":
+        if updates:
             self._optimizer.step()
         self._engine.forget_gradients()
         self._seen.optimizer_s.append(time.perf_counter() - started_s)
