@@ -75,11 +75,13 @@ class Terminal:
         return termios.tcgetattr(self._master)
 
     def wiped(self) -> None:
-        """Forget what is on screen: only what is written from now on will be there."""
+        """Forget what is on screen, and a sequence that broke off: only what is written from now on
+        will be there."""
         while select.select([self._master], [], [], 0)[0] and self.read(0):
             continue
         self.output = b""
         self.screen.reset()
+        self._stream = pyte.ByteStream(self.screen)
 
     def hang_up(self) -> None:
         """As when a connection breaks."""
@@ -97,6 +99,14 @@ class Terminal:
             alive = self.read(0.1)
             if not alive or time.monotonic() > deadline:
                 raise AssertionError(f"{texts} never came on screen:\n{self.text}")
+
+    def until_written(self, *texts: bytes) -> None:
+        """Wait until all of `texts` were written, whatever the screen takes them for."""
+        deadline = time.monotonic() + PATIENCE_S
+        while not all(text in self.output for text in texts):
+            alive = self.read(0.1)
+            if not alive or time.monotonic() > deadline:
+                raise AssertionError(f"{texts} were never written: {self.output[-2000:]!r}")
 
     def quiet(self, rows: int = 40, columns: int = 70, for_s: float = 1.5) -> None:
         """Read until that part of the screen stays as it is."""

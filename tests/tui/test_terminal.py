@@ -106,9 +106,9 @@ def test_a_stop_from_outside_leaves_a_sane_terminal_after_the_app(
     shell.until("step 20/200", "detach")
     app, threads = app_in(shell), list[int]()
     for _ in range(4):
-        app.send_signal(signal.SIGSTOP)
-        shell.until("Stopped", "ready>")
         shell.wiped()
+        app.send_signal(signal.SIGSTOP)
+        shell.until_written(b"Stopped", b"ready>")
         command(shell, "fg")
         shell.until("step 20/200", "Device memory", "detach")
         threads.append(app.num_threads())
@@ -131,17 +131,18 @@ def test_a_key_that_is_pressed_while_the_app_comes_back_is_the_apps(
     app = app_in(shell)
     for late_s in (0.0, 0.05, 0.1, 0.2):
         for key, seen in (("4", "Gradient norm"), ("1", "Device memory")):
-            shell.quiet(for_s=0.3)  # a stop within a sequence would take the shell's words into it
+            shell.wiped()
             if by_key:
                 shell.press("\x1a")
             else:
                 app.send_signal(signal.SIGSTOP)
-            shell.until("Stopped", "ready>")
+            # A stop within a sequence makes the shell's words a part of that on the screen.
+            shell.until_written(b"Stopped", b"ready>")
             command(shell, "fg")
             until_stopped(app, stopped=False)
             time.sleep(late_s)
             shell.press(key)
-            shell.until(seen, "detach", patience_s=20)
+            shell.until(seen, "detach")
     shell.press("q")
     shell.until("watched:", "ready>")
 
