@@ -251,6 +251,11 @@ def rebound(keys: Mapping[str, str]) -> tuple[Action, ...]:
     return tuple(replace(action, keys=keys.get(action.id, action.keys)) for action in ACTIONS)
 
 
+def joined(keys: Sequence[str]) -> str:
+    """`↑↓` for two arrows that stand together, else with a space between."""
+    return "".join(keys) if list(keys) == ["↑", "↓"] else " ".join(keys)
+
+
 def screens_of_actions(registry: Sequence[Action] = ACTIONS) -> dict[str, frozenset[str]]:
     """By the name of the app's action: the screens where some key runs it; empty is everywhere."""
     found: dict[str, frozenset[str]] = {}

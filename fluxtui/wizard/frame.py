@@ -168,6 +168,7 @@ class WizardFrame(Screen[Outcome | None]):
             wide=self.has_class("-wide"),
             short=self.has_class("-short"),
             machine=self.machine,
+            key_texts={action.id: action.key_text for action in self.registry},
         )
 
     def heard(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fluxtui.actions import KEY_TEXTS, Action
+from fluxtui.actions import KEY_TEXTS, Action, joined
 from fluxtui.wizard.answers import StepName
 
 Hint = tuple[tuple[str, ...], str]  # ids of actions, or keys that are Textual's own; and words
@@ -42,7 +42,7 @@ def key_hints(
     """Keys and what they do, in the order of the footer."""
     by_id = {action.id: action for action in registry}
     hints = TRYING if trying else HINTS[step]
-    return [(_joined([_key(by_id, name, step) for name in names]), words) for names, words in hints]
+    return [(joined([_key(by_id, name, step) for name in names]), words) for names, words in hints]
 
 
 def _key(by_id: dict[str, Action], name: str, step: StepName) -> str:
@@ -54,8 +54,3 @@ def _key(by_id: dict[str, Action], name: str, step: StepName) -> str:
     named = [key for key in keys if len(key) > 1 and len(KEY_TEXTS.get(key, key)) > 1]
     key = named[0] if step in WITH_FIELDS and action.id in ("help",) and named else keys[0]
     return KEY_TEXTS.get(key, key.replace("ctrl+", "^"))
-
-
-def _joined(keys: list[str]) -> str:
-    """`↑↓` for two arrows that stand together, else with a space between."""
-    return "".join(keys) if keys == ["↑", "↓"] else " ".join(keys)

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from fluxtrain.telemetry.rundir import RunSummary
+from fluxtui.actions import find, joined
 from fluxtui.panels.machine import machine_line
 from fluxtui.state.machine import MachineSample
 from fluxtui.state.view import View as RunView
@@ -48,6 +49,12 @@ class View:
     wide: bool = False
     short: bool = False  # as many lines as a plain terminal has
     machine: MachineSample | None = None  # as it is now
+    key_texts: Mapping[str, str] = dataclasses.field(default_factory=dict)  # the user's, by action
+
+    def key(self, *actions: str) -> str:
+        """The keys of actions as a person reads them, the user's own where there are any."""
+        keys = [self.key_texts.get(action) or find(action).key_text for action in actions]
+        return joined(keys)
 
     def machine_now(self, width: int) -> Line:
         """What this machine does at the moment, in one line; nothing while that is not known."""

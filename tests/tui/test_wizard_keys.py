@@ -77,6 +77,7 @@ async def test_a_page_takes_other_keys_and_the_old_ones_are_free(
         await pilot.press("O")
         await app_pilot.until(pilot, lambda: wizard.answers.offload != before)
         await app_pilot.until(pilot, lambda: "b c s O" in app_pilot.text_of(app))
+        await app_pilot.until(pilot, lambda: "O offload" in app_pilot.text_of(app))
         await app_pilot.until(pilot, lambda: wizard.background.plan.state.value)
         await pilot.press("enter")
         assert wizard.answers.step == "strategy"

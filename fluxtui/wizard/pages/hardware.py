@@ -14,17 +14,21 @@ def hardware_page(view: View, width: int) -> Content:
     asked = view.probe
     head = Content.styled("This machine", "bold")
     if asked.refusal is not None:
-        cure = "Press r to measure again, or enter to go on: the plan then says less about time."
+        cure = (
+            f"Press {view.key('wizard_again')} to measure again, or {view.key('wizard_next')} to "
+            "go on: the plan then says less about time."
+        )
         return Content("\n").join(
             [head, *now_lines(view, width), Content(""), refused(asked.refusal, cure, width)]
         )
     if asked.value is None:
-        note = "about 20 s the first time; enter goes on meanwhile"
+        note = f"about 20 s the first time; {view.key('wizard_next')} goes on meanwhile"
         return Content("\n").join(
             [head, *now_lines(view, width), Content(""), pending("Measuring", asked, width, note)]
         )
     facts = asked.value
-    title = drawing.heading("This machine", f"{facts.age_text()}; r measures again", width)
+    hint = f"{facts.age_text()}; {view.key('wizard_again')} measures again"
+    title = drawing.heading("This machine", hint, width)
     warnings = [drawing.caution(warning, width) for warning in facts.warnings]
     return Content("\n").join(
         [title, *now_lines(view, width), Content(""), *warnings, drawing.table(facts.rows, width)]

@@ -20,7 +20,10 @@ def launch_page(view: View, width: int) -> Content:
     lines = [Content.styled("Ready to go on" if going_on else "Ready", "bold"), Content("")]
     for message in launch_problems(view):
         lines += [drawing.problem(message, width), Content("")]
-    verb = "Enter goes on with the run" if going_on else "Enter starts the training"
+    key = view.key("wizard_next")
+    verb = f"{key.capitalize() if len(key) > 1 else key} " + (
+        "goes on with the run" if going_on else "starts the training"
+    )
     lines += [
         drawing.pairs(resumed_rows(view) if going_on else launch_rows(view), width),
         Content(""),

@@ -57,7 +57,10 @@ def _card(view: View, width: int) -> Content:
     if view.plan.refusal is not None:
         verdict = "DOES NOT FIT" if words == "does not fit" else "NOT KNOWN"
         head = Content.styled(f"✗ {verdict}", "bold $error")
-        cure = "esc changes model or data, r asks again"
+        cure = (
+            f"{view.key('wizard_back')} changes model or data, {view.key('wizard_again')} asks "
+            "again"
+        )
         body = drawing.problem(view.plan.refusal, width)
         return Content("\n").join([head, body, Content.styled(cure, drawing.MUTED)])
     if plan is None:

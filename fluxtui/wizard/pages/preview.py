@@ -16,14 +16,14 @@ from fluxtui.wizard.plan_preview import PlanPreview
 from fluxtui.wizard.trial import Trial
 from fluxtui.wizard.view import View
 
-CURE = "Press esc to change an answer, or r to ask again."
-
 
 def preview_page(view: View, width: int) -> Content:
     """Bars with margins, time, disk, differences from the defaults, and predicted = measured?"""
     asked = view.plan
     if asked.refusal is not None:
-        return refused(asked.refusal, CURE, width)
+        back, again = view.key("wizard_back"), view.key("wizard_again")
+        cure = f"Press {back} to change an answer, or {again} to ask again."
+        return refused(asked.refusal, cure, width)
     if asked.value is None:
         return pending("The engine reads the model and measures what is free", asked, width)
     plan = asked.value
@@ -88,9 +88,10 @@ def changed_rows(changed: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 def equivalent(view: View, width: int) -> Content:
     """The same run as a command and as YAML."""
+    hint = f"   {view.key('wizard_command')} copies it"
     return Content("\n").join(
         [
-            Content.assemble(("The same from a shell", "bold"), ("   m copies it", drawing.MUTED)),
+            Content.assemble(("The same from a shell", "bold"), (hint, drawing.MUTED)),
             drawing.paragraph(command_text(view.answers), width, "$accent"),
             Content(""),
             yaml_block(view),
@@ -101,7 +102,7 @@ def equivalent(view: View, width: int) -> Content:
 def yaml_block(view: View) -> Content:
     """The configuration file."""
     text = "\n".join(f"  {line}" for line in config_text(view).rstrip().splitlines())
-    title = drawing.heading("config.yaml", "y copies it", 80)
+    title = drawing.heading("config.yaml", f"{view.key('wizard_yaml')} copies it", 80)
     return Content("\n").join([title, Content(text)])
 
 
@@ -123,7 +124,9 @@ def _bars(view: View, plan: PlanPreview, width: int) -> list[Content]:
 
 
 def _trial_title(view: View, width: int) -> Content:
-    hint = "esc ends it" if view.trial.pending else "t trains three real steps; nothing is kept"
+    hint = f"{view.key('wizard_try')} trains three real steps; nothing is kept"
+    if view.trial.pending:
+        hint = f"{view.key('wizard_back')} ends it"
     return drawing.heading("Dry run", hint, width)
 
 

@@ -8,15 +8,13 @@ from textual.content import Content
 
 from fluxtrain.units import bytes_text, count_text, duration_text
 from fluxtui.wizard import drawing
-from fluxtui.wizard.answers import DIAL, Answers
+from fluxtui.wizard.answers import DIAL
 from fluxtui.wizard.pages.waiting import pending, refused
 from fluxtui.wizard.plan_preview import PlanPreview, RankedPlan, ReasonedChoice
 from fluxtui.wizard.view import View
 
 CARD_LEAST = 22  # columns of a card with its border
-CURE = "Press esc to change an answer, o for another offload setting, or r to ask again."
 OLDER = "planned before the numbers below were set"
-OVER = "this does not fit: turn the dial to fit, press o for more offload, or esc"
 
 
 def strategy_page(view: View, width: int, *, cursor: int = 0, why: bool = False) -> Content:
@@ -24,13 +22,13 @@ def strategy_page(view: View, width: int, *, cursor: int = 0, why: bool = False)
 
     The choice at `cursor` shows its reason; with `why` all of them do.
     """
-    head = [dial_line(view.answers, width), Content("")]
+    head = [dial_line(view, width), Content("")]
     if view.cards:
         older = drawing.paragraph(OLDER, width, drawing.MUTED) if view.cards_are_older else ""
         head += [cards(view, width), Content("") + older]
     asked = view.plan
     if asked.refusal is not None:
-        return Content("\n").join([*head, refused(asked.refusal, CURE, width)])
+        return Content("\n").join([*head, refused(asked.refusal, _cure(view), width)])
     if asked.value is None:
         note = "goes on by itself when the plan is there" if view.goes_on else ""
         what = "The engine reads the model and measures what is free"
@@ -39,19 +37,32 @@ def strategy_page(view: View, width: int, *, cursor: int = 0, why: bool = False)
     if not view.cards:
         head += [Content.styled(f"no ranked plans: {plan.predicted_because}", drawing.MUTED)]
     if not plan.fits:
-        head += [drawing.problem(OVER, width)]
-    head += [numbers_line(view.answers, plan, width), Content("")]
-    return Content("\n").join([*head, *_reasons(plan.choices, width, cursor, why)])
+        head += [drawing.problem(_over(view), width)]
+    head += [numbers_line(view, plan, width), Content("")]
+    return Content("\n").join([*head, *_reasons(view, plan.choices, width, cursor, why)])
 
 
-def dial_line(answers: Answers, width: int) -> Content:
+def _cure(view: View) -> str:
+    back, offload, again = map(view.key, ("wizard_back", "wizard_offload", "wizard_again"))
+    return (
+        f"Press {back} to change an answer, {offload} for another offload setting, or {again} to "
+        "ask again."
+    )
+
+
+def _over(view: View) -> str:
+    back, offload = view.key("wizard_back"), view.key("wizard_offload")
+    return f"this does not fit: turn the dial to fit, press {offload} for more offload, or {back}"
+
+
+def dial_line(view: View, width: int) -> Content:
     """The dial with its stops; the chosen one stands between arrows."""
     parts: list[Content | tuple[str, str]] = [("Strategy  ", "bold")]
     for stop in DIAL:
-        here = stop == answers.dial
+        here = stop == view.answers.dial
         text = f"‹ {stop} ›" if here else f"  {stop}  "
         parts.append((text, "bold $accent" if here else drawing.MUTED))
-    hint = "  ← → from fast to fit"
+    hint = f"  {view.key('wizard_faster', 'wizard_smaller')} from fast to fit"
     if sum(len(part[0]) for part in parts if isinstance(part, tuple)) + len(hint) <= width:
         parts.append((hint, drawing.MUTED))
     return Content.assemble(*parts)
@@ -80,20 +91,26 @@ def card_facts(card: RankedPlan, device: str) -> list[tuple[str, str]]:
     ]
 
 
-def numbers_line(answers: Answers, plan: PlanPreview, width: int) -> Content:
+def numbers_line(view: View, plan: PlanPreview, width: int) -> Content:
     """Batch, chunk, steps and offload with the keys that change them."""
+    answers = view.answers
     entries = (
-        ("b", "batch", answers.batch_rows, plan.batch_rows),
-        ("c", "chunk", answers.chunk_rows, plan.chunk_rows),
-        ("s", "steps", answers.steps, plan.steps),
-        ("o", "offload", None if answers.offload == "auto" else answers.offload, plan.offload),
+        ("wizard_batch", "batch", answers.batch_rows, plan.batch_rows),
+        ("wizard_chunk", "chunk", answers.chunk_rows, plan.chunk_rows),
+        ("wizard_steps", "steps", answers.steps, plan.steps),
+        (
+            "wizard_offload",
+            "offload",
+            None if answers.offload == "auto" else answers.offload,
+            plan.offload,
+        ),
     )
     lines, used = [Content("")], 0
-    for key, name, chosen, planned in entries:
+    for action, name, chosen, planned in entries:
         value = planned if chosen is None else chosen
         text = f"{value:,}" if isinstance(value, int) else str(value or "-")
         entry = Content.assemble(
-            (key, "bold $accent"),
+            (view.key(action), "bold $accent"),
             (f" {name} ", drawing.MUTED),
             (text, "bold"),
             ("" if chosen is None else " set", drawing.MUTED),
@@ -107,10 +124,13 @@ def numbers_line(answers: Answers, plan: PlanPreview, width: int) -> Content:
 
 
 def _reasons(
-    choices: Sequence[ReasonedChoice], width: int, cursor: int, why: bool
+    view: View, choices: Sequence[ReasonedChoice], width: int, cursor: int, why: bool
 ) -> list[Content]:
     """Every choice; the reason under the one with the cursor, or under all of them."""
-    hint = "w fewer" if why else "↑↓ choose, w all reasons"
+    all_of_them = view.key("wizard_why")
+    hint = f"{view.key('list_up', 'list_down')} choose, {all_of_them} all reasons"
+    if why:
+        hint = f"{all_of_them} fewer"
     lines = [drawing.heading("Chosen for you: why?", hint, width)]
     name_width = max((len(choice.name) for choice in choices), default=0) + 2
     for index, choice in enumerate(choices):

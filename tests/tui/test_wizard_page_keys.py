@@ -1,0 +1,87 @@
+"""What a page of the wizard tells to press is what the user has bound."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from textual.content import Content
+
+from fluxtui.actions import ACTIONS, rebound
+from fluxtui.wizard.answers import Answers
+from fluxtui.wizard.asked import Asked
+from fluxtui.wizard.machine import MachineFacts
+from fluxtui.wizard.pages.hardware import hardware_page
+from fluxtui.wizard.pages.launch import launch_page
+from fluxtui.wizard.pages.method import method_page
+from fluxtui.wizard.pages.preview import preview_page
+from fluxtui.wizard.pages.strategy import strategy_page
+from fluxtui.wizard.plan_preview import read_plan
+from fluxtui.wizard.view import View
+from tests.tui.wizard_pilot import PLAN
+
+OWN = {
+    action.id: f"f{number}"
+    for number, action in enumerate(ACTIONS, start=21)
+    if action.in_wizard or action.in_lists
+}
+OWN_TEXTS = {action.id: action.key_text for action in rebound(OWN)}
+REFUSED: Asked[object] = Asked(asked_s=0.0, refusal="no room", exit_code=4)
+PENDING: Asked[object] = Asked(asked_s=0.0)
+PLANNED = Asked(value=read_plan(PLAN))
+TOO_LARGE = Asked(value=replace(read_plan(PLAN), device_bytes=2**31))
+PROBED = Asked(value=MachineFacts(rows=(), lines=(), warnings=(), measured_at_s=0.0))
+
+Page = Callable[[View, int], Content]
+
+
+def explained(view: View, width: int) -> Content:
+    return strategy_page(view, width, why=True)
+
+
+@pytest.mark.parametrize(
+    ("page", "state", "told"),
+    [
+        (method_page, {"plan": REFUSED}, "{wizard_back} changes model or data, {wizard_again}"),
+        (hardware_page, {"probe": REFUSED}, "Press {wizard_again} to measure again, or"),
+        (hardware_page, {"probe": REFUSED}, "or {wizard_next} to go on"),
+        (hardware_page, {"probe": PENDING}, "{wizard_next} goes on meanwhile"),
+        (hardware_page, {"probe": PROBED}, "{wizard_again} measures again"),
+        (strategy_page, {"plan": REFUSED}, "Press {wizard_back} to change an answer"),
+        (strategy_page, {"plan": REFUSED}, "{wizard_offload} for another offload setting"),
+        (strategy_page, {"plan": TOO_LARGE}, "press {wizard_offload} for more offload, or"),
+        (strategy_page, {"plan": PLANNED}, "{wizard_faster} {wizard_smaller} from fast to fit"),
+        (strategy_page, {"plan": PLANNED}, "{wizard_batch} batch"),
+        (strategy_page, {"plan": PLANNED}, "{wizard_chunk} chunk"),
+        (strategy_page, {"plan": PLANNED}, "{wizard_steps} steps"),
+        (strategy_page, {"plan": PLANNED}, "{wizard_offload} offload"),
+        (strategy_page, {"plan": PLANNED}, "choose, {wizard_why} all reasons"),
+        (explained, {"plan": PLANNED}, "{wizard_why} fewer"),
+        (preview_page, {"plan": REFUSED}, "Press {wizard_back} to change an answer, or"),
+        (preview_page, {"plan": PLANNED}, "{wizard_try} trains three real steps"),
+        (preview_page, {"plan": PLANNED, "trial": PENDING}, "{wizard_back} ends it"),
+        (preview_page, {"plan": PLANNED}, "{wizard_command} copies it"),
+        (preview_page, {"plan": PLANNED}, "{wizard_yaml} copies it"),
+        (launch_page, {"plan": PLANNED}, "{wizard_next} starts the training"),
+    ],
+)
+def test_a_page_names_the_keys_that_the_user_has_bound(
+    page: Page, state: dict[str, Asked[object]], told: str
+) -> None:
+    def text(**changes: object) -> str:
+        view = View(answers=Answers(), **state, **changes)  # type: ignore[arg-type]
+        return " ".join(page(view, 120).plain.split())
+
+    default = {action.id: action.key_text for action in ACTIONS}
+    assert told.format(**default).lower() in text().lower()
+    assert told.format(**OWN_TEXTS).lower() in text(key_texts=OWN_TEXTS).lower()
+
+
+def test_two_keys_that_stand_together_are_told_as_the_footer_tells_them() -> None:
+    assert View().key("list_up", "list_down") == "↑↓"
+    assert View(key_texts=OWN_TEXTS).key("list_up", "list_down") == " ".join(
+        OWN_TEXTS[name] for name in ("list_up", "list_down")
+    )
+    assert re.fullmatch(r"f\d+", View(key_texts=OWN_TEXTS).key("wizard_next"))
