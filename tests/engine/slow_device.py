@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import _MultiDeviceReplicator
 
-from fluxtrain.memory.device import CpuDevice, Stalls, Ticket
+from fluxtrain.memory.device import CpuDevice, Ticket
 from fluxtrain.memory.staging import host_copy
+from fluxtrain.memory.stalls import Stalls
 from fluxtrain.stream import updates, wrapping
 
 _LONGEST_S = 0.004  # of a delay; a step of the tests' models takes some 0.02

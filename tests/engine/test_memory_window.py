@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from fluxtrain.memory.device import CpuDevice, Stalls
+from fluxtrain.memory.device import CpuDevice
 from fluxtrain.memory.group import Group
+from fluxtrain.memory.stalls import Stalls
 from fluxtrain.memory.window import Window
 from tests.engine.slow_device import SlowDevice
 

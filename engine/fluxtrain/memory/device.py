@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
@@ -19,9 +18,11 @@ import torch
 from torch import Tensor
 
 from fluxtrain.memory import page_locks
+from fluxtrain.memory.current_stream import CurrentStream
 from fluxtrain.memory.heap import Heap
 from fluxtrain.memory.recorder import CudaClock, HostClock, Instant, Recorder
 from fluxtrain.memory.staging import Staging, Wait, host_copy
+from fluxtrain.memory.stalls import Stalls
 from fluxtrain.memory.worker import Worker
 
 Copy = Callable[[Tensor, Tensor], None]  # (to, from)
@@ -48,45 +49,6 @@ class Ticket(Protocol):
 
     def wait_compute(self, cause: str) -> None:
         """Make the computation wait for the bytes; the wait is booked as a stall of `cause`."""
-
-
-class Stalls:
-    """Seconds that the computation waited, by cause; read and reset by `take`."""
-
-    def __init__(self, recorder: Recorder | None = None) -> None:
-        self._recorder = recorder or Recorder(HostClock())
-        self._seconds: dict[str, float] = {}
-        self._pairs: deque[tuple[str, Any, Any]] = deque()
-        self._lock = threading.Lock()
-
-    def add(self, cause: str, seconds: float) -> None:
-        """The thread that drives the computation waited until now."""
-        self._recorder.host_waited(cause, seconds)
-        self._book(cause, seconds)
-
-    def add_host(self, cause: str, seconds: float) -> None:
-        """The same where a GPU may have gone on meanwhile: it is told apart by the recorder."""
-        self._recorder.host_waited(cause, seconds)
-        if self._recorder.clock.on_host:
-            self._book(cause, seconds)
-
-    def add_events(self, cause: str, before: Any, after: Any) -> None:
-        """Book the time between two CUDA events once both have passed."""
-        self._recorder.stalled(cause, before, after)
-        self._pairs.append((cause, before, after))
-
-    def take(self) -> dict[str, float]:
-        """Seconds by cause since the last call; what a GPU has not passed yet comes later."""
-        while self._pairs and self._pairs[0][2].query():
-            cause, before, after = self._pairs.popleft()
-            self._book(cause, before.elapsed_time(after) / 1e3)
-        with self._lock:
-            taken, self._seconds = self._seconds, {}
-        return taken
-
-    def _book(self, cause: str, seconds: float) -> None:
-        with self._lock:
-            self._seconds[cause] = self._seconds.get(cause, 0.0) + seconds
 
 
 class Device(Protocol):
@@ -222,9 +184,10 @@ def _sent(to: Tensor, source: Tensor) -> Wait:
 
 
 class _CudaTicket:
-    def __init__(self, stalls: Stalls, device: torch.device) -> None:
-        self._stalls, self._device = stalls, device
+    def __init__(self, stalls: Stalls, current: CurrentStream) -> None:
+        self._stalls, self._current = stalls, current
         self._issued = threading.Event()
+        self._arrived = False  # as was seen: whoever asks the driver again lets other threads go on
         self._start = torch.cuda.Event(enable_timing=True)
         self.end = torch.cuda.Event(enable_timing=True)
         self._error: BaseException | None = None
@@ -249,18 +212,26 @@ class _CudaTicket:
     def duration_s(self) -> float | None:
         return self._start.elapsed_time(self.end) / 1e3 if self.done() else None
 
+    def _has_arrived(self) -> bool:
+        """Of a copy that was issued."""
+        if not self._arrived:
+            self._arrived = bool(self.end.query())
+        return self._arrived
+
     def instants(self) -> tuple[Instant, Instant] | None:
         return (self._start, self.end) if self._issued.is_set() else None
 
     def done(self) -> bool:
-        return self._issued.is_set() and self._error is None and bool(self.end.query())
+        return self._issued.is_set() and self._error is None and self._has_arrived()
 
     def failed(self) -> bool:
         return self._issued.is_set() and self._error is not None
 
     def wait_host(self) -> None:
         self._wait_issued()
-        self.end.synchronize()
+        if not self._arrived:
+            self.end.synchronize()
+            self._arrived = True
 
     def wait_compute(self, cause: str) -> None:
         if not self._issued.is_set():
@@ -268,9 +239,9 @@ class _CudaTicket:
             self._wait_issued()
             self._stalls.add("update", time.perf_counter() - started_s)
         self._wait_issued()
-        if self.end.query():
+        if self._has_arrived():
             return
-        stream = torch.cuda.current_stream(self._device)
+        stream = self._current()
         before = torch.cuda.Event(enable_timing=True)
         after = torch.cuda.Event(enable_timing=True)
         before.record(stream)
@@ -279,7 +250,8 @@ class _CudaTicket:
         self._stalls.add_events(cause, before, after)
 
     def _wait_issued(self) -> None:
-        self._issued.wait()
+        if not self._issued.is_set():  # a look takes no lock
+            self._issued.wait()
         if self._error is not None:
             raise self._error
 
@@ -292,6 +264,7 @@ class CudaDevice:
     def __init__(self, torch_device: torch.device) -> None:
         current = torch.device("cuda", torch.cuda.current_device())
         self.torch_device = current if torch_device == torch.device("cuda") else torch_device
+        self._current = CurrentStream(self.torch_device)
         self.recorder = Recorder(CudaClock(self.torch_device))
         self.stalls = Stalls(self.recorder)
         self._up = torch.cuda.Stream(self.torch_device)
@@ -303,7 +276,7 @@ class CudaDevice:
         self, to: Tensor, source: Tensor, after: Future[None] | None, free: Any,
         follows: Ticket | None = None, *, urgent: bool = False,
     ) -> Ticket:  # fmt: skip
-        ticket = _CudaTicket(self.stalls, self.torch_device)
+        ticket = _CudaTicket(self.stalls, self._current)
         if not page_locks.LOCKS.holds(source):
             work = partial(self._staged_up, ticket, to, source, after, free, follows)
             self._up_thread.submit(work)
@@ -326,7 +299,7 @@ class CudaDevice:
         return ticket
 
     def download(self, to: Tensor, source: Tensor) -> Ticket:
-        ticket = _CudaTicket(self.stalls, self.torch_device)
+        ticket = _CudaTicket(self.stalls, self._current)
         if not page_locks.LOCKS.holds(to):
             work = partial(self._staged_down, ticket, to, source, self.mark())
             self._down_thread.submit(work)
@@ -367,7 +340,7 @@ class CudaDevice:
 
     def mark(self) -> torch.cuda.Event:
         event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self.torch_device))
+        event.record(self._current())
         return event
 
     def tidy(self) -> None:

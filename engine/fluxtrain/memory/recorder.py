@@ -16,6 +16,8 @@ from typing import Any, Protocol
 
 import torch
 
+from fluxtrain.memory.current_stream import CurrentStream
+
 Instant = Any  # host seconds (time.perf_counter), or a torch.cuda.Event
 
 _MOST_NOTES = 32768  # waiting for the cutter; what comes beyond is counted and left out
@@ -92,7 +94,7 @@ class CudaClock:
     on_host = False
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._current = CurrentStream(device)
         self._pool: list[torch.cuda.Event] = []
         self._unseen: Border | None = None
         self._anchor: torch.cuda.Event | None = None
@@ -107,7 +109,7 @@ class CudaClock:
             event = self._pool.pop()
         except IndexError:
             event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
+        event.record(self._current())
         return event
 
     def border(self, step: int) -> Border:

@@ -49,6 +49,7 @@ class GradNorm:
             told = torch.cat([told[:1] / loss_scale, told[1:], loss_scale.reshape(1)])
         self._on_device = told  # norm, losses, loss scale; fp32
         self._on_device_scale: Tensor | None = None
+        self._read_scale: float | None = None  # once the numbers were here; each group's job asks
         self._host = host_empty(told.shape, torch.float32, pin=device.pins)
         self._ticket: Ticket = device.download(self._host, told)
 
@@ -83,10 +84,13 @@ class GradNorm:
     def scale(self) -> float:
         """What gradients are multiplied by: 1 without clipping (the loss scale's inverse with one),
         NaN where nothing may happen."""
-        norm = self.value()
-        if self._guards and not bool(torch.isfinite(self._host).all()):
-            return math.nan
-        return clip_scale(norm, self.max_norm) / (self.loss_scale() or 1.0)
+        if self._read_scale is None:
+            norm = self.value()
+            if self._guards and not bool(torch.isfinite(self._host).all()):
+                self._read_scale = math.nan
+            else:
+                self._read_scale = clip_scale(norm, self.max_norm) / (self.loss_scale() or 1.0)
+        return self._read_scale
 
     def device_scale(self) -> Tensor:
         """`scale()` as an fp32 scalar on the device, computed there with the same roundings."""
