@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from fluxtrain.stream.engine import Engine
 
 _KEPT_MOVES = 256
+_HELD = ("allocated_bytes", "reserved_bytes")  # of torch's allocator
 _Noted = tuple[int, str, str, int, str, str, Ticket]  # step, block, what, bytes, way, cause
 
 
@@ -155,9 +156,9 @@ class Accounts:
         device = engine.device.torch_device
         total: int | None = None
         if device.type == "cuda":
-            allocated = torch.cuda.memory_allocated(device)
+            allocated, reserved = (held["current"] for held in _held_by_torch(device))
             by["workspace"] = max(0, allocated - sum(by.values()))
-            by["cache"] = max(0, torch.cuda.memory_reserved(device) - allocated)
+            by["cache"] = max(0, reserved - allocated)
             total = torch.cuda.get_device_properties(device).total_memory
             self._peak_bytes = self.device_peaks()[1]
         used = sum(by.values())
@@ -186,11 +187,9 @@ class Accounts:
 
     def device_peaks(self) -> tuple[int, int]:
         """The most bytes that tensors used on the GPU, and that were reserved for them, ever."""
-        device, (used, reserved) = self._engine.device.torch_device, self._earlier_peaks
-        return (
-            max(used, torch.cuda.max_memory_allocated(device)),
-            max(reserved, torch.cuda.max_memory_reserved(device)),
-        )
+        now_used, now_reserved = _held_by_torch(self._engine.device.torch_device)
+        used, reserved = self._earlier_peaks
+        return max(used, now_used["peak"]), max(reserved, now_reserved["peak"])
 
     def measure_peaks_anew(self) -> None:
         """torch's own peaks become those from now on; ours stay those of the whole run."""
@@ -235,6 +234,18 @@ class Accounts:
             return "G"
         under_way = arrival is not None and not all(t.done() for t in arrival.tickets)
         return "<" if under_way else "C"
+
+
+def _held_by_torch(device: torch.device) -> tuple[dict[str, int], dict[str, int]]:
+    """Bytes (`current`, `peak`) that tensors use on the GPU, and that are reserved for them.
+
+    `torch.cuda.memory_allocated` and its like each sort all numbers of the allocator for one of
+    them, which would take the interpreter from the computation ten times a second.
+    """
+    numbers = torch.cuda.memory_stats_as_nested_dict(device)
+    nothing = {"current": 0, "peak": 0}  # before the first use of the GPU
+    used, reserved = (numbers.get(name, {}).get("all", nothing) for name in _HELD)
+    return used, reserved
 
 
 def _state_letter(group: Group) -> str:

@@ -12,12 +12,27 @@ import threading
 from fluxtrain.errors import MisusedModel
 
 
+class _Process:
+    """Its number, kept: asking the system for it four times a block is slow where system calls are,
+    as in a sandbox."""
+
+    def __init__(self) -> None:
+        self.learn()
+        os.register_at_fork(after_in_child=self.learn)
+
+    def learn(self) -> None:
+        self.number = os.getpid()
+
+
+_this = _Process()
+
+
 class Use:
     """Notices what cannot work before it does harm."""
 
     def __init__(self) -> None:
         self.ended = False
-        self._process = os.getpid()
+        self._process = _this.number
         self._thread = 0  # that computes with weights on the device now
         self._depth = 0
 
@@ -28,7 +43,7 @@ class Use:
                 "the model was unwrapped between forward and backward: call fluxtrain.unwrap after "
                 "backward(), or compute the loss again"
             )
-        if self._process != os.getpid():
+        if self._process != _this.number:
             raise MisusedModel(
                 f"the model was wrapped in process {self._process} and is used in a fork of it, "
                 "which has none of its threads: start processes with 'spawn', or wrap in each"
