@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -10,11 +11,20 @@ from hypothesis import strategies as st
 
 from fluxtrain.plan.calibration import Calibration, HostTimes, Line
 from fluxtrain.plan.cost import cost, least_cost
-from fluxtrain.plan.facts import OFFLOADS, ModelFacts, Room, Wishes
+from fluxtrain.plan.facts import (
+    OFFLOADS,
+    GroupFacts,
+    Groups,
+    HeadFacts,
+    ModelFacts,
+    Room,
+    RowFacts,
+    Wishes,
+)
 from fluxtrain.plan.footprint import Layout
 from fluxtrain.plan.ranked import Dial
 from fluxtrain.plan.rates import Rates
-from fluxtrain.plan.search import MOST_COUNTS, Search, tried_counts
+from fluxtrain.plan.search import MOST_COUNTS, SOME_COUNTS, Search, tried_counts
 from fluxtrain.units import GIB
 from tests.unit.test_plan_properties import even_models, models
 
@@ -125,5 +135,55 @@ def test_of_many_groups_some_numbers_are_tried_with_none_and_all(most: int) -> N
     tried = tried_counts(most)
     assert tried[0] == 0
     assert tried[-1] == most
-    assert len(tried) == MOST_COUNTS + 1
+    assert len(tried) == SOME_COUNTS + 1
     assert tried == sorted(set(tried))
+
+
+def looks_of(blocks: int, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
+    """Groups that were iterated over while layouts were weighed, and how many layouts."""
+    seen = 0
+    groups = [
+        GroupFacts(name=f"layers.{i}", kind="block", weight_bytes=2000, trained_bf16=1000)
+        for i in range(blocks)
+    ]
+    edge = GroupFacts(name="lm_head", kind="edge", weight_bytes=64_000, trained_bf16=32_000)
+    head = HeadFacts(
+        group="lm_head", words=64, word_bytes=1000, dtype_bytes=2, trained=True, tied=False
+    )
+    row = RowFacts(
+        hidden=16, vocabulary=64, sequence_length=8, dtype_bytes=2, activation_bytes=4000
+    )
+    facts = ModelFacts(groups=(*groups, edge), row=row, head=head)
+    whole = Groups.__iter__
+
+    def counted(some: Groups) -> Iterator[GroupFacts]:
+        nonlocal seen
+        seen += len(some)
+        return whole(some)
+
+    wishes = Wishes(batch_rows=4, chunk_rows=4, offload="weights")
+    room = Room(device_free_bytes=GIB, host_available_bytes=GIB)
+    dial = Dial(
+        Search(facts, room, wishes),
+        Rates(
+            has_gpu=True,
+            matmul_per_s=1e14,
+            adamw_per_s=1e9,
+            copy_bytes_per_s=5e10,
+            h2d_bytes_per_s=5e10,
+            d2h_bytes_per_s=5e10,
+        ),
+    )
+    with monkeypatch.context() as counting:
+        counting.setattr(Groups, "__iter__", counted)
+        layouts = len(dial.candidates)
+    return seen, layouts
+
+
+def test_a_layout_of_many_groups_is_weighed_without_looking_at_each_of_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen, weighed = looks_of(3000, monkeypatch)
+    homes = 2 * (SOME_COUNTS + 1)  # embedding or blocks first
+    assert weighed > 8 * homes
+    assert seen < 4 * homes * 3000, "sums are taken once for each way to part the groups"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Literal
 
 from fluxtrain.plan.spread import DeviceFirst, parted, spread_out
@@ -45,8 +45,8 @@ class GroupFacts:
 
     @cached_property
     def unnamed(self) -> GroupFacts:
-        """What it has in common with other blocks."""
-        return replace(self, name="")
+        """What it has in common with other blocks: one object of all that are alike."""
+        return _one_of_all(replace(self, name=""))
 
     @cached_property
     def trained(self) -> int:
@@ -106,6 +106,12 @@ class GroupFacts:
         return self.weight_bytes + self.state_bytes + self.gradient_bytes(accumulates=accumulates)
 
 
+@lru_cache(maxsize=4096)
+def _one_of_all(unnamed: GroupFacts) -> GroupFacts:
+    """Of equal ones always the same, which is counted by its identity."""
+    return unnamed
+
+
 class Groups:
     """Some groups of one model in forward order, with the sums that plans ask for again and again:
     each is computed once."""
@@ -128,6 +134,14 @@ class Groups:
     def _ids(self) -> frozenset[int]:
         return frozenset(id(group) for group in self._groups)
 
+    def named(self, name: str) -> GroupFacts | None:
+        """The group of this name."""
+        return self._by_name.get(name)
+
+    @cached_property
+    def _by_name(self) -> dict[str, GroupFacts]:
+        return {group.name: group for group in self._groups}
+
     @cached_property
     def blocks(self) -> Groups:
         """Those that are blocks."""
@@ -143,7 +157,11 @@ class Groups:
     @cached_property
     def alike(self) -> tuple[tuple[GroupFacts, int], ...]:
         """How many there are of each that differ in more than their names."""
-        return tuple(Counter(group.unnamed for group in self._groups).items())
+        kinds = {id(group.unnamed): group.unnamed for group in self._groups}
+        found: Counter[GroupFacts] = Counter()
+        for kind, count in Counter(id(group.unnamed) for group in self._groups).items():
+            found[kinds[kind]] += count
+        return tuple(found.items())
 
     @cached_property
     def trained(self) -> int:

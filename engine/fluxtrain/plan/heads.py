@@ -85,7 +85,7 @@ def head_slices(facts: ModelFacts, chosen: Head, at_home: Groups) -> HeadSlices 
     head = facts.head
     if chosen != "slices" or head is None or head.tied:
         return None
-    group = next((group for group in at_home if group.name == head.group), None)
+    group = at_home.named(head.group)
     return None if group is None else HeadSlices(head=head, group=group)
 
 

@@ -18,7 +18,8 @@ FIXED_SHARE = 0.5  # of the budget, where the rows are not known: the rest is fo
 HOST_SHARE = 0.9  # of the available host memory
 BATCH_LIMIT_ROWS = 32
 CHUNK_TOKENS = 4096  # at once keep a GPU busy
-MOST_COUNTS = 192  # of groups on the device that are tried: a model of 126 blocks still has all
+MOST_COUNTS = 192  # of groups on the device, all of which are tried: a model of 126 blocks has less
+SOME_COUNTS = 64  # of more groups: one and a half per cent of the model apart
 
 
 @dataclass(frozen=True)
@@ -219,7 +220,7 @@ class Search:
 def tried_counts(most: int) -> list[int]:
     """Numbers of groups that are tried, 0 to `most`; of many only some, evenly: what each of them
     takes has to be added up over all groups."""
-    steps = min(most, MOST_COUNTS)
+    steps = most if most <= MOST_COUNTS else SOME_COUNTS
     return [most * step // max(1, steps) for step in range(steps + 1)]
 
 
