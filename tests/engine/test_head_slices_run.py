@@ -1,0 +1,63 @@
+"""A run whose head comes in slices: the numbers of one without, told in its plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fluxtrain.plan import heads
+from fluxtrain.telemetry import events as ev
+from fluxtrain.telemetry.journal import read_events
+from fluxtrain.train.config import load_config
+from fluxtrain.train.recovery import locate
+from fluxtrain.train.run import train
+from tests.engine.test_rows_run import numbers, run
+
+
+@pytest.mark.parametrize("limit", ["0.5", "null"])
+def test_a_run_in_slices_has_the_numbers_of_one_without(
+    run_config: Callable[..., Path],
+    model_folder: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    limit: str,
+) -> None:
+    monkeypatch.setattr(heads, "SLICE_BYTES", 1)
+    monkeypatch.setattr(heads, "MULTIPLE_WORDS", 32)
+    config = run_config(model__path=str(model_folder("llama")), train__steps=4)
+    clip = f"train.max_grad_norm={limit}"
+    found: dict[str, list[Any]] = {}
+    for head in ("whole", "slices"):
+        found[head] = run(config, tmp_path / head, clip, f"placement.head={head}")
+        planned = next(event for event in found[head] if isinstance(event, ev.Planned))
+        told = next(choice for choice in planned.choices if choice.name == "placement.head")
+        assert (told.value, told.because) == (head, "as set")
+    whole, slices = numbers(found["whole"]), numbers(found["slices"])
+    assert [loss for loss, _ in slices] == pytest.approx([loss for loss, _ in whole], rel=1e-2)
+    norms = [[norm for _, norm in each[:-1]] for each in (slices, whole)]
+    if limit != "null":
+        assert norms[0] == pytest.approx(norms[1], rel=2e-2)
+
+
+def test_a_run_in_slices_that_is_continued_has_the_same_losses(
+    run_config: Callable[..., Path],
+    model_folder: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(heads, "SLICE_BYTES", 1)
+    monkeypatch.setattr(heads, "MULTIPLE_WORDS", 32)
+    config = run_config(model__path=str(model_folder("llama")), train__steps=4)
+    settings = load_config(config, ["placement.head=slices", "train.checkpoint_every=2"])
+    train(settings, locate(None, tmp_path / "run", settings))
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-00000002"
+    train(settings, locate(str(checkpoint), None, settings))
+    said: dict[int, list[float]] = {}
+    for event in read_events(tmp_path / "run" / "events.ndjson"):
+        if isinstance(event, ev.StepFinished):
+            said.setdefault(event.step, []).append(event.loss)
+    assert [len(losses) for losses in said.values()] == [1, 1, 2, 2]
+    assert all(len(set(losses)) == 1 for losses in said.values())
