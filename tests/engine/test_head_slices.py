@@ -246,6 +246,17 @@ def test_a_loss_can_be_differentiated_twice() -> None:
         torch.testing.assert_close(got, parameter.grad, rtol=0.0, atol=limit, msg=name)
 
 
+def test_two_losses_in_one_backward_pass_give_the_sum_of_their_gradients() -> None:
+    plain, model = qwen(), qwen()
+    in_slices(model)
+    for each in (plain, model):
+        (each(**inputs(1)).loss + 2 * each(**inputs(2)).loss).backward()
+    for name, parameter in plain.named_parameters():
+        limit = 1e-5 * float(parameter.grad.abs().max())
+        got = model.get_parameter(name).grad
+        torch.testing.assert_close(got, parameter.grad, rtol=0.0, atol=limit, msg=name)
+
+
 def test_a_weight_with_a_hook_is_copied_whole_and_its_hook_is_called(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -308,12 +319,15 @@ def test_a_head_that_moves_to_the_device_and_back_trains_on() -> None:
     assert losses(moves=True) == pytest.approx(losses(moves=False), rel=1e-6)
 
 
-def test_a_tied_head_stays_whole_and_that_is_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_tied_head_beside_a_whole_lookup_stays_whole_and_that_is_said(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     model = qwen(tie_word_embeddings=True)
     with caplog.at_level(logging.WARNING, "fluxtrain"):
-        engine = in_slices(model)
+        engine = in_slices(model, embedding="whole")
     assert head_of(engine).slices is None
-    assert "head='slices' has no effect" in caplog.text and "tied" in caplog.text
+    assert "head='slices' has no effect" in caplog.text
+    assert "embedding=rows" in caplog.text
 
 
 def test_a_word_for_the_head_that_is_none_is_refused() -> None:

@@ -165,14 +165,15 @@ def test_whoever_asks_while_an_eager_steps_last_gradients_come_home_goes_first(
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     gradients: Any = engine.gradients
     device: Any = engine.device
-    wait, send, driver = Arrival.wait, gradients._send_rows, threading.current_thread()
+    rows_home: Any = gradients._table_rows
+    wait, send, driver = Arrival.wait, rows_home.send, threading.current_thread()
     come, waits, has_them = threading.Event(), threading.Event(), threading.Event()
     held: list[Arrival] = []
 
-    def sent(*args: Any) -> None:
+    def sent(*args: Any) -> Arrival:
         device._down.submit(lambda: come.wait(GIVEN_UP_S))
-        send(*args)
-        held.append(gradients.arrivals[engine.groups[0]])
+        held.append(send(*args))
+        return held[-1]
 
     def waited(arrival: Arrival) -> None:
         if arrival not in held:
@@ -189,7 +190,7 @@ def test_whoever_asks_while_an_eager_steps_last_gradients_come_home_goes_first(
 
     loss = model(**inputs(0)).loss
     engine.begin_eager_step(optimizer, loss)
-    monkeypatch.setattr(gradients, "_send_rows", sent)
+    monkeypatch.setattr(rows_home, "send", sent)
     monkeypatch.setattr(Arrival, "wait", waited)
     loss.backward()
     watch = Watch(engine, monkeypatch)

@@ -89,12 +89,12 @@ def test_the_fused_slices_equal_the_plain_ones(
     torch.testing.assert_close(slopes, plain_slopes, rtol=step, atol=1e-7)
 
 
-def build(dtype: torch.dtype) -> nn.Module:
+def build(dtype: torch.dtype, *, tied: bool = False) -> nn.Module:
     torch.manual_seed(0)
     config = Qwen2Config(
         hidden_size=HIDDEN, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=4,
         num_key_value_heads=2, vocab_size=VOCABULARY, max_position_embeddings=1024,
-        tie_word_embeddings=False,
+        tie_word_embeddings=tied,
     )  # fmt: skip
     return Qwen2ForCausalLM(config).to(dtype).train()
 
@@ -104,8 +104,10 @@ def batch(seed: int) -> Tensor:
     return torch.randint(0, VOCABULARY, (8, 64), generator=draw).pin_memory()
 
 
-def wrapped(head: str, dtype: torch.dtype = torch.bfloat16, **options: Any) -> Engine:
-    model = build(dtype)
+def wrapped(
+    head: str, dtype: torch.dtype = torch.bfloat16, *, tied: bool = False, **options: Any
+) -> Engine:
+    model = build(dtype, tied=tied)
     fluxtrain.wrap(
         model, device="cuda", offload="weights", device_groups=0, resident_blocks=0, chunk_rows=4,
         overlap=True, embedding="rows", head=head, **options,
@@ -150,9 +152,10 @@ def trained(
     [{}, {"passes": 2}, {"eager": True}, {"states": "8bit"}, {"deferred_moments": True}],
     ids=str,
 )
-def test_slices_train_as_the_whole_head_does(options: dict[str, Any]) -> None:
-    losses, weights = trained("whole", torch.float32, **options)
-    others, theirs = trained("slices", torch.float32, **options)
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_slices_train_as_the_whole_head_does(tied: bool, options: dict[str, Any]) -> None:
+    losses, weights = trained("whole", torch.float32, tied=tied, **options)
+    others, theirs = trained("slices", torch.float32, tied=tied, **options)
     assert others == pytest.approx(losses, rel=1e-3)  # products in TF32 or fp32 round otherwise
     for name, values in weights.items():
         torch.testing.assert_close(theirs[name], values, rtol=0.0, atol=2e-3, msg=name)
@@ -166,15 +169,16 @@ def test_the_same_slices_give_the_same_losses() -> None:
 
 @pytest.mark.usefixtures("small_slices")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_gradients_of_half_precision_are_as_close_to_exact_ones_as_those_of_the_whole(
-    dtype: torch.dtype,
+    tied: bool, dtype: torch.dtype
 ) -> None:
     ids = batch(0)
-    exact_model: Any = build(dtype).double()
+    exact_model: Any = build(dtype, tied=tied).double()
     exact_model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
     found: dict[str, dict[str, Tensor]] = {}
     for head in ("whole", "slices"):
-        engine = wrapped(head, dtype)
+        engine = wrapped(head, dtype, tied=tied)
         model = engine.model  # type: ignore[attr-defined]
         model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
         found[head] = {
@@ -190,8 +194,9 @@ def test_gradients_of_half_precision_are_as_close_to_exact_ones_as_those_of_the_
 
 
 @pytest.mark.usefixtures("small_slices", "plainly")
-def test_a_step_in_slices_never_waits_for_the_gpu() -> None:
-    engine = wrapped("slices")
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_a_step_in_slices_never_waits_for_the_gpu(tied: bool) -> None:
+    engine = wrapped("slices", tied=tied)
     model = engine.model  # type: ignore[attr-defined]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for step in range(4):

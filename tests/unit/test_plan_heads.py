@@ -100,9 +100,33 @@ def test_the_head_comes_in_slices_where_that_is_asked_for() -> None:
         chosen(model(), replace(HOME, head="half"))  # type: ignore[arg-type]
 
 
-def test_a_tied_head_and_one_that_lives_on_the_device_stay_whole() -> None:
-    word, because = chosen(model(tied=True), replace(HOME, head="slices"))
-    assert word == "whole" and "is tied" in because
+def test_a_tied_head_comes_in_slices_where_rows_are_looked_up() -> None:
+    slices = replace(HOME, head="slices")
+    few = replace(slices, batch_rows=8, chunk_rows=8)
+    assert chosen(model(tied=True), few) == ("slices", "as set")
+    word, because = chosen(model(tied=True), replace(few, embedding="whole"))
+    assert word == "whole" and "placement.embedding=rows" in because
+    thrice = model(tied=True)
+    table = replace(thrice.groups[0], users=3)
+    word, because = chosen(replace(thrice, groups=(table, *thrice.groups[1:])), few)
+    assert word == "whole" and "more than one" in because
+
+
+def test_a_tied_head_in_slices_keeps_sums_of_looked_up_rows_alone() -> None:
+    facts = model(tied=True)
+    whole, slices = (
+        footprint(facts, replace(one, batch_rows=8, chunk_rows=8), has_gpu=True)
+        for one in (LAYOUT, SLICES)
+    )
+    part, rows = SLICE_WORDS * HIDDEN, 8 * 1024 * HIDDEN
+    assert whole.weights_bytes - slices.weights_bytes == 2 * EDGE - 2 * 2 * part
+    shared, staging = 4 * EDGE - 4 * rows, 2 * EDGE - 2 * 2 * part - 2 * 2 * rows
+    assert whole.gradients_bytes - slices.gradients_bytes == shared + staging
+    assert slices.arena_bytes - whole.arena_bytes == 2 * rows  # where their gradients arrive
+    assert slices.device_bytes < whole.device_bytes
+
+
+def test_a_head_that_lives_on_the_device_stays_whole() -> None:
     word, because = chosen(model(), replace(HOME, offload="none", head="slices"), 400)
     assert word == "whole" and "lives on the device" in because
 

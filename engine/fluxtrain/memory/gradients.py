@@ -9,8 +9,9 @@ overflow arrive as infinity: their norms tell, and the step is left out.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,8 +25,7 @@ from fluxtrain.memory.gradient_staging import GradientStaging
 from fluxtrain.memory.group import Group, Member, Segment
 from fluxtrain.memory.rows import RowSum, RowTicket, Scatter
 from fluxtrain.memory.slice_sum import SliceSum
-
-Report = Callable[[Group, Ticket, int], None]  # group, the copy, bytes
+from fluxtrain.memory.table_rows import Report, TableRowsHome, add_rows_at_home
 
 
 @dataclass(eq=False)
@@ -50,6 +50,7 @@ class Gradients:
         self._scatter = Scatter()
         self._cuts = Cuts()
         self._staging = GradientStaging(device)
+        self._table_rows = TableRowsHome(device, self._staging, self._scatter, report)
         self._ring = GradientRing()
         self.arrivals: dict[Group, Arrival] = {}
         self._unwanted: dict[Group, list[Ticket]] = {}  # on their way where others may be put
@@ -97,6 +98,10 @@ class Gradients:
         if group.by_rows:
             self._open_rows[group] = rows
             return
+        slices = self._open_slices.get(group)
+        if slices is not None:
+            slices.add_rows(rows)
+            return
         total = self._open.get(group) or self._begin(group)
         member = group.members[0]
         table = total.parts[member.index]
@@ -120,16 +125,19 @@ class Gradients:
 
         rows: of the largest slice; passing: as for `finish`."""
         found = self._open_slices.get(group)
+        if found is not None and found.has(member, first):  # of another loss in the same pass
+            self._finish_slices(group, self._open_slices.pop(group))
+            found = None
         if found is None:
             self._let_the_update_end(group)
             self._take_memory(group, passing=passing)
-            found = self._open_slices[group] = SliceSum(again=group.has_gradient)
+            found = self._open_slices[group] = SliceSum.of(group)
             if found.again:
                 self.wait(group)
                 widen_at_home(group)
         home = stored(member)[first : first + len(values)]
         if found.again:
-            found.add(member, values, home)
+            found.add(member, first, values, home)
             return
         size_bytes = rows * home[:1].nbytes
         staged = self._staging.free(size_bytes)[: home.nbytes].view(home.dtype).view(home.shape)
@@ -137,7 +145,7 @@ class Gradients:
         self._scatter.forget(member.segment.gradient)
         ticket = self._device.download(home, staged)
         self._staging.leaves(size_bytes, ticket)
-        found.send(member, first, staged, ticket)
+        found.send(member, first, values, staged, ticket)
         self._report(group, ticket, staged.nbytes)
 
     def is_open(self, group: Group) -> bool:
@@ -160,9 +168,7 @@ class Gradients:
         """
         slices = self._open_slices.pop(group, None)
         if slices is not None:
-            self.arrivals[group] = slices.arrival()
-            for index in slices.indices:
-                group.members[index].has_gradient = True
+            self._finish_slices(group, slices)
         rows, total = self._open_rows.pop(group, None), self._open.pop(group, None)
         if rows is not None or total is not None:
             self._let_the_update_end(group)
@@ -194,8 +200,26 @@ class Gradients:
         if group.has_gradient:
             self._add_rows_at_home(group, rows)
         else:
-            self._send_rows(group, rows)
+            self.arrivals[group] = self._table_rows.send(group, rows, self._unwanted.values())
         group.members[0].has_gradient = True
+
+    def _finish_slices(self, group: Group, slices: SliceSum) -> None:
+        kept = slices.kept
+        if kept is not None and kept.added:
+            home, rows = stored(group.members[0]), kept.rows
+            rounded = kept.values.to(home.dtype)
+            put = partial(home.index_copy_, 0, rows)
+            slices.replace(rounded, self._table_rows.send_values(group, rounded, put))
+        self.arrivals[group] = slices.arrival()
+        for index in slices.indices:
+            group.members[index].has_gradient = True
+        for late in slices.late:
+            self._add_rows_at_home(group, late)
+
+    def _add_rows_at_home(self, group: Group, rows: RowSum) -> None:
+        self.wait(group)
+        add_rows_at_home(group, rows)
+        self.arrivals[group] = Arrival([], None, {})
 
     @property
     def _sums(self) -> tuple[dict[Group, Any], ...]:
@@ -339,37 +363,6 @@ class Gradients:
                     into.add_(extra)
                 else:
                     into.copy_(extra)
-        self.arrivals[group] = Arrival([], None, {})
-
-    def _send_rows(self, group: Group, rows: RowSum) -> None:
-        member, buffers = group.members[0], group.rows
-        assert buffers is not None
-        segment, count = member.segment, rows.places.count
-        size_bytes = buffers.capacity * buffers.row_bytes
-        staged = self._staging.free(size_bytes)[: count * buffers.row_bytes]
-        staged = staged.view(segment.dtype).view(count, buffers.width)
-        staged.copy_(rows.values)
-        landing, arena = buffers.landing(count)
-        ticket = self._device.download(landing, staged)
-        self._staging.leaves(size_bytes, ticket)
-        home, places, table_rows = segment.gradient, rows.places.rows, buffers.table_rows
-
-        def land() -> None:
-            assert arena.size_bytes >= landing.nbytes  # and is held until here
-            self._scatter.fill(home, places, landing, table_rows)
-
-        norm = rows.norm(table_rows)
-        self.arrivals[group] = Arrival([RowTicket(ticket, land)], norm, {member.index: 0})
-        self._report(group, ticket, staged.nbytes)
-        self._scatter.clear_ahead(home, self._unwanted.values())
-
-    def _add_rows_at_home(self, group: Group, rows: RowSum) -> None:
-        self.wait(group)
-        member = group.members[0]
-        apply_scales([member])
-        group.widen_gradient(member.segment)
-        fresh = rows.values.to(device="cpu", dtype=torch.float32)
-        stored(member).index_add_(0, rows.places.rows, fresh)
         self.arrivals[group] = Arrival([], None, {})
 
     def _keep(self, group: Group, total: _Sum, members: list[Member]) -> None:

@@ -7,9 +7,11 @@ to the device, and their gradients alone come home; the gradients of all other r
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import chain
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -55,6 +57,13 @@ class Brought:
     of_tokens: Tensor  # (T,) int64
 
 
+class Awaited(Protocol):
+    """A lookup whose gradient may come."""
+
+    places: Places
+    brought: Brought | None  # its indices stay valid
+
+
 class RowBuffers:
     """What the rows of one table pass through. The buffers grow to the largest batch and stay."""
 
@@ -68,6 +77,7 @@ class RowBuffers:
         self._on_device: tuple[Tensor, Tensor] | None = None
         self._tickets: tuple[Ticket, ...] = ()
         self._free: object = None
+        self.awaited: weakref.WeakSet[Awaited] = weakref.WeakSet()  # lookups to be differentiated
 
     @property
     def row_bytes(self) -> int:

@@ -1,4 +1,9 @@
-"""The gradient of one backward pass over a head that came in slices: each goes home at once."""
+"""The gradient of one backward pass over a head that came in slices: each goes home at once.
+
+A tied head's weight is an embedding too, whose own gradient comes last, for the rows that were
+looked up. What the slices give to these rows is kept in fp32 until then, so that they are rounded
+once; they go home a second time, and are put in their places over what went with the slices.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +14,36 @@ from torch import Tensor
 
 from fluxtrain.memory.arrival import Arrival
 from fluxtrain.memory.device import Ticket
-from fluxtrain.memory.group import Member
+from fluxtrain.memory.group import Group, Member
+from fluxtrain.memory.rows import RowSum, RowTicket
+
+
+@dataclass(eq=False)
+class Kept:
+    """Rows that a lookup is going to add to."""
+
+    rows: Tensor  # (U,) int64 on the host, ascending
+    on_device: Tensor  # (U,) int64
+    values: Tensor  # (U, H) fp32 on the device
+    added: bool = False
+
+    @staticmethod
+    def of(group: Group) -> Kept | None:
+        """Of the one lookup that waits for its gradient; None for none, or several."""
+        awaited = [] if group.rows is None else list(group.rows.awaited)
+        if len(awaited) != 1 or awaited[0].brought is None:
+            return None
+        rows, places = awaited[0].places.rows, awaited[0].brought.places
+        shape = len(rows), group.members[0].shape[1]
+        return Kept(rows, places, torch.empty(shape, dtype=torch.float32, device=places.device))
+
+    def take(self, first: int, values: Tensor) -> None:
+        """Of a slice (n, H) from row `first` on, those that are kept."""
+        bounds = torch.searchsorted(self.rows, torch.tensor([first, first + len(values)]))
+        start, stop = bounds.tolist()
+        if start < stop:
+            places = self.on_device[start:stop] - first
+            torch.index_select(values, 0, places, out=self.values[start:stop])
 
 
 @dataclass(eq=False)
@@ -17,24 +51,62 @@ class SliceSum:
     """What has come so far."""
 
     again: bool  # gradients of an earlier backward pass are at home, and these are added there
-    indices: dict[int, None] = field(default_factory=dict)  # of members
+    kept: Kept | None
+    late: list[RowSum] = field(default_factory=list)  # of lookups, to be added at home
+    _given: dict[int, set[int]] = field(default_factory=dict)  # first rows, by member index
     _tickets: list[Ticket] = field(default_factory=list)
     # by member index and first row of a slice: 2-norms (n,) of its rows
     _norms: dict[int, dict[int, Tensor]] = field(default_factory=dict)
 
-    def add(self, member: Member, values: Tensor, home: Tensor) -> None:
-        """Rows (n, ...) of the member's gradient are added at home; waits for the device."""
-        self.indices[member.index] = None
+    @property
+    def indices(self) -> list[int]:
+        """Of the members whose gradients came."""
+        return list(self._given)
+
+    @staticmethod
+    def of(group: Group) -> SliceSum:
+        """Before the first slice."""
+        again = group.has_gradient
+        return SliceSum(again, None if again else Kept.of(group))
+
+    def has(self, member: Member, first: int) -> bool:
+        """Did the slice from row `first` on come already?"""
+        return first in self._given.get(member.index, ())
+
+    def add(self, member: Member, first: int, values: Tensor, home: Tensor) -> None:
+        """Rows (n, ...) of the member's gradient from `first` on are added at home; waits for the
+        device."""
+        self._given.setdefault(member.index, set()).add(first)
         fresh = values.to("cpu")
         (home.add_ if member.has_gradient else home.copy_)(fresh)
 
-    def send(self, member: Member, first: int, staged: Tensor, ticket: Ticket) -> None:
-        """Rows (n, ...) from `first` on, rounded, are on their way home."""
-        self.indices[member.index] = None
+    def send(
+        self, member: Member, first: int, values: Tensor, staged: Tensor, ticket: Ticket
+    ) -> None:
+        """Rows (n, ...) from `first` on, as they are and rounded, are on their way home."""
+        self._given.setdefault(member.index, set()).add(first)
         self._tickets.append(ticket)
-        rows = staged.view(len(staged), -1)
-        norms = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32)
-        self._norms.setdefault(member.index, {})[first] = norms
+        self._norms.setdefault(member.index, {})[first] = _norms_of_rows(staged)
+        if self.kept is not None:
+            self.kept.take(first, values)
+
+    def add_rows(self, rows: RowSum) -> None:
+        """The gradient of rows that were looked up."""
+        kept = self.kept
+        if kept is None or kept.added or rows.places.rows is not kept.rows:
+            self.late.append(rows)
+            return
+        kept.values.add_(rows.values)
+        kept.added = True
+
+    def replace(self, rounded: Tensor, ticket: RowTicket) -> None:
+        """The kept rows (U, H) with all that was added, rounded, follow the slices."""
+        assert self.kept is not None
+        ((index, slices),) = self._norms.items()
+        norms = torch.cat([slices[first] for first in sorted(slices)])
+        norms.index_copy_(0, self.kept.on_device, _norms_of_rows(rounded))
+        self._norms[index] = {0: norms}
+        self._tickets.append(ticket)
 
     def arrival(self) -> Arrival:
         """All has come; the norms are the same however the rows were cut."""
@@ -46,3 +118,10 @@ class SliceSum:
         ]
         places = {index: place for place, index in enumerate(self._norms)}
         return Arrival(self._tickets, torch.stack(norms), places)
+
+
+def _norms_of_rows(values: Tensor) -> Tensor:
+    """2-norms (n,) in fp32 of (n, ...)."""
+    rows = values.view(len(values), -1)
+    norms: Tensor = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32)
+    return norms

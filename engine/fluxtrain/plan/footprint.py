@@ -38,7 +38,7 @@ from fluxtrain.plan.facts import (
     ModelFacts,
     Offload,
 )
-from fluxtrain.plan.heads import HeadSlices, head_slices, logits_bytes
+from fluxtrain.plan.heads import HeadSlices, comes_apart, head_slices, logits_bytes
 from fluxtrain.plan.spread import DeviceFirst
 from fluxtrain.plan.tables import TableRows
 
@@ -134,7 +134,9 @@ def footprint(facts: ModelFacts, layout: Layout, *, has_gpu: bool) -> Footprint:
     at_device, at_home = homes(facts, layout)
     wide = layout.accumulates
     by_rows, sliced = rows_of_table(facts, layout, at_home), sliced_head(facts, layout, at_home)
-    shared = FP32_BYTES * facts.shared.trained
+    late = shared = FP32_BYTES * facts.shared.trained  # sums that begin after the loss
+    if by_rows is not None and by_rows.in_slices:
+        late, shared = 0, shared + by_rows.kept_bytes - by_rows.table.sum_bytes
     scratch = _scratch(facts, by_rows, sliced)
     kept_gradients = at_device.gradient_bytes(accumulates=wide)
     kept_weights = at_device.weight_bytes + facts.loose_bytes
@@ -143,7 +145,7 @@ def footprint(facts: ModelFacts, layout: Layout, *, has_gpu: bool) -> Footprint:
         "gradients_bytes": kept_gradients + scratch + shared + _staging(at_home, by_rows, sliced),
         "optimizer_bytes": at_device.state_bytes,
         "boundaries_bytes": _boundaries_on_device(facts, layout, has_gpu=has_gpu),
-        "workspace_bytes": _workspace(facts, layout, shared, by_rows, sliced, has_gpu=has_gpu),
+        "workspace_bytes": _workspace(facts, layout, late, by_rows, sliced, has_gpu=has_gpu),
         "kept_bytes": kept_count(facts, layout) * kept_block_bytes(facts, layout),
     }
     arenas = at_home.weight_bytes + at_home.state_bytes
@@ -228,7 +230,8 @@ def rows_of_table(facts: ModelFacts, layout: Layout, at_home: Groups) -> TableRo
     table = facts.table
     if layout.embedding != "rows" or table is None or table not in at_home:
         return None
-    return TableRows.of(table, facts.row, layout.batch_rows)
+    in_slices = layout.head == "slices" and table.users > 1 and comes_apart(facts)
+    return TableRows.of(table, facts.row, layout.batch_rows, in_slices=in_slices)
 
 
 def embedding_copied(facts: ModelFacts, layout: Layout) -> Embedding:
@@ -239,7 +242,8 @@ def embedding_copied(facts: ModelFacts, layout: Layout) -> Embedding:
 
 def sliced_head(facts: ModelFacts, layout: Layout, at_home: Groups) -> HeadSlices | None:
     """What the head's slices take where it comes in slices."""
-    return head_slices(facts, layout.head, at_home)
+    by_rows = rows_of_table(facts, layout, at_home) is not None
+    return head_slices(facts, layout.head, at_home, by_rows=by_rows)
 
 
 def head_copied(facts: ModelFacts, layout: Layout) -> Head:

@@ -27,6 +27,7 @@ SLICE_BYTES = 64 << 20  # of weights: 1.3 ms on a bus of 50 GB/s, and wide enoug
 LOGITS_CHUNK_BYTES = 256 << 20  # fp32 logits of one chunk of tokens
 FUSED_LOGITS_BYTES = 512 << 20  # on a GPU: logits in the activations' dtype, their slope in place
 MULTIPLE_WORDS = 128  # in a slice
+_HEAD_AND_LOOKUP = 2  # that compute with a tied weight
 _ON_DEVICE = 2  # one is computed with, the next one is copied
 
 
@@ -80,10 +81,13 @@ class HeadSlices:
         return 4 / 3 if self.head.trained else 3 / 2
 
 
-def head_slices(facts: ModelFacts, chosen: Head, at_home: Groups) -> HeadSlices | None:
-    """What the head takes where it is at home and comes in slices."""
+def head_slices(
+    facts: ModelFacts, chosen: Head, at_home: Groups, *, by_rows: bool
+) -> HeadSlices | None:
+    """What the head takes where it is at home and comes in slices; a tied one does where the
+    embedding is looked up by rows."""
     head = facts.head
-    if chosen != "slices" or head is None or head.tied:
+    if chosen != "slices" or head is None or not comes_apart(facts) or (head.tied and not by_rows):
         return None
     group = at_home.named(head.group)
     return None if group is None else HeadSlices(head=head, group=group)
@@ -98,18 +102,23 @@ def heads_for(facts: ModelFacts, wishes: Wishes) -> tuple[Head, ...]:
 
 def comes_apart(facts: ModelFacts) -> bool:
     """Is there a head that can come in slices?"""
-    return facts.head is not None and not facts.head.tied
+    head, table = facts.head, facts.table
+    if head is None or not head.tied:
+        return head is not None
+    return table is not None and table.name == head.group and table.users == _HEAD_AND_LOOKUP
 
 
-def reason(facts: ModelFacts, wishes: Wishes, chosen: Head, *, at_home: bool) -> str:
+def reason(facts: ModelFacts, wishes: Wishes, chosen: Head, *, at_home: bool, by_rows: bool) -> str:
     """Why, with numbers, where no time is known."""
     head = facts.head
     if head is None:
         return "no head is known whose words can be cut apart"
-    if head.tied:
-        return f"the weight of {head.group} is tied: a lookup adds to its gradient too"
+    if not comes_apart(facts):
+        return f"the weight of {head.group} is tied to more than one embedding"
     if not at_home:
         return f"{head.group} lives on the device with all its words"
+    if head.tied and not by_rows:
+        return f"{head.group} is tied and looked up whole: slices need placement.embedding=rows"
     if wishes.head != "auto":
         return "as set"
     size = bytes_text(head.words * head.word_bytes)

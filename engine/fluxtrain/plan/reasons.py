@@ -71,7 +71,8 @@ def head_choice(search: Search, layout: Layout) -> tuple[ChoiceMade, ...]:
         return ()
     names = {group.name for group in homes(facts, layout)[1]}
     at_home = facts.head is not None and facts.head.group in names
-    because = head_reason(facts, wishes, layout.head, at_home=at_home)
+    by_rows = embedding_copied(facts, layout) == "rows"
+    because = head_reason(facts, wishes, layout.head, at_home=at_home, by_rows=by_rows)
     return (ChoiceMade(name="placement.head", value=head_copied(facts, layout), because=because),)
 
 

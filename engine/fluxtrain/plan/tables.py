@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fluxtrain.plan.facts import Embedding, GroupFacts, ModelFacts, RowFacts, Wishes
+from fluxtrain.plan.facts import FP32_BYTES, Embedding, GroupFacts, ModelFacts, RowFacts, Wishes
 from fluxtrain.units import bytes_text, count_text
 
 LEAST_TABLE_BYTES = 64 << 20  # smaller ones are copied in a few milliseconds
@@ -25,12 +25,16 @@ class TableRows:
     table: GroupFacts
     rows: int  # that a batch touches at most; 0 where the batch is not known
     tokens: int
+    in_slices: bool = False  # a tied one, of which the head has slices
 
     @staticmethod
-    def of(table: GroupFacts, row: RowFacts | None, batch_rows: int) -> TableRows:
+    def of(
+        table: GroupFacts, row: RowFacts | None, batch_rows: int, *, in_slices: bool = False
+    ) -> TableRows:
         """For a batch of so many rows of data."""
         tokens = 0 if row is None else batch_rows * row.sequence_length
-        return TableRows(table=table, rows=min(table.table_rows, tokens), tokens=tokens)
+        rows = min(table.table_rows, tokens)
+        return TableRows(table=table, rows=rows, tokens=tokens, in_slices=in_slices)
 
     @property
     def tied(self) -> bool:
@@ -51,7 +55,13 @@ class TableRows:
     @property
     def gradient_bytes(self) -> int:
         """Of their gradients in the weights' dtype, where they come home by themselves."""
-        return self.weight_bytes if self.table.trained and not self.tied else 0
+        alone = self.in_slices or not self.tied
+        return self.weight_bytes if self.table.trained and alone else 0
+
+    @property
+    def kept_bytes(self) -> int:
+        """Of what a head in slices gives to the rows, in fp32 until their own gradient is there."""
+        return FP32_BYTES * self.rows * (self.table.trained // self.table.table_rows)
 
     @property
     def device_bytes(self) -> int:

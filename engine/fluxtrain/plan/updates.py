@@ -93,7 +93,9 @@ def moments_end(
     block_s = computing_s / max(1, facts.layers)
     late = facts.groups[0] if start_of(facts, layout, rates).late_s else None
     end_s, done_s = 0.0, begins_s
-    for group in reversed(facts.groups):
+    sliced = sliced_head(facts, layout, homes(facts, layout)[1])
+    first = [sliced.group] if sliced else []  # its gradients come home before the others'
+    for group in (*first, *(group for group in reversed(facts.groups) if group not in first)):
         end_s += block_s if group.kind == "block" else 0.0
         moments_s = host_update(group, layout, rates)[1] if id(group) in at_home else 0.0
         if moments_s or group is late:

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from fluxtrain.errors import MisusedModel
-from fluxtrain.memory.group import Group
 from fluxtrain.memory.slices import WeightSlices
 from fluxtrain.plan.heads import slice_words
 from fluxtrain.stream.chunk_loss import add_product_
@@ -38,28 +37,27 @@ def choose_slices(engine: Engine) -> None:
         return
     unit = next((unit for unit in engine.units if unit.is_head and _comes_apart(unit)), None)
     if unit is None:
-        engine.say("no head comes in slices: its weight is tied, or none is known")
+        engine.say("no head comes in slices: none is known whose weight can be cut apart")
         return
     linear: Any = unit.module
-    by_parameter = {id(member.parameter): member for member in unit.group.members}
+    by_parameter = {id(member.parameter): member for _, member in unit.members}
     biases = [] if linear.bias is None else [by_parameter[id(linear.bias)]]
-    weight = by_parameter[id(linear.weight)]
+    weight, group = by_parameter[id(linear.weight)], unit.group_of_weight()
     words = slice_words(weight.shape[1] * weight.segment.dtype.itemsize, weight.shape[0])
     unit.slices = WeightSlices(
-        engine.device, unit.group, [weight, *biases], words, engine.accounts.uploaded
+        engine.device, group, [weight, *biases], words, engine.accounts.uploaded
     )
+    if group.users > 1:
+        engine.updates.first_home = group
 
 
 def _comes_apart(unit: Unit) -> bool:
-    """Is its weight all its own? That of a tied one has gradients of others."""
-    return unit.group.users == 1 and not unit.borrowed
-
-
-def passes_in_parts(engine: Engine, group: Group) -> bool:
-    """Does no part compute with the whole group, so that it needs no slot?"""
-    if any(unit.slices is not None and unit.slices.group is group for unit in engine.units):
-        return True
-    return group.rows is not None and group.by_rows
+    """Is its weight all its own, or that of an embedding which others look up by rows?"""
+    if not unit.borrowed:
+        return unit.group.users == 1
+    (group, *others) = unit.borrowed
+    tied = group.rows is not None and group.users == 2
+    return tied and not others and not unit.group.members
 
 
 def sliced_cross_entropy(call: HeadCall, hidden: Tensor) -> Tensor:

@@ -20,9 +20,9 @@ from fluxtrain.memory.moving import new_home
 from fluxtrain.memory.window import Slot
 from fluxtrain.plan.footprint import Footprint
 from fluxtrain.plan.spread import parted, spread_out
-from fluxtrain.stream.head_slices import passes_in_parts
 from fluxtrain.stream.keepers import choose_keepers
 from fluxtrain.stream.optimizer_state import renew_state
+from fluxtrain.stream.rows import passes_in_parts
 
 if TYPE_CHECKING:
     from fluxtrain.stream.engine import Engine

@@ -108,18 +108,32 @@ def look_up(unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor
         return None
     call = Lookup(unit, ids)
     if torch.is_grad_enabled() and unit.group.members[0].parameter.requires_grad:
+        assert unit.group.rows is not None
+        unit.group.rows.awaited.add(call)
         found: Tensor = _LookedUp.apply(call, unit.engine.anchor)  # type: ignore[no-untyped-call]
         return found
     with torch.no_grad():
         return call.forward()
 
 
+def passes_in_parts(engine: Engine, group: Group) -> bool:
+    """Does no part compute with the whole group, so that it needs no slot?"""
+    if any(unit.slices is not None and unit.slices.group is group for unit in engine.units):
+        return True
+    return group.rows is not None and group.by_rows
+
+
 def _copy_whole(unit: Unit, why: str) -> None:
     engine, group = unit.engine, unit.group
     assert group.rows is not None
+    slotless = passes_in_parts(engine, group)  # else the head's slot is there
     group.rows.give_back()
     group.rows = None
-    if group.by_rows:  # else the head's slot is there
+    for head in engine.units:
+        if head.slices is not None and head.slices.group is group:
+            head.slices.give_back()
+            head.slices = None
+    if slotless:
         engine.window.add_slot(group.wire_bytes, owner=group)
     engine.say(f"{unit.name} is copied to the device whole: {why}")
 
@@ -179,6 +193,8 @@ class Lookup:
         engine, group = self.unit.engine, self.unit.group
         buffers, brought, member = group.rows, self.brought, group.members[0]
         assert brought is not None
+        if buffers is not None:
+            buffers.awaited.discard(self)
         flat, dense = gradient.reshape(-1, member.shape[1]), torch.ops.aten.embedding_dense_backward
         hooks = _hooks_of(member.parameter)  # they may have come after the forward
         if hooks or buffers is None or buffers.capacity < self.places.count:

@@ -68,6 +68,7 @@ class Updates:
         self._pending: dict[Group, None] = {}  # in the order of their updates
         self._ahead: dict[Group, _Step] = {}  # of tables, the last one
         self.defers_moments = defers_moments  # of the steps that `submit` takes
+        self.first_home: Group | None = None  # whose gradients come before those of groups after it
 
     def submit(self, work: dict[Group, dict[int, Hyper]], norm: GradNorm | None) -> None:
         """Queue one step of all groups of `work` (in the order of the forward pass), a table whose
@@ -79,8 +80,9 @@ class Updates:
                 if step is not None and step.defers:
                     late[group] = step
         finally:  # whose weights are on their way gets its moments too
-            for group, step in ((g, late[g]) for g in reversed(work) if g in late):
-                group.moments = self._worker.submit(step.update_moments)
+            order = [group for group in reversed(work) if group in late]
+            for group in sorted(order, key=lambda group: group is not self.first_home):
+                group.moments = self._worker.submit(late[group].update_moments)
 
     def submit_one(self, group: Group, hypers: dict[int, Hyper], norm: GradNorm | None) -> None:
         """Queue one step of the group's members, weights and moments at once, under the backward

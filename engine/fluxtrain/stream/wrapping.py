@@ -26,10 +26,10 @@ from fluxtrain.stream.block import Unit
 from fluxtrain.stream.blocks import Parts, take_apart
 from fluxtrain.stream.engine import Engine, engine_of
 from fluxtrain.stream.grouping import Borrowed, group_parameters, is_head, model_facts
-from fluxtrain.stream.head_slices import choose_slices, passes_in_parts
+from fluxtrain.stream.head_slices import choose_slices
 from fluxtrain.stream.keepers import choose_keepers
 from fluxtrain.stream.parameter import Owner, adopt_parameter, owner_of, release_parameter
-from fluxtrain.stream.rows import choose_rows
+from fluxtrain.stream.rows import choose_rows, passes_in_parts
 from fluxtrain.stream.surface import guard_module, release_module, replace_forward
 
 

@@ -1,0 +1,181 @@
+"""A tied head in slices beside an embedding by rows: their gradients meet where they are stored."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fluxtrain.plan import heads
+from fluxtrain.stream.engine import Engine, engine_of
+from tests.engine.row_models import HIDDEN, VOCABULARY, inputs, trained
+from tests.engine.test_head_slices import WORDS, agree, head_of, in_slices, qwen
+
+NAME = "model.embed_tokens.weight"
+
+
+@pytest.fixture(autouse=True)
+def small_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heads, "SLICE_BYTES", 1)
+    monkeypatch.setattr(heads, "MULTIPLE_WORDS", WORDS)
+
+
+def tied(dtype: torch.dtype = torch.float32, **changes: Any) -> nn.Module:
+    return qwen(dtype, tie_word_embeddings=True, **changes)
+
+
+def sliced(model: nn.Module, **options: Any) -> Engine:
+    engine = in_slices(model, embedding="rows", **options)
+    assert head_of(engine).slices is not None
+    return engine
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    named = model.named_parameters()
+    return {n: p.grad.detach().double().clone() for n, p in named if p.grad is not None}
+
+
+def same(found: dict[str, Tensor], expected: dict[str, Tensor], rtol: float = 1e-5) -> None:
+    assert found.keys() == expected.keys()
+    for name, values in expected.items():
+        limit = rtol * float(values.abs().max())
+        torch.testing.assert_close(found[name], values, rtol=0.0, atol=limit, msg=name)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"passes": 3},
+        {"eager": True},
+        {"states": "8bit"},
+        {"deferred_moments": True},
+        {"offload": "max"},
+        {"offload": "optimizer"},
+        {"overlap": False},
+    ],
+    ids=str,
+)
+def test_a_tied_head_in_slices_trains_as_the_whole_does(options: dict[str, Any]) -> None:
+    whole = trained(tied(), "rows", head="whole", **options)
+    slices = trained(tied(), "rows", head="slices", **options)
+    agree(whole, slices, loss=2e-5, weights=2e-3)  # steps of 1e-2
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_both_gradients_of_a_tied_weight_are_rounded_once(dtype: torch.dtype) -> None:
+    ids = inputs(0)
+    exact_model = tied(dtype).double()
+    exact_model(**ids).loss.backward()
+    exact, off = gradients(exact_model)[NAME], {}
+    for head in ("whole", "slices"):
+        model = tied(dtype)
+        in_slices(model, head, embedding="rows")
+        model(**ids).loss.backward()
+        off[head] = float((gradients(model)[NAME] - exact).norm())
+    assert off["slices"] <= 1.1 * off["whole"] + 1e-3 * float(exact.norm())
+
+
+def test_the_norm_is_that_of_the_sum_of_both_gradients() -> None:
+    model = tied(torch.bfloat16)
+    engine = sliced(model)
+    model(**inputs(0)).loss.backward()
+    measured = engine.clip_grad_norm(None).value()  # before anybody looks at the values
+    norms = [found.norm() for found in gradients(model).values()]
+    assert measured == pytest.approx(float(torch.stack(norms).norm()), rel=1e-6)
+
+
+def test_the_rows_that_were_looked_up_come_home_once_more_and_nothing_else() -> None:
+    model = tied()
+    engine = sliced(model)
+    model(**inputs(0)).loss.backward()
+    engine.gradients.drain()
+    blocks = sum(s.size_bytes for g in engine.groups for s in g.trained) - 4 * VOCABULARY * HIDDEN
+    rows = len(inputs(0)["input_ids"].unique())
+    assert engine.traffic().d2h_bytes == blocks + 4 * HIDDEN * (VOCABULARY + rows)
+    device = engine.gradients.device_bytes
+    assert device < 4 * HIDDEN * VOCABULARY + blocks * 2  # no sum of the whole table
+
+
+class Both(nn.Module):
+    """Two losses over one tied model: two lookups wait when the first gradient comes."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def losses(self) -> tuple[Tensor, Tensor]:
+        return self.model(**inputs(1)).loss, self.model(**inputs(2)).loss
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_two_forwards_before_a_backward_give_the_sum_of_their_gradients(together: bool) -> None:
+    found = []
+    for wraps in (False, True):
+        model = tied()
+        if wraps:
+            sliced(model)
+        one, other = Both(model).losses()
+        if together:
+            (one + other).backward()
+        else:
+            one.backward()
+            other.backward()
+        found.append(gradients(model))
+    same(found[1], found[0])
+
+
+def test_a_loss_without_the_head_and_one_with_it_give_the_sum() -> None:
+    found = []
+    for wraps in (False, True):
+        model: Any = tied()
+        if wraps:
+            sliced(model)
+        model.model(inputs(1)["input_ids"]).last_hidden_state.square().mean().backward()
+        model(**inputs(2)).loss.backward()
+        found.append(gradients(model))
+    same(found[1], found[0])
+
+
+def test_a_head_without_a_lookup_gives_its_gradient_alone() -> None:
+    found = []
+    for wraps in (False, True):
+        model: Any = tied()
+        if wraps:
+            sliced(model)
+        torch.manual_seed(1)
+        hidden = torch.randn(5, HIDDEN)
+        loss = nn.functional.cross_entropy(model.lm_head(hidden), torch.arange(5))
+        loss.backward()
+        found.append(gradients(model))
+    same(found[1], found[0])
+
+
+def test_a_lookup_that_turns_to_the_whole_takes_the_head_with_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    plain, model = tied(), tied()
+    engine = sliced(model)
+    for each in (plain, model):
+        each.get_parameter(NAME).register_hook(lambda gradient: 2 * gradient)
+    with caplog.at_level(logging.WARNING, "fluxtrain"):
+        for each in (plain, model):
+            each(**inputs(0)).loss.backward()
+    assert "is copied to the device whole" in caplog.text
+    assert head_of(engine).slices is None
+    same(gradients(model), gradients(plain))
+
+
+def test_an_abandoned_lookup_does_not_change_the_next_gradient() -> None:
+    model, again = tied(), tied()
+    for each in (model, again):
+        sliced(each)
+    lost = model(**inputs(5))  # held, and never differentiated
+    for each in (model, again):
+        each(**inputs(0)).loss.backward()
+    assert lost.loss is not None
+    same(gradients(model), gradients(again))
+    assert engine_of(model).gradients.open_groups() == []
