@@ -130,8 +130,12 @@ def _still_stepped(owner: Owner, optimizer: Optimizer) -> bool:
     return any(p is parameter for group in holder.param_groups for p in group["params"])
 
 
+def _one_of_each_group(entries: Entries) -> list[Owner]:
+    return list({id(owner.group): owner for owner, _, _ in entries}.values())
+
+
 def _engines(entries: Entries) -> list[Engine]:
-    return list({id(o.engine): o.engine for o, _, _ in entries}.values())
+    return list({id(o.engine): o.engine for o in _one_of_each_group(entries)}.values())
 
 
 def _adopted_step(optimizer: Optimizer, entries: Entries) -> None:
@@ -151,7 +155,7 @@ def _adopted_step(optimizer: Optimizer, entries: Entries) -> None:
 def _prepare(optimizer: Optimizer, entries: Entries) -> None:
     """Everything that has to be looked at before the first update of a step."""
     _claim(optimizer, entries)
-    for owner, _, _ in {id(e[0].group): e for e in entries}.values():
+    for owner in _one_of_each_group(entries):
         check_writes(owner.engine, owner.group)
     import_state(optimizer, entries)
 
@@ -161,15 +165,16 @@ def _submit(optimizer: Optimizer, entries: Entries) -> None:
     factor = _unscale_factor(optimizer)
     work: dict[Group, dict[int, Hyper]] = {}
     hypers = _hypers(optimizer)
+    engines = _engines(entries)
+    updated = {g for engine in engines if engine.eager is not None for g in engine.eager.updated}
     for owner, options, _ in entries:
         member = owner.member
-        eager = owner.engine.eager
-        if not member.has_gradient or (eager is not None and owner.group in eager.updated):
+        if not member.has_gradient or (updated and owner.group in updated):
             continue
         member.step += 1
         member.gradient_scale *= factor
         work.setdefault(owner.group, {})[member.index] = hypers[id(options)]
-    for engine in _engines(entries):
+    for engine in engines:
         eager, engine.eager = engine.eager, None
         mine = {group: work[group] for group in engine.groups if group in work}
         if eager is None:

@@ -144,6 +144,8 @@ def import_state(optimizer: Optimizer, entries: Entries) -> None:
             )
     if loaded:
         del state[KEY]  # the arenas hold it now
+    if not any(isinstance(key, torch.Tensor) for key in state):
+        return
     for owner, _, _ in entries:
         plain = state.pop(owner.member.parameter, None)
         if plain is not None and "exp_avg" in plain:

@@ -120,5 +120,5 @@ def _takes_its_turn(part: Range, before: list[Range]) -> bool:
     if (part.step, part.scale) != (last.step, last.scale):
         return False
     if len(before) > 1:
-        return part.hyper == before[-2].hyper
+        return part.hyper is before[-2].hyper or part.hyper == before[-2].hyper
     return part.hyper == replace(last.hyper, weight_decay=part.hyper.weight_decay)

@@ -36,8 +36,8 @@ def check_writes(engine: Engine, group: Group) -> None:
     """Take over what was written to the group's weights since the last look."""
     changed: list[Member] = []
     with torch._C.DisableTorchFunctionSubclass():
-        for member in group.members:
-            parameter, home = member.parameter, group.home_views[member.index]
+        for member, home in zip(group.members, group.home_views, strict=True):
+            parameter = member.parameter
             if parameter.data_ptr() != home.data_ptr():
                 _take_over(group, member, home)
                 changed.append(member)
@@ -45,6 +45,8 @@ def check_writes(engine: Engine, group: Group) -> None:
                 member.fingerprint is not None and fingerprint(home) != member.fingerprint
             ):
                 changed.append(member)
+            elif member.fingerprint is None:
+                continue  # nearly always
             member.write_version = parameter._version
             member.fingerprint = None
     if changed:
