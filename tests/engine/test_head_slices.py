@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from typing import Any
 
 import pytest
@@ -12,7 +13,9 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import fluxtrain
 from fluxtrain.errors import BadInput, MisusedModel
+from fluxtrain.memory.moving import new_home
 from fluxtrain.plan import heads
+from fluxtrain.stream import resettle as resettling
 from fluxtrain.stream.engine import Engine, engine_of
 from fluxtrain.stream.resettle import resettle
 from tests.engine.row_models import HIDDEN, VOCABULARY, Result, inputs, trained
@@ -333,3 +336,23 @@ def test_a_tied_head_beside_a_whole_lookup_stays_whole_and_that_is_said(
 def test_a_word_for_the_head_that_is_none_is_refused() -> None:
     with pytest.raises(BadInput, match="head is 'half'"):
         fluxtrain.wrap(qwen(), device="cpu", head="half")
+
+
+def test_no_slice_is_on_its_way_when_the_head_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = in_slices(qwen())
+    slices, device, moved = head_of(engine).slices, engine.device, []
+
+    def checked(*args: Any, **options: Any) -> Any:
+        moved.append([slices.is_there(index) for index in (0, 1)])
+        return new_home(*args, **options)
+
+    monkeypatch.setattr(resettling, "new_home", checked)
+    device._up.submit(lambda: time.sleep(0.2))  # type: ignore[attr-defined]
+    slices.prefetch(0)
+    slices.prefetch(1)
+    assert not slices.is_there(0)
+    resettle(
+        engine, device_groups=len(engine.groups), resident_blocks=0, kept_blocks=0, slots=0,
+        chunk_rows=2, need=engine.plan.need,
+    )  # fmt: skip
+    assert moved and all(all(there) for there in moved)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from fluxtrain.errors import BadInput, DoesNotFit
 from fluxtrain.plan.cost import cost, least_cost
@@ -17,6 +19,8 @@ from fluxtrain.plan.rates import Rates
 from fluxtrain.plan.search import AUTO_SHARE
 from fluxtrain.plan.timed import Timing, place_timed
 from fluxtrain.units import GIB, MIB, bytes_text
+from tests.unit.test_plan_bounds import cores, gpus, layouts, with_table
+from tests.unit.test_plan_properties import models
 
 RATES = Rates(
     has_gpu=True,
@@ -258,3 +262,37 @@ def test_both_ways_are_chosen_somewhere() -> None:
         for rows in (4, 32)
     }
     assert found == {"whole", "slices"}
+
+
+def with_head(facts: ModelFacts, last: bool, words: int) -> ModelFacts:
+    """Its first or its last group is the head's, where that is an edge."""
+    group = facts.groups[-1 if last else 0]
+    if group.kind != "edge":
+        return facts
+    head = HeadFacts(
+        group=group.name,
+        words=words,
+        word_bytes=max(1, group.weight_bytes // words),
+        dtype_bytes=2,
+        trained=group.trained > 0,
+        tied=group.users > 1,
+    )
+    return replace(facts, head=head)
+
+
+@given(
+    models(), st.booleans(), st.integers(1, 200_000), layouts, gpus | cores,
+    st.booleans(), st.integers(1, 3),
+)  # fmt: skip
+def test_no_step_in_slices_is_shorter_than_its_bound_and_no_peak_below_nothing(
+    facts: ModelFacts, last: bool, words: int, layout: Layout, rates: Rates, eager: bool,
+    passes: int,
+) -> None:  # fmt: skip
+    facts = with_head(with_table(facts, words), last, words)
+    layout = replace(layout, head="slices", eager=eager)
+    found = cost(facts, layout, rates, exact=not eager, passes=passes)
+    least = least_cost(facts, layout, rates, exact=not eager, passes=passes)
+    assert least.step_s <= found.step_s * (1 + 1e-9)
+    assert least.carried_s == pytest.approx(found.carried_s)
+    need = footprint(facts, layout, has_gpu=rates.has_gpu)
+    assert all(size >= 0 for size in vars(need).values())

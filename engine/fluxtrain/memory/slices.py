@@ -80,6 +80,11 @@ class WeightSlices:
         place.used, place.awaited = True, False
         return [view for view, _ in self._views(place, index)]
 
+    def is_there(self, index: int) -> bool:
+        """Has the slice arrived, with the weights as they are now?"""
+        place = self._holding(index)
+        return place is not None and all(ticket.done() for ticket in place.tickets)
+
     def release(self, index: int) -> None:
         """The computation with it is queued: once that has run, its place may be overwritten."""
         for place in self._places:
@@ -89,11 +94,15 @@ class WeightSlices:
 
     def give_back(self) -> None:
         """Free the places; copies under way are waited for."""
+        self.drain()
+        self._places = []
+
+    def drain(self) -> None:
+        """Wait for all copies under way; what made one fail is told to whoever takes its slice."""
         for place in self._places:
             for ticket in place.tickets:
-                with contextlib.suppress(Exception):  # told to whoever took it
+                with contextlib.suppress(Exception):
                     ticket.wait_host()
-        self._places = []
 
     def _holding(self, index: int) -> _Place | None:
         for place in self._places:

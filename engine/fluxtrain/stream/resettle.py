@@ -94,6 +94,9 @@ def _come_to_rest(engine: Engine) -> None:
     """No copy is under way, to or from memory that may be given back."""
     engine.flush()  # copies may wait for updates
     engine.window.drain()
+    for unit in engine.units:
+        if unit.slices is not None:
+            unit.slices.drain()
     engine.gradients.drain()
 
 
