@@ -148,8 +148,8 @@ def _host_alone(many: Trial) -> dict[str, Any]:
 
 
 def _rehearsed(tried: Trial, of: Mapping[Kind, Rehearsed], block: GroupFacts) -> dict[str, Any]:
-    """Fields of a calibration: the host's times, and AdamW's rates as its steps have them. `tried`
-    with few rows, of which a GPU's queue never gets full."""
+    """Fields of a calibration: the host's times, and AdamW's rates as its steps have them. What
+    was `tried` on the device, with few rows, counts at its least: a full queue makes it longer."""
     alone, parked, passes = of["alone"], of["parked"], of.get("passes")
     whole = of.get("whole") or of["eager"]
     host = HostTimes(
@@ -159,9 +159,9 @@ def _rehearsed(tried: Trial, of: Mapping[Kind, Rehearsed], block: GroupFacts) ->
         backward_beside_s=(passes or whole).backward_s,
         park_forward_s=max(0.0, parked.forward_s - alone.forward_s),
         park_backward_s=max(0.0, parked.backward_s - alone.backward_s),
-        outside_s=tried.median("host_outside"),
+        outside_s=min(tried.seconds["host_outside"]),
         home_update_s=(passes or whole).optimizer_s,
-        device_update_s=tried.median("host_update"),
+        device_update_s=min(tried.seconds["host_update"]),
     )
     found: dict[str, Any] = {
         "host": host,
