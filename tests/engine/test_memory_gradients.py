@@ -190,3 +190,15 @@ def test_nothing_holds_staging_memory_that_was_given_back(device: Any) -> None:
     gradients.stage_only(set())
     assert torch._C._storage_Use_Count(staged._cdata) < before
     assert torch._C._storage_Use_Count(staged._cdata) == 1  # this test's
+
+
+def test_gradients_of_several_dtypes_that_come_together_are_each_read_as_what_they_are(
+    device: Any,
+) -> None:
+    gradients = Gradients(device, lambda *_: None)
+    g = group((4,), (4,), (4,), dtype=torch.float32)
+    values = [torch.full((4,), 1.5), torch.full((4,), 2.5).bfloat16(), torch.full((4,), 3.5).half()]
+    gradients.add_all((g, m, value) for m, value in zip(g.members, values, strict=True))
+    gradients.finish(g)
+    gradients.wait(g)
+    assert [float(stored(m)[0]) for m in g.members] == [1.5, 2.5, 3.5]

@@ -30,6 +30,16 @@ class Cuts:
         self._made.clear()
 
 
+def copy_all(to: list[Tensor], source: list[Tensor]) -> None:
+    """Each `source` to its `to` (all of one dtype), in one launch where they are of one too:
+    of mixed lists torch's fused copy went by the first tensor's (pytorch/pytorch#173383)."""
+    if len({one.dtype for one in source}) == 1:
+        torch._foreach_copy_(to, source)
+        return
+    for into, one in zip(to, source, strict=True):
+        into.copy_(one)
+
+
 def norms_of(views: list[Tensor], group: Group) -> Tensor:
     """2-norms (views,) in fp32 of rounded gradients.
 

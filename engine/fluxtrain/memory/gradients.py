@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fluxtrain.memory.arrival import Arrival, arrival_of
-from fluxtrain.memory.cuts import Cuts, apply_scales, norms_of, stored, widen_at_home
+from fluxtrain.memory.cuts import Cuts, apply_scales, copy_all, norms_of, stored, widen_at_home
 from fluxtrain.memory.device import Device, Ticket
 from fluxtrain.memory.gradient_ring import GradientRing
 from fluxtrain.memory.gradient_staging import GradientStaging
@@ -89,8 +89,7 @@ class Gradients:
                 to.append(total.parts[member.index])
                 first.append(gradient)
                 total.touched.add(member.index)
-        if to:
-            torch._foreach_copy_(to, first)
+        copy_all(to, first)
 
     def add_rows(self, group: Group, rows: RowSum) -> None:
         """The gradient of an embedding that is all of its group; `finish` follows at once. That of

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fluxtrain.memory.page_locks import host_empty
 from fluxtrain.optim.hyper import Hyper, Turns, coefficients, decay
 from fluxtrain.optim.split_adamw import update_on_device_
 
@@ -141,5 +142,5 @@ def _parts(flats: Flats, hyper: Hyper, turns: Turns | None) -> Iterator[tuple[Fl
 @lru_cache(maxsize=256)
 def _on(device: torch.device, borders: tuple[int, ...]) -> Tensor:
     """(borders,) int64, the same for all blocks of a model. Nobody waits for the copy."""
-    there = torch.tensor(borders, dtype=torch.int64, pin_memory=device.type == "cuda")
-    return there.to(device, non_blocking=True)
+    here = host_empty((len(borders),), torch.int64, pin=device.type == "cuda")
+    return here.copy_(torch.tensor(borders)).to(device, non_blocking=True)
