@@ -116,6 +116,7 @@ def main() -> None:
     parser.add_argument("--learning-rate", type=float, default=2e-4)
     parser.add_argument("--kernels", default="auto", choices=("auto", "liger", "torch"))
     parser.add_argument("--boundaries", default="auto", choices=("auto", "device", "host"))
+    parser.add_argument("--head", default="auto", choices=("auto", "whole", "slices"))
     parser.add_argument("--profile", type=Path, help="write a torch profile of one step there")
     parser.add_argument(
         "--trace", type=Path, help="write a Perfetto trace of the median step there"
@@ -198,6 +199,7 @@ def planned(
             device_groups=options.device_groups,
             resident_blocks=options.resident_blocks,
             boundaries=options.boundaries,
+            head=options.head,
             kept_blocks=options.kept_blocks,
             eager=options.eager,
             deferred_moments=MOMENTS_WISHES[options.moments],
