@@ -224,6 +224,16 @@ def test_by_itself_the_head_comes_in_slices_where_nothing_fits_otherwise() -> No
     assert chosen(model(), wishes, least_gib("whole") + 0.2)[0] == "whole"
 
 
+def test_a_tied_head_never_comes_in_slices_by_itself() -> None:
+    small = least_gib("whole") / 2
+    asked = Wishes(embedding="rows", batch_rows=1, chunk_rows=1, head="slices")
+    assert chosen(model(tied=True), asked, small)[0] == "slices"
+    with pytest.raises(DoesNotFit):
+        place(model(tied=True), room(small), replace(asked, head="auto"))
+    word, because = chosen(model(tied=True), replace(HOME, embedding="rows"))
+    assert word == "whole" and "taken when set" in because
+
+
 def test_what_does_not_fit_is_told_with_the_head_in_slices() -> None:
     with pytest.raises(DoesNotFit) as refused:
         place(model(), room(least_gib("slices") - 0.5), Wishes(embedding="whole", batch_rows=1))

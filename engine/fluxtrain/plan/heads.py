@@ -94,10 +94,14 @@ def head_slices(
 
 
 def heads_for(facts: ModelFacts, wishes: Wishes) -> tuple[Head, ...]:
-    """How the head may be copied, what is preferred first."""
+    """How the head may be copied, what is preferred first. A tied one comes in slices only where
+    that is asked for: no GPU has computed with one yet."""
     if not comes_apart(facts):
         return ("whole",)
-    return ("whole", "slices") if wishes.head == "auto" else (wishes.head,)
+    if wishes.head != "auto":
+        return (wishes.head,)
+    assert facts.head is not None
+    return ("whole",) if facts.head.tied else ("whole", "slices")
 
 
 def comes_apart(facts: ModelFacts) -> bool:
@@ -123,6 +127,8 @@ def reason(facts: ModelFacts, wishes: Wishes, chosen: Head, *, at_home: bool, by
         return "as set"
     size = bytes_text(head.words * head.word_bytes)
     part = bytes_text(slice_words(head.word_bytes, head.words) * head.word_bytes)
+    if head.tied:
+        return f"tied: slices of {part} take less of the device than {size}, and are taken when set"
     if chosen == "whole":
         return f"slices of {part} take less of the device than {size}, and more time"
     return (
