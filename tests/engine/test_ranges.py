@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
+import fluxtrain
 from fluxtrain.memory.group import Group
 from fluxtrain.optim.fused_device import update_resident_
 from fluxtrain.optim.hyper import Hyper, Turns
@@ -21,6 +23,7 @@ from fluxtrain.optim.split_adamw import (
 )
 from fluxtrain.plan.states import StateFormat
 from fluxtrain.stream.ranges import MOST_BORDERS, ranges, same_steps, stretches
+from fluxtrain.train.parameter_groups import parameter_groups
 
 N, BORDERS = 1000, (64, 256, 640)
 TURNS = Turns(BORDERS, 0.0)
@@ -125,3 +128,29 @@ def test_a_block_of_matrices_norms_and_biases_is_one_range() -> None:
     (whole,) = ranges(g, hypers)
     assert whole.turns == Turns((64, 128, 256), NOT.weight_decay)
     assert (whole.start, whole.stop) == (0, 360)
+
+
+@pytest.mark.parametrize("offload", ["none", "weights"])
+def test_norms_and_biases_are_not_decayed_where_matrices_are(offload: str) -> None:
+    """A rate of which nothing is seen but the decay: what has one shrinks, the rest stays."""
+    torch.manual_seed(0)
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 64}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": False}
+    model = Qwen2ForCausalLM(Qwen2Config(**shape, **heads))
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, mean=3.0)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    fluxtrain.wrap(model, device="cpu", offload=offload)
+    kinds = ("norms", "biases", "embeddings")
+    groups = parameter_groups(model, learning_rate=1e-6, weight_decay=5e4, no_decay=kinds)
+    optimizer = torch.optim.AdamW(groups)
+    ids = torch.arange(32).view(2, 16)
+    model(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+    fluxtrain.sync(model)
+    decayed = [name for group in groups[:1] for name, p in model.named_parameters()
+               if any(p is one for one in group["params"])]  # fmt: skip
+    assert decayed and len(decayed) < len(before)
+    for name, parameter in model.named_parameters():
+        factor = 0.95 if name in decayed else 1.0
+        torch.testing.assert_close(parameter.detach(), factor * before[name], atol=1e-4, rtol=0)
