@@ -21,7 +21,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
+from torch.autograd.graph import (
+    GradientEdge,
+    _engine_run_backward,
+    get_gradient_edge,
+    saved_tensors_hooks,
+)
 
 from fluxtrain.errors import MisusedModel
 
@@ -172,16 +177,20 @@ class Tape:
         ends = [edge for edge in (*edges, *parameters) if edge is not None]
         if not pairs or not ends:
             return [None] * (len(wanted) + len(parameters))
-        found = iter(
-            torch.autograd.grad(
-                [output for output, _ in pairs],
-                ends,
-                [gradient for _, gradient in pairs],
-                allow_unused=True,
-                retain_graph=again,
-            )
-        )
+        found = iter(_run_backward(pairs, ends, again=again))
         return [None if edge is None else next(found) for edge in (*edges, *parameters)]
+
+
+def _run_backward(
+    pairs: Sequence[tuple[GradientEdge, Tensor]], ends: Sequence[GradientEdge], *, again: bool
+) -> tuple[Tensor | None, ...]:
+    """`torch.autograd.grad(..., allow_unused=True)` from where it calls the engine. What it looks
+    at before takes as long as ten nodes of the graph; the engine checks shapes and types itself."""
+    outputs, gradients = zip(*pairs, strict=True)
+    found: tuple[Tensor | None, ...] = _engine_run_backward(
+        outputs, gradients, again, False, tuple(ends), True, accumulate_grad=False
+    )
+    return found
 
 
 def aliased_leaf(tensor: Tensor) -> Tensor:
