@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 import fluxtrain
 from fluxtrain.data.batches import Batch
+from fluxtrain.errors import DoesNotFit
 from fluxtrain.hardware.busy_bus import busy_bus
 from fluxtrain.hardware.machine import Machine, read_machine
 from fluxtrain.hardware.rate import sustained_rate
@@ -143,15 +144,24 @@ def test_a_miniature_that_the_device_cannot_hold_is_tried_with_its_edges_at_home
     assert tried.device_update_s > 0
 
 
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, DoesNotFit])
 def test_a_block_that_the_device_cannot_hold_is_told(
-    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
 ) -> None:
     def too_large(*_: Any, **__: Any) -> nn.Module:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        raise error("a device slot of 2.00 GiB does not fit")
 
     monkeypatch.setattr(fluxtrain, "wrap", too_large)
     with pytest.raises(NotCalibrated, match="do not fit on the device"):
         calibrate(tiny("llama", torch.float32), batch_of, torch.device("cpu"), (1, 4))
+
+
+def test_a_loss_that_is_not_finite_is_told_and_no_training_ends_for_it(tiny: Tiny) -> None:
+    model = tiny("llama", torch.float32)
+    with torch.no_grad():
+        model.get_output_embeddings().weight.fill_(torch.nan)
+    with pytest.raises(NotCalibrated, match="gradient norm is nan"):
+        calibrate(model, batch_of, torch.device("cpu"), (1, 4))
 
 
 def test_blocks_in_several_lists_are_told_not_guessed() -> None:

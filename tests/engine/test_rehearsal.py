@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -10,12 +11,15 @@ from transformers import PreTrainedModel
 
 import fluxtrain
 from fluxtrain.data.batches import Batch
+from fluxtrain.errors import DoesNotFit
 from fluxtrain.memory.boundary import BoundaryPark
+from fluxtrain.memory.window import Window
 from fluxtrain.plan.facts import GroupFacts
 from fluxtrain.plan.footprint import Layout
 from fluxtrain.plan.rates import Rates
 from fluxtrain.plan.states import StateFormat
 from fluxtrain.plan.updates import host_update, rate_of_update
+from fluxtrain.stream.blocks import take_apart
 from fluxtrain.train import rehearsal as rehearsal_module
 from fluxtrain.train.rehearsal import Kind, Rehearsed, _between, _one_to_next, rehearse
 
@@ -136,6 +140,36 @@ def test_a_slow_update_is_told_and_a_wait_for_it_is_not_the_hosts(
 def test_too_little_host_memory_is_said(tiny: Tiny) -> None:
     model = tiny("llama", torch.bfloat16)
     assert rehearse(model, batch_of(1), CPU, "fp32", 1000, eager=False) is None
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, DoesNotFit])
+def test_too_little_device_memory_is_said(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    def refused(*_: object, **__: object) -> None:
+        raise error("a device slot does not fit")
+
+    monkeypatch.setattr(Window, "add_slot", refused)
+    assert rehearse(tiny("llama"), batch_of(1), CPU, "fp32", None, eager=False) is None
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_a_loss_that_is_not_finite_ends_the_steps_and_the_threads(
+    tiny: Tiny, *, eager: bool
+) -> None:
+    model = tiny("llama", torch.bfloat16)
+    with torch.no_grad():
+        model.get_output_embeddings().weight.fill_(torch.nan)
+    threads = set(threading.enumerate())
+    assert rehearse(model, batch_of(2), CPU, "fp32", None, eager=eager) is None
+    assert set(threading.enumerate()) == threads
+
+
+def test_blocks_that_are_not_trained_take_no_steps(tiny: Tiny) -> None:
+    model = tiny("llama")
+    for _, block in take_apart(model).blocks:
+        block.requires_grad_(False)
+    assert rehearse(model, batch_of(1), CPU, "fp32", None, eager=False) is None
 
 
 def test_no_more_memory_is_taken_than_a_part_of_what_is_available() -> None:

@@ -232,10 +232,12 @@ class Engine:
     def close(self) -> None:
         """Stop the threads; the model must not be used afterwards (`unwrap` calls this)."""
         self.use.ended = True
-        self.updates.wait()
-        self.updates.close()
-        self.window.drain()
-        self.device.close()
+        try:
+            self.updates.wait()
+        finally:  # also of one that failed
+            self.updates.close()
+            self.window.drain()
+            self.device.close()
 
     # -- what a trainer asks for -------------------------------------------------------------------
 

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from fluxtrain.data.batches import Batch
-from fluxtrain.errors import UnsupportedModel
+from fluxtrain.errors import Diverged, UnsupportedModel
 from fluxtrain.hardware.others import others_share, read_use
 from fluxtrain.plan.calibration import (
     Calibration,
@@ -79,7 +79,8 @@ def calibrate(
 
     `batch_of` gives real rows; `mixed_of` those with the most documents, where some have several:
     what they hold counts where it is more, but not their time, for they may be few. Raises
-    NotCalibrated with the reason: blocks in several lists, or too little memory for the miniature.
+    NotCalibrated with the reason: blocks in several lists, too little memory for the miniature, or
+    a loss that is not finite.
     """
     started_s, before = time.monotonic(), read_use()
     process = psutil.Process()
@@ -96,7 +97,7 @@ def calibrate(
                 rehearsed = rehearse(
                     model, batch, device, states, host_available_bytes, eager=eager
                 )
-    except UnsupportedModel as error:
+    except (UnsupportedModel, Diverged) as error:
         raise NotCalibrated(str(error)) from error
     finally:
         give_back(device)
@@ -226,7 +227,7 @@ def _first_that_fits(
     for way in ways:
         try:
             return _tried(model, batches, device, way)
-        except torch.OutOfMemoryError:
+        except (torch.OutOfMemoryError, MemoryError):
             pass  # the error holds the miniature until here
         give_back(device)
     raise NotCalibrated("two blocks do not fit on the device with their states")

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from fluxtrain.data.batches import Batch
+from fluxtrain.errors import Diverged
 from fluxtrain.memory.recorder import Note
 from fluxtrain.plan.calibration import median
 from fluxtrain.plan.facts import GroupFacts
@@ -67,7 +68,8 @@ def rehearse(
     eager: bool,
 ) -> tuple[dict[Kind, Rehearsed], GroupFacts] | None:
     """What each kind of steps takes that an `eager` run, or one that clips, can make, and the facts
-    of the block that took it; None where device or host have too little memory for it."""
+    of the block that took it; None where device or host have too little memory for it, where no
+    block is trained, or where copies of one give a loss or gradients that are not finite."""
     block = take_apart(model).blocks[0][1]
     count = _blocks_for(sum(p.numel() for p in block.parameters()), host_available_bytes)
     if count is None:
@@ -79,6 +81,8 @@ def rehearse(
     for parameter in mini.parameters():
         if id(parameter) not in within:
             parameter.requires_grad_(False)  # edges have their own part in a plan
+    if not any(parameter.requires_grad for parameter in mini.parameters()):
+        return None
     facts = next(group for group in facts_of(mini, states).groups if group.kind == "block")
     rows = int(batch.input_ids.shape[0])
     at_home = {"device_groups": 0, "resident_blocks": 0, "kept_blocks": 0, "embedding": "whole"}
@@ -89,7 +93,7 @@ def rehearse(
             kinds: list[Kind] = ["alone", "parked", "eager" if eager else "whole"]
             kinds += ["passes"] if facts.pass_bytes and not eager else []
             return {kind: stage.play(kind) for kind in kinds}, facts
-    except torch.OutOfMemoryError:
+    except (torch.OutOfMemoryError, MemoryError, Diverged):
         return None
     finally:
         del mini, blocks
