@@ -18,6 +18,7 @@ from fluxtrain.errors import MisusedModel
 from fluxtrain.stream.chunk_loss import HeadLoss, add_product_, chunks_of
 from fluxtrain.stream.head_call import HeadCall, outside
 from fluxtrain.stream.head_slices import sliced_cross_entropy
+from fluxtrain.stream.uncomputed import Computed, with_gradient
 
 if TYPE_CHECKING:
     from fluxtrain.stream.block import Unit
@@ -33,7 +34,7 @@ class LazyLogits(Tensor):
     version: int
     differentiable: bool
     _real: Tensor | None
-    _computed: list[tuple[Tensor, int]]  # by this one and its views: real logits, their version
+    _computed: Computed  # by this one and its views: real logits, their version
 
     @staticmethod
     def of(unit: Unit, hidden: Tensor, dtype: torch.dtype, version: int) -> LazyLogits:
@@ -42,22 +43,33 @@ class LazyLogits(Tensor):
 
     @staticmethod
     def _made(
-        unit: Unit, hidden: Tensor, dtype: torch.dtype, version: int, trained: bool
+        unit: Unit,
+        hidden: Tensor,
+        dtype: torch.dtype,
+        version: int,
+        trained: bool,
+        computed: Computed | None = None,
     ) -> LazyLogits:
         size = (*hidden.shape[:-1], unit.module.out_features)
         differentiable = trained and torch.is_grad_enabled()
-        lazy: LazyLogits = Tensor._make_wrapper_subclass(
-            LazyLogits, size, dtype=dtype, device=hidden.device, requires_grad=differentiable
-        )
+
+        def make() -> Tensor:
+            device, kind = hidden.device, LazyLogits
+            made: Tensor = Tensor._make_wrapper_subclass(kind, size, dtype=dtype, device=device)
+            return made
+
+        seen: Computed = computed if computed is not None else []
+        lazy: Any = with_gradient(unit, hidden, make, seen) if differentiable else make()
         lazy.hidden, lazy.unit, lazy.version, lazy._real = hidden, unit, version, None
-        lazy.differentiable, lazy._computed = differentiable, []
-        return lazy
+        lazy.differentiable, lazy._computed = differentiable, seen
+        found: LazyLogits = lazy
+        return found
 
     def viewed(self, hidden: Tensor) -> LazyLogits:
         """A view: what is written into it shows in these logits, and the other way round."""
-        view = LazyLogits._made(self.unit, hidden, self.dtype, self.version, self.differentiable)
-        view._computed = self._computed
-        return view
+        return LazyLogits._made(
+            self.unit, hidden, self.dtype, self.version, self.differentiable, self._computed
+        )
 
     def cast(self, dtype: torch.dtype) -> LazyLogits:
         if dtype == self.dtype:

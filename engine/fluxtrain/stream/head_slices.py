@@ -154,19 +154,27 @@ class _SlicedLogits(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, Tensor | None]:
-        call: HeadCall = ctx.call
         (hidden,) = ctx.saved_tensors
-        _begin_backward(call, ctx.anchor_node)
-        slopes = gradient.reshape(-1, gradient.shape[-1])
-        flat = hidden.reshape(-1, hidden.shape[-1])
-
-        def slope(inner: Tensor, words: Words, rows: slice) -> Tensor:
-            return slopes[rows, words.first : words.first + len(words.weight)]
-
-        one = torch.ones((), device=gradient.device)
         wanted = ctx.needs_input_grad[2]
-        found = _backward(call, flat, wanted, one, max(1, len(flat)), slope)
-        return None, None, None if found is None else found.view(hidden.shape)
+        found = sliced_logits_backward(ctx.call, ctx.anchor_node, hidden, gradient, wanted)
+        return None, None, found
+
+
+def sliced_logits_backward(
+    call: HeadCall, anchor_node: Any, hidden: Tensor, gradient: Tensor, wanted: bool
+) -> Tensor | None:
+    """Hand the gradients of the weights to the engine, for that of the logits (..., V); that of
+    hidden (..., H) where it is wanted."""
+    _begin_backward(call, anchor_node)
+    slopes = gradient.reshape(-1, gradient.shape[-1])
+    flat = hidden.reshape(-1, hidden.shape[-1])
+
+    def slope(inner: Tensor, words: Words, rows: slice) -> Tensor:
+        return slopes[rows, words.first : words.first + len(words.weight)]
+
+    one = torch.ones((), device=gradient.device)
+    found = _backward(call, flat, wanted, one, max(1, len(flat)), slope)
+    return None if found is None else found.view(hidden.shape)
 
 
 def _begin_backward(call: HeadCall, anchor_node: Any) -> None:
