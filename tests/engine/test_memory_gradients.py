@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -202,3 +203,25 @@ def test_gradients_of_several_dtypes_that_come_together_are_each_read_as_what_th
     gradients.finish(g)
     gradients.wait(g)
     assert [float(stored(m)[0]) for m in g.members] == [1.5, 2.5, 3.5]
+
+
+def test_a_block_may_finish_while_another_thread_asks_for_the_bytes(
+    device: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gradients = Gradients(device, lambda *_: None)
+    groups = [group((8,)), group((200,))]
+    for g in groups:
+        gradients.add(g, g.members[0], torch.ones(g.members[0].shape))
+    storage_of, asked = Tensor.untyped_storage, []
+
+    def asked_for(tensor: Tensor) -> Any:
+        if not asked:
+            asked.append(tensor)
+            finishing = threading.Thread(target=gradients.finish, args=(groups[0],))
+            finishing.start()
+            finishing.join()
+        return storage_of(tensor)
+
+    monkeypatch.setattr(Tensor, "untyped_storage", asked_for)
+    assert gradients.device_bytes > 0
+    assert asked and not gradients.is_open(groups[0])

@@ -29,7 +29,8 @@ class GradientStaging:
 
     @property
     def device_bytes(self) -> int:
-        return sum(t.nbytes for ring in self._rings.values() for t in ring.buffers)
+        rings = list(self._rings.values())  # other threads ask
+        return sum(t.nbytes for ring in rings for t in ring.buffers)
 
     def free(self, size_bytes: int) -> Tensor:
         """The next buffer (size_bytes,) uint8 of this size, once its last transfer is done."""

@@ -57,7 +57,8 @@ class Gradients:
 
     @property
     def device_bytes(self) -> int:
-        held = {id(s.flat.untyped_storage()): s.flat.nbytes for s in self._open.values()}
+        sums = list(self._open.values())  # other threads ask
+        held = {id(s.flat.untyped_storage()): s.flat.nbytes for s in sums}
         if self._scratch is not None:
             held[id(self._scratch.untyped_storage())] = self._scratch.nbytes
         return sum(held.values()) + self._staging.device_bytes

@@ -177,12 +177,14 @@ class Accounts:
         )
 
     def _row_buffers(self) -> list[RowBuffers]:
-        return [group.rows for group in self._engine.groups if group.rows is not None]
+        every = [group.rows for group in self._engine.groups]  # as in `_copied_bytes`
+        return [rows for rows in every if rows is not None]
 
     def _copied_bytes(self) -> int:
         """Of the device, what weights from home are copied into."""
         rows = sum(rows.device_bytes for rows in self._row_buffers())
-        slices = sum(u.slices.device_bytes for u in self._engine.units if u.slices is not None)
+        heads = [u.slices for u in self._engine.units]  # another thread may give one up meanwhile
+        slices = sum(head.device_bytes for head in heads if head is not None)
         return self._engine.window.size_bytes + rows + slices
 
     def device_peaks(self) -> tuple[int, int]:
