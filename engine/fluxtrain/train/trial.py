@@ -312,4 +312,7 @@ def give_back(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
+        release = getattr(torch._C, "_host_emptyCache", None)  # not of every build
+        if release is not None:  # boundaries that waited on the host were page-locked
+            release()
     trim_heap()
