@@ -16,6 +16,7 @@ from fluxtrain.stream.nesting import Shape, put_together, take_apart
 
 _CACHE_FLAGS = ("use_cache",)
 _NO_CACHE = (Tensor, str, int, float, bool, type(None))
+_CHOICES = (bool, str)
 _OUTER_NODES = 3  # (args, kwargs), args and kwargs
 
 
@@ -48,6 +49,11 @@ class Tree:
         """Does it have the same structure, and its tensors at the same places?"""
         same = self.tensor_at == other.tensor_at and self.which == other.which
         return same and bool(self.spec == other.spec)
+
+    def choices(self) -> tuple[Any, ...]:
+        """Its structure, and what among its leaves chooses rather than counts (hashable)."""
+        spec, chosen = self.spec, (x if type(x) in _CHOICES else None for x in self.leaves)
+        return self.shape or (spec.num_nodes, spec.num_leaves), self.tensor_at, *chosen
 
     def _filled(self, tensors: Sequence[Tensor]) -> list[Any]:
         leaves = list(self.leaves)

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from fluxtrain.stream.engine import Engine
 
 _CHECKED_RECOMPUTES = 3
+_KEPT_TRIALS = 256  # a dict with other keys each time has no end of them
 
 
 class Unit:
@@ -62,7 +63,7 @@ class Unit:
         self.original: Callable[..., Any] = module.forward
         self.is_head = False  # its output may stay uncomputed (LazyLogits)
         self.slices: WeightSlices | None = None  # of a head at home that is never copied whole
-        self.chunkable: dict[tuple[Any, ...], bool] = {}  # by mode and by what carries the batch
+        self.chunkable: dict[tuple[Any, ...], bool] = {}  # by mode, what carries the batch, choices
         self.written = WrittenBuffers()
         self.keeps = False  # what its backward needs stays on the device: nothing is recomputed
         self.records_again = False  # its graph cannot be filled again (see recompute.py)
@@ -216,9 +217,12 @@ class Unit:
         )
 
     def try_chunks(self, tree: Tree, tensors: Sequence[Tensor], rows: int) -> bool:
-        """Do chunks give what the whole gives? Tried once for each mode and each way to cut."""
-        key = (self.module.training, splits(tensors, rows))
+        """Do chunks give what the whole gives? Tried once for each mode, each way to cut, and each
+        structure and choice of the arguments: with another one it may compute something else."""
+        key = (self.module.training, splits(tensors, rows), tree.choices())
         if key not in self.chunkable:
+            if len(self.chunkable) >= _KEPT_TRIALS:
+                self.chunkable.clear()
             from fluxtrain.stream.chunking import chunks_agree
 
             with self.engine.bound(self, "probe"):
