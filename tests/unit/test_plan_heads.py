@@ -234,6 +234,18 @@ def test_a_tied_head_never_comes_in_slices_by_itself() -> None:
     assert word == "whole" and "taken when set" in because
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_of_a_head_no_larger_than_two_slices_no_less_is_said_to_be_on_the_device(
+    tied: bool,
+) -> None:
+    facts = model(tied=tied)
+    assert facts.head is not None
+    facts = replace(facts, head=replace(facts.head, words=1000))
+    word, because = chosen(facts, Wishes(offload="weights", device_groups=0, embedding="rows"))
+    assert word == "whole"
+    assert "would hold all of its" in because
+
+
 def test_what_does_not_fit_is_told_with_the_head_in_slices() -> None:
     with pytest.raises(DoesNotFit) as refused:
         place(model(), room(least_gib("slices") - 0.5), Wishes(embedding="whole", batch_rows=1))

@@ -125,8 +125,15 @@ def reason(facts: ModelFacts, wishes: Wishes, chosen: Head, *, at_home: bool, by
         return f"{head.group} is tied and looked up whole: slices need placement.embedding=rows"
     if wishes.head != "auto":
         return "as set"
+    return _sizes(head, chosen)
+
+
+def _sizes(head: HeadFacts, chosen: Head) -> str:
     size = bytes_text(head.words * head.word_bytes)
-    part = bytes_text(slice_words(head.word_bytes, head.words) * head.word_bytes)
+    words = slice_words(head.word_bytes, head.words)
+    part = bytes_text(words * head.word_bytes)
+    if chosen == "whole" and _ON_DEVICE * words >= head.words:
+        return f"two slices of {part}, there at a time, would hold all of its {size}"
     if head.tied:
         return f"tied: slices of {part} take less of the device than {size}, and are taken when set"
     if chosen == "whole":
