@@ -59,7 +59,7 @@ def test_an_own_file_from_a_configuration_is_planned_by_the_real_engine_and_trai
         "train: {batch_rows: 2, evaluate_every: end, checkpoint_every: end}\n"
     )
     terminal = desk.open(str(config), "--steps", "3")
-    terminal.until("step 6 of 8", "Chosen for you: why?", "batch rows")
+    terminal.until("step 6 of 8", "Chosen for you: why?", "train.batch_rows")
     for number in (5, 4, 3):
         terminal.press("\x1b")
         terminal.until(f"step {number} of 8")

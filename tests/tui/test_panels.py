@@ -323,7 +323,7 @@ def test_the_names_of_screens_give_way_to_the_keys_of_this_one() -> None:
 
 
 def test_the_plan_gives_every_choice_with_its_reason(made: ModuleType) -> None:
-    text = whole(plan_lines(view_of(made, "running"), 90))
+    text = " ".join(whole(plan_lines(view_of(made, "running"), 90)).split())
     assert "smallest batch" in text and "device budget is 1 GiB" in text
     assert "+1.6%" in text and "+9% tokens a second" in text
     assert "not planned yet" in whole(plan_lines(View(), 90))

@@ -83,9 +83,10 @@ def test_a_benchmark_that_is_killed_leaves_no_training(tmp_path: Path) -> None:
 
 
 def test_a_child_that_takes_too_long_is_ended(tmp_path: Path) -> None:
+    others = set(psutil.Process().children())
     with pytest.raises(subprocess.TimeoutExpired):
         run_python(["-c", "import time; time.sleep(120)"], stdout=subprocess.DEVNULL, limit_s=0.5)
-    assert psutil.Process().children() == []
+    assert set(psutil.Process().children()) <= others
 
 
 def test_the_code_and_the_words_of_a_child_are_known(tmp_path: Path) -> None:
