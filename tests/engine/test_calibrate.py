@@ -36,19 +36,9 @@ from fluxtrain.train.peaks import (
 from fluxtrain.train.placing import model_facts
 from fluxtrain.train.preview import preview
 from fluxtrain.train.trial import COPIES, NotCalibrated
+from tests.engine.trial_rows import LENGTH, batch_of
 
 Tiny = Callable[..., PreTrainedModel]
-LENGTH = 12
-
-
-def batch_of(rows: int) -> Batch:
-    ids = torch.randint(0, 60, (rows, LENGTH), generator=torch.Generator().manual_seed(0))
-    positions = torch.arange(LENGTH).expand(rows, LENGTH)
-    count = rows * (LENGTH - 1)
-    return Batch(
-        input_ids=ids, labels=ids, position_ids=positions, predicted=count, step_predicted=count,
-        tokens=ids.numel(),
-    )  # fmt: skip
 
 
 @pytest.fixture

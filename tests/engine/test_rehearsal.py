@@ -10,7 +10,6 @@ import torch
 from transformers import PreTrainedModel
 
 import fluxtrain
-from fluxtrain.data.batches import Batch
 from fluxtrain.errors import DoesNotFit
 from fluxtrain.memory.boundary import BoundaryPark
 from fluxtrain.memory.window import Window
@@ -22,19 +21,10 @@ from fluxtrain.plan.updates import host_update, rate_of_update
 from fluxtrain.stream.blocks import take_apart
 from fluxtrain.train import rehearsal as rehearsal_module
 from fluxtrain.train.rehearsal import Kind, Rehearsed, _between, _one_to_next, rehearse
+from tests.engine.trial_rows import batch_of
 
 Tiny = Callable[..., PreTrainedModel]
 CPU = torch.device("cpu")
-LENGTH = 12
-
-
-def batch_of(rows: int) -> Batch:
-    ids = torch.randint(0, 60, (rows, LENGTH), generator=torch.Generator().manual_seed(0))
-    count = rows * (LENGTH - 1)
-    return Batch(
-        input_ids=ids, labels=ids, position_ids=torch.arange(LENGTH).expand(rows, LENGTH),
-        predicted=count, step_predicted=count, tokens=ids.numel(),
-    )  # fmt: skip
 
 
 def played(

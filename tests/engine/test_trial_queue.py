@@ -13,23 +13,12 @@ import torch
 from torch import nn
 
 import fluxtrain
-from fluxtrain.data.batches import Batch
 from fluxtrain.stream.blocks import take_apart
 from fluxtrain.stream.engine import Engine, engine_of
 from fluxtrain.train import trial as trial_module
 from fluxtrain.train.miniature import ALL_CHECKED
 from fluxtrain.train.trial import REPEATS, Bench, Trial
-
-LENGTH = 12
-
-
-def batch_of(rows: int) -> Batch:
-    ids = torch.randint(0, 60, (rows, LENGTH), generator=torch.Generator().manual_seed(0))
-    count = rows * (LENGTH - 1)
-    return Batch(
-        input_ids=ids, labels=ids, position_ids=torch.arange(LENGTH).expand(rows, LENGTH),
-        predicted=count, step_predicted=count, tokens=ids.numel(),
-    )  # fmt: skip
+from tests.engine.trial_rows import batch_of
 
 
 class Card:

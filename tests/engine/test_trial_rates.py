@@ -11,7 +11,6 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from fluxtrain.data.batches import Batch
 from fluxtrain.hardware import adamw_rate as adamw_rate_module
 from fluxtrain.hardware.busy_bus import HostBytes, busy_bus
 from fluxtrain.hardware.machine import Machine, read_machine
@@ -21,19 +20,9 @@ from fluxtrain.train import constants as constants_module
 from fluxtrain.train.calibrate import calibrate
 from fluxtrain.train.constants import known_constants, measured_constants
 from fluxtrain.train.placing import model_facts
+from tests.engine.trial_rows import LENGTH, batch_of
 
 Tiny = Callable[..., PreTrainedModel]
-LENGTH = 12
-
-
-def batch_of(rows: int) -> Batch:
-    ids = torch.randint(0, 60, (rows, LENGTH), generator=torch.Generator().manual_seed(0))
-    positions = torch.arange(LENGTH).expand(rows, LENGTH)
-    count = rows * (LENGTH - 1)
-    return Batch(
-        input_ids=ids, labels=ids, position_ids=positions, predicted=count, step_predicted=count,
-        tokens=ids.numel(),
-    )  # fmt: skip
 
 
 @pytest.fixture

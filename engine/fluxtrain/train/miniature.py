@@ -21,6 +21,12 @@ if TYPE_CHECKING:
 ALL_CHECKED = 3  # recomputes after which the engine stops to compare them with the forward
 
 
+def middle_block(model: nn.Module) -> nn.Module:
+    """The block that stands for all: the first and the last of some models are others."""
+    blocks = take_apart(model).blocks
+    return blocks[len(blocks) // 2][1]
+
+
 def miniature(
     model: nn.Module, copies: int, *, blocks: torch.device, edges: torch.device
 ) -> nn.Module:
@@ -32,7 +38,7 @@ def miniature(
     if len(lists) != 1:
         raise NotCalibrated(f"its blocks stand in {len(lists)} lists")
     listed = model.get_submodule(lists.pop())
-    block = parts.blocks[len(parts.blocks) // 2][1]
+    block = middle_block(model)
     copied = [copy.deepcopy(block, _on(blocks, block.parameters())) for _ in range(copies)]
     short = nn.Sequential(*copied) if isinstance(listed, nn.Sequential) else nn.ModuleList(copied)
     inside = {id(parameter) for parameter in listed.parameters()}

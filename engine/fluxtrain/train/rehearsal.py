@@ -31,7 +31,7 @@ from fluxtrain.plan.facts import GroupFacts
 from fluxtrain.plan.states import StateFormat
 from fluxtrain.stream.blocks import take_apart
 from fluxtrain.stream.grouping import facts_of
-from fluxtrain.train.miniature import miniature, wrapped
+from fluxtrain.train.miniature import middle_block, miniature, wrapped
 from fluxtrain.train.trial import give_back
 
 if TYPE_CHECKING:
@@ -70,8 +70,8 @@ def rehearse(
     """What each kind of steps takes that an `eager` run, or one that clips, can make, and the facts
     of the block that took it; None where device or host have too little memory for it, where no
     block is trained, or where copies of one give a loss or gradients that are not finite."""
-    block = take_apart(model).blocks[0][1]
-    count = _blocks_for(sum(p.numel() for p in block.parameters()), host_available_bytes)
+    tried = middle_block(model)
+    count = _blocks_for(sum(p.numel() for p in tried.parameters()), host_available_bytes)
     if count is None:
         return None
     home = torch.device("cpu")
