@@ -329,6 +329,7 @@ def test_a_tied_head_beside_a_whole_lookup_stays_whole_and_that_is_said(
     with caplog.at_level(logging.WARNING, "fluxtrain"):
         engine = in_slices(model, embedding="whole")
     assert head_of(engine).slices is None
+    assert "none is known" not in caplog.text  # once is enough, with the reason
     assert "head='slices' has no effect" in caplog.text
     assert "embedding=rows" in caplog.text
 

@@ -37,6 +37,9 @@ def choose_slices(engine: Engine) -> None:
         return
     unit = next((unit for unit in engine.units if unit.is_head and _comes_apart(unit)), None)
     if unit is None:
+        told = {choice.name: choice.value for choice in engine.plan.choices}
+        if told.get("placement.head") == "whole":
+            return  # `wrap` says why
         engine.say("no head comes in slices: none is known whose weight can be cut apart")
         return
     linear: Any = unit.module
