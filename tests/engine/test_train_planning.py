@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -260,6 +261,44 @@ def test_the_thread_samples_at_ten_a_second_at_most_and_once_more_at_the_end() -
     thread.close()
     beats = [event for event in kept.events if isinstance(event, ev.Heartbeat)]
     assert 2 <= len(beats) <= 10 * lasted_s + 2
+
+
+def test_a_gauge_that_fails_once_is_told_of_and_sampled_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    thread, kept = gauges()
+    memory, calls = thread.memory, []
+
+    def fails_first() -> ev.MemorySampled:
+        calls.append(1)
+        if len(calls) == 1:
+            raise OSError("no /proc")
+        return memory()
+
+    monkeypatch.setattr(thread, "memory", fails_first)
+    thread.start()
+    until_s = time.monotonic() + 20
+    while not any(isinstance(event, ev.MemorySampled) for event in kept.events):
+        assert time.monotonic() < until_s
+        time.sleep(0.01)
+    thread.close()
+    (told,) = (event for event in kept.events if isinstance(event, ev.LogWritten))
+    assert "memory" in told.text and "no /proc" in told.text
+    assert isinstance(kept.events[0], ev.Heartbeat)
+
+
+def test_a_gauge_that_always_fails_is_told_of_once_and_keeps_no_other_back() -> None:
+    thread, kept = gauges()
+    engine: Any = FakeEngine()
+    thread.watch(engine, SimpleNamespace(read_bytes=0, written_bytes=0))
+    engine.traffic = lambda: 1 / 0
+    for _ in range(3):
+        thread.sample()
+    thread.close()
+    by_type = Counter(type(event) for event in kept.events)
+    assert by_type[ev.LogWritten] == 1
+    assert by_type[ev.TrafficSampled] == 0
+    assert by_type[ev.Heartbeat] == by_type[ev.MemorySampled] == by_type[ev.ResidencySampled] == 4
 
 
 def test_rates_are_the_bytes_between_two_samples() -> None:

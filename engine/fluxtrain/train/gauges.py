@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 import psutil
 
+from fluxtrain.errors import FluxTrainError
 from fluxtrain.hardware.probe import known_rates
 from fluxtrain.telemetry.events import (
+    Event,
     MemorySampled,
     MovesMade,
     ResidencySampled,
@@ -49,6 +53,7 @@ class GaugeThread:
         self._thread = threading.Thread(target=self._run, name="gauges", daemon=True)
         self._disk: DiskUse | None = None
         self._ceilings: tuple[float | None, float | None] = (None, None)
+        self._failed: set[str] = set()  # names of gauges that were told of
         self.host_peak_bytes = 0
 
     def start(self) -> None:
@@ -72,28 +77,35 @@ class GaugeThread:
         self.sample()
 
     def sample(self) -> None:
-        """One round of gauges."""
+        """One round of gauges; one that cannot be read is skipped, and told of the first time."""
         with self._sampling:
-            self._announcer.gauge(self._announcer.heartbeat())
-            self._announcer.gauge(self.memory())
-            if self._engine is None:
+            self._take("heartbeat", self._announcer.heartbeat)
+            self._take("memory", self.memory)
+            engine = self._engine
+            if engine is None:
                 return
-            traffic, window = self._engine.traffic(), self._traffic
-            if window is not None:
-                event, self._traffic = window.after(
-                    time.monotonic(),
-                    traffic.h2d_bytes,
-                    traffic.d2h_bytes,
-                    self._disk.read_bytes if self._disk else 0,
-                    self._disk.written_bytes if self._disk else 0,
-                )
-                up, down = self._ceilings
-                self._announcer.gauge(
-                    msgspec.structs.replace(
-                        event, h2d_ceiling_bytes_per_s=up, d2h_ceiling_bytes_per_s=down
-                    )
-                )
-            self._sample_placement(self._engine)
+            self._take("traffic", lambda: self._traffic_since(engine))
+            self._take("residency", lambda: _residency(engine))
+            self._take("moves", lambda: _moves(engine))
+
+    def _take(self, name: str, read: Callable[[], Event | None]) -> None:
+        try:
+            event = read()
+            if event is not None:
+                self._announcer.gauge(event)
+        except Exception as error:  # noqa: BLE001 - what watches a training must not end it
+            self._tell(name, error)
+
+    def _tell(self, name: str, error: Exception) -> None:
+        """Once for each gauge: one that fails ten times a second would fill the log."""
+        if name in self._failed:
+            return
+        self._failed.add(name)
+        with suppress(FluxTrainError):  # a full disk, which the training itself tells of
+            self._announcer.warn(
+                f"a sample of {name} is left out: {type(error).__name__}: {error}; the training "
+                "goes on, and if it fails again that is not told"
+            )
 
     def memory(self) -> MemorySampled:
         """Where the bytes are now. Also usable before there is an engine."""
@@ -113,26 +125,44 @@ class GaugeThread:
             host_limit_bytes=self._host_limit_bytes,
         )
 
-    def _sample_placement(self, engine: Engine) -> None:
-        place = engine.residency()
-        self._announcer.gauge(
-            ResidencySampled(
-                weights=place.weights,
-                gradients=place.gradients,
-                optimizer=place.optimizer,
-                weights_bytes=place.weights_bytes,
-                gradients_bytes=place.gradients_bytes,
-                optimizer_bytes=place.optimizer_bytes,
-                blocks=place.blocks,
-            )
+    def _traffic_since(self, engine: Engine) -> TrafficSampled | None:
+        """Rates since the last time; None before `watch`."""
+        traffic, window = engine.traffic(), self._traffic
+        if window is None:
+            return None
+        event, self._traffic = window.after(
+            time.monotonic(),
+            traffic.h2d_bytes,
+            traffic.d2h_bytes,
+            self._disk.read_bytes if self._disk else 0,
+            self._disk.written_bytes if self._disk else 0,
         )
-        moves, total = engine.take_moves(_MOVES_A_FRAME)
-        if moves:
-            self._announcer.gauge(MovesMade(moves=tuple(moves), total=total))
+        up, down = self._ceilings
+        return msgspec.structs.replace(
+            event, h2d_ceiling_bytes_per_s=up, d2h_ceiling_bytes_per_s=down
+        )
 
     def _run(self) -> None:
         while not self._stopped.wait(self._period_s):
             self.sample()
+
+
+def _residency(engine: Engine) -> ResidencySampled:
+    place = engine.residency()
+    return ResidencySampled(
+        weights=place.weights,
+        gradients=place.gradients,
+        optimizer=place.optimizer,
+        weights_bytes=place.weights_bytes,
+        gradients_bytes=place.gradients_bytes,
+        optimizer_bytes=place.optimizer_bytes,
+        blocks=place.blocks,
+    )
+
+
+def _moves(engine: Engine) -> MovesMade | None:
+    moves, total = engine.take_moves(_MOVES_A_FRAME)
+    return MovesMade(moves=tuple(moves), total=total) if moves else None
 
 
 def bus_ceilings() -> tuple[float | None, float | None]:
