@@ -13,11 +13,14 @@ recomputation: microseconds a block, forward and backward, that a block of any s
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -146,20 +149,33 @@ def medians(runs: list[Callable[[], object]], rounds: int) -> list[float]:
     return [statistics.median(taken) for taken in seconds]
 
 
-def measure(arena: Arena, threads: int, rounds: int) -> None:
-    """Print one line a kernel; the last columns are rates against its stream's, and against AdamW
-    with fp32 states."""
+def measure(arena: Arena, threads: int, rounds: int) -> list[dict[str, Any]]:
+    """Elements a second of each kernel, against its stream's and against AdamW with fp32 states."""
     rows = rows_of(arena)
     calls = [lambda row=row: row.run(threads) for row in rows]  # type: ignore[misc]
     seconds = dict(zip((row.name for row in rows), medians(calls, rounds), strict=True))
+    return [
+        {
+            "isa": _native.isa(),
+            "threads": threads,
+            "name": row.name,
+            "per_s": arena.n / seconds[row.name],
+            "bytes_per_s": arena.n * row.element_bytes / seconds[row.name],
+            "of_stream": seconds[row.stream] / seconds[row.name] if row.stream else None,
+            "of_fp32": seconds["adamw, fp32 states"] / seconds[row.name],
+        }
+        for row in rows
+    ]
+
+
+def print_rows(rows: list[dict[str, Any]]) -> None:
+    """One line a kernel."""
     for row in rows:
-        per_s = arena.n / seconds[row.name]
-        stream = f"{seconds[row.stream] / seconds[row.name]:8.2f}" if row.stream else " " * 8
-        against = seconds["adamw, fp32 states"] / seconds[row.name]
+        stream = f"{row['of_stream']:8.2f}" if row["of_stream"] else " " * 8
         print(
-            f"{_native.isa():8} {threads:7d}  {row.name:24} {per_s / 1e9:8.3f} "
-            f"{per_s * row.element_bytes / 1e9:8.1f} {stream} "
-            + (f"{against:9.2f}" if row.name.startswith("adamw") else ""),
+            f"{row['isa']:8} {row['threads']:7d}  {row['name']:24} {row['per_s'] / 1e9:8.3f} "
+            f"{row['bytes_per_s'] / 1e9:8.1f} {stream} "
+            + (f"{row['of_fp32']:9.2f}" if row["name"].startswith("adamw") else ""),
             flush=True,
         )
 
@@ -203,15 +219,22 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--isa", nargs="*", default=None, choices=_native.ISA_NAMES)
     parser.add_argument("--threads", type=int, nargs="*", default=None)
+    parser.add_argument("--json", type=Path, help="write the kernels' numbers there")
     arguments = parser.parse_args()
     everything = len(os.sched_getaffinity(0))
     arena = Arena(int(arguments.million * 1e6))
     print(f"{arena.n / 1e6:.0f} M elements, {everything} processors")
     print("isa      threads  kernel                   Gparam/s     GB/s  /stream /fp32 states")
+    found: list[dict[str, Any]] = []
     for isa in arguments.isa or [_native.set_isa(_native.ISA_NAMES[-1])]:
         _native.set_isa(isa)
         for threads in arguments.threads or sorted({1, max(1, everything // 2), everything}):
-            measure(arena, threads, arguments.rounds)
+            rows = measure(arena, threads, arguments.rounds)
+            print_rows(rows)
+            found += rows
+    if arguments.json:
+        told = {"million": arena.n / 1e6, "processors": everything, "isa": _native.isa()}
+        arguments.json.write_text(json.dumps({**told, "rows": found}, indent=1))
     print("\nthe engine's cost on this processor, microseconds a block, forward and backward")
     for offload in ("none", "weights"):
         plain, added = engine_overhead_us(offload, 5 * arguments.rounds)

@@ -1,8 +1,9 @@
 """Trains one model shape on the GPU with a placement, measured from outside: `make bench-gpu`.
 
 Prints one row: seconds a step (median after warm-up), tokens/s, model TFLOP/s, the process's GPU
-memory as NVML reports it (peak of 20 samples a second), host memory above an empty process, stalls.
-The other engines are in gpu_engines.py. bench_table.py runs the rows that docs/benchmarks.md shows.
+memory as NVML reports it (peak of 20 samples a second), host memory above an empty process that has
+opened the GPU (memory_watch.py), stalls. The other engines are in gpu_engines.py. bench_table.py
+runs the rows that docs/benchmarks.md shows.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import itertools
 import json
 import os
 import statistics
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,11 +22,10 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import psutil
-import pynvml
 import torch
 import yaml
 from gpu_engines import DeepSpeedLoop, FluxLoop, Loop, MastersLoop, ResidentLoop
+from memory_watch import GIB, MemoryWatch
 from step_timeline import StepTimeline
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -42,36 +41,11 @@ from fluxtrain.plan.timed import Timing, place_timed
 from fluxtrain.train.constants import measured_constants
 from fluxtrain.train.placing import model_facts
 
-GIB = 1 << 30
 ENGINES = ("flux", "resident", "resident-fp32", "deepspeed2", "deepspeed3")
 CONTEXT_GIB = 0.8  # CUDA's own share of the process's memory, with Triton's kernels
 SHAPES: dict[str, dict[str, Any]] = yaml.safe_load(
     Path(__file__).with_name("shapes.yaml").read_text()
 )
-
-
-class MemoryWatch(threading.Thread):
-    """Peak GPU memory of this process by NVML, and peak host memory."""
-
-    def __init__(self) -> None:
-        super().__init__(daemon=True)
-        self.device_bytes = self.host_bytes = 0
-        self.empty_host_bytes = psutil.Process().memory_info().rss
-        self._ended = threading.Event()
-        pynvml.nvmlInit()
-        self._handle = pynvml.nvmlDeviceGetHandleByIndex(0)
-
-    def run(self) -> None:
-        process = psutil.Process()
-        while not self._ended.wait(0.05):
-            for entry in pynvml.nvmlDeviceGetComputeRunningProcesses(self._handle):
-                if entry.pid == os.getpid() or entry.usedGpuMemory is not None:
-                    self.device_bytes = max(self.device_bytes, entry.usedGpuMemory or 0)
-            self.host_bytes = max(self.host_bytes, process.memory_info().rss)
-
-    def stop(self) -> None:
-        self._ended.set()
-        self.join()
 
 
 def corpus(vocabulary: int) -> torch.Tensor:
@@ -132,12 +106,7 @@ def main() -> None:
     watch.start()
     row = run(options)
     watch.stop()
-    row["nvml_gib"] = round(watch.device_bytes / GIB, 2)
-    host_bytes = watch.host_bytes - watch.empty_host_bytes
-    row["host_gib"] = round(host_bytes / GIB, 2)
-    if row.get("parameters_at_home"):
-        apart = row["boundaries_on_host_gib"] * GIB
-        row["host_bytes_each"] = round((host_bytes - apart) / row["parameters_at_home"], 2)
+    row |= watch.figures(row)
     print(json.dumps({**row, "losses": [round(loss, 3) for loss in row["losses"][:20]]}))
     if options.json:
         options.json.write_text(json.dumps(row, indent=1))
@@ -265,6 +234,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     """Train some steps and return the row."""
     started_s = time.perf_counter()
     model = build(options.shape)
+    trained = sum(weight.numel() for weight in model.parameters())
     loop, engine, plan, told = made(model, options)
     setup_s = time.perf_counter() - started_s
     tokens = corpus(model.config.vocab_size)
@@ -290,6 +260,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     bound = {} if timeline is None else timeline.close(options.trace, options.shape)
     return report(options, model, engine, plan, times, read) | {
         "setup_s": round(setup_s, 1),
+        "parameters_trained": trained,
         **told,
         "last_step_stalls_s": {k: round(v, 3) for k, v in stalls.items()},
         **bound,

@@ -1,10 +1,13 @@
 """The table of docs/benchmarks.md: FluxTrain beside the loops without it, one process a row.
 
     make bench-gpu                              every row of gpu_rows.yaml that is possible here
-    python bench/bench_table.py --only 3b-8-exact 3b-8-fp32 --out DIR
+    python bench/bench_table.py --only 3b-8-exact 3b-8-fp32 kernels --out DIR
+    python bench/bench_table.py --only --out DIR --write      nothing is run, all is put together
 
-Writes DIR/table.md and one JSON a row, and with `--write` the section of docs/benchmarks.md. A row
-whose first 20 losses differ from those of the loop with fp32 masters by more than 1e-3 fails.
+Writes DIR/table.md and one JSON a row, and with `--write` the section of docs/benchmarks.md. With
+`--only`, all other rows are those that earlier commands left in DIR on this machine, so a run can
+be cut into several. Every target of gpu_rows.yaml is judged (verdicts.py); after the rows, with
+nothing else running, so is the native AdamW (kernel_table.py), which `--only` calls `kernels`.
 """
 
 from __future__ import annotations
@@ -16,28 +19,34 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Any
 
+import kernel_table
+import pynvml
 import yaml
 from children import Stopped, run_python, stoppable
+from verdicts import Row, beside, judged, slow_references
 
 from fluxtrain.hardware.allocator import NAMES, SETTING
 
 HERE = Path(__file__).parent
 DOCS = HERE.parent / "docs" / "benchmarks.md"
 BEGIN, END = "<!-- table of bench_table.py -->", "<!-- end of the table -->"
-SAME_LOSSES = 1e-3  # relative
-COMPARED_STEPS = 20
 LEARNING_RATE = 1e-5  # random weights leap at more, and then no two loops agree
 HEAD = (
-    "| row | s/step | tokens/s | TFLOP/s | of the loop compared with | wanted | GPU (NVML) "
-    "| host | plan | bound |\n|---|---|---|---|---|---|---|---|---|---|"
+    "| row | s/step | tokens/s | TFLOP/s | beside | GPU (NVML) | host | boundaries there "
+    "| host bytes a parameter | wanted |\n|---|---|---|---|---|---|---|---|---|---|"
 )
-
-Row = dict[str, Any]
+LEGEND = (
+    "Host memory is the process's peak less what it had with all imported, the GPU opened and one "
+    "kernel run. Bytes of it a parameter, boundaries apart: by all trained parameters, which is "
+    "what is judged, and (by those at home there). In `wanted`, shares and multiples are of "
+    "throughput."
+)
 
 
 def measured(row: Row, out: Path, limit_s: float) -> Row:
@@ -72,59 +81,30 @@ def measured(row: Row, out: Path, limit_s: float) -> Row:
     return found
 
 
-def judged(row: Row, rows: dict[str, Row]) -> tuple[str, str]:
-    """The share of the other loop's throughput, and what was wanted with the verdict."""
-    mine = rows[row["name"]]
-    share, verdicts = "", []
-    other = rows.get(row.get("against", ""), {})
-    if "tokens_per_s" in other:
-        reached = mine["tokens_per_s"] / other["tokens_per_s"]
-        share = f"{reached:.1%} of {row['against']}"
-        if "least" in row:
-            verdicts.append(f"{row['least']:.0%}: {_word(reached >= row['least'])}")
-    if "most_s" in row:
-        verdicts.append(f"{row['most_s']:.2f} s: {_word(mine['step_s'] <= row['most_s'])}")
-    reference = rows.get(row.get("losses", ""), {})
-    if "losses" in reference:
-        worst = furthest(mine["losses"], reference["losses"])
-        same = _word(worst <= SAME_LOSSES, "same", "NOT the same")
-        verdicts.append(f"losses {same} ({worst:.1e})")
-    return share, "; ".join(verdicts)
-
-
-def furthest(losses: list[float], reference: list[float]) -> float:
-    """The largest relative difference within the first steps."""
-    pairs = list(zip(losses, reference, strict=False))[:COMPARED_STEPS]
-    return max(abs(mine - other) / abs(other) for mine, other in pairs)
-
-
-def _word(good: bool, yes: str = "met", no: str = "MISSED") -> str:
-    return yes if good else no
-
-
-def line(row: Row, rows: dict[str, Row]) -> str:
-    """One row of the table."""
+def line(row: Row, rows: Mapping[str, Row], slow: Mapping[str, str] | None = None) -> str:
+    """One row of the table; `slow` is of `slow_references`."""
     found = rows[row["name"]]
     if "error" in found:
         return f"| {row['name']} | {found['error']} |" + " |" * 8
-    share, wanted = judged(row, rows)
+    each, at_home = (found.get(f"host_bytes_per_{which}") for which in ("trained", "at_home"))
+    bytes_each = "" if each is None else f"{each:.2f}"
+    bytes_each += "" if at_home is None else f" ({at_home:.2f})"
+    apart = found.get("boundaries_on_host_gib")
     return (
         f"| {row['name']} | {found['step_s']:.3f} | {found['tokens_per_s']:,} | {found['tflops']} "
-        f"| {share} | {wanted} | {found['nvml_gib']:.1f} GiB | {found['host_gib']:.1f} GiB "
-        f"| {_plan(found)} | {found.get('bound', '')} |"
+        f"| {beside(row, rows)} | {found['nvml_gib']:.2f} GiB | {found['host_gib']:.1f} GiB "
+        f"| {f'{apart:.1f} GiB' if apart else ''} | {bytes_each} "
+        f"| {judged(row, rows, slow)} |"
     )
 
 
-def _plan(found: Row) -> str:
-    if "offload" not in found:
-        return ""
+def plan_line(row: Row, found: Row) -> str:
+    """What was planned for a row of FluxTrain, and what bound its median step."""
     words = [
         f"{found['offload']}, {found['device_groups']} groups and {found['resident_blocks']} "
         f"blocks' weights on the GPU, chunks of {found['chunk_rows']}, boundaries on the "
         f"{found['boundaries']}, {found['kept_blocks']} blocks keep activations"
     ]
-    if "host_bytes_each" in found:
-        words.append(f"{found['host_bytes_each']} bytes of host memory a parameter at home")
     words += ["embedding by rows"] if found.get("embedding") == "rows" else []
     words += ["head in slices"] if found.get("head") == "slices" else []
     words += ["moments deferred"] if found.get("deferred_moments") else []
@@ -132,7 +112,32 @@ def _plan(found: Row) -> str:
         words.append(f"{found['predicted_step_s']:.3f} s predicted")
     else:
         words.append(f"no time known ({found.get('constants', '')})")
-    return ", ".join(words)
+    bound = f". Bound: {found['bound']}" if found.get("bound") else ""
+    return f"- `{row['name']}`: {', '.join(words)}{bound}."
+
+
+def section(told: str, wanted: Sequence[Row], rows: Mapping[str, Row]) -> str:
+    """All that stands between the markers: the rows, their plans, and the native AdamW."""
+    here = [row for row in wanted if row["name"] in rows]
+    missing = [row["name"] for row in wanted if row["name"] not in rows]
+    missing += [] if kernel_table.NAME in rows else [kernel_table.NAME]
+    slow = slow_references(wanted, rows)
+    if missing:
+        told += f" Not run: {', '.join(missing)}."
+    parts = [told, "\n".join([HEAD, *(line(row, rows, slow) for row in here)]), LEGEND]
+    planned = [row for row in here if "offload" in rows[row["name"]]]
+    if planned:
+        parts.append("\n".join(plan_line(row, rows[row["name"]]) for row in planned))
+    if kernel_table.NAME in rows:
+        parts.append(kernel_table.table(rows[kernel_table.NAME]))
+    return "\n\n".join(parts)
+
+
+def brief(name: str, found: Row) -> str:
+    """That it is done; verdicts follow when all are."""
+    if "step_s" in found:
+        return f"{name}: {found['step_s']:.3f} s, {found['nvml_gib']:.2f} GiB by NVML"
+    return f"{name}: {found.get('error', 'done')}"
 
 
 def machine() -> str:
@@ -148,8 +153,40 @@ def machine() -> str:
     return f"{today}. {card.name} ({card.total_memory / 2**30:.0f} GiB). {', '.join(versions)}."
 
 
+def gpu() -> str:
+    """The identity of the GPU: rows of one table are of one machine."""
+    try:
+        pynvml.nvmlInit()
+        return str(pynvml.nvmlDeviceGetUUID(pynvml.nvmlDeviceGetHandleByIndex(0)))
+    except pynvml.NVMLError:
+        return "none"
+
+
+def earlier(names: Iterable[str], out: Path, here: str) -> dict[str, Row]:
+    """Results that commands before this one left in `out`, but for those of another GPU."""
+    rows = {}
+    for name in names:
+        path = out / f"{name}.json"
+        found = json.loads(path.read_text()) if path.exists() else {}
+        if found and found.get("gpu") != here:
+            print(f"{path}: left out, it is not known to be of this GPU", file=sys.stderr)
+        elif found:
+            rows[name] = found
+    return rows
+
+
+def measure(name: str, run: Callable[[], Row], rows: dict[str, Row], out: Path, here: str) -> None:
+    """Run one and put its result where a later command finds it; of an earlier one nothing stays,
+    not even where this one is stopped."""
+    path = out / f"{name}.json"
+    rows.pop(name, None)
+    path.unlink(missing_ok=True)
+    rows[name] = run() | {"gpu": here}
+    path.write_text(json.dumps(rows[name], indent=1))
+
+
 def main() -> None:
-    """Run the rows and print the table."""
+    """Run the rows and write the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="*", help="names of rows; others are read from --out")
     parser.add_argument("--out", type=Path, default=Path("build/bench"))
@@ -157,29 +194,34 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="into docs/benchmarks.md")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
+    out: Path = options.out
     wanted: list[Row] = yaml.safe_load((HERE / "gpu_rows.yaml").read_text())
-    rows: dict[str, Row] = {}
-    lines: list[str] = []
+    jobs = {row["name"]: partial(measured, row, out, options.limit_s) for row in wanted}
+    jobs[kernel_table.NAME] = partial(kernel_table.measured, out)  # last: nothing beside it
+    chosen = [name for name in jobs if options.only is None or name in options.only]
+    if unknown := sorted(set(options.only or ()) - set(jobs)):
+        parser.error(f"no rows {', '.join(unknown)}: there are {', '.join(jobs)}")
+    here = gpu()
+    if options.only is None:  # all of it anew
+        for name in jobs:
+            (out / f"{name}.json").unlink(missing_ok=True)
+    rows = earlier(jobs, out, here)
     stopped: Stopped | None = None
+    done = 0
     try:
         with stoppable():
-            for row in wanted:
-                kept = options.out / f"{row['name']}.json"
-                if options.only is None or row["name"] in options.only:
-                    rows[row["name"]] = measured(row, options.out, options.limit_s)
-                elif kept.exists():
-                    rows[row["name"]] = json.loads(kept.read_text())
-                else:
-                    continue
-                lines.append(line(row, rows))
-                print(lines[-1], flush=True)
+            for name in chosen:
+                measure(name, jobs[name], rows, out, here)
+                print(brief(name, rows[name]), flush=True)
+                done += 1
     except Stopped as error:
         stopped = error
     told = machine()
     if stopped is not None:
-        told += f" Ended by {stopped} with {len(lines)} rows done."
-    table = "\n".join([told, "", HEAD, *lines])
-    (options.out / "table.md").write_text(table + "\n")
+        told += f" Ended by {stopped} with {done} rows done."
+    table = section(told, wanted, rows)
+    (out / "table.md").write_text(table + "\n")
+    print(table)
     if stopped is not None:
         sys.exit(stopped.exit_code)
     if options.write:

@@ -40,6 +40,8 @@ def result_of(path: Path) -> dict[str, Any]:
     """The result in a file of bench_gpu.py; SystemExit where it has no plan, or one whose seconds
     the formula as it is now cannot predict."""
     row: dict[str, Any] = json.loads(path.read_text())
+    if "error" in row:
+        raise SystemExit(f"{path}: this row failed: {row['error']}")
     if row["engine"] != "flux":
         raise SystemExit(f"{path}: a result of the engine {row['engine']}, which has no plan")
     if row.get("blocks") != "spread":

@@ -11,7 +11,11 @@ import yaml
 
 BENCH = Path(__file__).parents[2] / "bench"
 sys.path.insert(0, str(BENCH))
-import bench_table  # noqa: E402 - a script beside the project, not a package
+import bench_table  # noqa: E402 - scripts beside the project, not a package
+from verdicts import beside, judged, slow_references  # noqa: E402
+
+ROWS: list[dict[str, Any]] = yaml.safe_load((BENCH / "gpu_rows.yaml").read_text())
+EXACT = {"states": "fp32", "eager": False}
 
 
 def found(tokens_per_s: float, losses: list[float]) -> dict[str, Any]:
@@ -23,18 +27,27 @@ def found(tokens_per_s: float, losses: list[float]) -> dict[str, Any]:
 
 def test_every_row_names_rows_that_come_before_it() -> None:
     seen: set[str] = set()
-    for row in yaml.safe_load((BENCH / "gpu_rows.yaml").read_text()):
+    for row in ROWS:
         for other in (row.get("against"), row.get("losses")):
             assert other is None or other in seen, row["name"]
         assert row["name"] not in seen
         seen.add(row["name"])
+    for row in ROWS:
+        assert seen.issuperset(row.get("times", {})), row["name"]
+
+
+def test_every_row_of_fluxtrain_has_a_budget_and_a_loop_that_it_is_compared_with() -> None:
+    for row in ROWS:
+        if "engine" not in row:
+            assert {"budget", "against"} <= set(row), row["name"]
 
 
 @pytest.mark.parametrize(("share", "word"), [(0.91, "met"), (0.89, "MISSED")])
 def test_a_share_of_another_loop_is_met_or_missed(share: float, word: str) -> None:
     row = {"name": "a", "against": "b", "least": 0.90}
     rows = {"a": found(1000 * share, []), "b": found(1000, [])}
-    assert bench_table.judged(row, rows) == (f"{share:.1%} of b", f"90%: {word}")
+    assert beside(row, rows) == f"{share:.1%} of b"
+    assert judged(row, rows) == f"90% of b: {word}"
 
 
 @pytest.mark.parametrize(("last", "word"), [(8.007, "same"), (8.009, "NOT the same")])
@@ -42,7 +55,7 @@ def test_losses_are_compared_over_the_first_twenty_steps(last: float, word: str)
     reference = [9.0] * 19 + [8.0, 1.0]
     row = {"name": "a", "losses": "b", "most_s": 0.4}
     rows = {"a": found(1, [9.0] * 19 + [last, 5.0]), "b": found(1, reference)}
-    _, wanted = bench_table.judged(row, rows)
+    wanted = judged(row, rows)
     assert f"losses {word}" in wanted
     assert "0.40 s: MISSED" in wanted
 
@@ -51,6 +64,93 @@ def test_a_row_that_failed_says_why_and_the_others_stand() -> None:
     rows = {"a": {"error": "not done in 240 s"}, "b": found(10, [])}
     assert "not done in 240 s" in bench_table.line({"name": "a"}, rows)
     assert bench_table.line({"name": "b", "against": "a"}, rows).startswith("| b | 0.500 | 10 |")
+
+
+@pytest.mark.parametrize(("factor", "word"), [(2.61, "met"), (2.59, "MISSED")])
+def test_a_multiple_of_a_peer_is_judged_where_the_peer_ran(factor: float, word: str) -> None:
+    row = {"name": "a", "times": {"peer": 2.6}}
+    rows = {"a": found(1000 * factor, []), "peer": found(1000, [])}
+    assert beside(row, rows) == f"{factor:.2f}x peer"
+    assert judged(row, rows) == f"2.6x of peer: {word}"
+    rows["peer"] = {"error": "deepspeed is not installed"}
+    assert beside(row, rows) == ""
+    assert judged(row, rows) == "2.6x of peer: not judged, it has no result"
+
+
+@pytest.mark.parametrize(
+    ("nvml_gib", "told"),
+    [
+        (23.0, "met (23.00)"),
+        (23.04, "MISSED (23.04)"),
+        (0.0, "not judged, NVML saw nothing (0.00)"),
+    ],
+)
+def test_the_memory_of_the_process_is_held_to_the_budget(nvml_gib: float, told: str) -> None:
+    rows = {"a": found(1, []) | {"nvml_gib": nvml_gib}}
+    assert judged({"name": "a", "budget": 23}, rows) == f"23 GiB: {told}"
+
+
+@pytest.mark.parametrize(
+    ("mode", "most"),
+    [
+        (EXACT, 14.5),
+        (EXACT | {"eager": True}, 12.5),
+        (EXACT | {"states": "8bit"}, 8.5),
+        (EXACT | {"states": "8bit", "eager": True}, 8.5),
+    ],
+)
+def test_host_bytes_are_judged_by_what_the_row_keeps_there(
+    mode: dict[str, Any], most: float
+) -> None:
+    row = {"name": "a", "budget": 23}
+    for taken, word in ((most, "met"), (most + 0.01, "MISSED")):
+        rows = {"a": found(1, []) | mode | {"host_bytes_per_trained": taken}}
+        assert f"; {most} bytes: {word} ({taken:.2f})" in judged(row, rows)
+
+
+@pytest.mark.parametrize(("step_s", "void"), [(0.409, False), (0.410, True)])
+def test_rows_beside_a_loop_that_is_slow_here_are_void(step_s: float, void: bool) -> None:
+    wanted = [
+        {"name": "loop", "reference_s": 0.39},
+        {"name": "a", "against": "loop", "least": 0.9, "most_s": 0.6, "budget": 23},
+        {"name": "b", "most_s": 0.6},
+    ]
+    rows = {name: found(1000, []) for name in "ab"} | {"loop": found(1000, [])}
+    rows["loop"]["step_s"] = step_s
+    slow = slow_references(wanted, rows)
+    loop, compared, other = (judged(row, rows, slow) for row in wanted)
+    assert ("void" in loop) == void
+    assert other == "0.60 s: met"
+    assert "23 GiB: met" in compared  # bytes are the same on a slow machine
+    if void:
+        assert compared.startswith("VOID, for loop took 0.410 s here; ")
+        assert "0.60 s: VOID; 90% of loop: VOID" in compared
+    else:
+        assert "0.60 s: met; 90% of loop: met" in compared
+
+
+def test_bytes_by_trained_parameters_are_shown_beside_those_at_home() -> None:
+    figures = {"host_bytes_per_trained": 9.312, "host_bytes_per_at_home": 14.92}
+    apart = {"boundaries_on_host_gib": 1.12}
+    told = bench_table.line({"name": "a"}, {"a": found(1, []) | figures | apart})
+    assert "| 26.0 GiB | 1.1 GiB | 9.31 (14.92) |" in told
+    assert told.count("|") == bench_table.HEAD.splitlines()[0].count("|")
+
+
+def test_plans_and_bounds_stand_below_the_table() -> None:
+    plan = {
+        "offload": "max", "device_groups": 13, "resident_blocks": 2, "chunk_rows": 8,
+        "boundaries": "host", "kept_blocks": 1, "predicted_step_s": 0.4986,
+        "bound": "computation 402 ms of 419 ms",
+    }  # fmt: skip
+    rows = {"a": found(10, []) | plan, "b": found(9, [])}
+    wanted = [{"name": name} for name in "abc"]
+    parts = bench_table.section("Today.", wanted, rows).split("\n\n")
+    assert parts[0] == "Today. Not run: c, kernels."
+    assert parts[1].splitlines()[2].startswith("| a |")
+    assert "groups" not in parts[1]
+    assert parts[3].startswith("- `a`: max, 13 groups and 2 blocks' weights")
+    assert parts[3].endswith("0.499 s predicted. Bound: computation 402 ms of 419 ms.")
 
 
 def test_an_engine_that_is_not_installed_is_not_run(tmp_path: Path) -> None:

@@ -1,0 +1,74 @@
+"""The native AdamW beside the streams that move what it does, as bench_cpu.py measures both."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import Any
+
+from children import run_python
+from verdicts import verdict
+
+HERE = Path(__file__).parent
+NAME = "kernels"
+LIMIT_S = 120.0
+MILLION = 64  # 1.7 GB of fp32 states and weights: no cache holds them
+OF_STREAM = 0.95
+NARROW_BESIDE_FP32 = 1.5
+FP32, NARROW = "adamw, fp32 states", "adamw, 8-bit states"
+# Those that memory is to bind, in the table's order. 8 bits are judged by their gain instead, for
+# their arithmetic costs more than what they move: at 95 % of its stream the gain would be 1.76.
+STREAMED = (FP32, "adamw, weights alone", "adamw, moments alone", "adamw, bf16 states")
+
+Found = dict[str, Any]
+
+
+def measured(out: Path) -> Found:
+    """Run the kernels on one, half and all threads in a process of their own; or `error`."""
+    path = out / f"{NAME}.json"
+    arguments = [str(HERE / "bench_cpu.py"), "--million", str(MILLION), "--json", str(path)]
+    with (out / f"{NAME}.log").open("w") as log, TemporaryFile("w+") as errors:
+        try:
+            code = run_python(
+                arguments, stdout=log, stderr=errors, environment=os.environ, limit_s=LIMIT_S
+            )
+        except subprocess.TimeoutExpired:
+            return {"error": f"not done in {LIMIT_S:.0f} s"}
+        errors.seek(0)
+        message = errors.read()
+    if code != 0:
+        return {"error": (message.strip().splitlines() or ["no message"])[-1][:160]}
+    found: Found = json.loads(path.read_text())
+    return found
+
+
+def table(found: Found) -> str:
+    """Rates, shares and verdicts, one line a number of threads."""
+    if "error" in found:
+        return f"The native AdamW was not measured: {found['error']}."
+    names = [*STREAMED, NARROW]
+    head = ["threads", *(name.removeprefix("adamw, ") for name in names), "8-bit beside fp32"]
+    lines = [
+        f"The native AdamW ({found['isa']}, {found['million']:.0f} M parameters, "
+        f"{found['processors']} processors), billions of parameters a second, and the share of a "
+        "kernel with the same streams and no arithmetic:",
+        "",
+        f"| {' | '.join([*head, 'wanted'])} |",
+        "|---" * (len(head) + 1) + "|",
+    ]
+    for threads in sorted({row["threads"] for row in found["rows"]}):
+        rows = {row["name"]: row for row in found["rows"] if row["threads"] == threads}
+        cells = [f"{rows[n]['per_s'] / 1e9:.3f} ({rows[n]['of_stream']:.1%})" for n in names]
+        gain = f"{rows[NARROW]['of_fp32']:.2f}x"
+        lines.append(f"| {' | '.join([str(threads), *cells, gain, _wanted(rows)])} |")
+    return "\n".join(lines)
+
+
+def _wanted(rows: dict[str, Found]) -> str:
+    below = [name for name in STREAMED if rows[name]["of_stream"] < OF_STREAM]
+    which = f" ({', '.join(name.removeprefix('adamw, ') for name in below)})" if below else ""
+    gained = verdict(rows[NARROW]["of_fp32"] >= NARROW_BESIDE_FP32)
+    return f"{OF_STREAM:.0%}: {verdict(not below)}{which}; {NARROW_BESIDE_FP32}x: {gained}"

@@ -1,0 +1,62 @@
+"""What a benchmark's process takes: of the GPU as NVML reports it, and of the host."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import psutil
+import pynvml
+import torch
+
+GIB = 1 << 30
+EVERY_S = 0.05
+
+
+class MemoryWatch(threading.Thread):
+    """Peak GPU memory of this process by NVML, and peak host memory above an empty process.
+
+    Empty is this process when the watch is made: with all that it imports, CUDA's context and one
+    small kernel of torch, but no model. A process that trains anything on this GPU has that much.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        torch.ones(1, device="cuda").add_(1)
+        torch.cuda.synchronize()
+        self.device_bytes = self.host_bytes = 0
+        self.empty_host_bytes = psutil.Process().memory_info().rss
+        self._ended = threading.Event()
+        pynvml.nvmlInit()
+        self._handle = pynvml.nvmlDeviceGetHandleByIndex(0)
+
+    def run(self) -> None:
+        process = psutil.Process()
+        while not self._ended.wait(EVERY_S):
+            for entry in pynvml.nvmlDeviceGetComputeRunningProcesses(self._handle):
+                if entry.pid == os.getpid() or entry.usedGpuMemory is not None:
+                    self.device_bytes = max(self.device_bytes, entry.usedGpuMemory or 0)
+            self.host_bytes = max(self.host_bytes, process.memory_info().rss)
+
+    def stop(self) -> None:
+        self._ended.set()
+        self.join()
+
+    def figures(self, row: Mapping[str, Any]) -> dict[str, float]:
+        """Both peaks, for the result of a row."""
+        taken = {"nvml_gib": round(self.device_bytes / GIB, 4)}
+        return taken | host_figures(row, self.host_bytes - self.empty_host_bytes)
+
+
+def host_figures(row: Mapping[str, Any], host_bytes: int) -> dict[str, float]:
+    """Host memory above an empty process: GiB, and bytes a parameter with boundaries apart, by all
+    parameters that the row trains and by those at home there."""
+    apart_bytes = row.get("boundaries_on_host_gib", 0.0) * GIB
+    figures = {"host_gib": round(host_bytes / GIB, 2)}
+    for which in ("trained", "at_home"):
+        if row.get(f"parameters_{which}"):
+            each = (host_bytes - apart_bytes) / row[f"parameters_{which}"]
+            figures[f"host_bytes_per_{which}"] = round(each, 3)
+    return figures

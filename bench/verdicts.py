@@ -1,0 +1,114 @@
+"""What a row of the GPU benchmarks was to reach, and whether it did: numbers in, words out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+SAME_LOSSES = 1e-3  # relative
+COMPARED_STEPS = 20
+SLOWER = 1.05  # a machine whose reference takes longer by more is not the one that was meant
+# Bytes of host memory a trained parameter, boundaries apart, by what the row keeps there.
+HOST_BYTES = {"exact": 14.5, "eager": 12.5, "8bit": 8.5}
+
+Row = dict[str, Any]
+
+
+def judged(row: Row, rows: Mapping[str, Row], slow: Mapping[str, str] | None = None) -> str:
+    """What was wanted of a row, each with its verdict; `slow` is of `slow_references`."""
+    mine = rows[row["name"]]
+    void = (slow or {}).get(row.get("against", ""))
+    told = [f"VOID, for {void}"] if void else []
+    told += _reference(row, mine)
+    told += _speeds(row, mine, rows, void=void is not None)
+    if "losses" in row:
+        told.append(_losses(row["losses"], mine, rows))
+    if "budget" in row:
+        told.append(_device(row["budget"], mine))
+        told += _host(mine)
+    return "; ".join(told)
+
+
+def slow_references(wanted: Sequence[Row], rows: Mapping[str, Row]) -> dict[str, str]:
+    """Rows that took longer than they are known to on this kind of machine, with the seconds."""
+    return {
+        row["name"]: f"{row['name']} took {rows[row['name']]['step_s']:.3f} s here"
+        for row in wanted
+        if "reference_s" in row
+        and "step_s" in rows.get(row["name"], {})
+        and rows[row["name"]]["step_s"] > SLOWER * row["reference_s"]
+    }
+
+
+def beside(row: Row, rows: Mapping[str, Row]) -> str:
+    """Its throughput as a share of the loop it is compared with, and as a multiple of others."""
+    mine = rows[row["name"]]["tokens_per_s"]
+    told = []
+    if "tokens_per_s" in rows.get(row.get("against", ""), {}):
+        told.append(f"{mine / rows[row['against']]['tokens_per_s']:.1%} of {row['against']}")
+    for name in row.get("times", {}):
+        if "tokens_per_s" in rows.get(name, {}):
+            told.append(f"{mine / rows[name]['tokens_per_s']:.2f}x {name}")
+    return ", ".join(told)
+
+
+def furthest(losses: list[float], reference: list[float]) -> float:
+    """The largest relative difference within the first steps."""
+    pairs = list(zip(losses, reference, strict=False))[:COMPARED_STEPS]
+    return max(abs(mine - other) / abs(other) for mine, other in pairs)
+
+
+def verdict(good: bool) -> str:
+    """Whether a target was met, in the table's word."""
+    return "met" if good else "MISSED"
+
+
+def _reference(row: Row, mine: Row) -> list[str]:
+    if "reference_s" not in row:
+        return []
+    known_s = row["reference_s"]
+    if mine["step_s"] > SLOWER * known_s:
+        return [f"{known_s:.2f} s are known: SLOWER, so rows compared with it are void"]
+    return [f"{known_s:.2f} s are known: as fast"]
+
+
+def _speeds(row: Row, mine: Row, rows: Mapping[str, Row], *, void: bool) -> list[str]:
+    """The targets in seconds and in other rows' throughput."""
+    told = []
+    if "most_s" in row:
+        reached = mine["step_s"] <= row["most_s"]
+        told.append(f"{row['most_s']:.2f} s: {'VOID' if void else verdict(reached)}")
+    least = {row["against"]: (row["least"], f"{row['least']:.0%}")} if "least" in row else {}
+    least |= {name: (factor, f"{factor}x") for name, factor in row.get("times", {}).items()}
+    for name, (factor, words) in least.items():
+        other = rows.get(name, {})
+        if "tokens_per_s" not in other:
+            told.append(f"{words} of {name}: not judged, it has no result")
+            continue
+        reached = mine["tokens_per_s"] >= factor * other["tokens_per_s"]
+        told.append(f"{words} of {name}: {'VOID' if void else verdict(reached)}")
+    return told
+
+
+def _losses(name: str, mine: Row, rows: Mapping[str, Row]) -> str:
+    reference = rows.get(name, {})
+    if "losses" not in reference:
+        return f"losses of {name}: not judged, it has no result"
+    worst = furthest(mine["losses"], reference["losses"])
+    return f"losses {'same' if worst <= SAME_LOSSES else 'NOT the same'} ({worst:.1e})"
+
+
+def _device(budget_gib: float, mine: Row) -> str:
+    """Of the whole process, CUDA's own share included. NVML sees no process in some containers."""
+    taken_gib = mine["nvml_gib"]
+    word = verdict(taken_gib <= budget_gib) if taken_gib > 0 else "not judged, NVML saw nothing"
+    return f"{budget_gib} GiB: {word} ({taken_gib:.2f})"
+
+
+def _host(mine: Row) -> list[str]:
+    states = mine.get("states")
+    by_mode = {"8bit": "8bit", "fp32": "eager" if mine.get("eager") else "exact"}
+    if states not in by_mode or "host_bytes_per_trained" not in mine:
+        return []
+    most, taken = HOST_BYTES[by_mode[states]], mine["host_bytes_per_trained"]
+    return [f"{most} bytes: {verdict(taken <= most)} ({taken:.2f})"]

@@ -1,0 +1,24 @@
+"""Host memory of a benchmark's row, by trained parameters and by those at home."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
+from memory_watch import GIB, host_figures
+
+ROW = {
+    "parameters_trained": 4 * GIB, "parameters_at_home": 2 * GIB, "boundaries_on_host_gib": 2.0,
+}  # fmt: skip
+
+
+def test_bytes_a_parameter_leave_boundaries_out() -> None:
+    assert host_figures(ROW, 30 * GIB) == {
+        "host_gib": 30.0, "host_bytes_per_trained": 7.0, "host_bytes_per_at_home": 14.0,
+    }  # fmt: skip
+
+
+def test_a_row_with_nothing_at_home_has_no_bytes_by_it() -> None:
+    row = ROW | {"parameters_at_home": 0, "boundaries_on_host_gib": 0.0}
+    assert host_figures(row, 2 * GIB) == {"host_gib": 2.0, "host_bytes_per_trained": 0.5}
