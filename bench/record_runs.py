@@ -2,7 +2,8 @@
 
 Real trainings of this machine, for a few minutes; let nothing else run beside them, or the pictures
 show what a busy machine does. Journals and timelines are written to tests/tui/recorded/, which says
-how each was made. `changed` is not among them: advice that proves wrong does not come at will.
+how each was made. `changed` is not among them: advice that proves wrong does not come at will. A
+signal that ends this ends the training.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from children import Stopped, run_python, started_python, stoppable
+
 from fluxtrain.telemetry import events as ev
 from fluxtrain.telemetry.reader import JournalFollower
 
@@ -28,10 +31,15 @@ EVERY_20 = ("--set", "train.checkpoint_every=20", "--set", "train.evaluate_every
 STREAMED = ("--set", "placement.offload=weights")
 
 
-def fluxtrain(*words: str, folder: Path) -> subprocess.Popen[bytes]:
-    """A command on a run in `folder`, without its output."""
-    command = [sys.executable, "-m", "fluxtrain", *words, "--run-dir", str(folder)]
-    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+def arguments(*words: str, folder: Path) -> list[str]:
+    """Of Python: a command on a run in `folder`."""
+    return ["-m", "fluxtrain", *words, "--run-dir", str(folder)]
+
+
+def train(*settings: str, folder: Path) -> None:
+    """To its end, whatever its exit code is. Raises TimeoutExpired after five minutes."""
+    command = arguments("train", *settings, folder=folder)
+    run_python(command, stdout=subprocess.DEVNULL, limit_s=LIMIT_S)
 
 
 def events_of(folder: Path) -> list[ev.AnyEvent]:
@@ -63,39 +71,45 @@ def keep(run: Path, name: str) -> None:
 
 
 def record(name: str, *settings: str) -> None:
-    """A demo training to its end, whatever its exit code is."""
-    fluxtrain("train", "--demo", *settings, folder=RUNS / name).wait(LIMIT_S)
+    """A demo training to its end."""
+    train("--demo", *settings, folder=RUNS / name)
 
 
 def killed_and_resumed() -> None:
     """`killed` ends in step 28 by `kill -9`; `resumed` goes on with it to its end."""
     settings = ("--demo", "--steps", "60", "--set", "train.checkpoint_every=10")
-    process = fluxtrain("train", *settings, folder=RUNS / "resumed")
-    wait_for(RUNS / "resumed", step_done(27))
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    keep(RUNS / "resumed", "killed")
-    fluxtrain("train", *settings, "--resume", "auto", folder=RUNS / "resumed").wait(LIMIT_S)
+    folder = RUNS / "resumed"
+    command = arguments("train", *settings, folder=folder)
+    with started_python(command, stdout=subprocess.DEVNULL) as process:
+        wait_for(folder, step_done(27))
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    keep(folder, "killed")
+    train(*settings, "--resume", "auto", folder=folder)
 
 
 def advised() -> None:
     """Advice is applied as soon as it comes, and measured; then a change is asked for."""
     folder = RUNS / "advised"
-    process = fluxtrain(
+    command = arguments(
         "train", "--demo", "--steps", "150", "--set", "train.batch_rows=8",
         "--set", "data.sequence_length=64", "--set", "placement.chunk_rows=2",
         "--set", "train.evaluate_every=end", folder=folder,
     )  # fmt: skip
-    wait_for(folder, lambda event: isinstance(event, ev.AdviceGiven) and event.id == "chunk")
-    apply(folder, "advice=chunk")
-    wait_for(folder, lambda event: isinstance(event, ev.ChangeMeasured))
-    apply(folder, "resident_blocks=6")
-    process.wait(LIMIT_S)
+    with started_python(command, stdout=subprocess.DEVNULL) as process:
+        wait_for(folder, lambda event: isinstance(event, ev.AdviceGiven) and event.id == "chunk")
+        apply(folder, "advice=chunk")
+        wait_for(folder, lambda event: isinstance(event, ev.ChangeMeasured))
+        apply(folder, "resident_blocks=6")
+        process.wait(LIMIT_S)
 
 
 def apply(folder: Path, change: str) -> None:
     """Ask the running trainer for a change. Raises CalledProcessError where it is refused."""
-    subprocess.run([sys.executable, "-m", "fluxtrain", "apply", str(folder), change], check=True)
+    command = ["-m", "fluxtrain", "apply", str(folder), change]
+    code = run_python(command, stdout=sys.stdout, limit_s=LIMIT_S)
+    if code:
+        raise subprocess.CalledProcessError(code, command)
 
 
 RECORDINGS: dict[str, Callable[[], None]] = {
@@ -121,13 +135,17 @@ def main() -> None:
     names = parser.parse_args().names or list(RECORDINGS)
     if os.getloadavg()[0] > 0.5:
         print(f"other programs run beside this: load {os.getloadavg()[0]:.1f}", file=sys.stderr)
-    for name in names:
-        shutil.rmtree(RUNS, ignore_errors=True)
-        RUNS.mkdir(parents=True)
-        RECORDINGS[name]()
-        for run in sorted(RUNS.iterdir()):
-            keep(run, run.name)
-    shutil.rmtree(RUNS)
+    try:
+        with stoppable():
+            for name in names:
+                shutil.rmtree(RUNS, ignore_errors=True)
+                RUNS.mkdir(parents=True)
+                RECORDINGS[name]()
+                for run in sorted(RUNS.iterdir()):
+                    keep(run, run.name)
+            shutil.rmtree(RUNS)
+    except Stopped as error:
+        sys.exit(error.exit_code)
 
 
 if __name__ == "__main__":

@@ -41,10 +41,17 @@ try:
 except children.Stopped as error:
     sys.exit(error.exit_code)
 """
+RECORDER = """
+import sys
+from pathlib import Path
+import record_runs
+record_runs.RUNS = record_runs.RECORDED = Path(sys.argv.pop(1)) / "runs"
+record_runs.main()
+"""
 
 
-def wait_for(what: Callable[[], bool]) -> None:
-    until_s = time.monotonic() + 20
+def wait_for(what: Callable[[], bool], *, limit_s: float = 20.0) -> None:
+    until_s = time.monotonic() + limit_s
     while not what():
         assert time.monotonic() < until_s
         time.sleep(0.02)
@@ -80,6 +87,24 @@ def test_a_benchmark_that_is_killed_leaves_no_training(tmp_path: Path) -> None:
         wait_for(lambda: not lives(training))
     finally:
         os.kill(below, signal.SIGKILL)  # what the training itself starts is its own
+
+
+@pytest.mark.parametrize("name", ["streamed", "killed"])
+def test_a_recording_that_is_told_to_end_ends_its_training(name: str, tmp_path: Path) -> None:
+    recorder = subprocess.Popen([sys.executable, "-c", RECORDER, str(tmp_path), name], cwd=BENCH)
+    pids: list[int] = []
+    try:
+        wait_for(lambda: any(tmp_path.rglob("events.ndjson")), limit_s=60)
+        pids += [process.pid for process in psutil.Process(recorder.pid).children(recursive=True)]
+        assert pids
+        recorder.send_signal(signal.SIGTERM)
+        assert recorder.wait(20) == 128 + signal.SIGTERM
+        for pid in pids:
+            wait_for(lambda pid=pid: not lives(pid))  # type: ignore[misc]
+    finally:
+        recorder.kill()
+        for pid in filter(lives, pids):
+            os.kill(pid, signal.SIGKILL)
 
 
 def test_a_child_that_takes_too_long_is_ended(tmp_path: Path) -> None:
