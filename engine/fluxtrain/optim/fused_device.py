@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fluxtrain.memory.current_device import launching_on
 from fluxtrain.memory.page_locks import host_empty
 from fluxtrain.optim.hyper import Hyper, Turns, coefficients, decay
 from fluxtrain.optim.split_adamw import update_on_device_
@@ -116,15 +117,16 @@ def _launch_(
     n = weights.numel()
     words: Any = weights.view(torch.int16) if lo is not None else weights
     borders = turns.borders if turns is not None else ()
-    _adamw[((n + _BLOCK - 1) // _BLOCK,)](
-        words, lo if lo is not None else words, m, v, gradient, clip, n,
-        c.grad_scale, c.decay, c.beta1, c.one_minus_beta1, c.beta2, c.one_minus_beta2,
-        c.step_size, c.rsqrt_correction2, c.eps,
-        _on(weights.device, borders) if turns is not None else clip,
-        decay(turns.other(hyper)) if turns is not None else c.decay,
-        SPLIT=lo is not None, BORDERS=len(borders), BLOCK=_BLOCK,
-        num_warps=4, enable_fp_fusion=False,
-    )  # fmt: skip
+    with launching_on(weights):
+        _adamw[((n + _BLOCK - 1) // _BLOCK,)](
+            words, lo if lo is not None else words, m, v, gradient, clip, n,
+            c.grad_scale, c.decay, c.beta1, c.one_minus_beta1, c.beta2, c.one_minus_beta2,
+            c.step_size, c.rsqrt_correction2, c.eps,
+            _on(weights.device, borders) if turns is not None else clip,
+            decay(turns.other(hyper)) if turns is not None else c.decay,
+            SPLIT=lo is not None, BORDERS=len(borders), BLOCK=_BLOCK,
+            num_warps=4, enable_fp_fusion=False,
+        )  # fmt: skip
 
 
 def _parts(flats: Flats, hyper: Hyper, turns: Turns | None) -> Iterator[tuple[Flats, Hyper]]:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fluxtrain.memory.current_device import launching_on
 from fluxtrain.optim import dynamic_map
 from fluxtrain.optim.hyper import Hyper, coefficients
 from fluxtrain.optim.narrow_adamw import update8_by_torch_, update16_by_torch_
@@ -165,11 +166,13 @@ def update8_resident_(
     c = coefficients(hyper, step, scale)
     n, device = weights.numel(), weights.device
     words: Any = weights.view(torch.int16) if lo is not None else weights
-    _adamw8[(-(-n // (_ROWS * dynamic_map.BLOCK)),)](
-        words, lo if lo is not None else words, *states, gradient, clip, n,
-        _values(True, device), _values(False, device), _table(True, device), _table(False, device),
-        *c, SPLIT=lo is not None, ROWS=_ROWS, num_warps=4, enable_fp_fusion=False,
-    )  # fmt: skip
+    with launching_on(weights):
+        _adamw8[(-(-n // (_ROWS * dynamic_map.BLOCK)),)](
+            words, lo if lo is not None else words, *states, gradient, clip, n,
+            _values(True, device), _values(False, device),
+            _table(True, device), _table(False, device),
+            *c, SPLIT=lo is not None, ROWS=_ROWS, num_warps=4, enable_fp_fusion=False,
+        )  # fmt: skip
 
 
 def update16_resident_(
@@ -196,11 +199,12 @@ def update16_resident_(
     c = coefficients(hyper, step, scale)
     n = weights.numel()
     words: Any = weights.view(torch.int16) if lo is not None else weights
-    _adamw16[(-(-n // _ELEMENTS),)](
-        words, lo if lo is not None else words, m.view(torch.int16), v.view(torch.int16),
-        gradient, clip, n, *(_signed(word) for word in rounding),
-        *c, SPLIT=lo is not None, BLOCK=_ELEMENTS, num_warps=4, enable_fp_fusion=False,
-    )  # fmt: skip
+    with launching_on(weights):
+        _adamw16[(-(-n // _ELEMENTS),)](
+            words, lo if lo is not None else words, m.view(torch.int16), v.view(torch.int16),
+            gradient, clip, n, *(_signed(word) for word in rounding),
+            *c, SPLIT=lo is not None, BLOCK=_ELEMENTS, num_warps=4, enable_fp_fusion=False,
+        )  # fmt: skip
 
 
 def _signed(word: int) -> int:

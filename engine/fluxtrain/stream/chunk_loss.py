@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fluxtrain.memory.current_device import launching_on
 from fluxtrain.plan.heads import FUSED_LOGITS_BYTES, LOGITS_CHUNK_BYTES
 
 try:
@@ -113,10 +114,11 @@ class FusedChunks:
         else:
             torch.addmm(head.bias, hidden, head.weight.t(), out=logits)
         kernel: Any = _row
-        kernel[(len(losses),)](
-            logits, head.target[rows], head.scale, losses, logits.shape[1],
-            SLOPE=head.wants_slope, COLUMNS=_COLUMNS, num_warps=16,
-        )  # fmt: skip
+        with launching_on(logits):
+            kernel[(len(losses),)](
+                logits, head.target[rows], head.scale, losses, logits.shape[1],
+                SLOPE=head.wants_slope, COLUMNS=_COLUMNS, num_warps=16,
+            )  # fmt: skip
         return logits if head.wants_slope else None
 
 

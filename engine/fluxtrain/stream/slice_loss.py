@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fluxtrain.memory.current_device import launching_on
 from fluxtrain.plan.heads import FUSED_LOGITS_BYTES, LOGITS_CHUNK_BYTES
 
 try:
@@ -137,19 +138,21 @@ class FusedSlices:
         """As `PlainSlices.collect`."""
         logits = self._logits(hidden, words)
         kernel: Any = _collect
-        kernel[(len(logits),)](
-            logits, tokens.target, tokens.log_sums, tokens.chosen, words.first, logits.shape[1],
-            COLUMNS=_COLUMNS, num_warps=16,
-        )  # fmt: skip
+        with launching_on(logits):
+            kernel[(len(logits),)](
+                logits, tokens.target, tokens.log_sums, tokens.chosen, words.first, logits.shape[1],
+                COLUMNS=_COLUMNS, num_warps=16,
+            )  # fmt: skip
 
     def slope(self, hidden: Tensor, words: Words, tokens: Tokens, scale: Tensor) -> Tensor:
         """As `PlainSlices.slope`."""
         logits = self._logits(hidden, words)
         kernel: Any = _slope
-        kernel[(len(logits),)](
-            logits, tokens.target, tokens.log_sums, scale, words.first, logits.shape[1],
-            COLUMNS=_COLUMNS, num_warps=16,
-        )  # fmt: skip
+        with launching_on(logits):
+            kernel[(len(logits),)](
+                logits, tokens.target, tokens.log_sums, scale, words.first, logits.shape[1],
+                COLUMNS=_COLUMNS, num_warps=16,
+            )  # fmt: skip
         return logits
 
     def _logits(self, hidden: Tensor, words: Words) -> Tensor:

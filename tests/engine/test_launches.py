@@ -1,0 +1,143 @@
+"""Kernels are launched on their tensors' GPU, whichever is torch's current one; without a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from fluxtrain.memory.current_device import launching_on
+from fluxtrain.optim import dynamic_map, fused_device, fused_narrow
+from fluxtrain.optim.hyper import Hyper, Turns
+from fluxtrain.stream import chunk_loss, slice_loss
+
+TENSORS_ON = 1
+ONE = torch.tensor(1.0)
+HOW: dict[str, Any] = {"hyper": Hyper(), "step": 1, "scale": 1.0, "clip": ONE}
+
+
+class Gpus:
+    """Which of some GPUs is current, how often that was changed, and where kernels went."""
+
+    def __init__(self) -> None:
+        self.current, self.changes = 0, 0
+        self.launches: list[int] = []
+
+    @contextmanager
+    def made_current(self, index: int) -> Iterator[None]:
+        before, self.current, self.changes = self.current, index, self.changes + 1
+        try:
+            yield
+        finally:
+            self.current = before
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        """As a Triton kernel's launch."""
+        return lambda *_, **__: self.launches.append(self.current)
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> Gpus:
+    """All tensors seem to be on the second of two GPUs; kernels are launched and do nothing."""
+    found = Gpus()
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: found.current, raising=False)
+    monkeypatch.setattr(torch.cuda, "device", found.made_current)
+    monkeypatch.setattr(torch.Tensor, "get_device", lambda _: TENSORS_ON)
+    kernels = {
+        fused_device: ["_adamw"],
+        fused_narrow: ["_adamw8", "_adamw16"],
+        chunk_loss: ["_row"],
+        slice_loss: ["_collect", "_slope"],
+    }
+    for module, names in kernels.items():
+        monkeypatch.setattr(module, "triton", object())
+        for name in names:
+            monkeypatch.setattr(module, name, found, raising=False)
+    return found
+
+
+def update() -> None:
+    flats = (torch.ones(4), None, torch.ones(4), torch.ones(4), torch.ones(4))
+    fused_device._launch_(flats, **HOW, turns=None)
+
+
+def update_in_turns() -> None:
+    flats = (torch.ones(4), None, torch.ones(4), torch.ones(4), torch.ones(4))
+    fused_device._launch_(flats, **HOW, turns=Turns((2,), 0.0))
+
+
+def update_with_8_bits() -> None:
+    ones = torch.ones(dynamic_map.BLOCK)
+    codes, scales = ones.to(torch.uint8), torch.ones(1)
+    states: Any = (codes, scales, codes, scales)
+    fused_narrow.update8_resident_(ones, None, states, ones, **HOW)
+
+
+def update_with_bf16() -> None:
+    ones = torch.ones(4)
+    halves = ones.to(torch.bfloat16)
+    rounding: Any = (0, 0, 0)
+    fused_narrow.update16_resident_(ones, None, halves, halves, ones, rounding, **HOW)
+
+
+def loss_of_a_chunk() -> None:
+    head = chunk_loss.HeadLoss(
+        weight=torch.ones(5, 3), bias=None, target=torch.zeros(2, dtype=torch.int64), scale=ONE,
+        dtype=torch.float32, wants_slope=True,
+    )  # fmt: skip
+    chunk_loss.FusedChunks(head, None).slope(torch.ones(2, 3), slice(0, 2), torch.zeros(2))
+
+
+def sliced() -> tuple[slice_loss.FusedSlices, torch.Tensor, slice_loss.Words, slice_loss.Tokens]:
+    slices = slice_loss.FusedSlices(torch.float32, torch.device("cpu"), 5, None, 2)
+    words = slice_loss.Words(weight=torch.ones(5, 3), bias=None, first=0)
+    tokens = slice_loss.Tokens.of(torch.zeros(2, dtype=torch.int64))
+    return slices, torch.ones(2, 3), words, tokens
+
+
+def sums_of_a_slice() -> None:
+    slices, hidden, words, tokens = sliced()
+    slices.collect(hidden, words, tokens)
+
+
+def slope_of_a_slice() -> None:
+    slices, hidden, words, tokens = sliced()
+    slices.slope(hidden, words, tokens, ONE)
+
+
+LAUNCHES = (
+    update, update_in_turns, update_with_8_bits, update_with_bf16, loss_of_a_chunk,
+    sums_of_a_slice, slope_of_a_slice,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("launch", LAUNCHES, ids=lambda launch: launch.__name__)
+def test_a_kernel_goes_to_its_tensors_gpu(launch: Callable[[], None], gpus: Gpus) -> None:
+    launch()
+    assert gpus.launches == [TENSORS_ON]
+    assert (gpus.current, gpus.changes) == (0, 1)
+
+
+@pytest.mark.parametrize("launch", LAUNCHES, ids=lambda launch: launch.__name__)
+def test_where_that_is_the_current_one_nothing_is_changed(
+    launch: Callable[[], None], gpus: Gpus
+) -> None:
+    gpus.current = TENSORS_ON
+    launch()
+    assert gpus.launches == [TENSORS_ON]
+    assert gpus.changes == 0
+
+
+def test_a_failing_launch_leaves_the_gpu_that_was_current(gpus: Gpus) -> None:
+    with pytest.raises(ZeroDivisionError), launching_on(ONE):
+        assert gpus.current == TENSORS_ON
+        _ = 1 / 0
+    assert gpus.current == 0
+
+
+def test_without_a_gpu_no_driver_is_asked() -> None:
+    with launching_on(ONE):
+        assert not ONE.is_cuda

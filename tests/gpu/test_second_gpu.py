@@ -1,0 +1,71 @@
+"""A model on the second GPU while the first is torch's current one; skipped where there is one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+import fluxtrain
+from fluxtrain.stream.engine import engine_of
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two NVIDIA GPUs"),
+]
+CONFIG = {
+    "vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def trained(device: str, **options: Any) -> tuple[list[float], list[torch.Tensor]]:
+    """Losses of four clipped steps, and the weights after them."""
+    torch.manual_seed(0)
+    model = Qwen2ForCausalLM(Qwen2Config(**CONFIG)).to(torch.bfloat16).train()
+    fluxtrain.wrap(model, device=device, chunk_rows=2, overlap=True, **options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for step in range(4):
+        torch.manual_seed(step)
+        ids = torch.randint(0, 512, (4, 32))
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        engine_of(model).clip_grad_norm(0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    fluxtrain.sync(model)
+    return [float(loss) for loss in losses], [p.detach().cpu().clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"offload": "none"},
+        {"offload": "none", "states": "8bit"},
+        {"offload": "none", "states": "bf16"},
+        {"offload": "weights", "device_groups": 2},
+        {"offload": "weights", "device_groups": 0, "embedding": "rows", "head": "slices"},
+    ],
+    ids=lambda options: "-".join(map(str, options.values())),
+)
+def test_a_model_on_a_gpu_that_is_not_current_trains_to_the_bits_of_one_on_the_current(
+    options: dict[str, Any],
+) -> None:
+    with torch.cuda.device(0):
+        losses, weights = trained("cuda:0", **options)
+        other_losses, other_weights = trained("cuda:1", **options)
+        assert torch.cuda.current_device() == 0
+    assert other_losses == losses
+    assert all(torch.equal(a, b) for a, b in zip(weights, other_weights, strict=True))
