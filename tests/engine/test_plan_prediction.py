@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 import fluxtrain
+from fluxtrain.plan import heads
 from fluxtrain.plan.facts import Room, RowFacts, Wishes
 from fluxtrain.plan.footprint import activation_estimate
 from fluxtrain.plan.placement import RunPlacement, place
@@ -69,6 +70,7 @@ def trained(model: nn.Module, plan: RunPlacement, batch: dict[str, Tensor], step
         resident_blocks=plan.resident_blocks,
         kept_blocks=plan.kept_blocks,
         embedding=plan.embedding,
+        head=plan.head,
     )
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
     for _ in range(steps):
@@ -112,6 +114,25 @@ def test_several_backward_passes_a_step_are_in_the_plan(tiny: Tiny, batch: Batch
     assert engine.memory().host_arena_bytes == plan.need.arena_bytes > once.need.arena_bytes
     gradients = engine.memory().device_by["gradients"]
     assert gradients == pytest.approx(plan.need.gradients_bytes, rel=0.1)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_rows_that_a_tied_head_in_slices_keeps_are_planned_and_counted(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(heads, "SLICE_BYTES", 1)
+    monkeypatch.setattr(heads, "MULTIPLE_WORDS", 100)
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        hidden_size=256, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64, vocab_size=600, tie_word_embeddings=True,
+    )  # fmt: skip
+    model = Qwen2ForCausalLM(config).to(dtype).train()
+    plan = planned(model, Wishes(offload="weights", embedding="rows", head="slices"))
+    assert plan.head == "slices"
+    ids = torch.randperm(600)[: ROWS * LENGTH].view(ROWS, LENGTH)  # as many rows as there can be
+    memory = trained(model, plan, {"input_ids": ids, "labels": ids}, steps=3).memory()
+    assert memory.device_peak_bytes == plan.need.shown_device_bytes(has_gpu=False)
 
 
 def adapted(model: PreTrainedModel, dtype: torch.dtype) -> nn.Module:

@@ -61,7 +61,8 @@ class Gradients:
         held = {id(s.flat.untyped_storage()): s.flat.nbytes for s in sums}
         if self._scratch is not None:
             held[id(self._scratch.untyped_storage())] = self._scratch.nbytes
-        return sum(held.values()) + self._staging.device_bytes
+        slices = sum(s.device_bytes for s in list(self._open_slices.values()))
+        return sum(held.values()) + slices + self._staging.device_bytes
 
     def add(
         self, group: Group, member: Member, gradient: Tensor, *, may_keep: bool = False

@@ -63,6 +63,12 @@ class SliceSum:
         """Of the members whose gradients came."""
         return list(self._given)
 
+    @property
+    def device_bytes(self) -> int:
+        """Of rows that are kept, or of lookups that wait to be added at home."""
+        kept = 0 if self.kept is None else self.kept.values.nbytes
+        return kept + sum(rows.values.nbytes for rows in list(self.late))  # other threads ask
+
     @staticmethod
     def of(group: Group) -> SliceSum:
         """Before the first slice."""
