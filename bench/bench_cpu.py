@@ -22,12 +22,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import in_cache
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fluxtrain
 from fluxtrain import _native
+from fluxtrain.memory.arena import HostArena
 from fluxtrain.optim.hyper import Hyper
 from fluxtrain.optim.narrow_adamw import update8_, update16_
 from fluxtrain.optim.reference import States8, rounding
@@ -46,19 +48,25 @@ HYPER = Hyper(lr=1e-4)
 BLOCKS, WIDTH, ROWS = 24, 64, 8
 
 
+def written(values: Tensor) -> Tensor:
+    """The same in memory as a training has it: an arena, of huge pages where the system has any."""
+    arena = HostArena(values.nbytes, pin=False)
+    return arena.tensor(values.dtype, values.numel(), 0).copy_(values)
+
+
 class Arena:
     """One block's host arena of `n` elements in every format, with a gradient in both widths."""
 
     def __init__(self, n: int) -> None:
         generator = torch.Generator().manual_seed(0)
         self.n = n
-        self.p = torch.randn(n, generator=generator) * 0.02
-        self.hi, self.lo = encode(self.p)
-        self.m, self.v = torch.zeros(n), torch.zeros(n)
-        self.grad_f32 = torch.randn(n, generator=generator) * 1e-3
-        self.grad = self.grad_f32.bfloat16()
-        self.m16, self.v16 = (torch.zeros(n, dtype=torch.bfloat16) for _ in range(2))
-        codes = [torch.zeros(n, dtype=torch.uint8) for _ in range(2)]
+        self.p = written(torch.randn(n, generator=generator) * 0.02)
+        self.hi, self.lo = (written(part) for part in encode(self.p))
+        self.m, self.v = (written(torch.zeros(n)) for _ in range(2))
+        self.grad_f32 = written(torch.randn(n, generator=generator) * 1e-3)
+        self.grad = written(self.grad_f32.bfloat16())
+        self.m16, self.v16 = (written(torch.zeros(n, dtype=torch.bfloat16)) for _ in range(2))
+        codes = [written(torch.zeros(n, dtype=torch.uint8)) for _ in range(2)]
         scales = [torch.zeros(-(-n // STATE_BLOCK)) for _ in range(2)]
         self.states8 = States8(*codes, *scales)
         self.step = 0
@@ -180,6 +188,22 @@ def print_rows(rows: list[dict[str, Any]]) -> None:
         )
 
 
+def rates_in_cache(threads: list[int]) -> dict[int, dict[str, float]]:
+    """Of both kinds of states with so many threads at a time, each within its own cache: what
+    arithmetic allows. Without those of a machine that is too busy to start them together."""
+    print("\nwhat arithmetic allows: each thread updates what its cache holds, Gparam/s")
+    found = {}
+    for count in threads:
+        try:
+            found[count] = in_cache.rates(count)
+        except RuntimeError as error:
+            print(f"{count:7d} threads: {error}")
+            continue
+        told = ", ".join(f"{kind} states {per_s / 1e9:.3f}" for kind, per_s in found[count].items())
+        print(f"{count:7d} threads: {told}", flush=True)
+    return found
+
+
 class Plain(nn.Module):
     """Blocks that compute next to nothing."""
 
@@ -232,8 +256,12 @@ def main() -> None:
             rows = measure(arena, threads, arguments.rounds)
             print_rows(rows)
             found += rows
+    of_arithmetic = rates_in_cache(sorted({row["threads"] for row in found}))
     if arguments.json:
-        told = {"million": arena.n / 1e6, "processors": everything, "isa": _native.isa()}
+        told = {
+            "million": arena.n / 1e6, "processors": everything, "isa": _native.isa(),
+            "in_cache_per_s": of_arithmetic,
+        }  # fmt: skip
         arguments.json.write_text(json.dumps({**told, "rows": found}, indent=1))
     print("\nthe engine's cost on this processor, microseconds a block, forward and backward")
     for offload in ("none", "weights"):

@@ -34,7 +34,7 @@ from fluxtrain.hardware.machine import read_machine
 from fluxtrain.methods.kernels import choose_kernels
 from fluxtrain.plan.cost import cost
 from fluxtrain.plan.facts import Room, Wishes
-from fluxtrain.plan.footprint import homes
+from fluxtrain.plan.footprint import boundaries_on_host, homes
 from fluxtrain.plan.moments import WISHES as MOMENTS_WISHES
 from fluxtrain.plan.placement import RunPlacement
 from fluxtrain.plan.timed import Timing, place_timed
@@ -185,8 +185,7 @@ def planned(
     }
     layout = plan.layout(eager=options.eager)
     told["parameters_at_home"] = sum(group.trained for group in homes(facts, layout)[1])
-    row_bytes = facts.row.boundary_bytes if facts.row and plan.boundaries == "host" else 0
-    told["boundaries_on_host_gib"] = round(facts.layers * options.batch * row_bytes / GIB, 2)
+    told["boundaries_on_host_gib"] = round(boundaries_on_host(facts, layout) / GIB, 2)
     if timing is not None:
         predicted = cost(facts, layout, timing.rates, exact=timing.exact)
         told["predicted_step_s"] = round(predicted.step_s, 3)

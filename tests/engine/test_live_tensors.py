@@ -16,8 +16,8 @@ from torch.utils._pytree import tree_leaves
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import fluxtrain
-from fluxtrain.memory import boundary
 from fluxtrain.memory.boundary import BoundaryPark
+from fluxtrain.memory.boundary_homes import Home
 from fluxtrain.plan.footprint import BOUNDARIES_IN_FLIGHT, HIDDEN_AT_LOSS
 from fluxtrain.stream.block import Unit
 from fluxtrain.stream.engine import Engine, engine_of
@@ -106,12 +106,12 @@ def peaks(rows: int, monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     config._attn_implementation = "sdpa"
     torch.manual_seed(0)
     model = Qwen2ForCausalLM(config).to(torch.bfloat16).train()
-    live, made, bound = Live(), boundary.host_empty, Engine.bound
+    live, place, bound = Live(), BoundaryPark._place, Engine.bound
 
-    def on_host(*args: Any, **kwargs: Any) -> Tensor:
-        found = made(*args, **kwargs)
-        live.leave_out(found)
-        return found
+    def on_host(self: BoundaryPark, tensor: Tensor) -> tuple[Home | None, Tensor]:
+        home, host = place(self, tensor)
+        live.leave_out(host)
+        return home, host
 
     @contextmanager
     def watched(self: Engine, unit: Unit, does: str = "forward") -> Iterator[None]:
@@ -120,7 +120,7 @@ def peaks(rows: int, monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
             yield
         live.enters(f"after {does}")
 
-    monkeypatch.setattr(boundary, "host_empty", on_host)
+    monkeypatch.setattr(BoundaryPark, "_place", on_host)
     monkeypatch.setattr(Engine, "bound", watched)
     fluxtrain.wrap(model, device="cpu", offload="weights", boundaries="host", chunk_rows=CHUNK)
     engine = engine_of(model)

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from fluxtrain.memory.boundary_homes import BoundaryHomes, Home
 from fluxtrain.memory.device import Device, Ticket
-from fluxtrain.memory.page_locks import host_empty
 
 LEAVING = 2  # at most so many on their way home: the host must not run further ahead of the copies
 _AHEAD = 1  # brought back before they are asked for
@@ -32,6 +32,8 @@ class Parked:
     version: int  # of `source`: another one is not what was sent home
     before: Callable[[], Parked | None]  # parked just before this one, while it lives
     for_copies: Callable[[Tensor], object]  # of the device
+    home: Home | None  # that `host` is in, where it is page-locked
+    give_back: Callable[[Home], None]
     back: Tensor | None = None  # on the device again, arrived once `returned` is
     returned: Ticket | None = field(default=None)
 
@@ -44,6 +46,10 @@ class Parked:
     def __del__(self) -> None:
         if self.back is not None:  # never fetched: the backward pass raised
             self.for_copies(self.back)
+        if self.home is not None:
+            self.home.copies = [copy for copy in (self.ticket, self.returned) if copy is not None]
+            self.home.unordered = self.returned if self.back is not None else None
+            self.give_back(self.home)
 
 
 class BoundaryPark:
@@ -52,6 +58,7 @@ class BoundaryPark:
     def __init__(self, device: Device) -> None:
         self._device = device
         self._leaving: deque[Parked] = deque()
+        self._homes = BoundaryHomes()
         self._last: Callable[[], Parked | None] = lambda: None
         self.parked = 0  # tensors, so far
 
@@ -64,13 +71,14 @@ class BoundaryPark:
         gone: dict[int, Parked] = {}
         for i, (tensor, needed) in enumerate(zip(tensors, needs, strict=True)):
             if needed and tensor.is_contiguous():
-                host = host_empty(tensor.shape, tensor.dtype, pin=self._device.pins)
+                home, host = self._place(tensor)
                 source = tensor.detach()
                 ticket = self._device.download(host, source)
                 self._device.recorder.copied("d2h", "activations", "", ticket)
                 gone[i] = Parked(
-                    host, ticket, source, source._version, self._last, self._device.for_copies
-                )
+                    host, ticket, source, source._version, self._last, self._device.for_copies,
+                    home, self._homes.give_back,
+                )  # fmt: skip
                 self._last = weakref.ref(gone[i])
                 self.parked += 1
                 self._leaving.append(gone[i])
@@ -103,6 +111,13 @@ class BoundaryPark:
     def newest(self) -> Parked | None:
         """The one that was parked last, while its pass lives."""
         return self._last()
+
+    def _place(self, tensor: Tensor) -> tuple[Home | None, Tensor]:
+        """Host memory for `tensor`."""
+        if not self._device.pins or tensor.numel() == 0:
+            return None, torch.empty(tensor.shape, dtype=tensor.dtype)
+        home = self._homes.take(tensor.nbytes)
+        return home, home.tensor(tensor)
 
     def _bring_back(self, parked: Parked) -> None:
         if parked.back is not None or parked.stays is not None:

@@ -151,7 +151,7 @@ def footprint(facts: ModelFacts, layout: Layout, *, has_gpu: bool) -> Footprint:
     arenas = at_home.weight_bytes + at_home.state_bytes
     arenas += _gradients_at_home(at_home, layout)
     arenas += by_rows.host_bytes if by_rows is not None else 0
-    host = arenas + _boundaries_on_host(facts, layout, pinned=has_gpu)
+    host = arenas + boundaries_on_host(facts, layout)
     return Footprint(
         **device,
         arena_bytes=arenas,
@@ -324,13 +324,12 @@ def _boundaries_on_device(facts: ModelFacts, layout: Layout, *, has_gpu: bool) -
     return count * layout.batch_rows * facts.row.boundary_bytes
 
 
-def _boundaries_on_host(facts: ModelFacts, layout: Layout, *, pinned: bool) -> int:
+def boundaries_on_host(facts: ModelFacts, layout: Layout) -> int:
+    """Bytes of those that wait there; blocks that keep activations keep their inputs with them."""
     if facts.row is None or not layout.parks:
         return 0
-    one = layout.batch_rows * facts.row.boundary_bytes
-    if pinned and one:
-        one = 1 << (one - 1).bit_length()  # torch's allocator of pinned memory rounds up
-    return _boundary_rows(facts) * one
+    count = _boundary_rows(facts) - kept_count(facts, layout)
+    return count * layout.batch_rows * facts.row.boundary_bytes
 
 
 def _workspace(

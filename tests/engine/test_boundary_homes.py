@@ -1,0 +1,147 @@
+"""Boundaries wait in page-locked host memory of their exact size, which every step uses again."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fluxtrain
+from fluxtrain.memory import device as devices
+from fluxtrain.memory import page_locks
+from fluxtrain.memory.boundary import BoundaryPark
+from fluxtrain.memory.boundary_homes import BoundaryHomes
+from fluxtrain.memory.device import CpuDevice
+from fluxtrain.memory.page_locks import PageLocks
+from fluxtrain.stream.engine import engine_of
+
+
+class Granted(PageLocks):
+    """A system that locks all it is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attempts = 0
+
+    def _register(self, address: int, size_bytes: int) -> bool:
+        self.attempts += 1
+        return True
+
+    def _unregister(self, address: int) -> None:
+        pass
+
+
+@pytest.fixture
+def locks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Granted]:
+    made = Granted()
+    monkeypatch.setattr(CpuDevice, "pins", True)
+    monkeypatch.setattr(page_locks, "LOCKS", made)
+    yield made
+    gc.collect()
+
+
+@pytest.fixture
+def device(locks: Granted) -> Iterator[CpuDevice]:
+    one = devices.CpuDevice()
+    yield one
+    one.close()
+
+
+def numbers(count: int, value: float) -> Tensor:
+    return torch.full((count,), value)
+
+
+def test_a_home_has_the_exact_size_and_serves_again(device: CpuDevice, locks: Granted) -> None:
+    park, others, attempts = BoundaryPark(device), locks.locked_bytes, locks.attempts
+    for step in range(3):
+        count = 3000  # 12,000 bytes, no power of two
+        gone = [park.park([numbers(count, 10.0 * step + at)], [True])[0] for at in range(5)]
+        assert locks.locked_bytes - others == 5 * 12_000
+        for at in reversed(range(5)):
+            assert bool((park.fetch(gone[at]) == 10.0 * step + at).all())
+        gone.clear()
+    assert locks.attempts - attempts == 5
+
+
+def test_what_was_never_fetched_is_waited_for_before_its_memory_serves_again(
+    locks: Granted,
+) -> None:
+    class Late:
+        waited = False
+
+        def wait_host(self) -> None:
+            self.waited = True
+            raise RuntimeError("the copy was never made")
+
+    homes, copy = BoundaryHomes(), Late()
+    home = homes.take(64)
+    home.unordered = copy
+    homes.give_back(home)
+    assert homes.take(64) is home
+    assert copy.waited and home.unordered is None
+
+
+def test_memory_is_freed_after_its_copies(locks: Granted) -> None:
+    order: list[str] = []
+
+    class Late:
+        def wait_host(self) -> None:
+            order.append(f"waited with {locks.locked_bytes} bytes locked")
+
+    home = BoundaryHomes().take(4096)
+    home.copies = (Late(),)
+    del home
+    gc.collect()
+    assert order == ["waited with 4096 bytes locked"]
+    assert locks.locked_bytes == 0
+
+
+def test_sizes_that_differ_do_not_pile_up(locks: Granted) -> None:
+    """Batches as long as their longest row: never more homes than boundaries at a time."""
+    homes = BoundaryHomes()
+    for size in (1000, 900, 1100, 1300, 700, 1376, 1900):
+        held = [homes.take(size) for _ in range(4)]
+        assert all(home.size_bytes >= size for home in held)
+        for home in held:
+            homes.give_back(home)
+        del held, home
+    assert locks.locked_bytes <= 4 * 2150  # a quarter more than what was too small, each time
+    assert locks.attempts == 4 * 4  # 1000, 1250, 1562 and 1953 bytes
+
+
+def test_a_training_takes_memory_in_its_first_step_alone(
+    tiny: Any, batch: Any, locks: Granted
+) -> None:
+    weights: list[dict[str, Tensor]] = []
+    for boundaries in ("device", "host"):
+        model = tiny("llama", torch.bfloat16, num_hidden_layers=4)
+        fluxtrain.wrap(model, offload="weights", boundaries=boundaries, chunk_rows=2)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        seen: list[tuple[int, int]] = []
+        for seed in range(3):
+            model(**batch(seed=seed)).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            seen.append((locks.attempts, locks.locked_bytes))
+        assert seen[1] == seen[2] == seen[0]
+        engine_of(model).flush()
+        weights.append({name: p.detach().clone() for name, p in model.named_parameters()})
+        fluxtrain.unwrap(model)
+    for name, weight in weights[0].items():
+        assert torch.equal(weight, weights[1][name]), name
+
+
+def test_boundaries_give_their_locks_back_with_the_engine(
+    tiny: Any, batch: Any, locks: Granted
+) -> None:
+    model = tiny("llama", torch.bfloat16, num_hidden_layers=4)
+    fluxtrain.wrap(model, offload="weights", boundaries="host")
+    model(**batch(seed=0)).loss.backward()
+    fluxtrain.unwrap(model)
+    del model
+    gc.collect()
+    assert locks.locked_bytes == 0
