@@ -1,0 +1,84 @@
+"""Boundaries wait in page-locked memory of their exact size on a real GPU, with the same bits."""
+
+from __future__ import annotations
+
+import copy
+import gc
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import fluxtrain
+from fluxtrain.memory.boundary import BoundaryPark
+from fluxtrain.memory.device import CudaDevice
+from fluxtrain.memory.page_locks import LOCKS
+from fluxtrain.stream.engine import engine_of
+
+pytestmark = pytest.mark.gpu
+SIZE = (24 << 20) + 4096  # no power of two
+LATE = 200_000_000  # clocks, some 0.1 s
+
+
+def model() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=2048, hidden_size=768, intermediate_size=2048, num_hidden_layers=6,
+        num_attention_heads=8, num_key_value_heads=8,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).to(torch.bfloat16).train()
+
+
+def test_a_training_takes_exact_sizes_in_its_first_step_alone() -> None:
+    torch.use_deterministic_algorithms(True)
+    plain, losses = model(), []
+    for boundaries in ("device", "host"):
+        wrapped = fluxtrain.wrap(
+            copy.deepcopy(plain), device="cuda", offload="weights", device_groups=0,
+            resident_blocks=0, boundaries=boundaries, overlap=True,
+        )  # fmt: skip
+        optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-3)
+        torch.manual_seed(1)
+        for step in range(4):
+            ids = torch.randint(0, 2048, (6, 384), device="cuda")
+            loss = wrapped(input_ids=ids, labels=ids).loss
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(wrapped.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(loss.detach()))
+            del loss
+            free = engine_of(wrapped).park._homes._free
+            sizes = {size: len(homes) for size, homes in free.items()}
+            assert sizes == ({6 * 384 * 768 * 2: 7} if boundaries == "host" else {})
+            if step == 0:
+                first = LOCKS.locked_bytes
+            assert LOCKS.locked_bytes == first
+        fluxtrain.unwrap(wrapped)
+        del wrapped, optimizer
+        gc.collect()
+    assert losses[:4] == losses[4:]
+    torch.use_deterministic_algorithms(False)
+
+
+def test_a_home_serves_again_while_a_copy_that_nobody_waited_for_is_late() -> None:
+    device = CudaDevice(torch.device("cuda"))
+    park = BoundaryPark(device)
+    ones = torch.ones(SIZE, dtype=torch.uint8, device="cuda")
+    gone = [park.park([ones.clone()], [True])[0] for _ in range(4)]
+    torch.cuda.synchronize()
+    park.park([], [])  # copies that were made are let go of
+    with torch.cuda.stream(device._up):
+        torch.cuda._sleep(LATE)
+    park.fetch(gone[1])  # and the one before it is on its way back, and never fetched
+    back = gone[0].back
+    assert back is not None
+    homes = [one.home for one in gone]
+    gone.clear()
+    twos = torch.full_like(ones, 2)
+    again = [park.park([twos.clone()], [True])[0] for _ in range(4)]
+    assert {id(one.home) for one in again} <= {id(home) for home in homes}
+    torch.cuda.synchronize()
+    assert int(back.min()) == int(back.max()) == 1
+    assert all(int(one.host.min()) == 2 for one in again)
+    device.close()
