@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,14 +15,17 @@ import fluxtrain
 from fluxtrain.errors import DoesNotFit
 from fluxtrain.memory.boundary import BoundaryPark
 from fluxtrain.memory.window import Window
+from fluxtrain.plan.calibration import NotRehearsed
 from fluxtrain.plan.facts import GroupFacts
 from fluxtrain.plan.footprint import Layout
 from fluxtrain.plan.rates import Rates
 from fluxtrain.plan.states import StateFormat
 from fluxtrain.plan.updates import host_update, rate_of_update
 from fluxtrain.stream.blocks import take_apart
+from fluxtrain.train import calibrate as calibrate_module
 from fluxtrain.train import rehearsal as rehearsal_module
 from fluxtrain.train.rehearsal import Kind, Rehearsed, _between, _one_to_next, rehearse
+from fluxtrain.train.trial import Trial
 from tests.engine.trial_rows import batch_of
 
 Tiny = Callable[..., PreTrainedModel]
@@ -31,7 +36,7 @@ def played(
     model: PreTrainedModel, states: StateFormat = "fp32", *, eager: bool = False
 ) -> tuple[dict[Kind, Rehearsed], GroupFacts]:
     found = rehearse(model, batch_of(2), CPU, states, None, eager=eager)
-    assert found is not None
+    assert not isinstance(found, NotRehearsed)
     return found
 
 
@@ -127,9 +132,22 @@ def test_a_slow_update_is_told_and_a_wait_for_it_is_not_the_hosts(
     assert moments_s is not None and moments_s >= pause_s
 
 
-def test_too_little_host_memory_is_said(tiny: Tiny) -> None:
+def missed(model: PreTrainedModel, available_bytes: int | None = None) -> NotRehearsed:
+    found = rehearse(model, batch_of(2), CPU, "fp32", available_bytes, eager=False)
+    assert isinstance(found, NotRehearsed)
+    assert found.why in found.text
+    assert "may be predicted 25 to 40 % too short" in found.text
+    return found
+
+
+def test_too_little_host_memory_is_said_with_what_it_takes(tiny: Tiny) -> None:
     model = tiny("llama", torch.bfloat16)
-    assert rehearse(model, batch_of(1), CPU, "fp32", 1000, eager=False) is None
+    found = missed(model, 1000)
+    assert "of the 1000 B of host memory that is free" in found.why
+    assert found.host_bytes is not None and not found.may_succeed(found.host_bytes - 1)
+    assert found.may_succeed(found.host_bytes)
+    enough = rehearse(model, batch_of(2), CPU, "fp32", found.host_bytes, eager=False)
+    assert not isinstance(enough, NotRehearsed)
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, DoesNotFit])
@@ -140,7 +158,39 @@ def test_too_little_device_memory_is_said(
         raise error("a device slot does not fit")
 
     monkeypatch.setattr(Window, "add_slot", refused)
-    assert rehearse(tiny("llama"), batch_of(1), CPU, "fp32", None, eager=False) is None
+    found = missed(tiny("llama"))
+    assert found.why == "12 copies of a block failed: a device slot does not fit"
+    assert found.may_succeed(0)  # other programs may be gone
+
+
+def test_blocks_that_host_memory_refuses_are_said(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object, **__: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(rehearsal_module, "miniature", refused)
+    assert missed(tiny("llama")).why == "12 copies of a block failed: MemoryError"
+
+
+@pytest.mark.parametrize(
+    ("rest", "room"),
+    [
+        (
+            "GPU 0 has a total capacity of 23.65 GiB of which 9.00 MiB is free.",
+            "; 9.00 MiB is free",
+        ),
+        (
+            "GPU 0 has a total capacity of 139.80 GiB of which 99.00 GiB is free. 23.00 GiB "
+            "allowed; Of the allocated memory 22.50 GiB is allocated by PyTorch",
+            " of the 23.00 GiB allowed",
+        ),
+        ("", ""),
+    ],
+)
+def test_the_numbers_of_torchs_long_message_are_kept(rest: str, room: str) -> None:
+    error = torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate 1.50 GiB. {rest}")
+    assert rehearsal_module._why(error) == f"the GPU had no 1.50 GiB left{room}"
 
 
 @pytest.mark.parametrize("eager", [False, True])
@@ -151,15 +201,18 @@ def test_a_loss_that_is_not_finite_ends_the_steps_and_the_threads(
     with torch.no_grad():
         model.get_output_embeddings().weight.fill_(torch.nan)
     threads = set(threading.enumerate())
-    assert rehearse(model, batch_of(2), CPU, "fp32", None, eager=eager) is None
+    found = rehearse(model, batch_of(2), CPU, "fp32", None, eager=eager)
+    assert isinstance(found, NotRehearsed) and "nan" in found.why
     assert set(threading.enumerate()) == threads
 
 
-def test_blocks_that_are_not_trained_take_no_steps(tiny: Tiny) -> None:
+def test_blocks_that_are_not_trained_take_no_steps_and_never_will(tiny: Tiny) -> None:
     model = tiny("llama")
     for _, block in take_apart(model).blocks:
         block.requires_grad_(False)
-    assert rehearse(model, batch_of(1), CPU, "fp32", None, eager=False) is None
+    found = missed(model)
+    assert found.why == "no parameter of its blocks is trained"
+    assert not found.may_succeed(None)
 
 
 def test_no_more_memory_is_taken_than_a_part_of_what_is_available() -> None:
@@ -168,7 +221,21 @@ def test_no_more_memory_is_taken_than_a_part_of_what_is_available() -> None:
     assert blocks_for(47_000_000, None) == 11
     assert blocks_for(1000, None) == most
     assert blocks_for(47_000_000, 16 * 47_000_000 * 4 * 4) == 4
-    assert blocks_for(47_000_000, 16 * 47_000_000 * 4 * 3 - 1) is None
+    least_bytes = 16 * 47_000_000 * 4 * 3
+    refused = blocks_for(47_000_000, least_bytes - 1)
+    assert isinstance(refused, NotRehearsed) and refused.host_bytes == least_bytes
+
+
+def test_what_was_not_rehearsed_is_among_the_constants_with_the_trials_own_times(
+    tiny: Tiny,
+) -> None:
+    alone = Trial(rows=4)
+    alone.seconds |= {"host": [0.2, 0.1], "host_forward": [0.05]}
+    tried: Any = SimpleNamespace(few=alone, many=alone)
+    why = NotRehearsed(why="no room")
+    found = calibrate_module._of_host(tried, why)
+    assert found == {"host_block_s": 0.1, "host_forward_s": 0.05, "not_rehearsed": why}
+    assert calibrate_module._of_host(tried, None)["not_rehearsed"] is None
 
 
 def test_waiting_between_two_marks_is_taken_off() -> None:

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from fluxtrain.hardware import adamw_rate as adamw_rate_module
 from fluxtrain.hardware.busy_bus import HostBytes, busy_bus
 from fluxtrain.hardware.machine import Machine, read_machine
+from fluxtrain.plan.calibration import NotRehearsed
 from fluxtrain.plan.facts import ModelFacts
 from fluxtrain.plan.rates import rates_from
 from fluxtrain.train import constants as constants_module
@@ -127,3 +128,41 @@ def test_what_whole_steps_told_is_not_rated_again(
     monkeypatch.setattr(constants_module, "adamw_rate", lambda *_, **__: pytest.fail("rated"))
     found = measured_constants(facts_of(model), machine, "cuda", 4, model, batch_of)
     assert found.calibration == told
+
+
+def test_a_rehearsal_that_failed_is_told_and_tried_again_once_it_may_succeed(
+    tiny: Tiny, machine: Machine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = tiny("llama", torch.bfloat16)
+    facts, tried = facts_of(model), calibrate(model, batch_of, torch.device("cpu"), (1, 4))
+    missed = NotRehearsed(why="3 blocks take 9 GiB", host_bytes=36 << 30)
+    answers = [replace(tried, not_rehearsed=missed), tried]
+    monkeypatch.setattr(constants_module, "calibrate", lambda *_, **__: answers.pop(0))
+    monkeypatch.setattr(constants_module, "_missing_rates", lambda *_: {})
+    monkeypatch.setattr(constants_module, "_adamw_rates", lambda *_, **__: {})
+    small, large = (replace(machine, memory_available_bytes=n << 30) for n in (35, 36))
+    for is_new in (True, False):
+        caplog.clear()
+        found = measured_constants(facts, small, "cuda", 4, model, batch_of)
+        assert found.is_new is is_new
+        assert missed.text in found.source and missed.text in caplog.text
+    assert missed.text in known_constants(facts, small, "cuda", 4).source
+    caplog.clear()
+    found = measured_constants(facts, large, "cuda", 4, model, batch_of)
+    assert found.is_new and "rehearsed" not in found.source + caplog.text
+    assert not measured_constants(facts, large, "cuda", 4, model, batch_of).is_new
+
+
+def test_a_model_that_cannot_be_rehearsed_is_told_so_in_its_plan_and_not_tried_again(
+    tiny: Tiny, machine: Machine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = tiny("llama", torch.bfloat16)
+    facts, tried = facts_of(model), calibrate(model, batch_of, torch.device("cpu"), (1, 4))
+    missed = NotRehearsed(why="no parameter of its blocks is trained", lasts=True)
+    answers = [replace(tried, not_rehearsed=missed)]
+    monkeypatch.setattr(constants_module, "calibrate", lambda *_, **__: answers.pop(0))
+    monkeypatch.setattr(constants_module, "_missing_rates", lambda *_: {})
+    monkeypatch.setattr(constants_module, "_adamw_rates", lambda *_, **__: {})
+    for _ in range(2):
+        found = measured_constants(facts, machine, "cuda", 4, model, batch_of)
+        assert missed.text in found.source and not caplog.text

@@ -65,6 +65,15 @@ def test_a_block_is_tried_on_the_gpu_and_leaves_nothing_there() -> None:
     assert 0 < tried.kept_bytes <= 1.2 * tried.activation_bytes
 
 
+def test_without_host_memory_for_whole_steps_the_trial_says_so_and_keeps_its_own_times() -> None:
+    model = demo_model(256, dtype=torch.bfloat16)
+    tried = calibrate(model, batch_of, torch.device("cuda"), (2, 8), host_available_bytes=1 << 20)
+    assert tried.host is None
+    assert 0 < tried.host_forward_s < tried.host_block_s
+    assert tried.not_rehearsed is not None
+    assert "of the 1.00 MiB of host memory" in tried.not_rehearsed.why
+
+
 @pytest.mark.parametrize("states", ["fp32", "8bit"])
 def test_steps_take_what_the_trial_of_their_block_said(states: StateFormat) -> None:
     """Of a model that lives on the GPU, in a loop that keeps it as busy as a training does."""

@@ -76,6 +76,30 @@ class HostTimes:
 
 
 @dataclass(frozen=True, kw_only=True)
+class NotRehearsed:
+    """Why a GPU's host made no whole steps before a training (`train/rehearsal.py`)."""
+
+    why: str  # with numbers, as a part of a sentence
+    host_bytes: int | None = None  # that have to be available for it, where they were not
+    lasts: bool = False  # with every model of this shape
+
+    def may_succeed(self, host_available_bytes: int | None) -> bool:
+        """Is it worth another try?"""
+        if self.lasts or self.host_bytes is None or host_available_bytes is None:
+            return not self.lasts
+        return host_available_bytes >= self.host_bytes
+
+    @property
+    def text(self) -> str:
+        """For people, with what it means for what is predicted."""
+        return (  # so much as four such cases were on an H200 (docs/planner.md)
+            f"whole steps were not rehearsed ({self.why}), so AdamW and the queueing of the GPU's "
+            "work count as fast as each is alone, and a step that waits for the host may be "
+            "predicted 25 to 40 % too short"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class Calibration:
     """Seconds of one block and of what stands outside the blocks, and bytes of activations.
 
@@ -93,6 +117,7 @@ class Calibration:
     host_block_s: float = 0.0  # the host queues one chunk of a block's forward and backward
     host_forward_s: float = 0.0  # of the forward alone
     host: HostTimes | None = None  # the same in whole steps, with a GPU
+    not_rehearsed: NotRehearsed | None = None  # why there are none, with a GPU
     device_update_s: float = 0.0  # for each parameter whose states live on a GPU
     streamed: Streamed | None = None  # without a GPU
     adamw_per_s: float | None = None  # parameters, at the size of this model; None: as probed

@@ -31,6 +31,7 @@ from fluxtrain.plan.calibration import (
     Calibration,
     HostTimes,
     Line,
+    NotRehearsed,
     Streamed,
     line_of_chunks,
     line_through,
@@ -59,6 +60,7 @@ if TYPE_CHECKING:
 
 WARMING = 2  # streamed steps: the first touches weights and gradients, the second the moments
 TRIALS = ("few", "many", "cut")
+_OfSteps = tuple[dict[Kind, Rehearsed], GroupFacts]
 
 
 def calibrate(
@@ -91,7 +93,7 @@ def calibrate(
         with randomness_kept(device):
             ways = [_Way(rows, states=states), *at_home]
             tried = _first_that_fits(ways, model, _Batches(batch_of, mixed_of), device)
-            rehearsed = None
+            rehearsed: _OfSteps | NotRehearsed | None = None
             if device.type == "cuda":
                 batch = batch_of(tried.few.rows)
                 rehearsed = rehearse(
@@ -104,7 +106,7 @@ def calibrate(
 
     return Calibration(
         **_lines(tried),
-        **(_host_alone(tried.many) if rehearsed is None else _rehearsed(tried.few, *rehearsed)),
+        **_of_host(tried, rehearsed),
         device_update_s=tried.many.median("update"),
         streamed=tried.streamed,
         runtime_bytes=max(0, process.memory_info().rss - before_bytes),
@@ -137,6 +139,13 @@ def _lines(tried: _Tried) -> dict[str, Any]:
         "kept_backward": of_chunks("kept_backward") if keeps else None,
         "kept_bytes": many.kept_bytes // (COPIES * many.rows) if keeps else None,
     }
+
+
+def _of_host(tried: _Tried, rehearsed: _OfSteps | NotRehearsed | None) -> dict[str, Any]:
+    """Fields of a calibration: what the host takes, in whole steps where these were made."""
+    if rehearsed is None or isinstance(rehearsed, NotRehearsed):
+        return {**_host_alone(tried.many), "not_rehearsed": rehearsed}
+    return _rehearsed(tried.few, *rehearsed)
 
 
 def _host_alone(many: Trial) -> dict[str, Any]:

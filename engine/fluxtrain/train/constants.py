@@ -6,6 +6,7 @@ never come from a training of the same case.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -37,7 +38,8 @@ from fluxtrain.units import MIB, duration_text
 
 COPY_BYTES = 32 * MIB  # more would be the most that a small run ever holds
 RATE_LIMIT_S = 0.8  # of each rate of the native optimizer
-FORMAT = 11  # of the file; a reader ignores another one
+_log = logging.getLogger(__name__)
+FORMAT = 12  # of the file; a reader ignores another one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +108,7 @@ def known_constants(
     return Constants(
         per_s={**found.per_s, **probed},
         calibration=found.calibration,
-        source=f"one block, tried {_when(found.calibration)}",
+        source=_source(found.calibration),
     )
 
 
@@ -122,9 +124,27 @@ def measured_constants(
     eager: bool = False,
 ) -> Constants:
     """As `known_constants`, but what is not known is measured now, in a few seconds, and kept."""
+    found = _measured(facts, machine, device, batch_rows, model, batch_of, mixed_of, eager=eager)
+    missed = None if found.calibration is None else found.calibration.not_rehearsed
+    if missed is not None and not missed.lasts:
+        _log.warning("%s", missed.text)
+    return found
+
+
+def _measured(
+    facts: ModelFacts,
+    machine: Machine,
+    device: str,
+    batch_rows: int | None,
+    model: torch.nn.Module,
+    batch_of: Callable[[int], Batch],
+    mixed_of: Callable[[int], Batch] | None,
+    *,
+    eager: bool,
+) -> Constants:
     mixed = mixed_of is not None
     known = known_constants(facts, machine, device, batch_rows, mixed=mixed, eager=eager)
-    if known.calibration is not None and not is_calm_after(known.calibration.others_share):
+    if known.calibration is not None and not _tries_again(known.calibration, machine):
         return known
     assert facts.row is not None
     rows = trial_rows(facts.row.sequence_length, batch_rows, _trial_tokens(device))
@@ -142,7 +162,7 @@ def measured_constants(
     return Constants(
         per_s={**rates, **known.per_s},
         calibration=tried,
-        source=f"one block, tried {_when(tried)}",
+        source=_source(tried),
         is_new=True,
     )
 
@@ -151,6 +171,19 @@ def _trial_tokens(device: str) -> int:
     """Of the larger chunk that is tried: the largest that a plan takes, because small ones do not
     fill a GPU and say nothing about large ones."""
     return GPU_CHUNK_TOKENS if device == "cuda" else CHUNK_TOKENS
+
+
+def _tries_again(tried: Calibration, machine: Machine) -> bool:
+    """Was something in the way that is gone now, or may be?"""
+    missed = tried.not_rehearsed
+    if missed is not None and missed.may_succeed(machine.memory_available_bytes):
+        return True
+    return is_calm_after(tried.others_share)
+
+
+def _source(tried: Calibration) -> str:
+    missed = "" if tried.not_rehearsed is None else f"; {tried.not_rehearsed.text}"
+    return f"one block, tried {_when(tried)}{missed}"
 
 
 def _when(tried: Calibration) -> str:

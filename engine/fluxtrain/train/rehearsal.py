@@ -13,6 +13,7 @@ of the processor's cache.
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,24 +27,27 @@ from torch import Tensor, nn
 from fluxtrain.data.batches import Batch
 from fluxtrain.errors import Diverged
 from fluxtrain.memory.recorder import Note
-from fluxtrain.plan.calibration import median
+from fluxtrain.plan.calibration import NotRehearsed, median
 from fluxtrain.plan.facts import GroupFacts
 from fluxtrain.plan.states import StateFormat
 from fluxtrain.stream.blocks import take_apart
 from fluxtrain.stream.grouping import facts_of
 from fluxtrain.train.miniature import middle_block, miniature, wrapped
 from fluxtrain.train.trial import give_back
+from fluxtrain.units import bytes_text
 
 if TYPE_CHECKING:
     from fluxtrain.stream.engine import Engine
 
 PARAMETERS = 480 << 20  # of all blocks: the gradients of few would still be in a large cache
 LEAST_BLOCKS, MOST_BLOCKS = 3, 12
+BYTES_A_PARAMETER = 16  # at home: weight, masters, moments and gradient
 HOST_SHARE = 4  # no more than this part of what is available
 WARMING = 2  # steps: the first touches weights and gradients, the second the moments
 REPEATS = 4
 LIMIT_S = 0.8  # for the repeats of one kind; the last may end later
 
+_SIZE = r"[\d.]+ (?:[KMGT]iB|bytes)"
 Kind = Literal["alone", "parked", "whole", "passes", "eager"]
 
 
@@ -66,14 +70,34 @@ def rehearse(
     host_available_bytes: int | None,
     *,
     eager: bool,
-) -> tuple[dict[Kind, Rehearsed], GroupFacts] | None:
+) -> tuple[dict[Kind, Rehearsed], GroupFacts] | NotRehearsed:
     """What each kind of steps takes that an `eager` run, or one that clips, can make, and the facts
-    of the block that took it; None where device or host have too little memory for it, where no
-    block is trained, or where copies of one give a loss or gradients that are not finite."""
+    of the block that took it; or why there are none: device or host have too little memory, no
+    block is trained, or copies of one give a loss or gradients that are not finite."""
     tried = middle_block(model)
-    count = _blocks_for(sum(p.numel() for p in tried.parameters()), host_available_bytes)
-    if count is None:
-        return None
+    parameters = sum(p.numel() for p in tried.parameters())
+    if not any(p.requires_grad for p in tried.parameters()):
+        return NotRehearsed(why="no parameter of its blocks is trained", lasts=True)
+    count = _blocks_for(parameters, host_available_bytes)
+    if isinstance(count, NotRehearsed):
+        return count
+    try:
+        return _rehearsed(model, count, batch, device, states, eager=eager)
+    except (torch.OutOfMemoryError, MemoryError, Diverged) as error:
+        return NotRehearsed(why=f"{count} copies of a block failed: {_why(error)}")
+    finally:
+        give_back(device)
+
+
+def _rehearsed(
+    model: nn.Module,
+    count: int,
+    batch: Batch,
+    device: torch.device,
+    states: StateFormat,
+    *,
+    eager: bool,
+) -> tuple[dict[Kind, Rehearsed], GroupFacts]:
     home = torch.device("cpu")
     mini = miniature(model, count, blocks=home, edges=home).train()
     blocks = [module for _, module in take_apart(mini).blocks]
@@ -81,32 +105,44 @@ def rehearse(
     for parameter in mini.parameters():
         if id(parameter) not in within:
             parameter.requires_grad_(False)  # edges have their own part in a plan
-    if not any(parameter.requires_grad for parameter in mini.parameters()):
-        return None
     facts = next(group for group in facts_of(mini, states).groups if group.kind == "block")
     rows = int(batch.input_ids.shape[0])
     at_home = {"device_groups": 0, "resident_blocks": 0, "kept_blocks": 0, "embedding": "whole"}
     how = {**at_home, "states": states, "deferred_moments": True}
-    try:
-        with wrapped(mini, device, "weights", rows, **how) as engine:
-            stage = _Stage(mini, engine, blocks, batch, device)
-            kinds: list[Kind] = ["alone", "parked", "eager" if eager else "whole"]
-            kinds += ["passes"] if facts.pass_bytes and not eager else []
-            return {kind: stage.play(kind) for kind in kinds}, facts
-    except (torch.OutOfMemoryError, MemoryError, Diverged):
-        return None
-    finally:
-        del mini, blocks
-        give_back(device)
+    with wrapped(mini, device, "weights", rows, **how) as engine:
+        stage = _Stage(mini, engine, blocks, batch, device)
+        kinds: list[Kind] = ["alone", "parked", "eager" if eager else "whole"]
+        kinds += ["passes"] if facts.pass_bytes and not eager else []
+        return {kind: stage.play(kind) for kind in kinds}, facts
 
 
-def _blocks_for(parameters: int, available_bytes: int | None) -> int | None:
+def _blocks_for(parameters: int, available_bytes: int | None) -> int | NotRehearsed:
     """How many blocks of so many parameters."""
     count = max(LEAST_BLOCKS, min(MOST_BLOCKS, -(-PARAMETERS // max(1, parameters))))
     if available_bytes is None:
         return count
-    fitting = available_bytes // HOST_SHARE // (16 * max(1, parameters))
-    return None if fitting < LEAST_BLOCKS else min(count, fitting)
+    one_bytes = BYTES_A_PARAMETER * max(1, parameters)
+    fitting = available_bytes // HOST_SHARE // one_bytes
+    if fitting >= LEAST_BLOCKS:
+        return min(count, fitting)
+    least_bytes = LEAST_BLOCKS * one_bytes
+    why = (
+        f"{LEAST_BLOCKS} blocks take {bytes_text(least_bytes)} and may take 1/{HOST_SHARE} of the "
+        f"{bytes_text(available_bytes)} of host memory that is free"
+    )
+    return NotRehearsed(why=why, host_bytes=HOST_SHARE * least_bytes)
+
+
+def _why(error: Exception) -> str:
+    """What failed, with the numbers of torch's long message where there was no memory."""
+    text = str(error).partition("\n")[0] or type(error).__name__
+    asked = re.search(rf"Tried to allocate ({_SIZE})", text)
+    if asked is None:
+        return text
+    allowed = re.search(rf"({_SIZE}) allowed", text)  # by `placement.budget_gib`
+    free = re.search(rf"of which ({_SIZE}) is free", text)
+    room = f" of the {allowed[1]} allowed" if allowed else f"; {free[1]} is free" if free else ""
+    return f"the GPU had no {asked[1]} left{room}"
 
 
 @dataclass
