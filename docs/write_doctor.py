@@ -28,8 +28,9 @@ current. -->
 ```
 fluxtrain doctor           # what was measured, what to change, whether the engine computes right
 fluxtrain doctor --fresh   # measure again; rates are kept for a week, or until torch,
-                           # OMP_NUM_THREADS or FLUXTRAIN_ISA change (for five minutes where no
-                           # memory was free to measure in), sizes never
+                           # OMP_NUM_THREADS or FLUXTRAIN_ISA change, sizes never; what could
+                           # not be measured is tried again after five minutes, or once there
+                           # is more of the memory that was lacking
 fluxtrain doctor --json    # the same for programs, and for a bug report
 ```
 

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from fluxtrain.hardware import adamw_rate as adamw_rate_module
 from fluxtrain.hardware.busy_bus import HostBytes, busy_bus
 from fluxtrain.hardware.machine import Machine, read_machine
+from fluxtrain.hardware.rate import TOO_LITTLE, Rate
 from fluxtrain.plan.calibration import NotRehearsed
 from fluxtrain.plan.facts import ModelFacts
 from fluxtrain.plan.rates import rates_from
@@ -151,6 +152,33 @@ def test_a_rehearsal_that_failed_is_told_and_tried_again_once_it_may_succeed(
     found = measured_constants(facts, large, "cuda", 4, model, batch_of)
     assert found.is_new and "rehearsed" not in found.source + caplog.text
     assert not measured_constants(facts, large, "cuda", 4, model, batch_of).is_new
+
+
+def test_rates_that_could_not_be_measured_beside_a_trial_are_measured_in_the_next_training(
+    tiny: Tiny, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny("llama", torch.bfloat16)
+    facts, tried = facts_of(model), calibrate(model, batch_of, torch.device("cpu"), (1, 4))
+    tried = replace(tried, adamw_per_s=None)
+    probed = dict.fromkeys(("h2d_pinned", "d2h_pinned", "adamw"))  # on a card that was full
+    bus: dict[str, Rate] = dict.fromkeys(("h2d_pinned", "d2h_pinned"), TOO_LITTLE)
+    adamw = [TOO_LITTLE]
+    trials: list[Any] = [tried]
+    monkeypatch.setattr(constants_module, "_probed", lambda: probed)
+    monkeypatch.setattr(constants_module, "calibrate", lambda *_, **__: trials.pop())
+    monkeypatch.setattr(constants_module, "bus_rates", lambda **_: bus)
+    monkeypatch.setattr(constants_module, "adamw_rate", lambda *_, **__: adamw[0])
+    first = measured_constants(facts, machine, "cuda", 4, model, batch_of)
+    assert isinstance(first.rates(has_gpu=True), str)
+    bus |= {"h2d_pinned": Rate(2e10, "64 MiB"), "d2h_pinned": Rate(3e10, "64 MiB")}
+    adamw[0] = Rate(4e9, "4 threads")
+    second = measured_constants(facts, machine, "cuda", 4, model, batch_of)
+    rates = second.rates(has_gpu=True)
+    assert not isinstance(rates, str)
+    assert (rates.h2d_bytes_per_s, rates.d2h_bytes_per_s, rates.adamw_per_s) == (2e10, 3e10, 4e9)
+    assert known_constants(facts, machine, "cuda", 4) == second
+    monkeypatch.setattr(constants_module, "adamw_rate", lambda *_, **__: pytest.fail("rated"))
+    assert measured_constants(facts, machine, "cuda", 4, model, batch_of) == second
 
 
 def test_a_model_that_cannot_be_rehearsed_is_told_so_in_its_plan_and_not_tried_again(

@@ -110,8 +110,8 @@ def test_old_rates_and_rates_of_a_wrong_clock_are_not_used(
     content = json.loads(kept.read_bytes())
     content["probe"]["measured_at_s"] = time.time() - age_days * 86_400
     kept.write_text(json.dumps(content))
-    assert probe(tmp_path).from_cache is is_used
-    assert len(counted) == (5 if is_used else 10)
+    probe(tmp_path)
+    assert counted.count("copy") == (1 if is_used else 2)
 
 
 @pytest.mark.parametrize("changed", ["OMP_NUM_THREADS", "FLUXTRAIN_ISA", "torch"])

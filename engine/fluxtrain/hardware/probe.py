@@ -3,14 +3,15 @@
 Sizes that change from minute to minute (free memory, free disk) are always read anew; rates are
 cached per machine and disk below $XDG_CACHE_HOME/fluxtrain and measured again after a week, after a
 change of the hardware, of torch, OMP_NUM_THREADS or FLUXTRAIN_ISA, with `fresh`, or when other
-programs slowed them down or left no memory for them and are gone now.
+programs slowed them down and are gone now. Those that could not be measured are tried again by
+themselves after some minutes, or as soon as there is more of the memory that was lacking.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
@@ -39,8 +40,8 @@ from fluxtrain.units import GIB, duration_text
 
 PROBE_LIMIT_S = 20.0
 LAST_START_S = 15.0  # each measurement takes 5 s at most, but the bus, which is the first
-LACKING_AGE_S = 300.0  # for so long it is believed that there is too little memory to measure in
-MORE_BYTES = GIB // 2  # or until so much more of it is free
+FAILED_AGE_S = 300.0  # for so long it is believed that something cannot be measured
+MORE_BYTES = GIB // 2  # or, for lack of memory, until so much more of it is free
 FORMAT = 3  # of the cache; a reader ignores another one
 GPU_RATES = (*BUS_RATES, "gpu_matmul", "pin")
 LATE = Rate(None, f"not measured: the {PROBE_LIMIT_S:g} s were used up")
@@ -59,6 +60,7 @@ class Probe:
     measured_at_s: float  # Unix time of the rates
     measuring_s: float  # what that took
     others_share: float | None = None  # of all processors, used by other programs meanwhile
+    tried_again_at_s: float | None = None  # Unix time: rates that had failed, by themselves
     from_cache: bool = False
 
     def rate(self, name: str) -> float | None:
@@ -89,9 +91,11 @@ class Probe:
     def age_text(self) -> str:
         """When the rates were measured, and how long that took."""
         took = duration_text(self.measuring_s)
-        when = f"{duration_text(self.age_s)} ago" if self.from_cache else "now"
+        again = not self.from_cache and self.tried_again_at_s is not None
+        when = f"{duration_text(self.age_s)} ago" if self.from_cache or again else "now"
         beside = beside_text(self.others_share, command="fluxtrain probe")
-        return f"measured {when} in {took}{beside}"
+        failed = ", what had failed again now" if again else ""
+        return f"measured {when} in {took}{failed}{beside}"
 
 
 def probe(run_dir: Path | str, fresh: bool = False, report: Report | None = None) -> Probe:
@@ -105,18 +109,26 @@ def probe(run_dir: Path | str, fresh: bool = False, report: Report | None = None
     machine, disk = read_machine(), read_disk(folder)
     place = _cache_path(machine, disk)
     cached = None if fresh else _cached(place)
-    if (
-        cached is not None
-        and not _has_room_again(cached, machine)
-        and not is_calm_after(cached.others_share)
-    ):
-        return replace(cached, machine=machine, disk=disk, from_cache=True)
+    if cached is not None and not is_calm_after(cached.others_share):
+        cached = replace(cached, disk=disk, from_cache=True)
+        failed_before = _worth_another_try(cached, machine)
+        if not failed_before:
+            return replace(cached, machine=machine)
+        measured = _tried_again(cached, failed_before, machine, folder, say)
+    else:
+        measured = _measured(machine, disk, folder, say)
+    if LATE not in measured.rates.values():
+        _keep(place, measured, say)
+    return measured
+
+
+def _measured(machine: Machine, disk: Disk, folder: Path, say: Report) -> Probe:
     start_s, before = time.monotonic(), read_use()
     rates = {
         **_unmeasurable(machine),
         **_measure(_measurements(machine, folder), start_s + LAST_START_S, say),
     }
-    measured = Probe(
+    return Probe(
         machine=machine,
         disk=disk,
         rates=rates,
@@ -124,9 +136,27 @@ def probe(run_dir: Path | str, fresh: bool = False, report: Report | None = None
         measuring_s=time.monotonic() - start_s,
         others_share=others_share(before),
     )
-    if LATE not in rates.values():
-        _keep(place, measured, say)
-    return measured
+
+
+def _tried_again(
+    cached: Probe, names: Container[str], machine: Machine, folder: Path, say: Report
+) -> Probe:
+    """With what had failed (`names`) measured anew, as far as that goes; all else stays, and its
+    age."""
+    start_s, before = time.monotonic(), read_use()
+    every = _measurements(machine, folder)
+    wanted = {what: one for what, one in every.items() if any(name in names for name in one[0])}
+    found = _measure(wanted, start_s + LAST_START_S, say)
+    better = {n: rate for n, rate in found.items() if rate.per_s is not None or n in names}
+    shares = (cached.others_share, others_share(before))
+    return replace(
+        cached,
+        machine=machine,
+        rates={**cached.rates, **better},
+        tried_again_at_s=time.time(),
+        others_share=max((share for share in shares if share is not None), default=None),
+        from_cache=False,
+    )
 
 
 def known_rates(run_dir: Path | str) -> dict[str, Rate]:
@@ -136,14 +166,23 @@ def known_rates(run_dir: Path | str) -> dict[str, Rate]:
     return {} if cached is None else dict(cached.rates)
 
 
-def _has_room_again(cached: Probe, machine: Machine) -> bool:
-    """Was there too little memory for a measurement, and may there be enough now?"""
-    if not any(rate.lacked_memory for rate in cached.rates.values()):
-        return False
+def _worth_another_try(cached: Probe, machine: Machine) -> frozenset[str]:
+    """The rates that could not be measured and may be now: all of them after some minutes, those
+    that no memory was free for as soon as there is more."""
+    missing = {
+        name: rate
+        for name, rate in cached.rates.items()
+        if rate.per_s is None and (machine.gpus or name not in GPU_RATES)
+    }
+    tried_at_s = cached.tried_again_at_s or cached.measured_at_s
+    if time.time() - tried_at_s > FAILED_AGE_S:
+        return frozenset(missing)
     then, now = ([one.memory_available_bytes, *(gpu.memory_free_bytes for gpu in one.gpus)]
                  for one in (cached.machine, machine))  # fmt: skip
     grown = (b - a for a, b in zip(then, now, strict=False) if a is not None and b is not None)
-    return cached.age_s > LACKING_AGE_S or any(more >= MORE_BYTES for more in grown)
+    if not any(more >= MORE_BYTES for more in grown):
+        return frozenset()
+    return frozenset(name for name, rate in missing.items() if rate.lacked_memory)
 
 
 def _measurements(machine: Machine, folder: Path) -> dict[str, tuple[tuple[str, ...], Measurement]]:

@@ -106,7 +106,7 @@ def known_constants(
             "tried here yet, which `fluxtrain train` does",
         )
     return Constants(
-        per_s={**found.per_s, **probed},
+        per_s=_either(found.per_s, probed),
         calibration=found.calibration,
         source=_source(found.calibration),
     )
@@ -144,8 +144,9 @@ def _measured(
 ) -> Constants:
     mixed = mixed_of is not None
     known = known_constants(facts, machine, device, batch_rows, mixed=mixed, eager=eager)
+    place = _place(facts, machine, device, batch_rows, mixed=mixed, eager=eager)
     if known.calibration is not None and not _tries_again(known.calibration, machine):
-        return known
+        return _completed(known, known.calibration, place, facts, machine, device, eager=eager)
     assert facts.row is not None
     rows = trial_rows(facts.row.sequence_length, batch_rows, _trial_tokens(device))
     fewer = trial_rows(facts.row.sequence_length, batch_rows, CHUNK_TOKENS)
@@ -157,14 +158,40 @@ def _measured(
         return replace(known, source=f"{known.source} ({reason})")
     tried = replace(tried, **_adamw_rates(facts, machine, device, tried, eager=eager))
     rates = _missing_rates(known.per_s, machine, device)
-    place = _place(facts, machine, device, batch_rows, mixed=mixed, eager=eager)
-    _write(place, _Kept(FORMAT, rates, tried))
+    _write(place, rates, tried)
     return Constants(
-        per_s={**rates, **known.per_s},
+        per_s=_either(rates, known.per_s),
         calibration=tried,
         source=_source(tried),
         is_new=True,
     )
+
+
+def _completed(
+    known: Constants,
+    tried: Calibration,
+    place: Path,
+    facts: ModelFacts,
+    machine: Machine,
+    device: str,
+    *,
+    eager: bool,
+) -> Constants:
+    """With the rates that could not be measured when the block was tried, and can be now."""
+    adamw = _adamw_rates(facts, machine, device, tried, eager=eager)
+    rates = _missing_rates(known.per_s, machine, device)
+    if not rates and not any(adamw.values()):
+        return known
+    tried = replace(tried, **adamw)
+    _write(place, rates, tried)
+    return replace(known, per_s=_either(rates, known.per_s), calibration=tried)
+
+
+def _either(
+    measured: Mapping[str, float], probed: Mapping[str, float | None]
+) -> dict[str, float | None]:
+    """The probe's rates, and what was measured for a trial where it has none."""
+    return {**probed, **measured, **{name: rate for name, rate in probed.items() if rate}}
 
 
 def _trial_tokens(device: str) -> int:
@@ -304,10 +331,13 @@ def _read(place: Path) -> _Kept | None:
     return kept if usable else None
 
 
-def _write(place: Path, kept: _Kept) -> None:
-    """A cache that cannot be written costs a new measurement next time, no more."""
+def _write(place: Path, rates: Mapping[str, float], tried: Calibration) -> None:
+    """`rates` beside those that are there. A cache that cannot be written costs a new measurement
+    next time, no more."""
+    before = _read(place)
+    every = {**({} if before is None else before.per_s), **rates}
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
-        write_json(place, kept)
+        write_json(place, _Kept(FORMAT, every, tried))
     except (OSError, FluxTrainError):
         return
