@@ -6,9 +6,11 @@ The front door imports nothing heavy; torch comes with the first use of `wrap`.
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
 
+TYPE_CHECKING = False  # as `typing` would say, which takes longer than all else here
 if TYPE_CHECKING:
+    from typing import Any
+
     from fluxtrain.stream.grad_scaler import GradScaler
     from fluxtrain.stream.wrapping import auto_wrap, sync, unwrap, wrap
 

@@ -9,7 +9,9 @@ import importlib.util
 import pkgutil
 import subprocess
 import sys
+from pathlib import Path
 
+ROOT = Path(__file__).parents[2]
 TORCH = {"torch", "transformers", "peft", "accelerate", "numpy", "safetensors", "tokenizers"}
 APP = {"textual", "fluxtui"}
 
@@ -39,6 +41,21 @@ def brought_in_by(*modules: str) -> set[str]:
 
 def test_the_front_door_is_light() -> None:
     assert not brought_in_by("fluxtrain") & (TORCH | APP | {"pydantic", "msgspec", "ctypes"})
+
+
+def test_a_command_looks_after_ctrl_c_before_python_has_read_much() -> None:
+    """What is imported before that shows Python's own traceback."""
+    code = (
+        "import sys; sys.path[:0] = sys.argv[1:]; from fluxtrain.__main__ import main; "
+        "print(*sys.modules)"
+    )
+    finished = subprocess.run(
+        [sys.executable, "-S", "-c", code, str(ROOT / "engine")], check=True, capture_output=True,
+        text=True,
+    )  # fmt: skip
+    brought = set(finished.stdout.split())
+    assert "fluxtrain.starting" in brought
+    assert not brought & {"typing", "enum", "re", "signal"}
 
 
 def test_units_and_errors_are_of_the_standard_library_alone() -> None:
