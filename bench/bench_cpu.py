@@ -3,8 +3,8 @@
     make bench-cpu
 
 Each kernel is timed beside a stream that reads and writes what it does and computes nothing, so
-that its rate is the most that memory allows. Kernels and streams take turns, and every number is a
-median of rounds: on a machine that is shared, ratios of neighbours mean more than rates.
+that its rate is the most that memory allows. Kernels and streams take turns. Rates are medians of
+rounds, and ratios medians of each round's own: a machine that is shared changes between rounds.
 
 The engine's cost is a wrapped model of tiny blocks against the plain model with the same
 recomputation: microseconds a block, forward and backward, that a block of any size pays.
@@ -46,6 +46,8 @@ from fluxtrain.plan.states import STATE_BLOCK
 
 HYPER = Hyper(lr=1e-4)
 BLOCKS, WIDTH, ROWS = 24, 64, 8
+FP32 = "adamw, fp32 states"
+LEAST_S = 5.0  # of rounds, with each number of threads
 
 
 def written(values: Tensor) -> Tensor:
@@ -127,17 +129,17 @@ class Row:
 def rows_of(a: Arena) -> list[Row]:
     """Everything that is measured."""
     codes = (a.states8.m, a.states8.v)
-    return [
+    return [  # each kernel behind its stream, and 8-bit states behind fp32 ones
         Row("stream, fp32 states", 26, lambda t: a.stream("stream_split", a.m, a.v, t)),
-        Row("stream, weights", 18, lambda t: a.stream("stream_weights", a.m, a.v, t)),
-        Row("stream, moments", 18, a.stream_moments),
-        Row("stream, bf16 states", 18, lambda t: a.stream("stream16", a.m16, a.v16, t)),
-        Row("stream, 8-bit states", 14, lambda t: a.stream("stream8", *codes, t)),
-        Row("adamw, fp32 states", 26, lambda t: a.split(a.grad, t), "stream, fp32 states"),
-        Row("adamw, weights alone", 18, a.weights, "stream, weights"),
-        Row("adamw, moments alone", 18, a.moments, "stream, moments"),
-        Row("adamw, bf16 states", 18, a.split16, "stream, bf16 states"),
+        Row(FP32, 26, lambda t: a.split(a.grad, t), "stream, fp32 states"),
         Row("adamw, 8-bit states", 14.06, a.split8, "stream, 8-bit states"),
+        Row("stream, 8-bit states", 14, lambda t: a.stream("stream8", *codes, t)),
+        Row("stream, weights", 18, lambda t: a.stream("stream_weights", a.m, a.v, t)),
+        Row("adamw, weights alone", 18, a.weights, "stream, weights"),
+        Row("stream, moments", 18, a.stream_moments),
+        Row("adamw, moments alone", 18, a.moments, "stream, moments"),
+        Row("stream, bf16 states", 18, lambda t: a.stream("stream16", a.m16, a.v16, t)),
+        Row("adamw, bf16 states", 18, a.split16, "stream, bf16 states"),
         Row("adamw, f32 grad", 28, lambda t: a.split(a.grad_f32, t)),
         Row("adamw, f32 weights", 28, a.f32),
         Row("accumulate bf16", 10, lambda t: accumulate_(a.p, a.grad, threads=t)),
@@ -145,32 +147,40 @@ def rows_of(a: Arena) -> list[Row]:
     ]
 
 
-def medians(runs: list[Callable[[], object]], rounds: int) -> list[float]:
-    """Seconds of each, called in turn; the first round is not counted."""
+def turns(runs: list[Callable[[], object]], rounds: int, least_s: float = 0) -> list[list[float]]:
+    """Seconds of each in every round, called in turn: `rounds` at least, and more for `least_s`;
+    the first round is not counted."""
     seconds: list[list[float]] = [[] for _ in runs]
-    for round_number in range(rounds + 1):
+    ends_s, count = time.perf_counter() + least_s, 0
+    while count <= rounds or time.perf_counter() < ends_s:
         for run, taken in zip(runs, seconds, strict=True):
             start = time.perf_counter()
             run()
-            if round_number:
+            if count:
                 taken.append(time.perf_counter() - start)
-    return [statistics.median(taken) for taken in seconds]
+        count += 1
+    return seconds
+
+
+def faster(before: list[float], after: list[float]) -> float:
+    """How many times: of rounds, since what other programs do changes between them."""
+    return statistics.median(old / new for old, new in zip(before, after, strict=True))
 
 
 def measure(arena: Arena, threads: int, rounds: int) -> list[dict[str, Any]]:
     """Elements a second of each kernel, against its stream's and against AdamW with fp32 states."""
     rows = rows_of(arena)
     calls = [lambda row=row: row.run(threads) for row in rows]  # type: ignore[misc]
-    seconds = dict(zip((row.name for row in rows), medians(calls, rounds), strict=True))
+    seconds = dict(zip((row.name for row in rows), turns(calls, rounds, LEAST_S), strict=True))
     return [
         {
             "isa": _native.isa(),
             "threads": threads,
             "name": row.name,
-            "per_s": arena.n / seconds[row.name],
-            "bytes_per_s": arena.n * row.element_bytes / seconds[row.name],
-            "of_stream": seconds[row.stream] / seconds[row.name] if row.stream else None,
-            "of_fp32": seconds["adamw, fp32 states"] / seconds[row.name],
+            "per_s": arena.n / (median_s := statistics.median(seconds[row.name])),
+            "bytes_per_s": arena.n * row.element_bytes / median_s,
+            "of_stream": faster(seconds[row.stream], seconds[row.name]) if row.stream else None,
+            "of_fp32": faster(seconds[FP32], seconds[row.name]),
         }
         for row in rows
     ]
@@ -231,7 +241,9 @@ def engine_overhead_us(offload: str, rounds: int) -> tuple[float, float]:
         model(x.clone().requires_grad_()).backward()
         model.zero_grad()
 
-    both = medians([lambda: pass_of(plain), lambda: pass_of(wrapped)], rounds)
+    both = list(
+        map(statistics.median, turns([lambda: pass_of(plain), lambda: pass_of(wrapped)], rounds))
+    )
     fluxtrain.unwrap(wrapped)
     return both[0] / BLOCKS * 1e6, (both[1] - both[0]) / BLOCKS * 1e6
 
