@@ -94,14 +94,12 @@ def head_slices(
 
 
 def heads_for(facts: ModelFacts, wishes: Wishes) -> tuple[Head, ...]:
-    """How the head may be copied, what is preferred first. A tied one comes in slices only where
-    that is asked for: no GPU has computed with one yet."""
+    """How the head may be copied, what is preferred first."""
     if not comes_apart(facts):
         return ("whole",)
     if wishes.head != "auto":
         return (wishes.head,)
-    assert facts.head is not None
-    return ("whole",) if facts.head.tied else ("whole", "slices")
+    return ("whole", "slices")
 
 
 def comes_apart(facts: ModelFacts) -> bool:
@@ -134,8 +132,6 @@ def _sizes(head: HeadFacts, chosen: Head) -> str:
     part = bytes_text(words * head.word_bytes)
     if chosen == "whole" and _ON_DEVICE * words >= head.words:
         return f"two slices of {part}, there at a time, would hold all of its {size}"
-    if head.tied:
-        return f"tied: slices of {part} take less of the device than {size}, and are taken when set"
     if chosen == "whole":
         return f"slices of {part} take less of the device than {size}, and more time"
     return (

@@ -30,7 +30,7 @@ from fluxtrain.plan.spread import DeviceFirst
 STOPS = {"fast": 1.0, "balanced": 0.5, "fit": 0.0}
 GPU_CHUNK_TOKENS = 16_384  # larger chunks use a GPU better still, if there is room for them
 RESIDENT_STEPS = 4  # numbers of resident blocks that are tried beside each number of groups
-SLICES_GAIN = 1.03  # a head in slices has to be faster by so much: the prediction errs as far
+SLICES_GAIN = 1.02  # a head in slices has to be faster by so much: the prediction errs as far
 _DIGITS = 9  # of seconds: sums of the same in another order are equal
 
 Preference = tuple[float, float, int, int]  # the smaller, the better

@@ -282,8 +282,8 @@ class PlacementSettings(Section):
         description="how the weight of the output layer, where it is in host memory, is copied to "
         "the device: the whole of it, or in slices of its words, two of which are there at a time "
         "(it is copied twice then, and its logits are computed twice; a tied one, where its "
-        "embedding is looked up by rows); auto takes slices of an untied one where that is "
-        "predicted faster by 3 %, or nothing fits otherwise",
+        "embedding is looked up by rows); auto takes slices where that is "
+        "predicted faster by 2 %, or nothing fits otherwise",
     )
     budget_gib: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
         default=None, description="device memory that may be used, in GiB; all of it when left out"
