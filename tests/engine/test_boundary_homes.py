@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -93,11 +94,74 @@ def test_memory_is_freed_after_its_copies(locks: Granted) -> None:
             order.append(f"waited with {locks.locked_bytes} bytes locked")
 
     home = BoundaryHomes().take(4096)
-    home.copies = (Late(),)
+    home.copies = [Late()]
     del home
     gc.collect()
     assert order == ["waited with 4096 bytes locked"]
     assert locks.locked_bytes == 0
+
+
+def test_memory_is_freed_after_its_copies_when_a_collection_finds_all_at_once(
+    device: CpuDevice, locks: Granted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a model that was dropped with the exception of its forward pass."""
+    early: list[bool] = []
+    starts, made = threading.Event(), threading.Event()
+    monkeypatch.setattr(locks, "_unregister", lambda _: early.append(not made.is_set()))
+    device._down.submit(starts.wait)
+    gc.disable()
+    try:
+        park = BoundaryPark(device)
+        everything: list[Any] = [park, park.park([numbers(1000, 1.0)], [True])]
+        everything.append(everything)  # only a collection frees it
+        device._down.submit(made.set)
+        del park, everything
+        threading.Timer(0.3, starts.set).start()
+        gc.collect()
+    finally:
+        gc.enable()
+    assert early == [False]
+
+
+def test_a_thread_that_copies_may_give_memory_back_while_its_copy_is_waited_for(
+    locks: Granted,
+) -> None:
+    """The collector frees what it finds on any thread, on that of the copies too."""
+    homes = BoundaryHomes()
+    small, other = homes.take(1000), homes.take(1000)
+
+    class Late:
+        in_time = False
+
+        def wait_host(self) -> None:
+            thread = threading.Thread(target=homes.give_back, args=(other,), daemon=True)
+            thread.start()
+            thread.join(5)
+            self.in_time = not thread.is_alive()
+
+    copy = Late()
+    small.copies = [copy]
+    homes.give_back(small)
+    del small
+    homes.take(2000)
+    assert copy.in_time
+
+
+def test_memory_that_is_not_locked_is_let_go_at_once(locks: Granted) -> None:
+    """The thread that copies holds it, and may itself be the one that lets go."""
+
+    class Late:
+        waited = False
+
+        def wait_host(self) -> None:
+            self.waited = True
+
+    locks.limit_bytes = 0
+    home, copy = BoundaryHomes().take(4096), Late()
+    home.copies = [copy]
+    del home
+    gc.collect()
+    assert not copy.waited
 
 
 def test_sizes_that_differ_do_not_pile_up(locks: Granted) -> None:

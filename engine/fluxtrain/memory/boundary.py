@@ -47,7 +47,6 @@ class Parked:
         if self.back is not None:  # never fetched: the backward pass raised
             self.for_copies(self.back)
         if self.home is not None:
-            self.home.copies = [copy for copy in (self.ticket, self.returned) if copy is not None]
             self.home.unordered = self.returned if self.back is not None else None
             self.give_back(self.home)
 
@@ -74,6 +73,8 @@ class BoundaryPark:
                 home, host = self._place(tensor)
                 source = tensor.detach()
                 ticket = self._device.download(host, source)
+                if home is not None:
+                    home.copies = [ticket]
                 self._device.recorder.copied("d2h", "activations", "", ticket)
                 gone[i] = Parked(
                     host, ticket, source, source._version, self._last, self._device.for_copies,
@@ -117,7 +118,7 @@ class BoundaryPark:
         if not self._device.pins or tensor.numel() == 0:
             return None, torch.empty(tensor.shape, dtype=tensor.dtype)
         home = self._homes.take(tensor.nbytes)
-        return home, home.tensor(tensor)
+        return home, home.tensor_like(tensor)
 
     def _bring_back(self, parked: Parked) -> None:
         if parked.back is not None or parked.stays is not None:
@@ -126,4 +127,6 @@ class BoundaryPark:
         parked.returned = self._device.upload(
             parked.back, parked.host, None, self._device.mark(), follows=parked.ticket
         )
+        if parked.home is not None:
+            parked.home.copies = [parked.ticket, parked.returned]
         self._device.recorder.copied("h2d", "activations", "", parked.returned)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -25,23 +24,27 @@ class Copy(Protocol):
         """Until it has been made."""
 
 
-class Home:
-    """Memory for one tensor. It is freed once the copies from and to it have been made."""
+class Home(HostArena):
+    """Memory for one tensor. It is unlocked once the copies from and to it have been made.
+
+    An arena itself, not the owner of one: the collector finalizes what it finds in any order.
+    """
 
     def __init__(self, size_bytes: int) -> None:
-        self.arena = HostArena(size_bytes, pin=True)
-        self.size_bytes = size_bytes
-        self.copies: Sequence[Copy] = ()  # of its last use
+        self.copies: list[Copy] = []  # of its last use, noted as they begin
         self.unordered: Copy | None = None  # one of them that the computation did not wait for
+        super().__init__(size_bytes, pin=True)
 
-    def tensor(self, like: Tensor) -> Tensor:
-        """Memory for `like`'s elements, in its shape."""
-        return self.arena.tensor(like.dtype, like.numel(), 0).view(like.shape)
+    def tensor_like(self, tensor: Tensor) -> Tensor:
+        """Memory for `tensor`'s elements, in its shape."""
+        return self.tensor(tensor.dtype, tensor.numel(), 0).view(tensor.shape)
 
     def __del__(self) -> None:
-        for copy in getattr(self, "copies", ()):
-            with contextlib.suppress(Exception):  # it was never made
-                copy.wait_host()
+        if getattr(self, "pinned_bytes", 0):  # or a thread copies, which holds the memory itself
+            for copy in self.copies:
+                with contextlib.suppress(Exception):  # it was never made
+                    copy.wait_host()
+        super().__del__()
 
 
 class BoundaryHomes:
@@ -72,10 +75,12 @@ class BoundaryHomes:
             for size in sizes:
                 if size >= size_bytes:
                     return self._pop(size)
-            if not sizes:
-                return Home(size_bytes)
-            self._pop(sizes[-1])  # its place is taken by a larger one
-            return Home(max(size_bytes, int(_GROWTH * sizes[-1])))
+            too_small = self._pop(sizes[-1]) if sizes else None
+        if too_small is None:
+            return Home(size_bytes)
+        larger_bytes = max(size_bytes, int(_GROWTH * too_small.size_bytes))
+        del too_small  # unguarded: whoever makes the copies that it waits for may give one back
+        return Home(larger_bytes)
 
     def _pop(self, size: int) -> Home:
         homes = self._free[size]
