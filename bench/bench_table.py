@@ -167,7 +167,11 @@ def earlier(names: Iterable[str], out: Path, here: str) -> dict[str, Row]:
     rows = {}
     for name in names:
         path = out / f"{name}.json"
-        found = json.loads(path.read_text()) if path.exists() else {}
+        try:
+            found = json.loads(path.read_text()) if path.exists() else {}
+        except ValueError:
+            print(f"{path}: left out, it was not written to its end", file=sys.stderr)
+            continue
         if found and found.get("gpu") != here:
             print(f"{path}: left out, it is not known to be of this GPU", file=sys.stderr)
         elif found:

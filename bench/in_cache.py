@@ -28,13 +28,14 @@ PARAMETERS = 32_768  # 450 KB with fp32 states, 260 with 8-bit ones
 KINDS = ("fp32", "8bit")
 BLOCK = 256  # parameters of a scale
 FIRST_S = 1.0  # until all have started, and 0.05 for each
-LEAST_S = 10.0  # for the longest wait
+SLACK_S = 10.0  # for the rest, until all have told
 
 
 def rates(threads: int, seconds: float = 0.5) -> dict[str, float]:
     """Parameters a second of so many threads together, by kind of states. Raises RuntimeError if a
-    process was not ready in time."""
+    process was not ready, or not done, in time."""
     begins_s = time.time() + FIRST_S + 0.05 * threads
+    ends_s = begins_s + len(KINDS) * seconds + SLACK_S
     arguments = [__file__, "--begins-s", str(begins_s), "--seconds", str(seconds)]
     with ExitStack() as started:
         processes = [
@@ -43,7 +44,10 @@ def rates(threads: int, seconds: float = 0.5) -> dict[str, float]:
             )
             for _ in range(threads)
         ]
-        told = [p.communicate(timeout=LEAST_S + begins_s - time.time()) for p in processes]
+        try:
+            told = [p.communicate(timeout=ends_s - time.time()) for p in processes]
+        except subprocess.TimeoutExpired as error:
+            raise RuntimeError(f"not done {SLACK_S:g} s after the time: busy") from error
     for process, (_, errors) in zip(processes, told, strict=True):
         if process.returncode != 0:
             told_why = errors.decode(errors="replace").strip()[-300:]

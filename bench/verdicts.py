@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -53,9 +54,10 @@ def beside(row: Row, rows: Mapping[str, Row]) -> str:
 
 
 def furthest(losses: list[float], reference: list[float]) -> float:
-    """The largest relative difference within the first steps."""
+    """The largest relative difference within the first steps; NaN where any is none."""
     pairs = list(zip(losses, reference, strict=False))[:COMPARED_STEPS]
-    return max(abs(mine - other) / abs(other) for mine, other in pairs)
+    found = [abs(mine - other) / abs(other) for mine, other in pairs]
+    return math.nan if any(map(math.isnan, found)) else max(found)
 
 
 def verdict(good: bool) -> str:

@@ -112,6 +112,16 @@ def test_rows_of_another_machine_are_left_out(
     assert "3b-32-bf16.json: left out" in capsys.readouterr().err
 
 
+def test_a_row_that_was_not_written_to_its_end_is_left_out(
+    bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bench("--only", "3b-32-bf16")
+    (tmp_path / "out" / "3b-32-bf16.json").write_text('{"step_s": 0.')
+    assert "Not run: 3b-8-bf16" in bench("--only", "3b-32-exact")
+    assert "3b-32-bf16.json: left out" in capsys.readouterr().err
+    assert "| 3b-32-bf16 |" in bench("--only", "3b-32-bf16")
+
+
 def test_a_row_that_fails_again_leaves_nothing_of_its_earlier_result(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -60,6 +60,13 @@ def test_losses_are_compared_over_the_first_twenty_steps(last: float, word: str)
     assert "0.40 s: MISSED" in wanted
 
 
+@pytest.mark.parametrize("at", [0, 5])
+def test_a_loss_that_is_no_number_is_not_the_same(at: int) -> None:
+    rows = {"a": found(1, [9.0] * 20), "b": found(1, [9.0] * 20)}
+    rows["a"]["losses"][at] = float("nan")
+    assert "losses NOT the same (nan)" in judged({"name": "a", "losses": "b"}, rows)
+
+
 def test_a_row_that_failed_says_why_and_the_others_stand() -> None:
     rows = {"a": {"error": "not done in 240 s"}, "b": found(10, [])}
     assert "not done in 240 s" in bench_table.line({"name": "a"}, rows)
