@@ -19,6 +19,7 @@ from fluxtrain.memory.boundary_homes import BoundaryHomes
 from fluxtrain.memory.device import CpuDevice
 from fluxtrain.memory.page_locks import PageLocks
 from fluxtrain.stream.engine import engine_of
+from fluxtrain.stream.resettle import resettle
 
 
 class Granted(PageLocks):
@@ -209,3 +210,22 @@ def test_boundaries_give_their_locks_back_with_the_engine(
     del model
     gc.collect()
     assert locks.locked_bytes == 0
+
+
+def test_blocks_that_keep_activations_from_now_on_leave_no_memory_behind(
+    tiny: Any, batch: Any, locks: Granted
+) -> None:
+    model = tiny("llama", torch.bfloat16, num_hidden_layers=4)
+    fluxtrain.wrap(model, offload="weights", boundaries="host", resident_blocks=4)
+    engine = engine_of(model)
+    model(**batch()).loss.backward()
+    before, attempts = locks.locked_bytes, locks.attempts
+    for kept in (0, 3):
+        assert (locks.attempts, locks.locked_bytes) == (attempts, before)
+        resettle(
+            engine, device_groups=engine.plan.device_groups, resident_blocks=4, kept_blocks=kept,
+            slots=engine.plan.slots, chunk_rows=engine.chunk_rows, need=engine.plan.need,
+        )  # fmt: skip
+        model(**batch()).loss.backward()
+    assert [unit.keeps for unit in engine.units].count(True) == 3
+    assert before - locks.locked_bytes == 3 * 4 * 10 * 32 * 2  # blocks, rows, tokens, bf16

@@ -113,6 +113,10 @@ class BoundaryPark:
         """The one that was parked last, while its pass lives."""
         return self._last()
 
+    def give_back(self) -> None:
+        """Free the host memory that no boundary waits in now."""
+        self._homes.clear()
+
     def _place(self, tensor: Tensor) -> tuple[Home | None, Tensor]:
         """Host memory for `tensor`."""
         if not self._device.pins or tensor.numel() == 0:

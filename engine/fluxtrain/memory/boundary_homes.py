@@ -69,6 +69,12 @@ class BoundaryHomes:
         with self._guard:
             self._free.setdefault(home.size_bytes, deque()).append(home)
 
+    def clear(self) -> None:
+        """Give the memory back of all that are free."""
+        with self._guard:
+            gone, self._free = self._free, {}
+        gone.clear()
+
     def _taken(self, size_bytes: int) -> Home:
         with self._guard:
             sizes = [size_bytes] if size_bytes in self._free else sorted(self._free)

@@ -76,6 +76,8 @@ def resettle(
         renew_state(owner for owners in engine.owners.values() for owner in owners.values())
     gone.clear()
     moves.clear()
+    if kept_blocks > engine.plan.kept_blocks:  # whose boundaries waited on the host
+        engine.park.give_back()
     _tidy(engine, at_home)
     engine.plan = replace(
         engine.plan,
