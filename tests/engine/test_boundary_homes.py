@@ -178,6 +178,18 @@ def test_sizes_that_differ_do_not_pile_up(locks: Granted) -> None:
     assert locks.attempts == 4 * 4  # 1000, 1250, 1562 and 1953 bytes
 
 
+def test_small_ones_whose_size_differs_do_not_take_the_memory_of_large_ones(
+    locks: Granted,
+) -> None:
+    homes = BoundaryHomes()
+    for small in (1000, 1100, 900, 1300, 2500):
+        held = [homes.take(size) for _ in range(4) for size in (small, 1_000_000)]
+        for home in held:
+            homes.give_back(home)
+        del held, home
+    assert locks.locked_bytes <= 4 * (1_000_000 + 2500)
+
+
 def test_a_training_takes_memory_in_its_first_step_alone(
     tiny: Any, batch: Any, locks: Granted
 ) -> None:

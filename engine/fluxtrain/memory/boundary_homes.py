@@ -15,6 +15,7 @@ from torch import Tensor
 from fluxtrain.memory.arena import HostArena
 
 _GROWTH = 5 / 4  # of one that was too small: where sizes differ, few are made anew
+_WASTE = 8  # times: one so much larger is left to what needs it, if a smaller one can be replaced
 
 
 class Copy(Protocol):
@@ -77,11 +78,13 @@ class BoundaryHomes:
 
     def _taken(self, size_bytes: int) -> Home:
         with self._guard:
-            sizes = [size_bytes] if size_bytes in self._free else sorted(self._free)
-            for size in sizes:
-                if size >= size_bytes:
-                    return self._pop(size)
-            too_small = self._pop(sizes[-1]) if sizes else None
+            if size_bytes in self._free:
+                return self._pop(size_bytes)
+            smaller = [size for size in self._free if size < size_bytes]
+            larger = [size for size in self._free if size > size_bytes]
+            if larger and (min(larger) <= _WASTE * size_bytes or not smaller):
+                return self._pop(min(larger))
+            too_small = self._pop(max(smaller)) if smaller else None
         if too_small is None:
             return Home(size_bytes)
         larger_bytes = max(size_bytes, int(_GROWTH * too_small.size_bytes))
