@@ -26,6 +26,7 @@ import torch
 import yaml
 from gpu_engines import DeepSpeedLoop, FluxLoop, Loop, MastersLoop, ResidentLoop
 from memory_watch import GIB, MemoryWatch
+from random_model import random_model
 from step_timeline import StepTimeline
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -56,20 +57,6 @@ def corpus(vocabulary: int) -> torch.Tensor:
     return pairs % vocabulary
 
 
-def build(shape: str) -> Qwen2ForCausalLM:
-    """The model in bf16 with random weights, made on the GPU."""
-    config = Qwen2Config(**SHAPES[shape])
-    config._attn_implementation = "sdpa"
-    torch.manual_seed(0)
-    previous = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        with torch.device("cuda"):
-            return Qwen2ForCausalLM(config).train()
-    finally:
-        torch.set_default_dtype(previous)
-
-
 def main() -> None:
     """One measurement; see the module."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -86,6 +73,7 @@ def main() -> None:
     parser.add_argument("--states", default="fp32", choices=("fp32", "bf16", "8bit"))
     parser.add_argument("--moments", default="auto", choices=MOMENTS_WISHES)
     parser.add_argument("--eager", action="store_true", help="no clipping, update at once")
+    parser.add_argument("--unclipped", action="store_true", help="resident-fp32 does not clip")
     parser.add_argument("--budget-gib", type=float, default=23.0)
     parser.add_argument("--learning-rate", type=float, default=2e-4)
     parser.add_argument("--kernels", default="auto", choices=("auto", "liger", "torch"))
@@ -98,18 +86,19 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     watch = MemoryWatch()
-    if options.engine == "flux":
-        total = torch.cuda.get_device_properties(0).total_memory
-        torch.cuda.set_per_process_memory_fraction(
-            min(1.0, (options.budget_gib - CONTEXT_GIB) * GIB / total)
-        )
     watch.start()
-    row = run(options)
+    row = run(options, watch)
     watch.stop()
     row |= watch.figures(row)
     print(json.dumps({**row, "losses": [round(loss, 3) for loss in row["losses"][:20]]}))
     if options.json:
         options.json.write_text(json.dumps(row, indent=1))
+
+
+def cap_memory(budget_gib: float) -> None:
+    """Hold what torch takes of the GPU to the budget less CUDA's own share."""
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(1.0, (budget_gib - CONTEXT_GIB) * GIB / total))
 
 
 def wrapped(
@@ -120,8 +109,6 @@ def wrapped(
     import fluxtrain
     from fluxtrain.stream.engine import engine_of
 
-    model.cpu()
-    torch.cuda.empty_cache()
     budget_bytes = int((options.budget_gib - CONTEXT_GIB) * GIB)
     plan, told = planned(model, options, budget_bytes)
     fluxtrain.wrap(
@@ -229,13 +216,17 @@ class Losses:
         return float(here)
 
 
-def run(options: argparse.Namespace) -> dict[str, Any]:
+def run(options: argparse.Namespace, watch: MemoryWatch) -> dict[str, Any]:
     """Train some steps and return the row."""
     started_s = time.perf_counter()
-    model = build(options.shape)
+    target = torch.device("cpu" if options.engine == "flux" else "cuda")
+    model = random_model(Qwen2Config(**SHAPES[options.shape]), target, torch.device("cuda"))
+    if options.engine == "flux":
+        cap_memory(options.budget_gib)
     parameters = sum(weight.numel() for weight in model.parameters())  # ZeRO-3 leaves empty ones
     loop, engine, plan, told = made(model, options)
     setup_s = time.perf_counter() - started_s
+    watch.ends_setup()
     tokens = corpus(model.config.vocab_size)
     timeline = StepTimeline(engine) if engine else None
     losses = Losses(options.steps)
@@ -281,7 +272,12 @@ def made(
     if options.engine == "resident":
         return ResidentLoop(model, rate), None, None, {"kernels": kernels}
     if options.engine == "resident-fp32":
-        return MastersLoop(model, rate), None, None, {"kernels": kernels}
+        return (
+            MastersLoop(model, rate, clipped=not options.unclipped),
+            None,
+            None,
+            {"kernels": kernels},
+        )
     stage = int(options.engine[-1])
     return DeepSpeedLoop(model, rate, stage, options.batch), None, None, {"kernels": kernels}
 

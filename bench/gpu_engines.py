@@ -1,7 +1,7 @@
 """What is compared on the GPU: FluxTrain, the loop without it, and DeepSpeed where it is installed.
 
-Each takes the same model, gradient clipping at 1.0 (unless eager), AdamW and recomputation, and
-gives the loss of a step as a tensor that is still on the device.
+Each takes the same model, gradient clipping at 1.0 (unless eager or unclipped), AdamW and
+recomputation, and gives the loss of a step as a tensor that is still on the device.
 """
 
 from __future__ import annotations
@@ -60,9 +60,10 @@ class ResidentLoop:
 
 
 class MastersLoop:
-    """Everything on the GPU, fused AdamW with fp32 states on fp32 masters of the bf16 weights."""
+    """Everything resident, fused AdamW with fp32 states on fp32 masters of the bf16 weights."""
 
-    def __init__(self, model: Qwen2ForCausalLM, rate: float) -> None:
+    def __init__(self, model: Qwen2ForCausalLM, rate: float, *, clipped: bool = True) -> None:
+        self._clipped = clipped
         model.gradient_checkpointing_enable({"use_reentrant": False})
         self._model = model
         self._weights = list(model.parameters())
@@ -75,7 +76,8 @@ class MastersLoop:
         for weight, master in zip(self._weights, self._masters, strict=True):
             assert weight.grad is not None
             master.grad, weight.grad = weight.grad.float(), None
-        torch.nn.utils.clip_grad_norm_(self._masters, MAX_NORM)
+        if self._clipped:
+            torch.nn.utils.clip_grad_norm_(self._masters, MAX_NORM)
         self._optimizer.step()
         self._optimizer.zero_grad()
         with torch.no_grad():

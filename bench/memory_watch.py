@@ -26,7 +26,9 @@ class MemoryWatch(threading.Thread):
         super().__init__(daemon=True)
         torch.ones(1, device="cuda").add_(1)
         torch.cuda.synchronize()
-        self.device_bytes = self.host_bytes = 0
+        self.device_bytes = 0
+        self.host_bytes = {"setup": 0, "training": 0}
+        self._phase = "setup"
         self.empty_host_bytes = psutil.Process().memory_info().rss
         self._ended = threading.Event()
         pynvml.nvmlInit()
@@ -38,7 +40,12 @@ class MemoryWatch(threading.Thread):
             for entry in pynvml.nvmlDeviceGetComputeRunningProcesses(self._handle):
                 if entry.pid == os.getpid() or entry.usedGpuMemory is not None:
                     self.device_bytes = max(self.device_bytes, entry.usedGpuMemory or 0)
-            self.host_bytes = max(self.host_bytes, process.memory_info().rss)
+            phase = self._phase
+            self.host_bytes[phase] = max(self.host_bytes[phase], process.memory_info().rss)
+
+    def ends_setup(self) -> None:
+        """What is taken from here on is the training's: the engine stands."""
+        self._phase = "training"
 
     def stop(self) -> None:
         self._ended.set()
@@ -47,14 +54,21 @@ class MemoryWatch(threading.Thread):
     def figures(self, row: Mapping[str, Any]) -> dict[str, float]:
         """Both peaks, for the result of a row."""
         taken = {"nvml_gib": round(self.device_bytes / GIB, 4)}
-        return taken | host_figures(row, self.host_bytes - self.empty_host_bytes)
+        above = {name: peak - self.empty_host_bytes for name, peak in self.host_bytes.items()}
+        return taken | host_figures(row, above["training"], above["setup"])
 
 
-def host_figures(row: Mapping[str, Any], host_bytes: int) -> dict[str, float]:
-    """Host memory above an empty process: GiB, and bytes a parameter with boundaries apart, by all
-    parameters that the row trains and by those at home there."""
+def host_figures(row: Mapping[str, Any], training_bytes: int, setup_bytes: int) -> dict[str, float]:
+    """Peaks of host memory above an empty process: GiB until the engine stood (`host_setup_gib`),
+    since then, and of all; and bytes of all a parameter with boundaries apart, by all parameters
+    that the row trains and by those at home there."""
     apart_bytes = row.get("boundaries_on_host_gib", 0.0) * GIB
-    figures = {"host_gib": round(host_bytes / GIB, 2)}
+    host_bytes = max(training_bytes, setup_bytes)
+    figures = {
+        "host_gib": round(host_bytes / GIB, 2),
+        "host_setup_gib": round(setup_bytes / GIB, 2),
+        "host_training_gib": round(training_bytes / GIB, 2),
+    }
     for which in ("trained", "at_home"):
         if row.get(f"parameters_{which}"):
             each = (host_bytes - apart_bytes) / row[f"parameters_{which}"]

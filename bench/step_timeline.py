@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
+import statistics
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from fluxtrain.stream.engine import Engine
-from fluxtrain.telemetry.attribution import attribute, median_step
+from fluxtrain.telemetry.attribution import attribute
+from fluxtrain.telemetry.lanes import StepLanes
 from fluxtrain.telemetry.ring import read_ring
 from fluxtrain.telemetry.trace import write_trace
 from fluxtrain.train.timeline import TimelineThread
 
 WARM_UP_STEPS = 3
+
+
+def timed_steps(steps: Sequence[StepLanes]) -> list[StepLanes]:
+    """Those whose seconds count: not the last, which ends when nothing follows it and all is
+    flushed, so that its time is no step's."""
+    last = max((one.step for one in steps), default=0)
+    return [one for one in steps if WARM_UP_STEPS < one.step < last]
+
+
+def middle(steps: Sequence[StepLanes]) -> StepLanes:
+    """The one whose length is nearest to their median."""
+    median_s = statistics.median(one.length_s for one in steps)
+    return min(steps, key=lambda one: abs(one.length_s - median_s))
 
 
 class StepTimeline:
@@ -35,9 +51,10 @@ class StepTimeline:
         self._thread.close()
         steps = read_ring(self._ring)
         self._folder.cleanup()
-        if len(steps) <= WARM_UP_STEPS:
+        timed = timed_steps(steps)
+        if not timed:
             return {}
-        median = median_step(steps[WARM_UP_STEPS:])
+        median = middle(timed)
         found = attribute(median)
         if trace is not None:
             write_trace(trace, [median], f"{name}: {found.told}")

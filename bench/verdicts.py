@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 SAME_LOSSES = 1e-3  # relative
 COMPARED_STEPS = 20
@@ -13,13 +14,32 @@ SLOWER = 1.05  # a machine whose reference takes longer by more is not the one t
 HOST_BYTES = {"exact": 14.5, "eager": 12.5, "8bit": 8.5}
 
 Row = dict[str, Any]
+Outcome = Literal["met", "missed", "void", "open"]
+OTHER_OUTCOMES: dict[Outcome, str] = {
+    "missed": "Missed", "void": "Void", "open": "Not judged",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Told:
+    """One thing that is said of a row, and how it came out where it was a target."""
+
+    words: str
+    outcome: Outcome | None = None
 
 
 def judged(row: Row, rows: Mapping[str, Row], slow: Mapping[str, str] | None = None) -> str:
     """What was wanted of a row, each with its verdict; `slow` is of `slow_references`."""
+    return "; ".join(told.words for told in verdicts(row, rows, slow))
+
+
+def verdicts(
+    row: Row, rows: Mapping[str, Row], slow: Mapping[str, str] | None = None
+) -> list[Told]:
+    """The same one by one, for a row that has a result."""
     mine = rows[row["name"]]
     void = (slow or {}).get(row.get("against", ""))
-    told = [f"VOID, for {void}"] if void else []
+    told = [Told(f"VOID, for {void}")] if void else []
     told += _reference(row, mine)
     told += _speeds(row, mine, rows, void=void is not None)
     if "losses" in row:
@@ -27,7 +47,24 @@ def judged(row: Row, rows: Mapping[str, Row], slow: Mapping[str, str] | None = N
     if "budget" in row:
         told.append(_device(row["budget"], mine))
         told += _host(mine)
-    return "; ".join(told)
+    return told
+
+
+def counted(told: Mapping[str, Sequence[Told]]) -> str:
+    """How many targets were met, and which were not, by what they are targets of."""
+    targets = [
+        (name, one) for name, found in told.items() for one in found if one.outcome is not None
+    ]
+    met = sum(one.outcome == "met" for _, one in targets)
+    if not targets:
+        return "No target was judged."
+    if met == len(targets):
+        return f"All {met} targets are met."
+    parts = [f"Of {len(targets)} targets {met} are met."]
+    for outcome, title in OTHER_OUTCOMES.items():
+        which = [f"`{name}` ({one.words})" for name, one in targets if one.outcome == outcome]
+        parts += [f"{title}: {', '.join(which)}."] if which else []
+    return " ".join(parts)
 
 
 def slow_references(wanted: Sequence[Row], rows: Mapping[str, Row]) -> dict[str, str]:
@@ -65,52 +102,68 @@ def verdict(good: bool) -> str:
     return "met" if good else "MISSED"
 
 
-def _reference(row: Row, mine: Row) -> list[str]:
+def outcome_of(good: bool, *, void: bool = False) -> Outcome:
+    """Of a target that could be judged."""
+    return "void" if void else "met" if good else "missed"
+
+
+def _reference(row: Row, mine: Row) -> list[Told]:
     if "reference_s" not in row:
         return []
     known_s = row["reference_s"]
     if mine["step_s"] > SLOWER * known_s:
-        return [f"{known_s:.2f} s are known: SLOWER, so rows compared with it are void"]
-    return [f"{known_s:.2f} s are known: as fast"]
+        return [Told(f"{known_s:.2f} s are known: SLOWER, so rows compared with it are void")]
+    return [Told(f"{known_s:.2f} s are known: as fast")]
 
 
-def _speeds(row: Row, mine: Row, rows: Mapping[str, Row], *, void: bool) -> list[str]:
+def _speeds(row: Row, mine: Row, rows: Mapping[str, Row], *, void: bool) -> list[Told]:
     """The targets in seconds and in other rows' throughput."""
     told = []
     if "most_s" in row:
-        reached = mine["step_s"] <= row["most_s"]
-        told.append(f"{row['most_s']:.2f} s: {'VOID' if void else verdict(reached)}")
+        told.append(_target(f"{row['most_s']:.2f} s", mine["step_s"] <= row["most_s"], void))
     least = {row["against"]: (row["least"], f"{row['least']:.0%}")} if "least" in row else {}
     least |= {name: (factor, f"{factor}x") for name, factor in row.get("times", {}).items()}
     for name, (factor, words) in least.items():
         other = rows.get(name, {})
         if "tokens_per_s" not in other:
-            told.append(f"{words} of {name}: not judged, it has no result")
+            told.append(Told(f"{words} of {name}: not judged, it has no result", "open"))
             continue
         reached = mine["tokens_per_s"] >= factor * other["tokens_per_s"]
-        told.append(f"{words} of {name}: {'VOID' if void else verdict(reached)}")
+        told.append(_target(f"{words} of {name}", reached, void))
     return told
 
 
-def _losses(name: str, mine: Row, rows: Mapping[str, Row]) -> str:
+def _target(words: str, good: bool, void: bool) -> Told:
+    return Told(f"{words}: {'VOID' if void else verdict(good)}", outcome_of(good, void=void))
+
+
+def _losses(name: str, mine: Row, rows: Mapping[str, Row]) -> Told:
     reference = rows.get(name, {})
     if "losses" not in reference:
-        return f"losses of {name}: not judged, it has no result"
+        return Told(f"losses of {name}: not judged, it has no result", "open")
     worst = furthest(mine["losses"], reference["losses"])
-    return f"losses {'same' if worst <= SAME_LOSSES else 'NOT the same'} ({worst:.1e})"
+    same = worst <= SAME_LOSSES
+    steps = min(len(mine["losses"]), len(reference["losses"]), COMPARED_STEPS)
+    over = f" over {steps} steps" if steps < COMPARED_STEPS else ""
+    return Told(
+        f"losses {'same' if same else 'NOT the same'}{over} ({worst:.1e})", outcome_of(same)
+    )
 
 
-def _device(budget_gib: float, mine: Row) -> str:
+def _device(budget_gib: float, mine: Row) -> Told:
     """Of the whole process, CUDA's own share included. NVML sees no process in some containers."""
     taken_gib = mine["nvml_gib"]
-    word = verdict(taken_gib <= budget_gib) if taken_gib > 0 else "not judged, NVML saw nothing"
-    return f"{budget_gib} GiB: {word} ({taken_gib:.2f})"
+    if taken_gib <= 0:
+        return Told(f"{budget_gib} GiB: not judged, NVML saw nothing ({taken_gib:.2f})", "open")
+    good = taken_gib <= budget_gib
+    return Told(f"{budget_gib} GiB: {verdict(good)} ({taken_gib:.2f})", outcome_of(good))
 
 
-def _host(mine: Row) -> list[str]:
+def _host(mine: Row) -> list[Told]:
     states = mine.get("states")
     by_mode = {"8bit": "8bit", "fp32": "eager" if mine.get("eager") else "exact"}
     if states not in by_mode or "host_bytes_per_trained" not in mine:
         return []
     most, taken = HOST_BYTES[by_mode[states]], mine["host_bytes_per_trained"]
-    return [f"{most} bytes: {verdict(taken <= most)} ({taken:.2f})"]
+    good = taken <= most
+    return [Told(f"{most} bytes: {verdict(good)} ({taken:.2f})", outcome_of(good))]

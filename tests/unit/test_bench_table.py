@@ -67,6 +67,24 @@ def test_a_loss_that_is_no_number_is_not_the_same(at: int) -> None:
     assert "losses NOT the same (nan)" in judged({"name": "a", "losses": "b"}, rows)
 
 
+def test_losses_of_fewer_steps_say_over_how_many() -> None:
+    rows = {"a": found(1, [9.0] * 12), "b": found(1, [9.0] * 20)}
+    assert judged({"name": "a", "losses": "b"}, rows) == "losses same over 12 steps (0.0e+00)"
+
+
+def test_every_row_has_three_timed_steps_and_losses_are_of_its_own_batch() -> None:
+    by_name = {row["name"]: row for row in ROWS}
+    for row in ROWS:
+        assert row["steps"] - 1 - 3 >= 3, row["name"]  # the first three and the last do not count
+        if "losses" in row:
+            reference = by_name[row["losses"]]
+            assert reference["engine"] == "resident-fp32"
+            assert (row["shape"], row["batch"]) == (reference["shape"], reference["batch"])
+            unclipped = "--unclipped" in reference.get("flags", ())
+            assert unclipped == ("--eager" in row.get("flags", ())), row["name"]
+            assert row["steps"] <= reference["steps"]
+
+
 def test_a_row_that_failed_says_why_and_the_others_stand() -> None:
     rows = {"a": {"error": "not done in 240 s"}, "b": found(10, [])}
     assert "not done in 240 s" in bench_table.line({"name": "a"}, rows)

@@ -1,0 +1,51 @@
+"""The loops of the GPU benchmarks, on the processor: whose losses are to agree, agree."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+from transformers import Qwen2Config
+
+import fluxtrain
+from fluxtrain.stream.engine import engine_of
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
+from gpu_engines import FluxLoop, Loop, MastersLoop
+from random_model import random_model
+from verdicts import SAME_LOSSES, furthest
+
+CPU = torch.device("cpu")
+RATE, STEPS = 1e-2, 8
+TINY = {
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 320, "max_position_embeddings": 128,
+}  # fmt: skip
+
+
+def losses(loop: Loop) -> list[float]:
+    generator = torch.Generator().manual_seed(1)
+    found = []
+    for _ in range(STEPS):
+        ids = torch.randint(0, 320, (2, 32), generator=generator)
+        found.append(float(loop.step(ids)))
+    return found
+
+
+def masters(*, clipped: bool) -> list[float]:
+    model = random_model(Qwen2Config(**TINY), CPU, CPU)
+    return losses(MastersLoop(model, RATE, clipped=clipped))
+
+
+def flux(*, eager: bool) -> list[float]:
+    model = random_model(Qwen2Config(**TINY), CPU, CPU)
+    fluxtrain.wrap(model, device="cpu", offload="weights", chunk_rows=2)
+    return losses(FluxLoop(model, engine_of(model), RATE, eager=eager))
+
+
+def test_an_eager_step_has_the_losses_of_the_loop_that_does_not_clip() -> None:
+    unclipped, clipped = masters(clipped=False), masters(clipped=True)
+    assert furthest(flux(eager=True), unclipped) <= SAME_LOSSES
+    assert furthest(flux(eager=False), clipped) <= SAME_LOSSES
+    assert furthest(clipped, unclipped) > SAME_LOSSES, "these losses tell the two loops apart"
