@@ -181,6 +181,25 @@ def test_rates_that_could_not_be_measured_beside_a_trial_are_measured_in_the_nex
     assert measured_constants(facts, machine, "cuda", 4, model, batch_of) == second
 
 
+@pytest.mark.parametrize("name", ["bus_rates", "host_copy_rate"])
+def test_a_training_starts_where_copies_still_have_no_memory_to_be_measured_in(
+    tiny: Tiny, machine: Machine, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    def refused(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 256.00 MiB.")
+
+    model, device = tiny("llama", torch.bfloat16), "cuda" if name == "bus_rates" else "cpu"
+    facts, tried = facts_of(model), calibrate(model, batch_of, torch.device("cpu"), (1, 4))
+    monkeypatch.setattr(constants_module, "_probed", dict)
+    monkeypatch.setattr(constants_module, "calibrate", lambda *_, **__: tried)
+    monkeypatch.setattr(constants_module, "_adamw_rates", lambda *_, **__: {})
+    monkeypatch.setattr(constants_module, name, refused)
+    for is_new in (True, False):
+        found = measured_constants(facts, machine, device, 4, model, batch_of)
+        assert found.is_new is is_new and found.calibration == tried
+        assert isinstance(found.rates(has_gpu=device == "cuda"), str)
+
+
 def test_a_model_that_cannot_be_rehearsed_is_told_so_in_its_plan_and_not_tried_again(
     tiny: Tiny, machine: Machine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
