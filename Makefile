@@ -59,7 +59,7 @@ soak: dev ## the long tests: many kills and resumes, random models, new examples
 bench-cpu: $(STAMPS)/native ## the native optimizer against the memory's own speed
 	$(BIN)/python bench/bench_cpu.py
 
-bench-gpu: $(STAMPS)/native ## FluxTrain beside the loops without it on the GPU, into docs/benchmarks.md
+bench-gpu: $(STAMPS)/native $(STAMPS)/gpu ## FluxTrain beside the loops without it on the GPU, into docs/benchmarks.md
 	$(BIN)/python bench/bench_table.py --write
 
 bench-tui: $(STAMPS)/native ## what the app costs
@@ -87,3 +87,6 @@ $(STAMPS)/native: $(STAMPS)/runtime $(NATIVE_SOURCES)
 
 $(STAMPS)/dev: $(STAMPS)/runtime
 	@.ci/setup dev && touch $@
+
+$(STAMPS)/gpu: $(STAMPS)/runtime
+	@.ci/setup gpu && touch $@

@@ -13,14 +13,13 @@ nothing else running, so is the native AdamW (kernel_table.py), which `--only` c
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import importlib.util
 import json
+import math
 import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -29,7 +28,16 @@ import kernel_table
 import pynvml
 import yaml
 from children import Stopped, run_python, stoppable
-from verdicts import Row, beside, judged, slow_references
+from measured_on import (
+    LIGER_IS_MISSING,
+    bus_line,
+    command,
+    commands,
+    has_liger,
+    machine,
+    without_liger,
+)
+from verdicts import Row, Told, beside, counted, judged, slow_references, verdicts
 
 from fluxtrain.hardware.allocator import NAMES, SETTING
 
@@ -43,9 +51,10 @@ HEAD = (
 )
 LEGEND = (
     "Host memory is the process's peak less what it had with all imported, the GPU opened and one "
-    "kernel run. Bytes of it a parameter, boundaries apart: by all trained parameters, which is "
-    "what is judged, and (by those at home there). In `wanted`, shares and multiples are of "
-    "throughput."
+    "kernel run; where it was taken before the engine stood (trial and rehearsal), the peak since "
+    "then stands beside it. Bytes of it a parameter, boundaries apart: by all trained parameters, "
+    "which is what is judged, and (by those at home there). In `wanted`, shares and multiples are "
+    "of throughput."
 )
 
 
@@ -90,9 +99,12 @@ def line(row: Row, rows: Mapping[str, Row], slow: Mapping[str, str] | None = Non
     bytes_each = "" if each is None else f"{each:.2f}"
     bytes_each += "" if at_home is None else f" ({at_home:.2f})"
     apart = found.get("boundaries_on_host_gib")
+    host = f"{found['host_gib']:.1f} GiB"
+    if found.get("host_setup_gib", 0) > found.get("host_training_gib", math.inf):
+        host += f" (training {found['host_training_gib']:.1f})"
     return (
         f"| {row['name']} | {found['step_s']:.3f} | {found['tokens_per_s']:,} | {found['tflops']} "
-        f"| {beside(row, rows)} | {found['nvml_gib']:.2f} GiB | {found['host_gib']:.1f} GiB "
+        f"| {beside(row, rows)} | {found['nvml_gib']:.2f} GiB | {host} "
         f"| {f'{apart:.1f} GiB' if apart else ''} | {bytes_each} "
         f"| {judged(row, rows, slow)} |"
     )
@@ -117,20 +129,39 @@ def plan_line(row: Row, found: Row) -> str:
 
 
 def section(told: str, wanted: Sequence[Row], rows: Mapping[str, Row]) -> str:
-    """All that stands between the markers: the rows, their plans, and the native AdamW."""
+    """All that stands between the markers: the machine and the commands, the targets counted, the
+    rows, their plans, and the native AdamW."""
     here = [row for row in wanted if row["name"] in rows]
     missing = [row["name"] for row in wanted if row["name"] not in rows]
     missing += [] if kernel_table.NAME in rows else [kernel_table.NAME]
     slow = slow_references(wanted, rows)
+    told = " ".join(part for part in (without_liger(rows), told, bus_line(rows)) if part)
     if missing:
         told += f" Not run: {', '.join(missing)}."
-    parts = [told, "\n".join([HEAD, *(line(row, rows, slow) for row in here)]), LEGEND]
+    parts = [told, commands(rows), f"**{counted(targets(here, rows, slow))}**"]
+    parts += ["\n".join([HEAD, *(line(row, rows, slow) for row in here)]), LEGEND]
     planned = [row for row in here if "offload" in rows[row["name"]]]
     if planned:
         parts.append("\n".join(plan_line(row, rows[row["name"]]) for row in planned))
     if kernel_table.NAME in rows:
         parts.append(kernel_table.table(rows[kernel_table.NAME]))
-    return "\n\n".join(parts)
+    return "\n\n".join(part for part in parts if part)
+
+
+def targets(
+    here: Sequence[Row], rows: Mapping[str, Row], slow: Mapping[str, str]
+) -> dict[str, list[Told]]:
+    """Every target with its verdict, by row and number of threads. One of FluxTrain that failed
+    counts once."""
+    told: dict[str, list[Told]] = {}
+    for row in here:
+        if "error" not in rows[row["name"]]:
+            told[row["name"]] = verdicts(row, rows, slow)
+        elif "engine" not in row:
+            told[row["name"]] = [Told(rows[row["name"]]["error"], "open")]
+    if kernel_table.NAME in rows:
+        told |= kernel_table.targets(rows[kernel_table.NAME])
+    return told
 
 
 def brief(name: str, found: Row) -> str:
@@ -138,19 +169,6 @@ def brief(name: str, found: Row) -> str:
     if "step_s" in found:
         return f"{name}: {found['step_s']:.3f} s, {found['nvml_gib']:.2f} GiB by NVML"
     return f"{name}: {found.get('error', 'done')}"
-
-
-def machine() -> str:
-    """What the table was measured on."""
-    import torch
-
-    card = torch.cuda.get_device_properties(0)
-    versions = [f"torch {torch.__version__}"]
-    for name in ("transformers", "liger-kernel", "deepspeed"):
-        if importlib.util.find_spec(name.replace("-", "_")) is not None:
-            versions.append(f"{name} {importlib.metadata.version(name)}")
-    today = datetime.now(UTC).date().isoformat()
-    return f"{today}. {card.name} ({card.total_memory / 2**30:.0f} GiB). {', '.join(versions)}."
 
 
 def gpu() -> str:
@@ -179,14 +197,39 @@ def earlier(names: Iterable[str], out: Path, here: str) -> dict[str, Row]:
     return rows
 
 
-def measure(name: str, run: Callable[[], Row], rows: dict[str, Row], out: Path, here: str) -> None:
-    """Run one and put its result where a later command finds it; of an earlier one nothing stays,
-    not even where this one is stopped."""
+def measure(
+    name: str, run: Callable[[], Row], rows: dict[str, Row], out: Path, known: Mapping[str, str]
+) -> None:
+    """Run one and put its result, with what is `known` of the command, where a later command finds
+    it; of an earlier one nothing stays, not even where this one is stopped."""
     path = out / f"{name}.json"
     rows.pop(name, None)
     path.unlink(missing_ok=True)
-    rows[name] = run() | {"gpu": here}
+    rows[name] = run() | dict(known)
     path.write_text(json.dumps(rows[name], indent=1))
+
+
+def run_rows(
+    jobs: Mapping[str, Callable[[], Row]], rows: dict[str, Row], out: Path, known: Mapping[str, str]
+) -> tuple[int, Stopped | None]:
+    """Measure them in turn; how many were done, and what ended that before all were."""
+    done = 0
+    try:
+        with stoppable():
+            for name, run in jobs.items():
+                measure(name, run, rows, out, known)
+                print(brief(name, rows[name]), flush=True)
+                done += 1
+    except Stopped as stopped:
+        return done, stopped
+    return done, None
+
+
+def write_docs(table: str) -> None:
+    """Put it between the markers of docs/benchmarks.md."""
+    text = DOCS.read_text(encoding="utf-8")
+    before, rest = text.split(BEGIN, 1)
+    DOCS.write_text(f"{before}{BEGIN}\n\n{table}\n\n{END}{rest.split(END, 1)[1]}")
 
 
 def main() -> None:
@@ -209,17 +252,11 @@ def main() -> None:
     if options.only is None:  # all of it anew
         for name in jobs:
             (out / f"{name}.json").unlink(missing_ok=True)
+    if not has_liger():
+        print(LIGER_IS_MISSING, flush=True)
     rows = earlier(jobs, out, here)
-    stopped: Stopped | None = None
-    done = 0
-    try:
-        with stoppable():
-            for name in chosen:
-                measure(name, jobs[name], rows, out, here)
-                print(brief(name, rows[name]), flush=True)
-                done += 1
-    except Stopped as error:
-        stopped = error
+    known = {"gpu": here, "command": command(sys.argv[1:])}
+    done, stopped = run_rows({name: jobs[name] for name in chosen}, rows, out, known)
     told = machine()
     if stopped is not None:
         told += f" Ended by {stopped} with {done} rows done."
@@ -229,9 +266,7 @@ def main() -> None:
     if stopped is not None:
         sys.exit(stopped.exit_code)
     if options.write:
-        text = DOCS.read_text(encoding="utf-8")
-        before, rest = text.split(BEGIN, 1)
-        DOCS.write_text(f"{before}{BEGIN}\n\n{table}\n\n{END}{rest.split(END, 1)[1]}")
+        write_docs(table)
 
 
 if __name__ == "__main__":

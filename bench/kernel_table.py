@@ -10,7 +10,7 @@ from tempfile import TemporaryFile
 from typing import Any
 
 from children import run_python
-from verdicts import verdict
+from verdicts import Told, outcome_of, verdict
 
 HERE = Path(__file__).parent
 NAME = "kernels"
@@ -61,21 +61,42 @@ def table(found: Found) -> str:
         f"| {' | '.join([*head, 'wanted'])} |",
         "|---" * (len(head) + 1) + "|",
     ]
-    for threads in sorted({row["threads"] for row in found["rows"]}):
-        rows = {row["name"]: row for row in found["rows"] if row["threads"] == threads}
+    for threads in _threads(found):
+        rows, most_per_s = _of_threads(found, threads)
         cells = [f"{rows[n]['per_s'] / 1e9:.3f} ({rows[n]['of_stream']:.1%})" for n in names]
         gain = f"{rows[NARROW]['of_fp32']:.2f}x"
-        most_per_s = found["in_cache_per_s"].get(str(threads), {}).get("8bit")
         cells += [gain, f"{most_per_s / 1e9:.3f}" if most_per_s else ""]
-        lines.append(f"| {' | '.join([str(threads), *cells, _wanted(rows, most_per_s)])} |")
+        wanted = "; ".join(told.words for told in _told(rows, most_per_s))
+        lines.append(f"| {' | '.join([str(threads), *cells, wanted])} |")
     return "\n".join(lines)
 
 
-def _wanted(rows: dict[str, Found], most_per_s: float | None) -> str:
+def targets(found: Found) -> dict[str, list[Told]]:
+    """Every target with its verdict, by number of threads; one where nothing was measured."""
+    if "error" in found:
+        return {NAME: [Told(found["error"], "open")]}
+    return {f"{NAME}, threads: {n}": _told(*_of_threads(found, n)) for n in _threads(found)}
+
+
+def _threads(found: Found) -> list[int]:
+    return sorted({row["threads"] for row in found["rows"]})
+
+
+def _of_threads(found: Found, threads: int) -> tuple[dict[str, Found], float | None]:
+    """Rows by name, and what arithmetic allows of 8-bit states, if that is known."""
+    rows = {row["name"]: row for row in found["rows"] if row["threads"] == threads}
+    return rows, found["in_cache_per_s"].get(str(threads), {}).get("8bit")
+
+
+def _told(rows: dict[str, Found], most_per_s: float | None) -> list[Told]:
     below = [name for name in STREAMED if rows[name]["of_stream"] < OF_STREAM]
     which = f" ({', '.join(name.removeprefix('adamw, ') for name in below)})" if below else ""
-    gained = verdict(rows[NARROW]["of_fp32"] >= NARROW_BESIDE_FP32)
-    if rows[NARROW]["of_fp32"] < NARROW_BESIDE_FP32 and most_per_s:
+    enough = rows[NARROW]["of_fp32"] >= NARROW_BESIDE_FP32
+    gained = verdict(enough)
+    if not enough and most_per_s:
         share = rows[NARROW]["per_s"] / most_per_s
         gained += f", at {share:.1%} of what arithmetic allows" if share >= OF_STREAM else ""
-    return f"{OF_STREAM:.0%}: {verdict(not below)}{which}; {NARROW_BESIDE_FP32}x: {gained}"
+    return [
+        Told(f"{OF_STREAM:.0%}: {verdict(not below)}{which}", outcome_of(not below)),
+        Told(f"{NARROW_BESIDE_FP32}x: {gained}", outcome_of(enough)),
+    ]

@@ -148,6 +148,20 @@ def test_a_step_that_failed_is_done_by_the_next_call(checkout: Checkout) -> None
     assert checkout.make("run").returncode == 0
 
 
+def test_the_gpu_benchmarks_install_ligers_kernels_once_and_before_they_start(
+    checkout: Checkout,
+) -> None:
+    checkout.add_complete_environment()
+    checkout.add(".venv/bin/python", 'echo "python $*" >> calls; exit 0')
+    for _ in range(2):
+        assert checkout.make("bench-gpu").returncode == 0
+    calls = (checkout.root / "calls").read_text().splitlines()
+    installed = [at for at, call in enumerate(calls) if call.endswith("-e .[gpu]")]
+    benchmarks = [at for at, call in enumerate(calls) if "bench/bench_table.py" in call]
+    assert len(installed) == 1 and len(benchmarks) == 2
+    assert installed[0] < benchmarks[0]
+
+
 def test_without_a_terminal_the_demo_runs_and_says_how_to_see_the_app(checkout: Checkout) -> None:
     checkout.add_complete_environment()
     finished = checkout.make("run")

@@ -50,7 +50,8 @@ def test_no_other_file_states_a_version() -> None:
 
 
 def test_every_package_the_make_targets_install_is_pinned_exactly() -> None:
-    wanted = [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["dev"], "cmake", "ninja"]
+    extras = PROJECT["optional-dependencies"]
+    wanted = [*PROJECT["dependencies"], *extras["dev"], *extras["gpu"], "cmake", "ninja"]
     assert {normal(name) for name in wanted} - set(pins()) == set()
     assert all(re.fullmatch(r"[\w.-]+==[\w.!]+", line) for line in pins().values())
 

@@ -12,7 +12,10 @@ import yaml
 BENCH = Path(__file__).parents[2] / "bench"
 sys.path.insert(0, str(BENCH))
 import bench_table  # noqa: E402 - scripts beside the project, not a package
-from verdicts import beside, judged, slow_references  # noqa: E402
+from measured_on import bus_line, command, commands, machine_line  # noqa: E402
+from verdicts import beside, counted, judged, slow_references  # noqa: E402
+
+from fluxtrain.hardware.machine import Machine  # noqa: E402
 
 ROWS: list[dict[str, Any]] = yaml.safe_load((BENCH / "gpu_rows.yaml").read_text())
 EXACT = {"states": "fp32", "eager": False}
@@ -172,13 +175,73 @@ def test_plans_and_bounds_stand_below_the_table() -> None:
     wanted = [{"name": name} for name in "abc"]
     parts = bench_table.section("Today.", wanted, rows).split("\n\n")
     assert parts[0] == "Today. Not run: c, kernels."
-    assert parts[1].splitlines()[2].startswith("| a |")
-    assert "groups" not in parts[1]
-    assert parts[3].startswith("- `a`: max, 13 groups and 2 blocks' weights")
-    assert parts[3].endswith("0.499 s predicted. Bound: computation 402 ms of 419 ms.")
+    assert parts[1] == "**No target was judged.**"
+    assert parts[2].splitlines()[2].startswith("| a |")
+    assert "groups" not in parts[2]
+    assert parts[4].startswith("- `a`: max, 13 groups and 2 blocks' weights")
+    assert parts[4].endswith("0.499 s predicted. Bound: computation 402 ms of 419 ms.")
 
 
 def test_an_engine_that_is_not_installed_is_not_run(tmp_path: Path) -> None:
     row = {"name": "a", "needs": "no_such_package"}
     assert bench_table.measured(row, tmp_path, 1.0) == {"error": "no_such_package is not installed"}
     assert list(tmp_path.iterdir()) == []
+
+
+def test_targets_are_counted_and_those_not_met_named() -> None:
+    wanted = [{"name": "a", "most_s": 0.6}, {"name": "b", "most_s": 0.4}]
+    rows = {"a": found(1, []), "b": found(1, [])}
+    assert counted(bench_table.targets(wanted[:1], rows, {})) == "All 1 targets are met."
+    wanted += [{"name": "c", "against": "b", "least": 0.9}, {"name": "d", "budget": 23}]
+    wanted += [{"name": "e", "against": "gone", "least": 0.9}]
+    rows |= {"c": found(2, []), "d": {"error": "not done in 240 s"}, "e": found(1, [])}
+    assert counted(bench_table.targets(wanted, rows, {"b": "b took 9 s"})) == (
+        "Of 5 targets 1 are met. Missed: `b` (0.40 s: MISSED). Void: `c` (90% of b: VOID). "
+        "Not judged: `d` (not done in 240 s), `e` (90% of gone: not judged, it has no result)."
+    )
+
+
+def test_host_memory_of_the_set_up_is_told_apart_where_it_is_the_larger() -> None:
+    peaks = {"host_gib": 11.3, "host_setup_gib": 11.3, "host_training_gib": 8.2}
+    told = bench_table.line({"name": "a"}, {"a": found(1, []) | peaks})
+    assert "| 11.3 GiB (training 8.2) |" in told
+    peaks["host_setup_gib"] = 8.0
+    peaks["host_training_gib"] = 11.3
+    told = bench_table.line({"name": "a"}, {"a": found(1, []) | peaks})
+    assert "| 11.3 GiB |" in told
+
+
+def test_rows_with_torchs_kernels_are_what_is_said_first() -> None:
+    rows = {"a": found(1, []) | {"kernels": "torch"}, "b": found(1, []) | {"kernels": "liger"}}
+    table = bench_table.section("Today.", [{"name": "a"}, {"name": "b"}], rows)
+    assert table.startswith("**liger-kernel is not installed")
+    assert "So ran: `a`." in table.splitlines()[0]
+    del rows["a"]
+    assert bench_table.section("Today.", [{"name": "b"}], rows).startswith("Today.")
+
+
+def test_the_machine_is_told_with_its_processor_memory_and_driver() -> None:
+    machine = Machine(
+        cores=16, cpu_quota=None, cpu_name="A Processor", instruction_set="avx512",
+        memory_total_bytes=126 << 30, memory_available_bytes=None, memory_limit_bytes=None,
+        gpus=(), driver="580.1",
+    )  # fmt: skip
+    assert machine_line(machine, "A GPU (140 GiB)", "13.0", ["torch 2", "x 1"]) == (
+        "A GPU (140 GiB), driver 580.1, CUDA 13.0, 16 cores (avx512) of A Processor, "
+        "126 GiB of host memory. torch 2, x 1."
+    )
+
+
+def test_the_bus_is_that_of_the_first_row_that_rated_it() -> None:
+    rates = {"h2d_pinned": 55.3e9, "d2h_pinned": 54.9e9}
+    rows = {"a": found(1, []), "b": found(1, []) | {"per_s": rates}}
+    assert bus_line(rows) == "Bus: 55.3 GB/s to the GPU, 54.9 GB/s back."
+    assert bus_line({"a": found(1, [])}) == ""
+
+
+def test_commands_are_told_once_and_without_the_folder() -> None:
+    told = command(["--out", "/tmp/x", "--only", "a"])
+    assert told == "python bench/bench_table.py --out DIR --only a"
+    assert command(["--out=/tmp/x"]).endswith("--out=DIR")
+    rows = {"a": {"command": told}, "b": {"command": told}, "c": {}}
+    assert commands(rows) == f"    {told}"
