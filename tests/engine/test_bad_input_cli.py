@@ -229,6 +229,7 @@ def test_a_model_that_does_not_fit_says_what_it_needs(
     assert re.search(r"[\d.]+ (KiB|MiB|GiB) of device memory", answer.stderr)
     assert json.loads((tmp_path / "run" / "error.json").read_text())["exit_code"] == 3
     assert_refused(call("plan", config), 3, "needs")
+    assert_refused(call("plan", config, "--set", "placement.budget_gib=1e-300"), 3, "needs")
 
 
 def test_a_model_that_does_not_fit_is_refused_before_its_weights_are_read(

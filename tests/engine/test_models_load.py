@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -168,6 +169,17 @@ def test_a_hub_id_that_cannot_be_fetched_is_refused(
     message = _refusal("nobody/no-such-model")
     assert "no local folder" in message
     assert "name a local folder" in message
+
+
+@pytest.mark.parametrize("error", [httpx.ReadTimeout("timed out"), httpx.InvalidURL("port 'x'")])
+def test_a_hub_model_whose_download_breaks_is_refused(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def breaks(*_: object, **__: object) -> str:
+        raise error
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", breaks)
+    assert "the hub cannot be reached" in _refusal("nobody/no-such-model")
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import httpx
 import huggingface_hub
 import pytest
 from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
@@ -95,14 +96,22 @@ def test_a_file_that_is_not_there_is_told(hub: dict[str, Any]) -> None:
         local_file(f"{TALES}/no.txt")
 
 
-@pytest.mark.parametrize("error", [OSError("no network"), LocalEntryNotFoundError("offline")])
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError("no network"),
+        LocalEntryNotFoundError("offline"),
+        httpx.ConnectError("Name or service not known"),
+        httpx.InvalidURL("Invalid port: 'bar'"),
+    ],
+)
 def test_a_hub_that_cannot_be_reached_is_told_from_a_wrong_name(
     hub: dict[str, Any], error: Exception
 ) -> None:
     hub["error"] = error
     with pytest.raises(BadInput, match="the hub cannot be reached"):
         local_file(f"{TALES}/a.txt")
-    hub["files"] = OSError("no network")
+    hub["files"] = error
     with pytest.raises(BadInput, match="the hub cannot be reached"):
         local_file(TALES)
 

@@ -16,6 +16,13 @@ SUFFIXES = (".jsonl", ".ndjson", ".json", ".txt")
 _NAMED = re.compile(r"(?P<repository>[A-Za-z0-9][\w.-]*/[\w.-]+)(?:/(?P<file>.+))?")
 
 
+def network_errors() -> tuple[type[Exception], ...]:
+    """What the hub's client lets through where the network fails, or a proxy is no address."""
+    import httpx  # the client's own; its errors are no OSError
+
+    return OSError, ValueError, httpx.HTTPError, httpx.InvalidURL
+
+
 def local_file(path: str) -> Path:
     """The file that `data.path` means; one on the hub is downloaded, or found in the cache.
 
@@ -66,9 +73,9 @@ def _files(repository: str) -> list[str]:
     except HfHubHTTPError as error:
         if error.response.status_code in (401, 403, 404):
             raise _unknown(repository) from error
+        reason: Exception = error
+    except network_errors() as error:
         reason = error
-    except (OSError, ValueError) as error:
-        reason = error  # type: ignore[assignment]
     try:
         folder = Path(snapshot_download(repository, repo_type="dataset", local_files_only=True))
     except (LocalEntryNotFoundError, OSError, ValueError):
@@ -93,7 +100,7 @@ def _downloaded(repository: str, file: str) -> Path:
         raise BadInput(f"{PREFIX}{repository} has no file {file!r}: check data.path") from error
     except (GatedRepoError, RepositoryNotFoundError) as error:
         raise _unknown(repository) from error
-    except OSError as error:
+    except network_errors() as error:
         raise _unreachable(repository) from error
 
 
@@ -107,5 +114,5 @@ def _unknown(repository: str) -> BadInput:
 def _unreachable(repository: str) -> BadInput:
     return BadInput(
         f"{PREFIX}{repository} is not on this machine, and the hub cannot be reached to fetch it: "
-        "check the network, or name a local file"
+        "check the network and its proxy, or name a local file"
     )

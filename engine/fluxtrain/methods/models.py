@@ -25,6 +25,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from fluxtrain.data.hub import network_errors
 from fluxtrain.errors import BadInput, FluxTrainError
 from fluxtrain.methods.copies import Copied, copied_by_loading
 from fluxtrain.methods.isolation import keeps_documents_apart
@@ -162,9 +163,7 @@ def _fetched(source: ModelSource, with_weights: bool) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
-        HfHubHTTPError,
         HFValidationError,
-        LocalEntryNotFoundError,
         RepositoryNotFoundError,
         RevisionNotFoundError,
     )
@@ -191,10 +190,10 @@ def _fetched(source: ModelSource, with_weights: bool) -> Path:
         ) from error
     except RevisionNotFoundError as error:
         raise BadInput(f"the model {source.path} has no revision {source.revision!r}") from error
-    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+    except network_errors() as error:  # those of the hub itself are OSErrors
         raise BadInput(
             f"{source.path!r} is no local folder, and the hub cannot be reached to fetch it: check "
-            "model.path and the network, or name a local folder"
+            "model.path, the network and its proxy, or name a local folder"
         ) from error
     return Path(folder)
 
