@@ -1,0 +1,89 @@
+"""The trainer's loop never makes the host wait for the device: not in any mode, not in any place.
+
+torch raises at an operation that would (`.item()`, `nonzero`, a blocking copy). What the loop does
+wait for by design are events: the numbers of the step before (its norm, its loss, whether fp16's
+gradients overflowed), read when the next step is queued.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import fluxtrain
+from tests.gpu.loops import LAYERS, STREAMED, Training
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+
+WARM_UP, STEPS = 6, 12  # the first steps compare what they compute with what they expect
+CASES: dict[str, dict[str, Any]] = {
+    "exact": STREAMED,
+    "exact, all on the device": {"offload": "none"},
+    "exact, accumulating": {**STREAMED, "accumulation": 2},
+    "exact, moments deferred": {**STREAMED, "deferred_moments": True},
+    "eager": {**STREAMED, "max_grad_norm": None, "eager": True},
+    "eager, all on the device": {"offload": "none", "max_grad_norm": None, "eager": True},
+    "8-bit states": {**STREAMED, "states": "8bit"},
+    "8-bit states on the device": {"offload": "none", "states": "8bit"},
+    "bf16 states on the device": {"offload": "none", "states": "bf16"},
+    "kept activations": {"offload": "none", "kept_blocks": LAYERS},
+    "some kept": {
+        "offload": "weights", "device_groups": 3, "resident_blocks": 1, "kept_blocks": 2,
+    },
+    "packed": {**STREAMED, "documents": 4},
+    "packed, all on the device": {"offload": "none", "documents": 4},
+    "packed, kept": {"offload": "none", "documents": 4, "kept_blocks": LAYERS},
+    "offload max": {"offload": "max"},
+    "embedding by rows": {**STREAMED, "embedding": "rows"},
+    "head in slices": {**STREAMED, "head": "slices"},
+    "fp16": {**STREAMED, "dtype": torch.float16},
+    "fp16, all on the device": {"offload": "none", "dtype": torch.float16},
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def waiting_is_allowed_again() -> Iterator[None]:
+    yield
+    torch.cuda.set_sync_debug_mode("default")
+
+
+def forbid_waiting(step: int) -> None:
+    """From the end of the warm-up on."""
+    if step == WARM_UP + 1:
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_no_operation_of_the_loop_synchronises(case: str) -> None:
+    training = Training(STEPS, **CASES[case])
+    training.batches.before_step = forbid_waiting
+    try:
+        training.loop.run()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    told = training.run()  # no step is left: this closes the engine
+    assert [step.step for step in told] == list(range(1, STEPS + 1))
+    assert told[-1].loss < told[0].loss
+
+
+def test_a_loop_that_waits_is_found() -> None:
+    training = Training(STEPS, **STREAMED)
+
+    def wait(step: int) -> None:
+        forbid_waiting(step)
+        if step == STEPS:
+            torch.ones((), device="cuda").item()
+
+    training.batches.before_step = wait
+    with pytest.raises(RuntimeError, match="synchroniz"):
+        training.loop.run()
+    torch.cuda.set_sync_debug_mode("default")
+    fluxtrain.unwrap(training.model)
+    assert training.batches.steps == STEPS
