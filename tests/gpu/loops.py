@@ -90,7 +90,8 @@ class Training:
             num_attention_heads=8, num_key_value_heads=4, vocab_size=WORDS,
             max_position_embeddings=TOKENS,
         )  # fmt: skip
-        self.model: nn.Module = LlamaForCausalLM(config).to(dtype)
+        model: Any = LlamaForCausalLM
+        self.model: nn.Module = model(config).to(dtype)
         fluxtrain.wrap(self.model, device=device, chunk_rows=4, overlap=True, **placement)
         self.engine: Engine = engine_of(self.model)
         if dtype is torch.float16:

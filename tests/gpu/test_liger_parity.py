@@ -1,0 +1,182 @@
+"""With liger's kernels, and with the engine's own fused loss, a training follows torch's.
+
+Tolerances are those of liger-kernel's own tests (https://github.com/linkedin/Liger-Kernel), which
+compare its kernels with Hugging Face's modules:
+
+- Losses, of every step: relative 2e-5 and absolute 1e-8 in fp32, 1e-2 and 1e-3 in bf16, as for
+  `mini_llama3` in test/convergence (fp32 and bf16), there over 32 steps at a learning rate of 1e-4.
+- Weights after the last step: absolute 5e-3 in fp32 and 1e-2 in bf16, from the same tests.
+- The fused linear cross entropy: relative 5e-4 and absolute 1e-5 in fp32, 5e-2 and 5e-3 in bf16,
+  as in test/transformers/test_fused_linear_cross_entropy.py.
+
+They have none for the norm of the gradients. It is one number over all of them, so that roundings
+average out: 1e-3 in fp32, and 1e-2 in bf16, as for the loss.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers.models.llama import modeling_llama
+from transformers.models.qwen2 import modeling_qwen2
+
+import fluxtrain
+from fluxtrain.methods.kernels import choose_kernels
+from fluxtrain.stream.chunk_loss import FusedChunks
+from fluxtrain.stream.engine import engine_of
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+
+FP32, BF16 = torch.float32, torch.bfloat16
+LOSS = {FP32: (2e-5, 1e-8), BF16: (1e-2, 1e-3)}  # relative, absolute
+WEIGHTS = {FP32: (1e-5, 5e-3), BF16: (1e-2, 1e-2)}
+NORM = {FP32: (1e-3, 0.0), BF16: (1e-2, 0.0)}
+HEAD = {FP32: (5e-4, 1e-5), BF16: (5e-2, 5e-3)}
+STEPS, WORDS, WIDTH, ROWS, TOKENS = 6, 2048, 512, 8, 128
+FAMILIES: dict[str, tuple[Any, Any, ModuleType]] = {
+    "llama": (LlamaConfig, LlamaForCausalLM, modeling_llama),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM, modeling_qwen2),
+}
+PLACES: list[dict[str, Any]] = [
+    {"offload": "none"},
+    {"offload": "weights", "device_groups": 0, "resident_blocks": 0},
+]
+
+
+@pytest.fixture(autouse=True)
+def liger_is_taken_out_again() -> Iterator[None]:
+    plain = {module: dict(vars(module)) for *_, module in FAMILIES.values()}
+    yield
+    for module, names in plain.items():
+        vars(module).update(names)
+
+
+def small_model(family: str, dtype: torch.dtype) -> Any:
+    config_of, model_of, _ = FAMILIES[family]
+    torch.manual_seed(0)
+    config = config_of(
+        hidden_size=WIDTH, intermediate_size=2 * WIDTH, num_hidden_layers=4,
+        num_attention_heads=8, num_key_value_heads=2, vocab_size=WORDS,
+        max_position_embeddings=TOKENS, tie_word_embeddings=False,
+    )  # fmt: skip
+    return model_of(config).to(dtype).train()
+
+
+def trained(
+    model: Any, kernels: Any, placement: dict[str, Any], device: str = "cuda"
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Losses and gradient norms (STEPS,), and the weights after them."""
+    assert choose_kernels(kernels, model, device).value == kernels
+    fluxtrain.wrap(model, device=device, chunk_rows=4, overlap=True, **placement)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    words = torch.Generator().manual_seed(1)
+    norms = []
+    for _ in range(STEPS):
+        ids = torch.randint(0, 64, (ROWS, TOKENS), generator=words)
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        norms.append(engine_of(model).clip_grad_norm(1.0, [loss.detach()]))
+        optimizer.step()
+        optimizer.zero_grad()
+    losses = torch.tensor([norm.losses()[0] for norm in norms])
+    values = torch.tensor([norm.value() for norm in norms])
+    fluxtrain.unwrap(model)
+    return losses, values, [weight.detach().cpu().clone() for weight in model.parameters()]
+
+
+@pytest.mark.parametrize("placement", PLACES, ids=["resident", "streamed"])
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_training_with_ligers_kernels_follows_torchs(
+    family: str, dtype: torch.dtype, placement: dict[str, Any]
+) -> None:
+    pytest.importorskip("liger_kernel")
+    module = FAMILIES[family][2]
+    rotary = vars(module)["apply_rotary_pos_emb"]
+    losses, norms, weights = trained(small_model(family, dtype), "torch", placement)
+    assert vars(module)["apply_rotary_pos_emb"] is rotary
+    of_liger = trained(small_model(family, dtype), "liger", placement)
+    assert vars(module)["apply_rotary_pos_emb"] is not rotary  # its kernels were there
+    assert losses[-1] < losses[0] - 0.1  # they were trained
+    agree(of_liger[0], losses, LOSS[dtype])
+    agree(of_liger[1], norms, NORM[dtype])
+    for one, other in zip(of_liger[2], weights, strict=True):
+        agree(one, other, WEIGHTS[dtype])
+
+
+def agree(found: Tensor, expected: Tensor, within: tuple[float, float]) -> None:
+    torch.testing.assert_close(found, expected, rtol=within[0], atol=within[1])
+
+
+class Head(nn.Module):
+    """Blocks that add nothing, and a head: what reaches the inputs is the head's gradient."""
+
+    def __init__(self, *, bias: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH)) for _ in range(4))
+        self.head = nn.Linear(WIDTH, WORDS, bias=bias)
+        for block in self.blocks:
+            nn.init.zeros_(block[0].weight)  # type: ignore[index]
+            nn.init.zeros_(block[0].bias)  # type: ignore[index]
+
+    def forward(self, hidden: Tensor) -> Tensor:  # (N, H) -> (N, V)
+        for block in self.blocks:
+            hidden = hidden + block(hidden)
+        logits: Tensor = self.head(hidden)
+        return logits
+
+
+def loss_and_gradients(
+    model: nn.Module, hidden: Tensor, target: Tensor
+) -> tuple[Tensor, list[Tensor]]:
+    """The loss; the gradients of the inputs and of the head's parameters."""
+    hidden = hidden.clone().requires_grad_()
+    loss = nn.functional.cross_entropy(model(hidden).float(), target)
+    loss.backward()
+    given = [hidden.grad, *(p.grad for name, p in model.named_parameters() if "head" in name)]
+    return loss.detach().cpu(), [g.detach().float().cpu() for g in given if g is not None]
+
+
+def heads_agree(dtype: torch.dtype, *, bias: bool, device: str) -> None:
+    torch.manual_seed(0)
+    model = Head(bias=bias).to(dtype)
+    plain = copy.deepcopy(model).to(device, FP32)
+    hidden = torch.randn(ROWS * TOKENS, WIDTH, device=device, dtype=dtype)
+    target = torch.randint(0, WORDS, (len(hidden),), device=device)
+    target[::7] = -100
+    loss, gradients = loss_and_gradients(plain, hidden.to(FP32), target)
+    fluxtrain.wrap(model, device=device, chunk_rows=len(hidden))
+    fused, found = loss_and_gradients(model, hidden, target)
+    fluxtrain.unwrap(model)
+    assert len(found) == len(gradients) == 2 + bias
+    agree(fused, loss, HEAD[dtype])
+    for one, other in zip(found, gradients, strict=True):
+        agree(one, other, HEAD[dtype])
+        assert float((one - other).norm() / other.norm()) < HEAD[dtype][0]  # they are small
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=["fp32", "bf16"])
+def test_the_fused_loss_of_a_head_follows_torchs_cross_entropy_in_fp32(
+    dtype: torch.dtype, bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chunks = []
+    slope = FusedChunks.slope
+
+    def noted(self: FusedChunks, *given: Any) -> Tensor | None:
+        chunks.append(self.tokens)
+        return slope(self, *given)
+
+    monkeypatch.setattr(FusedChunks, "slope", noted)
+    heads_agree(dtype, bias=bias, device="cuda")
+    assert chunks  # by the kernel
