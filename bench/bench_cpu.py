@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import time
@@ -48,6 +49,7 @@ HYPER = Hyper(lr=1e-4)
 BLOCKS, WIDTH, ROWS = 24, 64, 8
 FP32 = "adamw, fp32 states"
 LEAST_S = 5.0  # of rounds, with each number of threads
+IN_CACHE_S = 4.0  # what a number of threads takes of `--most-s` in its caches, where nothing waits
 
 
 def written(values: Tensor) -> Tensor:
@@ -147,12 +149,17 @@ def rows_of(a: Arena) -> list[Row]:
     ]
 
 
-def turns(runs: list[Callable[[], object]], rounds: int, least_s: float = 0) -> list[list[float]]:
+def turns(
+    runs: list[Callable[[], object]], rounds: int, least_s: float = 0, most_s: float = math.inf
+) -> list[list[float]]:
     """Seconds of each in every round, called in turn: `rounds` at least, and more for `least_s`;
-    the first round is not counted."""
+    the first round is not counted. None begins after `most_s`, but for the first that counts."""
     seconds: list[list[float]] = [[] for _ in runs]
-    ends_s, count = time.perf_counter() + least_s, 0
-    while count <= rounds or time.perf_counter() < ends_s:
+    starts_s, count = time.perf_counter(), 0
+    while count < 2 or (
+        (taken_s := time.perf_counter() - starts_s) < most_s
+        and (count <= rounds or taken_s < least_s)
+    ):
         for run, taken in zip(runs, seconds, strict=True):
             start = time.perf_counter()
             run()
@@ -167,11 +174,14 @@ def faster(before: list[float], after: list[float]) -> float:
     return statistics.median(old / new for old, new in zip(before, after, strict=True))
 
 
-def measure(arena: Arena, threads: int, rounds: int) -> list[dict[str, Any]]:
+def measure(
+    arena: Arena, threads: int, rounds: int, most_s: float = math.inf
+) -> list[dict[str, Any]]:
     """Elements a second of each kernel, against its stream's and against AdamW with fp32 states."""
     rows = rows_of(arena)
     calls = [lambda row=row: row.run(threads) for row in rows]  # type: ignore[misc]
-    seconds = dict(zip((row.name for row in rows), turns(calls, rounds, LEAST_S), strict=True))
+    taken = turns(calls, rounds, LEAST_S, most_s)
+    seconds = dict(zip((row.name for row in rows), taken, strict=True))
     return [
         {
             "isa": _native.isa(),
@@ -198,20 +208,39 @@ def print_rows(rows: list[dict[str, Any]]) -> None:
         )
 
 
-def rates_in_cache(threads: list[int]) -> dict[int, dict[str, float]]:
+def rates_in_cache(threads: int, left_s: float = math.inf) -> dict[str, float]:
     """Of both kinds of states with so many threads at a time, each within its own cache: what
-    arithmetic allows. Without those of a machine that is too busy to start them together."""
-    print("\nwhat arithmetic allows: each thread updates what its cache holds, Gparam/s")
-    found = {}
-    for count in threads:
-        try:
-            found[count] = in_cache.rates(count)
-        except RuntimeError as error:
-            print(f"{count:7d} threads: {error}")
-            continue
-        told = ", ".join(f"{kind} states {per_s / 1e9:.3f}" for kind, per_s in found[count].items())
-        print(f"{count:7d} threads: {told}", flush=True)
+    arithmetic allows. Nothing on a machine that is too busy to start them together, or where it
+    could take longer than is left."""
+    if left_s < in_cache.longest_s(threads):
+        print(f"{threads:7d} threads: no time left")
+        return {}
+    try:
+        found = in_cache.rates(threads)
+    except RuntimeError as error:
+        print(f"{threads:7d} threads: {error}")
+        return {}
+    told = ", ".join(f"{kind} states {per_s / 1e9:.3f}" for kind, per_s in found.items())
+    print(f"{threads:7d} threads: {told}", flush=True)
     return found
+
+
+class Result:
+    """The kernels' numbers in a file that is whole at any time, `done` when nothing is to come."""
+
+    def __init__(self, path: Path | None, about: dict[str, Any]) -> None:
+        self._path = path
+        self.rows: list[dict[str, Any]] = []
+        self.in_cache_per_s: dict[int, dict[str, float]] = {}
+        self._about = about
+
+    def write(self, *, done: bool = False) -> None:
+        if self._path is None:
+            return
+        found = {**self._about, "in_cache_per_s": self.in_cache_per_s, "rows": self.rows}
+        beside = self._path.with_suffix(".part")
+        beside.write_text(json.dumps({**found, "done": done}, indent=1))
+        beside.replace(self._path)
 
 
 class Plain(nn.Module):
@@ -248,6 +277,37 @@ def engine_overhead_us(offload: str, rounds: int) -> tuple[float, float]:
     return both[0] / BLOCKS * 1e6, (both[1] - both[0]) / BLOCKS * 1e6
 
 
+def measure_all(arguments: argparse.Namespace) -> None:
+    """The kernels with every number of threads, then what arithmetic allows; what is known is
+    written after each."""
+    ends_s = time.perf_counter() + arguments.most_s
+    everything = len(os.sched_getaffinity(0))
+    counts = sorted(set(arguments.threads or (1, max(1, everything // 2), everything)))
+    sets = arguments.isa or [_native.ISA_NAMES[-1]]
+    arena = Arena(int(arguments.million * 1e6))
+    print(f"{arena.n / 1e6:.0f} M elements, {everything} processors")
+    print("isa      threads  kernel                   Gparam/s     GB/s  /stream /fp32 states")
+    cases = [(isa, threads) for isa in sets for threads in counts]
+    result: Result | None = None
+    for at, (isa, threads) in enumerate(cases):
+        used = _native.set_isa(isa)
+        if result is None:
+            about = {"million": arena.n / 1e6, "processors": everything, "isa": used}
+            result = Result(arguments.json, about)
+        left_s = ends_s - IN_CACHE_S * len(counts) - time.perf_counter()
+        rows = measure(arena, threads, arguments.rounds, left_s / (len(cases) - at))
+        print_rows(rows)
+        result.rows += rows
+        result.write()
+    assert result is not None
+    print("\nwhat arithmetic allows: each thread updates what its cache holds, Gparam/s")
+    for threads in counts:
+        if found := rates_in_cache(threads, ends_s - time.perf_counter()):
+            result.in_cache_per_s[threads] = found
+            result.write()
+    result.write(done=True)
+
+
 def main() -> None:
     """Parse the command line and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -256,25 +316,12 @@ def main() -> None:
     parser.add_argument("--isa", nargs="*", default=None, choices=_native.ISA_NAMES)
     parser.add_argument("--threads", type=int, nargs="*", default=None)
     parser.add_argument("--json", type=Path, help="write the kernels' numbers there")
+    parser.add_argument("--most-s", type=float, default=math.inf, help="for the kernels, about")
+    parser.add_argument("--kernels-only", action="store_true", help="not the engine's own cost")
     arguments = parser.parse_args()
-    everything = len(os.sched_getaffinity(0))
-    arena = Arena(int(arguments.million * 1e6))
-    print(f"{arena.n / 1e6:.0f} M elements, {everything} processors")
-    print("isa      threads  kernel                   Gparam/s     GB/s  /stream /fp32 states")
-    found: list[dict[str, Any]] = []
-    for isa in arguments.isa or [_native.set_isa(_native.ISA_NAMES[-1])]:
-        _native.set_isa(isa)
-        for threads in arguments.threads or sorted({1, max(1, everything // 2), everything}):
-            rows = measure(arena, threads, arguments.rounds)
-            print_rows(rows)
-            found += rows
-    of_arithmetic = rates_in_cache(sorted({row["threads"] for row in found}))
-    if arguments.json:
-        told = {
-            "million": arena.n / 1e6, "processors": everything, "isa": _native.isa(),
-            "in_cache_per_s": of_arithmetic,
-        }  # fmt: skip
-        arguments.json.write_text(json.dumps({**told, "rows": found}, indent=1))
+    measure_all(arguments)
+    if arguments.kernels_only:
+        return
     print("\nthe engine's cost on this processor, microseconds a block, forward and backward")
     for offload in ("none", "weights"):
         plain, added = engine_overhead_us(offload, 5 * arguments.rounds)

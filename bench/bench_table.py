@@ -201,11 +201,17 @@ def measure(
     name: str, run: Callable[[], Row], rows: dict[str, Row], out: Path, known: Mapping[str, str]
 ) -> None:
     """Run one and put its result, with what is `known` of the command, where a later command finds
-    it; of an earlier one nothing stays, not even where this one is stopped."""
+    it; of an earlier one nothing stays. Where this one is stopped, what it had written does."""
     path = out / f"{name}.json"
     rows.pop(name, None)
     path.unlink(missing_ok=True)
-    rows[name] = run() | dict(known)
+    try:
+        rows[name] = run() | dict(known)
+    except Stopped:
+        if path.exists():
+            rows[name] = json.loads(path.read_text()) | dict(known)
+            path.write_text(json.dumps(rows[name], indent=1))
+        raise
     path.write_text(json.dumps(rows[name], indent=1))
 
 

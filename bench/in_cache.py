@@ -31,11 +31,16 @@ FIRST_S = 1.0  # until all have started, and 0.05 for each
 SLACK_S = 10.0  # for the rest, until all have told
 
 
+def longest_s(threads: int, seconds: float = 0.5) -> float:
+    """What `rates` takes at the most."""
+    return FIRST_S + 0.05 * threads + len(KINDS) * seconds + SLACK_S
+
+
 def rates(threads: int, seconds: float = 0.5) -> dict[str, float]:
     """Parameters a second of so many threads together, by kind of states. Raises RuntimeError if a
     process was not ready, or not done, in time."""
-    begins_s = time.time() + FIRST_S + 0.05 * threads
-    ends_s = begins_s + len(KINDS) * seconds + SLACK_S
+    ends_s = time.time() + longest_s(threads, seconds)
+    begins_s = ends_s - SLACK_S - len(KINDS) * seconds
     arguments = [__file__, "--begins-s", str(begins_s), "--seconds", str(seconds)]
     with ExitStack() as started:
         processes = [

@@ -183,6 +183,40 @@ def test_kernels_that_could_not_be_measured_say_why(
     assert kernel_table.table(found) == "The native AdamW was not measured: no kernels here."
 
 
+def test_kernels_that_were_cut_short_keep_what_they_had_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = json.dumps(kernels() | {"done": False})
+    script = tmp_path / "bench_cpu.py"
+    script.write_text(
+        "import pathlib, sys, time\n"
+        "path = pathlib.Path(sys.argv[sys.argv.index('--json') + 1])\n"
+        f"path.write_text({written!r})\n"
+        "time.sleep(60)"
+    )
+    monkeypatch.setattr(kernel_table, "HERE", tmp_path)
+    monkeypatch.setattr(kernel_table, "LIMIT_S", 5.0)
+    found = kernel_table.measured(tmp_path)
+    assert found["rows"] == kernels()["rows"]
+    table = kernel_table.table(found)
+    assert table.startswith("Cut short (not done in 5 s). The native AdamW (avx512")
+    assert set(kernel_table.targets(found)) == {"kernels, threads: 1", "kernels, threads: 2"}
+
+
+def test_a_benchmark_that_is_stopped_keeps_what_its_row_had_written(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stopped(out: Path) -> dict[str, Any]:
+        (out / "kernels.json").write_text(json.dumps(kernels() | {"done": False}))
+        raise bench_table.Stopped(15)
+
+    bench("--only", "3b-32-bf16")
+    monkeypatch.setattr(kernel_table, "measured", stopped)
+    with pytest.raises(SystemExit):
+        bench("--only", "kernels")
+    assert "Cut short (stopped). The native AdamW" in bench("--only")
+
+
 def test_the_kernels_of_this_machine_are_measured_in_a_process_of_their_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -190,6 +224,7 @@ def test_the_kernels_of_this_machine_are_measured_in_a_process_of_their_own(
     found = kernel_table.measured(tmp_path)
     assert json.loads((tmp_path / "kernels.json").read_text()) == found
     assert "8-bit beside fp32" in kernel_table.table(found)
+    assert found["done"] and kernel_table.table(found).startswith("The native AdamW")
     for row in found["rows"]:
         assert row["per_s"] > 0
         assert (row["of_stream"] is None) == (not row["name"].startswith("adamw, ")) or (
