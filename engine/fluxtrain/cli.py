@@ -20,6 +20,7 @@ from fluxtrain.errors import (
 )
 from fluxtrain.hardware import allocator, openmp
 from fluxtrain.spoken import complain, print_json, say, silent, tell
+from fluxtrain.starting import Starting
 from fluxtrain.telemetry.standard_streams import open_standard_streams
 
 if TYPE_CHECKING:
@@ -93,7 +94,8 @@ def train(  # noqa: PLR0913, PLR0917 - typer reads the options from the signatur
         if not target.resumes:
             raise BadInput(f"{target.run_dir.path} holds no run: name a CONFIG.yaml, or use --demo")
         chosen = stored_config(target.run_dir, overrides)
-    from fluxtrain.train.run import train as train_run
+    with Starting():  # packages turn an interrupt while they are read into errors of theirs
+        from fluxtrain.train.run import train as train_run
 
     def opened(run_dir: Path) -> None:
         if not json and live_fd is None:
@@ -127,8 +129,9 @@ def plan(  # noqa: PLR0917 - typer reads the options from the signature
 ) -> None:
     """Show what a run would do and need, how long it takes, and why."""
     chosen = _named_config("plan", config, demo, _overrides(sets, steps, device))
-    from fluxtrain.plan.machine_file import read_machine_file
-    from fluxtrain.train.preview import preview, table
+    with Starting():
+        from fluxtrain.plan.machine_file import read_machine_file
+        from fluxtrain.train.preview import preview, table
 
     elsewhere = None if machine is None else read_machine_file(machine)
     report = complain if progress or sys.stderr.isatty() else None
@@ -149,7 +152,8 @@ def inspect(
 ) -> None:
     """Show the data as the model will see it: samples, what is learnt of them, and lengths."""
     chosen = _named_config("inspect", config, demo, _overrides(sets, None, None))
-    from fluxtrain.train import inspection
+    with Starting():
+        from fluxtrain.train import inspection
 
     found = inspection.inspect(chosen)
     if json:
@@ -169,7 +173,8 @@ def dry_run(
 ) -> None:
     """Train three real steps, show predicted against measured, and leave nothing behind."""
     chosen = _named_config("try", config, demo, _overrides(sets, None, device))
-    from fluxtrain.train import dry_run as trial
+    with Starting():
+        from fluxtrain.train import dry_run as trial
 
     found = trial.dry_run(chosen)
     if json:
@@ -207,8 +212,9 @@ def doctor(
 
     Ends with exit code 0 when all self-tests pass, with 1 when one fails.
     """
-    from fluxtrain.doctor.examine import examine
-    from fluxtrain.doctor.screen import screen
+    with Starting():
+        from fluxtrain.doctor.examine import examine
+        from fluxtrain.doctor.screen import screen
     from fluxtrain.telemetry.rundir import runs_root
 
     report = examine(runs_root(), fresh=fresh, say=silent if json else complain)

@@ -22,13 +22,25 @@ import pathlib, time
 pathlib.Path(__file__).with_name("read").touch()
 time.sleep(60)
 """
+# As a class body does in Python 3.11, where a descriptor is given its name.
+TURNING = SLOW.replace(
+    "time.sleep(60)",
+    """
+try:
+    time.sleep(60)
+except KeyboardInterrupt as error:
+    raise RuntimeError("Error calling __set_name__") from error
+""",
+)
 
 
-def interrupted(tmp_path: Path, command: list[str], slow: str) -> subprocess.CompletedProcess[str]:
+def interrupted(
+    tmp_path: Path, command: list[str], slow: str, content: str = SLOW
+) -> subprocess.CompletedProcess[str]:
     """The command, interrupted while it reads the package `slow`."""
     package = tmp_path / "slow" / slow
     package.mkdir(parents=True)
-    (package / "__init__.py").write_text(SLOW)
+    (package / "__init__.py").write_text(content)
     ours = os.pathsep.join([str(package.parent), str(ROOT / "engine"), str(ROOT)])
     process = subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
@@ -73,6 +85,16 @@ def test_an_interrupt_while_the_app_is_read_is_one_line_and_130(tmp_path: Path) 
     ended = interrupted(tmp_path, [sys.executable, "-c", code], "textual")
     assert ended.returncode == EXIT_INTERRUPTED
     assert ended.stderr == "fluxtrain-tui: interrupted\n"
+
+
+@pytest.mark.parametrize("command", ["train", "plan", "inspect", "dry-run"])
+def test_an_interrupt_is_told_as_such_whatever_packages_make_of_it(
+    tmp_path: Path, command: str
+) -> None:
+    what = [sys.executable, "-m", "fluxtrain", command, "--demo"]
+    ended = interrupted(tmp_path, what, "transformers", TURNING)
+    assert (ended.stdout, ended.stderr) == ("", "interrupted before anything was started\n")
+    assert ended.returncode == EXIT_INTERRUPTED
 
 
 def test_what_is_started_to_ignore_an_interrupt_ignores_it(tmp_path: Path) -> None:
