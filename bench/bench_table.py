@@ -117,7 +117,8 @@ def plan_line(row: Row, found: Row) -> str:
         f"blocks' weights on the GPU, chunks of {found['chunk_rows']}, boundaries on the "
         f"{found['boundaries']}, {found['kept_blocks']} blocks keep activations"
     ]
-    words += ["embedding by rows"] if found.get("embedding") == "rows" else []
+    at_home = found["offload"] != "none"
+    words += ["embedding by rows"] if at_home and found.get("embedding") == "rows" else []
     words += ["head in slices"] if found.get("head") == "slices" else []
     words += ["moments deferred"] if found.get("deferred_moments") else []
     if "predicted_step_s" in found:

@@ -182,6 +182,15 @@ def test_plans_and_bounds_stand_below_the_table() -> None:
     assert parts[4].endswith("0.499 s predicted. Bound: computation 402 ms of 419 ms.")
 
 
+def test_an_embedding_that_lives_on_the_gpu_does_not_come_by_rows() -> None:
+    plan = {
+        "offload": "none", "device_groups": 38, "resident_blocks": 0, "chunk_rows": 16,
+        "boundaries": "device", "kept_blocks": 27, "embedding": "rows", "predicted_step_s": 1.2,
+    }  # fmt: skip
+    assert "by rows" not in bench_table.plan_line({"name": "a"}, plan)
+    assert "embedding by rows" in bench_table.plan_line({"name": "a"}, plan | {"offload": "max"})
+
+
 def test_an_engine_that_is_not_installed_is_not_run(tmp_path: Path) -> None:
     row = {"name": "a", "needs": "no_such_package"}
     assert bench_table.measured(row, tmp_path, 1.0) == {"error": "no_such_package is not installed"}
