@@ -76,9 +76,7 @@ def resettle(
         renew_state(owner for owners in engine.owners.values() for owner in owners.values())
     gone.clear()
     moves.clear()
-    if kept_blocks > engine.plan.kept_blocks:  # whose boundaries waited on the host
-        engine.park.give_back()
-    _tidy(engine, at_home)
+    _tidy(engine, at_home, kept_blocks)
     engine.plan = replace(
         engine.plan,
         device_groups=device_groups,
@@ -102,7 +100,7 @@ def _come_to_rest(engine: Engine) -> None:
     engine.gradients.drain()
 
 
-def _tidy(engine: Engine, at_home: Sequence[Group]) -> None:
+def _tidy(engine: Engine, at_home: Sequence[Group], kept_blocks: int) -> None:
     """After the moves: no memory stays for what is gone, and peaks are those of the new layout."""
     for group in engine.groups:
         if group.rows is not None and group.home == "device":
@@ -110,6 +108,8 @@ def _tidy(engine: Engine, at_home: Sequence[Group]) -> None:
     for unit in engine.units:
         if unit.slices is not None and not unit.in_slices:
             unit.slices.give_back()
+    if kept_blocks > engine.plan.kept_blocks:  # whose boundaries waited on the host
+        engine.park.give_back()
     engine.gradients.stage_only({s.size_bytes for group in at_home for s in group.trained})
     _give_back(engine)
     engine.accounts.measure_peaks_anew()
