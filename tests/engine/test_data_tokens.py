@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -161,6 +162,20 @@ def test_the_demo_is_made_once_as_ordinary_files(
     assert detect(files.corpus).format == "jsonl-text"
     assert sum(1 for _ in documents(files.corpus, "jsonl-text")) == files.documents >= 1000
     assert [path.name for path in small_demo.iterdir()] == [files.tokenizer.name]
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "corpus.jsonl"])
+@pytest.mark.parametrize("kept_bytes", [0, 150])
+def test_a_demo_that_was_cut_short_is_made_again(
+    small_demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, kept_bytes: int
+) -> None:
+    monkeypatch.setattr(demo, "CORPUS_LIMIT_BYTES", 300_000)
+    whole = demo_files(small_demo).tokenizer
+    damaged = tmp_path / whole.name
+    shutil.copytree(whole, damaged)
+    (damaged / name).write_bytes((whole / name).read_bytes()[:kept_bytes])
+    assert demo_files(tmp_path).tokenizer == damaged
+    assert (damaged / name).read_bytes() == (whole / name).read_bytes()
 
 
 def test_the_demos_tokenizer_gives_back_what_it_encodes(small_demo: Path) -> None:

@@ -66,7 +66,8 @@ def demo_files(cache: Path | None = None) -> DemoFiles:
     """
     name = f"demo-{platform.python_implementation()}-{platform.python_version()}-{RECIPE}".lower()
     folder = _writable(cache) / name
-    if not (folder / "tokenizer_config.json").exists():
+    if not _whole(folder):
+        shutil.rmtree(folder, ignore_errors=True)
         _make_atomically(folder)
     corpus = folder / "corpus.jsonl"
     with corpus.open("rb") as file:
@@ -126,6 +127,18 @@ def unigram_entropy(rows: PackedRows, vocabulary: int) -> float:
     counts = rows.token_counts(vocabulary)
     shares = counts[counts > 0] / max(1, counts.sum())
     return float(-(shares * np.log(shares)).sum())
+
+
+def _whole(folder: Path) -> bool:
+    """Whether its files are there and not cut short, as a loss of power leaves them."""
+    try:
+        for name in ("tokenizer_config.json", "tokenizer.json"):
+            json.loads((folder / name).read_bytes())
+        with (folder / "corpus.jsonl").open("rb") as file:
+            file.seek(-2, os.SEEK_END)
+            return file.read() == b"}\n"
+    except (OSError, ValueError):
+        return False
 
 
 def _make_atomically(folder: Path) -> None:
