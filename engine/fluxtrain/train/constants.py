@@ -124,29 +124,12 @@ def measured_constants(
     eager: bool = False,
 ) -> Constants:
     """As `known_constants`, but what is not known is measured now, in a few seconds, and kept."""
-    found = _measured(facts, machine, device, batch_rows, model, batch_of, mixed_of, eager=eager)
-    missed = None if found.calibration is None else found.calibration.not_rehearsed
-    if missed is not None and not missed.lasts:
-        _log.warning("%s", missed.text)
-    return found
-
-
-def _measured(
-    facts: ModelFacts,
-    machine: Machine,
-    device: str,
-    batch_rows: int | None,
-    model: torch.nn.Module,
-    batch_of: Callable[[int], Batch],
-    mixed_of: Callable[[int], Batch] | None,
-    *,
-    eager: bool,
-) -> Constants:
     mixed = mixed_of is not None
     known = known_constants(facts, machine, device, batch_rows, mixed=mixed, eager=eager)
     place = _place(facts, machine, device, batch_rows, mixed=mixed, eager=eager)
     if known.calibration is not None and not _tries_again(known.calibration, machine):
-        return _completed(known, known.calibration, place, facts, machine, device, eager=eager)
+        known = _completed(known, known.calibration, place, facts, machine, device, eager=eager)
+        return _warned(known)
     assert facts.row is not None
     rows = trial_rows(facts.row.sequence_length, batch_rows, _trial_tokens(device))
     fewer = trial_rows(facts.row.sequence_length, batch_rows, CHUNK_TOKENS)
@@ -155,16 +138,25 @@ def _measured(
         memory = machine.memory_available_bytes
         tried = calibrate(model, batch_of, on, rows, fewer, states, mixed_of, memory, eager=eager)
     except NotCalibrated as reason:
-        return replace(known, source=f"{known.source} ({reason})")
+        return _warned(replace(known, source=f"{known.source} ({reason})"))
     tried = replace(tried, **_adamw_rates(facts, machine, device, tried, eager=eager))
     rates = _missing_rates(known.per_s, machine, device)
     _write(place, rates, tried)
-    return Constants(
+    found = Constants(
         per_s=_either(rates, known.per_s),
         calibration=tried,
         source=_source(tried),
         is_new=True,
     )
+    return _warned(found)
+
+
+def _warned(found: Constants) -> Constants:
+    """The same, after a warning where whole steps were not rehearsed and may be the next time."""
+    missed = None if found.calibration is None else found.calibration.not_rehearsed
+    if missed is not None and not missed.lasts:
+        _log.warning("%s", missed.text)
+    return found
 
 
 def _completed(
