@@ -24,6 +24,10 @@ def device() -> Any:
     made.close()
 
 
+def nobody(*_: object) -> None:
+    """Is told of copies."""
+
+
 def group(*shapes: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> Group:
     made = Group("block", "block")
     made.users = 1
@@ -40,7 +44,7 @@ def draws(shape: tuple[int, ...], count: int) -> list[Tensor]:
 
 def test_chunks_are_summed_in_fp32_and_rounded_once(device: Any) -> None:
     sent: list[int] = []
-    gradients = Gradients(device, lambda g, ticket, size_bytes: sent.append(size_bytes))
+    gradients = Gradients(device, lambda g, ticket, size_bytes: sent.append(size_bytes), nobody)
     g = group((33, 7))
     parts = draws((33, 7), 64)
     for part in parts:
@@ -61,12 +65,13 @@ def test_chunks_are_summed_in_fp32_and_rounded_once(device: Any) -> None:
 
 def test_backward_passes_add_up_in_fp32_at_home(device: Any) -> None:
     """512 passes: a bf16 sum would be off by 3 %."""
-    gradients = Gradients(device, lambda *_: None)
+    gradients = Gradients(device, nobody, nobody)
     g = group((64,))
     parts = draws((64,), 512)
     for part in parts:
         gradients.add(g, g.members[0], part)
         gradients.finish(g)
+    gradients.wait(g)
     exact = torch.stack(parts).double().sum(0)
     found = stored(g.members[0])
     assert found.dtype == torch.float32
@@ -80,7 +85,7 @@ def test_backward_passes_add_up_in_fp32_at_home(device: Any) -> None:
 
 def test_members_without_a_gradient_and_padding_are_zero(device: Any) -> None:
     """Whole ranges are updated at once: what lies between members must not be rubbish."""
-    gradients = Gradients(device, lambda *_: None)
+    gradients = Gradients(device, nobody, nobody)
     g, other = group((3,), (5,), (7,)), group((200,))
     gradients.add(other, other.members[0], torch.full((200,), float("nan")))
     gradients.finish(other)  # fills the buffers that both use
@@ -96,7 +101,7 @@ def test_members_without_a_gradient_and_padding_are_zero(device: Any) -> None:
 
 def test_many_groups_in_flight_do_not_overwrite_each_other(device: Any) -> None:
     """More groups than staging buffers, of different sizes."""
-    gradients = Gradients(device, lambda *_: None)
+    gradients = Gradients(device, nobody, nobody)
     groups = [group((50 + 37 * (i % 3), 11)) for i in range(12)]
     for i, g in enumerate(groups):
         gradients.add(g, g.members[0], torch.full(g.members[0].shape, float(i + 1)))
@@ -107,7 +112,7 @@ def test_many_groups_in_flight_do_not_overwrite_each_other(device: Any) -> None:
 
 
 def test_shared_groups_keep_a_sum_of_their_own_while_others_come_and_go(device: Any) -> None:
-    gradients = Gradients(device, lambda *_: None)
+    gradients = Gradients(device, nobody, nobody)
     shared, other = group((16,)), group((16,))
     shared.users = 2
     gradients.add(shared, shared.members[0], torch.ones(16))
@@ -125,7 +130,7 @@ def test_shared_groups_keep_a_sum_of_their_own_while_others_come_and_go(device: 
 
 
 def test_each_dtype_of_a_block_keeps_its_own(device: Any) -> None:
-    gradients = Gradients(device, lambda *_: None)
+    gradients = Gradients(device, nobody, nobody)
     g = Group("adapted", "block")
     g.users = 1
     for i, dtype in enumerate((torch.bfloat16, torch.float32, torch.bfloat16)):
@@ -144,7 +149,7 @@ def test_each_dtype_of_a_block_keeps_its_own(device: Any) -> None:
 def test_gradients_that_come_together_are_summed_as_one_by_one(device: Any) -> None:
     sums: list[list[Tensor]] = []
     for together in (True, False):
-        gradients = Gradients(device, lambda *_: None)
+        gradients = Gradients(device, nobody, nobody)
         g = group((33, 7), (5,), (4, 4), (3,), dtype=torch.float32)
         chunks = [draws(tuple(m.shape), 3) for m in g.members[:3]]  # none for the last one
         for parts in zip(*chunks, strict=True):
@@ -167,7 +172,7 @@ def test_gradients_that_come_together_are_summed_as_one_by_one(device: Any) -> N
 
 
 def test_sums_of_groups_of_different_sizes_do_not_mix(device: Any) -> None:
-    gradients = Gradients(device, lambda *_: None)
+    gradients = Gradients(device, nobody, nobody)
     groups = [group((4, 4), (3,)), group((5, 6)), group((2, 2), (9,)), group((4, 4), (3,))]
     for step in range(2):
         for i, g in enumerate(groups):
@@ -181,7 +186,7 @@ def test_sums_of_groups_of_different_sizes_do_not_mix(device: Any) -> None:
 
 
 def test_nothing_holds_staging_memory_that_was_given_back(device: Any) -> None:
-    gradients = Gradients(device, lambda *_: None)
+    gradients = Gradients(device, nobody, nobody)
     g = group((8, 8))
     gradients.add(g, g.members[0], torch.ones(8, 8))
     gradients.finish(g)
@@ -196,7 +201,7 @@ def test_nothing_holds_staging_memory_that_was_given_back(device: Any) -> None:
 def test_gradients_of_several_dtypes_that_come_together_are_each_read_as_what_they_are(
     device: Any,
 ) -> None:
-    gradients = Gradients(device, lambda *_: None)
+    gradients = Gradients(device, nobody, nobody)
     g = group((4,), (4,), (4,), dtype=torch.float32)
     values = [torch.full((4,), 1.5), torch.full((4,), 2.5).bfloat16(), torch.full((4,), 3.5).half()]
     gradients.add_all((g, m, value) for m, value in zip(g.members, values, strict=True))
@@ -208,7 +213,7 @@ def test_gradients_of_several_dtypes_that_come_together_are_each_read_as_what_th
 def test_a_block_may_finish_while_another_thread_asks_for_the_bytes(
     device: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gradients = Gradients(device, lambda *_: None)
+    gradients = Gradients(device, nobody, nobody)
     groups = [group((8,)), group((200,))]
     for g in groups:
         gradients.add(g, g.members[0], torch.ones(g.members[0].shape))

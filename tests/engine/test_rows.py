@@ -179,6 +179,7 @@ def test_only_rows_cross_and_the_device_holds_no_whole_table() -> None:
             before = engine.traffic().h2d_bytes
             model(**inputs(step)).loss.backward()
             up.append(engine.traffic().h2d_bytes - before)
+            engine.forget_gradients()
         measured[embedding] = up[-1], engine.memory().device_by["weights"]
     table, most = VOCABULARY * HIDDEN * 2, 4 * 10 * HIDDEN * 2
     indices = (4 * 10 + 4 * 10) * 8
@@ -193,9 +194,11 @@ def test_buffers_are_not_made_anew_once_they_hold_the_largest_batch() -> None:
     assert rows is not None
     for length in (3, 12):
         model(**inputs(0, length=length)).loss.backward()
+        engine.forget_gradients()
     held = rows._on_device, rows._arenas, rows._landing
     assert rows.capacity == 4 * 12
     for step, length in enumerate((12, 5, 9)):
         model(**inputs(step, length=length)).loss.backward()
+        engine.forget_gradients()
     assert (rows._on_device, rows._arenas, rows._landing) == held
     assert rows.host_bytes >= rows.device_bytes

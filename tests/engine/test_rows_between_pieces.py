@@ -170,9 +170,9 @@ def test_whoever_asks_while_an_eager_steps_last_gradients_come_home_goes_first(
     come, waits, has_them = threading.Event(), threading.Event(), threading.Event()
     held: list[Arrival] = []
 
-    def sent(*args: Any) -> Arrival:
+    def sent(*args: Any, **more: Any) -> Arrival:
         device._down.submit(lambda: come.wait(GIVEN_UP_S))
-        held.append(send(*args))
+        held.append(send(*args, **more))
         return held[-1]
 
     def waited(arrival: Arrival) -> None:

@@ -129,7 +129,7 @@ class BoundaryPark:
             return
         parked.back = torch.empty_like(parked.host, device=self._device.torch_device)
         parked.returned = self._device.upload(
-            parked.back, parked.host, None, self._device.mark(), follows=parked.ticket
+            parked.back, parked.host, None, self._device.mark(), follows=[parked.ticket]
         )
         if parked.home is not None:
             parked.home.copies = [parked.ticket, parked.returned]

@@ -72,3 +72,11 @@ def widen_at_home(group: Group) -> None:
     for segment in group.trained:
         apply_scales(segment.members)
         group.widen_gradient(segment)
+
+
+def round_at_home(group: Group) -> None:
+    """Back to the weights' dtype: for optimizers that want gradients like their parameters."""
+    for segment in group.trained:
+        if segment.is_wide and segment.rounded is not None:
+            segment.rounded.copy_(segment.gradient)
+            segment.is_wide = False

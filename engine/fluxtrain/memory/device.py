@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, Protocol
@@ -61,10 +61,10 @@ class Device(Protocol):
 
     def upload(
         self, to: Tensor, source: Tensor, after: Future[None] | None, free: Any,
-        follows: Ticket | None = None, *, urgent: bool = False,
+        follows: Sequence[Ticket] = (), *, urgent: bool = False,
     ) -> Ticket:  # fmt: skip
         """Copy host `source` to device `to` once `after` is done, `free` has passed and the
-        download `follows` has arrived. urgent: not behind copies that still wait for theirs."""
+        copies `follows` have arrived. urgent: not behind copies that still wait for theirs."""
 
     def download(self, to: Tensor, source: Tensor) -> Ticket:
         """Copy device `source` to host `to` once the computation so far is done."""
@@ -129,17 +129,17 @@ class CpuDevice:
 
     def upload(
         self, to: Tensor, source: Tensor, after: Future[None] | None, free: Any,
-        follows: Ticket | None = None, *, urgent: bool = False,
+        follows: Sequence[Ticket] = (), *, urgent: bool = False,
     ) -> Ticket:  # fmt: skip
         def job() -> tuple[float, float]:
             if after is not None:
                 after.result()
-            if follows is not None:
-                follows.wait_host()
+            for earlier in follows:
+                earlier.wait_host()
             return _timed(copy, to, source)
 
         copy = self._copying(source, 0)
-        if urgent and after is None and follows is None:  # this thread is the computation's
+        if urgent and after is None and not follows:  # this thread is the computation's
             made: Future[tuple[float, float]] = Future()
             made.set_result(_timed(copy, to, source))
             return _CpuTicket(made, self.stalls)
@@ -274,10 +274,10 @@ class CudaDevice:
 
     def upload(
         self, to: Tensor, source: Tensor, after: Future[None] | None, free: Any,
-        follows: Ticket | None = None, *, urgent: bool = False,
+        follows: Sequence[Ticket] = (), *, urgent: bool = False,
     ) -> Ticket:  # fmt: skip
         ticket = _CudaTicket(self.stalls, self._current)
-        if not page_locks.LOCKS.holds(source):
+        if not (page_locks.LOCKS.holds(source) and all(map(_was_issued, follows))):
             work = partial(self._staged_up, ticket, to, source, after, free, follows)
             self._up_thread.submit(work)
             return ticket
@@ -288,8 +288,9 @@ class CudaDevice:
                 return
             if free is not None:
                 self._up.wait_event(free)
-            if isinstance(follows, _CudaTicket):  # to locked memory, so it was issued at once
-                self._up.wait_event(follows.end)
+            for earlier in follows:
+                if isinstance(earlier, _CudaTicket):
+                    self._up.wait_event(earlier.end)
             ticket.issue(self._up, lambda: _queue_copy(to, source))
 
         if after is None or after.done():
@@ -310,14 +311,15 @@ class CudaDevice:
 
     def _staged_up(
         self, ticket: _CudaTicket, to: Tensor, source: Tensor, after: Future[None] | None,
-        free: Any, follows: Ticket | None,
+        free: Any, follows: Sequence[Ticket],
     ) -> None:  # fmt: skip
-        """On a thread: from memory that is not page-locked, which is read here and now."""
+        """On a thread: from memory that is not page-locked, which is read here and now, or behind
+        copies that go through threads."""
         try:
             if after is not None:
                 after.result()
-            if follows is not None:
-                follows.wait_host()
+            for earlier in follows:
+                earlier.wait_host()
         except BaseException as error:
             ticket.fail(error)
             raise
@@ -351,6 +353,11 @@ class CudaDevice:
         self._down_thread.close()
         self._up.synchronize()
         self._down.synchronize()
+
+
+def _was_issued(ticket: Ticket) -> bool:
+    """Is it on a stream, so that streams can wait for it?"""
+    return ticket.instants() is not None
 
 
 def _queue_copy(to: Tensor, source: Tensor) -> None:

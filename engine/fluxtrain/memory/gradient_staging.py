@@ -1,4 +1,4 @@
-"""Device memory that rounded gradients leave through, one or two buffers of each size."""
+"""Device memory that gradients leave through, one or two buffers of each size."""
 
 from __future__ import annotations
 
@@ -32,25 +32,35 @@ class GradientStaging:
         rings = list(self._rings.values())  # other threads ask
         return sum(t.nbytes for ring in rings for t in ring.buffers)
 
-    def free(self, size_bytes: int) -> Tensor:
-        """The next buffer (size_bytes,) uint8 of this size, once its last transfer is done."""
+    def free(self, size_bytes: int, depth: int = 0) -> Tensor:
+        """The next buffer (size_bytes,) uint8 of this size, of `depth` of them (0: as many as
+        rounded gradients need), once its last transfer is done."""
+        buffer, ticket = self.next(size_bytes, depth)
+        if ticket is not None:
+            ticket.wait_compute("gradients")
+        return buffer
+
+    def next(self, size_bytes: int, depth: int = 0) -> tuple[Tensor, Ticket | None]:
+        """The same, and its last transfer, which whoever uses it has to wait for."""
         ring = self._rings.setdefault(size_bytes, _Ring([], []))
-        if len(ring.buffers) < staging_depth(size_bytes):
+        if len(ring.buffers) < (depth or staging_depth(size_bytes)):
             fresh = device_flat(self._device.torch_device, size_bytes)
             ring.buffers.append(self._device.for_copies(fresh))
             ring.tickets.append(None)
             ring.turn = len(ring.buffers) - 1
         else:
             ring.turn = (ring.turn + 1) % len(ring.buffers)
-        ticket = ring.tickets[ring.turn]
-        if ticket is not None:
-            ticket.wait_compute("gradients")
-        return ring.buffers[ring.turn]
+        return ring.buffers[ring.turn], ring.tickets[ring.turn]
 
     def leaves(self, size_bytes: int, ticket: Ticket) -> None:
-        """The transfer of what was put into the buffer that `free` gave last was started."""
+        """A transfer from the buffer that was given last, or to it, was started."""
         ring = self._rings[size_bytes]
         ring.tickets[ring.turn] = ticket
+
+    def holds(self, size_bytes: int, ticket: Ticket) -> bool:
+        """Has nobody used the buffer since that transfer?"""
+        ring = self._rings.get(size_bytes)
+        return ring is not None and any(one is ticket for one in ring.tickets)
 
     def keep_only(self, sizes: set[int]) -> None:
         """Give back buffers of other sizes; what left through them has arrived."""

@@ -2,15 +2,14 @@
 
 A block's chunks add to the flat buffer; when its backward is done the sum is rounded to the
 weights' dtype and copied home in one transfer. A second backward before the optimizer step is
-added at home in fp32 (bf16 sums are off by 0.35 % at 8 terms, 3 % at 512). fp16 gradients that
-overflow arrive as infinity: their norms tell, and the step is left out.
+added in fp32 (bf16 sums are off by 0.35 % at 8 terms, 3 % at 512) to what comes up from home for
+it. fp16 gradients that overflow arrive as infinity: their norms tell, and the step is left out.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -20,36 +19,30 @@ from torch import Tensor
 from fluxtrain.memory.arrival import Arrival, arrival_of
 from fluxtrain.memory.cuts import Cuts, apply_scales, copy_all, norms_of, stored, widen_at_home
 from fluxtrain.memory.device import Device, Ticket
+from fluxtrain.memory.flat_sum import FlatSum, could_be
 from fluxtrain.memory.gradient_ring import GradientRing
 from fluxtrain.memory.gradient_staging import GradientStaging
 from fluxtrain.memory.group import Group, Member, Segment
+from fluxtrain.memory.home_sums import HomeSums, tickets_of
 from fluxtrain.memory.rows import RowSum, RowTicket, Scatter
 from fluxtrain.memory.slice_sum import SliceSum
 from fluxtrain.memory.table_rows import Report, TableRowsHome, add_rows_at_home
 
 
-@dataclass(eq=False)
-class _Sum:
-    """The flat fp32 sum of one group, and who has added to it."""
-
-    flat: Tensor  # (trained_elements,) fp32
-    parts: dict[int, Tensor]  # of it, by member index, in the members' shapes
-    touched: set[int]  # member indices
-
-
 class Gradients:
     """Collects the gradients of all groups; used by the thread that runs the backward pass."""
 
-    def __init__(self, device: Device, report: Report) -> None:
+    def __init__(self, device: Device, report: Report, brought: Report) -> None:
         self._device = device
         self._report = report
         self._scratch: Tensor | None = None  # shared by groups that finish within their backward
-        self._open: dict[Group, _Sum] = {}
+        self._open: dict[Group, FlatSum] = {}
         self._open_rows: dict[Group, RowSum] = {}
         self._open_slices: dict[Group, SliceSum] = {}
         self._scatter = Scatter()
         self._cuts = Cuts()
         self._staging = GradientStaging(device)
+        self._sums_at_home = HomeSums(device, self._staging, report, brought)
         self._table_rows = TableRowsHome(device, self._staging, self._scatter, report)
         self._ring = GradientRing()
         self.arrivals: dict[Group, Arrival] = {}
@@ -62,7 +55,14 @@ class Gradients:
         if self._scratch is not None:
             held[id(self._scratch.untyped_storage())] = self._scratch.nbytes
         slices = sum(s.device_bytes for s in list(self._open_slices.values()))
-        return sum(held.values()) + slices + self._staging.device_bytes
+        beside = self._staging.device_bytes + self._table_rows.device_bytes
+        return sum(held.values()) + slices + beside
+
+    def expect(self, group: Group) -> None:
+        """A backward pass of the group begins, which alone adds to its gradients: what is at home
+        of an earlier one comes up meanwhile."""
+        if group.users <= 1 and group.rows is None:
+            self._sums_at_home.expect(group, self.arrivals.get(group))
 
     def add(
         self, group: Group, member: Member, gradient: Tensor, *, may_keep: bool = False
@@ -72,9 +72,9 @@ class Gradients:
         may_keep: the caller has no further use for the tensor; where it is all of the group's sum
         (the head's weight, 1.2 GB of fp32 for a 3B model) it becomes the sum without a copy.
         """
-        if may_keep and group not in self._open and _is_whole(group, gradient):
+        if may_keep and group not in self._open and could_be(group, gradient):
             flat = gradient.view(-1)
-            self._open[group] = _Sum(flat, self._parts(group, flat), {member.index})
+            self._open[group] = FlatSum(flat, self._parts(group, flat), {member.index})
             return
         self.add_all([(group, member, gradient)])
 
@@ -132,22 +132,31 @@ class Gradients:
         if found is None:
             self._let_the_update_end(group)
             self._take_memory(group, passing=passing)
-            found = self._open_slices[group] = SliceSum.of(group)
-            if found.again:
-                self.wait(group)
-                widen_at_home(group)
-        home = stored(member)[first : first + len(values)]
-        if found.again:
-            found.add(member, first, values, home)
+            found = self._open_slices[group] = self._slices_of(group)
+        if found.at_home:
+            found.add_at_home(member, first, values, stored(member)[first : first + len(values)])
             return
-        size_bytes = rows * home[:1].nbytes
-        staged = self._staging.free(size_bytes)[: home.nbytes].view(home.dtype).view(home.shape)
-        staged.copy_(values)
+        part, sums = slice(first, first + len(values)), self._sums_at_home
+        if found.again and member.has_gradient:
+            earlier = member.slice(found.before[member.segment])[part]
+            size_bytes, scale = rows * earlier[:1].nbytes, member.gradient_scale
+            sums.add_part(group, earlier, values, size_bytes, scale, found.before_tickets)
+        if found.again:
+            group.take_wide_memory(member.segment)
+        home = stored(member)[part]
         self._scatter.forget(member.segment.gradient)
-        ticket = self._device.download(home, staged)
-        self._staging.leaves(size_bytes, ticket)
+        ticket, staged = sums.send_part(group, home, values, rows * home[:1].nbytes)
         found.send(member, first, values, staged, ticket)
-        self._report(group, ticket, staged.nbytes)
+
+    def _slices_of(self, group: Group) -> SliceSum:
+        """Before the first slice of a backward pass. What is at home and has no norms on the device
+        (rows of a tied head that the host puts in their places) is added to there."""
+        arrival = self.arrivals.get(group)
+        found = SliceSum.of(group, tickets_of(arrival))
+        if found.at_home:
+            self.wait(group)
+            widen_at_home(group)
+        return found
 
     def is_open(self, group: Group) -> bool:
         """True while a sum of this group is on the device."""
@@ -157,6 +166,7 @@ class Gradients:
         """Drop unfinished sums (a backward pass raised)."""
         for sums in self._sums:
             sums.clear()
+        self._sums_at_home.discard()
 
     def open_groups(self) -> list[Group]:
         return list(dict.fromkeys(group for sums in self._sums for group in sums))
@@ -177,17 +187,14 @@ class Gradients:
             self._finish_rows(group, rows, passing=passing)
         if total is None:
             return
-        members = [m for s in group.trained for m in s.members if m.index in total.touched]
-        self._clear_untouched(group, total)
+        total.clear_untouched(group)
         self._take_memory(group, passing=passing)
         if group.home == "device":
-            self._keep(group, total, members)
-        elif group.has_gradient:
-            self._add_at_home(group, total, members)
+            self._keep(group, total)
         else:
-            self._send(group, total, members)
-        for member in members:
-            member.has_gradient = True
+            self._send(group, total)
+        for index in total.touched:
+            group.members[index].has_gradient = True
 
     def _take_memory(self, group: Group, *, passing: bool) -> None:
         if passing and group.home == "host":
@@ -198,10 +205,11 @@ class Gradients:
     def _finish_rows(self, group: Group, rows: RowSum, *, passing: bool) -> None:
         """As `finish`; nothing but the rows crosses the bus."""
         self._take_memory(group, passing=passing)
-        if group.has_gradient:
+        if group.has_gradient and not self._table_rows.knows(group):
             self._add_rows_at_home(group, rows)
         else:
-            self.arrivals[group] = self._table_rows.send(group, rows, self._unwanted.values())
+            unwanted = self._unwanted.values()
+            self.arrivals[group] = self._table_rows.send(group, rows, unwanted, last=passing)
         group.members[0].has_gradient = True
 
     def _finish_slices(self, group: Group, slices: SliceSum) -> None:
@@ -214,8 +222,19 @@ class Gradients:
         self.arrivals[group] = slices.arrival()
         for index in slices.indices:
             group.members[index].has_gradient = True
+            group.members[index].gradient_scale = 1.0
+        self._carry_over(group, slices)
         for late in slices.late:
             self._add_rows_at_home(group, late)
+
+    def _carry_over(self, group: Group, slices: SliceSum) -> None:
+        """Members that nothing was added to, beside others whose sums are in fp32 now."""
+        for segment, before in slices.before.items():
+            left = [m for m in segment.members if m.index not in slices.indices]
+            for member in left if segment.gradient is not before else ():
+                if member.has_gradient:
+                    self.wait(group)
+                    stored(member).copy_(member.slice(before))
 
     def _add_rows_at_home(self, group: Group, rows: RowSum) -> None:
         self.wait(group)
@@ -237,6 +256,7 @@ class Gradients:
     def forget(self, group: Group) -> None:
         """The group's gradients are no longer wanted."""
         arrival = self.arrivals.pop(group, None)
+        self._table_rows.forget(group)
         if arrival is not None:  # rows are put in their places only when somebody waits
             self._unwanted[group] = [t for t in arrival.tickets if not isinstance(t, RowTicket)]
         for member in group.members:
@@ -244,6 +264,10 @@ class Gradients:
             member.gradient_scale = 1.0
         for segment in group.trained:
             segment.is_wide = False
+
+    def looked_at(self, group: Group) -> None:
+        """What is at home may be written to: nobody knows on the device what it is."""
+        self._table_rows.forget(group)
 
     def handed_out(self, member: Member) -> None:
         """Others than the engine have what the member's gradient is stored in."""
@@ -270,9 +294,9 @@ class Gradients:
         self._staging.keep_only(sizes)
         self._cuts.forget()
 
-    def _begin(self, group: Group) -> _Sum:
+    def _begin(self, group: Group) -> FlatSum:
         flat = self._buffer(group)
-        total = _Sum(flat, self._parts(group, flat, stays=flat is self._scratch), set())
+        total = FlatSum(flat, self._parts(group, flat, stays=flat is self._scratch), set())
         self._open[group] = total
         return total
 
@@ -301,73 +325,49 @@ class Gradients:
     def _scratch_is_taken(self) -> bool:
         return any(s.flat is self._scratch for s in self._open.values())
 
-    def _clear_untouched(self, group: Group, total: _Sum) -> None:
-        """Padding and members without a gradient are zero, so that whole ranges can be updated."""
-        end = base = 0
-        for segment in group.trained:
-            for member in segment.members:
-                if member.index in total.touched:
-                    if end < base + member.offset:
-                        total.flat[end : base + member.offset].zero_()
-                    end = base + member.offset + member.count
-            base += segment.elements
-        if end < base:
-            total.flat[end:base].zero_()
-
-    def _rounded(self, group: Group, total: _Sum) -> Iterator[tuple[Segment, Tensor]]:
-        """Each segment's sum in the segment's dtype, in staging memory that is free to use; the
-        transfer of one is started before the next is staged."""
-        start = 0
+    def _send(self, group: Group, total: FlatSum) -> None:
+        """The sum goes home, rounded, or with what is there of an earlier backward pass."""
+        tickets: list[Ticket] = []
+        norms: list[Tensor] = []
+        members: list[Member] = []
+        earlier, start = self._settled(group), 0
+        self._table_rows.forget(group)  # what was added is more than rows
         for segment in group.trained:
             flat = total.flat[start : start + segment.elements]
             start += segment.elements
-            staged = self._staging.free(segment.size_bytes).view(segment.dtype)
-            staged.copy_(flat)
-            yield segment, staged
-
-    def _send(self, group: Group, total: _Sum, members: list[Member]) -> None:
-        tickets: list[Ticket] = []
-        norms: list[Tensor] = []
-        for segment, staged in self._rounded(group, total):
-            norms += self._norms(group, segment, staged, total)
-            self._scatter.forget(segment.gradient)
-            ticket = self._device.download(segment.gradient, staged)
-            self._staging.leaves(segment.size_bytes, ticket)
-            tickets.append(ticket)
-            self._report(group, ticket, staged.nbytes)
+            mine = [m for m in segment.members if m.has_gradient or m.index in total.touched]
+            if any(m.has_gradient for m in mine):
+                self._sums_at_home.add(group, segment, flat, earlier)
+                norms.append(norms_of([total.parts[m.index] for m in mine], group))
+                self._scatter.forget(segment.gradient)
+                tickets += self._sums_at_home.send(group, segment, flat)
+            elif mine:
+                segment.is_wide = False
+                self._scatter.forget(segment.gradient)
+                home, size_bytes = segment.gradient, segment.size_bytes
+                ticket, staged = self._sums_at_home.send_part(group, home, flat, size_bytes)
+                norms += self._norms(group, segment, staged, total)
+                tickets.append(ticket)
+            members += mine
         self.arrivals[group] = arrival_of(tickets, norms, members)
 
-    def _norms(self, group: Group, segment: Segment, flat: Tensor, total: _Sum) -> list[Tensor]:
+    def _settled(self, group: Group) -> Arrival | None:
+        """What is on its way home, without rows that the host puts in their places."""
+        arrival = self.arrivals.get(group)
+        if arrival is not None and any(isinstance(t, RowTicket) for t in arrival.tickets):
+            self.wait(group)
+            return None
+        return arrival
+
+    def _norms(self, group: Group, segment: Segment, flat: Tensor, total: FlatSum) -> list[Tensor]:
         """Of the segment's rounded gradients; one tensor, or none where it has no gradient."""
         views = zip(segment.members, self._cuts.of(segment, flat), strict=True)
         mine = [view for member, view in views if member.index in total.touched]
         return [norms_of(mine, group)] if mine else []
 
-    def _add_at_home(self, group: Group, total: _Sum, members: list[Member]) -> None:
-        self.wait(group)
-        touched = {m.index for m in members}
-        start = 0
-        for segment in group.trained:
-            flat = total.flat[start : start + segment.elements]
-            start += segment.elements
-            mine = [m for m in segment.members if m.index in touched]
-            if not mine:
-                continue
-            apply_scales(mine)
-            group.widen_gradient(segment)
-            fresh = flat.to("cpu")
-            home = segment.gradient
-            for member in mine:
-                into = home[member.offset : member.offset + member.count]
-                extra = fresh[member.offset : member.offset + member.count]
-                if member.has_gradient:
-                    into.add_(extra)
-                else:
-                    into.copy_(extra)
-        self.arrivals[group] = Arrival([], None, {})
-
-    def _keep(self, group: Group, total: _Sum, members: list[Member]) -> None:
+    def _keep(self, group: Group, total: FlatSum) -> None:
         """Gradients of a group that lives on the device stay there."""
+        members = [m for s in group.trained for m in s.members if m.index in total.touched]
         norms: list[Tensor] = []
         start, again = 0, group.has_gradient
         for segment in group.trained:
@@ -386,9 +386,3 @@ class Gradients:
                 (into.add_ if again and member.has_gradient else into.copy_)(arrived)
             norms += self._norms(group, segment, home, total)
         self.arrivals[group] = arrival_of([], norms, members)
-
-
-def _is_whole(group: Group, gradient: Tensor) -> bool:
-    """Could this tensor be the group's flat fp32 sum?"""
-    flat = gradient.dtype == torch.float32 and gradient.is_contiguous()
-    return flat and gradient.numel() == group.trained_elements

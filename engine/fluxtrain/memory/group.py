@@ -104,7 +104,7 @@ class Segment:
 
     @property
     def split(self) -> bool:
-        """True when the weights are the upper halves of fp32 masters."""
+        """Are the weights the upper halves of fp32 masters?"""
         return self.dtype == torch.bfloat16
 
     def states(self) -> dict[str, Tensor]:
@@ -363,19 +363,19 @@ class Group:
         """Keep this step's gradients of the segment in fp32 (several backward passes a step)."""
         if segment.is_wide or segment.dtype == torch.float32:
             return
+        rounded = segment.gradient
+        self.take_wide_memory(segment)
+        segment.gradient.copy_(rounded)
+
+    def take_wide_memory(self, segment: Segment) -> None:
+        """This step's gradients are in fp32 from now on; whoever calls puts them there."""
+        if segment.dtype == torch.float32:
+            return
         if segment.wide is None:
             span = [(torch.float32, segment.elements, 0)]
-            _, flats = self._allocate(aligned(4 * segment.elements), span, pin=False)
+            _, flats = self._allocate(aligned(4 * segment.elements), span, pin=self._pin)
             segment.wide = flats[0]
-        segment.wide.copy_(segment.gradient)
         segment.is_wide = True
-
-    def round_gradients(self) -> None:
-        """Back to the weights' dtype: for optimizers that want gradients like their parameters."""
-        for segment in self.trained:
-            if segment.is_wide and segment.rounded is not None:
-                segment.rounded.copy_(segment.gradient)
-                segment.is_wide = False
 
     def _segment(self, dtype: torch.dtype, trained: bool, states: StateFormat) -> Segment:
         for segment in self.segments:

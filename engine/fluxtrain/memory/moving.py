@@ -53,7 +53,7 @@ def _held(shell: Group, segment: Segment) -> dict[str, Tensor]:
     for name in _HELD:
         flat: Tensor | None = getattr(segment, name)
         if flat is not None:
-            pin = shell._pin and name == "rounded"
+            pin = shell._pin and name in ("rounded", "wide")
             span = [(flat.dtype, flat.numel(), 0)]
             fresh[name] = shell._allocate(aligned(flat.nbytes), span, pin=pin)[1][0]
     return fresh

@@ -19,6 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from fluxtrain.memory.arena import HostArena, aligned, device_flat
 from fluxtrain.memory.device import Device, Ticket
+from fluxtrain.memory.page_locks import host_empty
 from fluxtrain.memory.recorder import Instant
 
 _INDEX = torch.int64
@@ -74,6 +75,7 @@ class RowBuffers:
         self._tokens = 0
         self._arenas: tuple[HostArena, HostArena] | None = None  # rows, indices
         self._landing: HostArena | None = None
+        self._arriving: list[tuple[Ticket, HostArena]] = []  # copies to it, and to smaller ones
         self._on_device: tuple[Tensor, Tensor] | None = None
         self._tickets: tuple[Ticket, ...] = ()
         self._free: object = None
@@ -132,18 +134,28 @@ class RowBuffers:
         """The computation that reads what was brought is queued."""
         self._free = self._device.mark()
 
-    def landing(self, count: int) -> tuple[Tensor, HostArena]:
-        """Host memory for the gradients of `count` rows, and what keeps it locked."""
-        size_bytes = self.capacity * self.row_bytes
+    def landing(self, values: Tensor) -> tuple[Tensor, HostArena]:
+        """Host memory (U, H) for gradients of rows, and what keeps it locked."""
+        size_bytes = max(self.capacity * self.row_bytes, values.nbytes)
         if self._landing is None or self._landing.size_bytes < size_bytes:
             self._landing = HostArena(size_bytes, pin=self._device.pins)
-        return self._table(self._landing)[:count], self._landing
+        flat = self._landing.tensor(values.dtype, values.numel(), 0)
+        return flat.view(values.shape), self._landing
+
+    def arrives(self, ticket: Ticket) -> None:
+        """A copy to the landing memory was started, which stays until it has ended, also where a
+        larger one takes its place."""
+        assert self._landing is not None
+        under_way = [(t, arena) for t, arena in self._arriving if not (t.done() or t.failed())]
+        self._arriving = [*under_way, (ticket, self._landing)]
 
     def give_back(self) -> None:
         """Free everything; what comes next allocates anew. Copies under way are waited for."""
         for ticket in self._tickets:
             ticket.wait_host()
-        self._tickets = ()
+        for ticket, _ in self._arriving:
+            ticket.wait_host()
+        self._tickets, self._arriving = (), []
         self._arenas = self._landing = self._on_device = None
         self.capacity = self._tokens = 0
 
@@ -177,7 +189,21 @@ class RowSum:
 
     places: Places
     on_device: Tensor  # (U,) int64
-    values: Tensor  # (U, H) in the table's dtype, on the device
+    values: Tensor  # (U, H) on the device, in the table's dtype; of several passes in fp32
+
+    def plus(self, more: RowSum, device: Device, scale: float) -> RowSum:
+        """This times `scale`, and more, in fp32; nobody waits."""
+        mine, others = self.places.rows, more.places.rows
+        rows = torch.unique(torch.cat([mine, others]))
+        parts = [rows, torch.searchsorted(rows, mine), torch.searchsorted(rows, others)]
+        host = host_empty((sum(map(len, parts)),), _INDEX, pin=device.pins)
+        places = torch.cat(parts, out=host).to(device.torch_device, non_blocking=True)
+        on_device, mine_at, others_at = places.split([len(part) for part in parts])
+        shape = len(rows), self.values.shape[1]
+        total = torch.zeros(shape, dtype=torch.float32, device=device.torch_device)
+        before = self.values if scale == 1.0 else self.values * scale
+        total.index_copy_(0, mine_at, before.float()).index_add_(0, others_at, more.values.float())
+        return RowSum(Places(rows, rows[:0]), on_device, total)
 
     def norm(self, table_rows: int) -> Tensor:
         """2-norm (1,) in fp32 with the bits of `norm_by_rows` over the whole gradient."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fluxtrain.memory.arrival import Arrival
 from fluxtrain.memory.device import Ticket
-from fluxtrain.memory.group import Group, Member
+from fluxtrain.memory.group import Group, Member, Segment
 from fluxtrain.memory.rows import RowSum, RowTicket
 
 
@@ -50,8 +50,11 @@ class Kept:
 class SliceSum:
     """What has come so far."""
 
-    again: bool  # gradients of an earlier backward pass are at home, and these are added there
+    again: bool  # to gradients of an earlier backward pass, which come up slice by slice
+    at_home: bool  # the same, but they are added to on the host, which waits
     kept: Kept | None
+    before: dict[Segment, Tensor]  # those gradients (elements,)
+    before_tickets: list[Ticket]  # on their way home
     late: list[RowSum] = field(default_factory=list)  # of lookups, to be added at home
     _given: dict[int, set[int]] = field(default_factory=dict)  # first rows, by member index
     _tickets: list[Ticket] = field(default_factory=list)
@@ -70,16 +73,19 @@ class SliceSum:
         return kept + sum(rows.values.nbytes for rows in list(self.late))  # other threads ask
 
     @staticmethod
-    def of(group: Group) -> SliceSum:
-        """Before the first slice."""
-        again = group.has_gradient
-        return SliceSum(again, None if again else Kept.of(group))
+    def of(group: Group, on_their_way: list[Ticket]) -> SliceSum:
+        """Before the first slice; `on_their_way`: the group's gradients."""
+        if not group.has_gradient:
+            return SliceSum(False, False, Kept.of(group), {}, [])
+        at_home = group.rows is not None
+        before = {segment: segment.gradient for segment in group.trained}
+        return SliceSum(not at_home, at_home, None, before, list(on_their_way))
 
     def has(self, member: Member, first: int) -> bool:
         """Did the slice from row `first` on come already?"""
         return first in self._given.get(member.index, ())
 
-    def add(self, member: Member, first: int, values: Tensor, home: Tensor) -> None:
+    def add_at_home(self, member: Member, first: int, values: Tensor, home: Tensor) -> None:
         """Rows (n, ...) of the member's gradient from `first` on are added at home; waits for the
         device."""
         self._given.setdefault(member.index, set()).add(first)
@@ -116,7 +122,7 @@ class SliceSum:
 
     def arrival(self) -> Arrival:
         """All has come; the norms are the same however the rows were cut."""
-        if self.again:
+        if self.at_home:
             return Arrival([], None, {})
         norms = [
             torch.linalg.vector_norm(torch.cat([slices[first] for first in sorted(slices)]))

@@ -12,7 +12,7 @@ from fluxtrain.memory.cuts import apply_scales, stored
 from fluxtrain.memory.device import Device, Ticket
 from fluxtrain.memory.gradient_staging import GradientStaging
 from fluxtrain.memory.group import Group
-from fluxtrain.memory.rows import RowSum, RowTicket, Scatter
+from fluxtrain.memory.rows import RowBuffers, RowSum, RowTicket, Scatter
 
 Report = Callable[[Group, Ticket, int], None]  # group, the copy, bytes
 
@@ -25,12 +25,36 @@ class TableRowsHome:
     ) -> None:
         self._device, self._staging, self._scatter = device, staging, scatter
         self._report = report
+        self._sums: dict[Group, RowSum] = {}  # of the backward passes of this step so far
 
-    def send(self, group: Group, rows: RowSum, on_their_way: Iterable[Iterable[Ticket]]) -> Arrival:
-        """All of the gradient of a table: these rows, and zeros. `on_their_way`: copies home that
-        nobody wants any more."""
-        member, places, buffers = group.members[0], rows.places.rows, group.rows
+    @property
+    def device_bytes(self) -> int:
+        return sum(rows.values.nbytes for rows in list(self._sums.values()))  # other threads ask
+
+    def knows(self, group: Group) -> bool:
+        """Is the table's gradient here, so that more rows can be added to it?"""
+        return group in self._sums
+
+    def forget(self, group: Group) -> None:
+        """The gradient is another one now, or none."""
+        self._sums.pop(group, None)
+
+    def send(
+        self, group: Group, rows: RowSum, on_their_way: Iterable[Iterable[Ticket]], *, last: bool
+    ) -> Arrival:
+        """All of the gradient of a table: these rows, those of earlier backward passes of the step,
+        which stay on the device for it, and zeros. `on_their_way`: copies home that nobody wants
+        any more. last: no other pass adds to it."""
+        member, buffers = group.members[0], group.rows
         assert buffers is not None
+        before = self._sums.pop(group, None)
+        if before is not None and member.has_gradient:
+            rows = before.plus(rows, self._device, member.gradient_scale)
+            member.gradient_scale = 1.0
+            group.take_wide_memory(member.segment)
+        if not last:
+            self._sums[group] = rows
+        places = rows.places.rows
         home, table_rows = member.segment.gradient, buffers.table_rows
 
         def put(landed: Tensor) -> None:
@@ -47,20 +71,29 @@ class TableRowsHome:
         """Rows (U, H) leave; the first who waits for them lets `put` have them."""
         buffers = group.rows
         assert buffers is not None
-        size_bytes = buffers.capacity * buffers.row_bytes
-        staged = self._staging.free(size_bytes)[: len(values) * buffers.row_bytes]
-        staged = staged.view(buffers.dtype).view(values.shape)
-        staged.copy_(values)
-        landing, arena = buffers.landing(len(values))
-        ticket = self._device.download(landing, staged)
-        self._staging.leaves(size_bytes, ticket)
-        self._report(group, ticket, staged.nbytes)
+        landing, arena = buffers.landing(values)
+        ticket = self._leave(buffers, values, landing)
+        buffers.arrives(ticket)
+        self._report(group, ticket, landing.nbytes)
 
         def land() -> None:
             assert arena.size_bytes >= landing.nbytes  # and is held until here
             put(landing)
 
         return RowTicket(ticket, land)
+
+    def _leave(self, buffers: RowBuffers, values: Tensor, landing: Tensor) -> Ticket:
+        """Copy rows home: those of one batch through staging memory, sums of several, which
+        nobody writes to, as they are."""
+        if values.dtype != buffers.dtype or len(values) > buffers.capacity:
+            return self._device.download(landing, self._device.for_copies(values))
+        size_bytes = buffers.capacity * buffers.row_bytes
+        staged = self._staging.free(size_bytes)[: len(values) * buffers.row_bytes]
+        staged = staged.view(buffers.dtype).view(values.shape)
+        staged.copy_(values)
+        ticket = self._device.download(landing, staged)
+        self._staging.leaves(size_bytes, ticket)
+        return ticket
 
 
 def add_rows_at_home(group: Group, rows: RowSum) -> None:

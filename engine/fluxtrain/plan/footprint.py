@@ -165,6 +165,12 @@ def staging_depth(gradient_bytes: int) -> int:
     return 1 if gradient_bytes >= LARGE_STAGING_BYTES else 2
 
 
+def sum_depth(gradient_bytes: int, *, is_block: bool) -> int:
+    """The same for sums of several backward passes, that come up through them too, in halves where
+    gradients are bf16: of a block both at once, so that nobody waits for the first to leave."""
+    return 2 if is_block else staging_depth(gradient_bytes)
+
+
 def ring_depth(gradient_bytes: int) -> int:
     """Buffers of one size that the gradients of an eager step pass through at home: one on its way,
     one being used up, one for jitter; of the largest (embedding, head), which come alone, one."""

@@ -100,6 +100,13 @@ class Accounts:
             self.d2h_bytes += size_bytes
             self._note(group, "gradients", size_bytes, "G>C", "gradient", ticket)
 
+    def sum_uploaded(self, group: Group, ticket: Ticket, size_bytes: int) -> None:
+        """Gradients of an earlier backward pass come up, to be added to."""
+        self._engine.device.recorder.copied("h2d", "gradients", group.name, ticket)
+        with self._lock:
+            self.h2d_bytes += size_bytes
+            self._note(group, "gradients", size_bytes, "C>G", "gradient", ticket)
+
     def traffic(self) -> Traffic:
         return Traffic(self.h2d_bytes, self.d2h_bytes)
 

@@ -22,6 +22,7 @@ from torch.optim.optimizer import (
 )
 
 from fluxtrain.errors import MisusedModel
+from fluxtrain.memory.cuts import round_at_home
 from fluxtrain.memory.group import Group
 from fluxtrain.optim.split_adamw import Hyper
 from fluxtrain.stream.optimizer_state import (
@@ -298,7 +299,7 @@ def _foreign_step(optimizer: Optimizer, entries: Entries) -> None:
         factor = 1.0 if norm is None else norm.scale()
         for owner, _, _ in entries:
             if owner.engine is engine:
-                owner.group.round_gradients()
+                round_at_home(owner.group)
                 if owner.member.has_gradient:
                     owner.member.gradient_scale *= factor
                     settle(engine, owner.group, owner.member)

@@ -59,7 +59,7 @@ class Engine:
         self.loose: list[nn.Parameter] = []
         self.accounts = Accounts(self)
         self.window = Window(device, self.accounts.uploaded)
-        self.gradients = Gradients(device, self.accounts.downloaded)
+        self.gradients = Gradients(device, self.accounts.downloaded, self.accounts.sum_uploaded)
         self.updates = Updates(self.gradients, device, defers_moments=placement.deferred_moments)
         self.park = BoundaryPark(device)
         self.host_ids = HostIds()
@@ -161,6 +161,8 @@ class Engine:
             self._tasks.add(task)
             torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end_task(task))
         self._heading("backward", unit)
+        for group in () if unit.in_slices else unit.groups:
+            self.gradients.expect(group)
 
     def after_backward(self, unit: Unit) -> None:
         start = self.device.recorder.instant()

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fluxtrain.errors import BadInput, MisusedModel
-from fluxtrain.memory.cuts import stored
+from fluxtrain.memory.cuts import round_at_home, stored
 from fluxtrain.memory.group import Group, Member
 from fluxtrain.stream.parameter import owner_of
 from fluxtrain.stream.writes import check_writes
@@ -63,7 +63,7 @@ class OutsideOptimizer:
             return
         for group in engine.groups:
             check_writes(engine, group)
-            group.round_gradients()
+            round_at_home(group)
         for _, member, plain in self._pairs:
             plain.grad = _scaled(member, scale) if member.has_gradient else None
         for parameter in self._loose:

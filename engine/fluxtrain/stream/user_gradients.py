@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fluxtrain.errors import MisusedModel
-from fluxtrain.memory.cuts import stored
+from fluxtrain.memory.cuts import norms_of, stored
 
 if TYPE_CHECKING:
     from fluxtrain.memory.group import Group, Member
@@ -34,6 +34,7 @@ def lend(engine: Engine, group: Group, member: Member) -> Tensor:
 def settle(engine: Engine, group: Group, member: Member) -> None:
     """Somebody is about to look at (or write to) the stored gradient itself."""
     engine.gradients.wait(group)
+    engine.gradients.looked_at(group)
     group.wait()  # an update under way reads it
     if member.gradient_scale != 1.0 and member.has_gradient:
         stored(member).mul_(member.gradient_scale)
@@ -72,5 +73,4 @@ def norm_of(engine: Engine, group: Group, member: Member) -> Tensor:
         scale = abs(member.gradient_scale)
         return norm if scale == 1.0 else norm * scale
     engine.gradients.wait(group)
-    measured: Tensor = torch.linalg.vector_norm(stored(member), dtype=torch.float32)
-    return measured * abs(member.gradient_scale)
+    return norms_of([stored(member)], group)[0] * abs(member.gradient_scale)
