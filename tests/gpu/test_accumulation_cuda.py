@@ -1,0 +1,171 @@
+"""Steps of several backward passes on a GPU: gradients are those of plain torch there, and those at
+home have the bits of those that stay on the device."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import fluxtrain
+from fluxtrain.plan import heads
+from fluxtrain.stream.engine import engine_of
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+
+WORDS, WIDTH, ROWS, TOKENS, STEPS, MAX_NORM = 1000, 256, 8, 64, 3, 0.5
+SLICE = 256  # words of bf16, half as many of fp32: the last slice is a smaller one
+STREAMED: dict[str, Any] = {"offload": "weights", "device_groups": 0, "resident_blocks": 0}
+PLACES: dict[str, dict[str, Any]] = {
+    "on the device": {"offload": "none"},
+    "at home": STREAMED,
+    "some at home": {"offload": "weights", "device_groups": 3, "resident_blocks": 1},
+    "boundaries at home": {"offload": "max"},
+    "embedding by rows": {**STREAMED, "embedding": "rows"},
+    "head in slices": {**STREAMED, "head": "slices"},
+    "rows and slices": {**STREAMED, "embedding": "rows", "head": "slices"},
+}
+OF_TIED = [place for place in PLACES if place != "head in slices"]  # which need the rows too
+# Of the norm, for losses, norms and gradients in fp32. Slices add up otherwise than a whole head.
+CLOSE, CLOSE_IN_SLICES = 1e-4, 1e-3
+
+
+@pytest.fixture(autouse=True)
+def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(heads, "SLICE_BYTES", SLICE * WIDTH * 2)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def build(dtype: torch.dtype = torch.float32, *, tied: bool = False) -> Any:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=WIDTH, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=WORDS, max_position_embeddings=TOKENS,
+        tie_word_embeddings=tied,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).to(dtype).train()
+
+
+def wrapped(plain: nn.Module, place: dict[str, Any], device: str = "cuda", **options: Any) -> Any:
+    model = copy.deepcopy(plain)
+    fluxtrain.wrap(model, device=device, chunk_rows=4, overlap=True, **place, **options)
+    engine = engine_of(model)
+    assert any(group.rows is not None for group in engine.groups) == ("embedding" in place)
+    assert any(unit.slices is not None for unit in engine.units) == ("head" in place)
+    return model
+
+
+def passed(model: Any, step: int, passes: int) -> list[Tensor]:
+    """Losses of the backward passes of one step, whose gradients are a mean over all rows."""
+    draw, losses = torch.Generator().manual_seed(step), []
+    where = model.get_input_embeddings().weight.device
+    for _ in range(passes):
+        ids = torch.randint(0, WORDS, (ROWS, TOKENS), generator=draw).to(where)
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        (loss / passes).backward()
+        losses.append(loss.detach())
+    return losses
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    found = {}
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        found[name] = parameter.grad.detach().cpu().clone()
+    return found
+
+
+def off(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """The norm of all differences."""
+    assert found.keys() == expected.keys()
+    each = [float((found[name].double() - expected[name].double()).norm()) for name in expected]
+    return sum(one * one for one in each) ** 0.5
+
+
+def follows_plain_torch(
+    place: dict[str, Any], passes: int, *, tied: bool, device: str = "cuda"
+) -> None:
+    close = CLOSE_IN_SLICES if place.get("head") == "slices" else CLOSE
+    plain = build(tied=tied)
+    ours = wrapped(plain, place, device)
+    plain.to(device)
+    told: list[list[float]] = []
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-3) for model in (plain, ours)]
+    for step in range(STEPS):
+        told = [[float(loss) for loss in passed(m, step, passes)] for m in (plain, ours)]
+        expected, found = gradients(plain), gradients(ours)
+        for name, gradient in expected.items():
+            apart = float((found[name] - gradient).norm() / gradient.norm())
+            assert apart < close, f"{name} of step {step}: {apart:.1e}"
+        told[0].append(float(nn.utils.clip_grad_norm_(plain.parameters(), MAX_NORM)))
+        told[1].append(engine_of(ours).clip_grad_norm(MAX_NORM).value())
+        assert told[1] == pytest.approx(told[0], rel=close)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    fluxtrain.unwrap(ours)
+
+
+@pytest.mark.parametrize("passes", [2, 3])
+@pytest.mark.parametrize(
+    ("place", "tied"),
+    [*((place, False) for place in PLACES), *((place, True) for place in OF_TIED)],
+)
+def test_an_accumulated_step_follows_plain_torch(place: str, tied: bool, passes: int) -> None:
+    follows_plain_torch(PLACES[place], passes, tied=tied)
+
+
+def nearness(place: dict[str, Any], passes: int, device: str = "cuda") -> tuple[float, float]:
+    """How far accumulated bf16 gradients are from those of fp32: ours, and plain torch's."""
+    plain = build(torch.bfloat16)
+    exact = copy.deepcopy(plain).float().to(device)
+    ours = wrapped(plain, place, device)
+    plain.to(device)
+    for model in (exact, ours, plain):
+        passed(model, 0, passes)
+    true = gradients(exact)
+    both = off(gradients(ours), true), off(gradients(plain), true)
+    fluxtrain.unwrap(ours)
+    return both
+
+
+@pytest.mark.parametrize("passes", [2, 3])
+@pytest.mark.parametrize("place", PLACES)
+def test_accumulated_gradients_of_bf16_are_as_near_to_fp32_ones_as_torchs(
+    place: str, passes: int
+) -> None:
+    ours, theirs = nearness(PLACES[place], passes)
+    assert ours <= 1.2 * theirs
+
+
+def at_home_and_on_the_device(
+    place: dict[str, Any], dtype: torch.dtype, *, tied: bool, device: str = "cuda"
+) -> list[dict[str, Tensor]]:
+    """Gradients of three passes, of a model that lives on the device and of one in `place`."""
+    found = []
+    for each in (PLACES["on the device"], place):
+        model = wrapped(build(dtype, tied=tied), each, device)
+        passed(model, 0, 3)
+        found.append(gradients(model))
+        fluxtrain.unwrap(model)
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("place", ["at home", "some at home", "embedding by rows"])
+def test_accumulated_gradients_at_home_have_the_bits_of_those_on_the_device(
+    place: str, tied: bool, dtype: torch.dtype
+) -> None:
+    there, home = at_home_and_on_the_device(PLACES[place], dtype, tied=tied)
+    assert [name for name in there if not torch.equal(home[name], there[name])] == []
