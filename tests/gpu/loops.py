@@ -25,6 +25,7 @@ from fluxtrain.train.requests import Requests
 from fluxtrain.train.run_state import RunState
 
 LAYERS, ROWS, TOKENS, WORDS, WIDTH = 6, 8, 128, 4096, 512
+SLICE_BYTES = WORDS // 4 * WIDTH * 2  # of a head that comes in slices: `plan.heads.SLICE_BYTES`
 USED_WORDS = 64  # of them, so that a few steps learn which
 STREAMED: dict[str, Any] = {"offload": "weights", "device_groups": 0, "resident_blocks": 0}
 
@@ -82,18 +83,20 @@ class Training:
         max_grad_norm: float | None = 1.0,
         documents: int = 1,
         accumulation: int = 1,
+        tied: bool = False,
         **placement: Any,
     ) -> None:
         torch.manual_seed(0)
         config = LlamaConfig(
             hidden_size=WIDTH, intermediate_size=2 * WIDTH, num_hidden_layers=LAYERS,
             num_attention_heads=8, num_key_value_heads=4, vocab_size=WORDS,
-            max_position_embeddings=TOKENS,
+            max_position_embeddings=TOKENS, tie_word_embeddings=tied,
         )  # fmt: skip
         model: Any = LlamaForCausalLM
         self.model: nn.Module = model(config).to(dtype)
         fluxtrain.wrap(self.model, device=device, chunk_rows=4, overlap=True, **placement)
         self.engine: Engine = engine_of(self.model)
+        self._is_placed_as(placement)
         if dtype is torch.float16:
             self.engine.loss_scale = LossScale(self.engine.device.torch_device)
         self.batches = Batches(packed_rows(documents=documents), accumulation)
@@ -116,6 +119,14 @@ class Training:
             changes=nothing,
             state=RunState(),
         )
+
+    def _is_placed_as(self, wished: dict[str, Any]) -> None:
+        """What only has an effect beside other choices has it."""
+        by_rows = any(group.rows is not None for group in self.engine.groups)
+        assert by_rows == (wished.get("embedding") == "rows")
+        slices = [unit.slices for unit in self.engine.units if unit.slices is not None]
+        assert bool(slices) == (wished.get("head") == "slices")
+        assert all(4 * each.words <= WORDS for each in slices)
 
     def _note(self, event: object) -> None:
         if isinstance(event, StepFinished):

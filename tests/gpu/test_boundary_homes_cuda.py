@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -29,8 +30,15 @@ def model() -> LlamaForCausalLM:
     return LlamaForCausalLM(config).to(torch.bfloat16).train()
 
 
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("deterministic")
 def test_a_training_takes_exact_sizes_in_its_first_step_alone() -> None:
-    torch.use_deterministic_algorithms(True)
     plain, losses = model(), []
     for boundaries in ("device", "host"):
         wrapped = fluxtrain.wrap(
@@ -58,7 +66,6 @@ def test_a_training_takes_exact_sizes_in_its_first_step_alone() -> None:
         del wrapped, optimizer
         gc.collect()
     assert losses[:4] == losses[4:]
-    torch.use_deterministic_algorithms(False)
 
 
 def test_a_home_serves_again_while_a_copy_that_nobody_waited_for_is_late() -> None:
@@ -81,4 +88,27 @@ def test_a_home_serves_again_while_a_copy_that_nobody_waited_for_is_late() -> No
     torch.cuda.synchronize()
     assert int(back.min()) == int(back.max()) == 1
     assert all(int(one.host.min()) == 2 for one in again)
+    device.close()
+
+
+def test_a_home_is_not_written_while_a_late_copy_that_nobody_waited_for_reads_it() -> None:
+    """The computation that leaves the next boundary has waited for no copy of this home."""
+    device = CudaDevice(torch.device("cuda"))
+    park = BoundaryPark(device)
+    ones = torch.ones(SIZE, dtype=torch.uint8, device="cuda")
+    gone = [park.park([ones.clone()], [True])[0] for _ in range(3)]
+    torch.cuda.synchronize()
+    park.park([], [])  # copies that were made are let go of
+    with torch.cuda.stream(device._up):
+        torch.cuda._sleep(LATE)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        park.fetch(gone[1])  # which starts to bring back the one before it
+    back, home = gone[0].back, gone[0].home
+    assert back is not None and home is not None
+    del gone[0]  # the others keep their homes
+    again = park.park([torch.full_like(ones, 2)], [True])[0]
+    assert again.home is home
+    torch.cuda.synchronize()
+    assert int(back.min()) == int(back.max()) == 1
+    assert int(again.host.min()) == 2
     device.close()

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 import fluxtrain
-from tests.gpu.loops import LAYERS, STREAMED, Training
+from fluxtrain.plan import heads
+from tests.gpu.loops import LAYERS, SLICE_BYTES, STREAMED, Training
 
 pytestmark = [
     pytest.mark.gpu,
@@ -22,10 +23,28 @@ pytestmark = [
 ]
 
 WARM_UP, STEPS = 6, 12  # the first steps compare what they compute with what they expect
+TIED: dict[str, Any] = {"tied": True}
+PARTS: dict[str, dict[str, Any]] = {
+    "embedding by rows": {"embedding": "rows"},
+    "tied": TIED,
+    "tied embedding by rows": {**TIED, "embedding": "rows"},
+    "head in slices": {"head": "slices"},
+    "tied, rows and slices": {**TIED, "embedding": "rows", "head": "slices"},
+    "8-bit states, rows and slices": {"states": "8bit", "embedding": "rows", "head": "slices"},
+}
 CASES: dict[str, dict[str, Any]] = {
     "exact": STREAMED,
     "exact, all on the device": {"offload": "none"},
-    "accumulating, all on the device": {"offload": "none", "accumulation": 2},  # those at home wait
+    "accumulating": {**STREAMED, "accumulation": 2},
+    "accumulating, all on the device": {"offload": "none", "accumulation": 2},
+    "accumulating, some on the device": {
+        "offload": "weights", "device_groups": 3, "resident_blocks": 1, "accumulation": 2,
+    },
+    "accumulating three": {**STREAMED, "accumulation": 3},
+    "accumulating, moments deferred": {**STREAMED, "accumulation": 2, "deferred_moments": True},
+    "accumulating, 8-bit states": {**STREAMED, "accumulation": 2, "states": "8bit"},
+    "accumulating, fp16": {**STREAMED, "accumulation": 2, "dtype": torch.float16},
+    "accumulating, unclipped": {**STREAMED, "accumulation": 2, "max_grad_norm": None},
     "exact, moments deferred": {**STREAMED, "deferred_moments": True},
     "eager": {**STREAMED, "max_grad_norm": None, "eager": True},
     "eager, all on the device": {"offload": "none", "max_grad_norm": None, "eager": True},
@@ -41,14 +60,21 @@ CASES: dict[str, dict[str, Any]] = {
     "packed, kept": {"offload": "none", "documents": 4, "kept_blocks": LAYERS},
     "offload max": {"offload": "max"},
     "embedding by rows": {**STREAMED, "embedding": "rows"},
+    "tied embedding by rows": {**STREAMED, **TIED, "embedding": "rows"},
     "head in slices": {**STREAMED, "head": "slices"},
+    "tied, rows and slices": {**STREAMED, **TIED, "embedding": "rows", "head": "slices"},
+    **{
+        f"accumulating, {name}": {**STREAMED, "accumulation": 2, **parts}
+        for name, parts in PARTS.items()
+    },
     "fp16": {**STREAMED, "dtype": torch.float16},
     "fp16, all on the device": {"offload": "none", "dtype": torch.float16},
 }  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
-def waiting_is_allowed_again() -> Iterator[None]:
+def waiting_is_allowed_again(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(heads, "SLICE_BYTES", SLICE_BYTES)
     yield
     torch.cuda.set_sync_debug_mode("default")
 
