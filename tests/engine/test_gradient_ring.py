@@ -11,8 +11,9 @@ import fluxtrain
 from fluxtrain.errors import DoesNotFit, MisusedModel
 from fluxtrain.memory.gradient_ring import GradientRing
 from fluxtrain.memory.group import Group
+from fluxtrain.plan.depths import LARGE_GRADIENT_BYTES, ring_depth
 from fluxtrain.plan.facts import Room
-from fluxtrain.plan.footprint import LARGE_GRADIENT_BYTES, Layout, footprint, ring_depth
+from fluxtrain.plan.footprint import Layout, footprint
 from fluxtrain.stream.engine import Engine, engine_of
 from fluxtrain.stream.grouping import facts_of
 

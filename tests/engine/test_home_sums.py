@@ -96,7 +96,7 @@ def test_sums_have_the_bits_of_fp32_additions_after_the_first_rounding(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if large:  # of which one buffer alone is on the device
-        monkeypatch.setattr("fluxtrain.plan.footprint.LARGE_STAGING_BYTES", 1)
+        monkeypatch.setattr("fluxtrain.plan.depths.LARGE_STAGING_BYTES", 1)
     g = group(dtype, kind=kind)
     total = [value.to(dtype).float() for value in one_pass(gradients, g, 0)]
     for seed in (1, 2, 3):

@@ -13,8 +13,7 @@ from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 import fluxtrain
 from fluxtrain.plan import heads
-from fluxtrain.plan.facts import Room, RowFacts, Wishes
-from fluxtrain.plan.footprint import activation_estimate
+from fluxtrain.plan.facts import Room, RowFacts, Wishes, activation_estimate
 from fluxtrain.plan.placement import RunPlacement, place
 from fluxtrain.stream.engine import Engine, engine_of
 from fluxtrain.stream.grouping import facts_of
@@ -107,13 +106,39 @@ def test_the_predicted_bytes_are_those_that_training_holds(
 def test_several_backward_passes_a_step_are_in_the_plan(tiny: Tiny, batch: Batch) -> None:
     model = tiny("qwen2", torch.bfloat16)
     once = planned(model, Wishes(offload="weights", device_groups=2))
-    plan = planned(model, Wishes(offload="weights", device_groups=2, accumulates=True))
+    plan = planned(model, Wishes(offload="weights", device_groups=2, passes=2))
     engine = trained(model, plan, batch("qwen2", ROWS, LENGTH), steps=1)
     model(**batch("qwen2", ROWS, LENGTH)).loss.backward()
     model(**batch("qwen2", ROWS, LENGTH)).loss.backward()
     assert engine.memory().host_arena_bytes == plan.need.arena_bytes > once.need.arena_bytes
     gradients = engine.memory().device_by["gradients"]
     assert gradients == pytest.approx(plan.need.gradients_bytes, rel=0.1)
+
+
+def test_rows_of_several_backward_passes_are_planned_and_counted() -> None:
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        hidden_size=64, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64, vocab_size=2000,
+        tie_word_embeddings=False,
+    )  # fmt: skip
+    model = Qwen2ForCausalLM(config).to(torch.bfloat16).train()
+    passes = 3
+    plan = planned(model, Wishes(offload="weights", embedding="rows", passes=passes))
+    engine = trained(model, plan, {"input_ids": torch.ones(1, 1, dtype=torch.long)}, steps=0)
+    ids = torch.randperm(2000)[: passes * ROWS * LENGTH].view(passes, ROWS, LENGTH)
+    for part in ids[:-1]:  # as many rows as there can be
+        model(input_ids=part, labels=part).loss.backward()
+    gradients = engine.memory().device_by["gradients"]
+    assert gradients == pytest.approx(plan.need.gradients_bytes, rel=0.02)
+    model(input_ids=ids[-1], labels=ids[-1]).loss.backward()
+    engine.clip_grad_norm(1.0)
+    memory = engine.memory()
+    states = plan.need.arena_bytes - memory.host_arena_bytes  # are made by the first update
+    assert states == sum(g.state_bytes for g in facts_of(model).groups)
+    assert memory.device_peak_bytes == pytest.approx(
+        plan.need.shown_device_bytes(has_gpu=False), rel=0.02
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fluxtrain.memory.rows import Scatter
-from fluxtrain.plan import footprint
+from fluxtrain.plan import depths
 from fluxtrain.stream.engine import engine_of
 from fluxtrain.stream.resettle import resettle
 from tests.engine.row_models import (
@@ -135,7 +135,7 @@ def steps(model: nn.Module, optimizer: torch.optim.Optimizer, numbers: range) ->
 def test_rows_land_in_memory_that_the_heads_gradient_was_in(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(footprint, "LARGE_GRADIENT_BYTES", 1)  # one buffer for both
+    monkeypatch.setattr(depths, "LARGE_GRADIENT_BYTES", 1)  # one buffer for both
     whole = trained(llama(), "whole", eager=True)
     equal(whole, trained(llama(), "rows", eager=True))
 
@@ -143,7 +143,7 @@ def test_rows_land_in_memory_that_the_heads_gradient_was_in(
 def test_memory_that_the_head_had_is_cleared_before_anybody_waits_for_the_rows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(footprint, "LARGE_GRADIENT_BYTES", 1)
+    monkeypatch.setattr(depths, "LARGE_GRADIENT_BYTES", 1)
     done: list[str] = []
     zero, fill = Tensor.zero_, Scatter.fill
 

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fluxtrain.plan.cost import cost
-from fluxtrain.plan.facts import GroupFacts, ModelFacts, RowFacts
-from fluxtrain.plan.footprint import Layout, activation_estimate
+from fluxtrain.plan.facts import GroupFacts, ModelFacts, RowFacts, activation_estimate
+from fluxtrain.plan.footprint import Layout
 from fluxtrain.plan.rates import Rates, rates_from
 
 # docs/benchmarks.md, "The measured machine", and the native AdamW there on 16 threads.

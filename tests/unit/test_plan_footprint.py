@@ -6,11 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from fluxtrain.plan.facts import GroupFacts, ModelFacts, RowFacts
+from fluxtrain.plan.facts import GroupFacts, ModelFacts, RowFacts, activation_estimate
 from fluxtrain.plan.footprint import (
     Footprint,
     Layout,
-    activation_estimate,
     footprint,
     slot_count,
 )
@@ -250,8 +249,8 @@ def test_frozen_bf16_with_trained_adapters_counts_each_at_its_own_width() -> Non
 
 def test_several_backward_passes_keep_bf16_gradients_in_fp32_as_well() -> None:
     facts = small()
-    layout = Layout(offload="weights", device_groups=1, accumulates=True)
-    once = footprint(facts, replace(layout, accumulates=False), has_gpu=True)
+    layout = Layout(offload="weights", device_groups=1, passes=2)
+    once = footprint(facts, replace(layout, passes=1), has_gpu=True)
     several = footprint(facts, layout, has_gpu=True)
     at_home = 28 * SMALL_BLOCK + 1536
     assert several.arena_bytes - once.arena_bytes == 4 * at_home

@@ -12,9 +12,8 @@ from fluxtrain.errors import BadInput, DoesNotFit
 from fluxtrain.plan.cost import cost, least_cost
 from fluxtrain.plan.facts import GroupFacts, HeadFacts, ModelFacts, Room, RowFacts, Wishes
 from fluxtrain.plan.footprint import Layout, footprint
-from fluxtrain.plan.heads import SLICE_BYTES, slice_words
+from fluxtrain.plan.heads import SLICE_BYTES, SLICES_GAIN, slice_words
 from fluxtrain.plan.placement import place
-from fluxtrain.plan.ranked import SLICES_GAIN
 from fluxtrain.plan.rates import Rates
 from fluxtrain.plan.search import AUTO_SHARE
 from fluxtrain.plan.timed import Timing, place_timed

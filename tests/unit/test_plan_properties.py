@@ -11,8 +11,16 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fluxtrain.errors import DoesNotFit
-from fluxtrain.plan.facts import OFFLOADS, GroupFacts, ModelFacts, Room, RowFacts, Wishes
-from fluxtrain.plan.footprint import Layout, activation_estimate, footprint
+from fluxtrain.plan.facts import (
+    OFFLOADS,
+    GroupFacts,
+    ModelFacts,
+    Room,
+    RowFacts,
+    Wishes,
+    activation_estimate,
+)
+from fluxtrain.plan.footprint import Layout, footprint
 from fluxtrain.plan.placement import RunPlacement, place, place_for_any_rows
 from fluxtrain.plan.search import AUTO_SHARE, BATCH_LIMIT_ROWS, FIXED_SHARE, HOST_SHARE
 from fluxtrain.units import MIB
@@ -100,7 +108,7 @@ wishes = st.builds(
     resident_blocks=st.none() | st.none() | st.integers(0, 14),
     budget_bytes=st.none() | sizes,
     data_rows=st.none() | st.integers(1, 1000),
-    accumulates=st.booleans(),
+    passes=st.sampled_from((1, 1, 2, 3)),
 )
 
 
@@ -141,7 +149,7 @@ def test_what_is_predicted_is_the_footprint_of_what_is_decided(
         resident_blocks=placement.resident_blocks,
         batch_rows=placement.batch_rows,
         chunk_rows=placement.chunk_rows,
-        accumulates=wish.accumulates,
+        passes=wish.passes,
     )
     assert placement.need == footprint(facts, layout, has_gpu=room.has_gpu)
 
@@ -231,7 +239,7 @@ def test_what_is_left_on_the_device_would_not_hold_one_more(
         resident_blocks=placement.resident_blocks,
         batch_rows=placement.batch_rows,
         chunk_rows=placement.chunk_rows,
-        accumulates=wish.accumulates,
+        passes=wish.passes,
     )
     limit = int(placement.budget_bytes * AUTO_SHARE)
     one_more = replace(layout, device_groups=layout.device_groups + 1, resident_blocks=0)
@@ -241,13 +249,13 @@ def test_what_is_left_on_the_device_would_not_hold_one_more(
         assert footprint(facts, one_more, has_gpu=True).device_bytes > limit
 
 
-@given(models(), st.integers(1, 64), st.integers(0, 12), st.booleans())
+@given(models(), st.integers(1, 64), st.integers(0, 12), st.integers(1, 3))
 def test_more_on_the_device_needs_no_more_of_the_host(
-    facts: ModelFacts, rows: int, device_groups: int, accumulates: bool
+    facts: ModelFacts, rows: int, device_groups: int, passes: int
 ) -> None:
     layout = Layout(
         offload="weights", device_groups=device_groups, batch_rows=rows, chunk_rows=1,
-        accumulates=accumulates,
+        passes=passes,
     )  # fmt: skip
     fewer = footprint(facts, layout, has_gpu=True)
     more = footprint(facts, replace(layout, device_groups=device_groups + 1), has_gpu=True)

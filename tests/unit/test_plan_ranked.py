@@ -13,8 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fluxtrain.errors import BadInput
-from fluxtrain.plan.facts import GroupFacts, ModelFacts, Room, RowFacts, Wishes
-from fluxtrain.plan.footprint import activation_estimate
+from fluxtrain.plan.facts import GroupFacts, ModelFacts, Room, RowFacts, Wishes, activation_estimate
 from fluxtrain.plan.machine_file import read_machine_file
 from fluxtrain.plan.ranked import STOPS, Dial, RankedPlan
 from fluxtrain.plan.rates import Rates

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from fluxtrain.errors import DoesNotFit
 from fluxtrain.plan.calibration import Calibration, Line
 from fluxtrain.plan.cost import cost
-from fluxtrain.plan.facts import GroupFacts, ModelFacts, Room, RowFacts, Wishes
-from fluxtrain.plan.footprint import Layout, activation_estimate, footprint
+from fluxtrain.plan.facts import GroupFacts, ModelFacts, Room, RowFacts, Wishes, activation_estimate
+from fluxtrain.plan.footprint import Layout, footprint
 from fluxtrain.plan.placement import RunPlacement, place
 from fluxtrain.plan.rates import Rates
 from fluxtrain.plan.search import AUTO_SHARE, HOST_SHARE

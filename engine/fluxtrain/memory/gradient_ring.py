@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterable
 
 from fluxtrain.memory.group import Group
-from fluxtrain.plan.footprint import ring_depth
+from fluxtrain.plan.depths import ring_depth
 
 Shape = tuple[tuple[object, int], ...]
 

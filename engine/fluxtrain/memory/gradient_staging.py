@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fluxtrain.memory.arena import device_flat
 from fluxtrain.memory.device import Device, Ticket
-from fluxtrain.plan.footprint import staging_depth
+from fluxtrain.plan.depths import staging_depth
 
 
 @dataclass(eq=False)

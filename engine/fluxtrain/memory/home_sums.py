@@ -20,7 +20,7 @@ from fluxtrain.memory.device import Device, Ticket
 from fluxtrain.memory.gradient_staging import GradientStaging
 from fluxtrain.memory.group import Group, Member, Segment
 from fluxtrain.memory.table_rows import Report
-from fluxtrain.plan.footprint import sum_depth
+from fluxtrain.plan.depths import sum_depth
 
 
 @dataclass(eq=False)

@@ -41,7 +41,9 @@ there beside its bytes (threads that start and wait, bookkeeping) was then tried
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import chain
 
+from fluxtrain.plan.accumulation import passes_again
 from fluxtrain.plan.binding import binding_of, binding_words
 from fluxtrain.plan.calibration import chunked
 from fluxtrain.plan.facts import GroupFacts, ModelFacts
@@ -239,7 +241,9 @@ def _work_of(facts: ModelFacts, layout: Layout, rates: Rates, *, exact: bool, pa
         queueing=queueing,
         uploads=uploads,
         downloads=downloads,
-        phases=[dict(forward) for _ in range(passes)] + [loss, backward] * passes,
+        phases=[dict(forward) for _ in range(passes)]
+        + [loss, backward]
+        + list(chain.from_iterable(passes_again(facts, layout, rates, loss, backward, passes))),
     )
 
 

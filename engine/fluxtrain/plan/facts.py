@@ -22,6 +22,11 @@ HALF_BYTES = 2  # of a value in bf16 or fp16
 
 # Beside a bf16 weight its optimizer state keeps the lower half of the fp32 master.
 LOW_HALF_BYTES = 2
+# What one decoder block holds for its backward pass, in tensors of (tokens, hidden): two norms with
+# their fp32 copies (8), attention (5), residuals (3); and of (tokens, intermediate): the four
+# that a gated MLP saves and three gradients of them. An estimate, until it is measured.
+HIDDEN_TENSORS = 16
+INTERMEDIATE_TENSORS = 7
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +94,12 @@ class GroupFacts:
         """Gradients in the weights' dtypes."""
         halves = self.trained_bf16 + self.trained_fp16
         return HALF_BYTES * halves + FP32_BYTES * self.trained_fp32
+
+    @cached_property
+    def segment_bytes(self) -> tuple[int, int, int]:
+        """Of the gradients of each dtype, as they come home."""
+        halves = HALF_BYTES * self.trained_bf16, HALF_BYTES * self.trained_fp16
+        return *halves, FP32_BYTES * self.trained_fp32
 
     @cached_property
     def sum_bytes(self) -> int:
@@ -196,6 +207,14 @@ class Groups:
     def gradient_bytes(self, *, accumulates: bool) -> int:
         """Gradients at home, as of each group."""
         return sum(n * g.gradient_bytes(accumulates=accumulates) for g, n in self.alike)
+
+
+def activation_estimate(
+    hidden: int, intermediate: int, sequence_length: int, dtype_bytes: int
+) -> int:
+    """`RowFacts.activation_bytes` of a decoder block that nobody has measured yet."""
+    elements = HIDDEN_TENSORS * hidden + INTERMEDIATE_TENSORS * intermediate
+    return elements * sequence_length * dtype_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -343,7 +362,7 @@ class Wishes:
     kept_blocks: int | None = None  # or all whose weights are on the device
     budget_bytes: int | None = None
     data_rows: int | None = None  # rows of one epoch
-    accumulates: bool = False  # several backward passes a step
+    passes: int = 1  # backward passes a step
     eager: bool = False  # groups are updated as their gradients arrive
     embedding: Literal["auto", "whole", "rows"] = "auto"
     head: Literal["auto", "whole", "slices"] = "auto"

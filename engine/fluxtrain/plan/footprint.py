@@ -26,10 +26,11 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from itertools import chain
 
+from fluxtrain.plan.depths import ring_depth, staging_depth, sum_depth
 from fluxtrain.plan.facts import (
     FP32_BYTES,
-    HALF_BYTES,
     Boundaries,
     Embedding,
     GroupFacts,
@@ -43,8 +44,6 @@ from fluxtrain.plan.spread import DeviceFirst
 from fluxtrain.plan.tables import TableRows
 
 SLOTS: dict[Offload, int] = {"none": 0, "optimizer": 0, "weights": 3, "max": 2}
-LARGE_STAGING_BYTES = 128 << 20  # gradients on their way home are this large in few groups
-LARGE_GRADIENT_BYTES = 512 << 20  # those at home: only an embedding's or a head's
 # Of tensors as large as a boundary, beside what a block holds of a chunk. On a GPU as
 # `tests/engine/test_live_tensors.py` counts them; without one the heap keeps more than is there.
 BOUNDARIES_IN_FLIGHT = 2  # with the boundaries on the host: a block's own, and the next one's
@@ -56,12 +55,6 @@ SAVED_FILE_BYTES = 4_000_000_000  # of a saved model (methods/export.py), or one
 # A processor's heap keeps as much of what was freed, at most: memory/heap.py sees to that; tensors
 # above 32 MiB are mapped by themselves.
 HEAP_BYTES = 64 << 20
-
-# What one decoder block holds for its backward pass, in tensors of (tokens, hidden): two norms with
-# their fp32 copies (8), attention (5), residuals (3); and of (tokens, intermediate): the four
-# that a gated MLP saves and three gradients of them. An estimate, until it is measured.
-HIDDEN_TENSORS = 16
-INTERMEDIATE_TENSORS = 7
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,12 +69,17 @@ class Layout:
     boundaries: Boundaries = "device"  # where they wait; with `max` on the host, whatever is said
     batch_rows: int = 0  # 0: not known
     chunk_rows: int = 0
-    accumulates: bool = False  # several backward passes a step
+    passes: int = 1  # backward passes a step
     eager: bool = False  # groups are updated as their gradients arrive: those at home pass through
     embedding: Embedding = "whole"  # what of one at home is copied to the device
     head: Head = "whole"  # how one at home is copied to the device
     deferred_moments: bool = False  # AdamW's, of groups at home: updated after all weights
     slots: int | None = None  # for the blocks that are not resident; None: as `offload` says
+
+    @property
+    def accumulates(self) -> bool:
+        """Are gradients of several backward passes added up?"""
+        return self.passes > 1
 
     @property
     def parks(self) -> bool:
@@ -121,28 +119,22 @@ class Footprint:
         return self.device_bytes - in_the_heap
 
 
-def activation_estimate(
-    hidden: int, intermediate: int, sequence_length: int, dtype_bytes: int
-) -> int:
-    """`RowFacts.activation_bytes` of a decoder block that nobody has measured yet."""
-    elements = HIDDEN_TENSORS * hidden + INTERMEDIATE_TENSORS * intermediate
-    return elements * sequence_length * dtype_bytes
-
-
 def footprint(facts: ModelFacts, layout: Layout, *, has_gpu: bool) -> Footprint:
     """Peaks of `layout`. Without a GPU the host's include the device's."""
     at_device, at_home = homes(facts, layout)
-    wide = layout.accumulates
     by_rows, sliced = rows_of_table(facts, layout, at_home), sliced_head(facts, layout, at_home)
     late = shared = FP32_BYTES * facts.shared.trained  # sums that begin after the loss
     if by_rows is not None and by_rows.in_slices:
         late, shared = 0, shared + by_rows.kept_bytes - by_rows.table.sum_bytes
     scratch = _scratch(facts, by_rows, sliced)
-    kept_gradients = at_device.gradient_bytes(accumulates=wide)
+    staging = _staging(facts, layout, at_home, by_rows, sliced)
+    if by_rows is not None:
+        shared += by_rows.sum_bytes(layout.passes - 1)
+    kept_gradients = at_device.gradient_bytes(accumulates=layout.accumulates)
     kept_weights = at_device.weight_bytes + facts.loose_bytes
     device = {
         "weights_bytes": kept_weights + _weights_from_home(facts, layout, at_home, by_rows, sliced),
-        "gradients_bytes": kept_gradients + scratch + shared + _staging(at_home, by_rows, sliced),
+        "gradients_bytes": kept_gradients + scratch + shared + staging,
         "optimizer_bytes": at_device.state_bytes,
         "boundaries_bytes": _boundaries_on_device(facts, layout, has_gpu=has_gpu),
         "workspace_bytes": _workspace(facts, layout, late, by_rows, sliced, has_gpu=has_gpu),
@@ -150,31 +142,13 @@ def footprint(facts: ModelFacts, layout: Layout, *, has_gpu: bool) -> Footprint:
     }
     arenas = at_home.weight_bytes + at_home.state_bytes
     arenas += _gradients_at_home(at_home, layout)
-    arenas += by_rows.host_bytes if by_rows is not None else 0
+    arenas += by_rows.host_bytes(layout.passes) if by_rows is not None else 0
     host = arenas + boundaries_on_host(facts, layout)
     return Footprint(
         **device,
         arena_bytes=arenas,
         host_bytes=host if has_gpu else host + sum(device.values()),
     )
-
-
-def staging_depth(gradient_bytes: int) -> int:
-    """Buffers of one size on the device that gradients leave through: where they are large, and so
-    in few groups, one."""
-    return 1 if gradient_bytes >= LARGE_STAGING_BYTES else 2
-
-
-def sum_depth(gradient_bytes: int, *, is_block: bool) -> int:
-    """The same for sums of several backward passes, that come up through them too, in halves where
-    gradients are bf16: of a block both at once, so that nobody waits for the first to leave."""
-    return 2 if is_block else staging_depth(gradient_bytes)
-
-
-def ring_depth(gradient_bytes: int) -> int:
-    """Buffers of one size that the gradients of an eager step pass through at home: one on its way,
-    one being used up, one for jitter; of the largest (embedding, head), which come alone, one."""
-    return 1 if gradient_bytes >= LARGE_GRADIENT_BYTES else 3
 
 
 def _gradients_at_home(at_home: Groups, layout: Layout) -> int:
@@ -298,19 +272,28 @@ def _weights_from_home(
     return kept + slot_count(facts, layout) * passing.largest_weight_bytes
 
 
-def _staging(at_home: Groups, by_rows: TableRows | None, sliced: HeadSlices | None) -> int:
-    """Rounded gradients on their way home: a ring for each size that there is."""
+def _staging(
+    facts: ModelFacts,
+    layout: Layout,
+    at_home: Groups,
+    by_rows: TableRows | None,
+    sliced: HeadSlices | None,
+) -> int:
+    """Rounded gradients on their way home: a ring for each size that there is. Sums of several
+    passes go up and home through the same, those of a head in slices through one of fp32."""
     apart = [] if by_rows is None or by_rows.tied else [by_rows.table.unnamed]
     apart += [] if sliced is None else [sliced.group.unnamed]
     dense = [g for g, count in at_home.alike if count > apart.count(g)]
-    sizes = {HALF_BYTES * g.trained_bf16 for g in dense}
-    sizes |= {HALF_BYTES * g.trained_fp16 for g in dense}
-    sizes |= {FP32_BYTES * g.trained_fp32 for g in dense}
+    sizes = set(chain.from_iterable(g.segment_bytes for g in dense))
     if by_rows is not None:
         sizes.add(by_rows.gradient_bytes)
     if sliced is not None:
         sizes.add(sliced.gradient_bytes)
-    return sum(staging_depth(size) * size for size in sizes)
+        sizes |= {sliced.sum_bytes} if layout.accumulates else set()
+    deep = set(chain.from_iterable(g.segment_bytes for g, _ in facts.blocks.alike))
+    deep &= sizes if layout.accumulates else set()
+    shallow = sum(staging_depth(size) * size for size in sizes - deep)
+    return shallow + sum(sum_depth(size, is_block=True) * size for size in deep)
 
 
 def _boundary_rows(facts: ModelFacts) -> int:
@@ -378,6 +361,8 @@ def _workspace(
     loss = head_sum + chunk + at_loss
     edges = [g.rounded_bytes for g in _summed_edges(facts, by_rows, sliced)]
     edges += [by_rows.gradient_bytes] if by_rows is not None else []
+    if by_rows is not None and layout.accumulates:
+        edges.append(by_rows.sum_bytes(layout.passes) + by_rows.sum_bytes(1, at_least=1))
     phases = (
         max(loss - shared_sums, at_loss if _becomes_the_sum(facts) else head_sum + at_loss),
         edge + at_edge,

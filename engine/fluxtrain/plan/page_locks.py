@@ -13,12 +13,13 @@ CROSSINGS = 1.5  # of a byte a step: weights go up twice and are half of it, gra
 
 
 def wanted_bytes(facts: ModelFacts, layout: Layout) -> int:
-    """Weights at home on the host and their gradients on the way there, and what an embedding's
-    rows pass through."""
+    """Weights at home on the host and their gradients on the way there (sums of several
+    passes too), and what an embedding's rows pass through."""
     at_home = homes(facts, layout)[1]
     by_rows = rows_of_table(facts, layout, at_home)
-    passing = by_rows.host_bytes if by_rows is not None else 0
-    return at_home.weight_bytes + at_home.rounded_bytes + passing
+    passing = by_rows.host_bytes(layout.passes) if by_rows is not None else 0
+    gradients = at_home.gradient_bytes(accumulates=layout.accumulates)
+    return at_home.weight_bytes + gradients + passing
 
 
 def page_lock_choice(wanted: int, refused: int, per_s: Mapping[str, float | None]) -> ChoiceMade:

@@ -102,7 +102,7 @@ class RunPlacement(Placement):
 
     batch_rows: int
 
-    def layout(self, *, accumulates: bool = False, eager: bool = False) -> Layout:
+    def layout(self, *, passes: int = 1, eager: bool = False) -> Layout:
         """What footprint and time are computed from; how the run steps is not the placement's."""
         return Layout(
             offload=self.offload,
@@ -115,7 +115,7 @@ class RunPlacement(Placement):
             head=self.head,
             batch_rows=self.batch_rows,
             chunk_rows=self.chunk_rows or self.batch_rows,
-            accumulates=accumulates,
+            passes=passes,
             eager=eager,
             deferred_moments=self.deferred_moments,
         )

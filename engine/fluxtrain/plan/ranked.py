@@ -22,6 +22,7 @@ from fluxtrain.plan.footprint import (
     keepable_count,
     kept_block_bytes,
 )
+from fluxtrain.plan.heads import slices_gain
 from fluxtrain.plan.moments import faster_of_both
 from fluxtrain.plan.rates import Rates
 from fluxtrain.plan.search import CHUNK_TOKENS, Search, tried_counts
@@ -30,7 +31,6 @@ from fluxtrain.plan.spread import DeviceFirst
 STOPS = {"fast": 1.0, "balanced": 0.5, "fit": 0.0}
 GPU_CHUNK_TOKENS = 16_384  # larger chunks use a GPU better still, if there is room for them
 RESIDENT_STEPS = 4  # numbers of resident blocks that are tried beside each number of groups
-SLICES_GAIN = 1.02  # a head in slices has to be faster by so much: the prediction errs as far
 _DIGITS = 9  # of seconds: sums of the same in another order are equal
 
 Preference = tuple[float, float, int, int]  # the smaller, the better
@@ -92,10 +92,12 @@ class Dial:
         cannot be better than another one are left out."""
         best: TimedLayout | None = None
         for least, one in sorted(((self._least(one), one) for one in some), key=lambda it: it[0]):
-            if best is not None and least >= _preference(best, best.cost):
+            if best is not None and least >= self._preference(best, best.cost):
                 break
             timed = self._timed(one)
-            if best is None or _preference(timed, timed.cost) < _preference(best, best.cost):
+            if best is None or self._preference(timed, timed.cost) < self._preference(
+                best, best.cost
+            ):
                 best = timed
         assert best is not None, "the fastest of nothing"
         return best
@@ -132,7 +134,7 @@ class Dial:
                 passes=self.passes,
                 moments_free=self._chooses_moments,
             )
-        return _preference(one, known)
+        return self._preference(one, known)
 
     @cached_property
     def _bounds(self) -> dict[Layout, LeastCost]:
@@ -257,8 +259,8 @@ class Dial:
             return [0]
         return sorted({blocks * step // RESIDENT_STEPS for step in range(RESIDENT_STEPS + 1)})
 
-
-def _preference(one: FittingLayout, took: Cost | LeastCost) -> Preference:
-    offload = OFFLOADS.index(one.layout.offload)
-    step_s = took.step_s * (SLICES_GAIN if one.layout.head == "slices" else 1.0)
-    return round(step_s, _DIGITS), round(took.carried_s, _DIGITS), offload, one.size_bytes
+    def _preference(self, one: FittingLayout, took: Cost | LeastCost) -> Preference:
+        offload = OFFLOADS.index(one.layout.offload)
+        gain = slices_gain(self.search.facts, one.layout.passes)
+        step_s = took.step_s * (gain if one.layout.head == "slices" else 1.0)
+        return round(step_s, _DIGITS), round(took.carried_s, _DIGITS), offload, one.size_bytes

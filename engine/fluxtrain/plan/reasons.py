@@ -147,7 +147,7 @@ def _settings(wishes: Wishes) -> tuple[_Setting, ...]:
     unplaced = Wishes(
         batch_rows=wishes.batch_rows,
         data_rows=wishes.data_rows,
-        accumulates=wishes.accumulates,
+        passes=wishes.passes,
         eager=wishes.eager,
         deferred_moments=wishes.deferred_moments,
     )

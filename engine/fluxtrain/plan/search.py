@@ -133,7 +133,7 @@ class Search:
         """Batches and their chunks, the largest first, of about `chunk_tokens` at most."""
         first = Layout(
             offload="none",
-            accumulates=self.wishes.accumulates,
+            passes=self.wishes.passes,
             eager=self.wishes.eager,
             boundaries="host" if self.wishes.boundaries == "host" else "device",
             kept_blocks=self.wishes.kept_blocks or 0,

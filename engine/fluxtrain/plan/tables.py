@@ -68,10 +68,18 @@ class TableRows:
         """The rows, which they are, and which of them each token has."""
         return self.weight_bytes + _INDEX_BYTES * (self.rows + self.tokens)
 
-    @property
-    def host_bytes(self) -> int:
-        """Page-locked, where all that leaves from and where gradients arrive."""
-        return self.device_bytes + self.gradient_bytes
+    def sum_bytes(self, passes: int, *, at_least: int = 2) -> int:
+        """Of the gradients of rows that so many backward passes touch at most, in fp32 on the
+        device, where later passes add to them; those of fewer than `at_least` are not kept so."""
+        if passes < at_least or not self.gradient_bytes or self.in_slices:
+            return 0
+        rows = min(self.table.table_rows, passes * self.tokens)
+        return FP32_BYTES * rows * (self.table.trained // self.table.table_rows)
+
+    def host_bytes(self, passes: int) -> int:
+        """Page-locked, where all that leaves from and where gradients arrive, those of `passes`
+        backward passes."""
+        return self.device_bytes + max(self.gradient_bytes, self.sum_bytes(passes))
 
 
 def embedding_for(facts: ModelFacts, wishes: Wishes, batch_rows: int) -> Embedding:

@@ -17,9 +17,10 @@ from dataclasses import dataclass, replace
 
 from fluxtrain.plan.facts import ModelFacts, Room, Wishes
 from fluxtrain.plan.footprint import Layout, head_copied, kept_count, slot_count
+from fluxtrain.plan.heads import slices_gain
 from fluxtrain.plan.moments import moments_choice
 from fluxtrain.plan.placement import RunPlacement, place
-from fluxtrain.plan.ranked import SLICES_GAIN, Dial, TimedLayout
+from fluxtrain.plan.ranked import Dial, TimedLayout
 from fluxtrain.plan.rates import Rates
 from fluxtrain.plan.reasons import embedding_choice, head_choice, wished_to_keep
 from fluxtrain.plan.search import Search
@@ -171,7 +172,8 @@ def _head_choice(
         return told
     why = because("head", layout.head)
     if layout.head == "whole":
-        why += f"; slices are taken where they are predicted to be {SLICES_GAIN - 1:.0%} faster"
+        gain = slices_gain(dial.search.facts, layout.passes)
+        why += f"; slices are taken where they are predicted to be {gain - 1:.0%} faster"
     return tuple(ChoiceMade(name=one.name, value=one.value, because=why) for one in told)
 
 

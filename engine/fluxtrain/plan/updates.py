@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import takewhile
 
+from fluxtrain.plan.depths import ring_depth
 from fluxtrain.plan.facts import GroupFacts, ModelFacts
-from fluxtrain.plan.footprint import Layout, homes, ring_depth, rows_of_table, sliced_head
+from fluxtrain.plan.footprint import Layout, homes, rows_of_table, sliced_head
 from fluxtrain.plan.rates import Rates
 
 FP16_CONVERSION = 0.5  # of an update's time, once more, goes into widening and rounding of fp16

@@ -62,7 +62,7 @@ class Forecast:
         return self.constants.rates(has_gpu=self.room.has_gpu)
 
     def _layout(self) -> Layout:
-        return self.placement.layout(accumulates=self.wishes.accumulates, eager=self.wishes.eager)
+        return self.placement.layout(passes=self.wishes.passes, eager=self.wishes.eager)
 
     def _dial(self, rates: Rates) -> Dial:
         wishes = replace(self.wishes, batch_rows=self.placement.batch_rows)
@@ -83,7 +83,7 @@ class Forecast:
             **{
                 key: value
                 for key, value in asdict(layout).items()
-                if key not in ("accumulates", "eager", "slots")
+                if key not in ("passes", "eager", "slots")
             },
             "embedding": embedding_copied(self.facts, layout),
             "head": head_copied(self.facts, layout),

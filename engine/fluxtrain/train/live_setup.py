@@ -41,7 +41,7 @@ def live_changes(
     ground = Ground(
         facts=facts,
         layout=replace(
-            placement.layout(accumulates=config.train.accumulation > 1, eager=eager(config, facts)),
+            placement.layout(passes=config.train.accumulation, eager=eager(config, facts)),
             chunk_rows=engine.chunk_rows,
         ),
         has_gpu=has_gpu,

@@ -18,8 +18,8 @@ from fluxtrain.hardware.machine import Machine, read_machine
 from fluxtrain.memory.heap import trim_heap
 from fluxtrain.methods.precision import Capability, Precision
 from fluxtrain.optim.outside import check_outside
-from fluxtrain.plan.facts import ModelFacts, Room, RowFacts, Wishes
-from fluxtrain.plan.footprint import activation_estimate, saving_bytes
+from fluxtrain.plan.facts import ModelFacts, Room, RowFacts, Wishes, activation_estimate
+from fluxtrain.plan.footprint import saving_bytes
 from fluxtrain.plan.moments import WISHES as MOMENTS_WISHES
 from fluxtrain.plan.placement import RunPlacement
 from fluxtrain.plan.ranked import STOPS
@@ -208,7 +208,7 @@ def wishes_of(
         kept_blocks=None if wished.kept_blocks == "auto" else wished.kept_blocks,
         budget_bytes=None if wished.budget_gib is None else max(1, int(wished.budget_gib * GIB)),
         data_rows=data_rows,
-        accumulates=config.train.accumulation > 1,
+        passes=config.train.accumulation,
         eager=eager(config, facts),
         deferred_moments=MOMENTS_WISHES[config.train.moments],
     )

@@ -1,0 +1,24 @@
+"""How many buffers of one size gradients pass through, on the device and at home."""
+
+from __future__ import annotations
+
+LARGE_STAGING_BYTES = 128 << 20  # gradients on their way home are this large in few groups
+LARGE_GRADIENT_BYTES = 512 << 20  # those at home: only an embedding's or a head's
+
+
+def staging_depth(gradient_bytes: int) -> int:
+    """Buffers of one size on the device that gradients leave through: where they are large, and so
+    in few groups, one."""
+    return 1 if gradient_bytes >= LARGE_STAGING_BYTES else 2
+
+
+def sum_depth(gradient_bytes: int, *, is_block: bool) -> int:
+    """The same for sums of several backward passes, that come up through them too, in halves where
+    gradients are bf16: of a block both at once, so that nobody waits for the first to leave."""
+    return 2 if is_block else staging_depth(gradient_bytes)
+
+
+def ring_depth(gradient_bytes: int) -> int:
+    """Buffers of one size that the gradients of an eager step pass through at home: one on its way,
+    one being used up, one for jitter; of the largest (embedding, head), which come alone, one."""
+    return 1 if gradient_bytes >= LARGE_GRADIENT_BYTES else 3
