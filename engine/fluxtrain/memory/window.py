@@ -21,7 +21,6 @@ from fluxtrain.memory.device import Device, Ticket
 from fluxtrain.memory.group import Group
 from fluxtrain.units import bytes_text
 
-LOOKS_AHEAD = 8  # parts of the model, at most, for the next ones that are to be copied
 Report = Callable[[Group, str, Ticket], None]  # group, cause, the copy
 
 
@@ -55,6 +54,7 @@ class Window:
         self.device = device
         self.slots: list[Slot] = []
         self._where: dict[Group, Slot] = {}
+        self._owners: set[Group] = set()
         self._report = report
         self._clock = 0
 
@@ -79,6 +79,8 @@ class Window:
         # its memory may have been something else's, which the computation still reads
         slot = Slot(wire, owner=owner, free=self.device.mark())
         self.slots = [*self.slots, slot]  # anew: other threads read the list
+        if owner is not None:
+            self._owners.add(owner)
         return slot
 
     def remove_slot(self, slot: Slot) -> None:
@@ -89,6 +91,8 @@ class Window:
         if slot.group is not None and self._where.get(slot.group) is slot:
             del self._where[slot.group]
         self.slots = [other for other in self.slots if other is not slot]
+        if slot.owner is not None:
+            self._owners.discard(slot.owner)
 
     def holds(self, group: Group) -> Slot | None:
         """The slot that holds the group's current weights, arrived or on their way."""
@@ -96,6 +100,10 @@ class Window:
         if slot is None or slot.version != group.version:
             return None
         return None if slot.ticket is not None and slot.ticket.failed() else slot
+
+    def is_shared_by(self, groups: Collection[Group]) -> bool:
+        """Does one of these groups take a slot from the others? None that has its own does."""
+        return any(group not in self._owners for group in groups)
 
     def prefetch(self, group: Group, keep: Collection[Group] = ()) -> bool:
         """Start to copy the group's weights in, if they are not there and a slot is free.

@@ -31,6 +31,7 @@ is a forward pass where anything is updated at home, for the host waits for that
 ahead of the GPU, nor a backward pass behind it, but for what the host gets ahead under the head.
 What the host does at the end of a step the GPU waits for where it is not behind.
 
+Where the slots that blocks stream through are few, their copies begin late (`plan/prefetch.py`).
 Of the forward's updates each group's must end before it is copied and it and all that follows is
 computed with: behind the last update the last block is still to come, behind the first one all.
 
@@ -48,6 +49,7 @@ from fluxtrain.plan.binding import binding_of, binding_words
 from fluxtrain.plan.calibration import chunked
 from fluxtrain.plan.facts import GroupFacts, ModelFacts
 from fluxtrain.plan.footprint import Layout, homes, kept_count, rows_of_table, sliced_head, streamed
+from fluxtrain.plan.prefetch import held_up
 from fluxtrain.plan.queueing import Queueing, queueing_of
 from fluxtrain.plan.rates import Rates
 from fluxtrain.plan.updates import (
@@ -126,7 +128,8 @@ def cost(
 ) -> Cost:
     """Seconds of one optimizer step of `passes` batches. `exact`: updates wait for the norm."""
     work = _work_of(facts, layout, rates, exact=exact, passes=passes)
-    rates, phases = work.rates, work.phases
+    rates, blocks_s = work.rates, (work.forward_s, work.backward_s)
+    phases = held_up(facts, layout, rates, blocks_s, work.phases)
     updates_s = work.update_s + work.moments_s
     lasting_s: list[float] = []  # of each phase
     if not rates.has_gpu:
@@ -209,7 +212,7 @@ def least_cost(
 
 
 def _work_of(facts: ModelFacts, layout: Layout, rates: Rates, *, exact: bool, passes: int) -> _Work:
-    forward_s, head_s, backward_s = _compute(facts, layout, rates)
+    forward_s, head_s, backward_s = passes_s(facts, layout, rates)
     sliced = sliced_head(facts, layout, homes(facts, layout)[1])
     head_s *= 1.0 if sliced is None else sliced.compute_share
     slices = 0 if sliced is None else sliced.copied_bytes
@@ -304,7 +307,7 @@ def _if_longer(seconds: float, than_s: float) -> float:
     return seconds if seconds > than_s * (1 + 1e-9) else 0.0
 
 
-def _compute(facts: ModelFacts, layout: Layout, rates: Rates) -> tuple[float, float, float]:
+def passes_s(facts: ModelFacts, layout: Layout, rates: Rates) -> tuple[float, float, float]:
     """Seconds of the blocks' forward, of what stands outside them, and of the backward pass."""
     row = facts.row
     assert row is not None, "time needs to know the rows"

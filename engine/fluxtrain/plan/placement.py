@@ -118,6 +118,7 @@ class RunPlacement(Placement):
             passes=passes,
             eager=eager,
             deferred_moments=self.deferred_moments,
+            slots=self.slots,
         )
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 
-from fluxtrain.plan.cost import Cost, LeastCost, cost, least_cost
+from fluxtrain.plan.cost import Cost, LeastCost, passes_s, cost, least_cost
 from fluxtrain.plan.facts import OFFLOADS, Offload
 from fluxtrain.plan.footprint import (
     Footprint,
@@ -24,6 +24,7 @@ from fluxtrain.plan.footprint import (
 )
 from fluxtrain.plan.heads import slices_gain
 from fluxtrain.plan.moments import faster_of_both
+from fluxtrain.plan.prefetch import FEWEST_SLOTS, slots_for
 from fluxtrain.plan.rates import Rates
 from fluxtrain.plan.search import CHUNK_TOKENS, Search, tried_counts
 from fluxtrain.plan.spread import DeviceFirst
@@ -80,8 +81,17 @@ class Dial:
     @cached_property
     def candidates(self) -> tuple[FittingLayout, ...]:
         """Those that fit within the limits of the rule."""
-        found = ((layout, self.search.need(layout)) for layout in self._layouts())
-        return tuple(self._fitting(*one) for one in found if self.search.holds(one[1]))
+        found: list[FittingLayout] = []
+        for layout in self._layouts():
+            held = self._held(layout)
+            found += held
+            found += [one for _ in held for deeper in self._deeper(layout)
+                      for one in self._held(deeper)]  # fmt: skip
+        return tuple(found)
+
+    def _held(self, layout: Layout) -> list[FittingLayout]:
+        need = self.search.need(layout)
+        return [self._fitting(layout, need)] if self.search.holds(need) else []
 
     def _fitting(self, layout: Layout, need: Footprint) -> FittingLayout:
         return FittingLayout(layout=layout, need=need, has_gpu=self.rates.has_gpu)
@@ -198,7 +208,7 @@ class Dial:
         every = len(search.facts.groups)
         for start in self._starts():
             for offload in self._offloads():
-                whole = replace(start, offload=offload)
+                whole = replace(start, offload=offload, slots=self._fewest(offload))
                 if offload == "max" and start.boundaries == "host":
                     continue  # as without saying so
                 if offload == "none":
@@ -209,6 +219,19 @@ class Dial:
                     for unrepeated in self._unrepeated(placed):
                         for resident in self._residents(placed):
                             yield replace(unrepeated, resident_blocks=resident)
+
+    def _fewest(self, offload: Offload) -> int | None:
+        """Slots of a layout that may have more where that pays: `max` has the fewest alone."""
+        return FEWEST_SLOTS if offload == "weights" and self.rates.has_gpu else None
+
+    def _deeper(self, layout: Layout) -> Iterator[Layout]:
+        """With the slots that hide its copies, where that takes more than the fewest."""
+        if layout.slots is None:
+            return
+        forward_s, _, backward_s = passes_s(self.search.facts, layout, self.rates)
+        wanted = slots_for(self.search.facts, layout, self.rates, forward_s, backward_s)
+        if wanted > FEWEST_SLOTS:
+            yield replace(layout, slots=wanted)
 
     def _starts(self) -> Iterator[Layout]:
         """Batches and chunks; on a GPU also with the boundaries on the host."""

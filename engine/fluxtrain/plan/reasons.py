@@ -18,6 +18,7 @@ from fluxtrain.plan.footprint import (
 from fluxtrain.plan.heads import comes_apart
 from fluxtrain.plan.heads import reason as head_reason
 from fluxtrain.plan.moments import moments_choice
+from fluxtrain.plan.prefetch import without_times
 from fluxtrain.plan.search import BATCH_LIMIT_ROWS, CHUNK_TOKENS, Search
 from fluxtrain.plan.tables import reason as embedding_reason
 from fluxtrain.telemetry.choices import setting_name
@@ -50,6 +51,7 @@ def choices_of(search: Search, layout: Layout) -> tuple[ChoiceMade, ...]:
         *embedding_choice(search, layout),
         *head_choice(search, layout),
         *(moments if search.wishes.deferred_moments is not None else ()),
+        *without_times(search.facts, layout),
     )
 
 

@@ -15,11 +15,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from fluxtrain.plan.cost import passes_s
 from fluxtrain.plan.facts import ModelFacts, Room, Wishes
 from fluxtrain.plan.footprint import Layout, head_copied, kept_count, slot_count
 from fluxtrain.plan.heads import slices_gain
 from fluxtrain.plan.moments import moments_choice
 from fluxtrain.plan.placement import RunPlacement, place
+from fluxtrain.plan.prefetch import prefetch_choice
 from fluxtrain.plan.ranked import Dial, TimedLayout
 from fluxtrain.plan.rates import Rates
 from fluxtrain.plan.reasons import embedding_choice, head_choice, wished_to_keep
@@ -158,7 +160,20 @@ def _choices(
         *embedding_choice(dial.search, layout),
         *_head_choice(dial, layout, because),
         moments_choice(dial.search.facts, layout, dial.cost_of, is_set=moments_set),
+        *_prefetch_choice(dial, layout),
     )
+
+
+def _prefetch_choice(dial: Dial, layout: Layout) -> tuple[ChoiceMade, ...]:
+    facts, slots = dial.search.facts, slot_count(dial.search.facts, layout)
+    if not slots:
+        return ()
+    forward_s, _, backward_s = passes_s(facts, layout, dial.rates)
+    fewer_s, step_s, more_s = (
+        dial.cost_of(replace(layout, slots=some)).step_s for some in (slots - 1, slots, slots + 1)
+    )
+    seconds, steps_s = (forward_s, backward_s), (fewer_s, step_s, more_s)
+    return prefetch_choice(facts, layout, dial.rates, seconds, steps_s)
 
 
 def _head_choice(

@@ -21,8 +21,9 @@ from fluxtrain.memory.device import Device
 from fluxtrain.memory.gradients import Gradients
 from fluxtrain.memory.group import Group, Member
 from fluxtrain.memory.slices import WeightSlices
-from fluxtrain.memory.window import LOOKS_AHEAD, Window
+from fluxtrain.memory.window import Window
 from fluxtrain.plan.placement import Placement
+from fluxtrain.plan.prefetch import LOOKS_AHEAD
 from fluxtrain.stream.accounts import Accounts, BlockFacts, Boundary, MemoryUse, Residency, Traffic
 from fluxtrain.stream.adoption import EagerStep
 from fluxtrain.stream.arguments import Tree
@@ -336,7 +337,7 @@ class Engine:
             started = [self.window.prefetch(group, near) for group in copied]
             if not all(started):
                 break
-            wanted -= bool(copied)
+            wanted -= self.window.is_shared_by(copied)
 
     def _finish(self, group: Group) -> None:
         if not self.gradients.is_open(group):

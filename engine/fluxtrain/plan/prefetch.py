@@ -1,0 +1,201 @@
+"""How many device slots the streamed blocks share, so how far ahead they are copied. Pure.
+
+With `n` slots a block's copy begins when the block `n - 1` streamed ones before it begins to
+compute: then the slot that it goes to is free, and it is asked for. Two slots hide every copy that
+is no longer than what is computed between the beginnings of two streamed blocks, however late
+AdamW on the host lets it begin: more slots let nothing begin sooner that is waited for. Where the
+bus binds, copies follow each other without a pause, and two are enough again. Between the two, and
+where blocks on the device leave gaps of unlike length, a third slot lets a short gap's copy begin
+in the longer one before; a fourth seldom adds to that.
+
+A slot more also keeps one block more from the forward to the backward pass, which saves one copy.
+A resident block saves the same copy for the same memory, and is counted elsewhere, so that is no
+reason for a slot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from fluxtrain.plan.facts import ModelFacts
+from fluxtrain.plan.footprint import Layout, homes, slot_count, streamed
+from fluxtrain.plan.rates import Rates
+from fluxtrain.telemetry.events import ChoiceMade
+from fluxtrain.units import bytes_text, duration_text
+
+LOOKS_AHEAD = 16  # parts of the model, at most, for the next ones that are to be copied
+FEWEST_SLOTS, MOST_SLOTS = 2, 5
+WORTH = 0.005  # of forward and backward, that more slots have to save
+# Copies of blocks in training beside the fastest of them: the deciles of 492 in docs/traces, in an
+# order in which slow ones stand alone. Their mean is 1.2, the slowest of all took 1.97.
+UNEVEN = (1.00, 1.51, 1.04, 1.29, 1.01, 1.71, 1.06, 1.38, 1.01, 1.20)
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Blocks in the order in which a pass computes them."""
+
+    block_s: float  # to compute one of them
+    copies_s: tuple[float, ...]  # to copy each; 0: nothing of it is copied
+    shared: tuple[bool, ...]  # does it go through the slots that all share?
+
+
+def pass_s(one: Pass, slots: int | None) -> float:
+    """Seconds of a pass whose copies begin as early as `slots` let them (None: at once), one after
+    the other, with the host ahead of the device by no block."""
+    bus_s = now_s = 0.0
+    began_s: list[float] = []  # of each block
+    through: list[int] = []  # the shared slots: which blocks, so far
+    for at, (copy_s, shared) in enumerate(zip(one.copies_s, one.shared, strict=True)):
+        if copy_s:
+            after = -1 if slots is None else at - LOOKS_AHEAD
+            if slots is not None and len(through) >= slots - 1:
+                after = max(after, through[1 - slots])
+            if after >= 0:
+                bus_s = max(bus_s, began_s[after])
+            bus_s += copy_s
+            now_s = max(now_s, bus_s)
+        began_s.append(now_s)
+        if shared:
+            through.append(at)
+        now_s += one.block_s
+    return now_s
+
+
+@lru_cache(maxsize=8192)
+def waits_s(one: Pass, slots: int) -> float:
+    """Seconds by which a pass is longer than with a slot for each block."""
+    if slots >= FEWEST_SLOTS and max(one.copies_s, default=0.0) <= one.block_s:
+        return 0.0  # see above
+    return max(0.0, pass_s(one, slots) - pass_s(one, None))
+
+
+def passes_of(
+    facts: ModelFacts, layout: Layout, rates: Rates, forward_s: float, backward_s: float
+) -> tuple[Pass, Pass]:
+    """The forward and the backward pass of a layout whose blocks compute for so long altogether,
+    with copies as uneven as those of trainings. In the forward the updated weights of resident
+    blocks are copied too, and in the backward the inputs of blocks that wait on the host."""
+    at_home = homes(facts, layout)[1]
+    passing = streamed(layout, at_home)
+    shared = tuple(group in passing for group in facts.blocks)
+    input_bytes = _input_bytes(facts, layout)
+    forward, backward = [], []
+    for group, through in zip(facts.blocks, shared, strict=True):
+        size = group.weight_bytes if through else group.rounded_bytes * (group in at_home)
+        forward.append(size / rates.up)
+        backward.append((group.weight_bytes + input_bytes) / rates.up_both if through else 0.0)
+    count = max(1, facts.layers)
+    return (
+        Pass(forward_s / count, _uneven(forward), shared),
+        Pass(backward_s / count, _uneven(backward[::-1]), shared[::-1]),
+    )
+
+
+def _uneven(copies_s: Sequence[float]) -> tuple[float, ...]:
+    """The same, the copies among them longer in turn."""
+    copied = 0
+    longer = []
+    for copy_s in copies_s:
+        longer.append(copy_s * UNEVEN[copied % len(UNEVEN)])
+        copied += copy_s > 0
+    return tuple(longer)
+
+
+def held_up(
+    facts: ModelFacts,
+    layout: Layout,
+    rates: Rates,
+    blocks_s: tuple[float, float],
+    phases: list[dict[str, float]],
+) -> list[dict[str, float]]:
+    """`phases` of a step (forwards, then loss and backward in turn) with copies held up as the
+    layout's slots do. blocks_s: of the blocks' forward and backward."""
+    slots = slot_count(facts, layout)
+    if not (rates.has_gpu and slots) or _hidden(facts, layout, rates, blocks_s):
+        return phases
+    passes = passes_of(facts, layout, rates, *blocks_s)
+    forward_s, backward_s = (waits_s(one, slots) for one in passes)
+    first = len(phases) // 3
+    return [
+        _longer(phase, forward_s if at < first else backward_s * ((at - first) % 2))
+        for at, phase in enumerate(phases)
+    ]
+
+
+def _longer(phase: dict[str, float], waited_s: float) -> dict[str, float]:
+    if not waited_s:
+        return phase
+    return {**phase, "uploads": max(phase["compute"], phase["uploads"]) + waited_s}
+
+
+def _hidden(facts: ModelFacts, layout: Layout, rates: Rates, blocks_s: tuple[float, float]) -> bool:
+    """Is even the slowest copy of the largest block shorter than what one block computes?"""
+    size = facts.blocks.largest_weight_bytes
+    slow_s = (
+        max(UNEVEN) * size / rates.up,
+        max(UNEVEN) * (size + _input_bytes(facts, layout)) / rates.up_both,
+    )
+    return all(s * facts.layers <= all_s for s, all_s in zip(slow_s, blocks_s, strict=True))
+
+
+def _input_bytes(facts: ModelFacts, layout: Layout) -> int:
+    """That come back with each streamed block in the backward pass."""
+    if not layout.parks or facts.row is None:
+        return 0
+    return layout.batch_rows * facts.row.boundary_bytes
+
+
+def slots_for(
+    facts: ModelFacts, layout: Layout, rates: Rates, forward_s: float, backward_s: float
+) -> int:
+    """The fewest slots for a layout with which forward and backward are as short as with the most,
+    or `WORTH` of both longer."""
+    if _hidden(facts, layout, rates, (forward_s, backward_s)):
+        return FEWEST_SLOTS
+    passes = passes_of(facts, layout, rates, forward_s, backward_s)
+
+    def waited_s(slots: int) -> float:
+        return sum(waits_s(one, slots) for one in passes)
+
+    enough_s = waited_s(MOST_SLOTS) + WORTH * (forward_s + backward_s)
+    return next(n for n in range(FEWEST_SLOTS, MOST_SLOTS + 1) if waited_s(n) <= enough_s)
+
+
+def prefetch_choice(
+    facts: ModelFacts,
+    layout: Layout,
+    rates: Rates,
+    seconds: tuple[float, float],
+    steps_s: tuple[float, float, float],
+) -> tuple[ChoiceMade, ...]:
+    """What a plan says where blocks stream and times are known. seconds: of the blocks' forward and
+    backward; steps_s: of a step with one slot less, so many, and one more."""
+    slots = slot_count(facts, layout)
+    if not slots:
+        return ()
+    slot_bytes = streamed(layout, homes(facts, layout)[1]).largest_weight_bytes
+    copy = duration_text(slot_bytes / rates.up)
+    computing = " and ".join(duration_text(one_s / facts.layers) for one_s in seconds)
+    beside = f"a block's copy takes {copy}, its forward and backward {computing}"
+    fewer_s, step_s, more_s = steps_s
+    told = duration_text(step_s)
+    if layout.offload == "max":
+        because = f"max streams through {slots} slots; {beside}"
+    elif slots > FEWEST_SLOTS and fewer_s > step_s:
+        because = f"{told} a step is predicted, and {duration_text(fewer_s)} with one less"
+        because += f"; {beside}"
+    else:
+        gain = "no gain" if more_s >= step_s else f"{duration_text(more_s)} in place of {told}"
+        because = f"{beside}; one more would take {bytes_text(slot_bytes)} for {gain}"
+    return (ChoiceMade(name="prefetch", value=str(max(1, slots - 1)), because=because),)
+
+
+def without_times(facts: ModelFacts, layout: Layout) -> tuple[ChoiceMade, ...]:
+    """The same where no times are known."""
+    slots = slot_count(facts, layout)
+    because = f"{slots} slots for blocks that stream, as {layout.offload} has where no times choose"
+    made = ChoiceMade(name="prefetch", value=str(max(1, slots - 1)), because=because)
+    return (made,) if slots else ()
