@@ -127,6 +127,7 @@ def wrapped(
         embedding=plan.embedding,
         head=plan.head,
         deferred_moments=plan.deferred_moments,
+        slots=plan.slots or None,
     )
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()

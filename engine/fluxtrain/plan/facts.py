@@ -367,3 +367,4 @@ class Wishes:
     embedding: Literal["auto", "whole", "rows"] = "auto"
     head: Literal["auto", "whole", "slices"] = "auto"
     deferred_moments: bool | None = None  # updated after all weights; None: as time says
+    slots: int | None = None  # that streamed blocks share; None: as time says, else the offload

@@ -163,7 +163,7 @@ def _placement(search: Search, layout: Layout, chunk_rows: int | None) -> Placem
 def _found(facts: ModelFacts, room: Room, wishes: Wishes) -> tuple[Search, Layout]:
     if wishes.offload not in ("auto", *OFFLOADS):
         raise BadInput(f"offload is {wishes.offload!r}: use one of auto, {', '.join(OFFLOADS)}")
-    counts = {"batch_rows": 1, "chunk_rows": 1, "budget_bytes": 1}
+    counts = {"batch_rows": 1, "chunk_rows": 1, "budget_bytes": 1, "slots": 1}
     for name, least in {
         **counts,
         "device_groups": 0,

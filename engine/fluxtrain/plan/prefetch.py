@@ -29,8 +29,9 @@ LOOKS_AHEAD = 16  # parts of the model, at most, for the next ones that are to b
 FEWEST_SLOTS, MOST_SLOTS = 2, 5
 WORTH = 0.005  # of forward and backward, that more slots have to save
 # Copies of blocks in training beside the fastest of them: the deciles of 492 in docs/traces, in an
-# order in which slow ones stand alone. Their mean is 1.2, the slowest of all took 1.97.
+# order in which slow ones stand alone.
 UNEVEN = (1.00, 1.51, 1.04, 1.29, 1.01, 1.71, 1.06, 1.38, 1.01, 1.20)
+_MEAN = sum(UNEVEN) / len(UNEVEN)  # the rate of the bus is that of all of them
 
 
 @dataclass(frozen=True)
@@ -42,34 +43,27 @@ class Pass:
     shared: tuple[bool, ...]  # does it go through the slots that all share?
 
 
-def pass_s(one: Pass, slots: int | None) -> float:
-    """Seconds of a pass whose copies begin as early as `slots` let them (None: at once), one after
-    the other, with the host ahead of the device by no block."""
+@lru_cache(maxsize=8192)
+def pass_s(one: Pass, slots: int) -> float:
+    """Seconds of a pass whose first copy is there, and whose others follow each other as early as
+    so many slots let them, with the host ahead of the device by no block."""
     bus_s = now_s = 0.0
     began_s: list[float] = []  # of each block
     through: list[int] = []  # the shared slots: which blocks, so far
+    first, ahead = True, max(1, slots - 1)
     for at, (copy_s, shared) in enumerate(zip(one.copies_s, one.shared, strict=True)):
-        if copy_s:
-            after = -1 if slots is None else at - LOOKS_AHEAD
-            if slots is not None and len(through) >= slots - 1:
-                after = max(after, through[1 - slots])
-            if after >= 0:
-                bus_s = max(bus_s, began_s[after])
-            bus_s += copy_s
+        if copy_s and not first:
+            after = at - LOOKS_AHEAD
+            if len(through) >= ahead:
+                after = max(after, through[-ahead])
+            bus_s = max(bus_s, began_s[after] if after >= 0 else 0.0) + copy_s
             now_s = max(now_s, bus_s)
+        first = first and not copy_s
         began_s.append(now_s)
         if shared:
             through.append(at)
         now_s += one.block_s
     return now_s
-
-
-@lru_cache(maxsize=8192)
-def waits_s(one: Pass, slots: int) -> float:
-    """Seconds by which a pass is longer than with a slot for each block."""
-    if slots >= FEWEST_SLOTS and max(one.copies_s, default=0.0) <= one.block_s:
-        return 0.0  # see above
-    return max(0.0, pass_s(one, slots) - pass_s(one, None))
 
 
 def passes_of(
@@ -95,13 +89,8 @@ def passes_of(
 
 
 def _uneven(copies_s: Sequence[float]) -> tuple[float, ...]:
-    """The same, the copies among them longer in turn."""
-    copied = 0
-    longer = []
-    for copy_s in copies_s:
-        longer.append(copy_s * UNEVEN[copied % len(UNEVEN)])
-        copied += copy_s > 0
-    return tuple(longer)
+    """The same, some of them longer and some shorter."""
+    return tuple(c * UNEVEN[at % len(UNEVEN)] / _MEAN for at, c in enumerate(copies_s))
 
 
 def held_up(
@@ -117,28 +106,26 @@ def held_up(
     if not (rates.has_gpu and slots) or _hidden(facts, layout, rates, blocks_s):
         return phases
     passes = passes_of(facts, layout, rates, *blocks_s)
-    forward_s, backward_s = (waits_s(one, slots) for one in passes)
+    forward_s, backward_s = (pass_s(one, slots) for one in passes)
     first = len(phases) // 3
     return [
-        _longer(phase, forward_s if at < first else backward_s * ((at - first) % 2))
+        _lasting(phase, forward_s if at < first else backward_s * ((at - first) % 2))
         for at, phase in enumerate(phases)
     ]
 
 
-def _longer(phase: dict[str, float], waited_s: float) -> dict[str, float]:
-    if not waited_s:
+def _lasting(phase: dict[str, float], seconds: float) -> dict[str, float]:
+    if seconds <= phase["compute"] * (1 + 1e-9):
         return phase
-    return {**phase, "uploads": max(phase["compute"], phase["uploads"]) + waited_s}
+    return {**phase, "uploads": max(phase["uploads"], seconds)}
 
 
 def _hidden(facts: ModelFacts, layout: Layout, rates: Rates, blocks_s: tuple[float, float]) -> bool:
-    """Is even the slowest copy of the largest block shorter than what one block computes?"""
-    size = facts.blocks.largest_weight_bytes
-    slow_s = (
-        max(UNEVEN) * size / rates.up,
-        max(UNEVEN) * (size + _input_bytes(facts, layout)) / rates.up_both,
-    )
-    return all(s * facts.layers <= all_s for s, all_s in zip(slow_s, blocks_s, strict=True))
+    """Is even a slow copy of the largest block no longer than what one block computes?"""
+    size, slower = facts.blocks.largest_weight_bytes, max(UNEVEN) / _MEAN * facts.layers
+    forward_s = slower * size / rates.up
+    backward_s = slower * (size + _input_bytes(facts, layout)) / rates.up_both
+    return forward_s <= blocks_s[0] and backward_s <= blocks_s[1]
 
 
 def _input_bytes(facts: ModelFacts, layout: Layout) -> int:
@@ -157,11 +144,11 @@ def slots_for(
         return FEWEST_SLOTS
     passes = passes_of(facts, layout, rates, forward_s, backward_s)
 
-    def waited_s(slots: int) -> float:
-        return sum(waits_s(one, slots) for one in passes)
+    def both_s(slots: int) -> float:
+        return sum(pass_s(one, slots) for one in passes)
 
-    enough_s = waited_s(MOST_SLOTS) + WORTH * (forward_s + backward_s)
-    return next(n for n in range(FEWEST_SLOTS, MOST_SLOTS + 1) if waited_s(n) <= enough_s)
+    enough_s = both_s(MOST_SLOTS) + WORTH * (forward_s + backward_s)
+    return next(n for n in range(FEWEST_SLOTS, MOST_SLOTS + 1) if both_s(n) <= enough_s)
 
 
 def prefetch_choice(
@@ -197,5 +184,6 @@ def without_times(facts: ModelFacts, layout: Layout) -> tuple[ChoiceMade, ...]:
     """The same where no times are known."""
     slots = slot_count(facts, layout)
     because = f"{slots} slots for blocks that stream, as {layout.offload} has where no times choose"
+    because = because if layout.slots is None else "as set"
     made = ChoiceMade(name="prefetch", value=str(max(1, slots - 1)), because=because)
     return (made,) if slots else ()

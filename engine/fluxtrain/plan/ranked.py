@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 
-from fluxtrain.plan.cost import Cost, LeastCost, passes_s, cost, least_cost
+from fluxtrain.plan.cost import Cost, LeastCost, cost, least_cost, passes_s
 from fluxtrain.plan.facts import OFFLOADS, Offload
 from fluxtrain.plan.footprint import (
     Footprint,
@@ -222,16 +222,18 @@ class Dial:
 
     def _fewest(self, offload: Offload) -> int | None:
         """Slots of a layout that may have more where that pays: `max` has the fewest alone."""
+        if self.search.wishes.slots is not None:
+            return self.search.wishes.slots
         return FEWEST_SLOTS if offload == "weights" and self.rates.has_gpu else None
 
     def _deeper(self, layout: Layout) -> Iterator[Layout]:
-        """With the slots that hide its copies, where that takes more than the fewest."""
-        if layout.slots is None:
+        """With more slots, up to those that hide its copies."""
+        if layout.slots is None or self.search.wishes.slots is not None:
             return
         forward_s, _, backward_s = passes_s(self.search.facts, layout, self.rates)
         wanted = slots_for(self.search.facts, layout, self.rates, forward_s, backward_s)
-        if wanted > FEWEST_SLOTS:
-            yield replace(layout, slots=wanted)
+        for slots in range(FEWEST_SLOTS + 1, wanted + 1):
+            yield replace(layout, slots=slots)
 
     def _starts(self) -> Iterator[Layout]:
         """Batches and chunks; on a GPU also with the boundaries on the host."""

@@ -141,6 +141,7 @@ class Search:
             embedding=embedding_for(self.facts, self.wishes, 0),
             head=head,
             deferred_moments=bool(self.wishes.deferred_moments) and not self.wishes.eager,
+            slots=self.wishes.slots,
         )
         if self.facts.row is None:
             yield first

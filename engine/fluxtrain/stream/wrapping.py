@@ -51,6 +51,7 @@ def wrap(  # noqa: PLR0913  # each is one choice of the user, by keyword
     embedding: str = "auto",
     head: str = "auto",
     deferred_moments: bool = False,
+    slots: int | None = None,
 ) -> nn.Module:
     """Let the blocks of `model` stream through `device`; returns the same object.
 
@@ -74,6 +75,7 @@ def wrap(  # noqa: PLR0913  # each is one choice of the user, by keyword
     embedding: one on the host is copied `whole`, or in `rows` of a batch (`auto`: a large one).
     head: one on the host is copied `whole`, or in `slices` of words (`auto`: where only they fit).
     deferred_moments: AdamW on the host writes all weights first, fp32 moments later: the same bits.
+    slots: so many blocks on the device share what streams through it (None: 3, with `max` 2).
     Raises UnsupportedModel, BadInput or DoesNotFit.
     """
     if "_fluxtrain_engine" in getattr(model, "__dict__", {}):
@@ -90,6 +92,7 @@ def wrap(  # noqa: PLR0913  # each is one choice of the user, by keyword
         budget_bytes=budget_bytes,
         eager=eager,
         deferred_moments=deferred_moments or None,
+        slots=slots,
     )
     _put_engine(model, _compute_device(device), wishes, states, overlap=overlap)
     return model
@@ -197,7 +200,8 @@ def _parts_of(model: nn.Module) -> Parts:
 
 
 def _refuse_fractions(wishes: Wishes) -> None:
-    for name in ("chunk_rows", "budget_bytes", "resident_blocks", "device_groups", "kept_blocks"):
+    counts = ("chunk_rows", "budget_bytes", "resident_blocks", "device_groups", "kept_blocks")
+    for name in (*counts, "slots"):
         value = getattr(wishes, name)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
             raise BadInput(f"{name} is {value!r}: use a whole number, or leave it out")

@@ -247,6 +247,7 @@ def wrapped(
         states=config.train.states,
         eager=eager(config, facts),
         deferred_moments=placement.deferred_moments,
+        slots=placement.slots or None,
     )
     engine = engine_of(streamed)
     if facts.scales_its_loss:

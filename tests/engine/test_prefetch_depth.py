@@ -1,0 +1,99 @@
+"""How many slots the blocks stream through changes when copies begin, and no bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fluxtrain
+from fluxtrain.errors import BadInput
+from fluxtrain.memory.group import Group
+from fluxtrain.stream.engine import Engine, engine_of
+
+LAYERS = 8
+
+
+def wrapped(tiny: Any, slots: int | None, **placed: Any) -> tuple[nn.Module, Engine]:
+    model = fluxtrain.wrap(
+        tiny("llama", torch.bfloat16, num_hidden_layers=LAYERS),
+        device="cpu", offload="weights", chunk_rows=2, overlap=True, slots=slots, **placed,
+    )  # fmt: skip
+    return model, engine_of(model)
+
+
+def trained(
+    model: nn.Module, engine: Engine, batch: Any, *, eager: bool
+) -> tuple[list[float], list[torch.Tensor]]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    losses = []
+    for step in range(4):
+        loss = model(**batch(seed=step)).loss
+        if eager:
+            engine.begin_eager_step(optimizer)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    fluxtrain.sync(model)
+    return losses, [p.detach().clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.parametrize(
+    "placed",
+    [{}, {"device_groups": 4, "resident_blocks": 2}, {"boundaries": "host", "resident_blocks": 3}],
+    ids=["all stream", "some on the device, some resident", "some resident, boundaries away"],
+)
+def test_any_number_of_slots_gives_the_same_bits(
+    tiny: Any, batch: Any, placed: dict[str, Any], eager: bool
+) -> None:
+    found = []
+    for slots in (None, 2, 3, 4, 5, LAYERS):
+        model, engine = wrapped(tiny, slots, eager=eager, **placed)
+        streamed = LAYERS - sum(g.home == "device" for g in engine.groups if g.kind == "block")
+        streamed -= engine.plan.resident_blocks
+        expected = min(slots or 3, streamed)
+        assert len([s for s in engine.window.slots if s.owner is None]) == expected
+        found.append(trained(model, engine, batch, eager=eager))
+    for losses, weights in found[1:]:
+        assert losses == found[0][0]
+        assert all(torch.equal(a, b) for a, b in zip(weights, found[0][1], strict=True))
+
+
+def test_with_two_slots_the_next_streamed_block_is_asked_for_past_a_resident_one(
+    tiny: Any, batch: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A block with a slot of its own takes none from the others, and its turn none from theirs."""
+    model, engine = wrapped(tiny, 2, resident_blocks=4)
+    trained(model, engine, batch, eager=False)
+    own = {slot.owner for slot in engine.window.slots}
+    blocks = [unit for unit in engine.units if unit.group.kind == "block"]
+    shared = [unit for unit in blocks if unit.group not in own]
+    pairs = [
+        (unit, later) for unit, later in zip(shared, shared[1:], strict=False)
+        if blocks.index(later) - blocks.index(unit) > 1
+    ]  # fmt: skip
+    assert pairs, "a resident block stands between two streamed ones"
+    asked: list[Group] = []
+    whole = engine.window.prefetch
+
+    def noted(group: Group, keep: Any = ()) -> bool:
+        asked.append(group)
+        return whole(group, keep)
+
+    monkeypatch.setattr(engine.window, "prefetch", noted)
+    for unit, later in pairs:
+        asked.clear()
+        engine._copy_ahead("forward", unit)
+        assert later.group in asked
+        assert [group for group in asked if group not in own] == [later.group]
+    fluxtrain.sync(model)
+
+
+@pytest.mark.parametrize("slots", [0, -1, 2.5, True])
+def test_a_number_of_slots_that_makes_no_sense_is_refused(tiny: Any, slots: Any) -> None:
+    with pytest.raises(BadInput, match="slots is"):
+        wrapped(tiny, slots)
