@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -73,7 +74,7 @@ def test_with_two_slots_the_next_streamed_block_is_asked_for_past_a_resident_one
     blocks = [unit for unit in engine.units if unit.group.kind == "block"]
     shared = [unit for unit in blocks if unit.group not in own]
     pairs = [
-        (unit, later) for unit, later in zip(shared, shared[1:], strict=False)
+        (unit, later) for unit, later in pairwise(shared)
         if blocks.index(later) - blocks.index(unit) > 1
     ]  # fmt: skip
     assert pairs, "a resident block stands between two streamed ones"

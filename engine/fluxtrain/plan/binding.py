@@ -23,6 +23,7 @@ def binding_words(resource: str, *, has_gpu: bool) -> str:
         "update": "AdamW on the host",
         "moments": "AdamW on the host",
         "uploads": "copies of weights to the GPU",
+        "slots": "copies of weights to the GPU",
         "downloads": "copies of gradients to the host",
         "queueing": "the processor that drives the GPU",
     }[resource]

@@ -9,7 +9,7 @@ are at home on the host with all of that, and of their weights the device has
 | none      |       | (every group lives on the device)                     | as `boundaries` says |
 | optimizer | all   | all                                                   | as `boundaries` says |
 | weights   | all   | `resident_blocks` of them, the others through slots   | as `boundaries` says |
-| max       | all   | as `weights`, with fewer slots                        | host                 |
+| max       | all   | as `weights`, with the fewest slots                   | host                 |
 
 Of an embedding at home the device has all, or with `embedding` rows only those that a batch can
 look up (`plan/tables.py`), and sums of their gradients alone; a tied one it has too, for the head.

@@ -4,9 +4,9 @@ With `n` slots a block's copy begins when the block `n - 1` streamed ones before
 compute: then the slot that it goes to is free, and it is asked for. Two slots hide every copy that
 is no longer than what is computed between the beginnings of two streamed blocks, however late
 AdamW on the host lets it begin: more slots let nothing begin sooner that is waited for. Where the
-bus binds, copies follow each other without a pause, and two are enough again. Between the two, and
-where blocks on the device leave gaps of unlike length, a third slot lets a short gap's copy begin
-in the longer one before; a fourth seldom adds to that.
+bus binds and every block streams, copies follow each other without a pause, and two are enough
+again. Between the two, and where blocks on the device leave gaps of unlike length, a third slot
+lets a short gap's copy begin in the longer one before; a fourth seldom adds to that.
 
 A slot more also keeps one block more from the forward to the backward pass, which saves one copy.
 A resident block saves the same copy for the same memory, and is counted elsewhere, so that is no
@@ -115,9 +115,8 @@ def held_up(
 
 
 def _lasting(phase: dict[str, float], seconds: float) -> dict[str, float]:
-    if seconds <= phase["compute"] * (1 + 1e-9):
-        return phase
-    return {**phase, "uploads": max(phase["uploads"], seconds)}
+    longer = seconds > phase["compute"] * (1 + 1e-9)
+    return {**phase, "slots": seconds} if longer else phase
 
 
 def _hidden(facts: ModelFacts, layout: Layout, rates: Rates, blocks_s: tuple[float, float]) -> bool:

@@ -108,7 +108,8 @@ def moments_end(
 def computing(backward: Mapping[str, float]) -> float:
     """Seconds in which a backward pass computes its blocks one after the other, with nothing on the
     host that holds it up."""
-    return max(backward["compute"], backward["uploads"], backward["queueing"])
+    held_up_s = backward.get("slots", 0.0)
+    return max(backward["compute"], backward["uploads"], backward["queueing"], held_up_s)
 
 
 @dataclass(frozen=True)
@@ -186,9 +187,11 @@ def eager_forward(
     """Seconds of an eager step's forward phase after its backward phase, by what takes them."""
     start = start_of(facts, layout, rates)
     others_s = waits.others_s - _before_home(facts, layout, forward["compute"])
+    later_s = max(0.0, waits.start_s + start.copy_s, others_s)
     return {
         **forward,
-        "compute": forward["compute"] + max(0.0, waits.start_s + start.copy_s, others_s),
+        **({"slots": forward["slots"] + later_s} if "slots" in forward else {}),
+        "compute": forward["compute"] + later_s,
         "uploads": forward["uploads"] + max(waits.start_s, waits.others_s),
         "update": waits.whole_s,
     }
