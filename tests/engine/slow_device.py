@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
@@ -78,7 +78,7 @@ class SlowDevice(CpuDevice):
 
     def upload(
         self, to: Tensor, source: Tensor, after: Future[None] | None, free: Any,
-        follows: Ticket | None = None, *, urgent: bool = False,
+        follows: Sequence[Ticket] = (), *, urgent: bool = False,
     ) -> Ticket:  # fmt: skip
         ticket = SlowTicket(self.stalls)
         self.asked.append(ticket)
@@ -98,12 +98,12 @@ class SlowDevice(CpuDevice):
 
     def download(self, to: Tensor, source: Tensor) -> Ticket:
         ticket = SlowTicket(self.stalls)
-        ticket.issue(lambda: self._down.submit(lambda: self._copy(to, source, None)))
+        ticket.issue(lambda: self._down.submit(lambda: self._copy(to, source, ())))
         return ticket
 
-    def _copy(self, to: Tensor, source: Tensor, follows: Ticket | None) -> tuple[float, float]:
-        if follows is not None:
-            follows.wait_host()
+    def _copy(self, to: Tensor, source: Tensor, follows: Sequence[Ticket]) -> tuple[float, float]:
+        for earlier in follows:
+            earlier.wait_host()
         self.delay()
         host_copy(to, source)
         return 0.0, 0.0
