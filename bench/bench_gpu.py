@@ -108,6 +108,7 @@ def wrapped(
     is to be said of it. The model is on the host as a loaded one: the trial has the card alone."""
     import fluxtrain
     from fluxtrain.stream.engine import engine_of
+    from fluxtrain.stream.keepers import leave_boundaries
 
     budget_bytes = int((options.budget_gib - CONTEXT_GIB) * GIB)
     plan, told = planned(model, options, budget_bytes)
@@ -129,9 +130,11 @@ def wrapped(
         deferred_moments=plan.deferred_moments,
         slots=plan.slots or None,
     )
+    engine = engine_of(model)
+    leave_boundaries(engine, plan.boundaries_on_device)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    return engine_of(model), plan, told
+    return engine, plan, told
 
 
 def planned(
@@ -342,6 +345,7 @@ def report(
             "blocks": "spread",  # where those on the device stand: compare_plan.py asks
             "chunk_rows": engine.chunk_rows,
             "boundaries": plan.boundaries,
+            "boundaries_on_device": plan.boundaries_on_device,
             "kept_blocks": plan.kept_blocks,
             "embedding": plan.embedding,
             "head": plan.head,

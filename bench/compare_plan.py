@@ -73,6 +73,7 @@ def layout_of_result(row: dict[str, Any]) -> Layout:
     names = ("offload", "device_groups", "device_first", "resident_blocks", "kept_blocks",
              "boundaries", "chunk_rows", "embedding", "deferred_moments", "eager")  # fmt: skip
     found = {name: row[name] for name in names} | {"head": row.get("head", "whole")}
+    found["boundaries_on_device"] = row.get("boundaries_on_device", 0)
     return Layout(batch_rows=row["batch"], **found)
 
 

@@ -48,6 +48,7 @@ def turn(engine: Engine, ground: Ground, knobs: Knobs) -> None:
         device_groups=layout.device_groups,
         resident_blocks=layout.resident_blocks,
         kept_blocks=layout.kept_blocks,
+        boundaries_on_device=layout.boundaries_on_device,
         slots=ground.slots(knobs),
         chunk_rows=layout.chunk_rows,
         need=ground.need(knobs),

@@ -89,6 +89,7 @@ class Training:
             device_groups=layout.device_groups,
             resident_blocks=layout.resident_blocks,
             kept_blocks=layout.kept_blocks,
+            boundaries_on_device=layout.boundaries_on_device,
             slots=self.ground.slots(knobs),
             chunk_rows=layout.chunk_rows,
             need=self.ground.need(knobs),

@@ -36,6 +36,7 @@ layouts = st.builds(
     resident_blocks=st.integers(0, 10),
     kept_blocks=st.integers(0, 10),
     boundaries=st.sampled_from(["device", "host"]),
+    boundaries_on_device=st.integers(0, 10),
     batch_rows=st.integers(1, 8),
     chunk_rows=st.integers(1, 8),
     embedding=st.sampled_from(["whole", "rows"]),

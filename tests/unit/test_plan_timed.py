@@ -126,6 +126,7 @@ def layout(plan: RunPlacement) -> Layout:
         device_first=plan.device_first,
         resident_blocks=plan.resident_blocks,
         boundaries=plan.boundaries,
+        boundaries_on_device=plan.boundaries_on_device,
         kept_blocks=plan.kept_blocks,
         batch_rows=plan.batch_rows,
         chunk_rows=plan.chunk_rows or 0,

@@ -57,6 +57,7 @@ class Run:
         device_groups: int,
         resident_blocks: int,
         kept_blocks: int,
+        boundaries_on_device: int,
         slots: int,
         chunk_rows: int,
         need: Any,

@@ -48,7 +48,15 @@ from fluxtrain.plan.accumulation import passes_again
 from fluxtrain.plan.binding import binding_of, binding_words
 from fluxtrain.plan.calibration import chunked
 from fluxtrain.plan.facts import GroupFacts, ModelFacts
-from fluxtrain.plan.footprint import Layout, homes, kept_count, rows_of_table, sliced_head, streamed
+from fluxtrain.plan.footprint import (
+    Layout,
+    homes,
+    kept_count,
+    parked_count,
+    rows_of_table,
+    sliced_head,
+    streamed,
+)
 from fluxtrain.plan.prefetch import held_up
 from fluxtrain.plan.queueing import Queueing, queueing_of
 from fluxtrain.plan.rates import Rates
@@ -383,7 +391,6 @@ def _traffic(facts: ModelFacts, layout: Layout) -> tuple[int, int, int]:
 def _boundary_bytes(facts: ModelFacts, layout: Layout) -> int:
     """Boundary activations that go to the host and come back."""
     row = facts.row
-    if row is None or not layout.parks:
-        return 0
-    parked = facts.layers - kept_count(facts, layout)
-    return parked * layout.batch_rows * row.boundary_bytes
+    return (
+        0 if row is None else parked_count(facts, layout) * layout.batch_rows * row.boundary_bytes
+    )

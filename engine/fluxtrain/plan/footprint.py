@@ -15,6 +15,7 @@ Of an embedding at home the device has all, or with `embedding` rows only those 
 look up (`plan/tables.py`), and sums of their gradients alone; a tied one it has too, for the head.
 Of a head at home it has all, or with `head` slices two of them and a sum of one (`plan/heads.py`).
 
+On the host, but for those of the last `boundaries_on_device` blocks and of what follows them.
 The first `kept_blocks` of the blocks whose weights are on the device keep their activations and
 compute nothing again. Beside them the device has what a step needs: fp32 sums of gradients, staging
 for their way home, the boundaries, and the workspace of whichever phase takes most (see
@@ -67,6 +68,7 @@ class Layout:
     resident_blocks: int = 0  # of those at home; with `optimizer` all
     kept_blocks: int = 0  # of those whose weights are on the device, or all of them
     boundaries: Boundaries = "device"  # where they wait; with `max` on the host, whatever is said
+    boundaries_on_device: int = 0  # of so many last blocks they stay there all the same
     batch_rows: int = 0  # 0: not known
     chunk_rows: int = 0
     passes: int = 1  # backward passes a step
@@ -296,29 +298,29 @@ def _staging(
     return shallow + sum(sum_depth(size, is_block=True) * size for size in deep)
 
 
-def _boundary_rows(facts: ModelFacts) -> int:
-    """Inputs kept until the backward pass: one of each block, and the last norm's."""
-    return facts.layers + 1
-
-
 def _boundaries_on_device(facts: ModelFacts, layout: Layout, *, has_gpu: bool) -> int:
-    """A block that keeps its activations keeps its input with them."""
+    """Inputs of the blocks and of the last norm, but for those that are away on the host."""
     if facts.row is None:
         return 0
-    count = _boundary_rows(facts)
-    if layout.parks:
-        kept = kept_count(facts, layout)
-        flying = BOUNDARIES_IN_FLIGHT if has_gpu else HEAP_BOUNDARIES
-        count = min(count, kept + flying)
-    return count * layout.batch_rows * facts.row.boundary_bytes
+    one = layout.batch_rows * facts.row.boundary_bytes
+    flying = BOUNDARIES_IN_FLIGHT if has_gpu else HEAP_BOUNDARIES
+    away_bytes = max(0, boundaries_on_host(facts, layout) - flying * one)
+    return (facts.layers + 1) * one - away_bytes
 
 
 def boundaries_on_host(facts: ModelFacts, layout: Layout) -> int:
-    """Bytes of those that wait there; blocks that keep activations keep their inputs with them."""
+    """Bytes of those that wait there."""
     if facts.row is None or not layout.parks:
         return 0
-    count = _boundary_rows(facts) - kept_count(facts, layout)
-    return count * layout.batch_rows * facts.row.boundary_bytes
+    norms = int(not layout.boundaries_on_device)
+    return (parked_count(facts, layout) + norms) * layout.batch_rows * facts.row.boundary_bytes
+
+
+def parked_count(facts: ModelFacts, layout: Layout) -> int:
+    """Blocks whose inputs wait on the host: not those that keep their activations, and inputs with
+    them, nor the last ones that leave theirs on the device."""
+    here = kept_count(facts, layout) + layout.boundaries_on_device
+    return max(0, facts.layers - here) if layout.parks else 0
 
 
 def _workspace(

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 from fluxtrain.errors import BadInput, DoesNotFit
+from fluxtrain.plan.boundaries import left_on_device
 from fluxtrain.plan.facts import ModelFacts
 from fluxtrain.plan.footprint import (
     Footprint,
@@ -32,6 +33,7 @@ from fluxtrain.units import bytes_text
 
 KnobName = Literal["prefetch", "resident_blocks", "device_groups", "kept_blocks", "chunk_rows"]
 KNOBS: tuple[KnobName, ...] = get_args(KnobName)
+Rung = Literal[KnobName, "boundaries_on_device"]  # what a run gives up by itself
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,13 +45,14 @@ class Knobs:
     chunk_rows: int
     device_groups: int = 0
     kept_blocks: int = 0  # of those whose weights are on the device, where there are so many
+    boundaries_on_device: int = 0  # at most; fewer where the plan's peak has no room for them
 
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
     """One knob and the value it should have."""
 
-    name: KnobName
+    name: Rung
     value: int
 
     def __str__(self) -> str:
@@ -86,6 +89,7 @@ class Ground:
             chunk_rows=self.layout.chunk_rows,
             device_groups=self.layout.device_groups,
             kept_blocks=self.layout.kept_blocks,
+            boundaries_on_device=self.layout.boundaries_on_device,
         )
 
     def home_blocks(self, knobs: Knobs) -> int:
@@ -94,8 +98,9 @@ class Ground:
         return len(homes(self.facts, moved)[1].blocks)
 
     def layout_with(self, knobs: Knobs) -> Layout:
-        """The layout that `knobs` make."""
-        return replace(
+        """The layout that `knobs` make. Boundaries that stay on the device give way where it would
+        take more of it than was planned, for they only have what everything else leaves."""
+        layout = replace(
             self.layout,
             slots=knobs.prefetch + 1,
             resident_blocks=min(knobs.resident_blocks, self.home_blocks(knobs)),
@@ -103,6 +108,9 @@ class Ground:
             device_groups=knobs.device_groups,
             kept_blocks=knobs.kept_blocks,
         )
+        most, has_gpu = knobs.boundaries_on_device, self.has_gpu
+        planned = footprint(self.facts, self.layout, has_gpu=has_gpu).device_bytes
+        return left_on_device(self.facts, layout, planned, most=most, has_gpu=has_gpu)
 
     def slots(self, knobs: Knobs) -> int:
         """Slots that the streamed blocks share."""
@@ -181,9 +189,16 @@ def _between(change: Change, low: int, high: int, because: str) -> None:
 
 
 def rungs(ground: Ground, now: Knobs) -> list[Change]:
-    """What to give up when device memory runs out in a step: half of the blocks that keep their
-    activations, then half of the chunk, and of the smallest chunk half of the resident blocks, else
-    of the parts on the device."""
+    """What to give up when device memory runs out in a step: all boundaries that stay on the device
+    by choice (no computation is lost with them), or where the host has no room for them, and next,
+    half of the blocks that keep their activations, then half of the chunk, and of the smallest
+    chunk half of the resident blocks, else of the parts on the device."""
+    staying = ground.layout_with(now).boundaries_on_device
+    first = [Change(name="boundaries_on_device", value=0)] if staying else []
+    return [*first, *_later_rungs(ground, now)]
+
+
+def _later_rungs(ground: Ground, now: Knobs) -> list[Change]:
     kept = kept_count(ground.facts, ground.layout_with(now))
     if kept:
         return [Change(name="kept_blocks", value=kept // 2)]

@@ -13,7 +13,8 @@ The rule, in this order:
 4. Offload: `none` if it fits, else `weights`: first as many groups as fit live on the device with
    their gradients and optimizer states (host memory bandwidth binds before PCIe does, and such
    groups use neither), then as many of the other blocks' weights stay there as still fit. `max` as
-   the last resort is filled up in the same way; asked for, it takes the least of the device.
+   the last resort is filled up in the same way, and what is then left with the inputs of the last
+   blocks (`plan/boundaries.py`); asked for, it takes the least of the device.
    Without a GPU `auto` means `weights` (or `max`) with no residents: the blocks stream for real.
 
 `place_for_any_rows` is the same rule for a model whose batch nobody knows yet: what does not
@@ -27,6 +28,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fluxtrain.errors import BadInput, DoesNotFit
+from fluxtrain.plan.boundaries import left_on_device
 from fluxtrain.plan.facts import (
     OFFLOADS,
     Boundaries,
@@ -57,6 +59,7 @@ class Placement:
     offload: Offload
     device_groups: int  # so many groups with states and gradients on the device
     boundaries: Boundaries  # where they wait between forward and backward
+    boundaries_on_device: int = 0  # of so many last blocks they stay there all the same
     resident_blocks: int  # of so many of the other blocks the weights stay on the device
     slots: int  # shared by the blocks that are left
     kept_blocks: int  # first of the blocks with weights there, whose activations stay there too
@@ -111,6 +114,7 @@ class RunPlacement(Placement):
             resident_blocks=self.resident_blocks,
             kept_blocks=self.kept_blocks,
             boundaries=self.boundaries,
+            boundaries_on_device=self.boundaries_on_device,
             embedding=self.embedding,
             head=self.head,
             batch_rows=self.batch_rows,
@@ -147,6 +151,7 @@ def _placement(search: Search, layout: Layout, chunk_rows: int | None) -> Placem
         device_groups=layout.device_groups,
         device_first=layout.device_first,
         boundaries="host" if layout.parks else "device",
+        boundaries_on_device=layout.boundaries_on_device,
         resident_blocks=layout.resident_blocks,
         slots=slot_count(facts, layout),
         kept_blocks=kept_count(facts, layout),
@@ -185,4 +190,7 @@ def _found(facts: ModelFacts, room: Room, wishes: Wishes) -> tuple[Search, Layou
     layout = search.find()
     if layout is None:
         raise DoesNotFit(refusal(search))
+    limit = search.limits.spare_bytes
+    if limit is not None and search.leaves_boundaries(layout):
+        layout = left_on_device(facts, layout, limit)
     return search, layout

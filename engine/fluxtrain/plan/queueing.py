@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fluxtrain.plan.facts import ModelFacts
-from fluxtrain.plan.footprint import Layout, homes, kept_count
+from fluxtrain.plan.footprint import Layout, homes, parked_count
 from fluxtrain.plan.rates import Rates
 
 
@@ -77,9 +77,9 @@ def queueing_of(
     beside_s = host.backward_beside_s
     if not exact:  # each group is stepped in the backward pass
         beside_s += here * host.device_update_s / max(1, facts.layers)
-    parked = (facts.layers - kept_count(facts, layout)) / max(1, facts.layers)
-    there_s = parked * host.park_forward_s if layout.parks else 0.0  # once a batch
-    back_s = parked * host.park_backward_s if layout.parks else 0.0
+    parked = parked_count(facts, layout) / max(1, facts.layers)
+    there_s = parked * host.park_forward_s  # once a batch
+    back_s = parked * host.park_backward_s
     return Queueing(
         blocks=facts.layers,
         forward_s=chunks * host.forward_s + there_s,

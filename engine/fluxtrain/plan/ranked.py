@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 
+from fluxtrain.plan.boundaries import left_on_device
 from fluxtrain.plan.cost import Cost, LeastCost, cost, least_cost, passes_s
 from fluxtrain.plan.facts import OFFLOADS, Offload
 from fluxtrain.plan.footprint import (
@@ -31,6 +32,7 @@ from fluxtrain.plan.spread import DeviceFirst
 
 STOPS = {"fast": 1.0, "balanced": 0.5, "fit": 0.0}
 GPU_CHUNK_TOKENS = 16_384  # larger chunks use a GPU better still, if there is room for them
+KEPT_STEPS = 4  # numbers of blocks that keep activations, tried beside boundaries that stay
 RESIDENT_STEPS = 4  # numbers of resident blocks that are tried beside each number of groups
 _DIGITS = 9  # of seconds: sums of the same in another order are equal
 
@@ -168,17 +170,39 @@ class Dial:
         return self.fastest(self.within(share))
 
     def within(self, share: float) -> list[FittingLayout]:
-        """The layouts of the stop at `share`, each with as many blocks that keep their activations
-        as its limit has room for."""
+        """The layouts of the stop at `share`, each with what its limit has room for beside it:
+        blocks that keep their activations, or boundaries that stay (`_filled`)."""
         limit = self.limit_bytes(share)
         if limit not in self._within:
             fitting = (one for one in self.candidates if one.size_bytes <= limit)
-            self._within[limit] = [self._keeping(one, limit) for one in fitting]
+            self._within[limit] = list(
+                chain.from_iterable(self._filled(one, limit) for one in fitting)
+            )
         return self._within[limit]
 
     @cached_property
     def _within(self) -> dict[int, list[FittingLayout]]:
         return {}
+
+    def _filled(self, one: FittingLayout, limit: int) -> Iterator[FittingLayout]:
+        """With as many blocks that keep their activations as fit; and, where boundaries wait on the
+        host, with numbers of such blocks that do not depend on the limit and as many boundaries on
+        the device as fit beside them. So whatever a smaller limit has room for, a larger one has
+        at least as much of, and is no slower."""
+        keeping = self._keeping(one, limit)
+        yield keeping
+        if not self.search.leaves_boundaries(one.layout):
+            return
+        facts = self.search.facts
+        most, counts = keeping.layout.kept_blocks, {one.layout.kept_blocks}
+        if keeping is not one:
+            every = keepable_count(facts, one.layout)
+            counts |= {every * step // KEPT_STEPS for step in range(KEPT_STEPS + 1)}
+        for count in sorted(count for count in counts if count <= most):
+            kept = replace(one.layout, kept_blocks=count)
+            layout = left_on_device(facts, kept, limit)
+            if layout.boundaries_on_device:
+                yield self._fitting(layout, self.search.need(layout))
 
     def _keeping(self, one: FittingLayout, limit: int) -> FittingLayout:
         facts, tried = self.search.facts, self.rates.calibration

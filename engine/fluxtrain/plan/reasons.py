@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from fluxtrain.plan.boundaries import staying_words
 from fluxtrain.plan.facts import Wishes
 from fluxtrain.plan.footprint import (
     Layout,
@@ -30,13 +31,16 @@ SHORTEST_TOKENS = 32  # nobody is told to train on less
 
 def choices_of(search: Search, layout: Layout) -> tuple[ChoiceMade, ...]:
     """Every choice with its reason; rows only where they are known."""
-    because = {
+    because: dict[str, tuple[str | int, str]] = {
         "offload": (layout.offload, _offload(search, layout)),
         "device_groups": (layout.device_groups, _device_groups(search, layout)),
         "resident_blocks": (layout.resident_blocks, _resident_blocks(search, layout)),
     }
     if search.wishes.kept_blocks is not None:
         because["kept_blocks"] = (kept_count(search.facts, layout), wished_to_keep(search, layout))
+    staying = staying_words(search.facts, layout)
+    if staying:
+        because["boundaries"] = ("host", staying)
     if search.facts.row is not None:
         because["batch_rows"] = (layout.batch_rows, _batch(search, layout))
         tokens = layout.chunk_rows * search.facts.row.sequence_length

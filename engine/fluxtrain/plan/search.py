@@ -113,6 +113,12 @@ class Search:
         )
         return streams and self.room.has_gpu
 
+    def leaves_boundaries(self, layout: Layout) -> bool:
+        """May those of the last blocks stay on the device where the others' go? Not where all of
+        them go by wish, as with an explicit `max`, nor where the device is host memory."""
+        asked = self.wishes.boundaries != "auto" or self.wishes.offload == "max"
+        return layout.parks and not asked and self.room.has_gpu
+
     def one_more_group(self, layout: Layout) -> Layout:
         """The same with the next group on the device, and no optional resident."""
         count = layout.device_groups + 1

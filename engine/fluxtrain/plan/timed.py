@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from fluxtrain.plan.boundaries import staying_words
 from fluxtrain.plan.cost import passes_s
 from fluxtrain.plan.facts import ModelFacts, Room, Wishes
 from fluxtrain.plan.footprint import Layout, head_copied, kept_count, slot_count
@@ -74,6 +75,7 @@ def place_timed(
         device_groups=layout.device_groups,
         device_first=layout.device_first,
         boundaries="host" if layout.parks else "device",
+        boundaries_on_device=layout.boundaries_on_device,
         resident_blocks=layout.resident_blocks,
         kept_blocks=kept_count(facts, layout),
         embedding=layout.embedding,
@@ -147,7 +149,7 @@ def _choices(
             kept_count(dial.search.facts, layout),
             because("kept_blocks", layout.kept_blocks),
         ),
-        "boundaries": (layout.boundaries, because("boundaries", layout.boundaries)),
+        "boundaries": _boundaries(dial, layout, because("boundaries", layout.boundaries)),
         "batch_rows": (layout.batch_rows, batch_because),
         "chunk_rows": (layout.chunk_rows, because("chunk_rows", layout.chunk_rows)),
     }
@@ -174,6 +176,14 @@ def _prefetch_choice(dial: Dial, layout: Layout) -> tuple[ChoiceMade, ...]:
     )
     seconds, steps_s = (forward_s, backward_s), (fewer_s, step_s, more_s)
     return prefetch_choice(facts, layout, dial.rates, seconds, steps_s)
+
+
+def _boundaries(dial: Dial, layout: Layout, because: str) -> tuple[str, str]:
+    """Where they wait and why, with how many stay on the device all the same."""
+    if layout.offload == "max":
+        because = "max has them on the host"
+    staying = staying_words(dial.search.facts, layout)
+    return "host" if layout.parks else "device", "; ".join(filter(None, (because, staying)))
 
 
 def _head_choice(

@@ -66,6 +66,7 @@ class Unit:
         self.chunkable: dict[tuple[Any, ...], bool] = {}  # by mode, what carries the batch, choices
         self.written = WrittenBuffers()
         self.keeps = False  # what its backward needs stays on the device: nothing is recomputed
+        self.stays = False  # its inputs stay there though the plan has boundaries on the host
         self.records_again = False  # its graph cannot be filled again (see recompute.py)
         self.traced: set[bool] = set()  # modes in which its graph was looked at for strangers
         self.draws_on_host = False  # from Python's or numpy's generators
@@ -244,7 +245,7 @@ class _Streamed(torch.autograd.Function):
         ctx.call, ctx.anchor_node = call, engine.anchor_node
         ctx.set_materialize_grads(False)
         call.parked = {}
-        if engine.plan.parks and not unit.keeps:
+        if engine.plan.parks and not (unit.keeps or unit.stays):
             call.parked = engine.park.park(tensors, call.needs)
         call.verifies = unit.checked < _CHECKED_RECOMPUTES and not call.keeps
         parts: list[list[Tensor]] = []

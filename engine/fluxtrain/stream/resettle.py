@@ -37,13 +37,15 @@ def resettle(
     slots: int,
     chunk_rows: int,
     need: Footprint,
+    boundaries_on_device: int = 0,
 ) -> None:
     """Give `engine` this placement and chunk; between two steps, by the thread that drives it.
 
     device_groups: so many groups live on the device, those that `engine.plan.device_first` takes
     first; resident_blocks: of so many blocks at home on the host the weights stay there too; slots:
     shared by the other blocks; kept_blocks: the first so many with weights on the device keep their
-    activations; need: the predicted peaks of all that, for the accounts.
+    activations; need: the predicted peaks of all that, for the accounts; boundaries_on_device: the
+    inputs of so many last blocks stay on the device where the others' wait on the host.
 
     New memory is taken before any is given back, so that running out of it leaves everything as it
     was. Raises DoesNotFit then.
@@ -76,12 +78,13 @@ def resettle(
         renew_state(owner for owners in engine.owners.values() for owner in owners.values())
     gone.clear()
     moves.clear()
-    _tidy(engine, at_home, kept_blocks)
+    _tidy(engine, at_home, kept_blocks, boundaries_on_device)
     engine.plan = replace(
         engine.plan,
         device_groups=device_groups,
         resident_blocks=resident_blocks,
         kept_blocks=kept_blocks,
+        boundaries_on_device=boundaries_on_device,
         slots=slots,
         need=need,
     )
@@ -100,7 +103,7 @@ def _come_to_rest(engine: Engine) -> None:
     engine.gradients.drain()
 
 
-def _tidy(engine: Engine, at_home: Sequence[Group], kept_blocks: int) -> None:
+def _tidy(engine: Engine, at_home: Sequence[Group], kept_blocks: int, staying: int) -> None:
     """After the moves: no memory stays for what is gone, and peaks are those of the new layout."""
     for group in engine.groups:
         if group.rows is not None and group.home == "device":
@@ -108,7 +111,9 @@ def _tidy(engine: Engine, at_home: Sequence[Group], kept_blocks: int) -> None:
     for unit in engine.units:
         if unit.slices is not None and not unit.in_slices:
             unit.slices.give_back()
-    if kept_blocks > engine.plan.kept_blocks:  # whose boundaries waited on the host
+    before = engine.plan
+    if kept_blocks > before.kept_blocks or staying > before.boundaries_on_device:
+        # fewer wait on the host from now on
         engine.park.give_back()
     engine.gradients.stage_only({s.size_bytes for group in at_home for s in group.trained})
     _give_back(engine)

@@ -37,7 +37,9 @@ from fluxtrain.train.announce import Announcer
 from fluxtrain.train.steady import SteadySteps
 
 Why = Literal["asked", "advice", "undo", "wrong", "memory"]
-SAME_BITS = frozenset({"prefetch", "resident_blocks", "device_groups", "kept_blocks"})
+SAME_BITS = frozenset(
+    {"prefetch", "resident_blocks", "device_groups", "kept_blocks", "boundaries_on_device"}
+)
 
 
 class Turn(Protocol):
@@ -49,6 +51,7 @@ class Turn(Protocol):
         device_groups: int,
         resident_blocks: int,
         kept_blocks: int,
+        boundaries_on_device: int,
         slots: int,
         chunk_rows: int,
         need: Footprint,
@@ -222,6 +225,7 @@ class LiveChanges:
             device_groups=layout.device_groups,
             resident_blocks=layout.resident_blocks,
             kept_blocks=layout.kept_blocks,
+            boundaries_on_device=layout.boundaries_on_device,
             slots=self._ground.slots(new),
             chunk_rows=layout.chunk_rows,
             need=self._ground.need(new),

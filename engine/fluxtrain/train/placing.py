@@ -228,6 +228,7 @@ def wrapped(
 ) -> tuple[nn.Module, Engine]:
     """The model as `placement` says, and its engine."""
     from fluxtrain.stream.engine import engine_of
+    from fluxtrain.stream.keepers import leave_boundaries
     from fluxtrain.stream.loss_scale import LossScale
 
     streamed = fluxtrain.wrap(
@@ -250,6 +251,7 @@ def wrapped(
         slots=placement.slots or None,
     )
     engine = engine_of(streamed)
+    leave_boundaries(engine, placement.boundaries_on_device)
     if facts.scales_its_loss:
         engine.loss_scale = LossScale(engine.device.torch_device)
     return streamed, engine

@@ -153,6 +153,7 @@ def _placed(config: RunConfig, placement: RunPlacement, device: str) -> dict[str
         "device_first": placement.device_first,
         "resident_blocks": placement.resident_blocks,
         "kept_blocks": placement.kept_blocks,
+        "boundaries_on_device": placement.boundaries_on_device,
         "batch_rows": placement.batch_rows,
         "chunk_rows": placement.chunk_rows,
         "accumulation": config.train.accumulation,

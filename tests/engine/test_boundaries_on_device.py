@@ -1,0 +1,155 @@
+"""Boundaries of the last blocks that stay on the device change what is copied, and no bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import fluxtrain
+from fluxtrain.plan.facts import RowFacts
+from fluxtrain.plan.footprint import Layout, boundaries_on_host, parked_count
+from fluxtrain.stream.engine import Engine, engine_of
+from fluxtrain.stream.grouping import facts_of
+from fluxtrain.stream.keepers import leave_boundaries
+from fluxtrain.stream.resettle import resettle
+
+LAYERS = 6
+BOUNDARY = 4 * 10 * 32 * 2  # rows, tokens, width, bf16
+
+
+class Training:
+    """A small model whose boundaries wait on the host, but for those of the last `staying`."""
+
+    def __init__(self, tiny: Any, batch: Callable[..., Any], staying: int, **where: Any) -> None:
+        model = tiny("llama", torch.bfloat16, num_hidden_layers=LAYERS)
+        row = RowFacts(
+            hidden=32, vocabulary=96, sequence_length=10, dtype_bytes=2, activation_bytes=1 << 16
+        )
+        self.facts = replace(facts_of(model), row=row)
+        self.layout = Layout(
+            **{"offload": "weights", "boundaries": "host", **where},
+            batch_rows=4, chunk_rows=2, boundaries_on_device=staying,
+        )  # fmt: skip
+        settings = {"offload": "weights", "boundaries": "host", "chunk_rows": 2, **where}
+        self.model = fluxtrain.wrap(model, device="cpu", **settings)
+        self.engine: Engine = engine_of(self.model)
+        leave_boundaries(self.engine, staying)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        self.batch, self.losses = batch, list[float]()
+
+    def loss(self, part: int = 0) -> torch.Tensor:
+        found: torch.Tensor = self.model(**self.batch(seed=10 * len(self.losses) + part)).loss
+        return found
+
+    def step(self, passes: int = 1) -> tuple[int, int]:
+        """Tensors sent to the host in the last pass of the step, and bytes that stayed."""
+        for part in range(passes):
+            before = self.engine.park.parked
+            loss = self.loss(part)
+            held = self.engine.accounts.boundary_bytes, self.engine.park.parked - before
+            loss.backward()
+        self.engine.clip_grad_norm(1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.losses.append(float(loss.detach()))
+        assert self.engine.accounts.boundary_bytes == 0
+        return held[1], held[0]
+
+    def turn(self, staying: int, kept: int = 0) -> None:
+        plan = self.engine.plan
+        resettle(
+            self.engine, device_groups=plan.device_groups, resident_blocks=plan.resident_blocks,
+            kept_blocks=kept, slots=plan.slots, chunk_rows=self.engine.chunk_rows, need=plan.need,
+            boundaries_on_device=staying,
+        )  # fmt: skip
+
+    def weights(self) -> list[torch.Tensor]:
+        fluxtrain.sync(self.model)
+        return [p.detach().clone() for p in self.model.parameters()]
+
+
+def same(one: Training, other: Training) -> bool:
+    alike = zip(one.weights(), other.weights(), strict=True)
+    return one.losses == other.losses and all(torch.equal(a, b) for a, b in alike)
+
+
+PLACES: list[dict[str, Any]] = [
+    {"offload": "weights"},
+    {"offload": "max"},
+    {"offload": "weights", "device_groups": 3, "resident_blocks": 1},
+    {"offload": "weights", "resident_blocks": LAYERS, "kept_blocks": 2},
+    {"offload": "none"},
+]
+
+
+@pytest.mark.parametrize("where", PLACES, ids=str)
+@pytest.mark.parametrize("staying", [1, 3, LAYERS])
+def test_losses_and_weights_keep_their_bits_and_what_stays_is_what_is_planned(
+    tiny: Any, batch: Any, where: dict[str, Any], staying: int
+) -> None:
+    every, some = Training(tiny, batch, 0, **where), Training(tiny, batch, staying, **where)
+    kept = where.get("kept_blocks", 0)
+    for _ in range(3):
+        sent, held = every.step()
+        assert sent * BOUNDARY == boundaries_on_host(every.facts, every.layout)
+        assert held == (LAYERS + 1 - sent) * BOUNDARY
+        sent, held = some.step()
+        assert sent == parked_count(some.facts, some.layout) == max(0, LAYERS - kept - staying)
+        assert sent * BOUNDARY == boundaries_on_host(some.facts, some.layout)
+        assert held == (LAYERS + 1 - sent) * BOUNDARY
+    assert same(every, some)
+
+
+def test_several_passes_a_step_leave_the_same_ones(tiny: Any, batch: Any) -> None:
+    every, some = Training(tiny, batch, 0), Training(tiny, batch, 2)
+    for _ in range(3):
+        assert every.step(passes=3) == (LAYERS + 1, 0)
+        assert some.step(passes=3) == (LAYERS - 2, 3 * BOUNDARY)
+    assert same(every, some)
+
+
+def test_their_number_changes_between_two_steps(tiny: Any, batch: Any) -> None:
+    every, turned = (
+        Training(tiny, batch, 0, resident_blocks=LAYERS),
+        Training(tiny, batch, 4, resident_blocks=LAYERS),
+    )
+    for staying, kept in ((2, 0), (0, 0), (LAYERS, 0), (1, 3), (5, 3), (0, 0)):
+        turned.turn(staying, kept)
+        every.step()
+        every.step()
+        turned.step()
+        sent, held = turned.step()
+        assert sent == max(0, LAYERS - kept - staying) + (staying == 0)
+        assert held == (LAYERS + 1 - sent) * BOUNDARY
+        assert turned.engine.plan.boundaries_on_device == staying
+    assert same(every, turned)
+
+
+def test_the_ones_sent_last_are_still_there_behind_those_that_stay(
+    tiny: Any, batch: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So the backward pass asks for no copy that was not begun a block before."""
+    some = Training(tiny, batch, 3)
+    download = some.engine.device.download
+
+    def late(*args: Any) -> Any:
+        ticket = download(*args)
+        monkeypatch.setattr(ticket, "done", lambda: False, raising=False)
+        return ticket
+
+    monkeypatch.setattr(some.engine.device, "download", late)
+    loss = some.loss()
+    newest = some.engine.park.newest()
+    assert newest is not None
+    assert newest.stays is not None
+    before = newest.before()
+    assert before is not None
+    assert before.stays is not None
+    first = before.before()
+    assert first is not None
+    assert first.stays is None
+    loss.backward()

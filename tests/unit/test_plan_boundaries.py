@@ -1,0 +1,197 @@
+"""Where boundaries go home, those of the last blocks stay where room is left for them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from fluxtrain.errors import DoesNotFit
+from fluxtrain.plan.boundaries import left_on_device, staying_words
+from fluxtrain.plan.cost import cost
+from fluxtrain.plan.facts import ModelFacts, Wishes
+from fluxtrain.plan.footprint import (
+    BOUNDARIES_IN_FLIGHT,
+    Layout,
+    boundaries_on_host,
+    footprint,
+    parked_count,
+)
+from fluxtrain.plan.live import Change, Knobs, rungs
+from fluxtrain.plan.placement import place
+from fluxtrain.plan.ranked import Dial
+from fluxtrain.plan.search import Search
+from fluxtrain.plan.timed import place_timed
+from tests.unit.live_ground import BLOCKS, ground
+from tests.unit.test_plan_properties import models
+from tests.unit.test_plan_timed import (
+    RATES,
+    TIMING,
+    TIMING_KEEPING,
+    gpu,
+    layout,
+    measured,
+    model,
+    step_s,
+)
+
+PARKED = Layout(offload="weights", boundaries="host", batch_rows=8, chunk_rows=4)
+BOUNDARY = 8 * 1024 * 1536 * 2
+SLOW_BUS = replace(
+    TIMING, rates=replace(RATES, h2d_bytes_per_s=3e9, d2h_bytes_per_s=3e9)
+)  # where the copies bind
+
+
+def test_those_that_stay_move_from_the_host_to_the_device_with_what_follows_the_blocks() -> None:
+    facts = model(8)
+    before = footprint(facts, PARKED, has_gpu=True)
+    for count in range(1, 9):
+        some = replace(PARKED, boundaries_on_device=count)
+        found = footprint(facts, some, has_gpu=True)
+        assert parked_count(facts, some) == 8 - count
+        assert before.host_bytes - found.host_bytes == (count + 1) * BOUNDARY
+        on_device = min(9, count + 1 + BOUNDARIES_IN_FLIGHT)
+        assert found.boundaries_bytes == on_device * BOUNDARY
+    nowhere = replace(PARKED, boundaries="device", boundaries_on_device=3)
+    assert footprint(facts, nowhere, has_gpu=True) == footprint(
+        facts, replace(PARKED, boundaries="device"), has_gpu=True
+    )
+
+
+def test_one_that_stays_takes_its_copies_from_the_bus() -> None:
+    facts, rates = model(8), SLOW_BUS.rates
+    found = [
+        cost(facts, replace(PARKED, batch_rows=64, boundaries_on_device=count), rates)
+        for count in range(9)
+    ]
+    saved_s = found[0].upload_backward_s - found[8].upload_backward_s
+    assert saved_s == pytest.approx(8 * 8 * BOUNDARY / rates.up_both)
+    seconds = [one.step_s for one in found]
+    assert seconds == sorted(seconds, reverse=True)
+    assert seconds[8] < 0.75 * seconds[0]
+
+
+@given(
+    models(), st.integers(0, 1 << 36), st.integers(1, 32), st.integers(0, 10), st.integers(0, 10),
+    st.booleans(),
+)  # fmt: skip
+def test_what_stays_is_all_that_fits_and_no_more(
+    facts: ModelFacts, limit: int, rows: int, resident: int, kept: int, by_max: bool
+) -> None:
+    least = Layout(
+        offload="max" if by_max else "weights", boundaries="host", resident_blocks=resident,
+        kept_blocks=kept, batch_rows=rows, chunk_rows=1,
+    )  # fmt: skip
+    found = left_on_device(facts, least, limit)
+    count, waiting = found.boundaries_on_device, parked_count(facts, least)
+    assert replace(found, boundaries_on_device=0) == least
+    assert 0 <= count <= waiting
+    if count:
+        assert footprint(facts, found, has_gpu=True).device_bytes <= limit
+    if count < waiting:
+        more = replace(least, boundaries_on_device=count + 1)
+        assert footprint(facts, more, has_gpu=True).device_bytes > limit
+    assert boundaries_on_host(facts, found) <= boundaries_on_host(facts, least)
+
+
+@pytest.mark.parametrize("device_gib", [5, 6, 7])
+def test_a_plan_fills_what_is_left_says_the_number_and_is_faster(device_gib: float) -> None:
+    facts, wishes = model(16), Wishes(batch_rows=64, device_groups=0, resident_blocks=0)
+    plan = place_timed(facts, gpu(device_gib), wishes, SLOW_BUS)
+    assert 0 < plan.boundaries_on_device < 16
+    told = {one.name: one for one in plan.choices}["placement.boundaries"]
+    assert told.value == "host"
+    words = f"the last {plan.boundaries_on_device} of 16 blocks stay on the device"
+    assert words in told.because
+    assert plan.need == footprint(facts, layout(plan), has_gpu=True)
+    every = place_timed(facts, gpu(device_gib), replace(wishes, boundaries="host"), SLOW_BUS)
+    assert every.boundaries_on_device == 0
+    assert step_s(plan, facts, SLOW_BUS) < 0.95 * step_s(every, facts, SLOW_BUS)
+    assert plan.host_bytes < every.host_bytes
+
+
+def test_without_time_the_last_resort_is_filled_with_them_too() -> None:
+    facts, wishes = model(8), Wishes(batch_rows=64, chunk_rows=1)
+    counts = []
+    for size in (4.4, 4.8, 5.2, 5.6):
+        plan = place(facts, gpu(size), wishes)
+        if plan.offload == "max":
+            counts.append(plan.boundaries_on_device)
+            told = {one.name: one.because for one in plan.choices}
+            assert ("placement.boundaries" in told) == (plan.boundaries_on_device > 0)
+            assert plan.need == footprint(facts, layout(plan), has_gpu=True)
+    assert max(counts) > 0
+
+
+@pytest.mark.parametrize("wish", [{"boundaries": "host"}, {"offload": "max"}])
+def test_a_wish_for_the_host_sends_all_of_them(wish: dict[str, str]) -> None:
+    wishes = Wishes(batch_rows=32, device_groups=0, **wish)  # type: ignore[arg-type]
+    for plan in (
+        place(model(8), gpu(20), wishes),
+        place_timed(model(8), gpu(20), wishes, SLOW_BUS),
+    ):
+        assert plan.boundaries_on_device == 0
+        assert plan.boundaries == "host"
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.floats(4, 16), st.floats(0, 4), st.sampled_from([8, 32]), st.booleans())
+@example(5.0, 1.0, 32, True)
+def test_more_of_the_device_is_never_slower_on_a_bus_that_binds(
+    device_gib: float, more_gib: float, rows: int, keeping: bool
+) -> None:
+    facts, wishes = measured(model()), Wishes(batch_rows=rows, device_groups=0, chunk_rows=4)
+    timing = TIMING_KEEPING if keeping else TIMING
+    timing = replace(timing, rates=replace(timing.rates, h2d_bytes_per_s=3e9, d2h_bytes_per_s=3e9))
+    try:
+        small = place_timed(facts, gpu(device_gib), wishes, timing)
+    except DoesNotFit:
+        return
+    large = place_timed(facts, gpu(device_gib + more_gib), wishes, timing)
+    assert step_s(large, facts, timing) <= step_s(small, facts, timing) * (1 + 1e-9)
+
+
+def test_every_stop_of_the_dial_holds_what_it_fills() -> None:
+    search = Search(model(8), gpu(7), Wishes(batch_rows=32, device_groups=0))
+    dial = Dial(search, SLOW_BUS.rates)
+    for share in (0.0, 0.3, 0.6, 1.0):
+        limit = dial.limit_bytes(share)
+        assert all(one.size_bytes <= limit for one in dial.within(share))
+
+
+def test_a_live_change_that_needs_their_room_gets_it() -> None:
+    planned = ground(boundaries="host", boundaries_on_device=4)
+    knobs, peak = planned.planned, planned.need(planned.planned).device_bytes
+    assert planned.layout_with(knobs) == replace(planned.layout, slots=knobs.prefetch + 1)
+    boundary = planned.layout.batch_rows * planned.facts.row.boundary_bytes  # type: ignore[union-attr]
+    assert boundary == 8 << 20
+    larger = Change(name="chunk_rows", value=3).applied_to(knobs)
+    assert planned.layout_with(larger).boundaries_on_device < 4
+    assert planned.need(larger).device_bytes <= max(
+        peak, planned.need(replace(larger, boundaries_on_device=0)).device_bytes
+    )
+    assert planned.layout_with(knobs).boundaries_on_device == 4  # and back again
+    smaller = Change(name="chunk_rows", value=1).applied_to(knobs)
+    assert planned.layout_with(smaller).boundaries_on_device == 4  # never more than planned
+
+
+def test_when_memory_runs_out_they_go_first_and_come_back_by_no_other_change() -> None:
+    planned = ground(boundaries="host", boundaries_on_device=4)
+    knobs = planned.planned
+    first, second, *_ = rungs(planned, knobs)
+    assert first == Change(name="boundaries_on_device", value=0)
+    assert second == Change(name="chunk_rows", value=1)
+    now = first.applied_to(knobs)
+    assert planned.need(knobs).device_bytes - planned.need(now).device_bytes == 5 * (8 << 20)
+    assert rungs(planned, now) == [second]
+    assert planned.layout_with(second.applied_to(now)).boundaries_on_device == 0
+
+
+def test_nothing_is_said_of_none() -> None:
+    assert staying_words(model(8), PARKED) == ""
+    on_device = replace(PARKED, boundaries="device", boundaries_on_device=2)
+    assert staying_words(model(8), on_device) == ""
+    assert Knobs(prefetch=1, resident_blocks=0, chunk_rows=1).boundaries_on_device == 0
+    assert BLOCKS == 8
