@@ -112,6 +112,24 @@ def test_a_plan_fills_what_is_left_says_the_number_and_is_faster(device_gib: flo
     assert plan.host_bytes < every.host_bytes
 
 
+def test_where_copies_are_hidden_no_other_choice_is_given_up_for_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Fewer slots would leave room for more of them, and hide jitter less."""
+    facts, wishes, filled = model(16), Wishes(batch_rows=32, device_groups=0), 0
+    for size in (4.5, 5, 5.5, 6):
+        plan = place_timed(facts, gpu(size), wishes, TIMING)
+        with monkeypatch.context() as patched:
+            patched.setattr(Search, "leaves_boundaries", lambda *_: False)
+            bare = place_timed(facts, gpu(size), wishes, TIMING)
+        assert bare.boundaries_on_device == 0
+        if step_s(plan, facts) == pytest.approx(step_s(bare, facts), rel=1e-9):
+            filled += plan.boundaries_on_device > 0
+            without = replace(layout(plan), boundaries_on_device=0)
+            assert without == layout(bare)
+    assert filled > 0
+
+
 def test_without_time_the_last_resort_is_filled_with_them_too() -> None:
     facts, wishes = model(8), Wishes(batch_rows=64, chunk_rows=1)
     counts = []

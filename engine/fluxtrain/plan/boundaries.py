@@ -46,6 +46,6 @@ def staying_words(facts: ModelFacts, layout: Layout) -> str:
         return ""
     stay_bytes = stay * layout.batch_rows * row.boundary_bytes
     return (
-        f"those of the last {stay} of {stay + parked} blocks stay on the device, where "
-        f"{bytes_text(stay_bytes)} were left for them"
+        f"inputs of the last {stay} of {stay + parked} blocks stay on the device, in "
+        f"{bytes_text(stay_bytes)} that were left"
     )

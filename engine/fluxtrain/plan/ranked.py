@@ -36,7 +36,7 @@ KEPT_STEPS = 4  # numbers of blocks that keep activations, tried beside boundari
 RESIDENT_STEPS = 4  # numbers of resident blocks that are tried beside each number of groups
 _DIGITS = 9  # of seconds: sums of the same in another order are equal
 
-Preference = tuple[float, float, int, int]  # the smaller, the better
+Preference = tuple[float, float, int, int, int]  # the smaller, the better
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,6 +147,25 @@ class Dial:
                 moments_free=self._chooses_moments,
             )
         return self._preference(one, known)
+
+    def _preference(self, one: FittingLayout, took: Cost | LeastCost) -> Preference:
+        """Boundaries that stay count where they make the step shorter, and else last: what is left
+        is theirs, and no slot of weights is given up for copies that are hidden."""
+        layout, row = one.layout, self.search.facts.row
+        gain = slices_gain(self.search.facts, layout.passes)
+        step_s = took.step_s * (gain if layout.head == "slices" else 1.0)
+        staying = layout.boundaries_on_device
+        spared_s = 0.0
+        if staying and row is not None and self.rates.has_gpu:
+            spared_bytes = layout.passes * staying * layout.batch_rows * row.boundary_bytes
+            spared_s = spared_bytes / self.rates.up_both + spared_bytes / self.rates.down
+        return (
+            round(step_s, _DIGITS),
+            round(took.carried_s + spared_s, _DIGITS),
+            OFFLOADS.index(layout.offload),
+            -staying,
+            one.size_bytes,
+        )
 
     @cached_property
     def _bounds(self) -> dict[Layout, LeastCost]:
@@ -307,9 +326,3 @@ class Dial:
         if not self.rates.has_gpu or offload == "max":
             return [0]
         return sorted({blocks * step // RESIDENT_STEPS for step in range(RESIDENT_STEPS + 1)})
-
-    def _preference(self, one: FittingLayout, took: Cost | LeastCost) -> Preference:
-        offload = OFFLOADS.index(one.layout.offload)
-        gain = slices_gain(self.search.facts, one.layout.passes)
-        step_s = took.step_s * (gain if one.layout.head == "slices" else 1.0)
-        return round(step_s, _DIGITS), round(took.carried_s, _DIGITS), offload, one.size_bytes
