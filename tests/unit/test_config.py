@@ -65,6 +65,30 @@ def test_a_wrong_setting_is_refused_with_its_key_and_cure(override: str, expecte
     assert caught.value.exit_code == EXIT_BAD_INPUT
 
 
+@pytest.mark.parametrize("blank", ["", " ", "  # as before"])
+@pytest.mark.parametrize("key", [setting.key for setting in settings(RunConfig())])
+def test_a_setting_with_nothing_after_its_equals_sign_is_refused(key: str, blank: str) -> None:
+    with pytest.raises(BadInput) as caught:
+        demo_config([f"{key}={blank}"])
+    assert f"--set {key}={blank}: a value is empty: write one" in str(caught.value)
+    assert "`null` says so" in str(caught.value)
+    assert caught.value.exit_code == EXIT_BAD_INPUT
+
+
+@pytest.mark.parametrize("override", ["train={steps: }", "train.betas=[0.9, !!null '']"])
+def test_an_empty_value_within_another_is_refused(override: str) -> None:
+    with pytest.raises(BadInput, match="a value is empty"):
+        demo_config([override])
+
+
+@pytest.mark.parametrize("null", ["null", "~"])
+def test_null_says_none_where_a_setting_may_have_none(null: str) -> None:
+    keys = ("model.revision", "train.steps", "train.max_grad_norm", "placement.budget_gib")
+    config = demo_config([f"{key}={null}" for key in keys])
+    listed = {setting.key: setting.value for setting in settings(config)}
+    assert [listed[key] for key in keys] == [None] * len(keys)
+
+
 def test_an_unknown_key_is_refused_with_the_list_of_known_ones() -> None:
     with pytest.raises(BadInput) as caught:
         demo_config(["data.zzzz=1"])

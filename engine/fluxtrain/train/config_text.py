@@ -55,7 +55,11 @@ def parse_yaml(text: str, source: str) -> dict[str, Any]:
 
 
 def apply_overrides(raw: dict[str, Any], overrides: list[str]) -> dict[str, Any]:
-    """A copy of `raw` with `section.key=value` applied; values are read as YAML."""
+    """A copy of `raw` with `section.key=value` applied; values are read as YAML.
+
+    Raises:
+        BadInput: no `key=value`, no YAML, or nothing after `=`: only `null` says none.
+    """
     result = deepcopy(raw)
     for override in overrides:
         key, equals, value = override.partition("=")
@@ -68,7 +72,12 @@ def apply_overrides(raw: dict[str, Any], overrides: list[str]) -> dict[str, Any]
                 node[part] = {}
             node = node[part]
         try:
-            node[parts[-1]] = yaml.safe_load(value)
+            node[parts[-1]] = yaml.load(value, Loader=_Stated)
+        except _NoValue:
+            raise BadInput(
+                f"--set {override}: a value is empty: write one, as in train.steps=100, or leave "
+                "this --set out; where a setting may have none, `null` says so"
+            ) from None
         except (yaml.YAMLError, RecursionError):
             raise BadInput(f"--set {override}: {value!r} is not a YAML value; quote it") from None
     return result
@@ -88,3 +97,24 @@ class _UniqueKeys(yaml.SafeLoader):
             if isinstance(key, str):
                 seen.add(key)
         return super().construct_mapping(node, deep)
+
+
+class _NoValue(yaml.YAMLError):
+    """Nothing is written where a value should be."""
+
+
+class _Stated(yaml.SafeLoader):
+    """A SafeLoader that refuses what is left empty, where YAML would take it for null."""
+
+    def get_single_node(self) -> yaml.Node:
+        node = super().get_single_node()
+        if node is None:
+            raise _NoValue
+        return node
+
+    def construct_null(self, node: yaml.ScalarNode) -> None:
+        if not node.value:
+            raise _NoValue
+
+
+_Stated.add_constructor("tag:yaml.org,2002:null", _Stated.construct_null)
