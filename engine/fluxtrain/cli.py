@@ -81,7 +81,7 @@ def train(  # noqa: PLR0913, PLR0917 - typer reads the options from the signatur
 ) -> None:
     """Train a model. Its run directory holds the journal, the checkpoints and the result."""
     from fluxtrain.telemetry.trace import check_trace_path, traced
-    from fluxtrain.train.recovery import locate, stored_config
+    from fluxtrain.train.recovery import find, new_run, stored_config, truly_told
 
     if trace is not None:
         check_trace_path(trace)
@@ -89,11 +89,12 @@ def train(  # noqa: PLR0913, PLR0917 - typer reads the options from the signatur
     chosen = _chosen_config(config, demo, overrides)
     if chosen is None and resume is None and run_dir is None:
         raise BadInput("nothing to train: name a CONFIG.yaml, or use --demo")
-    target = locate(resume, run_dir, chosen)
+    found = find(resume, run_dir, chosen)
     if chosen is None:
-        if not target.resumes:
-            raise BadInput(f"{target.run_dir.path} holds no run: name a CONFIG.yaml, or use --demo")
-        chosen = stored_config(target.run_dir, overrides)
+        assert found is not None, "either the configuration or the run is named"
+        if not found.resumes:
+            raise BadInput(f"{found.run_dir.path} holds no run: name a CONFIG.yaml, or use --demo")
+        chosen = stored_config(found.run_dir, overrides)
     with Starting():  # packages turn an interrupt while they are read into errors of theirs
         from fluxtrain.train.run import train as train_run
 
@@ -106,7 +107,8 @@ def train(  # noqa: PLR0913, PLR0917 - typer reads the options from the signatur
                 attach = printable(shlex.quote(str(run_dir)))
                 say(f"watch it with: fluxtrain-tui --attach {attach}")
 
-    with traced(target.run_dir, trace, complain):
+    target = found or new_run(chosen)  # not before: while packages are read nothing tidies up
+    with truly_told(target), traced(target.run_dir, trace, complain):
         train_run(chosen, target, live_fd=live_fd, json=json, opened=opened)
 
 

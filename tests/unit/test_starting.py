@@ -14,6 +14,7 @@ import pytest
 
 from fluxtrain.errors import EXIT_INTERRUPTED
 from fluxtrain.starting import _EXIT_INTERRUPTED, Starting
+from fluxtrain.telemetry.rundir import RunDir
 
 ROOT = Path(__file__).parents[2]
 # Stands in for a package on a disk that is slow: it says that it is being read, and goes on.
@@ -95,6 +96,7 @@ def test_an_interrupt_is_told_as_such_whatever_packages_make_of_it(
     ended = interrupted(tmp_path, what, "transformers", TURNING)
     assert (ended.stdout, ended.stderr) == ("", "interrupted before anything was started\n")
     assert ended.returncode == EXIT_INTERRUPTED
+    assert not list(tmp_path.glob("runs/*"))
 
 
 def test_what_is_started_to_ignore_an_interrupt_ignores_it(tmp_path: Path) -> None:
@@ -114,3 +116,74 @@ def test_afterwards_an_interrupt_is_the_commands_own_again() -> None:
             assert signal.getsignal(signal.SIGINT) is not before
     assert signal.getsignal(signal.SIGINT) is before
     assert _EXIT_INTERRUPTED == EXIT_INTERRUPTED
+
+
+STOPPED_AT = """
+import pathlib, sys, time
+import fluxtrain.train.run
+import {module} as place
+def reached(*_, **__):
+    pathlib.Path("reached").touch()
+    time.sleep(60)
+place.{name} = reached
+from fluxtrain.cli import main
+main(["train", "--demo", *sys.argv[1:]])
+"""
+
+
+def interrupted_at(tmp_path: Path, place: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """`fluxtrain train --demo`, interrupted where the function `place` is called."""
+    module, _, name = place.rpartition(".")
+    process = subprocess.Popen(
+        [sys.executable, "-c", STOPPED_AT.format(module=module, name=name), *arguments],
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        cwd=tmp_path, env={**os.environ, "FLUXTRAIN_RUNS": str(tmp_path / "runs")},
+    )  # fmt: skip
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "reached").exists():
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    told = process.communicate(timeout=60)
+    return subprocess.CompletedProcess([], process.returncode, *told)
+
+
+@pytest.mark.parametrize(
+    "place", ["fluxtrain.train.run.read_machine", "fluxtrain.train.session.Emitter"]
+)
+def test_a_run_that_wrote_nothing_when_it_was_interrupted_leaves_no_folder(
+    tmp_path: Path, place: str
+) -> None:
+    ended = interrupted_at(tmp_path, place)
+    assert (ended.stdout, ended.stderr) == ("", "interrupted before anything was started\n")
+    assert ended.returncode == EXIT_INTERRUPTED
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
+def test_an_interrupt_before_anything_is_written_names_the_folder_that_the_user_named(
+    tmp_path: Path,
+) -> None:
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "notes.txt").write_text("of the user")
+    ended = interrupted_at(tmp_path, "fluxtrain.train.run.read_machine", "--run-dir", str(mine))
+    assert ended.stderr == (
+        f"stopped: interrupted while it was not training: {mine} is there and holds notes.txt\n"
+    )
+    assert ended.returncode == EXIT_INTERRUPTED
+    assert [path.name for path in mine.iterdir()] == ["notes.txt"]
+
+
+def test_an_interrupt_while_a_run_is_loaded_names_its_folder_and_what_it_holds(
+    tmp_path: Path,
+) -> None:
+    ended = interrupted_at(tmp_path, "fluxtrain.train.run.load_ingredients")
+    (run,) = (tmp_path / "runs").iterdir()
+    assert ended.stderr == (
+        f"stopped: stopped before a step was made: {run} holds its configuration and its log "
+        "alone\n"
+    )
+    assert ended.returncode == EXIT_INTERRUPTED
+    assert {"run.json", "engine.log"} <= {path.name for path in run.iterdir()}
+    assert not (run / "checkpoints").exists() and not (run / "model").exists()
+    assert RunDir(run).liveness() == "interrupted"

@@ -120,8 +120,13 @@ class RunDir:
                 continue
             except OSError as error:
                 raise storage_error(path, error) from error
-            check_space(path, RUN_SPACE_BYTES)
-            return cls(path)
+            made = cls(path)
+            try:
+                check_space(path, RUN_SPACE_BYTES)
+            except BaseException:
+                made.remove_if_bare()
+                raise
+            return made
         raise BadInput(f"{root} holds a thousand runs named {stem}: choose another --run-dir")
 
     @property
@@ -256,6 +261,17 @@ class RunDir:
     def write_json(self, path: Path, value: Any) -> None:
         """Atomic JSON in the run directory; see `storage.write_json`."""
         write_json(path, value)
+
+    def remove_if_bare(self) -> None:
+        """Remove the directory of a process that wrote nothing into it but its mark; one that
+        holds anything else stays as it is."""
+        with contextlib.suppress(OSError):
+            within = set(self.path.iterdir())
+            empty = {p for p in within & {self.log, self.journal} if not p.stat().st_size}
+            if within <= {self.pid, *empty}:
+                for path in within:
+                    path.unlink()
+                self.path.rmdir()
 
     def _claim(self, descriptor: int) -> None:
         try:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fluxtrain.errors import BadInput
+from fluxtrain.errors import BadInput, Interrupted
 from fluxtrain.telemetry.rundir import RunDir, runs_root
 from fluxtrain.train.config import RunConfig, validate
 
@@ -23,10 +25,47 @@ class Target:
     run_dir: RunDir
     resumes: bool
     checkpoint: Path | None = None  # None: the newest valid one
+    made: bool = False  # this process made the directory
 
 
-def locate(resume: str | None, run_dir: Path | None, config: RunConfig | None) -> Target:
+def locate(resume: str | None, run_dir: Path | None, config: RunConfig) -> Target:
     """Find the run that `--resume` and `--run-dir` mean; a new directory is made only when needed.
+
+    Raises:
+        BadInput: there is no such run, or the directory is used by another one.
+    """
+    return find(resume, run_dir, config) or new_run(config)
+
+
+def new_run(config: RunConfig) -> Target:
+    """A run in a directory of its own, which is made now."""
+    name = Path(config.model.path).name
+    return Target(run_dir=RunDir.create(name=name), resumes=False, made=True)
+
+
+@contextlib.contextmanager
+def truly_told(target: Target) -> Iterator[None]:
+    """A run that ends before anything is written about it leaves no directory that was made for
+    it. Of one that is interrupted while no `Session` takes interrupts, what it holds is told.
+
+    Raises:
+        Interrupted: in place of `KeyboardInterrupt`, where the directory is there.
+    """
+    run_dir = target.run_dir
+    try:
+        yield
+    except BaseException as error:
+        if target.made:
+            run_dir.remove_if_bare()
+        if not isinstance(error, KeyboardInterrupt) or not run_dir.path.exists():
+            raise
+        held = ", ".join(sorted(path.name for path in run_dir.path.iterdir())) or "nothing"
+        at = "while it was not training"
+        raise Interrupted(f"interrupted {at}: {run_dir.path} is there and holds {held}") from None
+
+
+def find(resume: str | None, run_dir: Path | None, config: RunConfig | None) -> Target | None:
+    """As `locate`, and makes nothing; None: the run needs a new directory.
 
     Raises:
         BadInput: there is no such run, or the directory is used by another one.
@@ -34,7 +73,7 @@ def locate(resume: str | None, run_dir: Path | None, config: RunConfig | None) -
     for name in (resume, run_dir):
         _refuse_undecodable(name)
     if resume is None:
-        return _fresh(run_dir, config)
+        return None if run_dir is None else _fresh(run_dir)
     if resume != AUTO:
         return _named(Path(resume).expanduser(), run_dir)
     if run_dir is not None:
@@ -45,9 +84,7 @@ def locate(resume: str | None, run_dir: Path | None, config: RunConfig | None) -
             "--resume auto does not know which run: name a CONFIG.yaml, --run-dir, or use --demo"
         )
     found = _newest_of(config)
-    if found is not None:
-        return Target(run_dir=found, resumes=True)
-    return _fresh(None, config)
+    return None if found is None else Target(run_dir=found, resumes=True)
 
 
 def stored_config(run_dir: RunDir, overrides: list[str] | None = None) -> RunConfig:
@@ -81,10 +118,7 @@ def _refuse_undecodable(name: str | Path | None) -> None:
         raise BadInput(f"{name} is not UTF-8, and the journal is: choose another name") from None
 
 
-def _fresh(run_dir: Path | None, config: RunConfig | None) -> Target:
-    if run_dir is None:
-        name = Path(config.model.path).name if config else "run"
-        return Target(run_dir=RunDir.create(name=name), resumes=False)
+def _fresh(run_dir: Path) -> Target:
     if has_run(RunDir(run_dir)):
         raise BadInput(
             f"{run_dir} holds a run already: add --resume auto to go on with it, or choose "

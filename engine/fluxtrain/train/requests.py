@@ -113,6 +113,7 @@ class Signals:
         self._previous: dict[int, Any] = {}
         self._first: int | None = None
         self.deferred = False
+        self.words = "stopped outside the training steps; nothing was lost"
 
     def __enter__(self) -> Signals:
         if threading.current_thread() is threading.main_thread():
@@ -136,7 +137,7 @@ class Signals:
         if self.deferred:
             _say("stopping after this step, with a checkpoint; Ctrl-C again ends at once")
             return
-        raise Interrupted("stopped outside the training steps; nothing was lost", code)
+        raise Interrupted(self.words, code)
 
 
 def _say(text: str) -> None:

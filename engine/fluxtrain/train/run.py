@@ -112,7 +112,7 @@ def train(
         ingredients = load_ingredients(config, fits, card_capability(device.value))
         run = made(config, ingredients, session, checkpoint, machine, device)
         run.announce(hello)
-        session.signals.deferred = True
+        session.begin_training()
         run.loop.run()
         session.signals.deferred = False
         run.finish()

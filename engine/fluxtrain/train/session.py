@@ -60,6 +60,11 @@ class Session:
         self.state = RunState()
         self.model_path: str | None = None
         self.measured: dict[str, Any] = {}
+        held = "its configuration and its log alone"
+        if run_dir.checkpoints.exists():
+            held = "what it held before"
+        self._afterwards = self.signals.words
+        self.signals.words = f"stopped before a step was made: {run_dir.path} holds {held}"
 
     def __enter__(self) -> Session:
         self.signals.__enter__()
@@ -87,6 +92,10 @@ class Session:
         """Answer commands and show signs of life; after the first event was written."""
         self._control.start()
         self.gauges.start()
+
+    def begin_training(self) -> None:
+        """From here on a signal ends the run after a step, with a checkpoint."""
+        self.signals.deferred, self.signals.words = True, self._afterwards
 
     @property
     def seconds(self) -> float:
