@@ -140,7 +140,7 @@ def event_line(event: AnyEvent) -> str:
     if isinstance(event, EvaluationFinished):
         return f"evaluation after step {event.step}: loss {event.loss:.4f}"
     if isinstance(event, Failed):
-        return f"failed: {event.message}"
+        return f"{'refused' if event.refused else 'failed'}: {event.message}"
     if isinstance(event, Done):
         word = "finished" if event.exit_code == EXIT_FINISHED else "ended"
         return f"{word} after step {event.step} in {duration_text(event.seconds)}"

@@ -278,7 +278,8 @@ def runs(json: Json = False, debug: Debug = False) -> None:
         loss = "-" if run.loss is None else f"{run.loss:.4f}"
         progress = f"{run.step or 0}/{run.total_steps or '?'}"
         name = printable(run.run_id)
-        say(f"{name:40} {run.state:12} step {progress:14} loss {loss:8} {run.model or '-'}")
+        why = f": {run.message}" if run.state == "refused" else ""
+        say(f"{name:40} {run.state:12} step {progress:14} loss {loss:8} {run.model or '-'}{why}")
 
 
 @app.command(epilog=EXIT_CODES)

@@ -70,7 +70,8 @@ def _gone(state: RunState, link: Link) -> Status | None:
 def _ended(state: RunState) -> Status | None:
     """What the run's own last words say, if it has spoken them."""
     if state.failed is not None:
-        return Status("failed", "FAILED", f"{state.failed.kind}: {state.failed.message}")
+        word = "REFUSED" if state.failed.refused else "FAILED"
+        return Status("failed", word, f"{state.failed.kind}: {state.failed.message}")
     if state.done is None:
         return None
     if state.done.exit_code == EXIT_FINISHED:

@@ -54,7 +54,8 @@ class RunsVerbs(RunVerbs, ChartVerbs):
             self.notify(str(error), title="Not resumed", severity="error")
             return
         self.attach_to(Path(run.path))
-        self.notify(f"{run.run_id} goes on from its newest checkpoint", title="Resumed")
+        told = "is tried again" if run.state == "refused" else "goes on from its newest checkpoint"
+        self.notify(f"{run.run_id} {told}", title="Resumed")
 
     def action_compare_run(self) -> None:
         """Draw the selected run's curves beside those of the run on screen."""

@@ -14,7 +14,7 @@ from fluxtui.widgets.spans import Line, cut_in_front, fitted, wrapped
 
 STATE_ROLES = {
     "running": "good", "finished": "text", "failed": "bad", "interrupted": "warn", "dead": "bad",
-    "new": "dim",
+    "new": "dim", "refused": "warn",
 }  # fmt: skip
 OTHER_CELLS = 71
 DETAIL_ROWS = 4

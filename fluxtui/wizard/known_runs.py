@@ -17,7 +17,7 @@ MODELS = 4
 
 
 def runs_to_resume(runs: list[RunSummary]) -> list[RunSummary]:
-    """Those that ended before their last step."""
+    """Those that ended before their last step; what was refused has none to go on from."""
     return [run for run in runs if run.state in RESUMABLE]
 
 

@@ -146,7 +146,7 @@ def test_a_model_that_cannot_be_used_is_refused(
     assert f"error: {error['message']}" == answer.stderr.strip()
     assert "Traceback" in error["traceback"]
     assert "Traceback" in (run_dir / "engine.log").read_text()
-    assert RunDir(run_dir).liveness() == "failed"
+    assert RunDir(run_dir).liveness() == "refused"
 
 
 @pytest.mark.parametrize(

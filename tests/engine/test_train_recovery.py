@@ -13,7 +13,16 @@ from typing import Any
 
 import pytest
 
-from fluxtrain.errors import EXIT_DOES_NOT_FIT, BadInput, Diverged, Interrupted, NoSpace
+from fluxtrain.errors import (
+    EXIT_BAD_INPUT,
+    EXIT_DOES_NOT_FIT,
+    BadInput,
+    Diverged,
+    DoesNotFit,
+    FluxTrainError,
+    Interrupted,
+    NoSpace,
+)
 from fluxtrain.memory.recorder import HostClock, Recorder
 from fluxtrain.telemetry import events as ev
 from fluxtrain.telemetry.control import send_command
@@ -120,6 +129,14 @@ def hello(run: RunDir) -> ev.Hello:
     )  # fmt: skip
 
 
+def step(number: int) -> ev.StepFinished:
+    return ev.StepFinished(
+        step=number, total_steps=9, epoch=0.1, loss=5.5, learning_rate=3e-4, grad_norm=1.25,
+        tokens=2048, total_tokens=2048 * number, step_s=0.5, tokens_per_s=4096.0, phases_s={},
+        stalls_s={},
+    )  # fmt: skip
+
+
 def journal(run: RunDir) -> list[Any]:
     return list(read_events(run.journal))
 
@@ -149,6 +166,7 @@ def test_every_ending_is_on_record_with_its_code(
 
     def work() -> None:
         with open_session(run) as session:
+            session.begin_training()
             session.state.step_done(1.5, tokens=10, seconds=0.1)
             if error is not None:
                 raise error
@@ -169,6 +187,47 @@ def test_every_ending_is_on_record_with_its_code(
     assert not (run.path / other.pop()).exists()
     if file == "error.json":
         assert type(error).__name__ in run.log.read_text()
+
+
+REFUSALS = [
+    (BadInput("no such file"), EXIT_BAD_INPUT),
+    (DoesNotFit("needs 3 GiB"), EXIT_DOES_NOT_FIT),
+]
+
+
+@pytest.mark.parametrize(("error", "code"), REFUSALS)
+def test_a_run_that_ends_before_it_trains_for_its_input_is_refused_with_the_reason(
+    tmp_path: Path, error: FluxTrainError, code: int
+) -> None:
+    run = RunDir(tmp_path / "run")
+    with pytest.raises(type(error)), open_session(run):
+        raise error
+    summary = run.summary()
+    assert (summary.state, summary.exit_code) == ("refused", code)
+    assert summary.message == str(error)
+    last = journal(run)[-1]
+    assert isinstance(last, ev.Failed) and last.refused
+    run.error.unlink()  # the journal alone tells the same
+    assert run.summary().state == "refused"
+
+
+@pytest.mark.parametrize(("error", "code"), REFUSALS)
+def test_a_run_that_trained_is_not_refused_whatever_ends_it(
+    tmp_path: Path, error: FluxTrainError, code: int
+) -> None:
+    in_its_first_step = RunDir(tmp_path / "first")
+    with pytest.raises(type(error)), open_session(in_its_first_step) as session:
+        session.begin_training()
+        raise error
+    gone_on_with = RunDir(tmp_path / "again")
+    with open_session(gone_on_with) as session:
+        session.announcer.emit(step(7))
+    with pytest.raises(type(error)), open_session(gone_on_with):
+        raise error
+    for run in (in_its_first_step, gone_on_with):
+        assert (run.summary().state, run.summary().exit_code) == ("failed", code)
+        last = journal(run)[-1]
+        assert isinstance(last, ev.Failed) and not last.refused
 
 
 def test_the_end_of_an_earlier_process_is_not_taken_for_this_ones(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from fluxtui.actions import (
     footer_actions,
     own_bindings,
 )
+from fluxtui.headless import event_line
 from fluxtui.panels import PANELS
 from fluxtui.panels.memory import parts_of
 from fluxtui.panels.panel import number_text, power_text, share_text, whole_text
@@ -31,6 +32,7 @@ from fluxtui.screens.plan import plan_lines
 from fluxtui.screens.settings import SettingsScreen
 from fluxtui.state.link import Link
 from fluxtui.state.run import RunState
+from fluxtui.state.status import status_of
 from fluxtui.state.view import ChartSettings, View
 from fluxtui.widgets.chrome import header_line, notice_lines, status_line
 from fluxtui.widgets.footer import action_at, footer_line, shown_actions
@@ -246,6 +248,16 @@ def test_the_status_is_in_the_header_at_any_width(made: ModuleType) -> None:
     for width in (60, 80, 120):
         assert "RUNNING" in text_of(header_line(view_of(made, "running"), width))
         assert "FAILED" in text_of(header_line(view_of(made, "failed"), width))
+
+
+def test_what_was_refused_is_told_as_such_with_its_reason(made: ModuleType) -> None:
+    view = view_of(made, "failed")
+    assert view.state.failed is not None
+    refused = replace(view.state.failed, refused=True)
+    state = replace(view.state, failed=refused)
+    status = status_of(state, view.link, 0.0)
+    assert (status.kind, status.word) == ("failed", "REFUSED") and refused.message in status.detail
+    assert event_line(refused) == f"refused: {refused.message}"
 
 
 def test_a_failure_is_told_in_full_with_its_cure(made: ModuleType) -> None:

@@ -19,7 +19,7 @@ from fluxtui.screens.runs import RunsScreen
 from fluxtui.sources.removal import check_removable, remove_run, size_bytes
 from fluxtui.state.view import View
 from fluxtui.verbs.runs import cannot_resume
-from fluxtui.widgets.run_rows import columns, left_text, run_row
+from fluxtui.widgets.run_rows import columns, left_text, run_detail, run_row
 from fluxtui.widgets.spans import width_of
 
 SIZE = (120, 40)
@@ -118,7 +118,7 @@ def test_a_run_whose_next_step_is_overdue_has_no_time_left() -> None:
     assert left_text(summary(eta_s=9000.0, stepped_s=1000.0, step_s=1.0), 1040.0) == "-"
 
 
-@pytest.mark.parametrize("state", ["finished", "failed", "interrupted", "dead", "new"])
+@pytest.mark.parametrize("state", ["finished", "refused", "failed", "interrupted", "dead", "new"])
 def test_a_run_that_does_not_run_has_no_time_left(state: str) -> None:
     assert left_text(summary(state=state, eta_s=100.0), 0.0) == "-"
     assert left_text(summary(eta_s=None), 0.0) == "-"
@@ -146,11 +146,18 @@ def test_the_list_knows_the_newest_steps_estimate(runs: Path, made: ModuleType) 
 @pytest.mark.parametrize(
     ("state", "said"),
     [("running", "attaches"), ("finished", "e makes"), ("dead", ""), ("interrupted", ""),
-     ("failed", "")],
+     ("failed", ""), ("refused", "")],
 )  # fmt: skip
 def test_only_a_run_that_is_not_over_is_gone_on_with(state: str, said: str) -> None:
     reason = cannot_resume(summary(state=state), View())
     assert said in reason and bool(reason) == bool(said)
+
+
+def test_a_refused_run_is_listed_as_such_with_the_reason() -> None:
+    run = summary(state="refused", message="nothing.txt does not exist: check data.path")
+    row = "".join(text for text, _ in run_row(run, None, 0.0, 200))
+    detail = "".join(text for line in run_detail(run, 120) for text, _ in line)
+    assert " refused " in row and run.message in row and run.message in detail
 
 
 # --- in the app -----------------------------------------------------------------------------------

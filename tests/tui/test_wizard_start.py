@@ -33,18 +33,20 @@ def make_run(root: Path, name: str, code: int | None = None, model: str = "demo"
 
 @pytest.fixture
 def runs(folder: Path) -> Path:
-    """A finished run, an interrupted one, and one that died."""
+    """A finished run, an interrupted one, one that died, and one that was refused."""
     root = folder / "runs"
     make_run(root, "20260101-done", 0)
     make_run(root, "20260102-stopped", 130)
     make_run(root, "20260103-died")
+    refused = make_run(root, "20251231-refused")
+    refused.error.write_text(json.dumps({"exit_code": 2, "refused": True, "message": "no file"}))
     return root
 
 
 def test_only_runs_that_ended_early_can_be_gone_on_with(runs: Path) -> None:
     found = list_runs(runs)
     assert {run.run_id for run in runs_to_resume(found)} == {"20260102-stopped", "20260103-died"}
-    assert len(runs_to_watch(found)) == 3
+    assert len(runs_to_watch(found)) == 4
     states = {run.run_id: run_option(run).text for run in found}
     assert states["20260102-stopped"].startswith("interrupted, step -")
 
@@ -82,7 +84,7 @@ async def test_going_on_with_a_run_is_two_pages_and_its_own_command(
         [launch] = wizard.app.ended_with
         assert launch.arguments == ("--resume", chosen)
         assert launch.run_dir == Path(chosen)
-        assert len(list(runs.iterdir())) == 3, "no new directory"
+        assert len(list(runs.iterdir())) == 4, "no new directory"
 
 
 async def test_enter_on_attach_watches_the_first_run_of_the_list(

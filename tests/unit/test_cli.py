@@ -85,6 +85,11 @@ def test_runs_are_listed_for_people_and_for_programs(tmp_path: Path) -> None:
     listed = json.loads(command("runs", "--json", folder=tmp_path).stdout)
     assert [(one["run_id"], one["state"]) for one in listed] == [(run.run_id, "finished")]
     assert run.run_id in command("runs", folder=tmp_path).stdout
+    run.result.unlink()
+    told = {"exit_code": 2, "refused": True, "message": "nothing.txt does not exist"}
+    run.write_json(run.error, told)
+    said = command("runs", folder=tmp_path).stdout
+    assert " refused " in said and said.endswith("nothing.txt does not exist\n")
 
 
 def test_a_file_in_the_place_of_the_runs_is_refused(tmp_path: Path) -> None:

@@ -127,12 +127,12 @@ def reached(*_, **__):
     time.sleep(60)
 place.{name} = reached
 from fluxtrain.cli import main
-main(["train", "--demo", *sys.argv[1:]])
+main(sys.argv[1:])
 """
 
 
 def interrupted_at(tmp_path: Path, place: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """`fluxtrain train --demo`, interrupted where the function `place` is called."""
+    """The command, interrupted where the function `place` is called."""
     module, _, name = place.rpartition(".")
     process = subprocess.Popen(
         [sys.executable, "-c", STOPPED_AT.format(module=module, name=name), *arguments],
@@ -154,7 +154,7 @@ def interrupted_at(tmp_path: Path, place: str, *arguments: str) -> subprocess.Co
 def test_a_run_that_wrote_nothing_when_it_was_interrupted_leaves_no_folder(
     tmp_path: Path, place: str
 ) -> None:
-    ended = interrupted_at(tmp_path, place)
+    ended = interrupted_at(tmp_path, place, "train", "--demo")
     assert (ended.stdout, ended.stderr) == ("", "interrupted before anything was started\n")
     assert ended.returncode == EXIT_INTERRUPTED
     assert list((tmp_path / "runs").iterdir()) == []
@@ -166,7 +166,8 @@ def test_an_interrupt_before_anything_is_written_names_the_folder_that_the_user_
     mine = tmp_path / "mine"
     mine.mkdir()
     (mine / "notes.txt").write_text("of the user")
-    ended = interrupted_at(tmp_path, "fluxtrain.train.run.read_machine", "--run-dir", str(mine))
+    what = ("train", "--demo", "--run-dir", str(mine))
+    ended = interrupted_at(tmp_path, "fluxtrain.train.run.read_machine", *what)
     assert ended.stderr == (
         f"stopped: interrupted while it was not training: {mine} is there and holds notes.txt\n"
     )
@@ -177,7 +178,7 @@ def test_an_interrupt_before_anything_is_written_names_the_folder_that_the_user_
 def test_an_interrupt_while_a_run_is_loaded_names_its_folder_and_what_it_holds(
     tmp_path: Path,
 ) -> None:
-    ended = interrupted_at(tmp_path, "fluxtrain.train.run.load_ingredients")
+    ended = interrupted_at(tmp_path, "fluxtrain.train.run.load_ingredients", "train", "--demo")
     (run,) = (tmp_path / "runs").iterdir()
     assert ended.stderr == (
         f"stopped: stopped before a step was made: {run} holds its configuration and its log "
@@ -187,3 +188,10 @@ def test_an_interrupt_while_a_run_is_loaded_names_its_folder_and_what_it_holds(
     assert {"run.json", "engine.log"} <= {path.name for path in run.iterdir()}
     assert not (run / "checkpoints").exists() and not (run / "model").exists()
     assert RunDir(run).liveness() == "interrupted"
+
+
+def test_a_dry_run_that_is_interrupted_leaves_nothing_and_says_so(tmp_path: Path) -> None:
+    ended = interrupted_at(tmp_path, "fluxtrain.train.run.load_ingredients", "dry-run", "--demo")
+    assert ended.stderr.endswith("stopped: the dry run was stopped and left nothing\n")
+    assert ended.returncode == EXIT_INTERRUPTED
+    assert not (tmp_path / "runs").exists()

@@ -345,6 +345,7 @@ class Failed(Event, frozen=True, kw_only=True, tag="failed"):
     exit_code: int
     kind: str  # the error's class
     message: str  # with the numbers and the cure
+    refused: bool = False  # before a first step: an input that cannot be used, or does not fit
 
 
 class Done(Event, frozen=True, kw_only=True, tag="done"):

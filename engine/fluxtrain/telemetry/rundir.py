@@ -41,7 +41,7 @@ from fluxtrain.telemetry.storage import (
     write_json,
 )
 
-RunState = Literal["running", "finished", "failed", "interrupted", "dead", "new"]
+RunState = Literal["running", "finished", "refused", "failed", "interrupted", "dead", "new"]
 
 RUN_SPACE_BYTES = 1 << 20  # a run that cannot even write its journal need not start
 MARK_LIMIT_BYTES = 1 << 16
@@ -234,6 +234,11 @@ class RunDir:
         """What became of the run, from the files alone."""
         return self._state(self._ending())
 
+    @property
+    def has_steps(self) -> bool:
+        """Whether any process of the run made a step, as far as the journal's end tells."""
+        return _newest_step(self.journal) is not None
+
     def summary(self) -> RunSummary:
         """State and newest numbers, read from the ends of the journal and the small files."""
         ending = self._ending()
@@ -305,7 +310,7 @@ class RunDir:
 
     def _state(self, ending: dict[str, Any]) -> RunState:
         if isinstance(code := ending.get("exit_code"), int):
-            return _state_of_exit(code)
+            return "refused" if ending.get("refused") is True else _state_of_exit(code)
         user = self.user()
         if user is None:
             return "dead" if self.journal.exists() else "new"
@@ -383,4 +388,5 @@ def _ending_of_journal(journal: Path) -> dict[str, Any]:
             ending.setdefault("exit_code", event.exit_code)
         if isinstance(event, Failed):
             ending.setdefault("message", event.message)
+            ending.setdefault("refused", event.refused)
     return ending

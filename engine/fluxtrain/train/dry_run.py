@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from fluxtrain.train.session import Session
 
 STEPS = 3
+_LEFT_NOTHING = "the dry run was stopped and left nothing"
 
 
 class NothingKept(CheckpointKeeper):
@@ -49,7 +50,7 @@ class NothingKept(CheckpointKeeper):
 
     def write(self, state: RunState, engine: Engine, data: BatchSource) -> NoReturn:
         """A dry run that is stopped leaves nothing behind."""
-        raise Interrupted("the dry run was stopped and left nothing", EXIT_INTERRUPTED)
+        raise Interrupted(_LEFT_NOTHING, EXIT_INTERRUPTED)
 
 
 class DryRun(Run):
@@ -90,8 +91,11 @@ def dry_run(config: RunConfig) -> dict[str, Any]:
     started_s = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="fluxtrain-dry-run-") as folder:
         run = RunDir(Path(folder) / "run")
-        with contextlib.redirect_stdout(sys.stderr):
-            train(_shortened(config), Target(run_dir=run, resumes=False), kind=DryRun)
+        try:
+            with contextlib.redirect_stdout(sys.stderr):
+                train(_shortened(config), Target(run_dir=run, resumes=False), kind=DryRun)
+        except Interrupted as stopped:  # told of a folder that goes now
+            raise Interrupted(_LEFT_NOTHING, stopped.exit_code) from None
         events = list(read_events(run.journal))
         ending = read_json(run.result) or {}
     course = choose_course(

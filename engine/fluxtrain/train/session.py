@@ -10,7 +10,14 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
 
-from fluxtrain.errors import EXIT_BUG, EXIT_FINISHED, FluxTrainError, Interrupted
+from fluxtrain.errors import (
+    EXIT_BAD_INPUT,
+    EXIT_BUG,
+    EXIT_DOES_NOT_FIT,
+    EXIT_FINISHED,
+    FluxTrainError,
+    Interrupted,
+)
 from fluxtrain.telemetry.control import ControlServer
 from fluxtrain.telemetry.emitter import Emitter
 from fluxtrain.telemetry.events import CommandAnswered, Done, Event, Failed
@@ -63,7 +70,7 @@ class Session:
         held = "its configuration and its log alone"
         if run_dir.checkpoints.exists():
             held = "what it held before"
-        self._afterwards = self.signals.words
+        self._afterwards, self._began = self.signals.words, False
         self.signals.words = f"stopped before a step was made: {run_dir.path} holds {held}"
 
     def __enter__(self) -> Session:
@@ -96,6 +103,7 @@ class Session:
     def begin_training(self) -> None:
         """From here on a signal ends the run after a step, with a checkpoint."""
         self.signals.deferred, self.signals.words = True, self._afterwards
+        self._began = True
 
     @property
     def seconds(self) -> float:
@@ -152,6 +160,8 @@ class Session:
     def _record_failure(self, error: BaseException, told: FluxTrainError | None) -> None:
         code = told.exit_code if told else EXIT_BUG
         kind = type(told or error).__name__
+        refused = code in (EXIT_BAD_INPUT, EXIT_DOES_NOT_FIT) and not self._began
+        refused = refused and not self.run_dir.has_steps
         message = str(told) if told else f"{kind}: {error}"
         self._log.traceback(error)
         error.add_note(f"the whole story is in {self.run_dir.log}")
@@ -159,12 +169,14 @@ class Session:
         content = {
             "exit_code": code,
             "kind": kind,
+            "refused": refused,
             "message": message,
             "step": self.state.step,
             "traceback": "".join(traceback.format_exception(error)),
         }
         self._say(self.run_dir.write_json, self.run_dir.error, content)
-        self._say(self.announcer.emit, Failed(exit_code=code, kind=kind, message=message))
+        last = Failed(exit_code=code, kind=kind, message=message, refused=refused)
+        self._say(self.announcer.emit, last)
 
     def _done(self, code: int) -> Event:
         return Done(
