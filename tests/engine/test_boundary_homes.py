@@ -212,6 +212,27 @@ def test_a_training_takes_memory_in_its_first_step_alone(
         assert torch.equal(weight, weights[1][name]), name
 
 
+def test_the_gauge_counts_every_locked_byte_wherever_boundaries_wait(
+    tiny: Any, batch: Any, locks: Granted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    by_torch = 12_345
+    monkeypatch.setattr(locks, "_torch_bytes", lambda: by_torch)
+    model = tiny("llama", torch.bfloat16, num_hidden_layers=4)
+    fluxtrain.wrap(model, offload="weights", boundaries="host", device_groups=0)
+    engine = engine_of(model)
+    loss = model(**batch()).loss
+    counted = [engine.memory().host_pinned_bytes]
+    assert counted == [by_torch + sum(locks._sizes.values())]
+    loss.backward()
+    del loss  # homes of boundaries are free, and stay; gradients have memory now
+    counted.append(engine.memory().host_pinned_bytes)
+    assert counted[1] == by_torch + sum(locks._sizes.values())
+    boundaries = sum(size * len(homes) for size, homes in engine.park._homes._free.items())
+    engine.park.give_back()
+    assert boundaries > 0
+    assert engine.memory().host_pinned_bytes == counted[1] - boundaries
+
+
 def test_boundaries_give_their_locks_back_with_the_engine(
     tiny: Any, batch: Any, locks: Granted
 ) -> None:

@@ -59,7 +59,9 @@ def trained(plain: nn.Module, **options: Any) -> tuple[list[float], list[torch.T
         optimizer.step()
         optimizer.zero_grad()
         losses.append(float(loss.detach()))
-    pinned = engine_of(wrapped).memory().host_pinned_bytes
+    pinned, counted = page_locks.LOCKS.locked_bytes, engine_of(wrapped).memory().host_pinned_bytes
+    by_torch = torch.cuda.host_memory_stats()["allocated_bytes.current"]
+    assert counted == pinned + by_torch and by_torch > 0
     weights = [parameter.detach().cpu().clone() for parameter in wrapped.parameters()]
     fluxtrain.unwrap(wrapped)
     return losses, weights, pinned

@@ -32,6 +32,11 @@ class PageLocks:
         self._starts: list[int] = []  # addresses in order
         self._guard = threading.RLock()  # the collector may free an arena while another is locked
 
+    @property
+    def held_bytes(self) -> int:
+        """Of this process, locked by us or by torch's own allocator, in use there or not."""
+        return self.locked_bytes + self._torch_bytes()
+
     def lock(self, address: int, size_bytes: int) -> bool:
         """Lock a range; False when the system refuses, now or before."""
         with self._guard:
@@ -92,6 +97,10 @@ class PageLocks:
 
     def _locked_by_torch(self, memory: Tensor) -> bool:
         return memory.is_pinned()
+
+    def _torch_bytes(self) -> int:
+        stats = torch.cuda.memory.host_memory_stats_as_nested_dict()  # {} before CUDA is used
+        return int(stats.get("allocated_bytes", {}).get("current", 0))
 
     def _register(self, address: int, size_bytes: int) -> bool:
         if int(torch.cuda.cudart().cudaHostRegister(address, size_bytes, 0)) == 0:

@@ -94,11 +94,6 @@ class RowBuffers:
         arenas = (*(self._arenas or ()), self._landing)
         return sum(arena.size_bytes for arena in arenas if arena is not None)
 
-    @property
-    def pinned_bytes(self) -> int:
-        arenas = (*(self._arenas or ()), self._landing)
-        return sum(arena.pinned_bytes for arena in arenas if arena is not None)
-
     def bring(self, places: Places, gather: Gather) -> tuple[Brought, tuple[Ticket, Ticket]]:
         """Gather the rows on the host and start to copy them to the device; the computation has to
         wait for both tickets, and to `release` what it was given.

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from fluxtrain.memory import page_locks
 from fluxtrain.memory.device import Ticket
 from fluxtrain.memory.group import Group
 from fluxtrain.memory.rows import RowBuffers
@@ -50,7 +51,8 @@ class Residency:
 @dataclass(frozen=True)
 class MemoryUse:
     """Bytes now; `device_by` partitions `device_used_bytes`. On CPU the device is the slots,
-    buffers and boundary activations that a GPU would hold."""
+    buffers and boundary activations that a GPU would hold. What is page-locked is the process's,
+    as its limits are: groups, rows, boundaries, staging, and torch's own."""
 
     device_total_bytes: int | None
     device_used_bytes: int
@@ -179,8 +181,7 @@ class Accounts:
             by,
             sum(g.wire_bytes + g.state_bytes + g.gradient_bytes for g in at_host)
             + sum(rows.host_bytes for rows in self._row_buffers()),
-            sum(g.pinned_bytes for g in at_host)
-            + sum(rows.pinned_bytes for rows in self._row_buffers()),
+            page_locks.LOCKS.held_bytes,
         )
 
     def _row_buffers(self) -> list[RowBuffers]:
