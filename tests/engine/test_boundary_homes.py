@@ -13,37 +13,17 @@ from torch import Tensor
 
 import fluxtrain
 from fluxtrain.memory import device as devices
-from fluxtrain.memory import page_locks
 from fluxtrain.memory.boundary import BoundaryPark
 from fluxtrain.memory.boundary_homes import BoundaryHomes
 from fluxtrain.memory.device import CpuDevice
-from fluxtrain.memory.page_locks import PageLocks
 from fluxtrain.stream.engine import engine_of
 from fluxtrain.stream.resettle import resettle
-
-
-class Granted(PageLocks):
-    """A system that locks all it is asked for."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attempts = 0
-
-    def _register(self, address: int, size_bytes: int) -> bool:
-        self.attempts += 1
-        return True
-
-    def _unregister(self, address: int) -> None:
-        pass
+from tests.engine.granted import Granted, granting
 
 
 @pytest.fixture
 def locks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Granted]:
-    made = Granted()
-    monkeypatch.setattr(CpuDevice, "pins", True)
-    monkeypatch.setattr(page_locks, "LOCKS", made)
-    yield made
-    gc.collect()
+    yield from granting(monkeypatch)
 
 
 @pytest.fixture
@@ -95,7 +75,7 @@ def test_memory_is_freed_after_its_copies(locks: Granted) -> None:
             order.append(f"waited with {locks.locked_bytes} bytes locked")
 
     home = BoundaryHomes().take(4096)
-    home.copies = [Late()]
+    home.under_way["d2h"] = Late().wait_host
     del home
     gc.collect()
     assert order == ["waited with 4096 bytes locked"]
@@ -141,7 +121,7 @@ def test_a_thread_that_copies_may_give_memory_back_while_its_copy_is_waited_for(
             self.in_time = not thread.is_alive()
 
     copy = Late()
-    small.copies = [copy]
+    small.under_way["d2h"] = copy.wait_host
     homes.give_back(small)
     del small
     homes.take(2000)
@@ -159,7 +139,7 @@ def test_memory_that_is_not_locked_is_let_go_at_once(locks: Granted) -> None:
 
     locks.limit_bytes = 0
     home, copy = BoundaryHomes().take(4096), Late()
-    home.copies = [copy]
+    home.under_way["d2h"] = copy.wait_host
     del home
     gc.collect()
     assert not copy.waited

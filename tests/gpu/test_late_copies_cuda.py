@@ -9,6 +9,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import fluxtrain
+from fluxtrain.memory import page_locks
 from fluxtrain.memory.arena import HostArena
 from fluxtrain.memory.boundary import BoundaryPark
 from fluxtrain.memory.device import CudaDevice
@@ -40,6 +41,24 @@ def test_memory_of_a_slot_that_is_gone_is_given_away_after_its_last_copy() -> No
     torch.cuda.synchronize()
     assert int(fresh.max()) == 0
     assert arena.size_bytes == SIZE
+    device.close()
+
+
+def test_an_arena_is_unlocked_after_its_last_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, arena, window = late_copy()
+    last, made = torch.cuda.Event(), []
+    last.record(device._up)
+    unregister = page_locks.LOCKS._unregister
+
+    def noted(address: int) -> None:
+        made.append(last.query())
+        unregister(address)
+
+    monkeypatch.setattr(page_locks.LOCKS, "_unregister", noted)
+    assert not last.query() and arena.pinned_bytes == SIZE
+    del arena
+    assert made == [True]
+    assert int(window.slots[0].wire.min()) == 1
     device.close()
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+from collections.abc import Callable, Hashable
 
 import torch
 from torch import Tensor
@@ -29,16 +30,21 @@ class HostArena:
 
     Each tensor's storage spans just its own range: libraries that look for shared storages
     (safetensors) see separate tensors.
+
+    Locked memory is unlocked once the copies from and to it have been made. The arena itself knows
+    them and not what uses it: the collector finalizes what it finds in any order.
     """
 
+    under_way: dict[Hashable, Callable[[], None]]  # by stream or range: waits for its newest copy
+
     def __init__(self, size_bytes: int, *, pin: bool) -> None:
-        self.size_bytes = size_bytes
+        self.size_bytes, self.under_way = size_bytes, {}
         self._map = mmap.mmap(-1, max(size_bytes, mmap.PAGESIZE))
         if size_bytes >= 2 * _HUGE_PAGE_BYTES:
             with contextlib.suppress(OSError):  # a kernel without huge pages: only speed is lost
                 self._map.madvise(mmap.MADV_HUGEPAGE)
         self.address = torch.frombuffer(self._map, dtype=torch.uint8, count=1).data_ptr()
-        locked = pin and size_bytes > 0 and page_locks.LOCKS.lock(self.address, size_bytes)
+        locked = pin and size_bytes > 0 and page_locks.LOCKS.lock(self.address, size_bytes, self)
         self.pinned_bytes = size_bytes if locked else 0
         self._unlock = page_locks.LOCKS.unlock  # of those that locked it
 
@@ -47,7 +53,13 @@ class HostArena:
         return torch.frombuffer(self._map, dtype=dtype, count=count, offset=offset_bytes)
 
     def __del__(self) -> None:
-        if getattr(self, "pinned_bytes", 0):
+        if not getattr(self, "pinned_bytes", 0):
+            return  # what is not locked is copied by threads, which hold it themselves
+        try:
+            for wait in list(self.under_way.values()):
+                with contextlib.suppress(Exception):  # it was never made
+                    wait()
+        finally:
             self._unlock(self.address)
 
 

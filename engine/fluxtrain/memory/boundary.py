@@ -73,8 +73,6 @@ class BoundaryPark:
                 home, host = self._place(tensor)
                 source = tensor.detach()
                 ticket = self._device.download(host, source)
-                if home is not None:
-                    home.copies = [ticket]
                 self._device.recorder.copied("d2h", "activations", "", ticket)
                 gone[i] = Parked(
                     host, ticket, source, source._version, self._last, self._device.for_copies,
@@ -131,6 +129,4 @@ class BoundaryPark:
         parked.returned = self._device.upload(
             parked.back, parked.host, None, self._device.mark(), follows=[parked.ticket]
         )
-        if parked.home is not None:
-            parked.home.copies = [parked.ticket, parked.returned]
         self._device.recorder.copied("h2d", "activations", "", parked.returned)

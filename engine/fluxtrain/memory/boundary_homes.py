@@ -26,26 +26,15 @@ class Copy(Protocol):
 
 
 class Home(HostArena):
-    """Memory for one tensor. It is unlocked once the copies from and to it have been made.
-
-    An arena itself, not the owner of one: the collector finalizes what it finds in any order.
-    """
+    """Memory for one tensor."""
 
     def __init__(self, size_bytes: int) -> None:
-        self.copies: list[Copy] = []  # of its last use, noted as they begin
-        self.unordered: Copy | None = None  # one of them that the computation did not wait for
+        self.unordered: Copy | None = None  # one that the computation did not wait for
         super().__init__(size_bytes, pin=True)
 
     def tensor_like(self, tensor: Tensor) -> Tensor:
         """Memory for `tensor`'s elements, in its shape."""
         return self.tensor(tensor.dtype, tensor.numel(), 0).view(tensor.shape)
-
-    def __del__(self) -> None:
-        if getattr(self, "pinned_bytes", 0):  # or a thread copies, which holds the memory itself
-            for copy in self.copies:
-                with contextlib.suppress(Exception):  # it was never made
-                    copy.wait_host()
-        super().__del__()
 
 
 class BoundaryHomes:

@@ -143,11 +143,22 @@ class CpuDevice:
             made: Future[tuple[float, float]] = Future()
             made.set_result(_timed(copy, to, source))
             return _CpuTicket(made, self.stalls)
-        return _CpuTicket(self._up.submit(job), self.stalls)
+        ticket = _CpuTicket(self._up.submit(job), self.stalls)
+        if after is None:  # else it may wait for the thread that lets the memory go
+            self._note(source, "h2d", self._up, ticket)
+        return ticket
 
     def download(self, to: Tensor, source: Tensor) -> Ticket:
-        copy = self._copying(to, 1)
-        return _CpuTicket(self._down.submit(partial(_timed, copy, to, source)), self.stalls)
+        work = partial(_timed, self._copying(to, 1), to, source)
+        ticket = _CpuTicket(self._down.submit(work), self.stalls)
+        self._note(to, "d2h", self._down, ticket)
+        return ticket
+
+    def _note(self, home: Tensor, way: str, worker: Worker, ticket: _CpuTicket) -> None:
+        """Memory that is locked, as for a GPU, stays so until the copy has been made."""
+        arena = page_locks.LOCKS.arena_of(home) if self.pins else None
+        if arena is not None:
+            arena.under_way[way] = partial(worker.unless_here, ticket.wait_host)
 
     def _copying(self, home: Tensor, way: int) -> Copy:
         """How to copy from (way 0) or to (1) host memory `home`."""
@@ -291,7 +302,7 @@ class CudaDevice:
             for earlier in follows:
                 if isinstance(earlier, _CudaTicket):
                     self._up.wait_event(earlier.end)
-            ticket.issue(self._up, lambda: _queue_copy(to, source))
+            _issue(ticket, self._up, to, source, home=source)
 
         if after is None or after.done():
             issue(after)
@@ -306,7 +317,7 @@ class CudaDevice:
             self._down_thread.submit(work)
             return ticket
         self._down.wait_event(self.mark())
-        ticket.issue(self._down, lambda: _queue_copy(to, source))
+        _issue(ticket, self._down, to, source, home=to)
         return ticket
 
     def _staged_up(
@@ -358,6 +369,16 @@ class CudaDevice:
 def _was_issued(ticket: Ticket) -> bool:
     """Is it on a stream, so that streams can wait for it?"""
     return ticket.instants() is not None
+
+
+def _issue(
+    ticket: _CudaTicket, stream: torch.cuda.Stream, to: Tensor, source: Tensor, *, home: Tensor
+) -> None:
+    """Queue a copy from or to `home`, which stays locked until it has been made."""
+    arena = page_locks.LOCKS.arena_of(home)  # None: torch's own allocator does the same for its own
+    ticket.issue(stream, lambda: _queue_copy(to, source))
+    if arena is not None:
+        arena.under_way["h2d" if home is source else "d2h"] = ticket.wait_host
 
 
 def _queue_copy(to: Tensor, source: Tensor) -> None:

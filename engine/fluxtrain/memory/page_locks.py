@@ -11,12 +11,17 @@ from __future__ import annotations
 import bisect
 import logging
 import threading
+import weakref
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from fluxtrain.hardware.pinning import forget_cuda_error, lock_limit_text
 from fluxtrain.units import bytes_text
+
+if TYPE_CHECKING:
+    from fluxtrain.memory.arena import HostArena
 
 _LOG = logging.getLogger("fluxtrain")
 
@@ -30,6 +35,7 @@ class PageLocks:
         self.refused_bytes = 0
         self._sizes: dict[int, int] = {}  # by address
         self._starts: list[int] = []  # addresses in order
+        self._arenas: dict[int, weakref.ref[HostArena]] = {}  # by address, of those that have one
         self._guard = threading.RLock()  # the collector may free an arena while another is locked
 
     @property
@@ -37,17 +43,21 @@ class PageLocks:
         """Of this process, locked by us or by torch's own allocator, in use there or not."""
         return self.locked_bytes + self._torch_bytes()
 
-    def lock(self, address: int, size_bytes: int) -> bool:
-        """Lock a range; False when the system refuses, now or before."""
+    def lock(self, address: int, size_bytes: int, arena: HostArena | None = None) -> bool:
+        """Lock a range, of `arena`; False when the system refuses, now or before."""
         with self._guard:
             asked = not self.refused_bytes and self._within(size_bytes)
             if asked and self._register(address, size_bytes):
                 self._sizes[address] = size_bytes
                 bisect.insort(self._starts, address)
                 self.locked_bytes += size_bytes
+                if arena is not None:
+                    self._arenas[address] = weakref.ref(arena)
                 return True
-            self._refused(size_bytes)
-            return False
+            first = self._refused(size_bytes)
+        if first:  # unguarded: whoever writes the log may wait for a thread that frees an arena
+            self._tell(size_bytes)
+        return False
 
     def unlock(self, address: int) -> None:
         """Give a range back that was locked."""
@@ -55,6 +65,7 @@ class PageLocks:
             size_bytes = self._sizes.pop(address, None)
             if size_bytes is not None:
                 self._starts.remove(address)
+                self._arenas.pop(address, None)
                 self.locked_bytes -= size_bytes
                 self._unregister(address)
             if not self._sizes:
@@ -68,29 +79,44 @@ class PageLocks:
                 return torch.empty(shape, dtype=dtype, pin_memory=True)
             except RuntimeError:
                 forget_cuda_error()
-        if not self.refused_bytes:
-            self._refused(size_bytes)
+        if not self.refused_bytes and self._refused(size_bytes):
+            self._tell(size_bytes)
         return torch.empty(shape, dtype=dtype)
 
     def holds(self, memory: Tensor) -> bool:
         """Is this host memory page-locked, by us or by torch's own allocator?"""
-        address = memory.data_ptr()
         with self._guard:
-            before = bisect.bisect_right(self._starts, address)
-            start = self._starts[before - 1] if before else address
-            if start <= address < start + self._sizes.get(start, 0):
+            if self._start_of(memory) is not None:
                 return True
         return self._locked_by_torch(memory)
 
-    def _refused(self, size_bytes: int) -> None:
-        if not self.refused_bytes:
-            _LOG.warning(
-                "%s of host memory are page-locked and %s more were refused%s: what is not locked "
-                "is copied through page-locked buffers, more slowly. Allow more: `ulimit -l "
-                "unlimited`, `docker run --ulimit memlock=-1`, on WSL2 memory= in .wslconfig",
-                bytes_text(self.locked_bytes), bytes_text(size_bytes), lock_limit_text(),
-            )  # fmt: skip
-        self.refused_bytes += max(1, size_bytes)
+    def arena_of(self, memory: Tensor) -> HostArena | None:
+        """The arena whose locked memory this is. Whoever copies holds it until the copy is queued,
+        and notes the copy in `under_way`."""
+        with self._guard:
+            start = self._start_of(memory)
+            found = None if start is None else self._arenas.get(start)
+        return None if found is None else found()
+
+    def _start_of(self, memory: Tensor) -> int | None:
+        """Where the locked range begins that it is in."""
+        address = memory.data_ptr()
+        before = bisect.bisect_right(self._starts, address)
+        start = self._starts[before - 1] if before else address
+        return start if start <= address < start + self._sizes.get(start, 0) else None
+
+    def _refused(self, size_bytes: int) -> bool:
+        """Count what was refused; is it the first?"""
+        before, self.refused_bytes = self.refused_bytes, self.refused_bytes + max(1, size_bytes)
+        return not before
+
+    def _tell(self, size_bytes: int) -> None:
+        _LOG.warning(
+            "%s of host memory are page-locked and %s more were refused%s: what is not locked "
+            "is copied through page-locked buffers, more slowly. Allow more: `ulimit -l "
+            "unlimited`, `docker run --ulimit memlock=-1`, on WSL2 memory= in .wslconfig",
+            bytes_text(self.locked_bytes), bytes_text(size_bytes), lock_limit_text(),
+        )  # fmt: skip
 
     def _within(self, size_bytes: int) -> bool:
         return self.limit_bytes is None or self.locked_bytes + size_bytes <= self.limit_bytes

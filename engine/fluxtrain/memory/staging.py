@@ -31,17 +31,16 @@ class Staging:
         self._buffers = [
             arena.tensor(torch.uint8, piece_bytes, i * piece_bytes) for i in range(pieces)
         ]
-        self._arena = arena
-        self._passed: list[Wait] = [_nothing] * pieces
+        self._arena = arena  # which knows of each buffer how to wait for its last copy
         self._turn = 0
 
     def up(self, to: Tensor, source: Tensor, send: Send) -> None:
         """Host `source` to device `to`; when this returns, the last piece is on its way."""
         for target, piece in self._pieces(to, source):
             turn, buffer = self._next(piece.nbytes)
-            self._passed[turn]()
+            self._arena.under_way.get(turn, _nothing)()
             host_copy(buffer, piece)
-            self._passed[turn] = send(target, buffer)
+            self._arena.under_way[turn] = send(target, buffer)
 
     def down(self, to: Tensor, source: Tensor, send: Send) -> None:
         """Device `source` to host `to`; when this returns, all bytes are there."""
@@ -49,8 +48,9 @@ class Staging:
         for target, piece in self._pieces(to, source):
             if len(under_way) == len(self._buffers):
                 _land(*under_way.popleft())
-            _, buffer = self._next(piece.nbytes)
-            under_way.append((target, buffer, send(buffer, piece)))
+            turn, buffer = self._next(piece.nbytes)
+            wait = self._arena.under_way[turn] = send(buffer, piece)
+            under_way.append((target, buffer, wait))
         while under_way:
             _land(*under_way.popleft())
 

@@ -29,6 +29,11 @@ class Worker:
         self._left.one_more()
         return self._pool.submit(_Once(work, self._left))
 
+    def unless_here(self, wait: Callable[[], None]) -> None:
+        """`wait` for a job, but not on the thread that does it; a job holds what it needs."""
+        if self._left.thread != threading.get_ident():
+            wait()
+
     def close(self) -> None:
         """Finish what is queued and end the thread."""
         self._pool.shutdown(wait=True)
@@ -41,6 +46,7 @@ class _Left:
         self._when_idle = when_idle
         self._jobs = 0
         self._lock = threading.Lock()
+        self.thread: int | None = None  # that does them
 
     def one_more(self) -> None:
         with self._lock:
@@ -60,6 +66,7 @@ class _Once(Generic[T]):
         self._left = left
 
     def __call__(self) -> T:
+        self._left.thread = threading.get_ident()
         try:
             return self._work.pop()()
         finally:

@@ -1,0 +1,224 @@
+"""Locked memory stays so until copies from and to it are made, whatever the collector's order."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fluxtrain
+from fluxtrain.memory import device as devices
+from fluxtrain.memory.arena import HostArena
+from fluxtrain.memory.device import CpuDevice, Ticket
+from fluxtrain.memory.page_locks import PageLocks
+from fluxtrain.memory.staging import Staging
+from fluxtrain.stream.engine import engine_of
+from tests.engine.granted import Granted, granting
+
+COUNT = 1000
+
+
+@pytest.fixture
+def locks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Granted]:
+    yield from granting(monkeypatch)
+
+
+@pytest.fixture
+def device(locks: Granted) -> Iterator[CpuDevice]:
+    one = devices.CpuDevice()
+    yield one
+    one.close()
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[devices.Worker], threading.Event]]:
+    """`held(worker)`: its jobs wait for 0.3 s; the event tells that they go on."""
+    timers: list[threading.Timer] = []
+
+    def hold(worker: devices.Worker) -> threading.Event:
+        goes_on = threading.Event()
+        worker.submit(goes_on.wait)
+        timers.append(threading.Timer(0.3, goes_on.set))
+        timers[-1].start()
+        return goes_on
+
+    gc.disable()
+    yield hold
+    gc.enable()
+    for timer in timers:
+        timer.join()
+
+
+def unlocked_early(
+    locks: Granted, monkeypatch: pytest.MonkeyPatch, made: Callable[[], bool]
+) -> dict[int, bool]:
+    """By address, in time: was it unlocked before `made` was true?"""
+    early: dict[int, bool] = {}
+    monkeypatch.setattr(locks, "_unregister", lambda at: early.update({at: not made()}))
+    return early
+
+
+def begin(device: CpuDevice, home: Tensor, way: str, after: Any = None) -> Ticket:
+    other = torch.ones(home.numel(), dtype=home.dtype)
+    return device.download(home, other) if way == "d2h" else device.upload(other, home, after, None)
+
+
+@pytest.mark.parametrize("way", ["h2d", "d2h"])
+def test_an_arena_is_unlocked_after_its_copies_when_a_collection_finds_all_at_once(
+    way: str, device: CpuDevice, locks: Granted, monkeypatch: pytest.MonkeyPatch, held: Any
+) -> None:
+    arena = HostArena(4 * COUNT, pin=True)
+    held(device._up if way == "h2d" else device._down)
+    ticket = begin(device, arena.tensor(torch.float32, COUNT, 0), way)
+    early = unlocked_early(locks, monkeypatch, ticket.done)
+    address, everything = arena.address, [arena]
+    everything.append(everything)  # type: ignore[arg-type]  # only a collection frees it
+    del arena, everything
+    gc.collect()
+    assert early == {address: False}
+
+
+def test_weights_stay_locked_while_they_are_copied_though_their_model_is_gone(
+    tiny: Any, locks: Granted, monkeypatch: pytest.MonkeyPatch, held: Any
+) -> None:
+    model = fluxtrain.wrap(tiny("llama", num_hidden_layers=4), offload="weights", device_groups=0)
+    engine = engine_of(model)
+    engine.window.drain()
+    group = next(g for g in engine.groups if g.home == "host" and g.kind == "block")
+    engine.window.forget(group)
+    worker = engine.device._up  # type: ignore[attr-defined]  # which ends with the model
+    held(worker)
+    assert engine.window.prefetch(group)
+    slot = engine.window.holds(group)
+    assert slot is not None and slot.ticket is not None and not slot.ticket.done()
+    early = unlocked_early(locks, monkeypatch, slot.ticket.done)
+    address = group._arenas[0].address
+    assert address in locks._sizes
+    del model, engine, group, slot
+    gc.collect()
+    assert early[address] is False
+    assert locks.locked_bytes == 0
+
+
+@pytest.mark.parametrize("way", ["h2d", "d2h"])
+def test_a_ring_that_is_dropped_waits_for_the_pieces_that_cross(
+    way: str, locks: Granted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    crossed: list[int] = []
+
+    def send(to: Tensor, source: Tensor) -> Callable[[], None]:
+        number = sent[0] = sent[0] + 1
+
+        def wait() -> None:
+            if number == breaks:
+                raise InterruptedError
+            crossed.append(number)
+
+        return wait
+
+    sent, breaks = [0], 1 if way == "d2h" else 0
+    ring = Staging(4096, 2)
+    memory = torch.zeros(3 * 4096, dtype=torch.uint8)
+    if way == "h2d":
+        ring.up(memory, torch.ones_like(memory), send)
+    else:
+        with pytest.raises(InterruptedError):
+            ring.down(memory, torch.ones_like(memory), send)
+    crosses = set(range(1, sent[0] + 1)) - set(crossed) - {breaks}
+    assert crosses
+    early = unlocked_early(locks, monkeypatch, lambda: crosses <= set(crossed))
+    address, everything = ring._arena.address, [ring]
+    everything.append(everything)  # type: ignore[arg-type]  # only a collection frees it
+    del ring, everything
+    gc.collect()
+    assert early == {address: False}
+
+
+def test_a_thread_that_lets_go_of_what_it_is_to_copy_does_not_wait_for_itself(
+    device: CpuDevice, locks: Granted
+) -> None:
+    arenas, begins = [HostArena(4 * COUNT, pin=True)], threading.Event()
+    device._up.submit(begins.wait)
+    dropped = device._up.submit(arenas.clear)
+    ticket = begin(device, arenas[0].tensor(torch.float32, COUNT, 0), "h2d")
+    begins.set()
+    dropped.result(timeout=5)
+    ticket.wait_host()
+    assert not arenas
+
+
+def test_memory_whose_copy_waits_for_an_update_is_let_go_at_once(
+    device: CpuDevice, locks: Granted
+) -> None:
+    """The thread that updates may be the one that lets go; the copy reads what is not locked."""
+    arena, update = HostArena(4 * COUNT, pin=True), Future[None]()
+    home = arena.tensor(torch.float32, COUNT, 0).fill_(7.0)
+    there = torch.zeros(COUNT)
+    before = locks.locked_bytes
+    ticket = device.upload(there, home, update, None)
+    dropping = threading.Thread(target=[arena].clear, daemon=True)
+    del arena, home
+    dropping.start()
+    dropping.join(5)
+    assert not dropping.is_alive()
+    del dropping
+    assert before - locks.locked_bytes == 4 * COUNT
+    update.set_result(None)
+    ticket.wait_host()
+    assert bool((there == 7.0).all())
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("error", [RuntimeError("it was never made"), KeyboardInterrupt()])
+def test_an_arena_whose_copy_failed_is_unlocked_all_the_same(
+    error: BaseException, locks: Granted
+) -> None:
+    def wait() -> None:
+        raise error
+
+    arena = HostArena(4096, pin=True)
+    arena.under_way["h2d"] = wait
+    del arena
+    gc.collect()
+    assert locks.locked_bytes == 0
+
+
+def test_a_refusal_is_told_while_other_threads_may_free_locked_memory(locks: Granted) -> None:
+    """Who writes the log may wait for a thread on which the collector frees an arena."""
+    other = HostArena(4096, pin=True)
+    locks.limit_bytes = locks.locked_bytes
+    freed: list[bool] = []
+
+    class Log(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            thread = threading.Thread(target=locks.unlock, args=(other.address,), daemon=True)
+            thread.start()
+            thread.join(5)
+            freed.append(not thread.is_alive())
+
+    logger, handler = logging.getLogger("fluxtrain"), Log()
+    logger.addHandler(handler)
+    try:
+        assert HostArena(4096, pin=True).pinned_bytes == 0
+    finally:
+        logger.removeHandler(handler)
+    assert freed == [True]
+
+
+def test_locks_keep_no_arena(locks: Granted) -> None:
+    arena = HostArena(4096, pin=True)
+    whole, within = (arena.tensor(torch.uint8, 1, offset) for offset in (0, 4095))
+    assert locks.arena_of(whole) is arena and locks.arena_of(within) is arena
+    assert locks.arena_of(torch.zeros(1)) is None
+    assert isinstance(locks, PageLocks) and locks.lock(4096, 4096)  # of no arena
+    del arena
+    assert locks.arena_of(within) is None
+    locks.unlock(4096)
+    assert locks.locked_bytes == 0
