@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import gc
 import logging
 import threading
@@ -210,6 +211,25 @@ def test_a_refusal_is_told_while_other_threads_may_free_locked_memory(locks: Gra
     finally:
         logger.removeHandler(handler)
     assert freed == [True]
+
+
+def test_an_arena_that_is_freed_while_another_is_looked_for_hides_none(
+    locks: Granted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From Python 3.12 on the collector may begin after any call, so within the lock too."""
+    arenas = sorted((HostArena(1 << 20, pin=True) for _ in range(2)), key=lambda one: one.address)
+    last = arenas.pop()
+    found = bisect.bisect_right
+
+    def collecting(starts: list[int], address: int) -> int:
+        place = found(starts, address)
+        arenas.clear()
+        return place
+
+    memory = last.tensor(torch.uint8, 1, 0)
+    monkeypatch.setattr(bisect, "bisect_right", collecting)
+    assert locks.arena_of(memory) is last
+    assert not arenas
 
 
 def test_locks_keep_no_arena(locks: Granted) -> None:

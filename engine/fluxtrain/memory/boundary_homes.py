@@ -69,8 +69,9 @@ class BoundaryHomes:
         with self._guard:
             if size_bytes in self._free:
                 return self._pop(size_bytes)
-            smaller = [size for size in self._free if size < size_bytes]
-            larger = [size for size in self._free if size > size_bytes]
+            sizes = list(self._free)  # the collector may give one back meanwhile, on this thread
+            smaller = [size for size in sizes if size < size_bytes]
+            larger = [size for size in sizes if size > size_bytes]
             if larger and (min(larger) <= _WASTE * size_bytes or not smaller):
                 return self._pop(min(larger))
             too_small = self._pop(max(smaller)) if smaller else None

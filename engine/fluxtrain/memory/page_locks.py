@@ -100,9 +100,9 @@ class PageLocks:
 
     def _start_of(self, memory: Tensor) -> int | None:
         """Where the locked range begins that it is in."""
-        address = memory.data_ptr()
-        before = bisect.bisect_right(self._starts, address)
-        start = self._starts[before - 1] if before else address
+        address, starts = memory.data_ptr(), self._starts[:]  # as the collector cannot change them
+        before = bisect.bisect_right(starts, address)
+        start = starts[before - 1] if before else address
         return start if start <= address < start + self._sizes.get(start, 0) else None
 
     def _refused(self, size_bytes: int) -> bool:
