@@ -70,7 +70,7 @@ def test_one_that_stays_takes_its_copies_from_the_bus() -> None:
     assert saved_s == pytest.approx(8 * 8 * BOUNDARY / rates.up_both)
     seconds = [one.step_s for one in found]
     assert seconds == sorted(seconds, reverse=True)
-    assert seconds[8] < seconds[0]
+    assert seconds[8] < 0.75 * seconds[0]
 
 
 @given(

@@ -20,7 +20,14 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from fluxtrain.plan.facts import ModelFacts
-from fluxtrain.plan.footprint import Layout, homes, slot_count, streamed
+from fluxtrain.plan.footprint import (
+    Layout,
+    homes,
+    kept_count,
+    parked_count,
+    slot_count,
+    streamed,
+)
 from fluxtrain.plan.rates import Rates
 from fluxtrain.telemetry.events import ChoiceMade
 from fluxtrain.units import bytes_text, duration_text
@@ -77,15 +84,32 @@ def passes_of(
     shared = tuple(group in passing for group in facts.blocks)
     input_bytes = _input_bytes(facts, layout)
     forward, backward = [], []
-    for group, through in zip(facts.blocks, shared, strict=True):
+    for group, through, waits in zip(
+        facts.blocks, shared, _waiting(facts, layout, shared), strict=True
+    ):
         size = group.weight_bytes if through else group.rounded_bytes * (group in at_home)
         forward.append(size / rates.up)
-        backward.append((group.weight_bytes + input_bytes) / rates.up_both if through else 0.0)
+        size = group.weight_bytes + input_bytes * waits
+        backward.append(size / rates.up_both if through else 0.0)
     count = max(1, facts.layers)
     return (
         Pass(forward_s / count, _uneven(forward), shared),
         Pass(backward_s / count, _uneven(backward[::-1]), shared[::-1]),
     )
+
+
+def _waiting(facts: ModelFacts, layout: Layout, shared: Sequence[bool]) -> list[bool]:
+    """Whose inputs wait on the host: of the blocks that do not keep their activations (the first
+    that can do), all but the last ones."""
+    keeping = kept_count(facts, layout)
+    order: list[int] = []
+    for at, through in enumerate(shared):
+        if through or not keeping:
+            order.append(at)
+        else:
+            keeping -= 1
+    waiting = set(order[: parked_count(facts, layout)])
+    return [at in waiting for at in range(len(shared))]
 
 
 def _uneven(copies_s: Sequence[float]) -> tuple[float, ...]:
@@ -128,8 +152,8 @@ def _hidden(facts: ModelFacts, layout: Layout, rates: Rates, blocks_s: tuple[flo
 
 
 def _input_bytes(facts: ModelFacts, layout: Layout) -> int:
-    """That come back with each streamed block in the backward pass."""
-    if not layout.parks or facts.row is None:
+    """That come back with a streamed block in the backward pass, where they waited on the host."""
+    if facts.row is None or not parked_count(facts, layout):
         return 0
     return layout.batch_rows * facts.row.boundary_bytes
 
