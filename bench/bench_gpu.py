@@ -62,6 +62,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", default="1.5b", choices=SHAPES)
     parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--passes", type=int, default=1, help="backward passes of a step, flux")
     parser.add_argument("--sequence", type=int, default=1024)
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--engine", default="flux", choices=ENGINES)
@@ -148,7 +149,8 @@ def planned(
     )  # fmt: skip
     rates = constants.rates(has_gpu=True)
     facts = constants.applied(facts)
-    timing = None if isinstance(rates, str) else Timing(rates=rates, exact=not options.eager)
+    exact, passes = not options.eager, options.passes
+    timing = None if isinstance(rates, str) else Timing(rates=rates, exact=exact, passes=passes)
     plan = place_timed(
         facts,
         Room(device_free_bytes=budget_bytes, host_available_bytes=None),
@@ -161,6 +163,7 @@ def planned(
             boundaries=options.boundaries,
             head=options.head,
             kept_blocks=options.kept_blocks,
+            passes=options.passes,
             eager=options.eager,
             deferred_moments=MOMENTS_WISHES[options.moments],
         ),
@@ -174,11 +177,11 @@ def planned(
         "sequence": options.sequence,
         "because": {choice.name: choice.because for choice in plan.choices},
     }
-    layout = plan.layout(eager=options.eager)
+    layout = plan.layout(passes=options.passes, eager=options.eager)
     told["parameters_at_home"] = sum(group.trained for group in homes(facts, layout)[1])
     told["boundaries_on_host_gib"] = round(boundaries_on_host(facts, layout) / GIB, 2)
     if timing is not None:
-        predicted = cost(facts, layout, timing.rates, exact=timing.exact)
+        predicted = cost(facts, layout, timing.rates, exact=exact, passes=passes)
         told["predicted_step_s"] = round(predicted.step_s, 3)
         told["calibration"] = msgspec.to_builtins(timing.rates.calibration)
     return plan, told
@@ -237,7 +240,7 @@ def run(options: argparse.Namespace, watch: MemoryWatch) -> dict[str, Any]:
     read: list[float] = []
     ended_s = [time.perf_counter()]
     for step in range(options.steps):
-        rows = batch(tokens, step, options.batch, options.sequence)
+        rows = batch(tokens, step, options.passes * options.batch, options.sequence)
         ids = rows.pin_memory().cuda(non_blocking=True)  # else the host waits for the step before
         if engine and step == options.steps - 1:
             engine.take_stalls()
@@ -270,7 +273,7 @@ def made(
     if options.engine == "flux":
         kernels = choose_kernels(options.kernels, model, "cuda").value
         engine, plan, told = wrapped(model, options)
-        loop = FluxLoop(model, engine, rate, eager=options.eager)
+        loop = FluxLoop(model, engine, rate, eager=options.eager, passes=options.passes)
         return loop, engine, plan, {"kernels": kernels, **told}
     kernels = with_fused_loss(model) if options.kernels != "torch" else "torch"
     if options.engine == "resident":
@@ -323,12 +326,13 @@ def report(
 ) -> dict[str, Any]:
     """The row without what is measured from outside."""
     median_s = statistics.median(times[3:])
-    trained = options.batch * options.sequence
+    trained = options.passes * options.batch * options.sequence
     row: dict[str, Any] = {
         "engine": options.engine,
         "shape": options.shape,
         "parameters_b": round(parameters / 1e9, 3),
         "batch": options.batch,
+        "passes": options.passes,
         "step_s": round(median_s, 3),
         "tokens_per_s": round(trained / median_s),
         "tflops": round(6 * parameters * trained / median_s / 1e12, 1),

@@ -26,16 +26,26 @@ class Loop(Protocol):
 class FluxLoop:
     """FluxTrain's engine as its trainer drives it."""
 
-    def __init__(self, model: Qwen2ForCausalLM, engine: Any, rate: float, *, eager: bool) -> None:
-        self._model, self._engine, self._eager = model, engine, eager
+    def __init__(
+        self,
+        model: Qwen2ForCausalLM,
+        engine: Any,
+        rate: float,
+        *,
+        eager: bool,
+        passes: int = 1,
+    ) -> None:
+        self._model, self._engine, self._eager, self._passes = model, engine, eager, passes
         self._optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
 
     def step(self, ids: Tensor) -> Tensor:
-        loss: Tensor = self._model(input_ids=ids, labels=ids).loss
-        if self._eager:
-            self._engine.begin_eager_step(self._optimizer, loss)
-        loss.backward()
-        told = loss.detach()
+        told = torch.zeros((), device=ids.device)
+        for rows in ids.chunk(self._passes):
+            loss: Tensor = self._model(input_ids=rows, labels=rows).loss / self._passes
+            if self._eager:
+                self._engine.begin_eager_step(self._optimizer, loss)
+            loss.backward()
+            told += loss.detach()
         self._engine.clip_grad_norm(None if self._eager else MAX_NORM, [told])
         self._optimizer.step()
         self._engine.forget_gradients()
