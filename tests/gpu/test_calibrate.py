@@ -151,7 +151,8 @@ def test_with_its_edges_at_home_a_block_takes_as_long(monkeypatch: pytest.Monkey
         with monkeypatch.context() as small:
             small.setattr(fluxtrain, "wrap", of_a_small_card)
             at_home.take(calibrate(model, batch_of, torch.device("cuda"), (16, 64)))
-        assert homes.pop() == {"edge": "host", "block": "device"} and not homes
+        assert homes[0] == {"edge": "host", "block": "device"}  # then it may be rehearsed
+        homes.clear()
         ratios = {what: at_home.seconds[what] / here.seconds[what] for what in here.seconds}
         update = ratios.pop("update")
         if all(0.7 < ratio < 1.4 for ratio in ratios.values()) and 0.5 < update < 1.5:

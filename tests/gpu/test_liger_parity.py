@@ -150,6 +150,9 @@ class Head(nn.Module):
             nn.init.zeros_(block[0].weight)  # type: ignore[index]
             nn.init.zeros_(block[0].bias)  # type: ignore[index]
 
+    def get_output_embeddings(self) -> nn.Module:
+        return self.head
+
     def forward(self, hidden: Tensor) -> Tensor:  # (N, H) -> (N, V)
         for block in self.blocks:
             hidden = hidden + block(hidden)

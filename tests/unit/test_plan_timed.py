@@ -131,6 +131,7 @@ def layout(plan: RunPlacement) -> Layout:
         batch_rows=plan.batch_rows,
         chunk_rows=plan.chunk_rows or 0,
         deferred_moments=plan.deferred_moments,
+        slots=plan.slots or None,
     )
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -25,7 +26,7 @@ from fluxtrain.memory.gradient_staging import GradientStaging
 from fluxtrain.memory.group import Group, Member, Segment
 from fluxtrain.memory.home_sums import HomeSums, tickets_of
 from fluxtrain.memory.rows import RowSum, RowTicket, Scatter
-from fluxtrain.memory.slice_sum import SliceSum
+from fluxtrain.memory.slice_sum import Kept, SliceSum
 from fluxtrain.memory.table_rows import Report, TableRowsHome, add_rows_at_home
 
 
@@ -39,6 +40,7 @@ class Gradients:
         self._open: dict[Group, FlatSum] = {}
         self._open_rows: dict[Group, RowSum] = {}
         self._open_slices: dict[Group, SliceSum] = {}
+        self._kept_rows: dict[Group, Kept] = {}  # of tied heads in slices, as they go home last
         self._scatter = Scatter()
         self._cuts = Cuts()
         self._staging = GradientStaging(device)
@@ -56,6 +58,7 @@ class Gradients:
             held[id(self._scratch.untyped_storage())] = self._scratch.nbytes
         slices = sum(s.device_bytes for s in list(self._open_slices.values()))
         beside = self._staging.device_bytes + self._table_rows.device_bytes
+        beside += sum(kept.values.nbytes for kept in list(self._kept_rows.values()))
         return sum(held.values()) + slices + beside
 
     def expect(self, group: Group) -> None:
@@ -127,7 +130,7 @@ class Gradients:
         rows: of the largest slice; passing: as for `finish`."""
         found = self._open_slices.get(group)
         if found is not None and found.has(member, first):  # of another loss in the same pass
-            self._finish_slices(group, self._open_slices.pop(group))
+            self._finish_slices(group, self._open_slices.pop(group), passing=False)
             found = None
         if found is None:
             self._let_the_update_end(group)
@@ -139,8 +142,9 @@ class Gradients:
         part, sums = slice(first, first + len(values)), self._sums_at_home
         if found.again and member.has_gradient:
             earlier = member.slice(found.before[member.segment])[part]
-            size_bytes, scale = rows * earlier[:1].nbytes, member.gradient_scale
-            sums.add_part(group, earlier, values, size_bytes, scale, found.before_tickets)
+            size_bytes, tickets = rows * earlier[:1].nbytes, found.before_tickets
+            as_it_counts = partial(found.as_it_counts, member, first)
+            sums.add_part(group, earlier, values, size_bytes, tickets, as_it_counts)
         if found.again:
             group.take_wide_memory(member.segment)
         home = stored(member)[part]
@@ -149,10 +153,9 @@ class Gradients:
         found.send(member, first, values, staged, ticket)
 
     def _slices_of(self, group: Group) -> SliceSum:
-        """Before the first slice of a backward pass. What is at home and has no norms on the device
-        (rows of a tied head that the host puts in their places) is added to there."""
-        arrival = self.arrivals.get(group)
-        found = SliceSum.of(group, tickets_of(arrival))
+        """Before the first slice of a backward pass."""
+        rows = self._kept_rows.pop(group, None)
+        found = SliceSum.of(group, tickets_of(self.arrivals.get(group)), rows)
         if found.at_home:
             self.wait(group)
             widen_at_home(group)
@@ -179,7 +182,7 @@ class Gradients:
         """
         slices = self._open_slices.pop(group, None)
         if slices is not None:
-            self._finish_slices(group, slices)
+            self._finish_slices(group, slices, passing=passing)
         rows, total = self._open_rows.pop(group, None), self._open.pop(group, None)
         if rows is not None or total is not None:
             self._let_the_update_end(group)
@@ -212,13 +215,15 @@ class Gradients:
             self.arrivals[group] = self._table_rows.send(group, rows, unwanted, last=passing)
         group.members[0].has_gradient = True
 
-    def _finish_slices(self, group: Group, slices: SliceSum) -> None:
+    def _finish_slices(self, group: Group, slices: SliceSum, *, passing: bool) -> None:
         kept = slices.kept
         if kept is not None and kept.added:
             home, rows = stored(group.members[0]), kept.rows
             rounded = kept.values.to(home.dtype)
             put = partial(home.index_copy_, 0, rows)
             slices.replace(rounded, self._table_rows.send_values(group, rounded, put))
+            if not passing:
+                self._kept_rows[group] = replace(kept, values=rounded)
         self.arrivals[group] = slices.arrival()
         for index in slices.indices:
             group.members[index].has_gradient = True
@@ -256,7 +261,7 @@ class Gradients:
     def forget(self, group: Group) -> None:
         """The group's gradients are no longer wanted."""
         arrival = self.arrivals.pop(group, None)
-        self._table_rows.forget(group)
+        self.looked_at(group)
         if arrival is not None:  # rows are put in their places only when somebody waits
             self._unwanted[group] = [t for t in arrival.tickets if not isinstance(t, RowTicket)]
         for member in group.members:
@@ -268,6 +273,7 @@ class Gradients:
     def looked_at(self, group: Group) -> None:
         """What is at home may be written to: nobody knows on the device what it is."""
         self._table_rows.forget(group)
+        self._kept_rows.pop(group, None)
 
     def handed_out(self, member: Member) -> None:
         """Others than the engine have what the member's gradient is stored in."""
@@ -331,7 +337,7 @@ class Gradients:
         norms: list[Tensor] = []
         members: list[Member] = []
         earlier, start = self._settled(group), 0
-        self._table_rows.forget(group)  # what was added is more than rows
+        self.looked_at(group)  # what was added is more than rows
         for segment in group.trained:
             flat = total.flat[start : start + segment.elements]
             start += segment.elements

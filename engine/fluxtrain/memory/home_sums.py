@@ -9,7 +9,7 @@ rounded gradients leave through: of bf16 ones two are as large as a segment's su
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -97,17 +97,16 @@ class HomeSums:
         return ticket, staged
 
     def add_part(
-        self, group: Group, home: Tensor, values: Tensor, size_bytes: int, scale: float,
-        before: Sequence[Ticket],
+        self, group: Group, home: Tensor, values: Tensor, size_bytes: int,
+        before: Sequence[Ticket], as_it_counts: Callable[[Tensor], object],
     ) -> None:  # fmt: skip
-        """Add `home` times `scale` to `values` of its shape in fp32 on the device, through a buffer
-        of size_bytes; `before`: copies to that home."""
+        """Add `home`, as `as_it_counts` makes it, to `values` of its shape in fp32 on the device,
+        through a buffer of size_bytes; `before`: copies to that home."""
         buffer = self._staging.free(size_bytes)
         staged = _cut(buffer, home.dtype, home.numel()).view(home.shape)
         ticket = self._upload(group, staged, home, size_bytes, before)
         ticket.wait_compute("gradients")
-        if scale != 1.0:
-            staged.mul_(scale)
+        as_it_counts(staged)
         values.add_(staged)
 
     def discard(self) -> None:

@@ -39,11 +39,21 @@ class Kept:
 
     def take(self, first: int, values: Tensor) -> None:
         """Of a slice (n, H) from row `first` on, those that are kept."""
-        bounds = torch.searchsorted(self.rows, torch.tensor([first, first + len(values)]))
+        mine, places = self._within(first, len(values))
+        if len(mine):
+            torch.index_select(values, 0, places, out=mine)
+
+    def put(self, first: int, values: Tensor) -> None:
+        """The same the other way."""
+        mine, places = self._within(first, len(values))
+        if len(mine):
+            values.index_copy_(0, places, mine)
+
+    def _within(self, first: int, count: int) -> tuple[Tensor, Tensor]:
+        """What is kept of `count` rows from `first` on, and where it stands among them."""
+        bounds = torch.searchsorted(self.rows, torch.tensor([first, first + count]))
         start, stop = bounds.tolist()
-        if start < stop:
-            places = self.on_device[start:stop] - first
-            torch.index_select(values, 0, places, out=self.values[start:stop])
+        return self.values[start:stop], self.on_device[start:stop] - first
 
 
 @dataclass(eq=False)
@@ -55,6 +65,7 @@ class SliceSum:
     kept: Kept | None
     before: dict[Segment, Tensor]  # those gradients (elements,)
     before_tickets: list[Ticket]  # on their way home
+    before_rows: Kept | None  # rows of them that the host has not put in their places yet
     late: list[RowSum] = field(default_factory=list)  # of lookups, to be added at home
     _given: dict[int, set[int]] = field(default_factory=dict)  # first rows, by member index
     _tickets: list[Ticket] = field(default_factory=list)
@@ -73,17 +84,29 @@ class SliceSum:
         return kept + sum(rows.values.nbytes for rows in list(self.late))  # other threads ask
 
     @staticmethod
-    def of(group: Group, on_their_way: list[Ticket]) -> SliceSum:
-        """Before the first slice; `on_their_way`: the group's gradients."""
+    def of(group: Group, on_their_way: list[Ticket], rows: Kept | None) -> SliceSum:
+        """Before the first slice; `on_their_way`: the group's gradients, and `rows` those of them
+        that come last. Where these are not known here they are waited for, and all is added to at
+        home."""
         if not group.has_gradient:
-            return SliceSum(False, False, Kept.of(group), {}, [])
-        at_home = group.rows is not None
+            return SliceSum(False, False, Kept.of(group), {}, [], None)
+        tickets = [ticket for ticket in on_their_way if not isinstance(ticket, RowTicket)]
+        at_home = rows is None and len(tickets) < len(on_their_way)
         before = {segment: segment.gradient for segment in group.trained}
-        return SliceSum(not at_home, at_home, None, before, list(on_their_way))
+        kept = None if at_home else Kept.of(group)
+        return SliceSum(not at_home, at_home, kept, before, tickets, rows)
 
     def has(self, member: Member, first: int) -> bool:
         """Did the slice from row `first` on come already?"""
         return first in self._given.get(member.index, ())
+
+    def as_it_counts(self, member: Member, first: int, before: Tensor) -> None:
+        """Make of `before` (n, ...), a slice of what this adds to, that which is meant: with
+        the rows that the host has not put there yet, and times the scale that was recorded."""
+        if self.before_rows is not None:
+            self.before_rows.put(first, before)
+        if member.gradient_scale != 1.0:
+            before.mul_(member.gradient_scale)
 
     def add_at_home(self, member: Member, first: int, values: Tensor, home: Tensor) -> None:
         """Rows (n, ...) of the member's gradient from `first` on are added at home; waits for the

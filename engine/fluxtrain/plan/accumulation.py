@@ -31,12 +31,14 @@ def again(facts: ModelFacts, layout: Layout, number: int) -> Again:
     rounded, trained = at_home.rounded_bytes, at_home.trained
     down = at_head = 0
     by_rows = rows_of_table(facts, layout, at_home)
-    if by_rows is not None and by_rows.gradient_bytes:
+    if by_rows is not None and by_rows.in_slices:
+        down += by_rows.kept_bytes
+    elif by_rows is not None and by_rows.gradient_bytes:
         rounded -= by_rows.table.rounded_bytes
         trained -= by_rows.table.trained
         down += by_rows.sum_bytes(number)
     sliced = sliced_head(facts, layout, at_home)
-    if sliced is not None and sliced.group in at_home and not (by_rows and by_rows.in_slices):
+    if sliced is not None:
         group = sliced.group
         at_head = group.rounded_bytes if number == 2 else FP32_BYTES * group.trained
         rounded -= group.rounded_bytes

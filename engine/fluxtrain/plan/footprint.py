@@ -132,6 +132,7 @@ def footprint(facts: ModelFacts, layout: Layout, *, has_gpu: bool) -> Footprint:
     staging = _staging(facts, layout, at_home, by_rows, sliced)
     if by_rows is not None:
         shared += by_rows.sum_bytes(layout.passes - 1)
+        shared += by_rows.kept_bytes * (by_rows.in_slices and layout.accumulates)
     kept_gradients = at_device.gradient_bytes(accumulates=layout.accumulates)
     kept_weights = at_device.weight_bytes + facts.loose_bytes
     device = {

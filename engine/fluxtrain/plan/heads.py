@@ -24,7 +24,6 @@ from fluxtrain.plan.facts import (
 from fluxtrain.units import bytes_text
 
 SLICES_GAIN = 1.02  # a head in slices has to be faster by so much: the prediction errs as far
-WAITING_SLICES_GAIN = 2.0
 SLICE_BYTES = 64 << 20  # of weights: 1.3 ms on a bus of 50 GB/s, and wide enough for a GPU's matmul
 LOGITS_CHUNK_BYTES = 256 << 20  # fp32 logits of one chunk of tokens
 FUSED_LOGITS_BYTES = 512 << 20  # on a GPU: logits in the activations' dtype, their slope in place
@@ -102,14 +101,6 @@ def heads_for(facts: ModelFacts, wishes: Wishes) -> tuple[Head, ...]:
     if wishes.head != "auto":
         return (wishes.head,)
     return ("whole", "slices")
-
-
-def slices_gain(facts: ModelFacts, passes: int) -> float:
-    """How many times as fast slices have to be to be taken in place of the whole. Those of a tied
-    head are added up on the host in the second of several backward passes, and everybody waits for
-    it: they are for what fits in no other way."""
-    tied = facts.head is not None and facts.head.tied
-    return WAITING_SLICES_GAIN if tied and passes > 1 else SLICES_GAIN
 
 
 def comes_apart(facts: ModelFacts) -> bool:

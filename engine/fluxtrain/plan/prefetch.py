@@ -200,7 +200,7 @@ def prefetch_choice(
     else:
         gain = "no gain" if more_s >= step_s else f"{duration_text(more_s)} in place of {told}"
         because = f"{beside}; one more would take {bytes_text(slot_bytes)} for {gain}"
-    return (ChoiceMade(name="prefetch", value=str(max(1, slots - 1)), because=because),)
+    return (ChoiceMade(name="placement.prefetch", value=str(max(1, slots - 1)), because=because),)
 
 
 def without_times(facts: ModelFacts, layout: Layout) -> tuple[ChoiceMade, ...]:
@@ -208,5 +208,5 @@ def without_times(facts: ModelFacts, layout: Layout) -> tuple[ChoiceMade, ...]:
     slots = slot_count(facts, layout)
     because = f"{slots} slots for blocks that stream, as {layout.offload} has where no times choose"
     because = because if layout.slots is None else "as set"
-    made = ChoiceMade(name="prefetch", value=str(max(1, slots - 1)), because=because)
+    made = ChoiceMade(name="placement.prefetch", value=str(max(1, slots - 1)), because=because)
     return (made,) if slots else ()

@@ -23,7 +23,7 @@ from fluxtrain.plan.footprint import (
     keepable_count,
     kept_block_bytes,
 )
-from fluxtrain.plan.heads import slices_gain
+from fluxtrain.plan.heads import SLICES_GAIN
 from fluxtrain.plan.moments import faster_of_both
 from fluxtrain.plan.prefetch import FEWEST_SLOTS, slots_for
 from fluxtrain.plan.rates import Rates
@@ -152,8 +152,7 @@ class Dial:
         """Boundaries that stay count where they make the step shorter, and else last: what is left
         is theirs, and no slot of weights is given up for copies that are hidden."""
         layout, row = one.layout, self.search.facts.row
-        gain = slices_gain(self.search.facts, layout.passes)
-        step_s = took.step_s * (gain if layout.head == "slices" else 1.0)
+        step_s = took.step_s * (SLICES_GAIN if layout.head == "slices" else 1.0)
         staying = layout.boundaries_on_device
         spared_s = 0.0
         if staying and row is not None and self.rates.has_gpu:

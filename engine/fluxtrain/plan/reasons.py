@@ -163,6 +163,7 @@ def _settings(wishes: Wishes) -> tuple[_Setting, ...]:
             "placement.chunk_rows", "chunk_rows", replace(wishes, chunk_rows=None), "chunk_rows"
         ),
         _Setting("placement.kept_blocks", "kept_blocks", replace(wishes, kept_blocks=None)),
+        _Setting("placement.prefetch", "slots", replace(wishes, slots=None)),
         _Setting(f"placement.{resident}", resident, replace(wishes, resident_blocks=None)),
         _Setting(f"placement.{device}", device, replace(wishes, device_groups=None)),
         _Setting(

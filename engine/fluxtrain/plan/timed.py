@@ -19,10 +19,10 @@ from fluxtrain.plan.boundaries import staying_words
 from fluxtrain.plan.cost import passes_s
 from fluxtrain.plan.facts import ModelFacts, Room, Wishes
 from fluxtrain.plan.footprint import Layout, head_copied, kept_count, slot_count
-from fluxtrain.plan.heads import slices_gain
+from fluxtrain.plan.heads import SLICES_GAIN
 from fluxtrain.plan.moments import moments_choice
 from fluxtrain.plan.placement import RunPlacement, place
-from fluxtrain.plan.prefetch import prefetch_choice
+from fluxtrain.plan.prefetch import prefetch_choice, without_times
 from fluxtrain.plan.ranked import Dial, TimedLayout
 from fluxtrain.plan.rates import Rates
 from fluxtrain.plan.reasons import embedding_choice, head_choice, wished_to_keep
@@ -168,8 +168,8 @@ def _choices(
 
 def _prefetch_choice(dial: Dial, layout: Layout) -> tuple[ChoiceMade, ...]:
     facts, slots = dial.search.facts, slot_count(dial.search.facts, layout)
-    if not slots:
-        return ()
+    if not slots or dial.search.wishes.slots is not None:
+        return without_times(facts, layout)
     forward_s, _, backward_s = passes_s(facts, layout, dial.rates)
     fewer_s, step_s, more_s = (
         dial.cost_of(replace(layout, slots=some)).step_s for some in (slots - 1, slots, slots + 1)
@@ -197,8 +197,7 @@ def _head_choice(
         return told
     why = because("head", layout.head)
     if layout.head == "whole":
-        gain = slices_gain(dial.search.facts, layout.passes)
-        why += f"; slices are taken where they are predicted to be {gain - 1:.0%} faster"
+        why += f"; slices are taken where they are predicted to be {SLICES_GAIN - 1:.0%} faster"
     return tuple(ChoiceMade(name=one.name, value=one.value, because=why) for one in told)
 
 

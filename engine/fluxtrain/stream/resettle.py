@@ -79,15 +79,9 @@ def resettle(
     gone.clear()
     moves.clear()
     _tidy(engine, at_home, kept_blocks, boundaries_on_device)
-    engine.plan = replace(
-        engine.plan,
-        device_groups=device_groups,
-        resident_blocks=resident_blocks,
-        kept_blocks=kept_blocks,
-        boundaries_on_device=boundaries_on_device,
-        slots=slots,
-        need=need,
-    )
+    placed = {"device_groups": device_groups, "resident_blocks": resident_blocks, "slots": slots}
+    placed |= {"kept_blocks": kept_blocks, "boundaries_on_device": boundaries_on_device}
+    engine.plan = replace(engine.plan, **placed, need=need)  # type: ignore[arg-type]
     engine.chunk_rows = chunk_rows
     choose_keepers(engine)
     engine.copy_ahead_for_the_next_step()

@@ -68,7 +68,7 @@ def wrap(  # noqa: PLR0913  # each is one choice of the user, by keyword
     resident_blocks: of so many blocks at home the weights stay on the device too.
     device_groups: so many parts live there with gradients and states (None: by memory).
     device_first: of those the `embedding` comes first, or `blocks` do.
-    kept_blocks: so many blocks with weights on the device keep activations, not computed again.
+    kept_blocks: so many blocks with weights there keep activations, which saves their recompute.
     states: AdamW's moments in `fp32`, `bf16` (rounded at random) or `8bit` (as bitsandbytes).
     boundaries: where blocks' inputs wait for backward: `device`, `host`, `auto` (host with `max`).
     eager: every step will be one (`Engine.begin_eager_step`): plan less memory for gradients.
@@ -83,17 +83,9 @@ def wrap(  # noqa: PLR0913  # each is one choice of the user, by keyword
     _refuse_unsupported(model)
     words: Any = {"offload": offload, "boundaries": boundaries, "embedding": embedding}
     words |= {"head": head, "device_first": device_first}  # any other word is refused
-    wishes = Wishes(
-        **words,
-        chunk_rows=chunk_rows,
-        device_groups=device_groups,
-        resident_blocks=resident_blocks,
-        kept_blocks=kept_blocks,
-        budget_bytes=budget_bytes,
-        eager=eager,
-        deferred_moments=deferred_moments or None,
-        slots=slots,
-    )
+    words |= {"device_groups": device_groups, "resident_blocks": resident_blocks, "slots": slots}
+    words |= {"chunk_rows": chunk_rows, "kept_blocks": kept_blocks, "eager": eager}
+    wishes = Wishes(**words, budget_bytes=budget_bytes, deferred_moments=deferred_moments or None)
     _put_engine(model, _compute_device(device), wishes, states, overlap=overlap)
     return model
 

@@ -11,6 +11,7 @@ SETTINGS = {
     "kept_blocks": "placement.kept_blocks",
     "boundaries": "placement.boundaries",
     "chunk_rows": "placement.chunk_rows",
+    "prefetch": "placement.prefetch",
     "embedding": "placement.embedding",
     "head": "placement.head",
     "aggressiveness": "placement.aggressiveness",

@@ -263,13 +263,17 @@ class PlacementSettings(Section):
     )
     resident_blocks: Annotated[int, Field(ge=0)] | Auto = Field(
         default="auto",
-        description="of so many of the other blocks the weights stay on the device; auto chooses "
-        "from free memory",
+        description="of so many other blocks the weights stay on the device; auto: by free memory",
     )
     kept_blocks: Annotated[int, Field(ge=0)] | Auto = Field(
         default="auto",
-        description="of so many blocks whose weights stay on the device the activations stay too, "
+        description="so many blocks whose weights stay on the device keep their activations there "
         "and are not computed again; auto fills what is left of a GPU",
+    )
+    prefetch: Positive | Auto = Field(
+        default="auto",
+        description="so many streamed blocks are copied ahead of the one that computes; auto: as "
+        "few as hide the copies, by measured times",
     )
     embedding: Literal["auto", "whole", "rows"] = Field(
         default="auto",

@@ -206,6 +206,7 @@ def wishes_of(
         device_first=None if wished.device_first == "auto" else wished.device_first,
         resident_blocks=None if wished.resident_blocks == "auto" else wished.resident_blocks,
         kept_blocks=None if wished.kept_blocks == "auto" else wished.kept_blocks,
+        slots=None if wished.prefetch == "auto" else wished.prefetch + 1,
         budget_bytes=None if wished.budget_gib is None else max(1, int(wished.budget_gib * GIB)),
         data_rows=data_rows,
         passes=config.train.accumulation,
