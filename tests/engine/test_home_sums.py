@@ -252,17 +252,18 @@ def test_forgotten_rows_leave_no_memory_on_the_device() -> None:
     assert engine.gradients.device_bytes == before
 
 
+@pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("head", ["whole", "slices"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gradients_of_passes_are_those_of_everything_on_the_device(
-    dtype: torch.dtype, head: str, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, head: str, tied: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An untied head, whole or in slices, blocks and an embedding by rows."""
+    """A head, whole or in slices, blocks and an embedding by rows."""
     monkeypatch.setattr(heads, "SLICE_BYTES", 1)
     monkeypatch.setattr(heads, "MULTIPLE_WORDS", 128)
     found = []
     for offload in ("none", "weights"):
-        model = llama(dtype)
+        model = llama(dtype, tie_word_embeddings=tied)
         placed = {"embedding": "rows", "head": head} if offload == "weights" else {}
         fluxtrain.wrap(model, device="cpu", offload=offload, **placed)
         engine = engine_of(model)
