@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -276,6 +277,26 @@ def test_a_timed_plan_takes_slices_only_where_they_are_predicted_faster_by_the_m
     told = next(choice for choice in plan.choices if choice.name == "placement.head")
     other = "whole" if better else "slices"
     assert told.value == plan.head and (other in told.because or "fits" in told.because)
+
+
+@pytest.mark.parametrize("device", [16, 24, 48])
+@pytest.mark.parametrize("batch", [4, 8, 32])
+def test_no_other_choice_is_said_to_be_faster_for_a_head_in_slices_that_was_not_worth_it(
+    device: float, batch: int
+) -> None:
+    plan = place_timed(model(), room(device), Wishes(batch_rows=batch), Timing(rates=RATES))
+    told = {choice.name: choice.because for choice in plan.choices}
+    compared = 0
+    for name in ("device_groups", "device_first", "resident_blocks", "boundaries", "chunk_rows"):
+        beside = re.match(
+            r"(\S+) (m?s) a step is predicted, and (\S+) (m?s) with ", told[f"placement.{name}"]
+        )
+        if beside is not None:
+            compared += 1
+            number, unit, other, other_unit = beside.groups()
+            scale = {"s": 1.0, "ms": 0.001}
+            assert float(number) * scale[unit] <= float(other) * scale[other_unit], told
+    assert compared
 
 
 def test_both_ways_are_chosen_somewhere() -> None:

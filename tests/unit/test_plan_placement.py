@@ -279,6 +279,19 @@ def test_a_host_that_is_too_small_for_fp32_states_is_told_of_8_bit_ones() -> Non
         place_for_any_rows(replace(facts, row=None), gpu(8, host_gib=16), Wishes())
 
 
+def test_a_host_that_is_too_small_for_sums_of_several_passes_is_told_of_one() -> None:
+    wish = Wishes(batch_rows=2, passes=2)
+    with pytest.raises(DoesNotFit, match=r": train\.accumulation=1 fits"):
+        place(qwen(), gpu(8, host_gib=23.5), wish)
+    place(qwen(), gpu(8, host_gib=23.5), replace(wish, passes=1))
+
+
+def test_rows_of_several_passes_are_not_said_to_be_all_of_the_data() -> None:
+    plan = place(qwen(), gpu(24), Wishes(data_rows=3, passes=1000))
+    told = {choice.name: choice.because for choice in plan.choices}
+    assert "3 rows for each of 1000 backward passes" in told["train.batch_rows"]
+
+
 def test_a_length_that_would_fit_is_named() -> None:
     long = qwen(sequence_length=1 << 17)
     with pytest.raises(DoesNotFit, match=r"data\.sequence_length=\d+ fits"):

@@ -295,6 +295,7 @@ def test_a_refusal_names_a_setting_that_really_fits(
         },
         "placement.offload": {"offload": value or "auto"},
         "train.batch_rows": {"batch_rows": int(value) if value.isdigit() else None},
+        "train.accumulation": {"passes": 1},
         "placement.budget_gib": {"budget_bytes": None},
         "all of placement": UNPLACED,
         "train.batch_rows and all of placement": {**UNPLACED, "batch_rows": None},

@@ -173,6 +173,7 @@ def _settings(wishes: Wishes) -> tuple[_Setting, ...]:
         ),
         _Setting("placement.offload", "offload", replace(wishes, offload="auto"), "offload"),
         _Setting("train.batch_rows", "batch_rows", replace(wishes, batch_rows=None), "batch_rows"),
+        _Setting("train.accumulation", "passes", replace(wishes, passes=1), "passes"),
         _Setting("placement.budget_gib", "budget_bytes", replace(wishes, budget_bytes=None)),
         _Setting("all of placement", "every argument", unplaced),
         _Setting(
@@ -267,7 +268,8 @@ def _batch(search: Search, layout: Layout) -> str:
     if layout.batch_rows == BATCH_LIMIT_ROWS:
         return f"{BATCH_LIMIT_ROWS} rows fit, the most that is chosen by itself"
     if wishes.data_rows is not None and layout.batch_rows * 2 > wishes.data_rows:
-        return f"the data has {wishes.data_rows} rows, and each epoch needs a step"
+        share = f" for each of {wishes.passes} backward passes" if wishes.passes > 1 else ""
+        return f"the data has {wishes.data_rows} rows{share}, and each epoch needs a step"
     doubled = replace(wishes, batch_rows=layout.batch_rows * 2)
     if wishes.offload == "auto" and layout.offload != "max":
         doubled = replace(doubled, offload="weights")

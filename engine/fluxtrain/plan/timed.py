@@ -133,7 +133,8 @@ def _choices(
         others = [one for one in within if getattr(one.layout, name) != value]
         if not others:
             return "nothing else fits"
-        other = dial.fastest(others)
+        alike = [one for one in others if name == "head" or one.layout.head == layout.head]
+        other = dial.fastest(alike or others)
         with_it = duration_text(other.cost.step_s)
         return f"{seconds} a step is predicted, and {with_it} with {getattr(other.layout, name)}"
 
