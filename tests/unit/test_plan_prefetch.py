@@ -284,3 +284,24 @@ def test_the_plan_takes_a_third_slot_where_it_is_predicted_to_pay() -> None:
     layout = plan.layout()
     rates = replace(RATES, h2d_bytes_per_s=20e9)
     assert cost(facts, layout, rates).step_s < cost(facts, replace(layout, slots=2), rates).step_s
+
+
+@pytest.mark.parametrize("timed", [True, False])
+@pytest.mark.parametrize(
+    ("slots", "at_once", "value", "why"),
+    [
+        (4, 1, "3", "as set"),
+        (1001, 1, "5", "1000 as set, and 6 blocks stream"),
+        (2, 2, "2", "1 as set, and parts that compute with 2 blocks at once need 3 slots"),
+    ],
+)
+def test_a_number_that_was_asked_for_is_told_with_what_becomes_of_it(
+    slots: int, at_once: int, value: str, why: str, *, timed: bool
+) -> None:
+    facts = replace(model(layers=6, trained=False), groups_at_once=at_once)
+    wishes = Wishes(
+        batch_rows=4, offload="weights", device_groups=0, resident_blocks=0, slots=slots
+    )
+    plan = place_timed(facts, gpu(24), wishes, Timing(rates=RATES) if timed else None)
+    (told,) = (choice for choice in plan.choices if choice.name == "placement.prefetch")
+    assert (told.value, told.because) == (value, why)

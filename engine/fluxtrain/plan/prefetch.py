@@ -27,6 +27,7 @@ from fluxtrain.plan.footprint import (
     parked_count,
     slot_count,
     streamed,
+    streamed_count,
 )
 from fluxtrain.plan.rates import Rates
 from fluxtrain.telemetry.events import ChoiceMade
@@ -204,9 +205,18 @@ def prefetch_choice(
 
 
 def without_times(facts: ModelFacts, layout: Layout) -> tuple[ChoiceMade, ...]:
-    """The same where no times are known."""
+    """The same where no times are known, or a number was asked for."""
     slots = slot_count(facts, layout)
+    if not slots:
+        return ()
     because = f"{slots} slots for blocks that stream, as {layout.offload} has where no times choose"
-    because = because if layout.slots is None else "as set"
-    made = ChoiceMade(name="placement.prefetch", value=str(max(1, slots - 1)), because=because)
-    return (made,) if slots else ()
+    ahead = max(1, slots - 1)
+    if layout.slots is not None:
+        because = "as set"
+        asked = max(1, layout.slots - 1)
+        if asked > ahead:
+            because = f"{asked} as set, and {streamed_count(facts, layout)} blocks stream"
+        elif asked < ahead:
+            because = f"{asked} as set, and parts that compute with {facts.groups_at_once} blocks "
+            because += f"at once need {slots} slots"
+    return (ChoiceMade(name="placement.prefetch", value=str(ahead), because=because),)
