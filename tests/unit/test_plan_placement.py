@@ -204,7 +204,7 @@ def test_a_model_whose_rows_are_not_known_takes_half_of_the_budget() -> None:
     assert "which leaves the rest to activations" in because(middle)["placement.device_groups"]
     assert [c.name for c in middle.choices] == [
         "placement.offload", "placement.device_groups", "placement.resident_blocks",
-        "prefetch",
+        "placement.prefetch",
     ]  # fmt: skip
 
 
