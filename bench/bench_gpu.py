@@ -351,6 +351,7 @@ def report(
             "boundaries": plan.boundaries,
             "boundaries_on_device": plan.boundaries_on_device,
             "kept_blocks": plan.kept_blocks,
+            "slots": plan.slots or None,
             "embedding": plan.embedding,
             "head": plan.head,
             "deferred_moments": plan.deferred_moments,

@@ -74,6 +74,7 @@ def layout_of_result(row: dict[str, Any]) -> Layout:
              "boundaries", "chunk_rows", "embedding", "deferred_moments", "eager")  # fmt: skip
     found = {name: row[name] for name in names} | {"head": row.get("head", "whole")}
     found["boundaries_on_device"] = row.get("boundaries_on_device", 0)
+    found["slots"] = row.get("slots")  # None: as many as results had that do not say it
     return Layout(batch_rows=row["batch"], **found)
 
 
@@ -111,7 +112,8 @@ def lanes_of(trace: Path) -> StepLanes:
 def measured_terms(step: StepLanes, found: Attribution) -> dict[str, float]:
     """Seconds by the names of `predicted_terms`."""
     on_gpu = [one for one in step.intervals if one.lane == "gpu"]
-    head = next(one for one in on_gpu if one.kind == "head")
+    heads = [one for one in on_gpu if one.kind == "head"]  # in slices: forward and backward
+    begins_s, left_s = heads[0].start_s, max(one.stop_s for one in heads)
     ends_s = max(one.stop_s for one in on_gpu if one.kind in ("backward", "gradients"))
 
     def took(lane: str, *kinds: str) -> float:
@@ -121,10 +123,11 @@ def measured_terms(step: StepLanes, found: Attribution) -> dict[str, float]:
     waited_s = sum(found.waits_s.values())
     return {
         "forward, computing": found.work_s["forward"],
-        "forward, with its waits": head.start_s,
-        "head and loss": head.duration_s,
+        "forward, with its waits": begins_s,
+        "head and loss, computing": found.work_s["head"],
+        "head and loss, with its waits": left_s - begins_s,
         "backward, computing": found.work_s["backward"] + found.work_s["gradients"],
-        "backward, with its waits": ends_s - head.stop_s,
+        "backward, with its waits": ends_s - left_s,
         "optimizer on the device": found.work_s.get("update", 0.0),
         "after it, until the next step": max(0.0, step.length_s - ends_s - took("gpu", "update")),
         "AdamW on the host": took("cpu", "update"),
@@ -141,7 +144,8 @@ def predicted_terms(plan: Cost) -> dict[str, float]:
     return {
         "forward, computing": plan.forward_s,
         "forward, with its waits": plan.forward_phase_s,
-        "head and loss": plan.head_s,
+        "head and loss, computing": plan.head_s,
+        "head and loss, with its waits": plan.head_s,
         "backward, computing": plan.backward_s,
         "backward, with its waits": plan.backward_phase_s,
         "optimizer on the device": plan.device_update_s,

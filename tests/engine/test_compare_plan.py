@@ -46,11 +46,12 @@ def test_the_terms_of_a_recorded_step_add_up_to_it(trace: Path) -> None:
     step = compare_plan.lanes_of(trace)
     terms = compare_plan.measured_terms(step, attribute(step))
     computing_s = (
-        terms["forward, computing"] + terms["head and loss"] + terms["backward, computing"]
+        terms["forward, computing"] + terms["head and loss, computing"]
+        + terms["backward, computing"]
         + terms["optimizer on the device"] + terms["computation waits"]
     )  # fmt: skip
     phases_s = (
-        terms["forward, with its waits"] + terms["head and loss"]
+        terms["forward, with its waits"] + terms["head and loss, with its waits"]
         + terms["backward, with its waits"] + terms["after it, until the next step"]
     )  # fmt: skip
     assert computing_s == pytest.approx(terms["step"], rel=0.02)
