@@ -77,5 +77,5 @@ def _ended(state: RunState) -> Status | None:
     if state.done.exit_code == EXIT_FINISHED:
         return Status("finished", "FINISHED")
     if state.done.exit_code in (EXIT_INTERRUPTED, EXIT_TERMINATED):
-        return Status("stopped", "STOPPED", state.done.resume_with or "its checkpoint is written")
+        return Status("stopped", "STOPPED", state.done.resume_with or "nothing is kept of it")
     return Status("failed", "FAILED", f"exit code {state.done.exit_code}")

@@ -190,6 +190,17 @@ def test_an_interrupt_while_a_run_is_loaded_names_its_folder_and_what_it_holds(
     assert RunDir(run).liveness() == "interrupted"
 
 
+def test_an_interrupt_before_the_configuration_is_written_offers_no_way_to_go_on(
+    tmp_path: Path,
+) -> None:
+    ended = interrupted_at(tmp_path, "fluxtrain.train.run.write_run_file", "train", "--demo")
+    (run,) = (tmp_path / "runs").iterdir()
+    assert ended.stderr == f"stopped: stopped before a step was made: {run} holds its log alone\n"
+    assert "--resume" not in ended.stdout
+    assert ended.returncode == EXIT_INTERRUPTED
+    assert not (run / "run.json").exists()
+
+
 def test_a_dry_run_that_is_interrupted_leaves_nothing_and_says_so(tmp_path: Path) -> None:
     ended = interrupted_at(tmp_path, "fluxtrain.train.run.load_ingredients", "dry-run", "--demo")
     assert ended.stderr.endswith("stopped: the dry run was stopped and left nothing\n")

@@ -100,11 +100,11 @@ def train(
     limit = machine.memory_total_bytes
     with Session(target.run_dir, live_fd=live_fd, json=json, host_limit_bytes=limit) as session:
         opened(target.run_dir.path)
-        hello = first_hello(config, target.run_dir, machine.line())
-        session.announcer.emit(hello)
+        session.announcer.emit(hello := first_hello(config, target.run_dir, machine.line()))
         session.listen()
         session.announcer.phase("loading")
         write_run_file(target.run_dir, config, machine)
+        session.configured()
         checkpoint = _checkpoint_of(target, session)
         device = choose_device(config)
         seed_everything(config.train.seed)

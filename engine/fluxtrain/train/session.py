@@ -67,11 +67,8 @@ class Session:
         self.state = RunState()
         self.model_path: str | None = None
         self.measured: dict[str, Any] = {}
-        held = "its configuration and its log alone"
-        if run_dir.checkpoints.exists():
-            held = "what it held before"
         self._afterwards, self._began = self.signals.words, False
-        self.signals.words = f"stopped before a step was made: {run_dir.path} holds {held}"
+        self.configured()
 
     def __enter__(self) -> Session:
         self.signals.__enter__()
@@ -99,6 +96,15 @@ class Session:
         """Answer commands and show signs of life; after the first event was written."""
         self._control.start()
         self.gauges.start()
+
+    def configured(self) -> None:
+        """What is kept when a signal ends the run now, before a step; again once there is more."""
+        held = "its log alone"
+        if self.run_dir.checkpoints.exists():
+            held = "what it held before"
+        elif self.run_dir.run.exists():
+            held = "its configuration and its log alone"
+        self.signals.words = f"stopped before a step was made: {self.run_dir.path} holds {held}"
 
     def begin_training(self) -> None:
         """From here on a signal ends the run after a step, with a checkpoint."""
@@ -186,7 +192,7 @@ class Session:
             loss=self.state.last_loss,
             evaluation_loss=self.state.evaluation_loss,
             model_path=self.model_path,
-            resume_with=self.resume_command if code else None,
+            resume_with=self.resume_command if code and self.run_dir.run.exists() else None,
         )
 
     def _say(self, write: Callable[..., object], *arguments: object) -> None:
