@@ -10,7 +10,7 @@ from tempfile import TemporaryFile
 from typing import Any
 
 from children import run_python
-from verdicts import Told, outcome_of, verdict
+from verdicts import BOUND, Told, outcome_of, verdict
 
 HERE = Path(__file__).parent
 NAME = "kernels"
@@ -97,12 +97,18 @@ def _of_threads(found: Found, threads: int) -> tuple[dict[str, Found], float | N
 def _told(rows: dict[str, Found], most_per_s: float | None) -> list[Told]:
     below = [name for name in STREAMED if rows[name]["of_stream"] < OF_STREAM]
     which = f" ({', '.join(name.removeprefix('adamw, ') for name in below)})" if below else ""
-    enough = rows[NARROW]["of_fp32"] >= NARROW_BESIDE_FP32
-    gained = verdict(enough)
-    if not enough and most_per_s:
-        share = rows[NARROW]["per_s"] / most_per_s
-        gained += f", at {share:.1%} of what arithmetic allows" if share >= OF_STREAM else ""
     return [
         Told(f"{OF_STREAM:.0%}: {verdict(not below)}{which}", outcome_of(not below)),
-        Told(f"{NARROW_BESIDE_FP32}x: {gained}", outcome_of(enough)),
+        _narrow(rows[NARROW], most_per_s),
     ]
+
+
+def _narrow(row: Found, most_per_s: float | None) -> Told:
+    """The gain of 8-bit states. Where it is too small, arithmetic may be what allows no more."""
+    wanted = f"{NARROW_BESIDE_FP32}x"
+    if row["of_fp32"] < NARROW_BESIDE_FP32 and most_per_s:
+        share = row["per_s"] / most_per_s
+        if share >= BOUND:
+            return Told(f"{wanted}: BOUND, at {share:.1%} of what arithmetic allows", "bound")
+    enough = row["of_fp32"] >= NARROW_BESIDE_FP32
+    return Told(f"{wanted}: {verdict(enough)}", outcome_of(enough))
