@@ -82,13 +82,14 @@ class SlowDevice(CpuDevice):
     ) -> Ticket:  # fmt: skip
         ticket = SlowTicket(self.stalls)
         self.asked.append(ticket)
+        worker = self._up if all(one.done() for one in follows) else self._behind
 
         def issue(done: Future[None] | None) -> None:
             error = None if done is None else done.exception()
             if error is not None:
                 ticket.fail(error)
             else:
-                ticket.issue(lambda: self._up.submit(lambda: self._copy(to, source, follows)))
+                ticket.issue(lambda: worker.submit(lambda: self._copy(to, source, follows)))
 
         if after is None or after.done():
             issue(after)

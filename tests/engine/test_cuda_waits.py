@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from fluxtrain.memory import device as devices
+from fluxtrain.memory.cuda_ticket import CudaTicket
 from fluxtrain.memory.current_stream import CurrentStream
 from fluxtrain.memory.stalls import Stalls
 
@@ -49,8 +49,8 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return state
 
 
-def issued(stream: CurrentStream) -> devices._CudaTicket:
-    ticket = devices._CudaTicket(Stalls(), stream)
+def issued(stream: CurrentStream) -> CudaTicket:
+    ticket = CudaTicket(Stalls(), stream)
     ticket._issued.set()
     return ticket
 
@@ -97,7 +97,7 @@ def test_the_computation_waits_for_a_copy_under_way(driver: dict[str, Any]) -> N
 
 
 def test_a_copy_that_failed_says_so_whoever_waits(driver: dict[str, Any]) -> None:
-    ticket = devices._CudaTicket(Stalls(), CurrentStream(torch.device("cuda", 0)))
+    ticket = CudaTicket(Stalls(), CurrentStream(torch.device("cuda", 0)))
     ticket.fail(RuntimeError("the update failed"))
     assert ticket.failed() and not ticket.done()
     for wait in (ticket.wait_host, lambda: ticket.wait_compute("weights")):

@@ -13,6 +13,11 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import fluxtrain
+from fluxtrain.memory.arena import HostArena
+from fluxtrain.memory.cuda_ticket import CudaTicket
+from fluxtrain.memory.device import CudaDevice
+from fluxtrain.memory.page_locks import LOCKS
+from fluxtrain.methods.known_packing import known_packing
 from fluxtrain.plan import heads
 from fluxtrain.stream.engine import engine_of
 
@@ -36,6 +41,8 @@ PLACES: dict[str, dict[str, Any]] = {
 OF_TIED = [place for place in PLACES if place != "head in slices"]  # which need the rows too
 # Of the norm, for losses, norms and gradients in fp32. Slices add up otherwise than a whole head.
 CLOSE, CLOSE_IN_SLICES = 1e-4, 1e-3
+SIZE = 32 << 20
+LATE = 400_000_000  # clocks, some 0.2 s
 
 
 @pytest.fixture(autouse=True)
@@ -169,3 +176,124 @@ def test_accumulated_gradients_at_home_have_the_bits_of_those_on_the_device(
 ) -> None:
     there, home = at_home_and_on_the_device(PLACES[place], dtype, tied=tied)
     assert [name for name in there if not torch.equal(home[name], there[name])] == []
+
+
+# -- an upload that waits for a way home ---------------------------------------------------------
+
+
+@pytest.fixture
+def waiting_is_an_error() -> Iterator[None]:
+    """Where a test says so."""
+    yield
+    torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.fixture
+def device(waiting_is_an_error: None) -> Iterator[CudaDevice]:
+    one = CudaDevice(torch.device("cuda"))
+    yield one
+    torch.cuda.set_sync_debug_mode("default")
+    one.close()
+
+
+def held_up(device: CudaDevice) -> None:
+    """Downloads begin some time from now."""
+    torch.cuda.synchronize()
+    with torch.cuda.stream(device._down):
+        torch.cuda._sleep(LATE)
+
+
+def on_device(device: CudaDevice, value: int) -> Tensor:
+    return device.for_copies(torch.full((SIZE,), value, dtype=torch.uint8, device="cuda"))
+
+
+def locked(value: int) -> tuple[HostArena, Tensor]:
+    arena = HostArena(SIZE, pin=True)
+    assert arena.pinned_bytes == SIZE
+    return arena, arena.tensor(torch.uint8, SIZE, 0).fill_(value)
+
+
+def test_weights_overtake_a_sum_that_waits_for_its_way_home(device: CudaDevice) -> None:
+    (sums, home), (others, at_home) = locked(0), locked(5)
+    gradient, back, weights = (on_device(device, value) for value in (3, 0, 0))
+    held_up(device)
+    torch.cuda.set_sync_debug_mode("error")
+    down = device.download(home, gradient)
+    behind = device.upload(back, home, None, device.mark(), [down])
+    overtaking = device.upload(weights, at_home, None, device.mark())
+    torch.cuda.set_sync_debug_mode("default")
+    overtaking.wait_host()
+    assert not down.done() and not behind.done()
+    behind.wait_compute("gradients")
+    assert int(back.min()) == int(back.max()) == 3
+    assert int(weights.min()) == int(weights.max()) == 5
+    assert isinstance(down, CudaTicket) and isinstance(behind, CudaTicket)
+    assert down.end.elapsed_time(behind._start) >= 0
+    assert sums.size_bytes == others.size_bytes
+
+
+def test_memory_stays_locked_for_a_copy_that_others_overtook(
+    device: CudaDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arena, home = locked(7)
+    _, landing = other = locked(0)
+    back, weights, leaving = (on_device(device, 0) for _ in range(3))
+    held_up(device)
+    down = device.download(landing, leaving)
+    behind = device.upload(back, home, None, None, [down])
+    device.upload(weights, home, None, None).wait_host()  # the newest copy of this memory
+    assert not behind.done()
+    unregister, made = LOCKS._unregister, []
+
+    def noted(address: int) -> None:
+        made.append(behind.done())
+        unregister(address)
+
+    monkeypatch.setattr(LOCKS, "_unregister", noted)
+    del arena, home
+    assert made == [True]
+    torch.cuda.synchronize()
+    assert int(back.min()) == int(weights.min()) == 7
+    assert other[0].size_bytes == SIZE
+    monkeypatch.undo()
+
+
+def test_device_memory_is_given_away_after_a_copy_that_was_overtaken(device: CudaDevice) -> None:
+    arena, home = locked(1)
+    _, landing = other = locked(0)
+    back, leaving = on_device(device, 0), on_device(device, 0)
+    held_up(device)
+    device.upload(back, home, None, None, [device.download(landing, leaving)])
+    del back, leaving
+    fresh = [torch.zeros(SIZE, dtype=torch.uint8, device="cuda") for _ in range(2)]
+    torch.cuda.synchronize()
+    assert [int(one.max()) for one in fresh] == [0, 0]
+    assert arena.size_bytes == other[0].size_bytes
+
+
+@pytest.mark.parametrize("place", ["at home", "some at home", "boundaries at home"])
+def test_sums_whose_ways_home_are_late_are_right_and_nobody_waits(
+    place: str, waiting_is_an_error: None
+) -> None:
+    plain = build()
+    ours = wrapped(plain, PLACES[place])
+    plain.to("cuda")
+    device = engine_of(ours).device
+    assert isinstance(device, CudaDevice)
+    draw = torch.Generator().manual_seed(0)
+    batches = [torch.randint(0, WORDS, (ROWS, TOKENS), generator=draw) for _ in range(9)]
+    for number, ids in enumerate(ids.pin_memory() for ids in batches):
+        there = ids.cuda()
+        (plain(input_ids=there, labels=there, use_cache=False).loss / len(batches)).backward()
+        if number >= 6:  # the first passes look at what they compute, and make their memory
+            with torch.cuda.stream(device._down):
+                torch.cuda._sleep(LATE)
+            torch.cuda.set_sync_debug_mode("error")
+        with known_packing(None):
+            loss = ours(input_ids=ids, labels=ids, use_cache=False).loss
+        (loss / len(batches)).backward()
+        torch.cuda.set_sync_debug_mode("default")
+    expected, found = gradients(plain), gradients(ours)
+    for name, gradient in expected.items():
+        assert float((found[name] - gradient).norm() / gradient.norm()) < CLOSE, name
+    fluxtrain.unwrap(ours)

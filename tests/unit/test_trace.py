@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -150,3 +151,23 @@ def test_a_run_that_fails_leaves_its_trace_and_its_error(tmp_path: Path) -> None
     with traced(run, None, said.append):
         pass
     assert len(said) == 2
+
+
+def test_copies_that_cross_two_at_a_time_are_on_threads_of_their_own() -> None:
+    spans = [(0.0, 0.2), (0.1, 0.2), (0.2, 0.3), (0.4, 0.05), (0.5, 0.5), (0.6, 0.1)]
+    copies = [Interval("h2d", "weights", str(i), *span) for i, span in enumerate(spans)]
+    copies += [Interval("d2h", "gradients", "", 0.0, 0.2)]
+    later = [Interval("h2d", "weights", "", 0.0, 0.1, began_before=True)]
+    steps = [
+        StepLanes(step=1 + i, wall_s=1e9 + i, length_s=1.0, intervals=intervals)
+        for i, intervals in enumerate((copies, later))
+    ]
+    events = [e for e in trace_events(steps, "demo") if e["ph"] == "X"]
+    of_copies = [e for e in events if e["cat"] == "h2d"]
+    assert len(of_copies) == len(spans) + 1
+    threads: dict[int, list[tuple[float, float]]] = {}
+    for event in of_copies:
+        threads.setdefault(event["tid"], []).append((event["ts"], event["ts"] + event["dur"]))
+    assert len(threads) == 2
+    for mine in threads.values():
+        assert all(a[1] <= b[0] + 0.01 for a, b in pairwise(mine))

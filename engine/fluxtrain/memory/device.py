@@ -1,13 +1,15 @@
 """The two devices that blocks are computed on, and the copies to and from them.
 
-On CUDA the copies run on two streams of their own, one a direction. On CPU the "device" is a
-separate buffer and the copies run on two threads, so that streaming is exercised for real.
-A `Ticket` is one copy under way; all waiting goes through it.
+On CUDA the copies run on streams of their own, one a direction, and a third for uploads that wait
+for other copies (sums of gradients whose way home is not over): those queued behind them, weights,
+wait for nothing. On CPU the "device" is a separate buffer and the copies run on two threads, with
+a third that waits, so that streaming is exercised for real. A `Ticket` is one copy under way; all
+waiting goes through it.
 """
 
 from __future__ import annotations
 
-import threading
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -18,6 +20,7 @@ import torch
 from torch import Tensor
 
 from fluxtrain.memory import page_locks
+from fluxtrain.memory.cuda_ticket import CudaTicket
 from fluxtrain.memory.current_stream import CurrentStream
 from fluxtrain.memory.heap import Heap
 from fluxtrain.memory.recorder import CudaClock, HostClock, Instant, Recorder
@@ -64,7 +67,8 @@ class Device(Protocol):
         follows: Sequence[Ticket] = (), *, urgent: bool = False,
     ) -> Ticket:  # fmt: skip
         """Copy host `source` to device `to` once `after` is done, `free` has passed and the
-        copies `follows` have arrived. urgent: not behind copies that still wait for theirs."""
+        copies `follows` have arrived. One that still waits for these holds up none but its like:
+        later ones may come first. urgent: not behind copies that still wait for their `after`."""
 
     def download(self, to: Tensor, source: Tensor) -> Ticket:
         """Copy device `source` to host `to` once the computation so far is done."""
@@ -114,7 +118,8 @@ class _CpuTicket:
 
 
 class CpuDevice:
-    """The host's own memory as a device; copies run on one thread a direction."""
+    """The host's own memory as a device; copies run on one thread a direction, and those that
+    follow others are handed to it by a thread that waits for these."""
 
     pins = False
 
@@ -123,6 +128,7 @@ class CpuDevice:
         self.recorder = Recorder(HostClock())
         self.stalls = Stalls(self.recorder)
         self._up = Worker("flux-upload")
+        self._behind = Worker("flux-upload-behind")
         self._down = Worker("flux-download")
         self._staging = (Staging(), Staging()) if self.pins else None
         self._heap = Heap()
@@ -138,27 +144,39 @@ class CpuDevice:
                 earlier.wait_host()
             return _timed(copy, to, source)
 
+        def behind() -> tuple[float, float]:
+            for earlier in follows:
+                earlier.wait_host()
+            return self._up.submit(job).result()
+
         copy = self._copying(source, 0)
         if urgent and after is None and not follows:  # this thread is the computation's
             made: Future[tuple[float, float]] = Future()
             made.set_result(_timed(copy, to, source))
             return _CpuTicket(made, self.stalls)
-        ticket = _CpuTicket(self._up.submit(job), self.stalls)
+        waits = not _all_arrived(follows)
+        ticket = _CpuTicket(
+            self._behind.submit(behind) if waits else self._up.submit(job), self.stalls
+        )
         if after is None:  # else it may wait for the thread that lets the memory go
-            self._note(source, "h2d", self._up, ticket)
+            workers = (self._up, self._behind) if waits else (self._up,)
+            self._note(source, "h2d behind" if waits else "h2d", workers, ticket)
         return ticket
 
     def download(self, to: Tensor, source: Tensor) -> Ticket:
         work = partial(_timed, self._copying(to, 1), to, source)
         ticket = _CpuTicket(self._down.submit(work), self.stalls)
-        self._note(to, "d2h", self._down, ticket)
+        self._note(to, "d2h", (self._down,), ticket)
         return ticket
 
-    def _note(self, home: Tensor, way: str, worker: Worker, ticket: _CpuTicket) -> None:
+    def _note(self, home: Tensor, way: str, made_by: Sequence[Worker], ticket: _CpuTicket) -> None:
         """Memory that is locked, as for a GPU, stays so until the copy has been made."""
         arena = page_locks.LOCKS.arena_of(home) if self.pins else None
         if arena is not None:
-            arena.under_way[way] = partial(worker.unless_here, ticket.wait_host)
+            wait: Callable[[], None] = ticket.wait_host
+            for worker in made_by:
+                wait = partial(worker.unless_here, wait)
+            arena.under_way[way] = wait
 
     def _copying(self, home: Tensor, way: int) -> Copy:
         """How to copy from (way 0) or to (1) host memory `home`."""
@@ -177,8 +195,8 @@ class CpuDevice:
         self._heap.tidy()
 
     def close(self) -> None:
-        self._up.close()
-        self._down.close()
+        for worker in (self._behind, self._up, self._down):  # the first hands on to the second
+            worker.close()
 
 
 def _timed(copy: Copy, to: Tensor, source: Tensor) -> tuple[float, float]:
@@ -194,81 +212,9 @@ def _sent(to: Tensor, source: Tensor) -> Wait:
     return lambda: None
 
 
-class _CudaTicket:
-    def __init__(self, stalls: Stalls, current: CurrentStream) -> None:
-        self._stalls, self._current = stalls, current
-        self._issued = threading.Event()
-        self._arrived = False  # as was seen: whoever asks the driver again lets other threads go on
-        self._start = torch.cuda.Event(enable_timing=True)
-        self.end = torch.cuda.Event(enable_timing=True)
-        self._error: BaseException | None = None
-
-    def issue(self, stream: torch.cuda.Stream, copy: Callable[[], None]) -> None:
-        try:
-            with torch.cuda.stream(stream):
-                self._start.record(stream)
-                copy()
-                self.end.record(stream)
-        except BaseException as error:
-            self._error = error
-            raise
-        finally:
-            self._issued.set()
-
-    def fail(self, error: BaseException) -> None:
-        self._error = error
-        self._issued.set()
-
-    @property
-    def duration_s(self) -> float | None:
-        return self._start.elapsed_time(self.end) / 1e3 if self.done() else None
-
-    def _has_arrived(self) -> bool:
-        """Of a copy that was issued."""
-        if not self._arrived:
-            self._arrived = bool(self.end.query())
-        return self._arrived
-
-    def instants(self) -> tuple[Instant, Instant] | None:
-        return (self._start, self.end) if self._issued.is_set() else None
-
-    def done(self) -> bool:
-        return self._issued.is_set() and self._error is None and self._has_arrived()
-
-    def failed(self) -> bool:
-        return self._issued.is_set() and self._error is not None
-
-    def wait_host(self) -> None:
-        self._wait_issued()
-        if not self._arrived:
-            self.end.synchronize()
-            self._arrived = True
-
-    def wait_compute(self, cause: str) -> None:
-        if not self._issued.is_set():
-            started_s = time.perf_counter()
-            self._wait_issued()
-            self._stalls.add("update", time.perf_counter() - started_s)
-        self._wait_issued()
-        if self._has_arrived():
-            return
-        stream = self._current()
-        before = torch.cuda.Event(enable_timing=True)
-        after = torch.cuda.Event(enable_timing=True)
-        before.record(stream)
-        stream.wait_event(self.end)
-        after.record(stream)
-        self._stalls.add_events(cause, before, after)
-
-    def _wait_issued(self) -> None:
-        if not self._issued.is_set():  # a look takes no lock
-            self._issued.wait()
-        if self._error is not None:
-            raise self._error
-
-
 class CudaDevice:
-    """One NVIDIA GPU; copies run on two streams beside the computation's."""
+    """One NVIDIA GPU; copies run on three streams beside the computation's. Between copies of two
+    streams nothing is ordered but what `free`, `follows` and the computation's waits order."""
 
     pins = True
 
@@ -279,30 +225,37 @@ class CudaDevice:
         self.recorder = Recorder(CudaClock(self.torch_device))
         self.stalls = Stalls(self.recorder)
         self._up = torch.cuda.Stream(self.torch_device)
+        self._behind = torch.cuda.Stream(self.torch_device)  # uploads that wait for other copies
         self._down = torch.cuda.Stream(self.torch_device)
         self._staging = (Staging(), Staging())  # now: later the system may refuse its page locks
         self._up_thread, self._down_thread = Worker("flux-staged-up"), Worker("flux-staged-down")
+        self._behind_thread = Worker("flux-staged-behind")
 
     def upload(
         self, to: Tensor, source: Tensor, after: Future[None] | None, free: Any,
         follows: Sequence[Ticket] = (), *, urgent: bool = False,
     ) -> Ticket:  # fmt: skip
-        ticket = _CudaTicket(self.stalls, self._current)
+        ticket = CudaTicket(self.stalls, self._current)
+        waits = not _all_arrived(follows)
         if not (page_locks.LOCKS.holds(source) and all(map(_was_issued, follows))):
             work = partial(self._staged_up, ticket, to, source, after, free, follows)
-            self._up_thread.submit(work)
+            if waits:
+                self._behind_thread.submit(partial(self._hand_on, follows, work))
+            else:
+                self._up_thread.submit(work)
             return ticket
+        stream = self._behind if waits else self._up
 
         def issue(done: Future[None] | None) -> None:
             if done is not None and done.exception() is not None:
                 ticket.fail(done.exception() or RuntimeError())
                 return
             if free is not None:
-                self._up.wait_event(free)
+                stream.wait_event(free)
             for earlier in follows:
-                if isinstance(earlier, _CudaTicket):
-                    self._up.wait_event(earlier.end)
-            _issue(ticket, self._up, to, source, home=source)
+                if isinstance(earlier, CudaTicket):
+                    stream.wait_event(earlier.end)
+            _issue(ticket, stream, to, source, home=source)
 
         if after is None or after.done():
             issue(after)
@@ -311,7 +264,7 @@ class CudaDevice:
         return ticket
 
     def download(self, to: Tensor, source: Tensor) -> Ticket:
-        ticket = _CudaTicket(self.stalls, self._current)
+        ticket = CudaTicket(self.stalls, self._current)
         if not page_locks.LOCKS.holds(to):
             work = partial(self._staged_down, ticket, to, source, self.mark())
             self._down_thread.submit(work)
@@ -320,8 +273,16 @@ class CudaDevice:
         _issue(ticket, self._down, to, source, home=to)
         return ticket
 
+    def _hand_on(self, follows: Sequence[Ticket], work: Callable[[], None]) -> None:
+        """On a thread: what follows copies under way, once they are made, to the thread of those
+        that wait for none, which asks how they ended."""
+        for earlier in follows:
+            with contextlib.suppress(BaseException):
+                earlier.wait_host()
+        self._up_thread.submit(work)
+
     def _staged_up(
-        self, ticket: _CudaTicket, to: Tensor, source: Tensor, after: Future[None] | None,
+        self, ticket: CudaTicket, to: Tensor, source: Tensor, after: Future[None] | None,
         free: Any, follows: Sequence[Ticket],
     ) -> None:  # fmt: skip
         """On a thread: from memory that is not page-locked, which is read here and now, or behind
@@ -339,7 +300,7 @@ class CudaDevice:
         ticket.issue(self._up, lambda: self._staging[0].up(to, source, partial(_send, self._up)))
 
     def _staged_down(
-        self, ticket: _CudaTicket, to: Tensor, source: Tensor, point: torch.cuda.Event
+        self, ticket: CudaTicket, to: Tensor, source: Tensor, point: torch.cuda.Event
     ) -> None:
         """On a thread: to memory that is not page-locked; issued once the bytes are there."""
         self._down.wait_event(point)
@@ -347,7 +308,7 @@ class CudaDevice:
         ticket.issue(self._down, lambda: self._staging[1].down(to, source, send))
 
     def for_copies(self, memory: Tensor) -> Tensor:
-        for stream in (self._up, self._down):
+        for stream in (self._up, self._behind, self._down):
             memory.record_stream(stream)
         return memory
 
@@ -360,10 +321,15 @@ class CudaDevice:
         return None  # torch's allocator of device memory reuses what is free
 
     def close(self) -> None:
-        self._up_thread.close()
-        self._down_thread.close()
-        self._up.synchronize()
-        self._down.synchronize()
+        for worker in (self._behind_thread, self._up_thread, self._down_thread):
+            worker.close()
+        for stream in (self._up, self._behind, self._down):
+            stream.synchronize()
+
+
+def _all_arrived(copies: Sequence[Ticket]) -> bool:
+    """Is there none that a copy behind them would wait for?"""
+    return all(copy.done() for copy in copies)
 
 
 def _was_issued(ticket: Ticket) -> bool:
@@ -372,13 +338,13 @@ def _was_issued(ticket: Ticket) -> bool:
 
 
 def _issue(
-    ticket: _CudaTicket, stream: torch.cuda.Stream, to: Tensor, source: Tensor, *, home: Tensor
+    ticket: CudaTicket, stream: torch.cuda.Stream, to: Tensor, source: Tensor, *, home: Tensor
 ) -> None:
     """Queue a copy from or to `home`, which stays locked until it has been made."""
     arena = page_locks.LOCKS.arena_of(home)  # None: torch's own allocator does the same for its own
     ticket.issue(stream, lambda: _queue_copy(to, source))
     if arena is not None:
-        arena.under_way["h2d" if home is source else "d2h"] = ticket.wait_host
+        arena.under_way[stream] = ticket.wait_host
 
 
 def _queue_copy(to: Tensor, source: Tensor) -> None:

@@ -1,8 +1,9 @@
 """What every stream and thread did during one optimizer step: intervals in lanes.
 
 A lane does one thing at a time: the computation, the copies in each direction, the optimizer on the
-host, the disk. Two more tell why: `stall` is the computation waiting for something, `host` is what
-the thread that drives it was busy with.
+host, the disk. Only of copies to a GPU two can cross at a time, where one waited for others. Two
+more tell why: `stall` is the computation waiting for something, `host` is what the thread that
+drives it was busy with.
 """
 
 from __future__ import annotations

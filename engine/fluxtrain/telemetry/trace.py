@@ -1,7 +1,8 @@
 """The lanes of steps as a trace for Perfetto (ui.perfetto.dev) and chrome://tracing.
 
 JSON in the Trace Event Format: one process a run, one thread a lane, a complete ("X") event an
-interval, with times in microseconds.
+interval, with times in microseconds. Copies to the device can cross two at a time; those that began
+before another had ended have a thread of their own, since events of one have to be nested or apart.
 https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 """
 
@@ -24,13 +25,15 @@ from fluxtrain.telemetry.ring import RingReader, read_ring
 from fluxtrain.telemetry.rundir import RunDir
 from fluxtrain.telemetry.storage import NO_SPACE_ERRNOS, storage_error
 
+_BESIDE = "h2d beside"  # a thread, no lane
 THREADS = {
     "step": "step", "gpu": "gpu: computation", "stall": "gpu: waits", "h2d": "h2d: to the device",
-    "d2h": "d2h: to the host", "cpu": "cpu: optimizer", "disk": "disk",
-    "host": "host: the loop",
+    _BESIDE: "h2d: beside those", "d2h": "d2h: to the host", "cpu": "cpu: optimizer",
+    "disk": "disk", "host": "host: the loop",
 }  # fmt: skip
 VIEWER = "https://ui.perfetto.dev"
 _PROCESS = 1
+_APART_S = 5e-7  # half of what times are rounded to
 
 
 def recorded_steps(run: str | Path) -> tuple[RunDir, list[StepLanes]]:
@@ -61,7 +64,7 @@ def trace_events(steps: Sequence[StepLanes], run_id: str) -> Iterator[dict[str, 
     for lane, title in THREADS.items():
         yield _named("thread_name", _thread(lane), title)
         yield {**_named("thread_sort_index", _thread(lane), ""), "args": {"sort_index": _at(lane)}}
-    first_s = steps[0].wall_s if steps else 0.0
+    first_s, until_s = (steps[0].wall_s if steps else 0.0), 0.0
     for step in steps:
         begin_s = step.wall_s - first_s
         left_out = {"merged": step.merged, "late": step.late, "dropped": step.dropped}
@@ -73,7 +76,11 @@ def trace_events(steps: Sequence[StepLanes], run_id: str) -> Iterator[dict[str, 
             facts: dict[str, Any] = {"step": step.step, "kind": one.kind}
             if one.pieces > 1:
                 facts["pieces"] = one.pieces
-            yield _event(one.lane, name, begin_s + one.start_s, one.duration_s, facts)
+            lane, start_s = one.lane, begin_s + one.start_s
+            if lane == "h2d":
+                lane = lane if start_s > until_s - _APART_S else _BESIDE
+                until_s = until_s if lane == _BESIDE else start_s + one.duration_s
+            yield _event(lane, name, start_s, one.duration_s, facts)
 
 
 def write_trace(path: Path, steps: Sequence[StepLanes], run_id: str) -> int:
@@ -147,8 +154,9 @@ def _write(file: BinaryIO, steps: Sequence[StepLanes], run_id: str) -> None:
 def _event(
     lane: str, name: str, start_s: float, duration_s: float, facts: dict[str, Any]
 ) -> dict[str, Any]:
+    category = "h2d" if lane == _BESIDE else lane
     return {
-        "name": name, "cat": lane, "ph": "X", "pid": _PROCESS, "tid": _thread(lane),
+        "name": name, "cat": category, "ph": "X", "pid": _PROCESS, "tid": _thread(lane),
         "ts": round(start_s * 1e6, 3), "dur": round(duration_s * 1e6, 3), "args": facts,
     }  # fmt: skip
 
@@ -158,7 +166,7 @@ def _named(what: str, thread: int, name: str) -> dict[str, Any]:
 
 
 def _thread(lane: str) -> int:
-    return 0 if lane == "step" else 1 + LANES.index(lane)
+    return 0 if lane == "step" else 1 + (*LANES, _BESIDE).index(lane)
 
 
 def _at(lane: str) -> int:

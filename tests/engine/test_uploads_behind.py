@@ -1,0 +1,246 @@
+"""An upload that waits for other copies holds up none but its like."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import random
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fluxtrain.memory.arena import HostArena
+from fluxtrain.memory.cuda_ticket import CudaTicket
+from fluxtrain.memory.device import CpuDevice, CudaDevice, Ticket
+from fluxtrain.memory.gradients import Gradients
+from fluxtrain.memory.group import Group
+from tests.engine.granted import Granted, granting
+from tests.engine.slow_device import SlowDevice
+from tests.engine.test_home_sums import Told, group, of, one_pass
+
+COUNT, LIMIT_S = 1000, 10.0
+
+
+@pytest.fixture
+def device() -> Iterator[CpuDevice]:
+    one = CpuDevice()
+    yield one
+    one.close()
+
+
+@pytest.fixture
+def come(device: CpuDevice) -> Iterator[threading.Event]:
+    """Downloads wait until it is set."""
+    come = threading.Event()
+    device._down.submit(lambda: come.wait(LIMIT_S))
+    yield come
+    come.set()
+
+
+def host(value: float) -> Tensor:
+    return torch.full((COUNT,), value)
+
+
+def arrives(ticket: Ticket) -> bool:
+    """In time?"""
+    until_s = time.monotonic() + LIMIT_S / 2
+    while not ticket.done() and time.monotonic() < until_s:
+        time.sleep(0.001)
+    return ticket.done()
+
+
+def test_weights_overtake_a_sum_that_waits_for_its_way_home(
+    device: CpuDevice, come: threading.Event
+) -> None:
+    home, back, weights = host(0.0), host(0.0), host(0.0)
+    down = device.download(home, host(3.0))
+    behind = device.upload(back, home, None, None, [down])
+    assert arrives(device.upload(weights, host(5.0), None, None))
+    assert torch.equal(weights, host(5.0)) and not behind.done()
+    come.set()
+    behind.wait_host()
+    assert torch.equal(back, host(3.0))
+
+
+def test_what_follows_a_copy_that_was_made_keeps_its_place(
+    device: CpuDevice, come: threading.Event
+) -> None:
+    made = device.upload(host(0.0), host(1.0), None, None)
+    made.wait_host()
+    behind = device.upload(host(0.0), host(1.0), None, None, [device.download(host(0.0), host(1))])
+    assert arrives(device.upload(host(0.0), host(2.0), None, None, [made])) and not behind.done()
+
+
+def test_an_upload_behind_one_that_failed_fails_too(
+    device: CpuDevice, come: threading.Event
+) -> None:
+    begins = threading.Event()
+    device._up.submit(lambda: begins.wait(LIMIT_S))
+    too_small = device.upload(host(0.0)[:1], host(1.0), None, None)
+    behind = device.upload(host(0.0), host(1.0), None, None, [too_small])
+    begins.set()
+    with pytest.raises(AssertionError):
+        behind.wait_host()
+    assert behind.failed()
+    device.upload(host(0.0), host(1.0), None, None).wait_host()
+
+
+@pytest.fixture
+def locks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Granted]:
+    yield from granting(monkeypatch)
+
+
+def test_memory_stays_locked_for_a_copy_that_others_overtook(
+    locks: Granted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = CpuDevice()
+    come = threading.Event()
+    device._down.submit(lambda: come.wait(LIMIT_S))
+    arena = HostArena(4 * COUNT, pin=True)
+    home = arena.tensor(torch.float32, COUNT, 0)
+    down = device.download(host(0.0), host(1.0))
+    behind = device.upload(host(0.0), home, None, None, [down])
+    assert arrives(device.upload(host(0.0), home, None, None))  # the newest copy of this memory
+    early: dict[int, bool] = {}
+    monkeypatch.setattr(locks, "_unregister", lambda at: early.update({at: not behind.done()}))
+    address = arena.address
+    timer = threading.Timer(0.1, come.set)
+    timer.start()
+    del arena, home
+    gc.collect()
+    assert early == {address: False}
+    timer.join()
+    device.close()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_sums_are_right_however_late_their_copies_come(seed: int) -> None:
+    """Passes over groups in any order, some of which raise, and weights between them."""
+    drawn, told = random.Random(seed), Told()
+    device = SlowDevice(seed)
+    gradients = Gradients(device, told.sent, told.brought)
+    handed: list[object] = []
+    submit = device._behind.submit
+    device._behind.submit = lambda work: (handed.append(work), submit(work))[1]  # type: ignore
+    groups = [group(torch.bfloat16) for _ in range(4)]
+    totals: dict[Group, list[Tensor]] = {}
+    slot, weights = torch.zeros(COUNT), [host(float(i)) for i in range(50)]
+    for number in range(20):
+        g = drawn.choice(groups)
+        if drawn.random() < 0.2 and g in totals:
+            gradients.expect(g)
+            gradients.discard()
+        taken = device.upload(slot, weights[number], None, device.mark())
+        values = one_pass(gradients, g, number)
+        before = totals.get(g)
+        totals[g] = (
+            [value.bfloat16().float() for value in values]
+            if before is None
+            else [a + b for a, b in zip(before, values, strict=True)]
+        )
+        taken.wait_compute("weights")
+        assert torch.equal(slot, weights[number])
+    for g, total in totals.items():
+        for found, wanted in zip(of(gradients, g), total, strict=True):
+            assert torch.equal(found, wanted if found.dtype == torch.float32 else wanted.bfloat16())
+    assert handed
+    device.close()
+
+
+# -- a GPU's streams, without a GPU -------------------------------------------------------------
+
+
+class Stream:
+    def __init__(self, *_: object, **__: object) -> None:
+        self.did: list[Any] = []
+
+    def wait_event(self, event: Any) -> None:
+        self.did.append(event)
+
+    def synchronize(self) -> None:
+        self.did.append("synchronized")
+
+
+def faked(stream: Any) -> Stream:
+    assert isinstance(stream, Stream)
+    return stream
+
+
+class Event:
+    def __init__(self, *, enable_timing: bool = False) -> None:
+        self.passed = False
+
+    def record(self, stream: Stream) -> None:
+        pass
+
+    def query(self) -> bool:
+        return self.passed
+
+    def synchronize(self) -> None:
+        self.passed = True
+
+
+@pytest.fixture
+def gpu(locks: Granted, monkeypatch: pytest.MonkeyPatch) -> Iterator[CudaDevice]:
+    """Its copies are made when they are queued, and have arrived when their event says so."""
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentStream", lambda _: (0, 0, 1), raising=False)
+    monkeypatch.setattr(locks, "_locked_by_torch", lambda memory: False)
+    device = CudaDevice(torch.device("cuda", 0))
+    yield device
+    device.close()
+    every: list[Any] = [device._up, device._behind, device._down]
+    assert all(stream.did[-1] == "synchronized" for stream in every)
+
+
+def locked(value: float) -> tuple[HostArena, Tensor]:
+    arena = HostArena(4 * COUNT, pin=True)
+    return arena, arena.tensor(torch.float32, COUNT, 0).fill_(value)
+
+
+def test_the_stream_of_weights_waits_for_no_way_home(gpu: CudaDevice) -> None:
+    arena, home = locked(0.0)
+    up, behind = (faked(stream) for stream in (gpu._up, gpu._behind))
+    down = gpu.download(home, host(3.0))
+    free = gpu.mark()
+    late = gpu.upload(host(0.0), home, None, free, [down])
+    assert isinstance(down, CudaTicket) and behind.did == [free, down.end] and up.did == []
+    weights = gpu.upload(host(0.0), home, None, free)
+    assert up.did == [free]
+    assert set(arena.under_way) == {gpu._down, gpu._behind, gpu._up}
+    assert isinstance(late, CudaTicket) and isinstance(weights, CudaTicket)
+    weights.end.passed = True  # type: ignore[attr-defined]
+    del home
+    arena.__del__()  # of what was locked
+    assert late.done() and down.done()
+
+
+def test_a_sum_that_is_home_goes_up_with_the_weights(gpu: CudaDevice) -> None:
+    arena, home = locked(0.0)
+    down = gpu.download(home, host(3.0))
+    down.wait_host()
+    gpu.upload(host(0.0), home, None, None, [down])
+    assert isinstance(down, CudaTicket)
+    assert faked(gpu._up).did == [down.end] and faked(gpu._behind).did == []
+    assert arena.pinned_bytes
+
+
+def test_what_is_not_locked_waits_for_its_way_home_on_a_thread_of_its_own(gpu: CudaDevice) -> None:
+    come, home, back = threading.Event(), host(0.0), host(0.0)
+    gpu._down_thread.submit(lambda: come.wait(LIMIT_S))
+    down = gpu.download(home, host(3.0))
+    late = gpu.upload(back, home, None, None, [down])
+    weights = gpu.upload(host(0.0), host(5.0), None, None)
+    assert isinstance(weights, CudaTicket) and weights._issued.wait(LIMIT_S / 2)
+    assert late.instants() is None
+    come.set()
+    late.wait_host()
+    assert torch.equal(back, host(3.0))
