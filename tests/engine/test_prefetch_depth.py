@@ -98,3 +98,8 @@ def test_with_two_slots_the_next_streamed_block_is_asked_for_past_a_resident_one
 def test_a_number_of_slots_that_makes_no_sense_is_refused(tiny: Any, slots: Any) -> None:
     with pytest.raises(BadInput, match="slots is"):
         wrapped(tiny, slots)
+
+
+def test_who_asks_for_no_slots_hears_what_to_do(tiny: Any) -> None:
+    with pytest.raises(BadInput, match="slots is 0: use at least 1, or leave it out"):
+        wrapped(tiny, 0)

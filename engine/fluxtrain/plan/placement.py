@@ -177,7 +177,7 @@ def _found(facts: ModelFacts, room: Room, wishes: Wishes) -> tuple[Search, Layou
     }.items():
         value = getattr(wishes, name)
         if value is not None and value < least:
-            raise BadInput(f"{name} is {value}: use at least {least}, or leave it on auto")
+            raise BadInput(f"{name} is {value}: use at least {least}, or leave it out")
     if wishes.boundaries not in ("auto", "device", "host"):
         raise BadInput(f"boundaries is {wishes.boundaries!r}: use auto, device or host")
     if wishes.device_first not in (None, "embedding", "blocks"):
