@@ -16,8 +16,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from fluxtrain.errors import UnsupportedModel
+from fluxtrain.memory import page_locks
 from fluxtrain.memory.arena import ALIGNMENT_BYTES, HostArena, aligned
 from fluxtrain.memory.group import Group
+from fluxtrain.memory.page_locks import PageLocks
 
 CPU = torch.device("cpu")
 MIB = 1 << 20
@@ -43,6 +45,31 @@ def test_an_arena_is_zero_and_its_tensors_share_memory_but_not_storages() -> Non
     assert first.untyped_storage().nbytes() == 32
     assert second.untyped_storage().data_ptr() == second.data_ptr() == whole.data_ptr() + 128
     assert arena.pinned_bytes == 0
+
+
+def test_memory_to_be_locked_is_made_before_by_all_threads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As far as a lock may be granted; the driver would make it in one thread."""
+    size, made = 64 * MIB, []
+
+    class Locks(PageLocks):
+        def _register(self, address: int, size_bytes: int) -> bool:
+            made.append(resident_bytes() - before)
+            return True
+
+        def _unregister(self, address: int) -> None:
+            pass
+
+    monkeypatch.setattr(page_locks, "LOCKS", Locks(limit_bytes=3 * size // 2))
+    before = resident_bytes()
+    arena = HostArena(size, pin=True)
+    assert arena.pinned_bytes == size and made[0] > size // 2
+    assert not arena.tensor(torch.uint8, size, 0).any()
+    before = resident_bytes()
+    refused = HostArena(size, pin=True)
+    assert refused.pinned_bytes == 0 and len(made) == 1
+    assert resident_bytes() < before + size // 4
 
 
 def test_an_arena_lives_as_long_as_its_tensors_and_no_longer() -> None:

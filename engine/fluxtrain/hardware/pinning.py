@@ -7,7 +7,7 @@ import mmap
 import resource
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from fluxtrain.hardware.rate import TOO_LITTLE, Rate
@@ -15,6 +15,8 @@ from fluxtrain.units import GIB, MIB, bytes_text
 
 SAMPLE_BYTES = GIB
 LEAST_BYTES = 64 * MIB
+HUGE_PAGE_BYTES = 2 * MIB
+TOUCHED_BYTES = 16 * MIB  # smaller memory is locked within some milliseconds
 
 
 def pin_rate(available_bytes: int | None = None, *, sample_bytes: int = SAMPLE_BYTES) -> Rate:
@@ -35,8 +37,10 @@ def pin_rate(available_bytes: int | None = None, *, sample_bytes: int = SAMPLE_B
     runtime: Any = torch.cuda.cudart  # torch gives it no types
     cuda = runtime()
     with mmap.mmap(-1, sample_bytes) as memory:
-        anchor = ctypes.c_char.from_buffer(memory)
         start_s = time.perf_counter()
+        ask_for_huge_pages(memory)
+        touch(memory)
+        anchor = ctypes.c_char.from_buffer(memory)
         error = int(cuda.cudaHostRegister(ctypes.addressof(anchor), sample_bytes, 0))
         taken_s = time.perf_counter() - start_s
         if error == 0:
@@ -50,6 +54,22 @@ def pin_rate(available_bytes: int | None = None, *, sample_bytes: int = SAMPLE_B
             None, f"not measured: CUDA refused to lock {sample} (error {error}){lock_limit_text()}"
         )
     return Rate(sample_bytes / taken_s, f"{sample} locked{lock_limit_text(sample_bytes)}")
+
+
+def ask_for_huge_pages(memory: mmap.mmap) -> None:
+    """Where there is room for some. A kernel without them refuses, and only speed is lost."""
+    if len(memory) >= 2 * HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+
+
+def touch(memory: mmap.mmap) -> None:
+    """Make the pages of a fresh mapping, which stay zero, with all of torch's threads:
+    `cudaHostRegister` would make them in the one that calls it (docs/benchmarks.md)."""
+    import torch
+
+    if len(memory) >= TOUCHED_BYTES:
+        torch.frombuffer(memory, dtype=torch.uint8).zero_()
 
 
 @contextmanager

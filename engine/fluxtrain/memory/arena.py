@@ -1,8 +1,8 @@
 """Host memory in exact sizes, page-locked where a GPU copies from it.
 
 torch's pinned allocator rounds up to powers of two (up to 1.7x), so an arena is an anonymous
-mapping of its own that is registered with CUDA. Untouched pages cost nothing, so an arena may be
-made long before it is filled.
+mapping of its own that is registered with CUDA. What is not locked costs nothing before it is
+touched, so such an arena may be made long before it is filled.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from collections.abc import Callable, Hashable
 import torch
 from torch import Tensor
 
+from fluxtrain.hardware.pinning import ask_for_huge_pages, touch
 from fluxtrain.memory import page_locks
 
-_HUGE_PAGE_BYTES = 2 << 20
 ALIGNMENT_BYTES = 128
 
 
@@ -40,9 +40,9 @@ class HostArena:
     def __init__(self, size_bytes: int, *, pin: bool) -> None:
         self.size_bytes, self.under_way = size_bytes, {}
         self._map = mmap.mmap(-1, max(size_bytes, mmap.PAGESIZE))
-        if size_bytes >= 2 * _HUGE_PAGE_BYTES:
-            with contextlib.suppress(OSError):  # a kernel without huge pages: only speed is lost
-                self._map.madvise(mmap.MADV_HUGEPAGE)
+        ask_for_huge_pages(self._map)
+        if pin and page_locks.LOCKS.may_lock(size_bytes):
+            touch(self._map)
         self.address = torch.frombuffer(self._map, dtype=torch.uint8, count=1).data_ptr()
         locked = pin and size_bytes > 0 and page_locks.LOCKS.lock(self.address, size_bytes, self)
         self.pinned_bytes = size_bytes if locked else 0

@@ -43,11 +43,14 @@ class PageLocks:
         """Of this process, locked by us or by torch's own allocator, in use there or not."""
         return self.locked_bytes + self._torch_bytes()
 
+    def may_lock(self, size_bytes: int) -> bool:
+        """Is there no reason yet to expect a refusal?"""
+        return not self.refused_bytes and self._within(size_bytes)
+
     def lock(self, address: int, size_bytes: int, arena: HostArena | None = None) -> bool:
         """Lock a range, of `arena`; False when the system refuses, now or before."""
         with self._guard:
-            asked = not self.refused_bytes and self._within(size_bytes)
-            if asked and self._register(address, size_bytes):
+            if self.may_lock(size_bytes) and self._register(address, size_bytes):
                 self._sizes[address] = size_bytes
                 bisect.insort(self._starts, address)
                 self.locked_bytes += size_bytes
@@ -74,7 +77,7 @@ class PageLocks:
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Uninitialised host memory, locked if that is granted."""
         size_bytes = torch.Size(shape).numel() * dtype.itemsize
-        if not self.refused_bytes and self._within(size_bytes):
+        if self.may_lock(size_bytes):
             try:
                 return torch.empty(shape, dtype=dtype, pin_memory=True)
             except RuntimeError:
