@@ -16,6 +16,7 @@ HERE = Path(__file__).parent
 NAME = "kernels"
 MOST_S = 75.0  # for arrays, rounds and caches; to import torch comes before
 LIMIT_S = 100.0
+ROUNDS = 15  # of each kernel behind its stream: one differs from the next by some percent
 MILLION = 64  # 1.7 GB of fp32 states and weights: no cache holds them
 OF_STREAM = 0.95
 NARROW_BESIDE_FP32 = 1.5
@@ -32,7 +33,7 @@ def measured(out: Path) -> Found:
     where it was not done, or `error`."""
     path = out / f"{NAME}.json"
     arguments = [str(HERE / "bench_cpu.py"), "--million", str(MILLION), "--json", str(path)]
-    arguments += ["--most-s", str(MOST_S), "--kernels-only"]
+    arguments += ["--most-s", str(MOST_S), "--rounds", str(ROUNDS), "--kernels-only"]
     with (out / f"{NAME}.log").open("w") as log, TemporaryFile("w+") as errors:
         try:
             code = run_python(
