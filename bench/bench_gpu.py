@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import psutil
 import torch
 import yaml
 from gpu_engines import DeepSpeedLoop, FluxLoop, Loop, MastersLoop, ResidentLoop
@@ -226,6 +227,7 @@ class Losses:
 def run(options: argparse.Namespace, watch: MemoryWatch) -> dict[str, Any]:
     """Train some steps and return the row."""
     started_s = time.perf_counter()
+    imports_s = time.time() - psutil.Process().create_time()  # CUDA's context among them
     target = torch.device("cpu" if options.engine == "flux" else "cuda")
     model = random_model(Qwen2Config(**SHAPES[options.shape]), target, torch.device("cuda"))
     if options.engine == "flux":
@@ -256,6 +258,7 @@ def run(options: argparse.Namespace, watch: MemoryWatch) -> dict[str, Any]:
     stalls = {} if engine is None else engine.take_stalls()
     bound = {} if timeline is None else timeline.close(options.trace, options.shape)
     return report(options, parameters, engine, plan, times, read) | {
+        "imports_s": round(imports_s, 1),
         "setup_s": round(setup_s, 1),
         "parameters_trained": parameters,
         **told,

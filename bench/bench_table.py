@@ -19,6 +19,7 @@ import math
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -168,7 +169,8 @@ def targets(
 def brief(name: str, found: Row) -> str:
     """That it is done; verdicts follow when all are."""
     if "step_s" in found:
-        return f"{name}: {found['step_s']:.3f} s, {found['nvml_gib']:.2f} GiB by NVML"
+        took = f" ({found['wall_s']:.0f} s in all)" if "wall_s" in found else ""
+        return f"{name}: {found['step_s']:.3f} s, {found['nvml_gib']:.2f} GiB by NVML{took}"
     return f"{name}: {found.get('error', 'done')}"
 
 
@@ -206,8 +208,10 @@ def measure(
     path = out / f"{name}.json"
     rows.pop(name, None)
     path.unlink(missing_ok=True)
+    started_s = time.perf_counter()
     try:
-        rows[name] = run() | dict(known)
+        found = run()
+        rows[name] = found | {"wall_s": round(time.perf_counter() - started_s, 1)} | dict(known)
     except Stopped:
         if path.exists():
             rows[name] = json.loads(path.read_text()) | dict(known)
