@@ -8,6 +8,7 @@ namespace {
 
 struct Avx2 {
     static constexpr size_t width = 8;
+    static constexpr bool kInterleaved = true;  // vectors of a turn (lanes.h)
     using Float = __m256;
     using Int = __m256i;
 

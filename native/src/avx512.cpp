@@ -8,6 +8,7 @@ namespace {
 
 struct Avx512 {
     static constexpr size_t width = 16;
+    static constexpr bool kInterleaved = false;  // vectors of a turn (lanes.h)
     using Float = __m512;
     using Int = __m512i;
 

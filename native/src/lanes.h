@@ -20,9 +20,10 @@ constexpr size_t kAhead = 512;
 // four times, a tenth slower with AVX2.
 constexpr size_t kLineBytes = 64;
 constexpr size_t kLine = kLineBytes / sizeof(uint16_t);
-// Elements of a turn of the loop, whose vectors may be interleaved. With fp32 weights, which need no
-// unpacking, a turn is one vector: more only cost.
-constexpr size_t kTurn = 2 * kLine;
+// Elements of a turn of the loop whose vectors may be interleaved, and of one whose vectors follow each
+// other. With fp32 weights, which need no unpacking, a turn is one vector: more only cost.
+constexpr size_t kWide = 2 * kLine;
+constexpr size_t kNarrow = kLine;
 
 template <class Set>
 struct KernelsOver {
@@ -61,16 +62,24 @@ struct KernelsOver {
                 __builtin_prefetch(reinterpret_cast<const char*>(at + ahead) + byte);
     }
 
-    // for_each over `streams`, which are in no cache: each line of a turn is fetched ahead where it
-    // begins.
-    template <size_t turn = kTurn, class Body, class... Values>
+    // for_each over `streams`, which are in no cache: each line of a turn is fetched ahead. Vectors are
+    // interleaved where arithmetic takes the time; where memory does, that only keeps it waiting
+    // (docs/benchmarks.md).
+    template <size_t turn = Set::kInterleaved ? kWide : kNarrow, class Body, class... Values>
     static FLUX_INLINE void for_each_fetched(size_t n, Body body, const Values*... streams) {
         size_t done = 0;
         for (; done + turn <= n; done += turn) {
+            if constexpr (turn != kNarrow) {
 #pragma GCC unroll 8
-            for (size_t j = 0; j < turn; j += Set::width) {
-                (fetch_line_of(streams + done, j), ...);
-                body(typename Set::Whole{}, done + j);
+                for (size_t j = 0; j < turn; j += Set::width) {
+                    (fetch_line_of(streams + done, j), ...);
+                    body(typename Set::Whole{}, done + j);
+                }
+            } else {
+                (fetch(streams + done, turn), ...);
+#pragma GCC unroll 1
+                for (size_t j = 0; j < turn; j += Set::width)
+                    body(typename Set::Whole{}, done + j);
             }
         }
         for_each(n - done, [&](auto lanes, size_t j) __attribute__((always_inline)) {
@@ -213,8 +222,9 @@ struct KernelsOver {
 
     static void stream_split(uint16_t* __restrict hi, uint16_t* __restrict lo, float* __restrict m,
                              float* __restrict v, const uint16_t* __restrict grad, size_t n) {
-        // Opaque, or the compiler would see that nothing changes and drop the loads and stores.
-        for_each_fetched(n, [&](auto lanes, size_t i) __attribute__((always_inline)) {
+        // Opaque, or the compiler would see that nothing changes and drop the loads and stores. Wide
+        // turns are the fastest where there is nothing to compute.
+        for_each_fetched<kWide>(n, [&](auto lanes, size_t i) __attribute__((always_inline)) {
             Set::opaque(lanes.load(grad + i));
             lanes.store_low_half(hi + i, Set::opaque(lanes.load(hi + i)));
             lanes.store_low_half(lo + i, Set::opaque(lanes.load(lo + i)));
@@ -226,7 +236,7 @@ struct KernelsOver {
     static void stream_weights(uint16_t* __restrict hi, uint16_t* __restrict lo,
                                const float* __restrict m, const float* __restrict v,
                                const uint16_t* __restrict grad, size_t n) {
-        for_each_fetched(n, [&](auto lanes, size_t i) __attribute__((always_inline)) {
+        for_each_fetched<kWide>(n, [&](auto lanes, size_t i) __attribute__((always_inline)) {
             Set::opaque(lanes.load(grad + i));
             Set::opaque(lanes.load(m + i));
             Set::opaque(lanes.load(v + i));
@@ -237,7 +247,7 @@ struct KernelsOver {
 
     static void stream_moments(float* __restrict m, float* __restrict v,
                                const uint16_t* __restrict grad, size_t n) {
-        for_each_fetched(n, [&](auto lanes, size_t i) __attribute__((always_inline)) {
+        for_each_fetched<kWide>(n, [&](auto lanes, size_t i) __attribute__((always_inline)) {
             Set::opaque(lanes.load(grad + i));
             lanes.store(m + i, Set::opaque(lanes.load(m + i)));
             lanes.store(v + i, Set::opaque(lanes.load(v + i)));

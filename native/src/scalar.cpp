@@ -6,6 +6,7 @@ namespace {
 
 struct Scalar {
     static constexpr size_t width = 1;
+    static constexpr bool kInterleaved = true;  // vectors of a turn (lanes.h)
     using Float = float;
     using Int = uint32_t;
 
