@@ -22,7 +22,7 @@ from fluxtrain.units import GIB
 
 def locked_s(size_bytes: int, *, touched: bool) -> float:
     """Seconds until an arena stands; it is gone afterwards. SystemExit where it is not locked."""
-    touch = pinning.touch if touched else lambda memory: None
+    touch = pinning.touch if touched else lambda memory: False
     with mock.patch.object(arenas, "touch", touch):
         starts_s = time.perf_counter()
         arena = arenas.HostArena(size_bytes, pin=True)

@@ -47,29 +47,45 @@ def test_an_arena_is_zero_and_its_tensors_share_memory_but_not_storages() -> Non
     assert arena.pinned_bytes == 0
 
 
-def test_memory_to_be_locked_is_made_before_by_all_threads(
+class Locks(PageLocks):
+    """Grants one lock and refuses the next; `made` has what the process grew by before each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.made = resident_bytes(), []
+
+    def _register(self, address: int, size_bytes: int) -> bool:
+        self.made.append(resident_bytes() - self.before)
+        return len(self.made) == 1
+
+    def _unregister(self, address: int) -> None:
+        pass
+
+
+def test_memory_is_made_before_it_is_locked_and_given_back_where_that_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As far as a lock may be granted; the driver would make it in one thread."""
-    size, made = 64 * MIB, []
-
-    class Locks(PageLocks):
-        def _register(self, address: int, size_bytes: int) -> bool:
-            made.append(resident_bytes() - before)
-            return True
-
-        def _unregister(self, address: int) -> None:
-            pass
-
-    monkeypatch.setattr(page_locks, "LOCKS", Locks(limit_bytes=3 * size // 2))
-    before = resident_bytes()
+    size, locks = 64 * MIB, Locks()
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    monkeypatch.setattr(page_locks, "LOCKS", locks)
     arena = HostArena(size, pin=True)
-    assert arena.pinned_bytes == size and made[0] > size // 2
+    assert arena.pinned_bytes == size and locks.made[0] > size // 2
     assert not arena.tensor(torch.uint8, size, 0).any()
-    before = resident_bytes()
+    locks.before = resident_bytes()
     refused = HostArena(size, pin=True)
-    assert refused.pinned_bytes == 0 and len(made) == 1
-    assert resident_bytes() < before + size // 4
+    assert refused.pinned_bytes == 0 and locks.made[1] > size // 2
+    assert resident_bytes() < locks.before + size // 4
+    assert not refused.tensor(torch.uint8, size, 0)[:: 1 << 16].any()
+    again = HostArena(size, pin=True)  # nobody asks again
+    assert again.pinned_bytes == 0 and len(locks.made) == 2
+
+
+def test_one_thread_leaves_the_pages_to_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    locks = Locks()
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    monkeypatch.setattr(page_locks, "LOCKS", locks)
+    assert HostArena(64 * MIB, pin=True).pinned_bytes
+    assert locks.made[0] < 16 * MIB
 
 
 def test_an_arena_lives_as_long_as_its_tensors_and_no_longer() -> None:

@@ -63,13 +63,23 @@ def ask_for_huge_pages(memory: mmap.mmap) -> None:
             memory.madvise(mmap.MADV_HUGEPAGE)
 
 
-def touch(memory: mmap.mmap) -> None:
+def touch(memory: mmap.mmap) -> bool:
     """Make the pages of a fresh mapping, which stay zero, with all of torch's threads:
-    `cudaHostRegister` would make them in the one that calls it (docs/benchmarks.md)."""
+    `cudaHostRegister` would make them in the one that calls it (docs/benchmarks.md). False where
+    that would not be faster: little memory, one thread."""
     import torch
 
-    if len(memory) >= TOUCHED_BYTES:
-        torch.frombuffer(memory, dtype=torch.uint8).zero_()
+    if len(memory) < TOUCHED_BYTES or torch.get_num_threads() == 1:
+        return False
+    torch.frombuffer(memory, dtype=torch.uint8).zero_()
+    return True
+
+
+def give_back(memory: mmap.mmap) -> None:
+    """The pages of a mapping that was touched and not written: it is zero and costs nothing."""
+    if hasattr(mmap, "MADV_DONTNEED"):
+        with suppress(OSError):
+            memory.madvise(mmap.MADV_DONTNEED)
 
 
 @contextmanager
