@@ -24,7 +24,10 @@ def __getattr__(name: str) -> Any:
     if name == "__version__":
         from importlib import metadata  # it brings the mail parser: 10 ms
 
-        return metadata.version("fluxtrain")
+        try:
+            return metadata.version("fluxtrain")
+        except metadata.PackageNotFoundError:
+            return "unknown"  # run from its sources, not installed
     if name in _LAZY:
         return getattr(import_module(_LAZY[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -28,13 +28,21 @@ _REPORTED = ("torch", "transformers", "safetensors", "tokenizers", "numpy", "pyd
 def write_run_file(run_dir: RunDir, config: RunConfig, machine: Machine) -> None:
     """run.json: what was asked for, with which versions, on which machine."""
     versions = {"python": platform.python_version(), "fluxtrain": fluxtrain.__version__}
-    versions |= {name: metadata.version(name) for name in _REPORTED}
+    versions |= {name: _version(name) for name in _REPORTED}
     content = {
         "config": config.model_dump(mode="json"),
         "versions": versions,
         "machine": {"line": machine.line(), **msgspec.to_builtins(machine)},
     }
     run_dir.write_json(run_dir.run, content)
+
+
+def _version(name: str) -> str:
+    """Of a package that is in use; some are put beside a program without saying what they are."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "unknown"
 
 
 def write_plan_file(
