@@ -75,6 +75,7 @@ def layout_of_result(row: dict[str, Any]) -> Layout:
     found = {name: row[name] for name in names} | {"head": row.get("head", "whole")}
     found["boundaries_on_device"] = row.get("boundaries_on_device", 0)
     found["slots"] = row.get("slots")  # None: as many as results had that do not say it
+    found["passes"] = row.get("passes", 1)
     return Layout(batch_rows=row["batch"], **found)
 
 
@@ -170,7 +171,8 @@ def main() -> None:
     options = parser.parse_args()
     row = result_of(options.result)
     facts, layout = facts_of_result(row), layout_of_result(row)
-    plan = cost(facts, layout, rates_of_result(row), exact=not layout.eager)
+    exact = not layout.eager
+    plan = cost(facts, layout, rates_of_result(row), exact=exact, passes=layout.passes)
     need = footprint(facts, layout, has_gpu=True)
     print(f"{row['shape']}, batch {row['batch']}; bound by {plan.binds}")
     print(f"{'':<32}{'predicted':>11}{'measured':>11}{'error':>9}")
@@ -179,7 +181,9 @@ def main() -> None:
     if recorded_s is not None:
         _line("median step, as it was planned", 1e3 * recorded_s, 1e3 * row["step_s"])
     _line("median step, predicted anew", 1e3 * plan.step_s, 1e3 * row["step_s"])
-    if options.trace is not None:
+    if options.trace is not None and layout.passes > 1:
+        print(f"its lanes are not compared: {layout.passes} passes have several of each part")
+    elif options.trace is not None:
         step = lanes_of(options.trace)
         found = attribute(step)
         measured = measured_terms(step, found)

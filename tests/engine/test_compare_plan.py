@@ -76,6 +76,22 @@ def test_a_result_is_predicted_anew_from_what_it_recorded(
     assert "copies to the device" in told
 
 
+def test_several_passes_are_predicted_and_their_lanes_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result, anew_ms = tmp_path / "row.json", []
+    monkeypatch.setattr(sys, "argv", ["compare_plan.py", str(result), str(TRACES[0])])
+    for passes in (1, 4):
+        result.write_text(json.dumps(ROW | {"passes": passes}))
+        compare_plan.main()
+        told = capsys.readouterr().out
+        lines = told.splitlines()
+        line = next(line for line in lines if line.startswith("median step, predicted anew"))
+        anew_ms.append(float(line.split()[4]))
+    assert anew_ms[1] == pytest.approx(4 * anew_ms[0], rel=0.05)
+    assert told.endswith("its lanes are not compared: 4 passes have several of each part\n")
+
+
 @pytest.mark.parametrize(
     ("without", "instead", "told"),
     [
