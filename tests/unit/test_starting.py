@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from fluxtrain.errors import EXIT_INTERRUPTED
+from fluxtrain.errors import EXIT_INTERRUPTED, EXIT_TERMINATED
 from fluxtrain.starting import _EXIT_INTERRUPTED, Starting
 from fluxtrain.telemetry.rundir import RunDir
 
@@ -131,7 +131,9 @@ main(sys.argv[1:])
 """
 
 
-def interrupted_at(tmp_path: Path, place: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+def interrupted_at(
+    tmp_path: Path, place: str, *arguments: str, by: signal.Signals = signal.SIGINT
+) -> subprocess.CompletedProcess[str]:
     """The command, interrupted where the function `place` is called."""
     module, _, name = place.rpartition(".")
     process = subprocess.Popen(
@@ -143,7 +145,7 @@ def interrupted_at(tmp_path: Path, place: str, *arguments: str) -> subprocess.Co
     while not (tmp_path / "reached").exists():
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.01)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(by)
     told = process.communicate(timeout=60)
     return subprocess.CompletedProcess([], process.returncode, *told)
 
@@ -190,15 +192,48 @@ def test_an_interrupt_while_a_run_is_loaded_names_its_folder_and_what_it_holds(
     assert RunDir(run).liveness() == "interrupted"
 
 
-def test_an_interrupt_before_the_configuration_is_written_offers_no_way_to_go_on(
+CODES = {
+    signal.SIGINT: EXIT_INTERRUPTED,
+    signal.SIGTERM: EXIT_TERMINATED,
+    signal.SIGHUP: EXIT_TERMINATED,
+}
+
+
+@pytest.mark.parametrize("by", CODES)
+def test_a_run_that_is_stopped_before_its_configuration_is_written_leaves_no_folder(
+    tmp_path: Path, by: signal.Signals
+) -> None:
+    place = "fluxtrain.train.run.write_run_file"
+    ended = interrupted_at(tmp_path, place, "train", "--demo", by=by)
+    assert ended.stderr == "stopped: stopped before a step was made: nothing was kept\n"
+    assert "--resume" not in ended.stdout
+    assert ended.returncode == CODES[by]
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
+def test_a_folder_of_the_user_keeps_the_log_of_a_run_without_a_configuration(
     tmp_path: Path,
 ) -> None:
-    ended = interrupted_at(tmp_path, "fluxtrain.train.run.write_run_file", "train", "--demo")
-    (run,) = (tmp_path / "runs").iterdir()
-    assert ended.stderr == f"stopped: stopped before a step was made: {run} holds its log alone\n"
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    what = ("train", "--demo", "--run-dir", str(mine))
+    ended = interrupted_at(tmp_path, "fluxtrain.train.run.write_run_file", *what)
+    assert ended.stderr == f"stopped: stopped before a step was made: {mine} holds its log alone\n"
     assert "--resume" not in ended.stdout
-    assert ended.returncode == EXIT_INTERRUPTED
-    assert not (run / "run.json").exists()
+    assert (mine / "engine.log").exists() and not (mine / "run.json").exists()
+
+
+@pytest.mark.parametrize("by", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "place", ["fluxtrain.train.run.read_machine", "fluxtrain.train.session.Emitter"]
+)
+def test_a_run_that_is_terminated_before_it_wrote_anything_leaves_no_folder(
+    tmp_path: Path, place: str, by: signal.Signals
+) -> None:
+    ended = interrupted_at(tmp_path, place, "train", "--demo", by=by)
+    assert ended.stderr == "stopped: interrupted before anything was started\n"
+    assert ended.returncode == EXIT_TERMINATED
+    assert list((tmp_path / "runs").iterdir()) == []
 
 
 def test_a_dry_run_that_is_interrupted_leaves_nothing_and_says_so(tmp_path: Path) -> None:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
-from fluxtrain.errors import BadInput, Interrupted
+from fluxtrain.errors import EXIT_INTERRUPTED, EXIT_TERMINATED, BadInput, Interrupted
 from fluxtrain.telemetry.rundir import RunDir, runs_root
 from fluxtrain.train.config import RunConfig, validate
 
@@ -45,23 +48,72 @@ def new_run(config: RunConfig) -> Target:
 
 @contextlib.contextmanager
 def truly_told(target: Target) -> Iterator[None]:
-    """A run that ends before anything is written about it leaves no directory that was made for
-    it. Of one that is interrupted while no `Session` takes interrupts, what it holds is told.
+    """A run that ends before anything is written about it, or is stopped before its configuration
+    is, leaves no directory that was made for it. Of one that is interrupted or terminated while no
+    `Session` takes signals, what it holds is told.
 
     Raises:
         Interrupted: in place of `KeyboardInterrupt`, where the directory is there.
     """
     run_dir = target.run_dir
     try:
-        yield
+        with _terminations_raised():
+            yield
     except BaseException as error:
         if target.made:
             run_dir.remove_if_bare()
-        if not isinstance(error, KeyboardInterrupt) or not run_dir.path.exists():
+        if isinstance(error, Interrupted) and target.made and _removed_without_run(run_dir):
+            words = "stopped before a step was made: nothing was kept"
+            raise Interrupted(words, error.exit_code) from None
+        if not isinstance(error, KeyboardInterrupt | _Terminated):
             raise
-        held = ", ".join(sorted(path.name for path in run_dir.path.iterdir())) or "nothing"
-        at = "while it was not training"
-        raise Interrupted(f"interrupted {at}: {run_dir.path} is there and holds {held}") from None
+        code = EXIT_TERMINATED if isinstance(error, _Terminated) else EXIT_INTERRUPTED
+        if run_dir.path.exists():
+            held = ", ".join(sorted(path.name for path in run_dir.path.iterdir())) or "nothing"
+            at = f"while it was not training: {run_dir.path} is there and holds {held}"
+            raise Interrupted(f"interrupted {at}", code) from None
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        raise Interrupted("interrupted before anything was started", code) from None
+
+
+class _Terminated(BaseException):
+    """SIGTERM or SIGHUP, where `KeyboardInterrupt` would be a Ctrl-C: nothing on the way takes it
+    for a fault of its own."""
+
+
+def _terminate(_number: int, _frame: FrameType | None) -> None:
+    raise _Terminated
+
+
+@contextlib.contextmanager
+def _terminations_raised() -> Iterator[None]:
+    """SIGTERM and SIGHUP raise `_Terminated` where they would end the process without a word; where
+    they are ignored or taken already they stay so."""
+    taken = []
+    if threading.current_thread() is threading.main_thread():
+        signals = (signal.SIGTERM, signal.SIGHUP)
+        taken = [number for number in signals if signal.getsignal(number) is signal.SIG_DFL]
+    try:
+        for number in taken:
+            signal.signal(number, _terminate)
+        yield
+    finally:
+        for number in taken:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def _removed_without_run(run_dir: RunDir) -> bool:
+    """Remove the directory of a run that has no configuration and only what its process writes for
+    itself, and say whether it is gone. One that another process uses meanwhile stays."""
+    own = {run_dir.pid, run_dir.log, run_dir.journal, run_dir.socket, run_dir.result}
+    with contextlib.suppress(OSError):
+        within = set(run_dir.path.iterdir())
+        if within <= own and run_dir.user() is None:
+            for path in within:
+                path.unlink()
+            run_dir.path.rmdir()
+    return not run_dir.path.exists()
 
 
 def find(resume: str | None, run_dir: Path | None, config: RunConfig | None) -> Target | None:

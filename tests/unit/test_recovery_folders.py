@@ -1,0 +1,64 @@
+"""Which folders a run that is stopped leaves behind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fluxtrain.errors import EXIT_TERMINATED, BadInput, FluxTrainError, Interrupted
+from fluxtrain.telemetry.rundir import RunDir
+from fluxtrain.train.recovery import Target, truly_told
+
+STOPPED = Interrupted("stopped before a step was made", EXIT_TERMINATED)
+
+
+def a_run(tmp_path: Path, *more: str) -> RunDir:
+    """A folder made for a run, as its process leaves it, with `more` in it."""
+    run = RunDir.create(tmp_path)
+    run.lock().release()
+    for path in (run.log, run.journal, run.result, *(run.path / name for name in more)):
+        path.write_text("something")
+    return run
+
+
+def told(run: RunDir, error: FluxTrainError, *, made: bool = True) -> str:
+    with (
+        pytest.raises(type(error)) as raised,
+        truly_told(Target(run_dir=run, resumes=False, made=made)),
+    ):
+        raise error
+    assert raised.value.exit_code == error.exit_code
+    return str(raised.value)
+
+
+def test_what_a_stopped_run_wrote_for_itself_alone_is_removed(tmp_path: Path) -> None:
+    run = a_run(tmp_path)
+    assert told(run, STOPPED) == "stopped before a step was made: nothing was kept"
+    assert not run.path.exists()
+
+
+@pytest.mark.parametrize("name", ["run.json", "plan.json", "checkpoints", "notes.txt", "x.trace"])
+def test_a_folder_with_anything_else_in_it_stays_as_it_is(tmp_path: Path, name: str) -> None:
+    run = a_run(tmp_path, name)
+    assert told(run, STOPPED) == str(STOPPED)
+    assert {name, "engine.log", "events.ndjson"} <= {path.name for path in run.path.iterdir()}
+
+
+def test_a_folder_that_was_not_made_for_the_run_stays(tmp_path: Path) -> None:
+    run = a_run(tmp_path)
+    assert told(run, STOPPED, made=False) == str(STOPPED)
+    assert run.log.exists()
+
+
+def test_a_folder_that_another_process_took_meanwhile_stays(tmp_path: Path) -> None:
+    run = a_run(tmp_path)
+    with run.lock():
+        assert told(run, STOPPED) == str(STOPPED)
+        assert run.log.exists()
+
+
+def test_the_folder_of_a_run_that_failed_keeps_its_log(tmp_path: Path) -> None:
+    run, failed = a_run(tmp_path), BadInput("no such model")
+    assert told(run, failed) == str(failed)
+    assert run.log.exists()
