@@ -16,6 +16,7 @@ Kind = Literal[
     "unreadable",
 ]  # fmt: skip
 ENDED: frozenset[Kind] = frozenset({"dead", "cut", "failed", "stopped", "finished"})
+NO_WAY_ON = "its folder held no run.json to go on with"  # checkpoints may be there all the same
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,5 +78,5 @@ def _ended(state: RunState) -> Status | None:
     if state.done.exit_code == EXIT_FINISHED:
         return Status("finished", "FINISHED")
     if state.done.exit_code in (EXIT_INTERRUPTED, EXIT_TERMINATED):
-        return Status("stopped", "STOPPED", state.done.resume_with or "nothing is kept of it")
+        return Status("stopped", "STOPPED", state.done.resume_with or NO_WAY_ON)
     return Status("failed", "FAILED", f"exit code {state.done.exit_code}")

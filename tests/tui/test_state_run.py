@@ -243,6 +243,19 @@ def test_a_stopped_run_says_how_to_go_on(made: ModuleType, code: int) -> None:
     assert status.kind == "stopped" and "--resume auto" in status.detail
 
 
+@pytest.mark.parametrize("code", [130, 143])
+def test_a_stopped_run_that_cannot_go_on_by_itself_does_not_say_that_nothing_was_kept(
+    made: ModuleType, code: int
+) -> None:
+    before = made.training(10)  # of an earlier process: its checkpoints are still there
+    done = ev.Done(
+        exit_code=code, step=0, seconds=1.0, loss=None, evaluation_loss=None, model_path=None,
+    )  # fmt: skip
+    status = status_of(RunState().after_all([*before, done]), DEAD, 0.0)
+    assert status.kind == "stopped" and "no run.json" in status.detail
+    assert "nothing" not in status.detail
+
+
 def test_a_paused_run_says_so_and_other_phases_are_named(made: ModuleType) -> None:
     state = RunState().after_all(made.training(3))
     paused = state.after(replace(ev.PhaseChanged(phase="paused"), wall_s=last_s(state)))
