@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
+from importlib.metadata import PackageNotFoundError
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -49,6 +50,18 @@ def test_on_a_gpu_ligers_kernels_are_applied_without_its_losses(
     assert "0.8.5" in choice.because
     assert liger == [{"model": model, "fused_linear_cross_entropy": False, "cross_entropy": False}]
     assert choose_kernels("liger", model, "cuda").because == "as set"
+
+
+def test_liger_without_metadata_is_used_and_its_version_is_unknown(
+    model: LlamaForCausalLM, liger: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unknown(name: str) -> NoReturn:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(kernels, "version", unknown)
+    choice = choose_kernels("auto", model, "cuda")
+    assert choice.value == "liger" and "of unknown version" in choice.because
+    assert len(liger) == 1
 
 
 @pytest.mark.parametrize("wished", ["torch", "auto"])

@@ -7,7 +7,7 @@ plain operations; its test suite states the tolerances (https://github.com/linke
 from __future__ import annotations
 
 import importlib.util
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from typing import Literal, NamedTuple
 
 from transformers import PreTrainedModel
@@ -39,7 +39,7 @@ def choose_kernels(wished: Kernels, model: PreTrainedModel, device: str) -> Chos
     missing = _what_is_missing(kind, device)
     if missing is None:
         _apply(model)
-        installed = f"liger-kernel {version('liger-kernel')} is installed and knows {kind}"
+        installed = f"liger-kernel {_liger_version()} is installed and knows {kind}"
         return ChosenKernels(value="liger", because="as set" if wished == "liger" else installed)
     if wished == "liger":
         raise BadInput(f"model.kernels = liger is not possible: {missing}; leave it on auto")
@@ -54,10 +54,17 @@ def _what_is_missing(kind: str, device: str) -> str | None:
     try:
         from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
     except (ImportError, AttributeError, RuntimeError) as error:
-        return f"liger-kernel {version('liger-kernel')} does not load here ({error})"
+        return f"liger-kernel {_liger_version()} does not load here ({error})"
     if kind not in MODEL_TYPE_TO_APPLY_LIGER_FN:
-        return f"liger-kernel {version('liger-kernel')} does not know {kind}"
+        return f"liger-kernel {_liger_version()} does not know {kind}"
     return None
+
+
+def _liger_version() -> str:
+    try:
+        return version("liger-kernel")
+    except PackageNotFoundError:
+        return "of unknown version"  # put beside the program without its metadata
 
 
 def _apply(model: PreTrainedModel) -> None:
