@@ -76,10 +76,11 @@ def touch(memory: mmap.mmap) -> bool:
 
 
 def give_back(memory: mmap.mmap) -> None:
-    """The pages of a mapping that was touched and not written: it is zero and costs nothing."""
-    if hasattr(mmap, "MADV_DONTNEED"):
+    """The pages of a mapping that was touched and not written: it is zero and costs nothing. It is
+    a shared one, as Python makes them, and keeps its pages for MADV_DONTNEED (madvise(2))."""
+    if hasattr(mmap, "MADV_REMOVE"):
         with suppress(OSError):
-            memory.madvise(mmap.MADV_DONTNEED)
+            memory.madvise(mmap.MADV_REMOVE)
 
 
 @contextmanager
