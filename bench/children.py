@@ -56,6 +56,7 @@ def stoppable() -> Iterator[None]:
 def started_python(
     arguments: Sequence[str],
     *,
+    stdin: int | None = None,
     stdout: IO[Any] | int,
     stderr: IO[Any] | int = subprocess.STDOUT,
     environment: Mapping[str, str] | None = None,
@@ -65,6 +66,8 @@ def started_python(
     entered = "" if group is None else str(group / "cgroup.procs")
     process = subprocess.Popen(
         [sys.executable, "-c", START, str(os.getpid()), entered, *arguments],
+        bufsize=0,  # so that `select` tells whether there is a line
+        stdin=stdin,
         stdout=stdout,
         stderr=stderr,
         env=environment,

@@ -3,22 +3,24 @@
     python bench/in_cache.py --threads 1 8 16
 
 Each thread is a process of its own, all at the same time: what cores share (frequency, the units of
-two threads on one core) slows them here as it does the threads of one update.
+two threads on one core) slows them here as it does the threads of one update. Each tells that it is
+ready and begins when it is told to, which is when all are.
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
-import json
 import mmap
 import random
+import select
 import struct
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from typing import IO
 
 from children import started_python
 
@@ -27,38 +29,52 @@ from fluxtrain import _native
 PARAMETERS = 32_768  # 450 KB with fp32 states, 260 with 8-bit ones
 KINDS = ("fp32", "8bit")
 BLOCK = 256  # parameters of a scale
-FIRST_S = 1.0  # until all have started, and 0.05 for each
-SLACK_S = 10.0  # for the rest, until all have told
+READY, GO = b"ready\n", b"\n"
+SLACK_S = 10.0  # to start and to tell, beside 0.05 for each process
 
 
 def longest_s(threads: int, seconds: float = 0.5) -> float:
     """What `rates` takes at the most."""
-    return FIRST_S + 0.05 * threads + len(KINDS) * seconds + SLACK_S
+    return 0.05 * threads + len(KINDS) * seconds + SLACK_S
 
 
 def rates(threads: int, seconds: float = 0.5) -> dict[str, float]:
     """Parameters a second of so many threads together, by kind of states. Raises RuntimeError if a
-    process was not ready, or not done, in time."""
-    ends_s = time.time() + longest_s(threads, seconds)
-    begins_s = ends_s - SLACK_S - len(KINDS) * seconds
-    arguments = [__file__, "--begins-s", str(begins_s), "--seconds", str(seconds)]
+    process ended, or they were not done in time."""
+    ends_s = time.monotonic() + longest_s(threads, seconds)
+    arguments = [__file__, "--seconds", str(seconds), "--of-one"]
+    pipe = subprocess.PIPE
+    found = {}
     with ExitStack() as started:
         processes = [
-            started.enter_context(
-                started_python(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-            )
+            started.enter_context(started_python(arguments, stdin=pipe, stdout=pipe, stderr=pipe))
             for _ in range(threads)
         ]
-        try:
-            told = [p.communicate(timeout=ends_s - time.time()) for p in processes]
-        except subprocess.TimeoutExpired as error:
-            raise RuntimeError(f"not done {SLACK_S:g} s after the time: busy") from error
-    for process, (_, errors) in zip(processes, told, strict=True):
-        if process.returncode != 0:
-            told_why = errors.decode(errors="replace").strip()[-300:]
-            raise RuntimeError(told_why or f"ended with {process.returncode}")
-    of_each = [json.loads(out) for out, _ in told]
-    return {kind: sum(found[kind] for found in of_each) for kind in KINDS}
+        for kind in KINDS:
+            for process in processes:
+                if (line := _told(process, ends_s)) != READY:
+                    raise RuntimeError(f"{line.decode(errors='replace').strip()} in place of ready")
+            for process in processes:
+                _file(process.stdin).write(GO)
+            found[kind] = sum(float(_told(process, ends_s)) for process in processes)
+    return found
+
+
+def _told(process: subprocess.Popen[bytes], ends_s: float) -> bytes:
+    """The next line of a process. Raises RuntimeError if it ended, or the time has."""
+    out = _file(process.stdout)
+    if not select.select([out], [], [], max(ends_s - time.monotonic(), 0.0))[0]:
+        raise RuntimeError("not done in time: the machine is busy")
+    line = out.readline()
+    if not line:
+        errors = _file(process.stderr).read().decode(errors="replace").strip()
+        raise RuntimeError(errors[-300:] or f"ended with {process.wait()}")
+    return line
+
+
+def _file(stream: IO[bytes] | None) -> IO[bytes]:
+    assert stream is not None, "it was started with pipes"
+    return stream
 
 
 def updates(memory: mmap.mmap, codes: mmap.mmap) -> dict[str, Callable[[], object]]:
@@ -82,26 +98,26 @@ def updates(memory: mmap.mmap, codes: mmap.mmap) -> dict[str, Callable[[], objec
     }
 
 
-def measured(begins_s: float, seconds: float) -> dict[str, float]:
-    """Parameters a second of this thread, one kind after the other; the first begins at that time
-    of the clock, the second `seconds` later."""
-    found = {}
+def tell(seconds: float) -> None:
+    """Parameters a second of this thread, one kind after the other, each when told to begin."""
     memory = mmap.mmap(-1, 14 * PARAMETERS)
     codes = mmap.mmap(-1, 2 * PARAMETERS + 8 * PARAMETERS // BLOCK)
     calls = updates(memory, codes)
     for kind in KINDS:
         calls[kind]()
-        wait_s = begins_s - time.time()
-        if wait_s < 0:
-            sys.exit(f"{-wait_s:.2f} s too late: the machine is busy")
-        time.sleep(wait_s)
+        _say(READY)
+        if sys.stdin.buffer.readline() != GO:
+            return  # nobody listens any more
         count, start = 0, time.perf_counter()
-        while (taken_s := time.perf_counter() - start) < 0.9 * seconds:
+        while (taken_s := time.perf_counter() - start) < seconds:
             calls[kind]()
             count += 1
-        found[kind] = PARAMETERS * count / taken_s
-        begins_s += seconds
-    return found
+        _say(b"%f\n" % (PARAMETERS * count / taken_s))
+
+
+def _say(line: bytes) -> None:
+    sys.stdout.buffer.write(line)
+    sys.stdout.buffer.flush()
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -109,10 +125,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--threads", type=int, nargs="*", default=[1])
     parser.add_argument("--seconds", type=float, default=0.5, help="for each kind of states")
-    parser.add_argument("--begins-s", type=float, help=argparse.SUPPRESS)
+    parser.add_argument("--of-one", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
-    if options.begins_s is not None:
-        print(json.dumps(measured(options.begins_s, options.seconds)))
+    if options.of_one:
+        tell(options.seconds)
         return
     for threads in options.threads:
         of_all = rates(threads, options.seconds)
