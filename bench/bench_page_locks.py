@@ -15,14 +15,14 @@ from unittest import mock
 
 import torch
 
-from fluxtrain.hardware import pinning
+from fluxtrain.hardware import fresh_memory
 from fluxtrain.memory import arena as arenas
 from fluxtrain.units import GIB
 
 
 def locked_s(size_bytes: int, *, touched: bool) -> float:
     """Seconds until an arena stands; it is gone afterwards. SystemExit where it is not locked."""
-    touch = pinning.touch if touched else lambda memory: False
+    touch = fresh_memory.touch if touched else lambda memory: False
     with mock.patch.object(arenas, "touch", touch):
         starts_s = time.perf_counter()
         arena = arenas.HostArena(size_bytes, pin=True)

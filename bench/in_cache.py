@@ -25,6 +25,7 @@ from typing import IO
 from children import started_python
 
 from fluxtrain import _native
+from fluxtrain.hardware.fresh_memory import fresh
 
 PARAMETERS = 32_768  # 450 KB with fp32 states, 260 with 8-bit ones
 KINDS = ("fp32", "8bit")
@@ -100,8 +101,8 @@ def updates(memory: mmap.mmap, codes: mmap.mmap) -> dict[str, Callable[[], objec
 
 def tell(seconds: float) -> None:
     """Parameters a second of this thread, one kind after the other, each when told to begin."""
-    memory = mmap.mmap(-1, 14 * PARAMETERS)
-    codes = mmap.mmap(-1, 2 * PARAMETERS + 8 * PARAMETERS // BLOCK)
+    memory = fresh(14 * PARAMETERS)
+    codes = fresh(2 * PARAMETERS + 8 * PARAMETERS // BLOCK)
     calls = updates(memory, codes)
     for kind in KINDS:
         calls[kind]()

@@ -6,8 +6,10 @@ import ctypes
 import gc
 import itertools
 import mmap
+import re
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -89,6 +91,31 @@ def test_memory_is_made_before_it_is_locked_and_given_back_where_that_is_refused
     assert made_bytes(whole) == 0 and not whole[:: 1 << 16].any()
     again = HostArena(size, pin=True)  # nobody asks again
     assert again.pinned_bytes == 0 and len(locks.made) == 2
+
+
+def mapped(memory: Tensor) -> tuple[str, set[str]]:
+    """What smaps says of the mapping that this memory is in: permissions and flags."""
+    address, found = memory.data_ptr(), False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if ranges := re.match(r"([0-9a-f]+)-([0-9a-f]+) (\S+)", line):
+            first, last, permissions = ranges.groups()
+            found = int(first, 16) <= address < int(last, 16)
+        elif found and line.startswith("VmFlags:"):
+            return permissions, set(line.split()[1:])
+    raise AssertionError("no such memory")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_an_arena_may_have_huge_pages_and_a_fork_gets_none_that_is_locked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(page_locks, "LOCKS", Locks())
+    locked, free = (HostArena(16 * MIB, pin=pin) for pin in (True, False))
+    of_locked, of_free = (mapped(one.tensor(torch.uint8, 1, 0)) for one in (locked, free))
+    assert of_locked[0] == of_free[0] == "rw-p"  # shared memory gets none (docs/benchmarks.md)
+    if Path("/sys/kernel/mm/transparent_hugepage").exists():
+        assert "hg" in of_locked[1] & of_free[1]
+    assert "dc" in of_locked[1] - of_free[1]
 
 
 def test_one_thread_leaves_the_pages_to_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import os
+import warnings
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import fluxtrain
 from fluxtrain.memory import page_locks
+from fluxtrain.memory.arena import HostArena
 from fluxtrain.memory.page_locks import PageLocks
 from fluxtrain.stream.engine import engine_of
 
@@ -104,3 +107,23 @@ def test_a_refusal_leaves_no_error_behind() -> None:
     left = torch.ones(8, device="cuda") * 2
     torch.cuda.synchronize()
     assert left.sum().item() == 16.0
+
+
+def test_the_device_reads_what_is_written_while_a_fork_lives() -> None:
+    memory = (arena := HostArena(64 * MIB, pin=True)).tensor(torch.uint8, 64 * MIB, 0).fill_(1)
+    assert arena.pinned_bytes == 64 * MIB
+    child_ends, parent_goes_on = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # threads: the child uses none
+        child = os.fork()
+    if child == 0:
+        os.close(parent_goes_on)
+        os.read(child_ends, 1)  # until the parent has closed it
+        os._exit(0)
+    memory.fill_(2)
+    on_device = memory.to("cuda", non_blocking=True)
+    torch.cuda.synchronize()
+    os.close(parent_goes_on)
+    os.close(child_ends)
+    assert os.waitpid(child, 0)[1] == 0
+    assert bool((on_device == 2).all())

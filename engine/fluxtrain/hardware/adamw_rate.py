@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-import mmap
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
 
 from fluxtrain import _native
 from fluxtrain.hardware.busy_bus import HostBytes, busy_bus
+from fluxtrain.hardware.fresh_memory import fresh
 from fluxtrain.hardware.rate import TOO_LITTLE, Rate, best_rate, sustained_rate
 
 PARAMETERS = 128 << 20  # 1.75 GiB: server processors have caches of half a gigabyte
@@ -53,9 +53,7 @@ def adamw_rate(
     sizes = _BYTES_8BIT if eight_bit else _BYTES
     # Neither the values nor the coefficients change the time.
     step = _native.AdamWStep(1.0, 1.0, 0.9, 0.1, 0.999, 0.001, 1e-4, 1.0, 1e-8)
-    with mmap.mmap(-1, int(parameters * sum(sizes.values()))) as memory:
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            _ask_for_huge_pages(memory)  # as the arenas of a run do
+    with fresh(int(parameters * sum(sizes.values()))) as memory:
         start = ctypes.addressof(anchor := ctypes.c_char.from_buffer(memory))
         ctypes.memset(start, 0, len(memory))  # pages that were never written would all be one page
         at, offset = {}, 0
@@ -88,10 +86,3 @@ def _update_8bit(at: dict[str, int]) -> Callable[..., Any]:
     states = _native.States8(at["m"], at["v"], at["m_scale"], at["v_scale"])
     kernel = _native.kernel("adamw8_split_bf16")
     return partial(kernel, at["hi"], at["lo"], ctypes.byref(states), at["grad"])
-
-
-def _ask_for_huge_pages(memory: mmap.mmap) -> None:
-    try:
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    except OSError:
-        return  # the kernel was built without them

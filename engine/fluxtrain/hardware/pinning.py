@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import ctypes
-import mmap
 import resource
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
+from fluxtrain.hardware.fresh_memory import fresh, touch
 from fluxtrain.hardware.rate import TOO_LITTLE, Rate
 from fluxtrain.units import GIB, MIB, bytes_text
 
 SAMPLE_BYTES = GIB
 LEAST_BYTES = 64 * MIB
-HUGE_PAGE_BYTES = 2 * MIB
-TOUCHED_BYTES = 16 * MIB  # smaller memory is locked within some milliseconds
 
 
 def pin_rate(available_bytes: int | None = None, *, sample_bytes: int = SAMPLE_BYTES) -> Rate:
@@ -36,9 +34,8 @@ def pin_rate(available_bytes: int | None = None, *, sample_bytes: int = SAMPLE_B
     torch.zeros(1, device="cuda")  # the context is not part of the time
     runtime: Any = torch.cuda.cudart  # torch gives it no types
     cuda = runtime()
-    with mmap.mmap(-1, sample_bytes) as memory:
+    with fresh(sample_bytes) as memory:
         start_s = time.perf_counter()
-        ask_for_huge_pages(memory)
         touch(memory)
         anchor = ctypes.c_char.from_buffer(memory)
         error = int(cuda.cudaHostRegister(ctypes.addressof(anchor), sample_bytes, 0))
@@ -54,33 +51,6 @@ def pin_rate(available_bytes: int | None = None, *, sample_bytes: int = SAMPLE_B
             None, f"not measured: CUDA refused to lock {sample} (error {error}){lock_limit_text()}"
         )
     return Rate(sample_bytes / taken_s, f"{sample} locked{lock_limit_text(sample_bytes)}")
-
-
-def ask_for_huge_pages(memory: mmap.mmap) -> None:
-    """Where there is room for some. A kernel without them refuses, and only speed is lost."""
-    if len(memory) >= 2 * HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):
-            memory.madvise(mmap.MADV_HUGEPAGE)
-
-
-def touch(memory: mmap.mmap) -> bool:
-    """Make the pages of a fresh mapping, which stay zero, with all of torch's threads:
-    `cudaHostRegister` would make them in the one that calls it (docs/benchmarks.md). False where
-    that would not be faster: little memory, one thread."""
-    import torch
-
-    if len(memory) < TOUCHED_BYTES or torch.get_num_threads() == 1:
-        return False
-    torch.frombuffer(memory, dtype=torch.uint8).zero_()
-    return True
-
-
-def give_back(memory: mmap.mmap) -> None:
-    """The pages of a mapping that was touched and not written: it is zero and costs nothing. It is
-    a shared one, as Python makes them, and keeps its pages for MADV_DONTNEED (madvise(2))."""
-    if hasattr(mmap, "MADV_REMOVE"):
-        with suppress(OSError):
-            memory.madvise(mmap.MADV_REMOVE)
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from collections.abc import Callable, Hashable
 import torch
 from torch import Tensor
 
-from fluxtrain.hardware.pinning import ask_for_huge_pages, give_back, touch
+from fluxtrain.hardware.fresh_memory import fresh, give_back, keep_from_forks, touch
 from fluxtrain.memory import page_locks
 
 ALIGNMENT_BYTES = 128
@@ -39,13 +39,14 @@ class HostArena:
 
     def __init__(self, size_bytes: int, *, pin: bool) -> None:
         self.size_bytes, self.under_way = size_bytes, {}
-        self._map = mmap.mmap(-1, max(size_bytes, mmap.PAGESIZE))
-        ask_for_huge_pages(self._map)
+        self._map = fresh(max(size_bytes, mmap.PAGESIZE))
         touched = pin and page_locks.LOCKS.may_lock(size_bytes) and touch(self._map)
         self.address = torch.frombuffer(self._map, dtype=torch.uint8, count=1).data_ptr()
         locked = pin and size_bytes > 0 and page_locks.LOCKS.lock(self.address, size_bytes, self)
         self.pinned_bytes = size_bytes if locked else 0
-        if touched and not locked:
+        if locked:
+            keep_from_forks(self._map)
+        elif touched:
             give_back(self._map)
         self._unlock = page_locks.LOCKS.unlock  # of those that locked it
 
