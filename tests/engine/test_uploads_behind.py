@@ -8,6 +8,7 @@ import random
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -244,3 +245,43 @@ def test_what_is_not_locked_waits_for_its_way_home_on_a_thread_of_its_own(gpu: C
     come.set()
     late.wait_host()
     assert torch.equal(back, host(3.0))
+
+
+def tells(ticket: Ticket) -> bool:
+    """Does it raise what went wrong, to one who does not wait for ever?"""
+    assert isinstance(ticket, CudaTicket) and ticket._issued.wait(LIMIT_S / 2)
+    with pytest.raises(RuntimeError, match="went wrong"):
+        ticket.wait_host()
+    return ticket.failed() and not ticket.done()
+
+
+def wrong(*_: object) -> None:
+    raise RuntimeError("went wrong")
+
+
+def test_a_copy_that_a_stream_does_not_take_is_told_to_those_who_wait(
+    gpu: CudaDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arena, home = locked(0.0)
+    free, updated = gpu.mark(), Future[None]()
+    with monkeypatch.context() as patch:
+        patch.setattr(Stream, "wait_event", wrong)
+        assert tells(gpu.upload(host(0.0), host(1.0), None, free))
+        assert tells(gpu.download(host(0.0), host(1.0)))
+        weights = gpu.upload(host(0.0), home, updated, free)
+        updated.set_result(None)  # whose thread queues the copy
+        assert tells(weights)
+    assert arena.pinned_bytes
+
+
+def test_a_copy_that_cannot_be_handed_on_is_told_to_those_who_wait(
+    gpu: CudaDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Threads take nothing more when the process ends."""
+    come = threading.Event()
+    gpu._down_thread.submit(lambda: come.wait(LIMIT_S))
+    down = gpu.download(host(0.0), host(3.0))
+    late = gpu.upload(host(0.0), host(0.0), None, None, [down])
+    monkeypatch.setattr(gpu._up_thread, "submit", wrong)
+    come.set()
+    assert tells(late)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -24,9 +24,15 @@ class CudaTicket:
         self.end = torch.cuda.Event(enable_timing=True)
         self._error: BaseException | None = None
 
-    def issue(self, stream: torch.cuda.Stream, copy: Callable[[], None]) -> None:
+    def issue(
+        self, stream: torch.cuda.Stream, copy: Callable[[], None],
+        behind: Iterable[torch.cuda.Event] = (),
+    ) -> None:  # fmt: skip
+        """Queue it on `stream` behind these events; what goes wrong there, the ticket tells too."""
         try:
             with torch.cuda.stream(stream):
+                for event in behind:
+                    stream.wait_event(event)
                 self._start.record(stream)
                 copy()
                 self.end.record(stream)

@@ -240,7 +240,7 @@ class CudaDevice:
         if not (page_locks.LOCKS.holds(source) and all(map(_was_issued, follows))):
             work = partial(self._staged_up, ticket, to, source, after, free, follows)
             if waits:
-                self._behind_thread.submit(partial(self._hand_on, follows, work))
+                self._behind_thread.submit(partial(self._hand_on, ticket, follows, work))
             else:
                 self._up_thread.submit(work)
             return ticket
@@ -250,12 +250,8 @@ class CudaDevice:
             if done is not None and done.exception() is not None:
                 ticket.fail(done.exception() or RuntimeError())
                 return
-            if free is not None:
-                stream.wait_event(free)
-            for earlier in follows:
-                if isinstance(earlier, CudaTicket):
-                    stream.wait_event(earlier.end)
-            _issue(ticket, stream, to, source, home=source)
+            ends = [earlier.end for earlier in follows if isinstance(earlier, CudaTicket)]
+            _issue(ticket, stream, to, source, home=source, behind=[*_points(free), *ends])
 
         if after is None or after.done():
             issue(after)
@@ -269,17 +265,22 @@ class CudaDevice:
             work = partial(self._staged_down, ticket, to, source, self.mark())
             self._down_thread.submit(work)
             return ticket
-        self._down.wait_event(self.mark())
-        _issue(ticket, self._down, to, source, home=to)
+        _issue(ticket, self._down, to, source, home=to, behind=[self.mark()])
         return ticket
 
-    def _hand_on(self, follows: Sequence[Ticket], work: Callable[[], None]) -> None:
+    def _hand_on(
+        self, ticket: CudaTicket, follows: Sequence[Ticket], work: Callable[[], None]
+    ) -> None:
         """On a thread: what follows copies under way, once they are made, to the thread of those
         that wait for none, which asks how they ended."""
         for earlier in follows:
             with contextlib.suppress(BaseException):
                 earlier.wait_host()
-        self._up_thread.submit(work)
+        try:
+            self._up_thread.submit(work)
+        except BaseException as error:  # the process ends
+            ticket.fail(error)
+            raise
 
     def _staged_up(
         self, ticket: CudaTicket, to: Tensor, source: Tensor, after: Future[None] | None,
@@ -295,17 +296,15 @@ class CudaDevice:
         except BaseException as error:
             ticket.fail(error)
             raise
-        if free is not None:
-            self._up.wait_event(free)
-        ticket.issue(self._up, lambda: self._staging[0].up(to, source, partial(_send, self._up)))
+        send = partial(_send, self._up)
+        ticket.issue(self._up, lambda: self._staging[0].up(to, source, send), _points(free))
 
     def _staged_down(
         self, ticket: CudaTicket, to: Tensor, source: Tensor, point: torch.cuda.Event
     ) -> None:
         """On a thread: to memory that is not page-locked; issued once the bytes are there."""
-        self._down.wait_event(point)
         send = partial(_send, self._down)
-        ticket.issue(self._down, lambda: self._staging[1].down(to, source, send))
+        ticket.issue(self._down, lambda: self._staging[1].down(to, source, send), [point])
 
     def for_copies(self, memory: Tensor) -> Tensor:
         for stream in (self._up, self._behind, self._down):
@@ -337,12 +336,18 @@ def _was_issued(ticket: Ticket) -> bool:
     return ticket.instants() is not None
 
 
+def _points(free: Any) -> list[torch.cuda.Event]:
+    """What `upload(free=...)` waits for."""
+    return [] if free is None else [free]
+
+
 def _issue(
-    ticket: CudaTicket, stream: torch.cuda.Stream, to: Tensor, source: Tensor, *, home: Tensor
-) -> None:
+    ticket: CudaTicket, stream: torch.cuda.Stream, to: Tensor, source: Tensor, *, home: Tensor,
+    behind: Sequence[torch.cuda.Event],
+) -> None:  # fmt: skip
     """Queue a copy from or to `home`, which stays locked until it has been made."""
     arena = page_locks.LOCKS.arena_of(home)  # None: torch's own allocator does the same for its own
-    ticket.issue(stream, lambda: _queue_copy(to, source))
+    ticket.issue(stream, lambda: _queue_copy(to, source), behind)
     if arena is not None:
         arena.under_way[stream] = ticket.wait_host
 
