@@ -119,6 +119,22 @@ def test_memory_stays_locked_for_a_copy_that_others_overtook(
     device.close()
 
 
+def test_the_thread_that_brings_home_what_others_wait_for_waits_for_none_of_them(
+    locks: Granted,
+) -> None:
+    """It frees memory that was collected there, before the copy that an upload follows."""
+    device = CpuDevice()
+    others_bytes = locks.locked_bytes
+    arenas, come = [HostArena(4 * COUNT, pin=True)], threading.Event()
+    freed = device._down.submit(lambda: come.wait(LIMIT_S) and arenas.clear())
+    down = device.download(host(0.0), host(1.0))
+    home = arenas[0].tensor(torch.float32, COUNT, 0)
+    behind = device.upload(host(0.0), home, None, None, [down])
+    come.set()
+    assert arrives(behind) and freed.done() and locks.locked_bytes == others_bytes
+    device.close()
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_sums_are_right_however_late_their_copies_come(seed: int) -> None:
     """Passes over groups in any order, some of which raise, and weights between them."""

@@ -159,7 +159,8 @@ class CpuDevice:
             self._behind.submit(behind) if waits else self._up.submit(job), self.stalls
         )
         if after is None:  # else it may wait for the thread that lets the memory go
-            workers = (self._up, self._behind) if waits else (self._up,)
+            # the way home that it waits for is theirs too
+            workers = (self._up, self._behind, self._down) if waits else (self._up,)
             self._note(source, "h2d behind" if waits else "h2d", workers, ticket)
         return ticket
 
