@@ -96,6 +96,13 @@ class PlanPreview:
         )
 
     @property
+    def unranked_because(self) -> str:
+        """Why there are no ranked plans, where there are none."""
+        if self.predicted is not None and self.changed.get("placement.offload") == "max":
+            return "placement.offload=max takes the least of the GPU, and the dial has no effect"
+        return self.predicted_because
+
+    @property
     def checkpoints(self) -> int | None:
         """About how many checkpoints are written: `auto` is ten, or one in ten minutes."""
         if self.checkpoint_every == "end":

@@ -34,7 +34,7 @@ def with_settings_of_the_dial(answers: Answers, program: tuple[str, ...] = ()) -
 
     Raises:
         EngineRefused: there is no plan.
-        BadInput: there are no ranked plans, as the rates of this machine are not known.
+        BadInput: there are no ranked plans, such as where this machine's rates are not known.
     """
     if answers.dial == "auto" or answers.dial_settings:
         return answers
@@ -46,6 +46,6 @@ def with_settings_of_the_dial(answers: Answers, program: tuple[str, ...] = ()) -
     settings = dial_settings(plan.ranked, answers.dial)
     if not settings:
         raise BadInput(
-            f"--aggressiveness {answers.dial} cannot be planned: {plan.predicted_because}"
+            f"--aggressiveness {answers.dial} cannot be planned: {plan.unranked_because}"
         )
     return dataclasses.replace(answers, dial_settings=settings)

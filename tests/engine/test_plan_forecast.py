@@ -133,6 +133,22 @@ def test_a_machine_without_rates_has_a_plan_but_no_time(large: RunConfig, tmp_pa
     assert "time is not predicted: not measured on this machine" in table(plan)
 
 
+def test_no_plans_are_offered_where_the_least_of_the_device_is_asked_for(
+    large: RunConfig, tmp_path: Path
+) -> None:
+    placement = large.placement.model_copy(update={"offload": "max"})
+    plan = preview(large.model_copy(update={"placement": placement}), machine(tmp_path, 24, 160))
+    assert plan["offload"] == "max" and plan["predicted"] is not None
+    assert plan["plans"] == [], "no setting of the dial leads to another plan"
+    assert "plans by their memory" not in table(plan)
+
+
+def test_without_a_gpu_an_offload_as_set_leaves_plans_to_choose_from(tmp_path: Path) -> None:
+    rates = {"cpu_matmul": 1e11, "adamw": 1e9, "host_copy": 1e10}
+    asked = demo_config(["placement.offload=max"])
+    assert preview(asked, machine(tmp_path, 0, 8, rates))["plans"]
+
+
 def test_a_gpu_is_not_invented(tmp_path: Path) -> None:
     rates = {"cpu_matmul": 1e11, "adamw": 1e9, "host_copy": 1e10}
     plan = preview(demo_config(), machine(tmp_path, 0, 8, rates))

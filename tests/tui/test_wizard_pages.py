@@ -245,6 +245,16 @@ def test_without_rates_there_are_no_cards_and_the_reason_is_told(
     assert "not predicted: adamw is unknown" in preview_page(untried, 92).plain
 
 
+def test_where_the_dial_has_no_effect_the_reason_is_not_that_of_the_time(
+    known: View, wizard_pilot: ModuleType
+) -> None:
+    wish = {"key": "placement.offload", "value": "max", "default": "auto", "changed": True}
+    answer = {**wizard_pilot.PLAN, "plans": [], "settings": [wish]}
+    view = dataclasses.replace(known, plan=Asked(value=read_plan(answer)), cards=())
+    shown = strategy_page(view, 92).plain
+    assert "no ranked plans: placement.offload=max takes the least of the GPU" in shown
+
+
 def test_the_preview_has_margins_and_the_time_as_an_interval_once_it_was_tried(
     known: View,
 ) -> None:

@@ -34,9 +34,13 @@ class Forecast:
     constants: Constants
 
     def told(self, steps: int) -> dict[str, Any]:
-        """Time and ranked plans as plain values; None and the reason where rates are missing."""
+        """Time and ranked plans as plain values; None and the reason where rates are missing.
+
+        On a GPU with `max` as set the rule alone decides: no plan of the dial could be had.
+        """
         rates = self._rates
-        plans = () if isinstance(rates, str) else self._dial(rates).plans()
+        undialed = self.room.has_gpu and self.wishes.offload == "max"
+        plans = () if undialed or isinstance(rates, str) else self._dial(rates).plans()
         return {
             "embedding": embedding_copied(self.facts, self._layout()),
             "head": head_copied(self.facts, self._layout()),

@@ -35,7 +35,7 @@ def strategy_page(view: View, width: int, *, cursor: int = 0, why: bool = False)
         return Content("\n").join([*head, pending(what, asked, width, note)])
     plan = asked.value
     if not view.cards:
-        head += [Content.styled(f"no ranked plans: {plan.predicted_because}", drawing.MUTED)]
+        head += [Content.styled(f"no ranked plans: {plan.unranked_because}", drawing.MUTED)]
     if not plan.fits:
         head += [drawing.problem(_over(view), width)]
     head += [numbers_line(view, plan, width), Content("")]
