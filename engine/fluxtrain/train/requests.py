@@ -104,7 +104,8 @@ class Signals:
     The first signal is noted in `requests`, and the loop ends the run with a checkpoint. Outside
     `deferred` sections nothing can be lost, so it raises `Interrupted` at once as well; a library
     may swallow that (a finaliser does always), and then the loop ends the run before its next step.
-    A Ctrl-C after any first signal ends the process on the spot.
+    A Ctrl-C after any first signal ends the process on the spot. What the process was started to
+    ignore (`nohup`, a script's job in the background) it ignores.
     """
 
     def __init__(self, requests: Requests, exit_now: Callable[[int], Any] = os._exit) -> None:
@@ -118,7 +119,8 @@ class Signals:
     def __enter__(self) -> Signals:
         if threading.current_thread() is threading.main_thread():
             for number in _EXIT_CODES:
-                self._previous[number] = signal.signal(number, self._received)
+                if signal.getsignal(number) is not signal.SIG_IGN:
+                    self._previous[number] = signal.signal(number, self._received)
         return self
 
     def __exit__(self, *_: object) -> None:
