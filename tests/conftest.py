@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import sys
 import tempfile
 from collections.abc import Callable, Generator, Iterator
@@ -18,6 +19,12 @@ from tests.process_state import changes, process_state
 
 # Before torch is imported. Test processes that each use every core only wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# What the tests were started to ignore (`nohup`, a script's job in the background) the programs
+# that they start would ignore too; what has a handler, one that does nothing, is not inherited.
+for _number in (signal.SIGINT, signal.SIGHUP):
+    if signal.getsignal(_number) is signal.SIG_IGN:
+        signal.signal(_number, lambda *_: None)
 
 # What is measured about this machine is kept for these tests alone: not what was measured before
 # them decides what they do, and nothing of theirs stays. Workers inherit the place.

@@ -119,8 +119,7 @@ def test_afterwards_an_interrupt_is_the_commands_own_again() -> None:
 
 
 STOPPED_AT = """
-import pathlib, signal, sys, time
-signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored where the tests run under `nohup`
+import pathlib, sys, time
 import fluxtrain.train.run
 import {module} as place
 def reached(*_, **__):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
 from itertools import pairwise
 
 import pytest
@@ -160,19 +159,11 @@ def test_a_waiting_loop_wakes_up_for_a_command() -> None:
     assert not requests.paused
 
 
-@pytest.fixture
-def hangups_end() -> Iterator[None]:
-    """The end of the terminal ends this process, also where the tests run under `nohup`."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    yield
-    signal.signal(signal.SIGHUP, before)
-
-
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 143)]
 )
 def test_a_signal_between_steps_is_noted_and_outside_raises(
-    number: signal.Signals, code: int, hangups_end: None
+    number: signal.Signals, code: int
 ) -> None:
     before = signal.getsignal(number)
     requests, ended = Requests(), list[int]()
@@ -190,14 +181,15 @@ def test_a_signal_between_steps_is_noted_and_outside_raises(
     assert caught.value.exit_code == code
 
 
-def test_a_run_that_was_started_to_ignore_the_end_of_its_terminal_ignores_it(
-    hangups_end: None,
-) -> None:
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    with Signals(requests := Requests()):
-        signal.raise_signal(signal.SIGHUP)
-        assert requests.stop_code is None
-    assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+def test_a_run_that_was_started_to_ignore_the_end_of_its_terminal_ignores_it() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Signals(requests := Requests()):
+            signal.raise_signal(signal.SIGHUP)
+            assert requests.stop_code is None
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
