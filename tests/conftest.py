@@ -3,6 +3,7 @@ what it leaves: the process as it was, for the workers run the tests in no order
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import signal
@@ -51,6 +52,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in needy:
             item.add_marker(pytest.mark.skip(reason="torch can use no NVIDIA GPU here"))
+
+
+def pytest_collection_finish() -> None:
+    """The collector passes over what lives as long as the tests: every model that is wrapped asks
+    for it, and to look through all modules takes it a third of a second."""
+    gc.collect()
+    gc.freeze()
 
 
 # -- a test leaves the process as it was -----------------------------------------------------------

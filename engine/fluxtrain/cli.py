@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json as json_module
 import shlex
 import sys
@@ -97,6 +98,7 @@ def train(  # noqa: PLR0913, PLR0917 - typer reads the options from the signatur
         chosen = stored_config(found.run_dir, overrides)
     with Starting():  # packages turn an interrupt while they are read into errors of theirs
         from fluxtrain.train.run import train as train_run
+    gc.freeze()  # packages stay with the process: 0.2 s less each time the collector is asked
 
     def opened(run_dir: Path) -> None:
         if not json and live_fd is None:

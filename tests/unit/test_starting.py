@@ -223,9 +223,12 @@ def test_a_folder_of_the_user_keeps_the_log_of_a_run_without_a_configuration(
     assert (mine / "engine.log").exists() and not (mine / "run.json").exists()
 
 
-@pytest.mark.parametrize("by", [signal.SIGTERM, signal.SIGHUP])
 @pytest.mark.parametrize(
-    "place", ["fluxtrain.train.run.read_machine", "fluxtrain.train.session.Emitter"]
+    ("place", "by"),
+    [
+        ("fluxtrain.train.run.read_machine", signal.SIGHUP),
+        ("fluxtrain.train.session.Emitter", signal.SIGTERM),
+    ],
 )
 def test_a_run_that_is_terminated_before_it_wrote_anything_leaves_no_folder(
     tmp_path: Path, place: str, by: signal.Signals

@@ -16,6 +16,7 @@ import shutil
 import sys
 import sysconfig
 import tempfile
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,6 +47,7 @@ _NOT_LIBRARY = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo"}
 )
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+_BODIES = ("body", "handlers", "orelse", "finalbody", "cases")  # in the order of syntax trees
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,11 +91,21 @@ def docstrings(library: Path | None = None) -> Iterator[str]:
             tree = ast.parse(path.read_bytes())
         except (SyntaxError, ValueError):
             continue
-        for node in ast.walk(tree):
+        for node in _statements(tree):
             text = ast.get_docstring(node) if isinstance(node, _DOCUMENTED) else None
             if text and len(text) >= SHORTEST_DOCSTRING and text not in seen:
                 seen.add(text)
                 yield text
+
+
+def _statements(tree: ast.Module) -> Iterator[ast.AST]:
+    """In the order of `ast.walk`, which visits ten times as much: expressions hold no docstring."""
+    waiting = deque[ast.AST]([tree])
+    while waiting:
+        node = waiting.popleft()
+        for name in _BODIES:
+            waiting.extend(getattr(node, name, ()))
+        yield node
 
 
 def train_tokenizer(texts: list[str], folder: Path, vocabulary: int = VOCABULARY) -> None:
