@@ -284,7 +284,7 @@ def test_no_color_leaves_no_colour_in_what_the_terminal_gets(
             assert colours_in(before) == set()
             os.write(plain.end, key)
             if key == b"\x1b":
-                time.sleep(1.0)  # else the next key and it are one: what is waited for stands already
+                time.sleep(1.0)  # else the next key and it are one
             plain.read_until(shown)
         assert re.search(rb"\x1b\[[0-9;]*7m|\x1b\[1m", before), "bold and reversed text stays"
     finally:
