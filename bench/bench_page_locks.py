@@ -9,7 +9,6 @@ then pages are only made and freed.
 from __future__ import annotations
 
 import argparse
-import gc
 import mmap
 import statistics
 import sys
@@ -58,7 +57,6 @@ class Way:
             sys.exit(f"the system refused to lock {size_bytes / GIB:g} GiB")
         start_s = time.perf_counter()
         del arena
-        gc.collect()
         self.freed_s.append(time.perf_counter() - start_s)
 
 

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import IO
 
 from children import started_python
@@ -56,7 +56,8 @@ def rates(threads: int, seconds: float = 0.5) -> dict[str, float]:
                 if (line := _told(process, ends_s)) != READY:
                     raise RuntimeError(f"{line.decode(errors='replace').strip()} in place of ready")
             for process in processes:
-                _file(process.stdin).write(GO)
+                with suppress(BrokenPipeError):  # it has ended, and `_told` says how
+                    _file(process.stdin).write(GO)
             found[kind] = sum(float(_told(process, ends_s)) for process in processes)
     return found
 

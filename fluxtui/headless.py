@@ -38,7 +38,8 @@ def train_in_foreground(arguments: Sequence[str], command: Sequence[str] = TRAIN
     """Run `fluxtrain train ARGUMENTS` with our own output; returns its exit code.
 
     The trainer has a session of its own, so a Ctrl-C reaches it once, from here: it writes a
-    checkpoint and ends with 130; a second one ends it at once.
+    checkpoint and ends with 130; a second one ends it at once. What this process was started to
+    ignore (`nohup`) neither takes.
     """
     with subprocess.Popen(
         [*command, *arguments], stdin=subprocess.DEVNULL, start_new_session=True
@@ -47,7 +48,11 @@ def train_in_foreground(arguments: Sequence[str], command: Sequence[str] = TRAIN
         def forward(number: int, frame: FrameType | None) -> None:
             process.send_signal(_FORWARDED[signal.Signals(number)])
 
-        before = {number: signal.signal(number, forward) for number in _FORWARDED}
+        before = {
+            number: signal.signal(number, forward)
+            for number in _FORWARDED
+            if signal.getsignal(number) is not signal.SIG_IGN
+        }
         try:
             code = process.wait()
         finally:

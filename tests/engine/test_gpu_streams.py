@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+from concurrent.futures import CancelledError, Future
 from typing import Any
 
 import pytest
@@ -11,7 +12,9 @@ import torch
 from torch import Tensor, nn
 
 import fluxtrain
+from fluxtrain.memory.arena import HostArena
 from fluxtrain.plan import depths, heads
+from fluxtrain.stream import wrapping
 from tests.engine.gpu_streams import streaming
 from tests.engine.row_models import inputs, llama
 
@@ -121,3 +124,17 @@ def test_passes_have_the_bits_of_copies_in_order(
         assert torch.equal(found, value)
     (device,) = opened
     device.close()
+
+
+def test_who_waits_for_a_copy_of_what_never_comes_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    streaming(monkeypatch, seed=0)
+    device = wrapping.open_device(torch.device("cuda"))
+    arenas = (HostArena(512, pin=True) for _ in range(100))
+    arena = next(arena for arena in arenas if arena.pinned_bytes)
+    update = Future[None]()
+    ticket = device.upload(torch.empty(128), arena.tensor(torch.float32, 128, 0), update, None)
+    assert not ticket.failed()
+    update.cancel()
+    assert ticket.failed()
+    with pytest.raises(CancelledError):
+        ticket.wait_host()

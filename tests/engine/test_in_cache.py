@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -52,3 +53,37 @@ def test_processes_that_are_not_done_in_time_are_told_of_and_ended(
     with pytest.raises(RuntimeError, match="not done in time"):
         in_cache.rates(2, seconds=0.1)
     assert len(started) == 2 and all(process.poll() is not None for process in started)
+
+
+def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, then: str) -> None:
+    """Processes that say that they are ready, and then do something else."""
+    script = tmp_path / "stand_in.py"
+    script.write_text(f"import sys, time\nprint('ready', flush=True)\n{then}\n")
+    monkeypatch.setattr(in_cache, "__file__", str(script))
+    monkeypatch.setattr(in_cache, "SLACK_S", BUSY_S)
+
+
+@pytest.mark.parametrize("first", ["", "sys.stdin.buffer.read(1); "])
+def test_a_process_that_ends_in_place_of_a_rate_says_why(
+    first: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_in(tmp_path, monkeypatch, f"{first}sys.exit('the reason')")
+    with pytest.raises(RuntimeError, match="the reason"):
+        in_cache.rates(2, seconds=0.1)
+
+
+def test_processes_that_never_tell_their_rate_are_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, started: list[subprocess.Popen[bytes]]
+) -> None:
+    stand_in(tmp_path, monkeypatch, "time.sleep(1000)")
+    clock, told = time.monotonic, in_cache._told
+    asked: list[float] = []
+
+    def told_late(process: subprocess.Popen[bytes], ends_s: float) -> bytes:
+        asked.append(ends_s)
+        return told(process, ends_s if len(asked) <= 2 else clock() + 0.2)  # both were ready
+
+    monkeypatch.setattr(in_cache, "_told", told_late)
+    with pytest.raises(RuntimeError, match="not done in time"):
+        in_cache.rates(2, seconds=0.1)
+    assert len(asked) == 3 and all(process.poll() is not None for process in started)

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import faulthandler
 import gc
 import itertools
 import mmap
+import os
 import re
+import signal
 import subprocess
 import sys
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +58,7 @@ def test_an_arena_is_zero_and_its_tensors_share_memory_but_not_storages() -> Non
 
 
 def made_bytes(memory: Tensor) -> int:
-    """Of what the kernel keeps pages for, in this process's tables or not (mincore(2))."""
+    """Of what there are pages for (mincore(2))."""
     made = (ctypes.c_ubyte * (memory.nbytes // mmap.PAGESIZE))()
     address, size = ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(memory.nbytes)
     assert ctypes.CDLL(None).mincore(address, size, made) == 0
@@ -105,17 +111,72 @@ def mapped(memory: Tensor) -> tuple[str, set[str]]:
     raise AssertionError("no such memory")
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_an_arena_may_have_huge_pages_and_a_fork_gets_none_that_is_locked(
+LINUX = pytest.mark.skipif(sys.platform != "linux", reason="of Linux, reads /proc")
+
+
+@LINUX
+def test_an_arena_may_have_huge_pages_and_a_fork_gets_only_what_is_made_for_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(page_locks, "LOCKS", Locks())
-    locked, free = (HostArena(16 * MIB, pin=pin) for pin in (True, False))
-    of_locked, of_free = (mapped(one.tensor(torch.uint8, 1, 0)) for one in (locked, free))
-    assert of_locked[0] == of_free[0] == "rw-p"  # shared memory gets none (docs/benchmarks.md)
+    locked = HostArena(16 * MIB, pin=True, for_forks=True)
+    own, free = (HostArena(16 * MIB, pin=False, for_forks=forks) for forks in (False, True))
+    found = [mapped(arena.tensor(torch.uint8, 1, 0)) for arena in (locked, own, free)]
+    assert {permissions for permissions, _ in found} == {"rw-p"}  # shared memory gets none
     if Path("/sys/kernel/mm/transparent_hugepage").exists():
-        assert "hg" in of_locked[1] & of_free[1]
-    assert "dc" in of_locked[1] - of_free[1]
+        assert all("hg" in flags for _, flags in found)
+    assert ["wf" in flags for _, flags in found] == [True, True, False]
+
+
+@LINUX
+def test_a_fork_is_ended_by_what_it_does_not_get_and_by_nothing_else() -> None:
+    own, free = HostArena(16 * MIB, pin=False), HostArena(16 * MIB, pin=False, for_forks=True)
+    held = [arena.tensor(torch.uint8, 16 * MIB, 0).fill_(1) for arena in (own, free)]
+
+    def reads(memory: Tensor) -> None:
+        assert memory[8 * MIB] == 1
+
+    def frees() -> None:
+        """Its own memory may not lie where the arenas did: that is unmapped with them."""
+        nonlocal own, free
+        others = [mmap.mmap(-1, 16 * MIB) for _ in range(8)]
+        held.clear()
+        del own, free
+        gc.collect()
+        for other in others:
+            other[:] = bytes(16 * MIB)
+
+    assert in_fork(lambda: reads(held[1])) == 0
+    assert in_fork(frees) == 0
+    assert in_fork(lambda: reads(held[0])) == signal.SIGSEGV
+    assert all(bool((memory == 1).all()) for memory in held)
+
+
+def in_fork(work: Callable[[], None]) -> int:
+    """What a forked child that does `work` ends with: 0, 1 after an exception, or a signal."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # threads: the child uses none
+        child = os.fork()
+    if child == 0:
+        faulthandler.disable()  # it would tell of the signal as one of the tests' process
+        with contextlib.suppress(BaseException):
+            work()
+            os._exit(0)
+        os._exit(1)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    return abs(code)
+
+
+@LINUX
+def test_a_fork_gets_weights_and_neither_states_nor_gradients() -> None:
+    """Every step writes these: with a child that shares them it would copy them all."""
+    group = settled((torch.bfloat16, (64, 64), True))
+    group.ensure_state()
+    group.ensure_gradient()
+    (segment,) = group.segments
+    held = {"weights": segment.weights, "m": segment.m, "gradient": segment.rounded}
+    wiped = {name: "wf" in mapped(memory)[1] for name, memory in held.items() if memory is not None}
+    assert wiped == {"weights": False, "m": True, "gradient": True}
 
 
 def test_one_thread_leaves_the_pages_to_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from fluxtrain.memory.heap import SPARE_BYTES, Heap, private_bytes
+from fluxtrain.memory.heap import FORGOTTEN_BLOCKS, SPARE_BYTES, Heap, private_bytes
 from fluxtrain.units import MIB
 
 
@@ -51,11 +51,25 @@ def test_a_block_that_needs_much_does_not_fetch_it_anew_each_time() -> None:
     process.block(touches=needs)  # its first time looks like waste
     process.block(touches=needs)
     assert process.trims == 1
-    process.block(touches=SPARE_BYTES // 2)
-    process.block(touches=SPARE_BYTES // 2)
+    process.block(touches=SPARE_BYTES // 4)
+    process.block(touches=SPARE_BYTES // 4)
     assert process.trims == 1
-    process.block(touches=SPARE_BYTES // 2)
+    process.block(touches=SPARE_BYTES)
     assert process.trims == 2
+
+
+def test_what_came_with_one_block_alone_is_not_kept_for_ever() -> None:
+    """Such as the optimizer's states, with the first update."""
+    process = Process()
+    process.block(touches=SPARE_BYTES + 1)
+    process.block(touches=100 * SPARE_BYTES, keeps=100 * SPARE_BYTES)
+    for _ in range(4 * FORGOTTEN_BLOCKS):
+        process.block(touches=SPARE_BYTES // 16)
+    trims, steps = process.trims, 0
+    while process.trims == trims:
+        process.block(touches=SPARE_BYTES)
+        steps += 1
+    assert steps < 5
 
 
 def test_memory_that_was_given_back_by_others_counts_again_when_it_returns() -> None:

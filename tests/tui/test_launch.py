@@ -279,10 +279,11 @@ sys.exit(train_in_foreground([], [sys.executable, "-c", sys.argv[1]]))
 """
 
 
-def foreground(trainer: str) -> subprocess.Popen[str]:
-    """A stand-in trainer run by the real foreground code, in a process of its own."""
+def foreground(trainer: str, *, first: str = "") -> subprocess.Popen[str]:
+    """A stand-in trainer run by the real foreground code, in a process of its own, which executes
+    `first` before."""
     return subprocess.Popen(
-        [sys.executable, "-c", FOREGROUND, textwrap.dedent(trainer)],
+        [sys.executable, "-c", f"{first}\n{FOREGROUND}", textwrap.dedent(trainer)],
         stdout=subprocess.PIPE,
         text=True,
         start_new_session=True,
@@ -322,3 +323,24 @@ def test_a_signal_reaches_the_trainer_once_and_it_may_take_its_time(
     process.send_signal(signal.Signals[sent])
     assert process.stdout.readline() == f"{received}\n"
     assert process.wait(120) == 130
+
+
+def test_a_terminal_that_goes_ends_nothing_that_was_started_to_outlive_it() -> None:
+    trainer = """
+        import signal, sys, time
+        seen = []
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda n, f: seen.append(signal.Signals(n).name))
+        print("ready", flush=True)
+        while not seen:
+            time.sleep(0.01)
+        print(*seen, flush=True)
+    """
+    nohup = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)"
+    process = foreground(trainer, first=nohup)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGHUP)
+    process.send_signal(signal.SIGINT)
+    assert process.stdout.readline() == "SIGINT\n"
+    assert process.wait(120) == 0

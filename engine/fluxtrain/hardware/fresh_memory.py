@@ -3,12 +3,20 @@
 Linux gives huge pages on advice to private mappings. Python makes anonymous ones shared unless it
 is told otherwise: those belong to shmem, whose huge pages are off on most systems. Sources:
 madvise(2), Documentation/admin-guide/mm/transhuge.rst.
+
+A forked child (a data loader's worker) shares the pages of private memory until one of both writes
+to them. That costs the parent its huge pages and the machine a second copy of what every step
+writes, and moves what a device copies from. So a child gets none of that: the kernel leaves its
+mapping empty, and reading there ends the child in place of giving it zeros for weights.
 """
 
 from __future__ import annotations
 
+import ctypes
 import mmap
+import os
 from contextlib import suppress
+from weakref import WeakSet
 
 from fluxtrain.units import MIB
 
@@ -42,9 +50,28 @@ def give_back(memory: mmap.mmap) -> None:
 
 
 def keep_from_forks(memory: mmap.mmap) -> None:
-    """What a device copies from must stay where it is. After a fork a write to a page that parent
-    and child share would move it to another: so the child does not get this memory at all."""
-    _advise(memory, "MADV_DONTFORK")
+    """A child that is forked from now on cannot read this memory, and shares none of its pages."""
+    try:
+        memory.madvise(_MADV_WIPEONFORK)
+    except OSError:  # not Linux 4.14 or later: a child shares the pages
+        return
+    _KEPT.add(memory)
+
+
+_MADV_WIPEONFORK = 18  # not among those that Python names
+_PROT_NONE = 0  # mprotect(2)
+_KEPT: WeakSet[mmap.mmap] = WeakSet()
+
+if hasattr(os, "register_at_fork"):  # POSIX
+    _LIBC = ctypes.CDLL(None)  # a child may not load one: another thread may have been at it
+
+    def _close_in_child() -> None:
+        """The mappings stay: the child's own memory lies elsewhere, whichever copies it frees."""
+        for memory in _KEPT:
+            start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+            _LIBC.mprotect(ctypes.c_void_p(start), ctypes.c_size_t(len(memory)), _PROT_NONE)
+
+    os.register_at_fork(after_in_child=_close_in_child)
 
 
 def _advise(memory: mmap.mmap, name: str) -> None:

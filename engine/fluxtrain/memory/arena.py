@@ -31,22 +31,25 @@ class HostArena:
     Each tensor's storage spans just its own range: libraries that look for shared storages
     (safetensors) see separate tensors.
 
+    A forked child can read an arena that is not locked and made `for_forks`, as it was when it was
+    forked; no other.
+
     Locked memory is unlocked once the copies from and to it have been made. The arena itself knows
     them and not what uses it: the collector finalizes what it finds in any order.
     """
 
     under_way: dict[Hashable, Callable[[], None]]  # by stream or range: waits for its newest copy
 
-    def __init__(self, size_bytes: int, *, pin: bool) -> None:
+    def __init__(self, size_bytes: int, *, pin: bool, for_forks: bool = False) -> None:
         self.size_bytes, self.under_way = size_bytes, {}
         self._map = fresh(max(size_bytes, mmap.PAGESIZE))
         touched = pin and page_locks.LOCKS.may_lock(size_bytes) and touch(self._map)
         self.address = torch.frombuffer(self._map, dtype=torch.uint8, count=1).data_ptr()
         locked = pin and size_bytes > 0 and page_locks.LOCKS.lock(self.address, size_bytes, self)
         self.pinned_bytes = size_bytes if locked else 0
-        if locked:
+        if locked or not for_forks:
             keep_from_forks(self._map)
-        elif touched:
+        if touched and not locked:
             give_back(self._map)
         self._unlock = page_locks.LOCKS.unlock  # of those that locked it
 

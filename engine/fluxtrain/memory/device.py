@@ -248,8 +248,11 @@ class CudaDevice:
         stream = self._behind if waits else self._up
 
         def issue(done: Future[None] | None) -> None:
-            if done is not None and done.exception() is not None:
-                ticket.fail(done.exception() or RuntimeError())
+            try:
+                if done is not None:
+                    done.result()
+            except BaseException as error:  # noqa: BLE001  # whoever waits for the copy raises it
+                ticket.fail(error)
                 return
             ends = [earlier.end for earlier in follows if isinstance(earlier, CudaTicket)]
             _issue(ticket, stream, to, source, home=source, behind=[*_points(free), *ends])

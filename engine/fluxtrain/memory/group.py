@@ -272,7 +272,7 @@ class Group:
             segment.wire_offset_bytes = self.wire_bytes
             self.wire_bytes += aligned(segment.size_bytes)
         spans = [(s.dtype, s.elements, s.wire_offset_bytes) for s in self.segments]
-        self.wire, weights = self._allocate(self.wire_bytes, spans, pin=pin)
+        self.wire, weights = self._allocate(self.wire_bytes, spans, pin=pin, for_forks=True)
         for segment, flat in zip(self.segments, weights, strict=True):
             segment.weights = flat
         for member in self.members:
@@ -385,7 +385,12 @@ class Group:
         return self.segments[-1]
 
     def _allocate(
-        self, size_bytes: int, spans: list[tuple[torch.dtype, int, int]], *, pin: bool
+        self,
+        size_bytes: int,
+        spans: list[tuple[torch.dtype, int, int]],
+        *,
+        pin: bool,
+        for_forks: bool = False,
     ) -> tuple[Tensor, list[Tensor]]:
         """Zeroed memory at home, and flat tensors (dtype, count, offset) over it."""
         if self.home == "device" and self._device.type == "cuda":
@@ -393,7 +398,7 @@ class Group:
             flat.zero_()
             views = [flat[o : o + n * t.itemsize].view(t) for t, n, o in spans]
             return flat, views
-        arena = HostArena(size_bytes, pin=pin)
+        arena = HostArena(size_bytes, pin=pin, for_forks=for_forks)
         self._arenas.append(arena)
         return arena.tensor(torch.uint8, max(size_bytes, 1), 0), [
             arena.tensor(t, n, o) for t, n, o in spans

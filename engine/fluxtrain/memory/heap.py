@@ -19,6 +19,7 @@ from pathlib import Path
 from fluxtrain.units import MIB
 
 SPARE_BYTES = 32 * MIB  # that the heap may keep beside what one block needs
+FORGOTTEN_BLOCKS = 64  # after so many, what one needed counts a third
 STATM = Path("/proc/self/statm")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
@@ -30,8 +31,8 @@ def trim_heap() -> None:
 
 
 def private_bytes(statm: Path = STATM) -> int:
-    """Resident memory that is neither of files nor of shared mappings, such as arenas; 0 where the
-    kernel does not tell (proc(5))."""
+    """Resident memory that is neither of files nor of shared mappings: the heap, and arenas, which
+    grow once. 0 where the kernel does not tell (proc(5))."""
     try:
         _, resident, shared, *_ = statm.read_text().split()
     except (OSError, ValueError):
@@ -57,6 +58,7 @@ class Heap:
     def tidy(self) -> None:
         """Give back what is free, if it is more than a block needs and `SPARE_BYTES`."""
         now = self._measure()
+        self._needed_bytes -= self._needed_bytes // FORGOTTEN_BLOCKS  # arenas may have grown in one
         if self._was_trimmed:
             self._needed_bytes = max(self._needed_bytes, now - self._least_bytes)
             self._was_trimmed = False
