@@ -10,8 +10,10 @@ from typing import Any
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE, signal.SIGCHLD,
            signal.SIGTSTP, signal.SIGWINCH)  # fmt: skip
 
-# pytest's, and what torch's compiler tells Triton where it lies, once
-SET_BY_LIBRARIES = ("PYTEST_CURRENT_TEST", "TRITON_CACHE_DIR", "TRITON_PTXAS_PATH")
+# pytest's, what torch's compiler tells Triton where it lies, once, and what accelerate sets while
+# it looks for a GPU, which stays where two threads do that at a time
+SET_BY_LIBRARIES = ("PYTEST_CURRENT_TEST", "TRITON_CACHE_DIR", "TRITON_PTXAS_PATH",
+                    "PYTORCH_NVML_BASED_CUDA_CHECK")  # fmt: skip
 
 
 def process_state() -> dict[str, Any]:

@@ -71,9 +71,9 @@ class Watch:
         self._made = 0
         make = HostArena.__init__
 
-        def counted(arena: HostArena, size_bytes: int, *, pin: bool) -> None:
+        def counted(arena: HostArena, size_bytes: int, **how: bool) -> None:
             self._made += 1
-            make(arena, size_bytes, pin=pin)
+            make(arena, size_bytes, **how)
 
         monkeypatch.setattr(HostArena, "__init__", counted)
 
