@@ -59,7 +59,7 @@
 #include <stdint.h>
 
 #define FLUX_API __attribute__((visibility("default")))
-#define FLUX_ABI_VERSION 4
+#define FLUX_ABI_VERSION 5
 
 #ifdef __cplusplus
 extern "C" {
@@ -104,6 +104,10 @@ FLUX_API int flux_abi_version(void);
 FLUX_API int flux_isa(void);
 /* Use `level`, or the best allowed one below it; returns what is now in use. */
 FLUX_API int flux_set_isa(int level);
+
+/* Zeros, by all threads. Memory that was never written has pages afterwards: to read it first would
+ * give it the one page of zeros, which Linux before 6.13 replaces by small pages when it is written. */
+FLUX_API void flux_zero(void* memory, size_t bytes, int threads);
 
 FLUX_API void flux_adamw_split_bf16(uint16_t* hi, uint16_t* lo, float* m, float* v,
                                     const uint16_t* grad_bf16, size_t n,

@@ -118,6 +118,13 @@ int flux_set_isa(int level) {
     return in_use;
 }
 
+void flux_zero(void* memory, size_t bytes, int threads) {
+    char* const start = static_cast<char*>(memory);
+    over_ranges(bytes, threads, kCut * sizeof(uint16_t), [&](size_t i, size_t count) {
+        memset(start + i, 0, count);
+    });
+}
+
 void flux_adamw_split_bf16(uint16_t* hi, uint16_t* lo, float* m, float* v, const uint16_t* grad,
                            size_t n, const flux_adamw_step* step, int threads) {
     const auto run = kernels().adamw_split_bf16;

@@ -257,12 +257,24 @@ void test_values_are_those_of_the_reference(int level) {
     }
 }
 
+void test_zeros_are_written_where_asked_and_nowhere_else() {
+    for (size_t bytes : {size_t{0}, size_t{1}, size_t{100}, size_t{1} << 20, (size_t{5} << 20) + 7}) {
+        for (int threads : {1, 3, 0}) {
+            std::vector<uint8_t> memory(bytes + 2, 0xa5), expected(bytes + 2, 0);
+            expected.front() = expected.back() = 0xa5;
+            flux_zero(memory.data() + 1, bytes, threads);
+            CHECK(memory == expected, "%zu bytes, %d threads", bytes, threads);
+        }
+    }
+}
+
 }  // namespace
 
 int main(int count, char** arguments) {
     const bool all = count > 1 && strcmp(arguments[1], "--all") == 0;
     const int best = flux_set_isa(FLUX_AVX512);
     std::mt19937 random(20240607);
+    test_zeros_are_written_where_asked_and_nowhere_else();
     for (int level = FLUX_SCALAR; level <= best; ++level) {
         test_every_set_gives_the_bits_of_the_reference(level, random);
         test_cuts_and_threads_do_not_matter(level, random);

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import faulthandler
 import gc
 import itertools
 import mmap
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -30,6 +28,7 @@ from fluxtrain.memory import page_locks
 from fluxtrain.memory.arena import ALIGNMENT_BYTES, HostArena, aligned
 from fluxtrain.memory.group import Group
 from fluxtrain.memory.page_locks import PageLocks
+from tests.engine.pages import LINUX, made_bytes, mapped
 
 CPU = torch.device("cpu")
 MIB = 1 << 20
@@ -55,14 +54,6 @@ def test_an_arena_is_zero_and_its_tensors_share_memory_but_not_storages() -> Non
     assert first.untyped_storage().nbytes() == 32
     assert second.untyped_storage().data_ptr() == second.data_ptr() == whole.data_ptr() + 128
     assert arena.pinned_bytes == 0
-
-
-def made_bytes(memory: Tensor) -> int:
-    """Of what there are pages for (mincore(2))."""
-    made = (ctypes.c_ubyte * (memory.nbytes // mmap.PAGESIZE))()
-    address, size = ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(memory.nbytes)
-    assert ctypes.CDLL(None).mincore(address, size, made) == 0
-    return sum(page & 1 for page in made) * mmap.PAGESIZE
 
 
 class Locks(PageLocks):
@@ -97,21 +88,6 @@ def test_memory_is_made_before_it_is_locked_and_given_back_where_that_is_refused
     assert made_bytes(whole) == 0 and not whole[:: 1 << 16].any()
     again = HostArena(size, pin=True)  # nobody asks again
     assert again.pinned_bytes == 0 and len(locks.made) == 2
-
-
-def mapped(memory: Tensor) -> tuple[str, set[str]]:
-    """What smaps says of the mapping that this memory is in: permissions and flags."""
-    address, found = memory.data_ptr(), False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        if ranges := re.match(r"([0-9a-f]+)-([0-9a-f]+) (\S+)", line):
-            first, last, permissions = ranges.groups()
-            found = int(first, 16) <= address < int(last, 16)
-        elif found and line.startswith("VmFlags:"):
-            return permissions, set(line.split()[1:])
-    raise AssertionError("no such memory")
-
-
-LINUX = pytest.mark.skipif(sys.platform != "linux", reason="of Linux, reads /proc")
 
 
 @LINUX

@@ -14,7 +14,7 @@ import fluxtrain._native
 from fluxtrain.errors import BadInput, FluxTrainError
 
 LIBRARY = "libflux_native.so"
-ABI_VERSION = 4
+ABI_VERSION = 5
 OMP_PAUSE_SOFT = 1  # OpenMP 5.0, omp_pause_resource_t
 ISA_VARIABLE = "FLUXTRAIN_ISA"
 ISA_NAMES = ("scalar", "avx2", "avx512")
@@ -62,6 +62,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "flux_abi_version": (c_int, ()),
     "flux_isa": (c_int, ()),
     "flux_set_isa": (c_int, (c_int,)),
+    "flux_zero": (None, (c_void_p, c_size_t, c_int)),
     "flux_adamw_split_bf16": (None, (c_void_p,) * 5 + _ADAMW),
     "flux_adamw_split_f32": (None, (c_void_p,) * 5 + _ADAMW),
     "flux_adamw_f32": (None, (c_void_p,) * 4 + _ADAMW),

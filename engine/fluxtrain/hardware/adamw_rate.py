@@ -55,7 +55,7 @@ def adamw_rate(
     step = _native.AdamWStep(1.0, 1.0, 0.9, 0.1, 0.999, 0.001, 1e-4, 1.0, 1e-8)
     with fresh(int(parameters * sum(sizes.values()))) as memory:
         start = ctypes.addressof(anchor := ctypes.c_char.from_buffer(memory))
-        ctypes.memset(start, 0, len(memory))  # pages that were never written would all be one page
+        _native.kernel("zero")(start, len(memory), threads or 0)  # else all pages would be one
         at, offset = {}, 0
         for name, size in sizes.items():
             at[name] = start + offset

@@ -300,8 +300,10 @@ class Group:
         }
         return [m.slice(flats[id(m.segment)]) for m in self.members]
 
-    def ensure_state(self) -> None:
-        """Allocate the optimizer state, moments of zero, on first use."""
+    def ensure_state(self) -> list[Tensor]:
+        """Allocate the optimizer state, moments of zero, on first use; what of it is on the host
+        and was never written."""
+        unwritten = list[Tensor]()
         for segment in self.trained:
             if segment.m is not None:
                 continue
@@ -320,8 +322,11 @@ class Group:
             _, flats = self._allocate(total, spans, pin=False)
             for name, flat in zip(wanted, flats, strict=True):
                 setattr(segment, name, flat)
+                if name != "master" and flat.device.type == "cpu":
+                    unwritten.append(flat)
             if segment.master is not None:
                 segment.masters_are_weights()
+        return unwritten
 
     def forget_moments(self, member: Member) -> None:
         """Its optimizer state starts anew; the master stays (updates must be done)."""

@@ -212,6 +212,12 @@ def update_by_torch_(
             hi[part], lo[part] = encode(p)
 
 
+def zero_(x: Tensor, *, threads: int | None = None) -> None:
+    """Zeros, on the host. What was never written should be, before it is read: Linux before 6.13
+    gives it small pages when it is written after that."""
+    _native.kernel("zero")(x.data_ptr(), x.nbytes, threads or 0)
+
+
 def accumulate_(total: Tensor, x: Tensor, *, threads: int | None = None) -> None:
     """total += x on the host; total is flat float32, x flat float32 or bfloat16."""
     n = flat_length({"total": total, "x": x}, {"x": (torch.bfloat16, torch.float32)})

@@ -33,7 +33,7 @@ from fluxtrain.memory.group import Group, Member
 from fluxtrain.memory.recorder import Recorder
 from fluxtrain.memory.worker import Worker
 from fluxtrain.optim.row_adamw import weights_of_rows
-from fluxtrain.optim.split_adamw import Hyper
+from fluxtrain.optim.split_adamw import Hyper, zero_
 from fluxtrain.optim.stepping import (
     Flat,
     step_moments_on_host_,
@@ -99,11 +99,13 @@ class Updates:
     ) -> _Step | None:
         """Queue the group's first job; its weights count as changed from now on. None where the
         device updates."""
-        group.ensure_state()
+        unwritten = group.ensure_state()
         work = ranges(group, hypers)
         group.version += 1
         if group.home == "device":
             start = self._recorder.instant()
+            for flat in unwritten:  # where the processor is the device
+                zero_(flat, threads=self._threads)
             step_on_device(work, norm)
             self._recorder.computed("update", group.name, start)
             return None
@@ -118,6 +120,7 @@ class Updates:
             defers=defers and any(flat_of(part).moments_can_wait for part in work),
             first_piece=self._first_piece(group),
             threads=self._threads,
+            unwritten=unwritten,
         )
         group.pending = self._worker.submit(step.update)
         self._pending[group] = None
@@ -182,6 +185,7 @@ class _Step:
     defers: bool  # are there two jobs?
     first_piece: int | None  # elements; None: it is written in one
     threads: int | None  # None: all
+    unwritten: list[Tensor]  # of the states
     clip: float | None = None  # the weights were written with it
     its_turn: bool = False  # no other update runs: while rows are answered, none at all
     written: int | None = 0  # elements; None: being written, not known after an error, or all
@@ -192,6 +196,8 @@ class _Step:
         """All of it, or the weights, once the gradients and the norm are there."""
         self.its_turn = True
         try:
+            for flat in self.unwritten:  # while the gradients are on their way
+                zero_(flat, threads=self.threads)
             self._update()
         finally:
             self.written = None

@@ -1,0 +1,34 @@
+"""What the kernel says of a tensor's memory."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from torch import Tensor
+
+LINUX = pytest.mark.skipif(sys.platform != "linux", reason="of Linux, reads /proc")
+
+
+def made_bytes(memory: Tensor) -> int:
+    """Of what there are pages for (mincore(2)); it begins with one."""
+    made = (ctypes.c_ubyte * (memory.nbytes // mmap.PAGESIZE))()
+    address, size = ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(memory.nbytes)
+    assert ctypes.CDLL(None).mincore(address, size, made) == 0
+    return sum(page & 1 for page in made) * mmap.PAGESIZE
+
+
+def mapped(memory: Tensor) -> tuple[str, set[str]]:
+    """What smaps says of the mapping that this memory is in: permissions and flags."""
+    address, found = memory.data_ptr(), False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if ranges := re.match(r"([0-9a-f]+)-([0-9a-f]+) (\S+)", line):
+            first, last, permissions = ranges.groups()
+            found = int(first, 16) <= address < int(last, 16)
+        elif found and line.startswith("VmFlags:"):
+            return permissions, set(line.split()[1:])
+    raise AssertionError("no such memory")

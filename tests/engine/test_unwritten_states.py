@@ -1,0 +1,54 @@
+"""States that were never written are written before the first update reads them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fluxtrain
+from fluxtrain.optim.stepping import Flat
+from fluxtrain.stream import ranges, updates
+from tests.engine.pages import LINUX, made_bytes
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(512, 512, bias=False)  # whose states are whole pages
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x)
+        return y
+
+
+@LINUX
+@pytest.mark.parametrize("deferred", [False, True])
+@pytest.mark.parametrize("offload", ["none", "weights"])
+def test_the_first_update_reads_pages_of_its_own(
+    offload: str, deferred: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not the one page of zeros that Linux gives whoever reads first."""
+    seen: list[int] = []
+
+    def watched(owner: Any, name: str) -> None:
+        step = getattr(owner, name)
+
+        def after_a_look(flat: Flat, **how: Any) -> None:
+            seen.append(made_bytes(flat.m) + made_bytes(flat.v) - flat.m.nbytes - flat.v.nbytes)
+            step(flat, **how)
+
+        monkeypatch.setattr(owner, name, after_a_look)
+
+    for name in ("step_on_host_", "step_weights_on_host_"):
+        watched(updates, name)
+    watched(ranges, "step_on_device_")
+    layers = nn.Sequential(*(Layer() for _ in range(3)))
+    model = fluxtrain.wrap(layers, offload=offload, deferred_moments=deferred)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(4, 512)).sum().backward()
+    optimizer.step()
+    fluxtrain.sync(model)
+    assert seen and not any(seen)
