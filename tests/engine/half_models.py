@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import fluxtrain
-from fluxtrain.memory.group import Member
+from fluxtrain.memory.segment import Member
 from fluxtrain.stream.engine import Engine, engine_of
 from fluxtrain.stream.loss_scale import FIRST, LossScale
 

@@ -87,7 +87,7 @@ def test_a_streamed_block_is_copied_computed_sent_home_and_updated_in_this_order
     for name in BLOCKS:
         (forward,) = of(whole_run, "gpu", "forward", name)
         (backward,) = of(whole_run, "gpu", "backward", name)
-        (home,) = of(whole_run, "d2h", "gradients", name)
+        home = of(both, "d2h", "gradients", name)[0]
         copies = of(whole_run, "h2d", "weights", name)
         update = of(both, "cpu", "update", name)[0]
         assert any(one.stop_s <= forward.start_s for one in copies)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fluxtrain.memory.device import Ticket
-from fluxtrain.memory.group import Member
+from fluxtrain.memory.segment import Member
 
 
 @dataclass(eq=False)

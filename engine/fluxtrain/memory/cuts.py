@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fluxtrain.memory.group import Group, Member, Segment
+from fluxtrain.memory.group import Group
 from fluxtrain.memory.rows import norm_by_rows
+from fluxtrain.memory.segment import Member, Segment
 
 
 class Cuts:

@@ -23,9 +23,10 @@ from fluxtrain.memory.device import Device, Ticket
 from fluxtrain.memory.flat_sum import FlatSum, could_be
 from fluxtrain.memory.gradient_ring import GradientRing
 from fluxtrain.memory.gradient_staging import GradientStaging
-from fluxtrain.memory.group import Group, Member, Segment
+from fluxtrain.memory.group import Group
 from fluxtrain.memory.home_sums import HomeSums, tickets_of
 from fluxtrain.memory.rows import RowSum, RowTicket, Scatter
+from fluxtrain.memory.segment import Member, Segment
 from fluxtrain.memory.slice_sum import Kept, SliceSum
 from fluxtrain.memory.table_rows import Report, TableRowsHome, add_rows_at_home
 

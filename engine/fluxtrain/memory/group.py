@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import zlib
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -24,118 +23,15 @@ from torch import Tensor, nn
 
 from fluxtrain.errors import UnsupportedModel
 from fluxtrain.memory.arena import HostArena, aligned, device_flat, own_storage_view
+from fluxtrain.memory.segment import MASTERS, Member, Segment
 from fluxtrain.plan import states as state_formats
-from fluxtrain.plan.states import STATE_BLOCK, StateFormat
+from fluxtrain.plan.states import StateFormat
 
 if TYPE_CHECKING:
     from fluxtrain.memory.rows import RowBuffers
 
 Home = Literal["host", "device"]
-MASTERS = ("lo", "master")  # what completes the weights to fp32 masters
-SCALES = ("m_scale", "v_scale")
-_MOMENT_DTYPES: dict[StateFormat, torch.dtype] = {
-    "fp32": torch.float32,
-    "bf16": torch.bfloat16,
-    "8bit": torch.uint8,
-}
 TRAINED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-
-
-@dataclass(eq=False)
-class Member:
-    """One parameter of a group: where it lies, and what has happened to it."""
-
-    parameter: nn.Parameter
-    name: str
-    segment: Segment
-    offset: int  # elements from the segment's start
-    count: int
-    shape: torch.Size
-    index: int  # position in Group.members
-    step: int = 0  # optimizer steps taken
-    write_version: int = 0  # parameter._version when its bytes were last known
-    has_gradient: bool = False
-    gradient_scale: float = 1.0  # not yet applied to the stored gradient
-    fingerprint: int | None = None  # of the bytes, while somebody else may write to them
-
-    @property
-    def trained(self) -> bool:
-        return self.segment.trained
-
-    def slice(self, flat: Tensor) -> Tensor:
-        """This member's range of a flat tensor of its segment, in its own shape."""
-        return flat[self.offset : self.offset + self.count].view(self.shape)
-
-    def states(self) -> dict[str, Tensor]:
-        """Views of this member's optimizer state by name: `lo` or `master`, `m`, `v` in its shape,
-        and the scales of 8-bit moments (blocks,); empty before the first step."""
-        first, stop = self.offset // STATE_BLOCK, -(-(self.offset + self.count) // STATE_BLOCK)
-        return {
-            name: flat[first:stop] if name in SCALES else self.slice(flat)
-            for name, flat in self.segment.states().items()
-        }
-
-
-@dataclass(eq=False)
-class Segment:
-    """Members of one dtype, and one format of optimizer states, that lie next to each other."""
-
-    dtype: torch.dtype
-    trained: bool
-    format: StateFormat = "fp32"  # of the moments
-    seed: int = 0  # of the moments' random rounding
-    wire_offset_bytes: int = 0
-    elements: int = 0  # with padding between members
-    members: list[Member] = field(default_factory=list)
-    weights: Tensor | None = None  # (elements,) at home: `hi`, or the fp32 master
-    lo: Tensor | None = None  # (elements,) int16
-    master: Tensor | None = None  # (elements,) fp32, of fp16 weights
-    m: Tensor | None = None  # (elements,) fp32, bf16, or 8-bit codes
-    v: Tensor | None = None
-    m_scale: Tensor | None = None  # (blocks,) fp32, of 8-bit codes
-    v_scale: Tensor | None = None
-    rounded: Tensor | None = None  # (elements,) gradients at home in the segment's dtype
-    wide: Tensor | None = None  # the same in fp32, once a second backward pass has added to them
-    is_wide: bool = False  # which of the two holds this step's gradients
-
-    @property
-    def size_bytes(self) -> int:
-        return self.elements * self.dtype.itemsize
-
-    @property
-    def split(self) -> bool:
-        """Are the weights the upper halves of fp32 masters?"""
-        return self.dtype == torch.bfloat16
-
-    def states(self) -> dict[str, Tensor]:
-        """The optimizer state by name; empty before the first step."""
-        named = {name: getattr(self, name) for name in (*MASTERS, "m", "v", *SCALES)}
-        return {name: flat for name, flat in named.items() if flat is not None}
-
-    def masters_are_weights(self, member: Member | None = None) -> None:
-        """The weights were written to: the masters of `member` (None: of all) are what they say."""
-        assert self.weights is not None
-
-        def of(flat: Tensor) -> Tensor:
-            return flat if member is None else member.slice(flat)
-
-        if self.lo is not None:
-            of(self.lo).zero_()
-        if self.master is not None:
-            of(self.master).copy_(of(self.weights))
-
-    def allot(self, itemsize: int, count: int) -> int:
-        """Where the next member begins after one of `count` elements at the end of this."""
-        if self.format == "8bit":  # a block of states belongs to one parameter
-            return -(-count // STATE_BLOCK) * STATE_BLOCK
-        return aligned(count * itemsize) // itemsize
-
-    @property
-    def gradient(self) -> Tensor:
-        """This step's gradients at home (elements,)."""
-        flat = self.wide if self.is_wide else self.rounded
-        assert flat is not None, "no gradient has arrived yet"
-        return flat
 
 
 class Group:
@@ -307,14 +203,7 @@ class Group:
         for segment in self.trained:
             if segment.m is not None:
                 continue
-            n, dtype = segment.elements, _MOMENT_DTYPES[segment.format]
-            wanted = {"m": (dtype, n), "v": (dtype, n)}
-            if segment.split:
-                wanted["lo"] = (torch.int16, n)
-            elif segment.dtype == torch.float16:
-                wanted["master"] = (torch.float32, n)
-            if segment.format == "8bit":
-                wanted |= dict.fromkeys(SCALES, (torch.float32, -(-n // STATE_BLOCK)))
+            wanted = segment.wanted_states()
             spans, total = [], 0
             for kind, count in wanted.values():
                 spans.append((kind, count, total))

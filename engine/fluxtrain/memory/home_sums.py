@@ -18,7 +18,8 @@ from torch import Tensor
 from fluxtrain.memory.arrival import Arrival
 from fluxtrain.memory.device import Device, Ticket
 from fluxtrain.memory.gradient_staging import GradientStaging
-from fluxtrain.memory.group import Group, Member, Segment
+from fluxtrain.memory.group import Group
+from fluxtrain.memory.segment import Member, Segment
 from fluxtrain.memory.table_rows import Report
 from fluxtrain.plan.depths import sum_depth
 

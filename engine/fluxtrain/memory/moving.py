@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from fluxtrain.errors import DoesNotFit
 from fluxtrain.memory.arena import aligned
-from fluxtrain.memory.group import MASTERS, SCALES, Group, Home, Segment
+from fluxtrain.memory.group import Group, Home
+from fluxtrain.memory.segment import MASTERS, SCALES, Segment
 from fluxtrain.units import bytes_text
 
 _HELD = (*MASTERS, "m", "v", *SCALES, "rounded", "wide")

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from fluxtrain.memory.arrival import Arrival
 from fluxtrain.memory.device import Ticket
-from fluxtrain.memory.group import Group, Member, Segment
+from fluxtrain.memory.group import Group
 from fluxtrain.memory.rows import RowSum, RowTicket
+from fluxtrain.memory.segment import Member, Segment
 
 
 @dataclass(eq=False)

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from fluxtrain.memory.arena import aligned, device_flat
 from fluxtrain.memory.device import Device, Ticket
-from fluxtrain.memory.group import Group, Member
+from fluxtrain.memory.group import Group
+from fluxtrain.memory.segment import Member
 
 Report = Callable[[Group, str, Ticket, int], None]  # group, cause, the copy, bytes
 _PLACES = 2

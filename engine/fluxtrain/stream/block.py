@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from fluxtrain.errors import MisusedModel
-from fluxtrain.memory.group import Group, Member
+from fluxtrain.memory.group import Group
+from fluxtrain.memory.segment import Member
 from fluxtrain.memory.slices import WeightSlices
 from fluxtrain.stream.arguments import (
     Tree,

@@ -12,7 +12,8 @@ from torch.autograd.graph import GradientEdge
 
 from fluxtrain.errors import MisusedModel
 from fluxtrain.memory.boundary import Parked
-from fluxtrain.memory.group import Group, Member
+from fluxtrain.memory.group import Group
+from fluxtrain.memory.segment import Member
 from fluxtrain.stream.arguments import Tree, argument_name, batch_rows, flatten, piece, splits
 from fluxtrain.stream.buffers import Copies, as_before, put_back
 from fluxtrain.stream.capture import Capture

@@ -19,7 +19,8 @@ from fluxtrain.errors import MisusedModel
 from fluxtrain.memory.boundary import BoundaryPark
 from fluxtrain.memory.device import Device
 from fluxtrain.memory.gradients import Gradients
-from fluxtrain.memory.group import Group, Member
+from fluxtrain.memory.group import Group
+from fluxtrain.memory.segment import Member
 from fluxtrain.memory.slices import WeightSlices
 from fluxtrain.memory.window import Window
 from fluxtrain.plan.placement import Placement

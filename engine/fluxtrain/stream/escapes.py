@@ -19,7 +19,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from fluxtrain.errors import MisusedModel
 
 if TYPE_CHECKING:
-    from fluxtrain.memory.group import Group, Member
+    from fluxtrain.memory.group import Group
+    from fluxtrain.memory.segment import Member
     from fluxtrain.stream.block import Unit
 
 

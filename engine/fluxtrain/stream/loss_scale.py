@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fluxtrain.errors import BadInput
-from fluxtrain.memory.group import Member
+from fluxtrain.memory.segment import Member
 from fluxtrain.stream.norm import GradNorm
 
 FIRST = 2.0**16

@@ -16,7 +16,7 @@ import torch
 from torch.optim import Optimizer
 
 from fluxtrain.errors import MisusedModel
-from fluxtrain.memory.group import MASTERS, Member
+from fluxtrain.memory.segment import MASTERS, Member
 from fluxtrain.optim.dynamic_map import dequantise, quantise
 from fluxtrain.stream.parameter import Owner, owner_of
 from fluxtrain.stream.writes import check_writes, fingerprint

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from fluxtrain.errors import BadInput, MisusedModel
 from fluxtrain.memory.cuts import round_at_home, stored
-from fluxtrain.memory.group import Group, Member
+from fluxtrain.memory.group import Group
+from fluxtrain.memory.segment import Member
 from fluxtrain.stream.parameter import owner_of
 from fluxtrain.stream.writes import check_writes
 

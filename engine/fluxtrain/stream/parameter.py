@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fluxtrain.errors import MisusedModel
-from fluxtrain.memory.group import Group, Member
+from fluxtrain.memory.group import Group
+from fluxtrain.memory.segment import Member
 from fluxtrain.stream import user_gradients
 
 if TYPE_CHECKING:

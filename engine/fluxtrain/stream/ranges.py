@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from fluxtrain.memory.group import Group, Segment
+from fluxtrain.memory.group import Group
+from fluxtrain.memory.segment import Segment
 from fluxtrain.optim.hyper import Hyper, Turns
 from fluxtrain.optim.reference import rounding
 from fluxtrain.optim.stepping import Flat, step_on_device_

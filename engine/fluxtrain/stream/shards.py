@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from fluxtrain.errors import BadInput
-from fluxtrain.memory.group import MASTERS, Group, Member
+from fluxtrain.memory.group import Group
+from fluxtrain.memory.segment import MASTERS, Member
 from fluxtrain.plan.states import StateFormat
 
 if TYPE_CHECKING:

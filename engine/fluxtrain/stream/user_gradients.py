@@ -11,7 +11,8 @@ from fluxtrain.errors import MisusedModel
 from fluxtrain.memory.cuts import norms_of, stored
 
 if TYPE_CHECKING:
-    from fluxtrain.memory.group import Group, Member
+    from fluxtrain.memory.group import Group
+    from fluxtrain.memory.segment import Member
     from fluxtrain.stream.engine import Engine
 
 

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from fluxtrain.errors import MisusedModel
-from fluxtrain.memory.group import Group, Member
+from fluxtrain.memory.group import Group
+from fluxtrain.memory.segment import Member
 
 if TYPE_CHECKING:
     from fluxtrain.stream.engine import Engine
