@@ -7,7 +7,8 @@ madvise(2), Documentation/admin-guide/mm/transhuge.rst.
 A forked child (a data loader's worker) shares the pages of private memory until one of both writes
 to them. That costs the parent its huge pages and the machine a second copy of what every step
 writes, and moves what a device copies from. So a child gets none of that: the kernel leaves its
-mapping empty, and reading there ends the child in place of giving it zeros for weights.
+mapping empty, and reading there ends the child in place of giving it zeros for weights
+(docs/decisions/0013-what-a-fork-gets.md).
 """
 
 from __future__ import annotations
