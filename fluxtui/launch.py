@@ -23,6 +23,7 @@ from fluxtrain.telemetry.finding import LAST, find_run
 from fluxtrain.telemetry.printable import printable, printable_lines
 from fluxtrain.telemetry.rundir import RunDir, runs_root
 from fluxtrain.telemetry.standard_streams import open_standard_streams
+from fluxtrain.telemetry.typed import typed
 from fluxtui.wizard.answers import (
     DIAL,
     METHODS,
@@ -351,12 +352,12 @@ def farewell(run_dir: Path) -> str:
     """What to say about a run when the app is left."""
     run = RunDir(run_dir).summary()
     name = run.run_id if Path(run.path).parent == runs_root() else run.path
+    attach = f"{typed('fluxtrain-tui')} --attach {name}"
     if run.state in ("running", "new"):
-        return f"{run.run_id} goes on without the app. See it again: fluxtrain-tui --attach {name}"
+        return f"{run.run_id} goes on without the app. See it again: {attach}"
     step = f" after step {run.step}" if run.step else ""
     reason = f": {run.message}" if run.message else ""
-    look = f"Look at it: fluxtrain-tui --attach {name}"
-    return f"{run.run_id}: {run.state}{step}{reason}. {look}"
+    return f"{run.run_id}: {run.state}{step}{reason}. Look at it: {attach}"
 
 
 def _positive(text: str) -> int:

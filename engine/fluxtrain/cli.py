@@ -103,11 +103,12 @@ def train(  # noqa: PLR0913, PLR0917 - typer reads the options from the signatur
     def opened(run_dir: Path) -> None:
         if not json and live_fd is None:
             from fluxtrain.telemetry.printable import printable
+            from fluxtrain.telemetry.typed import typed
 
             with contextlib.suppress(NoSpace):  # for what is printed: the run has its own disk
                 say(f"run: {printable(str(run_dir))}")
                 attach = printable(shlex.quote(str(run_dir)))
-                say(f"watch it with: fluxtrain-tui --attach {attach}")
+                say(f"watch it with: {typed('fluxtrain-tui')} --attach {attach}")
 
     target = found or new_run(chosen)  # not before: while packages are read nothing tidies up
     with truly_told(target), traced(target.run_dir, trace, complain):

@@ -85,6 +85,14 @@ class ViewVerbs(Shell):
                 severity="warning",
             )  # fmt: skip
 
+    def action_help_quit(self) -> None:
+        """Ctrl-C, which copies in a field and ends nothing: what leaves, and what stops a run."""
+        keys = {action.id: action.key_text for action in self.actions}
+        words = f"{keys['detach']} leaves, the training goes on; {keys['stop']} stops it"
+        if hasattr(self.screen, "place"):  # the wizard: nothing trains yet
+            words = f"{keys['wizard_back']} goes a step back, ^q leaves"
+        self.notify(words, title="Ctrl-C ends nothing here")
+
     def action_help(self) -> None:
         """The keys and the panels of the screen in front."""
         from fluxtui.screens.dialogs import HelpScreen

@@ -163,8 +163,13 @@ def failed() -> list[ev.AnyEvent]:
 
 
 def write(path: Path, events: Iterable[ev.AnyEvent]) -> Path:
+    """The events as a journal; one that begins with what is there goes on, as a trainer's does."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(b"".join(msgspec.json.encode(event) + b"\n" for event in events))
+    whole = b"".join(msgspec.json.encode(event) + b"\n" for event in events)
+    there = path.read_bytes() if path.exists() else b""
+    goes_on = whole.startswith(there)
+    with path.open("ab" if goes_on else "wb") as journal:
+        journal.write(whole[len(there) :] if goes_on else whole)
     return path
 
 

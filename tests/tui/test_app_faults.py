@@ -9,6 +9,8 @@ import time
 from pathlib import Path
 from types import ModuleType
 
+import pytest
+
 from fluxtui.app import FluxApp
 from fluxtui.screens.run_screen import RunScreen
 from fluxtui.sources.journal import JournalSource
@@ -70,6 +72,22 @@ async def test_a_killed_trainer_is_told(run: Path, made: ModuleType) -> None:
         text = text_of(app)
         assert "DEAD" in text
         assert "1.50 GB/s" not in text  # its rates are of then, not of now
+
+
+@pytest.mark.parametrize(
+    ("screen", "said"),
+    [
+        ("dashboard", "d leaves, the training goes on; Q stops it"),
+        ("wizard", "esc goes a step back, ^q leaves"),
+    ],
+)
+async def test_ctrl_c_says_what_leaves(screen: str, said: str, run: Path, made: ModuleType) -> None:
+    app = FluxApp(JournalSource(run), sample_machine=False, start_screen=screen)
+    async with app.run_test(size=SIZE) as pilot:
+        await pilot.pause()
+        await pilot.press("ctrl+c")
+        await until(pilot, lambda: any(one.message == said for one in app._notifications))
+        assert app.is_running
 
 
 async def test_a_newer_schema_is_told(run: Path, made: ModuleType) -> None:

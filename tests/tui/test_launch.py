@@ -18,6 +18,7 @@ from fluxtrain.errors import EXIT_BAD_INPUT, BadInput
 from fluxtrain.telemetry.emitter import Emitter
 from fluxtrain.telemetry.events import Done, EvaluationFinished, Failed, Hello, StepFinished
 from fluxtrain.telemetry.rundir import RunDir
+from fluxtrain.telemetry.typed import typed
 from fluxtui import launch
 from fluxtui.headless import event_line, follow_lines
 from fluxtui.wizard.answers import Answers
@@ -177,6 +178,29 @@ def test_leaving_says_how_to_come_back(root: Path) -> None:
         said = launch.farewell(run.path)
     assert "goes on" in said
     assert said.endswith("fluxtrain-tui --attach tales")
+
+
+@pytest.mark.parametrize(
+    ("found", "inside", "said"),
+    [
+        (True, True, "fluxtrain-tui"),
+        (False, True, "'en v/bin/fluxtrain-tui'"),
+        (False, False, "'{}/en v/bin/fluxtrain-tui'"),
+    ],
+)
+def test_a_command_is_told_as_it_can_be_typed(
+    *, found: bool, inside: bool, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "en v" / "bin" / "fluxtrain-tui"
+    script.parent.mkdir(parents=True)
+    script.touch(mode=0o755)
+    monkeypatch.setattr(sys, "executable", str(script.parent / "python"))
+    monkeypatch.setenv("PATH", str(script.parent if found else tmp_path))
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path if inside else tmp_path / "elsewhere")
+    assert typed("fluxtrain-tui") == said.format(tmp_path)
+    script.unlink()
+    assert typed("fluxtrain-tui") == "fluxtrain-tui"
 
 
 def test_leaving_a_finished_run_says_how_it_ended(root: Path, tmp_path: Path) -> None:
