@@ -284,9 +284,13 @@ class Shell(App[None]):
         self.machine_signal.publish(message.sample)
 
     def redraw(self) -> None:
-        """Draw the present view on the screen in front."""
-        if self._screen_stack and isinstance(self.screen, RunScreen):
-            self.screen.draw()
+        """Draw the present view on the run's screen in front, also around a dialog over it."""
+        for screen in reversed(self._screen_stack):
+            if isinstance(screen, RunScreen):
+                screen.draw()
+                return
+            if not screen.is_modal:
+                return  # it covers what lies below
 
     def action_show(self, name: str) -> None:
         """Bring a screen to the front."""

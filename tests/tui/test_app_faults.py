@@ -90,6 +90,26 @@ async def test_ctrl_c_says_what_leaves(screen: str, said: str, run: Path, made: 
         assert app.is_running
 
 
+@pytest.mark.parametrize("key", ["colon", "question_mark"])
+async def test_a_run_goes_on_around_a_dialog(key: str, run: Path, made: ModuleType) -> None:
+    events = made.training(90)
+    made.write(run / "events.ndjson", events[: len(events) // 2])
+    app = app_on(run, made)
+    async with app.run_test(size=SIZE) as pilot:
+        await drawn(pilot)
+        dashboard = app.screen
+        await pilot.press(key)
+        await until(pilot, lambda: app.screen is not dashboard)
+
+        def shown() -> str:
+            strips = dashboard._compositor.render_strips()
+            return "".join(segment.text for strip in strips for segment in strip)
+
+        assert "step 90/200" not in shown()
+        made.write(run / "events.ndjson", events)
+        await until(pilot, lambda: "step 90/200" in shown(), limit_s=20.0)
+
+
 async def test_a_newer_schema_is_told(run: Path, made: ModuleType) -> None:
     made.write(run / "events.ndjson", [made.hello(schema="9.0")])
     app = app_on(run, made)
