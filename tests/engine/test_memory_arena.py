@@ -27,6 +27,7 @@ from fluxtrain.errors import UnsupportedModel
 from fluxtrain.memory import page_locks
 from fluxtrain.memory.arena import ALIGNMENT_BYTES, HostArena, aligned
 from fluxtrain.memory.group import Group
+from fluxtrain.memory.moving import new_home
 from fluxtrain.memory.page_locks import PageLocks
 from tests.engine.pages import LINUX, made_bytes, mapped
 
@@ -283,3 +284,11 @@ def test_the_hosts_peak_is_at_most_the_arenas_and_fifteen_percent() -> None:
     assert weights > 190 * MIB and arenas > 6.9 * weights
     assert wrapped <= 1.15 * weights + device
     assert trained <= 1.15 * arenas + device
+
+
+@LINUX
+def test_a_fork_gets_weights_that_came_home_unlocked() -> None:
+    group = settled((torch.bfloat16, (64, 64), True))
+    new_home(group, "host", pin=False)()
+    (segment,) = group.segments
+    assert segment.weights is not None and "wf" not in mapped(segment.weights)[1]

@@ -26,7 +26,7 @@ def new_home(group: Group, home: Home, *, pin: bool) -> Callable[[], None]:
     shell.home, shell._device, shell._pin = home, group._device, pin
     spans = [(s.dtype, s.elements, s.wire_offset_bytes) for s in group.segments]
     try:
-        wire, weights = shell._allocate(group.wire_bytes, spans, pin=pin)
+        wire, weights = shell._allocate(group.wire_bytes, spans, pin=pin, for_forks=True)
         held = [_held(shell, segment) for segment in group.segments]
     except (torch.OutOfMemoryError, MemoryError) as error:
         need = group.wire_bytes + group.state_bytes + group.gradient_bytes
