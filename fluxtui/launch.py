@@ -356,8 +356,9 @@ def farewell(run_dir: Path) -> str:
     if run.state in ("running", "new"):
         return f"{run.run_id} goes on without the app. See it again: {attach}"
     step = f" after step {run.step}" if run.step else ""
-    reason = f": {run.message}" if run.message else ""
-    return f"{run.run_id}: {run.state}{step}{reason}. Look at it: {attach}"
+    reason = f": {run.message}" if run.message not in ("", run.state) else ""
+    ended = run.message if step and step in run.message else f"{run.state}{step}{reason}"
+    return f"{run.run_id}: {ended}. Look at it: {attach}"
 
 
 def _positive(text: str) -> int:

@@ -30,7 +30,8 @@ def tell(error: BaseException, *, debug: bool) -> int:
     told = as_told(error)
     if told is not None:
         kind = "stopped" if isinstance(told, Interrupted) else "error"
-        complain(_one_line(f"{kind}: {told}"))
+        words = str(told)
+        complain(_one_line(words if words.startswith(f"{kind} ") else f"{kind}: {words}"))
         return told.exit_code
     complain(_one_line(f"this is a bug of FluxTrain: {type(error).__name__}: {error}"))
     for note in getattr(error, "__notes__", ["run it again with --debug for the traceback"]):

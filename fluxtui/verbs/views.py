@@ -90,7 +90,7 @@ class ViewVerbs(Shell):
         keys = {action.id: action.key_text for action in self.actions}
         words = f"{keys['detach']} leaves, the training goes on; {keys['stop']} stops it"
         if hasattr(self.screen, "place"):  # the wizard: nothing trains yet
-            words = f"{keys['wizard_back']} goes a step back, ^q leaves"
+            words = f"{keys['wizard_back']} goes a step back, before the first one out"
         self.notify(words, title="Ctrl-C ends nothing here")
 
     def action_help(self) -> None:

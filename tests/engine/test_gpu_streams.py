@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import fluxtrain
+from fluxtrain.errors import Diverged
 from fluxtrain.memory.arena import HostArena
 from fluxtrain.plan import depths, heads
 from fluxtrain.stream import wrapping
@@ -126,7 +127,10 @@ def test_passes_have_the_bits_of_copies_in_order(
     device.close()
 
 
-def test_who_waits_for_a_copy_of_what_never_comes_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("how", [CancelledError, Diverged])
+def test_who_waits_for_a_copy_of_what_never_comes_is_told(
+    how: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
     streaming(monkeypatch, seed=0)
     device = wrapping.open_device(torch.device("cuda"))
     arenas = (HostArena(512, pin=True) for _ in range(100))
@@ -134,7 +138,10 @@ def test_who_waits_for_a_copy_of_what_never_comes_is_told(monkeypatch: pytest.Mo
     update = Future[None]()
     ticket = device.upload(torch.empty(128), arena.tensor(torch.float32, 128, 0), update, None)
     assert not ticket.failed()
-    update.cancel()
+    if how is CancelledError:
+        update.cancel()
+    else:
+        update.set_exception(how("the norm is not finite"))
     assert ticket.failed()
-    with pytest.raises(CancelledError):
+    with pytest.raises(how):
         ticket.wait_host()

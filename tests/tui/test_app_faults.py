@@ -78,7 +78,7 @@ async def test_a_killed_trainer_is_told(run: Path, made: ModuleType) -> None:
     ("screen", "said"),
     [
         ("dashboard", "d leaves, the training goes on; Q stops it"),
-        ("wizard", "esc goes a step back, ^q leaves"),
+        ("wizard", "esc goes a step back, before the first one out"),
     ],
 )
 async def test_ctrl_c_says_what_leaves(screen: str, said: str, run: Path, made: ModuleType) -> None:

@@ -205,7 +205,11 @@ def test_a_command_is_told_as_it_can_be_typed(
 
 def test_leaving_a_finished_run_says_how_it_ended(root: Path, tmp_path: Path) -> None:
     run = make_run(root, "tales", STEP, DONE)
-    assert "tales: finished after step 3" in launch.farewell(run.path)
+    assert "tales: finished after step 3. " in launch.farewell(run.path)
+    run.result.write_text('{"exit_code": 0, "message": "finished"}')
+    assert "tales: finished after step 3. " in launch.farewell(run.path)
+    run.result.write_text('{"exit_code": 130, "message": "stopped after step 3: all is well"}')
+    assert "tales: stopped after step 3: all is well. " in launch.farewell(run.path)
     failed = Failed(exit_code=3, kind="DoesNotFit", message="needs 80 GiB")
     elsewhere = make_run(tmp_path / "other", "big", STEP, failed)
     said = launch.farewell(elsewhere.path)

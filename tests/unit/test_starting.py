@@ -183,8 +183,7 @@ def test_an_interrupt_while_a_run_is_loaded_names_its_folder_and_what_it_holds(
     ended = interrupted_at(tmp_path, "fluxtrain.train.run.load_ingredients", "train", "--demo")
     (run,) = (tmp_path / "runs").iterdir()
     assert ended.stderr == (
-        f"stopped: stopped before a step was made: {run} holds its configuration and its log "
-        "alone\n"
+        f"stopped before a step was made: {run} holds its configuration and its log alone\n"
     )
     assert ended.returncode == EXIT_INTERRUPTED
     assert {"run.json", "engine.log"} <= {path.name for path in run.iterdir()}
@@ -205,7 +204,7 @@ def test_a_run_that_is_stopped_before_its_configuration_is_written_leaves_no_fol
 ) -> None:
     place = "fluxtrain.train.run.write_run_file"
     ended = interrupted_at(tmp_path, place, "train", "--demo", by=by)
-    assert ended.stderr == "stopped: stopped before a step was made: nothing was kept\n"
+    assert ended.stderr == "stopped before a step was made: nothing was kept\n"
     assert "--resume" not in ended.stdout
     assert ended.returncode == CODES[by]
     assert list((tmp_path / "runs").iterdir()) == []
@@ -218,7 +217,7 @@ def test_a_folder_of_the_user_keeps_the_log_of_a_run_without_a_configuration(
     mine.mkdir()
     what = ("train", "--demo", "--run-dir", str(mine))
     ended = interrupted_at(tmp_path, "fluxtrain.train.run.write_run_file", *what)
-    assert ended.stderr == f"stopped: stopped before a step was made: {mine} holds its log alone\n"
+    assert ended.stderr == f"stopped before a step was made: {mine} holds its log alone\n"
     assert "--resume" not in ended.stdout
     assert (mine / "engine.log").exists() and not (mine / "run.json").exists()
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from functools import partial
 from typing import Any, Protocol
 
@@ -248,10 +248,7 @@ class CudaDevice:
         stream = self._behind if waits else self._up
 
         def issue(done: Future[None] | None) -> None:
-            try:
-                if done is not None:
-                    done.result()
-            except BaseException as error:  # noqa: BLE001  # whoever waits for the copy raises it
+            if done is not None and (error := _failure(done)) is not None:
                 ticket.fail(error)
                 return
             ends = [earlier.end for earlier in follows if isinstance(earlier, CudaTicket)]
@@ -333,6 +330,11 @@ class CudaDevice:
 def _all_arrived(copies: Sequence[Ticket]) -> bool:
     """Is there none that a copy behind them would wait for?"""
     return all(copy.done() for copy in copies)
+
+
+def _failure(done: Future[None]) -> BaseException | None:
+    """What a future that is done raises, if it does."""
+    return CancelledError() if done.cancelled() else done.exception()
 
 
 def _was_issued(ticket: Ticket) -> bool:

@@ -167,8 +167,7 @@ class Group:
             segment.seed = zlib.crc32(f"{self.name} {segment.dtype}".encode())
             segment.wire_offset_bytes = self.wire_bytes
             self.wire_bytes += aligned(segment.size_bytes)
-        spans = [(s.dtype, s.elements, s.wire_offset_bytes) for s in self.segments]
-        self.wire, weights = self._allocate(self.wire_bytes, spans, pin=pin, for_forks=True)
+        self.wire, weights = self.allocate_weights(self.segments, self.wire_bytes, pin=pin)
         for segment, flat in zip(self.segments, weights, strict=True):
             segment.weights = flat
         for member in self.members:
@@ -277,6 +276,14 @@ class Group:
                 return segment
         self.segments.append(Segment(dtype, trained, states))
         return self.segments[-1]
+
+    def allocate_weights(
+        self, segments: list[Segment], size_bytes: int, *, pin: bool
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Memory at home for the weights of these segments, and a flat tensor for each; a forked
+        process gets it too."""
+        spans = [(s.dtype, s.elements, s.wire_offset_bytes) for s in segments]
+        return self._allocate(size_bytes, spans, pin=pin, for_forks=True)
 
     def _allocate(
         self,

@@ -24,9 +24,8 @@ def new_home(group: Group, home: Home, *, pin: bool) -> Callable[[], None]:
     """
     shell = Group(group.name, group.kind)
     shell.home, shell._device, shell._pin = home, group._device, pin
-    spans = [(s.dtype, s.elements, s.wire_offset_bytes) for s in group.segments]
     try:
-        wire, weights = shell._allocate(group.wire_bytes, spans, pin=pin, for_forks=True)
+        wire, weights = shell.allocate_weights(group.segments, group.wire_bytes, pin=pin)
         held = [_held(shell, segment) for segment in group.segments]
     except (torch.OutOfMemoryError, MemoryError) as error:
         need = group.wire_bytes + group.state_bytes + group.gradient_bytes

@@ -40,6 +40,7 @@ from fluxtrain.telemetry.storage import (
     storage_error,
     write_json,
 )
+from fluxtrain.telemetry.typed import typed
 
 RunState = Literal["running", "finished", "refused", "failed", "interrupted", "dead", "new"]
 
@@ -289,7 +290,7 @@ class RunDir:
             who = f"process {user.pid} on {user.host}" if user else "another process"
             raise BadInput(
                 f"{self.path} is in use by {who}: "
-                f"watch it with `fluxtrain-tui --attach {self.path}`, stop it, "
+                f"watch it with `{typed('fluxtrain-tui')} --attach {self.path}`, stop it, "
                 "or choose another --run-dir"
             )
 
