@@ -5,13 +5,9 @@ from __future__ import annotations
 import ctypes
 import mmap
 import re
-import sys
 from pathlib import Path
 
-import pytest
 from torch import Tensor
-
-LINUX = pytest.mark.skipif(sys.platform != "linux", reason="of Linux, reads /proc")
 
 
 def made_bytes(memory: Tensor) -> int:

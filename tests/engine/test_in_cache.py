@@ -58,7 +58,7 @@ def test_processes_that_are_not_done_in_time_are_told_of_and_ended(
 def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, then: str) -> None:
     """Processes that say that they are ready, and then do something else."""
     script = tmp_path / "stand_in.py"
-    script.write_text(f"import sys, time\nprint('ready', flush=True)\n{then}\n")
+    script.write_text(f"import sys\nprint('ready', flush=True)\n{then}\n")
     monkeypatch.setattr(in_cache, "__file__", str(script))
     monkeypatch.setattr(in_cache, "SLACK_S", BUSY_S)
 
@@ -75,7 +75,7 @@ def test_a_process_that_ends_in_place_of_a_rate_says_why(
 def test_processes_that_never_tell_their_rate_are_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, started: list[subprocess.Popen[bytes]]
 ) -> None:
-    stand_in(tmp_path, monkeypatch, "time.sleep(1000)")
+    stand_in(tmp_path, monkeypatch, "sys.stdin.buffer.read()")
     clock, told = time.monotonic, in_cache._told
     asked: list[float] = []
 

@@ -29,7 +29,7 @@ from fluxtrain.memory.arena import ALIGNMENT_BYTES, HostArena, aligned
 from fluxtrain.memory.group import Group
 from fluxtrain.memory.moving import new_home
 from fluxtrain.memory.page_locks import PageLocks
-from tests.engine.pages import LINUX, made_bytes, mapped
+from tests.engine.pages import made_bytes, mapped
 
 CPU = torch.device("cpu")
 MIB = 1 << 20
@@ -91,7 +91,6 @@ def test_memory_is_made_before_it_is_locked_and_given_back_where_that_is_refused
     assert again.pinned_bytes == 0 and len(locks.made) == 2
 
 
-@LINUX
 def test_an_arena_may_have_huge_pages_and_a_fork_gets_only_what_is_made_for_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -105,7 +104,6 @@ def test_an_arena_may_have_huge_pages_and_a_fork_gets_only_what_is_made_for_it(
     assert ["wf" in flags for _, flags in found] == [True, True, False]
 
 
-@LINUX
 def test_a_fork_is_ended_by_what_it_does_not_get_and_by_nothing_else() -> None:
     own, free = HostArena(16 * MIB, pin=False), HostArena(16 * MIB, pin=False, for_forks=True)
     held = [arena.tensor(torch.uint8, 16 * MIB, 0).fill_(1) for arena in (own, free)]
@@ -144,7 +142,6 @@ def in_fork(work: Callable[[], None]) -> int:
     return abs(code)
 
 
-@LINUX
 def test_a_fork_gets_weights_and_neither_states_nor_gradients() -> None:
     """Every step writes these: with a child that shares them it would copy them all."""
     group = settled((torch.bfloat16, (64, 64), True))
@@ -286,7 +283,6 @@ def test_the_hosts_peak_is_at_most_the_arenas_and_fifteen_percent() -> None:
     assert trained <= 1.15 * arenas + device
 
 
-@LINUX
 def test_a_fork_gets_weights_that_came_home_unlocked() -> None:
     group = settled((torch.bfloat16, (64, 64), True))
     new_home(group, "host", pin=False)()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import fluxtrain
 from fluxtrain.optim.stepping import Flat
 from fluxtrain.stream import ranges, updates
-from tests.engine.pages import LINUX, made_bytes
+from tests.engine.pages import made_bytes
 
 
 class Layer(nn.Module):
@@ -24,7 +24,6 @@ class Layer(nn.Module):
         return y
 
 
-@LINUX
 @pytest.mark.parametrize("deferred", [False, True])
 @pytest.mark.parametrize("offload", ["none", "weights"])
 def test_the_first_update_reads_pages_of_its_own(
