@@ -216,6 +216,9 @@ struct Avx2 {
     static FLUX_INLINE Float where_not_zero(Float of, Float a, Float b) {
         return _mm256_blendv_ps(a, b, _mm256_cmp_ps(of, _mm256_setzero_ps(), _CMP_EQ_OQ));
     }
+    static FLUX_INLINE bool any_nan(Float a, Float b) {
+        return _mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_UNORD_Q)) != 0;
+    }
     static FLUX_INLINE bool any_nan(const Float (&x)[4]) {
         return _mm256_movemask_ps(_mm256_or_ps(_mm256_cmp_ps(x[0], x[1], _CMP_UNORD_Q),
                                                _mm256_cmp_ps(x[2], x[3], _CMP_UNORD_Q))) != 0;
@@ -224,12 +227,12 @@ struct Avx2 {
         return _mm256_movemask_epi8(_mm256_cmpeq_epi16(larger_16(a, limits), a)) != 0;
     }
 
-    // Each 128-bit lane gets eight codes of the first half of the group and eight of the second.
-    static FLUX_INLINE Int load_codes(const uint8_t* at) {
+    // Each 128-bit lane gets 64 bits of the first half and 64 of the second.
+    static FLUX_INLINE Int load_interleaved(const void* at) {
         return _mm256_permute4x64_epi64(load_words(at), 0xd8);
     }
-    static FLUX_INLINE void store_codes(uint8_t* at, Int codes) {
-        store_words(at, _mm256_permute4x64_epi64(codes, 0xd8));
+    static FLUX_INLINE void store_interleaved(void* at, Int x) {
+        store_words(at, _mm256_permute4x64_epi64(x, 0xd8));
     }
     struct Masks {};
     // Bits 16 to 23 of the lanes of four vectors, as the bytes of one.

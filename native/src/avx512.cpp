@@ -195,6 +195,9 @@ struct Avx512 {
     static FLUX_INLINE Float apart_where_zero(Float x, Float y) {
         return _mm512_fixupimm_ps(y, x, constant<0x00000c00u>(), 0);
     }
+    static FLUX_INLINE bool any_nan(Float a, Float b) {
+        return _mm512_cmp_ps_mask(a, b, _CMP_UNORD_Q) != 0;
+    }
     static FLUX_INLINE bool any_nan(const Float (&x)[4]) {
         return !_kortestz_mask16_u8(_mm512_cmp_ps_mask(x[0], x[1], _CMP_UNORD_Q),
                                     _mm512_cmp_ps_mask(x[2], x[3], _CMP_UNORD_Q));
@@ -203,12 +206,12 @@ struct Avx512 {
         return _mm512_cmpge_epu16_mask(a, limits) != 0;
     }
 
-    // Each 128-bit lane gets eight codes of the first half of the group and eight of the second.
-    static FLUX_INLINE Int load_codes(const uint8_t* at) {
+    // Each 128-bit lane gets 64 bits of the first half and 64 of the second.
+    static FLUX_INLINE Int load_interleaved(const void* at) {
         return _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7), load_words(at));
     }
-    static FLUX_INLINE void store_codes(uint8_t* at, Int codes) {
-        store_words(at, _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7), codes));
+    static FLUX_INLINE void store_interleaved(void* at, Int x) {
+        store_words(at, _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7), x));
     }
     // Bytes of the later vectors of a group. Opaque, or the compiler would make them anew each time.
     struct Masks {

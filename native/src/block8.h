@@ -71,8 +71,8 @@ struct Blocks8 {
         Float p[4], g[4], m[4], v[4];
         load(weights, p);
         load(grad, g);
-        with.decode_m.template values<true>(Set::load_codes(states.m), m);
-        with.decode_v.template values<false>(Set::load_codes(states.v), v);
+        with.decode_m.template values<true>(Set::load_interleaved(states.m), m);
+        with.decode_v.template values<false>(Set::load_interleaved(states.v), v);
 #pragma GCC unroll 4
         for (size_t j = 0; j < 4; ++j) {
             m[j] = Set::mul(m[j], m_scale);
@@ -153,7 +153,7 @@ struct Blocks8 {
             y[j] = Set::larger(v[j], least);
             if constexpr (Set::kZeroIsApart) y[j] = Set::apart_where_zero(v[j], y[j]);
         }
-        Set::store_codes(m_codes, Set::signed_codes(Set::third_bytes(k, maps.masks), m));
+        Set::store_interleaved(m_codes, Set::signed_codes(Set::third_bytes(k, maps.masks), m));
         maps.v.at(y, line);
 #pragma GCC unroll 4
         for (size_t j = 0; j < 4; ++j) {
@@ -162,7 +162,7 @@ struct Blocks8 {
             k[j] = Set::as_int(line[j]);
             doubt.v = j == 0 ? k[j] : Set::larger_16(doubt.v, k[j]);
         }
-        Set::store_codes(v_codes, Set::unsigned_codes(Set::third_bytes(k, maps.masks)));
+        Set::store_interleaved(v_codes, Set::unsigned_codes(Set::third_bytes(k, maps.masks)));
         return doubt;
     }
 
@@ -175,7 +175,7 @@ struct Blocks8 {
             const Float x = Set::mul(Whole{}.load(from + j * kVector), Set::all(inverse));
             code[j] = Set::shift_left_16(map.template nearest<is_signed>(x));
         }
-        Set::store_codes(codes, Set::third_bytes(code, typename Set::Masks{}));
+        Set::store_interleaved(codes, Set::third_bytes(code, typename Set::Masks{}));
     }
 
     // Codes of the group at element i of a block.
@@ -244,9 +244,9 @@ struct Blocks8 {
         for (size_t i = 0; i < n; i += kGroup) {
             Float four[4];
             if (is_signed)
-                decoder.template values<true>(Set::load_codes(codes + i), four);
+                decoder.template values<true>(Set::load_interleaved(codes + i), four);
             else
-                decoder.template values<false>(Set::load_codes(codes + i), four);
+                decoder.template values<false>(Set::load_interleaved(codes + i), four);
             store(x + i, four);
         }
     }

@@ -37,6 +37,15 @@ int allowed_level() {
     return level;
 }
 
+bool is_of_intel() {
+#ifdef FLUX_X86
+    __builtin_cpu_init();
+    return __builtin_cpu_is("intel");
+#else
+    return false;
+#endif
+}
+
 const int kAllowed = allowed_level();
 int in_use = kAllowed;
 
@@ -106,6 +115,9 @@ double sum_squares(const Value* x, size_t n, int threads, double (*of_block)(con
 }
 
 }  // namespace
+
+// Measured: AMD's Zen 5 is a tenth slower with it, an Intel server a tenth faster (docs/benchmarks.md).
+extern const bool flux::kFetchesFewFar = is_of_intel();
 
 extern "C" {
 

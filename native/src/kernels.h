@@ -74,6 +74,9 @@ struct RowKernels {
                    const int64_t*, size_t, size_t, const flux_adamw_step&);
 };
 
+// Whether two or three streams are fetched far ahead too, as more of them are (lanes.h).
+extern const bool kFetchesFewFar;
+
 extern const Kernels kScalarKernels;
 extern const StateKernels kScalarStateKernels;
 extern const RowKernels kScalarRowKernels;

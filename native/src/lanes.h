@@ -12,10 +12,24 @@
 
 namespace flux {
 
-// How many elements ahead the streams are fetched. The hardware prefetchers follow fewer streams
-// than AdamW has and stop at each page: without, it is a tenth slower on one core. 256 is too near,
-// 1024 and fetching into the second cache alone are no faster.
+// The weights of an update: split masters, or fp32.
+struct SplitWeights {
+    uint16_t *hi, *lo;
+};
+struct WholeWeights {
+    float* p;
+};
+
+// Two vectors at a time (pairs.h).
+template <class Set, bool in_memory_order = false>
+struct Pairs;
+
+// How many elements ahead the streams are fetched, and how many bytes before that into the second
+// cache. The hardware prefetchers follow fewer streams than AdamW has and stop at each page, and one
+// core waits for fewer lines at a time than memory could send: without either, an Intel server's core
+// is a sixth slower (docs/benchmarks.md). 256 elements are too near, 1024 are no faster.
 constexpr size_t kAhead = 512;
+constexpr size_t kFarBytes = 2048;
 // Elements of 16 bits in a cache line. A prefetch for each vector would ask for most lines twice or
 // four times, a tenth slower with AVX2.
 constexpr size_t kLineBytes = 64;
@@ -53,30 +67,35 @@ struct KernelsOver {
         if (i < n) body(typename Set::Tail(n - i), i);
     }
 
-    // Each cache line of the `count` elements that are `ahead` of `at`. Past the end too: a prefetch
-    // never faults. One lane at a time it would only cost.
-    template <size_t ahead = kAhead, class Value>
+    // The cache lines of `count` elements that are kAhead of `at`, and those `far` ahead. Past the end
+    // too: a prefetch never faults. One lane at a time it would only cost.
+    template <bool far = true, class Value>
     static FLUX_INLINE void fetch(const Value* at, size_t count) {
-        if constexpr (Set::width > 1)
-            for (size_t byte = 0; byte < count * sizeof(Value); byte += kLineBytes)
-                __builtin_prefetch(reinterpret_cast<const char*>(at + ahead) + byte);
+        if constexpr (Set::width > 1) {
+            const char* const ahead = reinterpret_cast<const char*>(at + kAhead);
+            for (size_t byte = 0; byte < count * sizeof(Value); byte += kLineBytes) {
+                __builtin_prefetch(ahead + byte);
+                if constexpr (far) __builtin_prefetch(ahead + kFarBytes + byte, 0, 2);
+            }
+        }
     }
 
     // for_each over `streams`, which are in no cache: each line of a turn is fetched ahead. Vectors are
     // interleaved where arithmetic takes the time; where memory does, that only keeps it waiting
     // (docs/benchmarks.md).
-    template <size_t turn = Set::kInterleaved ? kWide : kNarrow, class Body, class... Values>
+    template <size_t turn = Set::kInterleaved ? kWide : kNarrow, bool far = true, class Body,
+              class... Values>
     static FLUX_INLINE void for_each_fetched(size_t n, Body body, const Values*... streams) {
         size_t done = 0;
         for (; done + turn <= n; done += turn) {
             if constexpr (turn != kNarrow) {
 #pragma GCC unroll 8
                 for (size_t j = 0; j < turn; j += Set::width) {
-                    (fetch_line_of(streams + done, j), ...);
+                    (fetch_line_of<far>(streams + done, j), ...);
                     body(typename Set::Whole{}, done + j);
                 }
             } else {
-                (fetch(streams + done, turn), ...);
+                (fetch<far>(streams + done, turn), ...);
 #pragma GCC unroll 1
                 for (size_t j = 0; j < turn; j += Set::width)
                     body(typename Set::Whole{}, done + j);
@@ -86,9 +105,23 @@ struct KernelsOver {
             body(lanes, done + j);
         });
     }
-    template <class Value>
+    template <bool far, class Value>
     static FLUX_INLINE void fetch_line_of(const Value* at, size_t j) {
-        if (j * sizeof(Value) % kLineBytes == 0) fetch(at + j, 1);
+        if (j * sizeof(Value) % kLineBytes == 0) fetch<far>(at + j, 1);
+    }
+    // The same for pairs of vectors: `pair` for the first element of each, `one` for what is left.
+    template <class Pair, class One, class... Values>
+    static FLUX_INLINE void for_each_pair_fetched(size_t n, Pair pair, One one,
+                                                  const Values*... streams) {
+        size_t done = 0;
+        if constexpr (Set::width > 1)
+            for (; done + kLine <= n; done += kLine) {
+                (fetch(streams + done, kLine), ...);
+                for (size_t j = 0; j < kLine; j += 2 * Set::width) pair(done + j);
+            }
+        for_each(n - done, [&](auto lanes, size_t j) __attribute__((always_inline)) {
+            one(lanes, done + j);
+        });
     }
 
     static FLUX_INLINE Float from_bf16(Int bits16) { return Set::as_float(Set::shift_left_16(bits16)); }
@@ -141,12 +174,41 @@ struct KernelsOver {
         return lanes.load(grad);
     }
 
+    // A moment that is a NaN has made its weight one.
+    static FLUX_INLINE void quiet_pair(Float (&p)[2], Float (&m)[2], Float (&v)[2]) {
+        if (__builtin_expect(!Set::any_nan(p[0], p[1]), true)) return;
+        for (size_t j = 0; j < 2; ++j) {
+            p[j] = Set::quiet(p[j]);
+            m[j] = Set::quiet(m[j]);
+            v[j] = Set::quiet(v[j]);
+        }
+    }
+
+    using InOrder = Pairs<Set, true>;
+    template <class Grad>
+    static FLUX_INLINE void load_pair(uint16_t* hi, uint16_t* lo, const float* m, const float* v,
+                                      const Grad* grad, Float (&p)[2], Float (&m_i)[2],
+                                      Float (&v_i)[2], Float (&g)[2]) {
+        InOrder::load(SplitWeights{hi, lo}, p[0], p[1]);
+        InOrder::load(m, m_i[0], m_i[1]);
+        InOrder::load(v, v_i[0], v_i[1]);
+        InOrder::load(grad, g[0], g[1]);
+    }
+
     template <class Grad>
     static void adamw_split(uint16_t* __restrict hi, uint16_t* __restrict lo, float* __restrict m,
                             float* __restrict v, const Grad* __restrict grad, size_t n,
                             const flux_adamw_step& step) {
         const Coefficients c(step);
-        for_each_fetched(n, [&](auto lanes, size_t i) __attribute__((always_inline)) {
+        for_each_pair_fetched(n, [&](auto i) __attribute__((always_inline)) {
+            Float p[2], g[2], m_i[2], v_i[2];
+            load_pair(hi + i, lo + i, m + i, v + i, grad + i, p, m_i, v_i, g);
+            for (size_t j = 0; j < 2; ++j) advance(p[j], m_i[j], v_i[j], g[j], c);
+            quiet_pair(p, m_i, v_i);
+            InOrder::store(SplitWeights{hi + i, lo + i}, p[0], p[1]);
+            InOrder::store(m + i, m_i[0], m_i[1]);
+            InOrder::store(v + i, v_i[0], v_i[1]);
+        }, [&](auto lanes, size_t i) __attribute__((always_inline)) {
             Float p = decode(lanes.load(hi + i), lanes.load(lo + i));
             Float m_i = lanes.load(m + i);
             Float v_i = lanes.load(v + i);
@@ -177,7 +239,15 @@ struct KernelsOver {
                                     const Grad* __restrict grad, size_t n,
                                     const flux_adamw_step& step) {
         const Coefficients c(step);
-        for_each_fetched(n, [&](auto lanes, size_t i) __attribute__((always_inline)) {
+        for_each_pair_fetched(n, [&](auto i) __attribute__((always_inline)) {
+            Float p[2], g[2], m_i[2], v_i[2];
+            load_pair(hi + i, lo + i, m + i, v + i, grad + i, p, m_i, v_i, g);
+            for (size_t j = 0; j < 2; ++j) {
+                advance(p[j], m_i[j], v_i[j], g[j], c);
+                p[j] = Set::quiet(p[j]);
+            }
+            InOrder::store(SplitWeights{hi + i, lo + i}, p[0], p[1]);
+        }, [&](auto lanes, size_t i) __attribute__((always_inline)) {
             Float p = decode(lanes.load(hi + i), lanes.load(lo + i));
             Float m_i = lanes.load(m + i);
             Float v_i = lanes.load(v + i);
@@ -199,11 +269,20 @@ struct KernelsOver {
         }, p, m, v, grad);
     }
 
+    // Of few streams, which some processors' own prefetchers follow best when they are left to it.
+    template <size_t turn = Set::kInterleaved ? kWide : kNarrow, class Body, class... Values>
+    static FLUX_INLINE void for_each_of_few(size_t n, Body body, const Values*... streams) {
+        if (kFetchesFewFar)
+            for_each_fetched<turn, true>(n, body, streams...);
+        else
+            for_each_fetched<turn, false>(n, body, streams...);
+    }
+
     template <class Grad>
     static void adamw_moments(float* __restrict m, float* __restrict v, const Grad* __restrict grad,
                               size_t n, const flux_adamw_step& step) {
         const Coefficients c(step);
-        for_each_fetched(n, [&](auto lanes, size_t i) __attribute__((always_inline)) {
+        for_each_of_few(n, [&](auto lanes, size_t i) __attribute__((always_inline)) {
             Float m_i = lanes.load(m + i);
             Float v_i = lanes.load(v + i);
             average(m_i, v_i, load_grad(lanes, grad + i), c);
@@ -214,7 +293,7 @@ struct KernelsOver {
 
     template <class Value>
     static void accumulate(float* __restrict sum, const Value* __restrict x, size_t n) {
-        for_each_fetched(n, [&](auto lanes, size_t i) __attribute__((always_inline)) {
+        for_each_of_few(n, [&](auto lanes, size_t i) __attribute__((always_inline)) {
             const Float total = Set::add(lanes.load(sum + i), load_grad(lanes, x + i));
             lanes.store(sum + i, Set::quiet(total));
         }, sum, x);
@@ -247,7 +326,7 @@ struct KernelsOver {
 
     static void stream_moments(float* __restrict m, float* __restrict v,
                                const uint16_t* __restrict grad, size_t n) {
-        for_each_fetched<kWide>(n, [&](auto lanes, size_t i) __attribute__((always_inline)) {
+        for_each_of_few<kWide>(n, [&](auto lanes, size_t i) __attribute__((always_inline)) {
             Set::opaque(lanes.load(grad + i));
             lanes.store(m + i, Set::opaque(lanes.load(m + i)));
             lanes.store(v + i, Set::opaque(lanes.load(v + i)));

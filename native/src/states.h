@@ -6,14 +6,6 @@
 
 namespace flux {
 
-// The weights of an update: split masters, or fp32.
-struct SplitWeights {
-    uint16_t *hi, *lo;
-};
-struct WholeWeights {
-    float* p;
-};
-
 // One of the two maps in registers: values of codes, and the code nearest to a value.
 template <class Set>
 struct MapOver {
@@ -86,8 +78,6 @@ struct MapOver {
 };
 
 template <class Set>
-struct Pairs;
-template <class Set>
 struct Blocks8;
 
 template <class Set>
@@ -114,19 +104,15 @@ struct StatesOver {
         lanes.store(at.p + i, p);
     }
 
-    template <size_t ahead = kAhead, class Value>
+    template <class Value>
     static FLUX_INLINE void fetch(const Value* at, size_t count) {
-        Base::template fetch<ahead>(at, count);
+        Base::fetch(at, count);
     }
-    template <size_t ahead = kAhead>
     static FLUX_INLINE void fetch(SplitWeights at, size_t count) {
-        fetch<ahead>(at.hi, count);
-        fetch<ahead>(at.lo, count);
+        fetch(at.hi, count);
+        fetch(at.lo, count);
     }
-    template <size_t ahead = kAhead>
-    static FLUX_INLINE void fetch(WholeWeights at, size_t count) {
-        fetch<ahead>(at.p, count);
-    }
+    static FLUX_INLINE void fetch(WholeWeights at, size_t count) { fetch(at.p, count); }
 
     // Moments that are not finite would spoil their block's scale: such an element starts anew.
     static FLUX_INLINE void restart_where_not_finite(Float& m, Float& v) {
@@ -266,14 +252,14 @@ struct StatesOver {
         Pairs<Set>::load(grad + i, g[0], g[1]);
         Pairs<Set>::load(static_cast<const uint16_t*>(m + i), m_i[0], m_i[1]);
         Pairs<Set>::load(static_cast<const uint16_t*>(v + i), v_i[0], v_i[1]);
+        for (uint32_t j = 0; j < 2; ++j) Base::advance(p[j], m_i[j], v_i[j], g[j], c);
+        Base::quiet_pair(p, m_i, v_i);
         Int for_m[2], for_v[2];
         for (uint32_t j = 0; j < 2; ++j) {
-            Base::advance(p[j], m_i[j], v_i[j], g[j], c);
-            p[j] = Set::quiet(p[j]);
             const uint32_t first = key.first_element + static_cast<uint32_t>(i) + 4 * j;
             const Int bits = random(Set::count_pair_from(first), key);
-            for_m[j] = dithered(m_i[j], Set::bit_and(bits, Set::all_int(0xffff)));
-            for_v[j] = dithered(v_i[j], Set::shift_right_16(bits));
+            for_m[j] = Set::add(Set::as_int(m_i[j]), Set::bit_and(bits, Set::all_int(0xffff)));
+            for_v[j] = Set::add(Set::as_int(v_i[j]), Set::shift_right_16(bits));
         }
         Pairs<Set>::store(from(weights, i), p[0], p[1]);
         Pairs<Set>::store_high(m + i, for_m[0], for_m[1]);
