@@ -49,7 +49,7 @@ HYPER = Hyper(lr=1e-4)
 BLOCKS, WIDTH, ROWS = 24, 64, 8
 FP32 = "adamw, fp32 states"
 LEAST_S = 5.0  # of rounds, with each number of threads
-IN_CACHE_S = 4.0  # what a number of threads takes of `--most-s` in its caches, where nothing waits
+IN_CACHE_S = 6.0  # what a number of threads takes of `--most-s` in its caches, where nothing waits
 
 
 def written(values: Tensor) -> Tensor:
@@ -212,7 +212,7 @@ def print_rows(rows: list[dict[str, Any]]) -> None:
 
 
 def rates_in_cache(threads: int, left_s: float = math.inf) -> dict[str, float]:
-    """Of both kinds of states with so many threads at a time, each within its own cache: what
+    """Of every kind with so many threads at a time, each within its own cache: what
     arithmetic allows. Nothing on a machine that is too busy to start them together, or where it
     could take longer than is left."""
     if left_s < in_cache.longest_s(threads):
@@ -223,7 +223,7 @@ def rates_in_cache(threads: int, left_s: float = math.inf) -> dict[str, float]:
     except RuntimeError as error:
         print(f"{threads:7d} threads: {error}")
         return {}
-    told = ", ".join(f"{kind} states {per_s / 1e9:.3f}" for kind, per_s in found.items())
+    told = ", ".join(f"{kind} {per_s / 1e9:.3f}" for kind, per_s in found.items())
     print(f"{threads:7d} threads: {told}", flush=True)
     return found
 

@@ -28,20 +28,23 @@ from fluxtrain import _native
 from fluxtrain.hardware.fresh_memory import fresh
 
 PARAMETERS = 32_768  # 450 KB with fp32 states, 260 with 8-bit ones
-KINDS = ("fp32", "8bit")
+KINDS = ("fp32", "weights", "moments", "bf16", "8bit")
 BLOCK = 256  # parameters of a scale
 READY, GO = b"ready\n", b"\n"
+SECONDS = 0.25  # of each kind
 SLACK_S = 10.0  # to start and to tell, beside 0.05 for each process
 
 
-def longest_s(threads: int, seconds: float = 0.5) -> float:
+def longest_s(threads: int, seconds: float = SECONDS) -> float:
     """What `rates` takes at the most."""
-    return 0.05 * threads + len(KINDS) * seconds + SLACK_S
+    return 0.05 * threads + 1.5 * len(KINDS) * seconds + SLACK_S
 
 
-def rates(threads: int, seconds: float = 0.5) -> dict[str, float]:
-    """Parameters a second of so many threads together, by kind of states. Raises RuntimeError if a
-    process ended, or they were not done in time."""
+def rates(threads: int, seconds: float = SECONDS) -> dict[str, float]:
+    """Parameters a second of so many threads together, by kind: states, or a pass of fp32 ones.
+
+    Raises RuntimeError if a process ended, or they were not done in time.
+    """
     ends_s = time.monotonic() + longest_s(threads, seconds)
     arguments = [__file__, "--seconds", str(seconds), "--of-one"]
     pipe = subprocess.PIPE
@@ -79,8 +82,8 @@ def _file(stream: IO[bytes] | None) -> IO[bytes]:
     return stream
 
 
-def updates(memory: mmap.mmap, codes: mmap.mmap) -> dict[str, Callable[[], object]]:
-    """One call of each kernel: fp32 states in `memory`, 8-bit ones in `codes`."""
+def updates(memory: mmap.mmap, narrow: mmap.mmap) -> dict[str, Callable[[int], object]]:
+    """Each kernel, for a number of parameters: fp32 states in `memory`, others' in `narrow`."""
     start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     hi, lo, grad, m, v = (start + at * PARAMETERS for at in (0, 2, 4, 6, 10))
     chance = random.Random(0)
@@ -88,33 +91,48 @@ def updates(memory: mmap.mmap, codes: mmap.mmap) -> dict[str, Callable[[], objec
         for i in range(PARAMETERS):
             bits = struct.pack("<f", chance.gauss(0, size))
             memory[at * PARAMETERS + 2 * i : at * PARAMETERS + 2 * i + 2] = bits[2:]
-    m8 = ctypes.addressof(ctypes.c_char.from_buffer(codes))
-    m_scale = m8 + 2 * PARAMETERS
-    states = _native.States8(m8, m8 + PARAMETERS, m_scale, m_scale + 4 * PARAMETERS // BLOCK)
-    step = _native.AdamWStep(1.0, 1.0, 0.9, 0.1, 0.999, 0.001, 1e-4, 1.0, 1e-8)
-    fp32, narrow = _native.kernel("adamw_split_bf16"), _native.kernel("adamw8_split_bf16")
-    here, with_states = ctypes.byref(step), ctypes.byref(states)
+    m16 = ctypes.addressof(ctypes.c_char.from_buffer(narrow))
+    v16, m8, v8, m_scale, v_scale = (m16 + at * PARAMETERS for at in (2, 4, 5, 6, 7))
+    states = ctypes.byref(_native.States8(m8, v8, m_scale, v_scale))
+    key = ctypes.byref(_native.Rounding(0, 1, 2))
+    step = ctypes.byref(_native.AdamWStep(1.0, 1.0, 0.9, 0.1, 0.999, 0.001, 1e-4, 1.0, 1e-8))
+    fp32, of_8, of_16, weights, moments = (
+        _native.kernel(f"adamw{name}_bf16")
+        for name in ("_split", "8_split", "16_split", "_weights_split", "_moments")
+    )
     return {
-        "fp32": lambda: fp32(hi, lo, m, v, grad, PARAMETERS, here, 1),
-        "8bit": lambda: narrow(hi, lo, with_states, grad, PARAMETERS, here, 1),
+        "fp32": lambda n: fp32(hi, lo, m, v, grad, n, step, 1),
+        "weights": lambda n: weights(hi, lo, m, v, grad, n, step, 1),
+        "moments": lambda n: moments(m, v, grad, n, step, 1),
+        "bf16": lambda n: of_16(hi, lo, m16, v16, grad, n, key, step, 1),
+        "8bit": lambda n: of_8(hi, lo, states, grad, n, step, 1),
     }
+
+
+def rate(call: Callable[[int], object], seconds: float) -> float:
+    """Parameters a second, without what a call itself costs: that is what one for few takes."""
+    count, of_all_s, of_few_s = 0, 0.0, 0.0
+    while of_all_s < seconds:
+        start = time.perf_counter()
+        call(PARAMETERS)
+        between = time.perf_counter()
+        call(BLOCK)
+        of_few_s += time.perf_counter() - between
+        of_all_s += between - start
+        count += 1
+    return (PARAMETERS - BLOCK) * count / (of_all_s - of_few_s)
 
 
 def tell(seconds: float) -> None:
     """Parameters a second of this thread, one kind after the other, each when told to begin."""
-    memory = fresh(14 * PARAMETERS)
-    codes = fresh(2 * PARAMETERS + 8 * PARAMETERS // BLOCK)
-    calls = updates(memory, codes)
+    memory, narrow = fresh(14 * PARAMETERS), fresh(8 * PARAMETERS)
+    calls = updates(memory, narrow)
     for kind in KINDS:
-        calls[kind]()
+        calls[kind](PARAMETERS)
         _say(READY)
         if sys.stdin.buffer.readline() != GO:
             return  # nobody listens any more
-        count, start = 0, time.perf_counter()
-        while (taken_s := time.perf_counter() - start) < seconds:
-            calls[kind]()
-            count += 1
-        _say(b"%f\n" % (PARAMETERS * count / taken_s))
+        _say(b"%f\n" % rate(calls[kind], seconds))
 
 
 def _say(line: bytes) -> None:
@@ -126,7 +144,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Parse the command line; print one line for each number of threads."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--threads", type=int, nargs="*", default=[1])
-    parser.add_argument("--seconds", type=float, default=0.5, help="for each kind of states")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="for each kind")
     parser.add_argument("--of-one", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.of_one:
