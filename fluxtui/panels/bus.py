@@ -14,10 +14,11 @@ TALLEST = 4
 
 
 def heading(view: View, width: int) -> Line:
-    """Says when the rates are old."""
+    """Says when the rates are old, or the last of a run that has ended."""
     if view.fresh(view.state.traffic) is None:
         return stale_note(view.age_s(view.state.traffic))
-    return dropped_to_fit([(("rate / measured ceiling", "dim"),)], width)
+    rate = "last rate" if view.closed_in_order else "rate"
+    return dropped_to_fit([((f"{rate} / measured ceiling", "dim"),)], width)
 
 
 def body(view: View, width: int, height: int) -> list[Line]:

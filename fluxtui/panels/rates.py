@@ -20,9 +20,9 @@ def directions(view: View) -> list[str]:
 
 
 def heading(view: View, width: int) -> Line:
-    """Now, and the ceiling where one was measured."""
+    """Now or at the run's end, and the ceiling where one was measured."""
     sample = view.fresh(view.state.traffic)
-    parts: list[Line] = []
+    parts: list[Line] = [(("last", "dim"),)] if sample and view.closed_in_order else []
     for name in directions(view):
         now = rate_text(rate_of(sample, name) if sample else None)
         ceiling = ceiling_of(sample, name)
