@@ -13,7 +13,7 @@ from msgspec.structs import asdict
 from fluxtrain.telemetry.events import Event
 from fluxtui.panels.block import bytes_of, name_of
 from fluxtui.panels.lanes import shown
-from fluxtui.state.history import Curve
+from fluxtui.state.history import Curve, History
 from fluxtui.state.run import RunState
 from fluxtui.state.view import View
 
@@ -25,6 +25,16 @@ _LEFT_OUT = ("seq", "t_s", "dropped")
 def csv_of(name: str, view: View) -> str:
     """The numbers behind a panel or a screen; those of the steps where it has none of its own."""
     return _written(_TABLES.get(name, _steps)(view))
+
+
+def rows_held(name: str, view: View) -> str:
+    """How many of a table's rows it has, where the app no longer holds the older ones; else ""."""
+    if name in _TABLES and name not in _HISTORIES:
+        return ""
+    history = _HISTORIES[name](view.state) if name in _HISTORIES else view.state.steps
+    if history.total == len(history):
+        return ""
+    return f"the newest {len(history)} of {history.total} rows; the run's events.ndjson has all"
 
 
 def _steps(view: View) -> Iterable[Row]:
@@ -108,6 +118,14 @@ def _choices(state: RunState) -> Iterable[Row]:
     return (asdict(choice) for choice in state.planned.choices) if state.planned else ()
 
 
+_HISTORIES: dict[str, Callable[[RunState], History[Any]]] = {
+    "memory": lambda state: state.memories,
+    "memory_history": lambda state: state.memories,
+    "categories": lambda state: state.memories,
+    "transfer": lambda state: state.traffics,
+    "bus": lambda state: state.traffics,
+    "rates": lambda state: state.traffics,
+}
 _TABLES: dict[str, Callable[[View], Iterable[Row]]] = {
     "loss": _loss,
     "grad_norm": lambda view: _curve(view.state.grad_norm, "grad_norm"),

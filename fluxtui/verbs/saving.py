@@ -26,10 +26,10 @@ class SavingVerbs(Shell):
 
     def action_table(self) -> None:
         """The numbers behind the panel in focus, else behind the screen, as CSV."""
-        from fluxtui.tables import csv_of
+        from fluxtui.tables import csv_of, rows_held
 
         name = self._panel_in_focus() or self._screen_name()
-        self._save(f"{name}.csv", csv_of(name, self.view))
+        self._save(f"{name}.csv", csv_of(name, self.view), rows_held(name, self.view))
 
     def action_export(self) -> None:
         """The panel in focus, else the whole screen, as SVG."""
@@ -55,8 +55,8 @@ class SavingVerbs(Shell):
         hello = self.view.state.hello
         return Path(hello.run_id).name if hello else "run"
 
-    def _save(self, name: str, text: str) -> None:
-        """Write where the app was started; what is there already is kept."""
+    def _save(self, name: str, text: str, note: str = "") -> None:
+        """Write where the app was started, over nothing; tell the name and a note."""
         path_of = f"{self._run_name()}-{name}"
         try:
             path = free_path(Path(path_of))
@@ -65,7 +65,7 @@ class SavingVerbs(Shell):
             told = f"{error.filename or path_of}: {error.strerror}"
             self.notify(told, title="Not saved", severity="error")
         else:
-            self.notify(str(path), title="Saved")
+            self.notify(f"{path}: {note}" if note else str(path), title="Saved")
 
 
 def free_path(wanted: Path) -> Path:

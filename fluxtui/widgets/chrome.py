@@ -71,7 +71,7 @@ def link_notes(view: View) -> list[Line]:
     if view.link.corrupt_lines:
         notes.append(((counted(view.link.corrupt_lines, "corrupt line"), "warn"),))
     if view.state.dropped:
-        notes.append(((f"{view.state.dropped} dropped", "dim"),))
+        notes.append(((f"{counted(view.state.dropped, 'event')} not drawn", "dim"),))
     started = view.state.started_wall_s
     if started is not None and not view.status.ended:
         notes.append(((f"up {whole_text(max(0.0, view.now_s - started))}", "dim"),))

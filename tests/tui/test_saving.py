@@ -13,7 +13,7 @@ from fluxtui.actions import find
 from fluxtui.panels import PANELS
 from fluxtui.state.run import RunState
 from fluxtui.state.view import View
-from fluxtui.tables import csv_of
+from fluxtui.tables import csv_of, rows_held
 from fluxtui.themes import PLAIN, load_themes
 from fluxtui.verbs.saving import free_path
 from fluxtui.widgets.framed import framed
@@ -52,6 +52,15 @@ def test_the_table_of_the_loss_is_of_the_whole_run_with_its_evaluations(
     assert [int(row["first_step"]) for row in found] == list(range(1, 401))
     evaluated = {int(row["last_step"]) for row in found if row["evaluation_loss"]}
     assert evaluated == {40 * i for i in range(1, 11)}
+
+
+def test_a_table_without_the_oldest_steps_says_how_many_it_has(
+    made: ModuleType, view: View
+) -> None:
+    long = View(state=RunState().after_all(made.training(400, 400)))
+    assert len(rows("dashboard", long)) == 256
+    assert rows_held("dashboard", long).startswith("the newest 256 of 400 rows")
+    assert rows_held("loss", long) == rows_held("bus", long) == rows_held("dashboard", view) == ""
 
 
 def test_the_tables_of_blocks_moves_log_and_choices(view: View) -> None:
