@@ -151,6 +151,20 @@ def test_a_file_becomes_rows_with_a_held_out_share(
     assert whole.trained.token_count == data.tokens
 
 
+def test_a_file_that_takes_long_is_told_of_while_it_is_read(
+    tokenizer: PreTrainedTokenizerBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "text.txt"
+    path.write_text("the quick brown fox jumps over the lazy dog " * 50_000)  # one line, 2.2 MB
+    source, said = DataSource(path=str(path), sequence_length=32, held_out=0.1), list[str]()
+    prepare(source, tokenizer, LIMITS, said.append)
+    assert said == []  # nothing of what is done at once
+    monkeypatch.setattr("fluxtrain.data.prepare.TELL_EVERY_S", 0.0)
+    prepare(source, tokenizer, LIMITS, said.append)
+    assert said[0].startswith("tokens of text.txt: ") and len(said) > 10
+    assert said[-1] == "tokens of text.txt: 2.20 M characters of 2.10 MiB so far"
+
+
 def test_data_shorter_than_a_row_is_refused_with_the_numbers(
     tmp_path: Path, tokenizer: PreTrainedTokenizerBase
 ) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from fluxtrain.data import demo
+from fluxtrain.data import demo, formats
 from fluxtrain.data.demo import CHAT_TEMPLATE, demo_files, docstrings
 from fluxtrain.data.formats import Document, Message, detect, documents
 from fluxtrain.data.tokens import Tokens, tokenize
@@ -54,6 +54,18 @@ def test_texts_end_with_the_end_token_unless_they_go_on(
     assert [tokenizer.decode(part) for part in parts] == [
         "the fox", " jumps<|endoftext|>", "the dog<|endoftext|>",
     ]  # fmt: skip
+
+
+def test_a_line_that_is_cut_gives_the_tokens_of_the_whole(
+    tokenizer: PreTrainedTokenizerBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "line.txt"
+    path.write_text("the quick brown fox, and 12 lazy dogs; " * 400)
+    whole = tokenize(documents(path, "text"), tokenizer)
+    monkeypatch.setattr(formats, "SECTION_CHARACTERS", 500)
+    cut = tokenize(documents(path, "text"), tokenizer)
+    assert whole.documents == 1 and cut.documents > 10
+    assert np.array_equal(cut.ids, whole.ids)
 
 
 def test_texts_are_encoded_in_batches_with_the_same_result(

@@ -117,8 +117,7 @@ def test_sections_of_a_long_text_are_the_text_and_only_the_last_is_complete(
         found = list(documents(path, "text"))
     assert "".join("".join(d.text for d in found).split()) == "".join(text.split())
     assert [d.complete for d in found] == [False] * (len(found) - 1) + [True]
-    longest_line = max(len(line) for line in text.splitlines())
-    assert all(len(d.text) <= 2 * section + longest_line + 1 for d in found)
+    assert all(len(d.text) <= 4 * section + 1 for d in found)
 
 
 def test_long_texts_are_cut_at_blank_lines(tmp_path: Path) -> None:
@@ -127,6 +126,19 @@ def test_long_texts_are_cut_at_blank_lines(tmp_path: Path) -> None:
     found = list(read(path))
     assert len(found) > 1
     assert all(d.text.endswith("\n\n") and d.text.startswith("word") for d in found)
+
+
+def test_a_long_line_is_cut_before_white_space(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(formats, "SECTION_CHARACTERS", 100)
+    line = "head\n" + "words of a line " * 100 + "x" * 450 + "\nafter\n"
+    found = list(read(_file(tmp_path, "a.txt", line)))
+    assert "".join(d.text for d in found) == line
+    assert [d.complete for d in found] == [False] * (len(found) - 1) + [True]
+    of_words = [d.text for d in found if "words" in d.text]
+    assert len(of_words) >= 8 and all(text.startswith(" ") for text in of_words[1:])
+    assert all(d.line == 2 for d in found[1:]) and max(len(d.text) for d in found) <= 210
 
 
 def test_a_missing_file_and_a_directory_are_named(tmp_path: Path) -> None:

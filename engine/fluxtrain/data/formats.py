@@ -176,7 +176,7 @@ def _decoded(path: Path, raw: bytes, number: int, offset: int) -> str:
 
 
 def _texts(path: Path) -> Iterator[Document]:
-    """Texts between separator lines; long ones in sections cut at a blank line."""
+    """Texts between separator lines; long ones in sections, cut at a blank or in a long line."""
     section: list[str] = []
     characters = first_line = 0
 
@@ -193,14 +193,31 @@ def _texts(path: Path) -> Iterator[Document]:
             continue
         if not line.text.strip() and characters >= 2 * SECTION_CHARACTERS:
             continue  # a desert of blank lines would grow without bound and teach nothing
-        if characters >= SECTION_CHARACTERS and _may_cut_before(line.text, section, characters):
-            yield from finished(complete=False)
-            characters = 0
-        if not section:
-            first_line = line.number
-        section.append(line.text)
-        characters += len(line.text)
+        for at, piece in enumerate(_pieces(line.text)):
+            full = characters >= SECTION_CHARACTERS
+            if at or (full and _may_cut_before(piece, section, characters)):
+                yield from finished(complete=False)
+                characters = 0
+            if not section:
+                first_line = line.number
+            section.append(piece)
+            characters += len(piece)
     yield from finished(complete=True)
+
+
+def _pieces(line: str) -> Iterator[str]:
+    """A line, or pieces of a section to two of it: cut before white space, as tokenizers cut.
+
+    A tokenizer works through one text on one core and holds some 250 bytes a character meanwhile.
+    """
+    start, stop = 0, len(line.rstrip())
+    while stop - start > 2 * SECTION_CHARACTERS:
+        most = start + 2 * SECTION_CHARACTERS
+        end = max(line.rfind(blank, start + SECTION_CHARACTERS, most) for blank in " \t\u3000")
+        end = end if end >= 0 else most
+        yield line[start:end]
+        start = end
+    yield line[start:]
 
 
 def _may_cut_before(line: str, section: list[str], characters: int) -> bool:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from fluxtrain.data.demo import demo_files
-from fluxtrain.data.formats import Format, detected, documents
+from fluxtrain.data.formats import Document, Format, detected, documents
 from fluxtrain.data.hub import local_file
 from fluxtrain.data.packing import PackedRows
-from fluxtrain.data.sources import DEMO
+from fluxtrain.data.sources import DEMO, characters_in
 from fluxtrain.data.splitting import split
 from fluxtrain.data.tokens import Tokenizer, check_vocabulary, tokenize
 from fluxtrain.errors import BadInput
+from fluxtrain.units import bytes_text, count_text
+
+TELL_EVERY_S = 3.0  # how far it is, while a large file is read
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,11 +53,20 @@ class PreparedData:
     tokens: int
 
 
-def prepare(source: DataSource, tokenizer: Tokenizer, limits: ModelLimits) -> PreparedData:
-    """Read, tokenize, split and pack. Raises BadInput for whatever a user can repair."""
+def prepare(
+    source: DataSource,
+    tokenizer: Tokenizer,
+    limits: ModelLimits,
+    tell: Callable[[str], None] | None = None,
+) -> PreparedData:
+    """Read, tokenize, split and pack; `tell` hears how far it is while that takes long.
+
+    Raises BadInput for whatever a user can repair.
+    """
     check_sequence_length(source.sequence_length, limits.max_positions)
     path, format_, because = located(source)
-    tokens = tokenize(documents(path, format_), tokenizer)
+    found = documents(path, format_)
+    tokens = tokenize(_told(found, path, tell) if tell else found, tokenizer)
     check_vocabulary(tokens, limits.embedding_rows)
     if tokens.count < source.sequence_length:
         raise BadInput(
@@ -90,3 +104,15 @@ def check_sequence_length(wanted: int, positions: int | None) -> None:
             f"data.sequence_length is {wanted} and the model knows {positions} positions: "
             f"lower it to {positions} or less"
         )
+
+
+def _told(found: Iterable[Document], path: Path, tell: Callable[[str], None]) -> Iterator[Document]:
+    """The same documents; every few seconds `tell` hears how much of the file has become tokens."""
+    size, characters, told_s = path.stat().st_size, 0, time.monotonic()
+    for document in found:
+        yield document
+        characters += characters_in(document)
+        if (now_s := time.monotonic()) - told_s >= TELL_EVERY_S:
+            done = f"{count_text(characters)} characters of {bytes_text(size)}"
+            tell(f"tokens of {path.name}: {done} so far")
+            told_s = now_s

@@ -20,11 +20,12 @@ def estimated_tokens(path: Path, format: Format) -> int:
     """
     characters = 0
     for document in islice(documents(path, format), FIRST_DOCUMENTS):
-        characters += _characters(document)
+        characters += characters_in(document)
         if characters >= FIRST_CHARACTERS:
             break
     return max(1, round(path.stat().st_size / CHARACTERS_PER_TOKEN))
 
 
-def _characters(document: Document) -> int:
+def characters_in(document: Document) -> int:
+    """Of its text, or of what its messages say."""
     return len(document.text) + sum(len(m.get("content") or "") for m in document.messages)

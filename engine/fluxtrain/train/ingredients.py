@@ -34,9 +34,10 @@ def load_ingredients(
     config: RunConfig,
     fits: Callable[[PreTrainedModel, Copied], None] | None = None,
     capability: Capability | None = None,
+    tell: Callable[[str], None] | None = None,
 ) -> Ingredients:
     """Read model and data; `fits` is asked before the weights are read. `capability` is that of the
-    card that will compute, None for a processor.
+    card that will compute, None for a processor; `tell` hears how far the data is.
 
     Raises:
         DoesNotFit: `fits` said so.
@@ -68,6 +69,7 @@ def load_ingredients(
             pad_id=loaded.pad_id,
             packs=loaded.packs,
         ),
+        tell,
     )
     return Ingredients(loaded=loaded, data=data, prompt=_prompt(config.data.path, data))
 

@@ -109,7 +109,8 @@ def train(
         device = choose_device(config)
         seed_everything(config.train.seed)
         fits = partial(refuse_before_loading, config, machine, device.value, made.files(session))
-        ingredients = load_ingredients(config, fits, card_capability(device.value))
+        tell = partial(session.announcer.phase, "loading")
+        ingredients = load_ingredients(config, fits, card_capability(device.value), tell)
         run = made(config, ingredients, session, checkpoint, machine, device)
         run.announce(hello)
         session.begin_training()
@@ -387,12 +388,8 @@ def _optimizer(
     config: RunConfig, model: nn.Module, rate: float
 ) -> torch.optim.Optimizer | OutsideOptimizer:
     settings = config.train
-    groups = parameter_groups(
-        model,
-        learning_rate=rate,
-        weight_decay=settings.weight_decay,
-        no_decay=settings.no_decay,
-    )
+    decay, exempt = settings.weight_decay, settings.no_decay
+    groups = parameter_groups(model, learning_rate=rate, weight_decay=decay, no_decay=exempt)
     options: Any = {"lr": rate, "betas": settings.betas, "eps": settings.eps}
     if settings.optimizer == "adamw":
         return torch.optim.AdamW(groups, **options)
