@@ -25,9 +25,10 @@ template <class Set, bool in_memory_order = false>
 struct Pairs;
 
 // How many elements ahead the streams are fetched, and how many bytes before that into the second
-// cache. The hardware prefetchers follow fewer streams than AdamW has and stop at each page, and one
-// core waits for fewer lines at a time than memory could send: without either, an Intel server's core
-// is a sixth slower (docs/benchmarks.md). 256 elements are too near, 1024 are no faster.
+// cache. The hardware prefetchers follow fewer streams than AdamW has and stop at each page: without
+// the first one core is a tenth slower. It waits for fewer lines at a time than memory could send:
+// without the second an Intel server's is slower by 5 to 16 % (docs/benchmarks.md). 256 elements are
+// too near, 1024 are no faster.
 constexpr size_t kAhead = 512;
 constexpr size_t kFarBytes = 2048;
 // Elements of 16 bits in a cache line. A prefetch for each vector would ask for most lines twice or

@@ -252,8 +252,13 @@ struct StatesOver {
         Pairs<Set>::load(grad + i, g[0], g[1]);
         Pairs<Set>::load(static_cast<const uint16_t*>(m + i), m_i[0], m_i[1]);
         Pairs<Set>::load(static_cast<const uint16_t*>(v + i), v_i[0], v_i[1]);
-        for (uint32_t j = 0; j < 2; ++j) Base::advance(p[j], m_i[j], v_i[j], g[j], c);
-        Base::quiet_pair(p, m_i, v_i);
+        for (uint32_t j = 0; j < 2; ++j) {
+            if constexpr (Set::kInterleaved)  // few registers: looking back at all six costs more
+                Base::update(p[j], m_i[j], v_i[j], g[j], c);
+            else
+                Base::advance(p[j], m_i[j], v_i[j], g[j], c);
+        }
+        if constexpr (!Set::kInterleaved) Base::quiet_pair(p, m_i, v_i);
         Int for_m[2], for_v[2];
         for (uint32_t j = 0; j < 2; ++j) {
             const uint32_t first = key.first_element + static_cast<uint32_t>(i) + 4 * j;
