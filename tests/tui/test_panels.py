@@ -168,22 +168,6 @@ def test_an_unknown_ceiling_is_a_dash_and_a_known_one_gives_the_share(made: Modu
     assert "3.00 GB/s" in text and "50%" in text
 
 
-def test_events_that_came_too_fast_are_told_in_the_header(made: ModuleType) -> None:
-    view = view_of(made, "running")
-    late = changed(view, state=view.state.after(replace(made.step(9), dropped=2)))
-    assert "2 events not drawn" in whole([header_line(late, 160)])
-    assert "not drawn" not in whole([header_line(view, 160)])
-
-
-@pytest.mark.parametrize("panel_id", ["bus", "rates"])
-def test_rates_of_a_run_that_has_ended_are_called_its_last(made: ModuleType, panel_id: str) -> None:
-    def words(kind: str) -> str:
-        return whole([PANELS[panel_id].heading(view_of(made, kind), 118)])
-
-    assert words("finished").startswith("last") and words("failed").startswith("last")
-    assert "last" not in words("running")
-
-
 def test_the_disk_has_lines_only_when_it_was_used(made: ModuleType) -> None:
     view = view_of(made, "running")
     assert "N R" not in drawn(view, "bus", 60, 12)

@@ -213,6 +213,23 @@ def test_what_came_back_is_not_told_without_what_went() -> None:
         assert ("back" in text) <= ("to device" in text)
 
 
+def test_events_that_came_too_fast_are_told_in_the_header() -> None:
+    view = view_of("demo", 0.6, process="alive")
+    assert view.state.traffic is not None
+    late = replace(view, state=view.state.after(changed(view.state.traffic, dropped=2)))
+    assert "2 events not drawn" in whole([header_line(late, 160)])
+    assert "not drawn" not in whole([header_line(view, 160)])
+
+
+@pytest.mark.parametrize("panel_id", ["bus", "rates"])
+def test_rates_of_a_run_that_has_ended_are_called_its_last(panel_id: str) -> None:
+    def heading(run: str, share: float) -> str:
+        return whole([PANELS[panel_id].heading(view_of(run, share, process="alive"), 118)])
+
+    assert heading("demo", 1.0).startswith("last") and heading("diverged", 1.0).startswith("last")
+    assert "last" not in heading("demo", 0.6)
+
+
 def test_each_line_of_the_rates_has_a_letter_of_its_own() -> None:
     """Reads and writes of the disk have one colour, and there are terminals without any."""
     view = view_of("streamed", process="alive")
