@@ -200,14 +200,15 @@ struct StatesOver {
     // 32 random bits of an element in a step: a hash of its number with the step's two keys between
     // the rounds (Wellons, Prospecting for Hash Functions, 2018, with his later constants).
     static FLUX_INLINE Int random(Int element, const flux_rounding& key) {
-        Int x = Set::bit_xor(element, Set::all_int(key.first_key));
-        x = Set::bit_xor(x, Set::shift_right_16(x));
+        const uint32_t first = key.first_key ^ key.first_key >> 16;
+        Int x = folded(element, Set::shift_right_16(element), Set::all_int(first));
         x = Set::mul_low(x, Set::all_int(0x21f0aaadu));
-        x = Set::bit_xor(x, Set::shift_right_15(x));
-        x = Set::bit_xor(x, Set::all_int(key.second_key));
+        x = folded(x, Set::shift_right_15(x), Set::all_int(key.second_key));
         x = Set::mul_low(x, Set::all_int(0xd35a2d97u));
         return Set::bit_xor(x, Set::shift_right_15(x));
     }
+
+    static FLUX_INLINE Int folded(Int a, Int b, Int c) { return Set::bit_xor(Set::bit_xor(a, b), c); }
 
     // x with random bits added below bf16: cut off, it is rounded up or down with the probability that
     // leaves it right on average.
@@ -222,10 +223,13 @@ struct StatesOver {
         const Coefficients c(step);
         size_t done = 0;
         if constexpr (Set::width > 1) {
+            Int numbers = Set::count_pair_from(key.first_element);
             for (; done + kLine <= n; done += kLine) {
                 fetch_all(done, kLine, weights, m, v, grad);
-                for (size_t j = 0; j < kLine; j += 2 * Set::width)
-                    pair16(weights, m, v, grad, done + j, key, c);
+                for (size_t j = 0; j < kLine; j += 2 * Set::width) {
+                    pair16(weights, m, v, grad, done + j, numbers, key, c);
+                    numbers = Set::add(numbers, Set::all_int(2 * Set::width));
+                }
             }
         }
         Base::for_each(n - done, [&](auto lanes, size_t j) __attribute__((always_inline)) {
@@ -243,10 +247,11 @@ struct StatesOver {
         });
     }
 
-    // The same for the pair of vectors at element i.
+    // The same for the pair of vectors at element i; `numbers` are those of the first one's elements.
     template <class Weights, class Grad>
     static FLUX_INLINE void pair16(Weights weights, uint16_t* m, uint16_t* v, const Grad* grad,
-                                   size_t i, const flux_rounding& key, const Coefficients& c) {
+                                   size_t i, Int numbers, const flux_rounding& key,
+                                   const Coefficients& c) {
         Float p[2], g[2], m_i[2], v_i[2];
         Pairs<Set>::load(from(weights, i), p[0], p[1]);
         Pairs<Set>::load(grad + i, g[0], g[1]);
@@ -261,8 +266,7 @@ struct StatesOver {
         if constexpr (!Set::kInterleaved) Base::quiet_pair(p, m_i, v_i);
         Int for_m[2], for_v[2];
         for (uint32_t j = 0; j < 2; ++j) {
-            const uint32_t first = key.first_element + static_cast<uint32_t>(i) + 4 * j;
-            const Int bits = random(Set::count_pair_from(first), key);
+            const Int bits = random(Set::add(numbers, Set::all_int(4 * j)), key);
             for_m[j] = Set::add(Set::as_int(m_i[j]), Set::bit_and(bits, Set::all_int(0xffff)));
             for_v[j] = Set::add(Set::as_int(v_i[j]), Set::shift_right_16(bits));
         }
