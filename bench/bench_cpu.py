@@ -3,7 +3,8 @@
     make bench-cpu
 
 Each kernel is timed beside a stream that reads and writes what it does and computes nothing, so
-that its rate is the most that memory allows. Kernels and streams take turns. Rates are medians of
+that its rate is the most that memory allows, and beside processes that update what their core's
+cache holds (in_cache.py): the most that arithmetic allows. All take turns. Rates are medians of
 rounds, and ratios medians of each round's own: a machine that is shared changes between rounds.
 
 The engine's cost is a wrapped model of tiny blocks against the plain model with the same
@@ -49,7 +50,10 @@ HYPER = Hyper(lr=1e-4)
 BLOCKS, WIDTH, ROWS = 24, 64, 8
 FP32 = "adamw, fp32 states"
 LEAST_S = 5.0  # of rounds, with each number of threads
-IN_CACHE_S = 6.0  # what a number of threads takes of `--most-s` in its caches, where nothing waits
+IN_CACHE_S = 0.05  # of each kind and round
+SETTLE_S = (
+    0.01  # until the threads of an update, which look out for the next one, have gone to sleep
+)
 
 
 def written(values: Tensor) -> Tensor:
@@ -120,12 +124,14 @@ class Arena:
 
 @dataclass(frozen=True)
 class Row:
-    """One kernel: what it moves for each element, and the stream that moves as much."""
+    """One kernel: what it moves for each element, the stream that moves as much, and its kind among
+    those that are measured in caches."""
 
     name: str
     element_bytes: float
     run: Callable[[int], object]
     stream: str | None = None
+    in_cache: str | None = None
 
 
 def rows_of(a: Arena) -> list[Row]:
@@ -133,15 +139,15 @@ def rows_of(a: Arena) -> list[Row]:
     codes = (a.states8.m, a.states8.v)
     return [  # each kernel behind its stream, and 8-bit states behind fp32 ones
         Row("stream, fp32 states", 26, lambda t: a.stream("stream_split", a.m, a.v, t)),
-        Row(FP32, 26, lambda t: a.split(a.grad, t), "stream, fp32 states"),
-        Row("adamw, 8-bit states", 14.06, a.split8, "stream, 8-bit states"),
+        Row(FP32, 26, lambda t: a.split(a.grad, t), "stream, fp32 states", "fp32"),
+        Row("adamw, 8-bit states", 14.06, a.split8, "stream, 8-bit states", "8bit"),
         Row("stream, 8-bit states", 14, lambda t: a.stream("stream8", *codes, t)),
         Row("stream, weights", 18, lambda t: a.stream("stream_weights", a.m, a.v, t)),
-        Row("adamw, weights alone", 18, a.weights, "stream, weights"),
+        Row("adamw, weights alone", 18, a.weights, "stream, weights", "weights"),
         Row("stream, moments", 18, a.stream_moments),
-        Row("adamw, moments alone", 18, a.moments, "stream, moments"),
+        Row("adamw, moments alone", 18, a.moments, "stream, moments", "moments"),
         Row("stream, bf16 states", 18, lambda t: a.stream("stream16", a.m16, a.v16, t)),
-        Row("adamw, bf16 states", 18, a.split16, "stream, bf16 states"),
+        Row("adamw, bf16 states", 18, a.split16, "stream, bf16 states", "bf16"),
         Row("adamw, f32 grad", 28, lambda t: a.split(a.grad_f32, t)),
         Row("adamw, f32 weights", 28, a.f32),
         Row("accumulate bf16", 10, lambda t: accumulate_(a.p, a.grad, threads=t)),
@@ -174,58 +180,76 @@ def faster(before: list[float], after: list[float]) -> float:
     return statistics.median(old / new for old, new in zip(before, after, strict=True))
 
 
+class Arithmetic:
+    """What it allows: rounds of so many processes in their own caches, by `in_cache.py`. None where
+    the machine is too busy to start them together."""
+
+    def __init__(self, threads: int, measure: Callable[[], in_cache.Rates]) -> None:
+        self.rounds: list[in_cache.Rates] = []
+        self._threads, self._measure, self._busy = threads, measure, False
+
+    def __call__(self) -> None:
+        if self._busy:
+            return
+        time.sleep(SETTLE_S)
+        try:
+            self.rounds.append(self._measure())
+        except RuntimeError as error:
+            print(f"{self._threads:7d} threads in their caches: {error}")
+            self.rounds, self._busy = [], True
+
+    def per_s(self, kind: str | None) -> list[float]:
+        """The rates of a kind in the rounds that count: all but the first one."""
+        return [] if kind is None else [rates[kind] for rates in self.rounds[1:]]
+
+
 def measure(
     arena: Arena, threads: int, rounds: int, most_s: float = math.inf
 ) -> list[dict[str, Any]]:
-    """Elements a second of each kernel, against its stream's and against AdamW with fp32 states.
-    A stream runs twice and its second run counts: as its kernel, it finds in the caches what a pass
-    over the same arrays left there, which has to be written back first."""
+    """Elements a second of each kernel, against its stream's, against what arithmetic allows and
+    against AdamW with fp32 states. A stream runs twice and its second run counts: as its kernel, it
+    finds in the caches what a pass over the same arrays left there, which has to be written back
+    first."""
     rows = rows_of(arena)
     passes = [row for row in rows for _ in range(2 if row.name.startswith("stream") else 1)]
     calls = [lambda row=row: row.run(threads) for row in passes]  # type: ignore[misc]
-    taken = turns(calls, rounds, LEAST_S, most_s)
+    with in_cache.waiting(threads, IN_CACHE_S, _native.isa()) as in_caches:
+        arithmetic = Arithmetic(threads, in_caches)
+        taken = turns([*calls, arithmetic], rounds, LEAST_S, most_s)[:-1]
     seconds = {row.name: of_row for row, of_row in zip(passes, taken, strict=True)}  # the last one
-    return [
-        {
-            "isa": _native.isa(),
-            "threads": threads,
-            "name": row.name,
-            "per_s": arena.n / (median_s := statistics.median(seconds[row.name])),
-            "bytes_per_s": arena.n * row.element_bytes / median_s,
-            "of_stream": faster(seconds[row.stream], seconds[row.name]) if row.stream else None,
-            "of_fp32": faster(seconds[FP32], seconds[row.name]),
-        }
-        for row in rows
-    ]
+    return [numbers(arena.n, threads, row, seconds, arithmetic) for row in rows]
+
+
+def numbers(
+    n: int, threads: int, row: Row, seconds: dict[str, list[float]], arithmetic: Arithmetic
+) -> dict[str, Any]:
+    """What is known of one kernel on `n` elements."""
+    median_s = statistics.median(seconds[row.name])
+    in_caches = arithmetic.per_s(row.in_cache)
+    shares = [n / s / per_s for s, per_s in zip(seconds[row.name], in_caches, strict=False)]
+    return {
+        "isa": _native.isa(),
+        "threads": threads,
+        "name": row.name,
+        "per_s": n / median_s,
+        "bytes_per_s": n * row.element_bytes / median_s,
+        "of_stream": faster(seconds[row.stream], seconds[row.name]) if row.stream else None,
+        "in_cache_per_s": statistics.median(in_caches) if in_caches else None,
+        "of_cache": statistics.median(shares) if shares else None,
+        "of_fp32": faster(seconds[FP32], seconds[row.name]),
+    }
 
 
 def print_rows(rows: list[dict[str, Any]]) -> None:
     """One line a kernel."""
     for row in rows:
-        stream = f"{row['of_stream']:8.2f}" if row["of_stream"] else " " * 8
+        stream, cache = (f"{row[n]:8.2f}" if row[n] else " " * 8 for n in ("of_stream", "of_cache"))
         print(
             f"{row['isa']:8} {row['threads']:7d}  {row['name']:24} {row['per_s'] / 1e9:8.3f} "
-            f"{row['bytes_per_s'] / 1e9:8.1f} {stream} "
+            f"{row['bytes_per_s'] / 1e9:8.1f} {stream} {cache} "
             + (f"{row['of_fp32']:9.2f}" if row["name"].startswith("adamw") else ""),
             flush=True,
         )
-
-
-def rates_in_cache(threads: int, left_s: float = math.inf) -> dict[str, float]:
-    """Of every kind with so many threads at a time, each within its own cache: what
-    arithmetic allows. Nothing on a machine that is too busy to start them together, or where it
-    could take longer than is left."""
-    if left_s < in_cache.longest_s(threads):
-        print(f"{threads:7d} threads: no time left")
-        return {}
-    try:
-        found = in_cache.rates(threads)
-    except RuntimeError as error:
-        print(f"{threads:7d} threads: {error}")
-        return {}
-    told = ", ".join(f"{kind} {per_s / 1e9:.3f}" for kind, per_s in found.items())
-    print(f"{threads:7d} threads: {told}", flush=True)
-    return found
 
 
 class Result:
@@ -234,13 +258,12 @@ class Result:
     def __init__(self, path: Path | None, about: dict[str, Any]) -> None:
         self._path = path
         self.rows: list[dict[str, Any]] = []
-        self.in_cache_per_s: dict[int, dict[str, float]] = {}
         self._about = about
 
     def write(self, *, done: bool = False) -> None:
         if self._path is None:
             return
-        found = {**self._about, "in_cache_per_s": self.in_cache_per_s, "rows": self.rows}
+        found = {**self._about, "rows": self.rows}
         beside = self._path.with_suffix(".part")
         beside.write_text(json.dumps({**found, "done": done}, indent=1))
         beside.replace(self._path)
@@ -281,15 +304,16 @@ def engine_overhead_us(offload: str, rounds: int) -> tuple[float, float]:
 
 
 def measure_all(arguments: argparse.Namespace) -> None:
-    """The kernels with every number of threads, then what arithmetic allows; what is known is
-    written after each."""
+    """The kernels with every number of threads; what is known is written after each."""
     ends_s = time.perf_counter() + arguments.most_s
     everything = len(os.sched_getaffinity(0))
     counts = sorted(set(arguments.threads or (1, max(1, everything // 2), everything)))
     sets = arguments.isa or [_native.ISA_NAMES[-1]]
     arena = Arena(int(arguments.million * 1e6))
     print(f"{arena.n / 1e6:.0f} M elements, {everything} processors")
-    print("isa      threads  kernel                   Gparam/s     GB/s  /stream /fp32 states")
+    print(
+        "isa      threads  kernel                   Gparam/s     GB/s  /stream  /cache /fp32 states"
+    )
     cases = [(isa, threads) for isa in sets for threads in counts]
     result: Result | None = None
     for at, (isa, threads) in enumerate(cases):
@@ -297,17 +321,12 @@ def measure_all(arguments: argparse.Namespace) -> None:
         if result is None:
             about = {"million": arena.n / 1e6, "processors": everything, "isa": used}
             result = Result(arguments.json, about)
-        left_s = ends_s - IN_CACHE_S * len(counts) - time.perf_counter()
-        rows = measure(arena, threads, arguments.rounds, left_s / (len(cases) - at))
+        most_s = (ends_s - time.perf_counter()) / (len(cases) - at)
+        rows = measure(arena, threads, arguments.rounds, most_s)
         print_rows(rows)
         result.rows += rows
         result.write()
     assert result is not None
-    print("\nwhat arithmetic allows: each thread updates what its cache holds, Gparam/s")
-    for threads in counts:
-        if found := rates_in_cache(threads, ends_s - time.perf_counter()):
-            result.in_cache_per_s[threads] = found
-            result.write()
     result.write(done=True)
 
 

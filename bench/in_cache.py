@@ -4,13 +4,15 @@
 
 Each thread is a process of its own, all at the same time: what cores share (frequency, the units of
 two threads on one core) slows them here as it does the threads of one update. Each tells that it is
-ready and begins when it is told to, which is when all are.
+ready and begins when it is told to, which is when all are. Between two rounds they wait, so that
+these can take turns with updates from memory: a processor does not always run as fast.
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
+import itertools
 import mmap
 import random
 import select
@@ -18,8 +20,8 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from typing import IO
 
 from children import started_python
@@ -34,35 +36,52 @@ READY, GO = b"ready\n", b"\n"
 SECONDS = 0.25  # of each kind
 SLACK_S = 10.0  # to start and to tell, beside 0.05 for each process
 
+Rates = dict[str, float]
+
 
 def longest_s(threads: int, seconds: float = SECONDS) -> float:
     """What `rates` takes at the most."""
     return 0.05 * threads + 1.5 * len(KINDS) * seconds + SLACK_S
 
 
-def rates(threads: int, seconds: float = SECONDS) -> dict[str, float]:
+def rates(threads: int, seconds: float = SECONDS) -> Rates:
     """Parameters a second of so many threads together, by kind: states, or a pass of fp32 ones.
 
     Raises RuntimeError if a process ended, or they were not done in time.
     """
-    ends_s = time.monotonic() + longest_s(threads, seconds)
-    arguments = [__file__, "--seconds", str(seconds), "--of-one"]
+    with waiting(threads, seconds) as measure:
+        return measure()
+
+
+@contextmanager
+def waiting(
+    threads: int, seconds: float = SECONDS, isa: str | None = None
+) -> Iterator[Callable[[], Rates]]:
+    """So many processes, which wait; each call gives what `rates` does."""
+    arguments = [__file__, "--seconds", str(seconds), "--of-one", *(["--isa", isa] if isa else [])]
     pipe = subprocess.PIPE
-    found = {}
     with ExitStack() as started:
         processes = [
             started.enter_context(started_python(arguments, stdin=pipe, stdout=pipe, stderr=pipe))
             for _ in range(threads)
         ]
-        for kind in KINDS:
-            for process in processes:
-                if (line := _told(process, ends_s)) != READY:
-                    raise RuntimeError(f"{line.decode(errors='replace').strip()} in place of ready")
-            for process in processes:
-                with suppress(BrokenPipeError):  # it has ended, and `_told` says how
-                    _file(process.stdin).write(GO)
-            found[kind] = sum(float(_told(process, ends_s)) for process in processes)
-    return found
+
+        def measure() -> Rates:
+            ends_s = time.monotonic() + longest_s(threads, seconds)
+            return {kind: _together(processes, ends_s) for kind in KINDS}
+
+        yield measure
+
+
+def _together(processes: Sequence[subprocess.Popen[bytes]], ends_s: float) -> float:
+    """The next kind, of all."""
+    for process in processes:
+        if (line := _told(process, ends_s)) != READY:
+            raise RuntimeError(f"{line.decode(errors='replace').strip()} in place of ready")
+    for process in processes:
+        with suppress(BrokenPipeError):  # it has ended, and `_told` says how
+            _file(process.stdin).write(GO)
+    return sum(float(_told(process, ends_s)) for process in processes)
 
 
 def _told(process: subprocess.Popen[bytes], ends_s: float) -> bytes:
@@ -127,11 +146,11 @@ def tell(seconds: float) -> None:
     """Parameters a second of this thread, one kind after the other, each when told to begin."""
     memory, narrow = fresh(14 * PARAMETERS), fresh(8 * PARAMETERS)
     calls = updates(memory, narrow)
-    for kind in KINDS:
-        calls[kind](PARAMETERS)
+    for kind in itertools.cycle(KINDS):
         _say(READY)
         if sys.stdin.buffer.readline() != GO:
             return  # nobody listens any more
+        calls[kind](PARAMETERS)
         _say(b"%f\n" % rate(calls[kind], seconds))
 
 
@@ -145,8 +164,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--threads", type=int, nargs="*", default=[1])
     parser.add_argument("--seconds", type=float, default=SECONDS, help="for each kind")
+    parser.add_argument("--isa", choices=_native.ISA_NAMES, help=argparse.SUPPRESS)
     parser.add_argument("--of-one", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
+    if options.isa:
+        _native.set_isa(options.isa)
     if options.of_one:
         tell(options.seconds)
         return

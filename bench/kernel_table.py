@@ -25,9 +25,7 @@ FP32, NARROW = "adamw, fp32 states", "adamw, 8-bit states"
 # bind it instead. 8 bits are judged by their gain, for their arithmetic costs more than what they
 # move.
 STREAMED = (FP32, "adamw, weights alone", "adamw, moments alone", "adamw, bf16 states")
-IN_CACHE = dict(
-    zip((*STREAMED, NARROW), ("fp32", "weights", "moments", "bf16", "8bit"), strict=True)
-)
+NAMES = (*STREAMED, NARROW)
 
 Found = dict[str, Any]
 
@@ -60,25 +58,24 @@ def table(found: Found) -> str:
     if "error" in found:
         return f"The native AdamW was not measured: {found['error']}."
     cut = "" if found.get("done", True) else f"Cut short ({found.get('cut', 'stopped')}). "
-    names = tuple(IN_CACHE)
-    head = ["threads", *(name.removeprefix("adamw, ") for name in names), "8-bit beside fp32"]
+    head = ["threads", *(name.removeprefix("adamw, ") for name in NAMES), "8-bit beside fp32"]
     lines = [
         f"{cut}The native AdamW ({found['isa']}, {found['million']:.0f} M parameters, "
         f"{found['processors']} processors), billions of parameters a second, and the share of a "
         "kernel with the same streams and no arithmetic; in cache is what arithmetic allows (of "
-        f"{', '.join(name.removeprefix('adamw, ') for name in names)}), with as many processes at "
-        "a time that each update what their core's cache holds:",
+        f"{', '.join(name.removeprefix('adamw, ') for name in NAMES)}), with as many processes at "
+        "a time that each update what their core's cache holds, in turn with the others:",
         "",
         f"| {' | '.join([*head, 'in cache', 'wanted'])} |",
         "|---" * (len(head) + 2) + "|",
     ]
     for threads in _threads(found):
-        rows, most_per_s = _of_threads(found, threads)
-        cells = [f"{rows[n]['per_s'] / 1e9:.3f} ({rows[n]['of_stream']:.1%})" for n in names]
+        rows = _of_threads(found, threads)
+        cells = [f"{rows[n]['per_s'] / 1e9:.3f} ({rows[n]['of_stream']:.1%})" for n in NAMES]
         cells.append(f"{rows[NARROW]['of_fp32']:.2f}x")
-        in_cache = (f"{most_per_s[n] / 1e9:.3f}" if n in most_per_s else "-" for n in names)
-        cells.append(", ".join(in_cache))
-        wanted = "; ".join(told.words for told in _told(rows, most_per_s))
+        in_cache = (rows[n]["in_cache_per_s"] for n in NAMES)
+        cells.append(", ".join("-" if x is None else f"{x / 1e9:.3f}" for x in in_cache))
+        wanted = "; ".join(told.words for told in _told(rows))
         lines.append(f"| {' | '.join([str(threads), *cells, wanted])} |")
     return "\n".join(lines)
 
@@ -87,48 +84,42 @@ def targets(found: Found) -> dict[str, list[Told]]:
     """Every target with its verdict, by number of threads; one where nothing was measured."""
     if "error" in found:
         return {NAME: [Told(found["error"], "open")]}
-    return {f"{NAME}, threads: {n}": _told(*_of_threads(found, n)) for n in _threads(found)}
+    return {f"{NAME}, threads: {n}": _told(_of_threads(found, n)) for n in _threads(found)}
 
 
 def _threads(found: Found) -> list[int]:
     return sorted({row["threads"] for row in found["rows"]})
 
 
-def _of_threads(found: Found, threads: int) -> tuple[dict[str, Found], dict[str, float]]:
-    """Rows by name, and what arithmetic allows of them, where that is known."""
-    rows = {row["name"]: row for row in found["rows"] if row["threads"] == threads}
-    known = found["in_cache_per_s"].get(str(threads), {})
-    return rows, {name: known[kind] for name, kind in IN_CACHE.items() if kind in known}
+def _of_threads(found: Found, threads: int) -> dict[str, Found]:
+    """Rows by name."""
+    return {row["name"]: row for row in found["rows"] if row["threads"] == threads}
 
 
-def _told(rows: dict[str, Found], most_per_s: dict[str, float]) -> list[Told]:
-    return [_streamed(rows, most_per_s), _narrow(rows[NARROW], most_per_s.get(NARROW))]
+def _told(rows: dict[str, Found]) -> list[Told]:
+    return [_streamed(rows), _narrow(rows[NARROW])]
 
 
-def _streamed(rows: dict[str, Found], most_per_s: dict[str, float]) -> Told:
+def _streamed(rows: dict[str, Found]) -> Told:
     """The shares of the streams. Missed where one is below it that arithmetic does not bind."""
     below = [name for name in STREAMED if rows[name]["of_stream"] < OF_STREAM]
-    bound = {n: _share(rows[n], most_per_s[n]) for n in below if n in most_per_s}
-    bound = {name: share for name, share in bound.items() if share >= BOUND}
-    if missed := [name for name in below if name not in bound]:
+    if missed := [name for name in below if not _bound(rows[name])]:
         which = ", ".join(name.removeprefix("adamw, ") for name in missed)
         return Told(f"{OF_STREAM:.0%}: {verdict(False)} ({which})", outcome_of(False))
-    if not bound:
+    if not below:
         return Told(f"{OF_STREAM:.0%}: {verdict(True)}", outcome_of(True))
-    told = (f"{name.removeprefix('adamw, ')} at {share:.1%}" for name, share in bound.items())
+    told = (f"{n.removeprefix('adamw, ')} at {rows[n]['of_cache']:.1%}" for n in below)
     return Told(f"{OF_STREAM:.0%}: BOUND, {', '.join(told)} of what arithmetic allows", "bound")
 
 
-def _narrow(row: Found, most_per_s: float | None) -> Told:
+def _narrow(row: Found) -> Told:
     """The gain of 8-bit states. Where it is too small, arithmetic may be what allows no more."""
-    wanted = f"{NARROW_BESIDE_FP32}x"
-    if row["of_fp32"] < NARROW_BESIDE_FP32 and most_per_s:
-        share = _share(row, most_per_s)
-        if share >= BOUND:
-            return Told(f"{wanted}: BOUND, at {share:.1%} of what arithmetic allows", "bound")
-    enough = row["of_fp32"] >= NARROW_BESIDE_FP32
+    wanted, enough = f"{NARROW_BESIDE_FP32}x", row["of_fp32"] >= NARROW_BESIDE_FP32
+    if not enough and _bound(row):
+        return Told(f"{wanted}: BOUND, at {row['of_cache']:.1%} of what arithmetic allows", "bound")
     return Told(f"{wanted}: {verdict(enough)}", outcome_of(enough))
 
 
-def _share(row: Found, most_per_s: float) -> float:
-    return float(row["per_s"] / most_per_s)
+def _bound(row: Found) -> bool:
+    """Whether arithmetic takes the time; not known where no processes ran in their caches."""
+    return row["of_cache"] is not None and row["of_cache"] >= BOUND

@@ -36,6 +36,30 @@ def test_every_process_gives_a_plausible_rate(monkeypatch: pytest.MonkeyPatch) -
     assert all(1e6 < per_s < 1e12 for per_s in found.values())
 
 
+def test_processes_that_wait_measure_as_often_as_they_are_asked(
+    monkeypatch: pytest.MonkeyPatch, started: list[subprocess.Popen[bytes]]
+) -> None:
+    monkeypatch.setattr(in_cache, "SLACK_S", BUSY_S)
+    with in_cache.waiting(2, 0.02, "scalar") as measure:
+        rounds = [measure(), measure()]
+        assert all(process.poll() is None for process in started)
+    assert len(started) == 2 and all(process.poll() is not None for process in started)
+    for found in rounds:
+        assert list(found) == list(in_cache.KINDS)
+        assert all(1e6 < per_s < 1e12 for per_s in found.values())
+
+
+def test_the_instruction_set_is_that_of_the_update_beside_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    chosen: list[str] = []
+    monkeypatch.setattr(in_cache._native, "set_isa", chosen.append)
+    monkeypatch.setattr(in_cache, "tell", lambda seconds: None)
+    in_cache.main(["--isa", "scalar", "--of-one"])
+    in_cache.main(["--of-one"])
+    assert chosen == ["scalar"]
+
+
 def test_what_a_call_costs_is_no_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 0.0
 

@@ -5,10 +5,16 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
+
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
-from bench_cpu import Result, rates_in_cache, turns
+import bench_cpu
+import in_cache
+from bench_cpu import Arena, Arithmetic, Result, turns
 
 
 def test_rounds_end_with_their_time_and_one_always_counts() -> None:
@@ -25,8 +31,64 @@ def test_there_are_as_many_rounds_as_were_wished_and_more_for_the_least_time() -
     assert len(turns([quick], 5, least_s=0.2)[0]) > 5
 
 
-def test_caches_are_left_out_where_no_time_is_left() -> None:
-    assert rates_in_cache(16, left_s=5.0) == {}
+def test_a_machine_that_is_too_busy_for_caches_is_asked_once(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    asked = []
+
+    def too_busy() -> dict[str, float]:
+        asked.append(1)
+        if len(asked) == 2:
+            raise RuntimeError("not done in time: the machine is busy")
+        return {"8bit": 1e9}
+
+    arithmetic = Arithmetic(16, too_busy)
+    for _ in range(4):
+        arithmetic()
+    assert len(asked) == 2 and arithmetic.per_s("8bit") == []
+    assert "16 threads in their caches: not done in time" in capsys.readouterr().out
+
+
+def test_the_first_round_in_caches_is_not_counted() -> None:
+    rounds = iter([{"8bit": 1.0}, {"8bit": 2.0}, {"8bit": 3.0}])
+    arithmetic = Arithmetic(2, lambda: next(rounds))
+    for _ in range(3):
+        arithmetic()
+    assert arithmetic.per_s("8bit") == [2.0, 3.0]
+    assert arithmetic.per_s(None) == []
+
+
+def test_kernels_are_compared_with_what_arithmetic_allows_in_the_same_round(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A machine that gets half as fast from round to round changes no share."""
+    speeds = iter(2.0**-n for n in range(100))
+    speed = [1.0]
+
+    def measure() -> dict[str, float]:
+        speed[0] = next(speeds)
+        return dict.fromkeys(in_cache.KINDS, speed[0] * 2e9)
+
+    def in_rounds(
+        runs: list[Callable[[], object]], rounds: int, least_s: float, most_s: float
+    ) -> list[list[float]]:
+        seconds: list[list[float]] = [[] for _ in runs]
+        for count in range(4):
+            runs[-1]()
+            for taken in seconds if count else ():
+                taken.append(1000 / (speed[0] * 1e9))
+        return seconds
+
+    @contextmanager
+    def waiting(*_: object) -> Iterator[Callable[[], dict[str, float]]]:
+        yield measure
+
+    monkeypatch.setattr(in_cache, "waiting", waiting)
+    monkeypatch.setattr(bench_cpu, "turns", in_rounds)
+    rows = {row["name"]: row for row in bench_cpu.measure(Arena(1000), 1, 3)}
+    assert rows["adamw, 8-bit states"]["of_cache"] == pytest.approx(0.5)
+    assert rows["adamw, 8-bit states"]["in_cache_per_s"] == pytest.approx(0.5e9)
+    assert rows["adamw, f32 grad"]["of_cache"] is None
 
 
 def test_results_are_whole_after_every_part(tmp_path: Path) -> None:
@@ -35,9 +97,9 @@ def test_results_are_whole_after_every_part(tmp_path: Path) -> None:
     result.rows.append({"threads": 1})
     result.write()
     first = json.loads(path.read_text())
-    assert first == {"isa": "avx2", "rows": [{"threads": 1}], "in_cache_per_s": {}, "done": False}
-    result.in_cache_per_s[1] = {"8bit": 1e9}
+    assert first == {"isa": "avx2", "rows": [{"threads": 1}], "done": False}
+    result.rows.append({"threads": 2})
     result.write(done=True)
     last = json.loads(path.read_text())
-    assert last["done"] and last["in_cache_per_s"] == {"1": {"8bit": 1e9}}
+    assert last["done"] and last["rows"] == [{"threads": 1}, {"threads": 2}]
     assert [one.name for one in tmp_path.iterdir()] == ["kernels.json"]

@@ -124,7 +124,11 @@ def library_path() -> Path:
 
 @lru_cache(maxsize=1)
 def _library() -> ctypes.CDLL:
-    path = library_path()
+    return load(library_path())
+
+
+def load(path: Path) -> ctypes.CDLL:
+    """The library at `path` with its functions typed; raises FluxTrainError when it is not ours."""
     refuse_unknown_isa(os.environ.get(ISA_VARIABLE))
     try:
         library = ctypes.CDLL(str(path))
