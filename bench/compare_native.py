@@ -2,9 +2,9 @@
 
     python bench/compare_native.py OLD.so NEW.so --kernels "8-bit states" --threads 1 8
 
-Each build runs the same kernels over the same arrays, in the same order and in rounds: how fast, how
-many times the first build in the same round, and the share of the build's own stream. Builds are
-compared for their bits by `make test`, not here.
+Each build runs the same kernels over the same arrays, in the same order and in rounds: how fast,
+how many times the first build in the same round, and the share of the build's own stream. Builds
+are compared for their bits by `make test`, not here.
 """
 
 from __future__ import annotations
