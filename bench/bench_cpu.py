@@ -181,22 +181,23 @@ def faster(before: list[float], after: list[float]) -> float:
 
 
 class Arithmetic:
-    """What it allows: rounds of so many processes in their own caches, by `in_cache.py`. None where
-    the machine is too busy to start them together."""
+    """What it allows: rounds of so many processes in their own caches, by `in_cache.py`, until one
+    fails: where the machine is too busy to start them together, say."""
 
     def __init__(self, threads: int, measure: Callable[[], in_cache.Rates]) -> None:
         self.rounds: list[in_cache.Rates] = []
-        self._threads, self._measure, self._busy = threads, measure, False
+        self.failed = ""  # why
+        self._threads, self._measure = threads, measure
 
     def __call__(self) -> None:
-        if self._busy:
+        if self.failed:
             return
-        time.sleep(SETTLE_S)
+        _native.end_threads()  # for some milliseconds they look out for their next work
         try:
             self.rounds.append(self._measure())
         except RuntimeError as error:
+            self.failed = str(error)
             print(f"{self._threads:7d} threads in their caches: {error}")
-            self.rounds, self._busy = [], True
 
     def per_s(self, kind: str | None) -> list[float]:
         """The rates of a kind in the rounds that count: all but the first one."""

@@ -42,6 +42,14 @@ class Build:
         return run
 
 
+def name_of(path: Path, paths: Sequence[Path]) -> str:
+    """The name of a file, or the last folder above it by which it differs from all others."""
+    for name in (path.stem, *(folder.name for folder in path.parents)):
+        if sum(name in (other.stem, *other.parts) for other in paths) == 1:
+            return name
+    return str(path)
+
+
 def chosen(rows: Sequence[Row], words: Sequence[str]) -> list[Row]:
     """Kernels with one of the words in their names, each behind its stream; all without words."""
     kernels = [row for row in rows if not row.name.startswith("stream")]
@@ -83,8 +91,11 @@ def main() -> None:
     parser.add_argument("--threads", type=int, nargs="*", default=[1])
     parser.add_argument("--million", type=float, default=32.0, help="elements, in millions")
     options = parser.parse_args()
+    paths: list[Path] = [path.resolve() for path in options.libraries]
+    if len(set(paths)) < len(paths):
+        parser.error("one of the files is there twice")
     try:
-        builds = [Build(path.stem, native.load(path.resolve())) for path in options.libraries]
+        builds = [Build(name_of(path, paths), native.load(path)) for path in paths]
     except FluxTrainError as error:
         parser.error(str(error))
     native._library = lambda: builds[0].library

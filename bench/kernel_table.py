@@ -73,7 +73,7 @@ def table(found: Found) -> str:
         rows = _of_threads(found, threads)
         cells = [f"{rows[n]['per_s'] / 1e9:.3f} ({rows[n]['of_stream']:.1%})" for n in NAMES]
         cells.append(f"{rows[NARROW]['of_fp32']:.2f}x")
-        in_cache = (rows[n]["in_cache_per_s"] for n in NAMES)
+        in_cache = (rows[n].get("in_cache_per_s") for n in NAMES)
         cells.append(", ".join("-" if x is None else f"{x / 1e9:.3f}" for x in in_cache))
         wanted = "; ".join(told.words for told in _told(rows))
         lines.append(f"| {' | '.join([str(threads), *cells, wanted])} |")
@@ -122,4 +122,5 @@ def _narrow(row: Found) -> Told:
 
 def _bound(row: Found) -> bool:
     """Whether arithmetic takes the time; not known where no processes ran in their caches."""
-    return row["of_cache"] is not None and row["of_cache"] >= BOUND
+    share = row.get("of_cache")
+    return share is not None and share >= BOUND

@@ -16,7 +16,7 @@ namespace flux {
 constexpr size_t kLeastPerThread = 32768;
 // Ranges are cut at whole cache lines of every stream (64 bytes of 16-bit halves).
 constexpr size_t kCut = 32;
-// Elements of the ranges that threads take one after another, the longest and the shortest. The longest
+// Elements of the ranges that threads take one after another, the longest and about the shortest. The longest
 // takes a core a third of a millisecond with 8-bit states; each costs some microseconds, for what is
 // fetched ahead of its end is fetched into the cache of the wrong core.
 constexpr size_t kLongest = 1 << 18;
@@ -53,11 +53,16 @@ inline int threads_for(size_t n, int threads) {
 // Contiguous ranges that cover [0, n), each for the thread that asks first: a core that also runs the
 // program's other threads does fewer, where in equal shares all others would wait for it. They get
 // shorter to the end, so that all threads are done at about the same time: half of an equal share of
-// what is left (factoring; Hummel, Schonberg and Flynn, 1992).
+// what is left (factoring; Hummel, Schonberg and Flynn, 1992). The shortest divide an equal share of
+// all evenly: where there are few ranges, each thread gets as many. For n of 1 or more.
 class Ranges {
   public:
     Ranges(size_t n, int workers, size_t cut)
-        : n_(n), workers_(static_cast<size_t>(workers)), cut_(cut) {}
+        : n_(n), workers_(static_cast<size_t>(workers)), cut_(cut) {
+        const size_t share = (n + workers_ - 1) / workers_;
+        const size_t pieces = (share + kShortest - 1) / kShortest;
+        shortest_ = pieces > 0 ? (share + pieces - 1) / pieces : 0;
+    }
 
     // The next one; false when none is left.
     bool take(size_t& first, size_t& count) {
@@ -72,16 +77,15 @@ class Ranges {
 
   private:
     size_t length(size_t left) const {
-        const size_t share = n_ / workers_, shortest = share < kShortest ? share : kShortest;
         size_t length = left / (2 * workers_);
         if (length > kLongest) length = kLongest;
-        if (length < shortest) length = shortest;
+        if (length < shortest_) length = shortest_;
         length = (length + cut_ - 1) / cut_ * cut_;
         return length < left ? length : left;
     }
 
     const size_t n_, workers_, cut_;
-    size_t next_ = 0;
+    size_t shortest_, next_ = 0;
 };
 
 // body(first, count) on ranges that cover [0, n), by up to `threads` threads.

@@ -44,10 +44,24 @@ def test_two_builds_run_the_same_kernels(tmp_path: Path, monkeypatch: pytest.Mon
     assert arena.step == 2 * 4  # each build in the round that is not counted and in three
 
 
+def test_builds_of_one_name_are_told_apart_by_their_folders(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("sys.path", [*sys.path, str(BENCH)])
+    from compare_native import name_of
+
+    same = [Path(f"/builds/{which}/native/libflux_native.so") for which in ("old", "new")]
+    assert [name_of(path, same) for path in same] == ["old", "new"]
+    other = [Path("/builds/old.so"), Path("/builds/new.so")]
+    assert [name_of(path, other) for path in other] == ["old", "new"]
+
+
 def test_what_is_no_library_or_kernel_is_refused(tmp_path: Path) -> None:
     broken = tmp_path / "broken.so"
     broken.write_text("no library")
     refused = run(str(broken))
     assert refused.returncode == 2 and "broken.so does not load" in refused.stderr
+    twice = run(str(_native.library_path()), str(_native.library_path()))
+    assert twice.returncode == 2 and "twice" in twice.stderr
     unknown = run(str(_native.library_path()), "--million", "0.01", "--kernels", "9-bit")
     assert unknown.returncode == 2 and "adamw, 8-bit states" in unknown.stderr
