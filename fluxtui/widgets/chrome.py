@@ -79,7 +79,7 @@ def link_notes(view: View) -> list[Line]:
 
 
 def status_line(view: View, width: int) -> Line:
-    """The one line of a terminal that is too small for panels."""
+    """The one line of a terminal that is too small for panels, with the way out where it fits."""
     step = view.state.step
     parts: list[Line] = [badge(view.status)]
     if step is not None:
@@ -87,6 +87,7 @@ def status_line(view: View, width: int) -> Line:
         parts.append((("loss ", "dim"), (number_text(step.loss), "strong")))
         left = fitting_eta(view, width - width_of(joined(parts)) - 2)
         parts.append(left)
+    parts.append(((key_of(view, "detach"), "strong"), (" leaves", "dim")))
     return dropped_to_fit(parts, width)
 
 

@@ -193,6 +193,16 @@ def test_the_one_line_of_a_tiny_terminal_tells_the_time_left(
     assert told in text and "…" not in text and len(text) <= width
 
 
+@pytest.mark.parametrize(("width", "told"), [(34, False), (44, True), (50, False), (90, True)])
+def test_the_one_line_of_a_tiny_terminal_tells_how_to_leave_where_it_fits(
+    made: ModuleType, width: int, told: bool
+) -> None:
+    text = whole([status_line(long_run(made), width)])
+    assert ("d leaves" in text) == told and len(text) <= width
+    if width > 44:
+        assert "ETA 14h" in text  # the time left comes before it
+
+
 @pytest.mark.parametrize("width", [58, 69, 77, 80, 84, 90, 100])
 def test_two_runs_of_a_day_have_two_names_in_the_list(width: int) -> None:
     names = ("20261122-085154-demo", "20261122-085154-tales", "20261122-085154-" + "x" * 60)
