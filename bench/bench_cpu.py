@@ -51,9 +51,6 @@ BLOCKS, WIDTH, ROWS = 24, 64, 8
 FP32 = "adamw, fp32 states"
 LEAST_S = 5.0  # of rounds, with each number of threads
 IN_CACHE_S = 0.05  # of each kind and round
-SETTLE_S = (
-    0.01  # until the threads of an update, which look out for the next one, have gone to sleep
-)
 
 
 def written(values: Tensor) -> Tensor:

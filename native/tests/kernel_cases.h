@@ -5,7 +5,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include <algorithm>
 #include <cmath>
 #include <random>
 #include <vector>

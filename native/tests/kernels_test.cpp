@@ -2,7 +2,6 @@
 //
 // kernels_test          samples of all bit patterns (seconds)
 // kernels_test --all    every one of the 2^32 masters through decode and encode (a minute)
-#include "../src/threads.h"
 #include "kernel_cases.h"
 
 namespace {
@@ -269,28 +268,6 @@ void test_zeros_are_written_where_asked_and_nowhere_else() {
     }
 }
 
-// Cores that are equally fast are done at about the time of equal shares, whatever the size.
-void test_ranges_cover_all_and_keep_no_thread_waiting() {
-    for (int workers : {2, 3, 4, 8, 16, 64}) {
-        for (size_t cut : {1, 32, 256, 4096}) {
-            for (size_t share = 20000; share < 4000000; share += share / 7) {
-                const size_t n = share * static_cast<size_t>(workers) + share % 5;
-                flux::Ranges ranges(n, workers, cut);
-                std::vector<size_t> done(static_cast<size_t>(workers), 0);
-                size_t next = 0;
-                for (size_t first = 0, count = 0; ranges.take(first, count); next += count) {
-                    CHECK(first == next && count > 0 && first % cut == 0, "n %zu cut %zu", n, cut);
-                    *std::min_element(done.begin(), done.end()) += count;
-                }
-                CHECK(next == n, "n %zu, %d workers, cut %zu: %zu", n, workers, cut, next);
-                const size_t last = *std::max_element(done.begin(), done.end());
-                CHECK(last * 100 <= share * 120 + 200 * cut, "n %zu, %d workers, cut %zu: %zu", n,
-                      workers, cut, last);
-            }
-        }
-    }
-}
-
 }  // namespace
 
 int main(int count, char** arguments) {
@@ -298,7 +275,6 @@ int main(int count, char** arguments) {
     const int best = flux_set_isa(FLUX_AVX512);
     std::mt19937 random(20240607);
     test_zeros_are_written_where_asked_and_nowhere_else();
-    test_ranges_cover_all_and_keep_no_thread_waiting();
     for (int level = FLUX_SCALAR; level <= best; ++level) {
         test_every_set_gives_the_bits_of_the_reference(level, random);
         test_cuts_and_threads_do_not_matter(level, random);
