@@ -81,6 +81,9 @@ template <class Set>
 struct Blocks8;
 
 template <class Set>
+struct States16;
+
+template <class Set>
 struct StatesOver {
     using Float = typename Set::Float;
     using Int = typename Set::Int;
@@ -197,84 +200,6 @@ struct StatesOver {
         return largest < 0x1p-126f ? 0x1p-126f : largest;
     }
 
-    // 32 random bits of an element in a step: a hash of its number with the step's two keys between
-    // the rounds (Wellons, Prospecting for Hash Functions, 2018, with his later constants).
-    static FLUX_INLINE Int random(Int element, const flux_rounding& key) {
-        const uint32_t first = key.first_key ^ key.first_key >> 16;
-        Int x = folded(element, Set::shift_right_16(element), Set::all_int(first));
-        x = Set::mul_low(x, Set::all_int(0x21f0aaadu));
-        x = folded(x, Set::shift_right_15(x), Set::all_int(key.second_key));
-        x = Set::mul_low(x, Set::all_int(0xd35a2d97u));
-        return Set::bit_xor(x, Set::shift_right_15(x));
-    }
-
-    static FLUX_INLINE Int folded(Int a, Int b, Int c) { return Set::bit_xor(Set::bit_xor(a, b), c); }
-
-    // x with random bits added below bf16: cut off, it is rounded up or down with the probability that
-    // leaves it right on average.
-    static FLUX_INLINE Int dithered(Float x, Int random16) {
-        return Set::add(Set::as_int(Set::quiet(x)), random16);
-    }
-
-    template <class Weights, class Grad>
-    static void adamw16(Weights weights, uint16_t* __restrict m, uint16_t* __restrict v,
-                        const Grad* __restrict grad, size_t n, flux_rounding key,
-                        const flux_adamw_step& step) {
-        const Coefficients c(step);
-        size_t done = 0;
-        if constexpr (Set::width > 1) {
-            Int numbers = Set::count_pair_from(key.first_element);
-            for (; done + kLine <= n; done += kLine) {
-                fetch_all(done, kLine, weights, m, v, grad);
-                for (size_t j = 0; j < kLine; j += 2 * Set::width) {
-                    pair16(weights, m, v, grad, done + j, numbers, key, c);
-                    numbers = Set::add(numbers, Set::all_int(2 * Set::width));
-                }
-            }
-        }
-        Base::for_each(n - done, [&](auto lanes, size_t j) __attribute__((always_inline)) {
-            const size_t i = done + j;
-            Float p = load(lanes, weights, i);
-            Float m_i = Base::from_bf16(lanes.load(m + i));
-            Float v_i = Base::from_bf16(lanes.load(v + i));
-            Base::advance(p, m_i, v_i, Base::load_grad(lanes, grad + i), c);
-            store(lanes, weights, i, Set::quiet(p));
-            const Int bits = random(Set::count_from(key.first_element + static_cast<uint32_t>(i)), key);
-            const Int for_m = dithered(m_i, Set::bit_and(bits, Set::all_int(0xffff)));
-            const Int for_v = dithered(v_i, Set::shift_right_16(bits));
-            lanes.store_low_half(m + i, Set::shift_right_16(for_m));
-            lanes.store_low_half(v + i, Set::shift_right_16(for_v));
-        });
-    }
-
-    // The same for the pair of vectors at element i; `numbers` are those of the first one's elements.
-    template <class Weights, class Grad>
-    static FLUX_INLINE void pair16(Weights weights, uint16_t* m, uint16_t* v, const Grad* grad,
-                                   size_t i, Int numbers, const flux_rounding& key,
-                                   const Coefficients& c) {
-        Float p[2], g[2], m_i[2], v_i[2];
-        Pairs<Set>::load(from(weights, i), p[0], p[1]);
-        Pairs<Set>::load(grad + i, g[0], g[1]);
-        Pairs<Set>::load(static_cast<const uint16_t*>(m + i), m_i[0], m_i[1]);
-        Pairs<Set>::load(static_cast<const uint16_t*>(v + i), v_i[0], v_i[1]);
-        for (uint32_t j = 0; j < 2; ++j) {
-            if constexpr (Set::kInterleaved)  // few registers: looking back at all six costs more
-                Base::update(p[j], m_i[j], v_i[j], g[j], c);
-            else
-                Base::advance(p[j], m_i[j], v_i[j], g[j], c);
-        }
-        if constexpr (!Set::kInterleaved) Base::quiet_pair(p, m_i, v_i);
-        Int for_m[2], for_v[2];
-        for (uint32_t j = 0; j < 2; ++j) {
-            const Int bits = random(Set::add(numbers, Set::all_int(4 * j)), key);
-            for_m[j] = Set::add(Set::as_int(m_i[j]), Set::bit_and(bits, Set::all_int(0xffff)));
-            for_v[j] = Set::add(Set::as_int(v_i[j]), Set::shift_right_16(bits));
-        }
-        Pairs<Set>::store(from(weights, i), p[0], p[1]);
-        Pairs<Set>::store_high(m + i, for_m[0], for_m[1]);
-        Pairs<Set>::store_high(v + i, for_v[0], for_v[1]);
-    }
-
     // The memory traffic of an update with states of `State`, and no arithmetic.
     template <class State>
     static void stream(SplitWeights weights, State* __restrict m, State* __restrict v,
@@ -344,16 +269,16 @@ struct StatesOver {
     static void adamw16_split_bf16(uint16_t* hi, uint16_t* lo, uint16_t* m, uint16_t* v,
                                    const uint16_t* grad, size_t n, const flux_rounding& key,
                                    const flux_adamw_step& step) {
-        adamw16(SplitWeights{hi, lo}, m, v, grad, n, key, step);
+        States16<Set>::adamw16(SplitWeights{hi, lo}, m, v, grad, n, key, step);
     }
     static void adamw16_split_f32(uint16_t* hi, uint16_t* lo, uint16_t* m, uint16_t* v,
                                   const float* grad, size_t n, const flux_rounding& key,
                                   const flux_adamw_step& step) {
-        adamw16(SplitWeights{hi, lo}, m, v, grad, n, key, step);
+        States16<Set>::adamw16(SplitWeights{hi, lo}, m, v, grad, n, key, step);
     }
     static void adamw16_f32(float* p, uint16_t* m, uint16_t* v, const float* grad, size_t n,
                             const flux_rounding& key, const flux_adamw_step& step) {
-        adamw16(WholeWeights{p}, m, v, grad, n, key, step);
+        States16<Set>::adamw16(WholeWeights{p}, m, v, grad, n, key, step);
     }
     static void stream8(uint16_t* hi, uint16_t* lo, uint8_t* m, uint8_t* v, const uint16_t* grad,
                         size_t n) {
@@ -374,3 +299,4 @@ struct StatesOver {
 }  // namespace flux
 
 #include "block8.h"
+#include "states16.h"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -78,6 +79,39 @@ def test_bf16_states_may_be_cut_anywhere() -> None:
     for at, stop in ((0, 1), (1, 30), (30, 517), (517, 1000)):
         cut.step(grad, 1, cut=slice(at, stop))
     assert cut.equals(whole)
+
+
+@ISAS
+@LAYOUTS
+@pytest.mark.parametrize("first", [0, 64, 1000, 1024, 2**32 - 5000])
+def test_long_ranges_of_bf16_states_round_as_the_oracle_wherever_they_begin(
+    isa: str, layout: tuple[str, torch.dtype], first: int
+) -> None:
+    """They look up most of their random numbers, which do not begin anew with a range."""
+    _native.set_isa(isa)
+    n, from_first = 20_011, rounding(7, 1, first)
+    got = Held("bf16", layout[0], n, seed=first, wild=True)
+    grad = any_floats(n, 21, True).to(layout[1])
+    master = got.weights if got.lo is None else decode(got.weights, got.lo)
+    c = coefficients(HYPER, 1)
+    expected, *moments = reference.adamw16(master, *got.states, grad, c, from_first)
+    update16_(got.weights, got.lo, *got.states, grad, from_first, hyper=HYPER, step=1)
+    assert all(same_bits(x, y) for x, y in zip(got.states, moments, strict=True))
+    updated = got.weights if got.lo is None else decode(got.weights, got.lo)
+    assert same_bits(updated, expected)
+
+
+def test_elements_that_share_a_place_or_a_segment_round_apart() -> None:
+    """Random numbers are exclusive-ors of two: no two or three elements go together for that."""
+    draws = torch.stack([reference.random_bits(rounding(1, t, 0), 1026) for t in range(2000)])
+    corners = draws[:, (0, 1, 1024, 1025)]
+    for half in (corners & 0xFFFF, corners >> 16):
+        sign = (half >= 0x8000).double() * 2 - 1
+        assert (sign.mean(dim=0).abs() < 0.12).all()
+        for i, j in itertools.combinations(range(4), 2):
+            assert abs((sign[:, i] * sign[:, j]).mean()) < 0.12
+        for chosen in itertools.combinations(range(4), 3):
+            assert abs(sign[:, chosen].prod(dim=1).mean()) < 0.12
 
 
 @KINDS

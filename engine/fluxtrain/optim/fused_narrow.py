@@ -107,6 +107,16 @@ if triton is not None:
         k = _nearest(y, v_table)
         tl.store(v_at + at, tl.where(y > 0, tl.maximum(k, 1), k).to(tl.uint8), mask=inside)
 
+    @triton.jit  # type: ignore[untyped-decorator]
+    def _hash(x, first_key, second_key, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+        x = x ^ first_key.to(tl.uint32)
+        x = x ^ (x >> 16)
+        x = x * tl.full((BLOCK,), 0x21F0AAAD, tl.uint32)
+        x = x ^ (x >> 15)
+        x = x ^ second_key.to(tl.uint32)
+        x = x * tl.full((BLOCK,), 0xD35A2D97, tl.uint32)
+        return x ^ (x >> 15)
+
     # The keys differ from step to step: a kernel compiled for the values of one would be of no use.
     @triton.jit(do_not_specialize=["first_element", "first_key", "second_key"])  # type: ignore[untyped-decorator]
     def _adamw16(  # type: ignore[no-untyped-def]
@@ -125,13 +135,9 @@ if triton is not None:
         v = v.to(tl.float32, bitcast=True) * beta2 + (g * one_minus_beta2) * g
         p = p * decay - tl.div_rn(m * step_size, tl.sqrt_rn(v) * rsqrt2 + eps)
         _keep(weight, low, at, inside, p, SPLIT)
-        x = (at + first_element).to(tl.uint32) ^ first_key.to(tl.uint32)
-        x = x ^ (x >> 16)
-        x = x * tl.full((BLOCK,), 0x21F0AAAD, tl.uint32)
-        x = x ^ (x >> 15)
-        x = x ^ second_key.to(tl.uint32)
-        x = x * tl.full((BLOCK,), 0xD35A2D97, tl.uint32)
-        x = x ^ (x >> 15)
+        number = (at + first_element).to(tl.uint32)
+        of_segment = _hash(~(number >> 10), first_key, second_key, BLOCK)
+        x = _hash(number & 1023, first_key, second_key, BLOCK) ^ of_segment
         low_half = (x & 0xFFFF).to(tl.int32)
         high_half = (x >> 16).to(tl.int32)
         m_bits = _quiet(m).to(tl.int32, bitcast=True) + low_half

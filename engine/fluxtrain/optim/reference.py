@@ -28,6 +28,9 @@ class States8(NamedTuple):
     v_scale: Tensor
 
 
+_SEGMENT = 1024  # elements; a power of two, so that segments continue where numbers start anew
+
+
 class Rounding(NamedTuple):
     """Where the random numbers of a range of elements come from (struct flux_rounding)."""
 
@@ -144,12 +147,24 @@ def adamw16(
 
 
 def random_bits(rounding: Rounding, count: int, device: torch.device | None = None) -> Tensor:
-    """32 random bits (in int64) for each of `count` elements: a hash of the element's number.
+    """32 random bits (in int64) for each of `count` elements: those of its place in a segment of
+    1024 elements, exclusive-or those of the segment.
+
+    So a kernel looks up most of them (tabulation: Zobrist, A New Hashing Method, 1970). As far as
+    the hash is random they are independent for any three elements (Patrascu and Thorup, The Power
+    of Simple Tabulation Hashing, 2012), so that errors of sums are as large as if all were.
+    """
+    number = torch.arange(count, device=device) + rounding.first_element & _WORD
+    place, segment = number % _SEGMENT, number // _SEGMENT
+    return _hash(place, rounding) ^ _hash(segment ^ _WORD, rounding)
+
+
+def _hash(x: Tensor, rounding: Rounding) -> Tensor:
+    """32 bits for each number of 32 bits, both in int64.
 
     Two rounds of multiplication and shifts (Wellons, Prospecting for Hash Functions, 2018), with
     the keys of the step before and between them, so that two steps share no sequence.
     """
-    x = torch.arange(count, device=device) + rounding.first_element & _WORD
     x = x ^ rounding.first_key
     x = x ^ x >> 16
     x = x * 0x21F0AAAD & _WORD

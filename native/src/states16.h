@@ -1,0 +1,157 @@
+// AdamW with bf16 states, rounded at random, over the lanes of one instruction set.
+#pragma once
+
+#include "pairs.h"
+
+namespace flux {
+
+template <class Set>
+struct States16 {
+    using Float = typename Set::Float;
+    using Int = typename Set::Int;
+    using Base = KernelsOver<Set>;
+    using States = StatesOver<Set>;
+    using Coefficients = typename Base::Coefficients;
+
+    // -- random numbers --------------------------------------------------------------------------
+
+    // A hash of a number with the step's two keys between the rounds (Wellons, Prospecting for Hash
+    // Functions, 2018, with his later constants).
+    static FLUX_INLINE Int hash(Int number, const flux_rounding& key) {
+        const uint32_t first = key.first_key ^ key.first_key >> 16;
+        Int x = folded(number, Set::shift_right_16(number), Set::all_int(first));
+        x = Set::mul_low(x, Set::all_int(0x21f0aaadu));
+        x = folded(x, Set::shift_right_15(x), Set::all_int(key.second_key));
+        x = Set::mul_low(x, Set::all_int(0xd35a2d97u));
+        return Set::bit_xor(x, Set::shift_right_15(x));
+    }
+
+    // 32 random bits of an element in a step are those of its place in its segment with those of the
+    // segment: one look-up for most elements (tabulation: Zobrist, A New Hashing Method, 1970; any
+    // three are independent: Patrascu and Thorup, The Power of Simple Tabulation Hashing, 2012).
+    static constexpr uint32_t kSegment = 1024;
+    static constexpr size_t kLeastInTable = 8 * kSegment;  // fewer do not pay for a table
+
+    static FLUX_INLINE Int bits_of_segment(uint32_t element, const flux_rounding& key) {
+        return hash(Set::all_int(~(element / kSegment)), key);
+    }
+
+    // By place, in the order of pairs.
+    struct Places {
+        alignas(64) uint32_t bits[kSegment];
+
+        explicit FLUX_INLINE Places(const flux_rounding& key) {
+            for (uint32_t i = 0; i < kSegment; i += 2 * Set::width) {
+                const Int first = Set::count_pair_from(i);
+                Set::store_words(bits + i, hash(first, key));
+                Set::store_words(bits + i + Set::width, hash(Set::add(first, Set::all_int(4)), key));
+            }
+        }
+    };
+
+    static FLUX_INLINE Int folded(Int a, Int b, Int c) { return Set::bit_xor(Set::bit_xor(a, b), c); }
+
+    // -- the update ------------------------------------------------------------------------------
+
+    // x with random bits added below bf16: cut off, it is rounded up or down with the probability that
+    // leaves it right on average.
+    static FLUX_INLINE Int dithered(Float x, Int random16) {
+        return Set::add(Set::as_int(Set::quiet(x)), random16);
+    }
+
+    template <class Weights, class Grad>
+    static void adamw16(Weights weights, uint16_t* __restrict m, uint16_t* __restrict v,
+                        const Grad* __restrict grad, size_t n, flux_rounding key,
+                        const flux_adamw_step& step) {
+        const Coefficients c(step);
+        size_t done = 0;
+        if constexpr (Set::width > 1) {
+            if (n >= kLeastInTable) {
+                const Places places(key);
+                done = -key.first_element % kLine;  // up to the first pair of the table
+                adamw16_by_one(weights, m, v, grad, 0, done, key, c);
+                while (done + kLine <= n) {
+                    const uint32_t first = key.first_element + static_cast<uint32_t>(done);
+                    const uint32_t place = first % kSegment;
+                    const size_t left = (n - done) / kLine * kLine;
+                    const size_t count = left < kSegment - place ? left : kSegment - place;
+                    adamw16_by_pairs(weights, m, v, grad, done, count, places.bits + place,
+                                     bits_of_segment(first, key), c);
+                    done += count;
+                }
+            }
+        }
+        adamw16_by_one(weights, m, v, grad, done, n, key, c);
+    }
+
+    // `count` elements from `first` on, whole lines of one segment.
+    template <class Weights, class Grad>
+    static FLUX_INLINE void adamw16_by_pairs(Weights weights, uint16_t* m, uint16_t* v,
+                                             const Grad* grad, size_t first, size_t count,
+                                             const uint32_t* of_places, Int of_segment,
+                                             const Coefficients& c) {
+        for (size_t line = 0; line < count; line += kLine) {
+            States::fetch_all(first + line, kLine, weights, m, v, grad);
+            for (size_t i = line; i < line + kLine; i += 2 * Set::width)
+                pair16(weights, m, v, grad, first + i, of_places + i, of_segment, c);
+        }
+    }
+
+    // Those from `first` up to `end`, one vector at a time.
+    template <class Weights, class Grad>
+    static void adamw16_by_one(Weights weights, uint16_t* __restrict m, uint16_t* __restrict v,
+                               const Grad* __restrict grad, size_t first, size_t end,
+                               const flux_rounding& key, const Coefficients& c) {
+        while (first < end) {
+            const uint32_t element = key.first_element + static_cast<uint32_t>(first);
+            const uint32_t place = element % kSegment;
+            const size_t count = end - first < kSegment - place ? end - first : kSegment - place;
+            const Int of_segment = bits_of_segment(element, key);
+            Base::for_each(count, [&](auto lanes, size_t j) __attribute__((always_inline)) {
+                const size_t i = first + j;
+                Float p = States::load(lanes, weights, i);
+                Float m_i = Base::from_bf16(lanes.load(m + i));
+                Float v_i = Base::from_bf16(lanes.load(v + i));
+                Base::advance(p, m_i, v_i, Base::load_grad(lanes, grad + i), c);
+                States::store(lanes, weights, i, Set::quiet(p));
+                const Int of_place = hash(Set::count_from(place + static_cast<uint32_t>(j)), key);
+                const Int bits = Set::bit_xor(of_place, of_segment);
+                const Int for_m = dithered(m_i, Set::bit_and(bits, Set::all_int(0xffff)));
+                const Int for_v = dithered(v_i, Set::shift_right_16(bits));
+                lanes.store_low_half(m + i, Set::shift_right_16(for_m));
+                lanes.store_low_half(v + i, Set::shift_right_16(for_v));
+            });
+            first += count;
+        }
+    }
+
+    // The same for the pair of vectors at element i, with the bits of its places.
+    template <class Weights, class Grad>
+    static FLUX_INLINE void pair16(Weights weights, uint16_t* m, uint16_t* v, const Grad* grad,
+                                   size_t i, const uint32_t* of_places, Int of_segment,
+                                   const Coefficients& c) {
+        Float p[2], g[2], m_i[2], v_i[2];
+        Pairs<Set>::load(States::from(weights, i), p[0], p[1]);
+        Pairs<Set>::load(grad + i, g[0], g[1]);
+        Pairs<Set>::load(static_cast<const uint16_t*>(m + i), m_i[0], m_i[1]);
+        Pairs<Set>::load(static_cast<const uint16_t*>(v + i), v_i[0], v_i[1]);
+        for (uint32_t j = 0; j < 2; ++j) {
+            if constexpr (Set::kInterleaved)  // few registers: looking back at all six costs more
+                Base::update(p[j], m_i[j], v_i[j], g[j], c);
+            else
+                Base::advance(p[j], m_i[j], v_i[j], g[j], c);
+        }
+        if constexpr (!Set::kInterleaved) Base::quiet_pair(p, m_i, v_i);
+        Int for_m[2], for_v[2];
+        for (uint32_t j = 0; j < 2; ++j) {
+            const Int bits = Set::bit_xor(Set::load_words(of_places + j * Set::width), of_segment);
+            for_m[j] = Set::add(Set::as_int(m_i[j]), Set::bit_and(bits, Set::all_int(0xffff)));
+            for_v[j] = Set::add(Set::as_int(v_i[j]), Set::shift_right_16(bits));
+        }
+        Pairs<Set>::store(States::from(weights, i), p[0], p[1]);
+        Pairs<Set>::store_high(m + i, for_m[0], for_m[1]);
+        Pairs<Set>::store_high(v + i, for_v[0], for_v[1]);
+    }
+};
+
+}  // namespace flux
