@@ -4,7 +4,8 @@
 
 Each kernel is timed beside a stream that reads and writes what it does and computes nothing, so
 that its rate is the most that memory allows, and beside processes that update what their core's
-cache holds (in_cache.py): the most that arithmetic allows. All take turns. Rates are medians of
+cache holds (in_cache.py): the most that arithmetic allows, at the clock that the cores have behind
+the update. All take turns. Rates are medians of
 rounds, and ratios medians of each round's own: a machine that is shared changes between rounds.
 
 The engine's cost is a wrapped model of tiny blocks against the plain model with the same
@@ -196,9 +197,33 @@ class Arithmetic:
             self.failed = str(error)
             print(f"{self._threads:7d} threads in their caches: {error}")
 
-    def per_s(self, kind: str | None) -> list[float]:
-        """The rates of a kind in the rounds that count: all but the first one."""
-        return [] if kind is None else [rates[kind] for rates in self.rounds[1:]]
+    def per_s(self, kind: str, clocks: list[float]) -> list[float]:
+        """The rates of a kind in the rounds that count, all but the first one, at these clocks."""
+        pairs = zip(self.rounds[1:], clocks, strict=False)
+        return [rates[kind].at(clock) for rates, clock in pairs]
+
+    def clock_of(self, kind: str | None, clocks: list[float]) -> float | None:
+        """The clock beside that in the caches; None where that is not known."""
+        if kind is None or len(self.rounds) < 2:
+            return None
+        pairs = zip(self.rounds[1:], clocks, strict=False)
+        return statistics.median(clock / rates[kind].clock for rates, clock in pairs)
+
+
+@dataclass(frozen=True)
+class Timed:
+    """One row, and the clock behind each of its runs."""
+
+    row: Row
+    threads: int
+    clocks: list[float]
+
+    def run(self) -> None:
+        self.row.run(self.threads)
+
+    def look(self) -> None:
+        if self.row.in_cache:
+            self.clocks.append(in_cache.clock())
 
 
 def measure(
@@ -210,20 +235,27 @@ def measure(
     first."""
     rows = rows_of(arena)
     passes = [row for row in rows for _ in range(2 if row.name.startswith("stream") else 1)]
-    calls = [lambda row=row: row.run(threads) for row in passes]  # type: ignore[misc]
+    timed = [Timed(row, threads, []) for row in passes]
+    calls = [call for one in timed for call in (one.run, one.look)]
     with in_cache.waiting(threads, IN_CACHE_S, _native.isa()) as in_caches:
         arithmetic = Arithmetic(threads, in_caches)
-        taken = turns([*calls, arithmetic], rounds, LEAST_S, most_s)[:-1]
+        taken = turns([*calls, arithmetic], rounds, LEAST_S, most_s)[:-1:2]
     seconds = {row.name: of_row for row, of_row in zip(passes, taken, strict=True)}  # the last one
-    return [numbers(arena.n, threads, row, seconds, arithmetic) for row in rows]
+    clocks = {one.row.name: one.clocks[1:] for one in timed}  # of the rounds that count
+    return [numbers(arena.n, threads, row, seconds, clocks[row.name], arithmetic) for row in rows]
 
 
 def numbers(
-    n: int, threads: int, row: Row, seconds: dict[str, list[float]], arithmetic: Arithmetic
+    n: int,
+    threads: int,
+    row: Row,
+    seconds: dict[str, list[float]],
+    clocks: list[float],
+    arithmetic: Arithmetic,
 ) -> dict[str, Any]:
     """What is known of one kernel on `n` elements."""
     median_s = statistics.median(seconds[row.name])
-    in_caches = arithmetic.per_s(row.in_cache)
+    in_caches = arithmetic.per_s(row.in_cache, clocks) if row.in_cache else []
     shares = [n / s / per_s for s, per_s in zip(seconds[row.name], in_caches, strict=False)]
     return {
         "isa": _native.isa(),
@@ -234,6 +266,7 @@ def numbers(
         "of_stream": faster(seconds[row.stream], seconds[row.name]) if row.stream else None,
         "in_cache_per_s": statistics.median(in_caches) if in_caches else None,
         "of_cache": statistics.median(shares) if shares else None,
+        "clock_beside_cache": arithmetic.clock_of(row.in_cache, clocks),
         "of_fp32": faster(seconds[FP32], seconds[row.name]),
     }
 

@@ -5,13 +5,16 @@
 Each thread is a process of its own, all at the same time: what cores share (frequency, the units of
 two threads on one core) slows them here as it does the threads of one update. Each tells that it is
 ready and begins when it is told to, which is when all are. Between two rounds they wait, so that
-these can take turns with updates from memory: a processor does not always run as fast.
+these can take turns with updates from memory: a processor does not always run as fast. A clock is
+told with each rate, for cores run slower while memory is busy: what arithmetic allows an update is
+the rate at the clock that the update has.
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
+import hashlib
 import itertools
 import mmap
 import random
@@ -22,6 +25,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from typing import IO
 
 from children import started_python
@@ -36,7 +40,33 @@ READY, GO = b"ready\n", b"\n"
 SECONDS = 0.25  # of each kind
 SLACK_S = 10.0  # to start and to tell, beside 0.05 for each process
 
-Rates = dict[str, float]
+CLOCK_BYTES, CLOCK_TRIES = 16_384, 5  # some 10 microseconds each
+
+
+@dataclass(frozen=True)
+class Rate:
+    """Of one kind: parameters a second of all processes, and the fastest one's clock."""
+
+    per_s: float
+    clock: float
+
+    def at(self, clock: float) -> float:
+        """Parameters a second at another clock."""
+        return self.per_s * clock / self.clock
+
+
+Rates = dict[str, Rate]
+
+
+def clock() -> float:
+    """How fast this core does one operation behind the other now, in any unit: SHA-256, each of
+    whose rounds waits for the one before."""
+    data, least_s = bytes(CLOCK_BYTES), float("inf")
+    for _ in range(CLOCK_TRIES):
+        start = time.perf_counter()
+        hashlib.sha256(data)
+        least_s = min(least_s, time.perf_counter() - start)
+    return CLOCK_BYTES / least_s
 
 
 def longest_s(threads: int, seconds: float = SECONDS) -> float:
@@ -73,7 +103,7 @@ def waiting(
         yield measure
 
 
-def _together(processes: Sequence[subprocess.Popen[bytes]], ends_s: float) -> float:
+def _together(processes: Sequence[subprocess.Popen[bytes]], ends_s: float) -> Rate:
     """The next kind, of all."""
     for process in processes:
         if (line := _told(process, ends_s)) != READY:
@@ -81,7 +111,9 @@ def _together(processes: Sequence[subprocess.Popen[bytes]], ends_s: float) -> fl
     for process in processes:
         with suppress(BrokenPipeError):  # it has ended, and `_told` says how
             _file(process.stdin).write(GO)
-    return sum(float(_told(process, ends_s)) for process in processes)
+    told = [map(float, _told(process, ends_s).split()) for process in processes]
+    per_s, clocks = zip(*told, strict=True)
+    return Rate(sum(per_s), max(clocks))
 
 
 def _told(process: subprocess.Popen[bytes], ends_s: float) -> bytes:
@@ -151,7 +183,7 @@ def tell(seconds: float) -> None:
         if sys.stdin.buffer.readline() != GO:
             return  # nobody listens any more
         calls[kind](PARAMETERS)
-        _say(b"%f\n" % rate(calls[kind], seconds))
+        _say(b"%f %f\n" % (rate(calls[kind], seconds), clock()))
 
 
 def _say(line: bytes) -> None:
@@ -174,7 +206,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     for threads in options.threads:
         of_all = rates(threads, options.seconds)
-        told = ", ".join(f"{kind} {rate / 1e9:.3f}" for kind, rate in of_all.items())
+        told = ", ".join(f"{kind} {rate.per_s / 1e9:.3f}" for kind, rate in of_all.items())
         print(f"{threads} threads, in cache: {told} G parameters/s")
 
 

@@ -64,7 +64,8 @@ def table(found: Found) -> str:
         f"{found['processors']} processors), billions of parameters a second, and the share of a "
         "kernel with the same streams and no arithmetic; in cache is what arithmetic allows (of "
         f"{', '.join(name.removeprefix('adamw, ') for name in NAMES)}), with as many processes at "
-        "a time that each update what their core's cache holds, in turn with the others:",
+        "a time that each update what their core's cache holds, in turn with the others and at "
+        "the clock that cores have behind an update:",
         "",
         f"| {' | '.join([*head, 'in cache', 'wanted'])} |",
         "|---" * (len(head) + 2) + "|",

@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 import bench_cpu
 import in_cache
 from bench_cpu import Arena, Arithmetic, Result, turns
+from in_cache import Rate
 
 
 def test_rounds_end_with_their_time_and_one_always_counts() -> None:
@@ -36,38 +37,48 @@ def test_a_machine_that_gets_too_busy_for_caches_is_not_asked_again(
 ) -> None:
     asked = []
 
-    def too_busy() -> dict[str, float]:
+    def too_busy() -> in_cache.Rates:
         asked.append(1)
         if len(asked) == 3:
             raise RuntimeError("not done in time: the machine is busy")
-        return {"8bit": 1e9 * len(asked)}
+        return {"8bit": Rate(1e9 * len(asked), 1.0)}
 
     arithmetic = Arithmetic(16, too_busy)
     for _ in range(5):
         arithmetic()
-    assert len(asked) == 3 and arithmetic.per_s("8bit") == [2e9]  # what was found counts
+    assert len(asked) == 3 and arithmetic.per_s("8bit", [1.0] * 4) == [2e9]  # what was found counts
     assert "16 threads in their caches: not done in time" in capsys.readouterr().out
 
 
 def test_the_first_round_in_caches_is_not_counted() -> None:
-    rounds = iter([{"8bit": 1.0}, {"8bit": 2.0}, {"8bit": 3.0}])
+    rounds = iter([{"8bit": Rate(per_s, 4.0)} for per_s in (1.0, 2.0, 3.0)])
     arithmetic = Arithmetic(2, lambda: next(rounds))
     for _ in range(3):
         arithmetic()
-    assert arithmetic.per_s("8bit") == [2.0, 3.0]
-    assert arithmetic.per_s(None) == []
+    assert arithmetic.per_s("8bit", [4.0, 4.0]) == [2.0, 3.0]
+
+
+def test_arithmetic_allows_less_where_the_clock_is_slower_beside_memory() -> None:
+    arithmetic = Arithmetic(2, lambda: {"8bit": Rate(10.0, 4.0)})
+    assert arithmetic.clock_of("8bit", []) is None  # nothing was measured
+    for _ in range(3):
+        arithmetic()
+    assert arithmetic.per_s("8bit", [3.0, 4.0]) == [7.5, 10.0]
+    assert arithmetic.clock_of("8bit", [3.0, 4.0]) == 0.875
+    assert arithmetic.clock_of(None, []) is None
 
 
 def test_kernels_are_compared_with_what_arithmetic_allows_in_the_same_round(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A machine that gets half as fast from round to round changes no share."""
+    """A machine whose clock halves from round to round changes no share, nor does its memory where
+    only that slows the clock."""
     speeds = iter(2.0**-n for n in range(100))
     speed = [1.0]
 
-    def measure() -> dict[str, float]:
+    def measure() -> in_cache.Rates:
         speed[0] = next(speeds)
-        return dict.fromkeys(in_cache.KINDS, speed[0] * 2e9)
+        return dict.fromkeys(in_cache.KINDS, Rate(speed[0] * 4e9, 2 * speed[0]))
 
     def in_rounds(
         runs: list[Callable[[], object]], rounds: int, least_s: float, most_s: float
@@ -75,19 +86,23 @@ def test_kernels_are_compared_with_what_arithmetic_allows_in_the_same_round(
         seconds: list[list[float]] = [[] for _ in runs]
         for count in range(4):
             runs[-1]()
+            for run in runs[1:-1:2]:  # what looks at the clock behind each kernel
+                run()
             for taken in seconds if count else ():
                 taken.append(1000 / (speed[0] * 1e9))
         return seconds
 
     @contextmanager
-    def waiting(*_: object) -> Iterator[Callable[[], dict[str, float]]]:
+    def waiting(*_: object) -> Iterator[Callable[[], in_cache.Rates]]:
         yield measure
 
     monkeypatch.setattr(in_cache, "waiting", waiting)
+    monkeypatch.setattr(in_cache, "clock", lambda: speed[0])
     monkeypatch.setattr(bench_cpu, "turns", in_rounds)
     rows = {row["name"]: row for row in bench_cpu.measure(Arena(1000), 1, 3)}
     assert rows["adamw, 8-bit states"]["of_cache"] == pytest.approx(0.5)
     assert rows["adamw, 8-bit states"]["in_cache_per_s"] == pytest.approx(0.5e9)
+    assert rows["adamw, 8-bit states"]["clock_beside_cache"] == pytest.approx(0.5)
     assert rows["adamw, f32 grad"]["of_cache"] is None
 
 
