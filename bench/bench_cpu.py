@@ -5,8 +5,8 @@
 Each kernel is timed beside a stream that reads and writes what it does and computes nothing, so
 that its rate is the most that memory allows, and beside processes that update what their core's
 cache holds (in_cache.py): the most that arithmetic allows, at the clock that the cores have behind
-the update. All take turns. Rates are medians of
-rounds, and ratios medians of each round's own: a machine that is shared changes between rounds.
+the update. All take turns. Rates are medians of rounds, and ratios medians of each round's own: a
+machine that is shared changes between rounds.
 
 The engine's cost is a wrapped model of tiny blocks against the plain model with the same
 recomputation: microseconds a block, forward and backward, that a block of any size pays.

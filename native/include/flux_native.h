@@ -45,7 +45,8 @@
  *
  * bf16 states: m and v are rounded to bf16 at random, up or down so that the mean is right: to the
  * nearest, v would stand still, because 1 - beta2 is less than the spacing of bf16. A random
- * number is a hash of the element's number and the step's two keys: low half m, high half v.
+ * number is the exclusive-or of two hashes with the step's two keys: of the element's number modulo
+ * 1024, and of the complement of how many times 1024 it is. Low half m, high half v.
  *
  * flux_adamw*_rows_* compute the weights that some rows of a table will have after its update, with
  * its bits, into `out` (rows->count x rows->width), and write nothing of the table: its moments and the

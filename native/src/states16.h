@@ -30,7 +30,6 @@ struct States16 {
     // segment: one look-up for most elements (tabulation: Zobrist, A New Hashing Method, 1970; any
     // three are independent: Patrascu and Thorup, The Power of Simple Tabulation Hashing, 2012).
     static constexpr uint32_t kSegment = 1024;
-    static constexpr size_t kLeastInTable = 8 * kSegment;  // fewer do not pay for a table
 
     static FLUX_INLINE Int bits_of_segment(uint32_t element, const flux_rounding& key) {
         return hash(Set::all_int(~(element / kSegment)), key);
@@ -66,9 +65,9 @@ struct States16 {
         const Coefficients c(step);
         size_t done = 0;
         if constexpr (Set::width > 1) {
-            if (n >= kLeastInTable) {
+            if (n >= 2 * kLine) {  // one line at least begins where a line of the table does
                 const Places places(key);
-                done = -key.first_element % kLine;  // up to the first pair of the table
+                done = -key.first_element % kLine;
                 adamw16_by_one(weights, m, v, grad, 0, done, key, c);
                 while (done + kLine <= n) {
                     const uint32_t first = key.first_element + static_cast<uint32_t>(done);

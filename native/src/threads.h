@@ -16,7 +16,7 @@ namespace flux {
 constexpr size_t kLeastPerThread = 32768;
 // Ranges are cut at whole cache lines of every stream (64 bytes of 16-bit halves).
 constexpr size_t kCut = 32;
-// Elements at most of the ranges that threads take one after another: a millisecond of AdamW each.
+// Elements at most of the ranges that threads take one after another: half a millisecond of AdamW or less.
 constexpr size_t kRange = 1 << 18;
 
 // Round to nearest and keep subnormals while a kernel runs, whatever the process chose: a thread

@@ -83,13 +83,14 @@ def test_bf16_states_may_be_cut_anywhere() -> None:
 
 @ISAS
 @LAYOUTS
-@pytest.mark.parametrize("first", [0, 64, 1000, 1024, 2**32 - 5000])
-def test_long_ranges_of_bf16_states_round_as_the_oracle_wherever_they_begin(
-    isa: str, layout: tuple[str, torch.dtype], first: int
+@pytest.mark.parametrize("n", [1, 31, 63, 64, 95, 20_011])
+@pytest.mark.parametrize("first", [0, 64, 1000, 1023, 2**32 - 50, 2**32 - 5000])
+def test_ranges_of_bf16_states_round_as_the_oracle_wherever_they_begin(
+    isa: str, layout: tuple[str, torch.dtype], first: int, n: int
 ) -> None:
     """They look up most of their random numbers, which do not begin anew with a range."""
     _native.set_isa(isa)
-    n, from_first = 20_011, rounding(7, 1, first)
+    from_first = rounding(7, 1, first)
     got = Held("bf16", layout[0], n, seed=first, wild=True)
     grad = any_floats(n, 21, True).to(layout[1])
     master = got.weights if got.lo is None else decode(got.weights, got.lo)

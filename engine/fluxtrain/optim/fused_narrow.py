@@ -135,7 +135,7 @@ if triton is not None:
         v = v.to(tl.float32, bitcast=True) * beta2 + (g * one_minus_beta2) * g
         p = p * decay - tl.div_rn(m * step_size, tl.sqrt_rn(v) * rsqrt2 + eps)
         _keep(weight, low, at, inside, p, SPLIT)
-        number = (at + first_element).to(tl.uint32)
+        number = (at + first_element).to(tl.uint32)  # `reference.random_bits`: 1024 a segment
         of_segment = _hash(~(number >> 10), first_key, second_key, BLOCK)
         x = _hash(number & 1023, first_key, second_key, BLOCK) ^ of_segment
         low_half = (x & 0xFFFF).to(tl.int32)
