@@ -1,10 +1,11 @@
 // AdamW with 8-bit states over whole blocks, on wide lanes: the bits of the loop in states.h in less
 // than half of its operations.
 //
-// A group is four vectors, two pairs (pairs.h) in their order; codes are put into it as bytes. A block is
-// updated while the one before it is coded. What is rare is found by one test for a group or a block
-// and then done as that loop does it: fractions close to a border between two codes, moments and
-// weights that are not finite, scales whose inverse is subnormal.
+// A group is four vectors, two pairs (pairs.h) in their order; codes are put into it as bytes. In a
+// turn one group is begun, the one before it is finished, and one of the block before that is coded,
+// vector by vector: look-ups, roots and divisions take turns. What is rare is found by one test for a
+// group or a block and then done as that loop does it: fractions close to a border between two codes,
+// moments and weights that are not finite, scales whose inverse is subnormal.
 #pragma once
 
 #include "pairs.h"
@@ -62,32 +63,48 @@ struct Blocks8 {
             : c(step), decode_m(true), decode_v(false) {}
     };
 
-    // The weights of a group and its new moments.
+    // A group between the two halves of its update.
+    struct Group {
+        Float p[4], denominator[4];
+    };
+
+    // What the first half of an update takes beside the weights.
+    struct Read {
+        Float g[4], m[4], v[4];
+    };
+
     template <class Weights, class Grad>
-    static FLUX_INLINE void advance(Weights weights, flux_states8 states, const Grad* grad,
-                                    const Constants& with, float* new_m, float* new_v, Most& most) {
+    static FLUX_INLINE void read(Weights weights, flux_states8 states, const Grad* grad,
+                                 const Constants& with, Group& group, Read& of) {
         StatesOver<Set>::fetch_all(0, kGroup, weights, grad, states.m, states.v);
-        const Float m_scale = Set::all(*states.m_scale), v_scale = Set::all(*states.v_scale);
-        Float p[4], g[4], m[4], v[4];
-        load(weights, p);
-        load(grad, g);
-        with.decode_m.template values<true>(Set::load_interleaved(states.m), m);
-        with.decode_v.template values<false>(Set::load_interleaved(states.v), v);
-#pragma GCC unroll 4
-        for (size_t j = 0; j < 4; ++j) {
-            m[j] = Set::mul(m[j], m_scale);
-            v[j] = Set::mul(v[j], v_scale);
-            Base::advance(p[j], m[j], v[j], g[j], with.c);
-            Whole{}.store(new_m + j * kVector, m[j]);
-            Whole{}.store(new_v + j * kVector, v[j]);
-            most.m = Set::larger_size(most.m, m[j]);
-            most.v = Set::larger(most.v, v[j]);
-        }
-        if (__builtin_expect(Set::any_nan(p), 0)) {  // also where m or v is NaN or v negative
+        load(weights, group.p);
+        load(grad, of.g);
+        with.decode_m.template values<true>(Set::load_interleaved(states.m), of.m);
+        with.decode_v.template values<false>(Set::load_interleaved(states.v), of.v);
+    }
+
+    // The first half for vector j: its new moments too.
+    static FLUX_INLINE void begin(Group& group, Read& of, size_t j, Float m_scale, Float v_scale,
+                                  const Constants& with, float* new_m, float* new_v, Most& most) {
+        Float m = Set::mul(of.m[j], m_scale), v = Set::mul(of.v[j], v_scale);
+        group.denominator[j] = Base::begin(group.p[j], m, v, of.g[j], with.c);
+        Whole{}.store(new_m + j * kVector, m);
+        Whole{}.store(new_v + j * kVector, v);
+        most.m = Set::larger_size(most.m, m);
+        most.v = Set::larger(most.v, v);
+    }
+
+    // The second half.
+    static FLUX_INLINE void finish(Group& group, size_t j, const float* new_m, const Constants& with) {
+        Base::finish(group.p[j], Whole{}.load(new_m + j * kVector), group.denominator[j], with.c);
+    }
+    template <class Weights>
+    static FLUX_INLINE void write(Group& group, Weights weights, Most& most) {
+        if (__builtin_expect(Set::any_nan(group.p), 0)) {  // also where m or v is NaN or v negative
             most.strange = true;
-            for (Float& x : p) x = Set::quiet(x);
+            for (Float& x : group.p) x = Set::quiet(x);
         }
-        store(weights, p);
+        store(weights, group.p);
     }
 
     // -- the codes -------------------------------------------------------------------------------
@@ -102,17 +119,11 @@ struct Blocks8 {
               offset(Set::slot_table(search.offset)),
               most(Set::slot_table(search.most)) {}
 
-        FLUX_INLINE void at(const Float (&y)[4], Float (&line)[4]) const {
-            Int slot[4];
-#pragma GCC unroll 4
-            for (int j = 0; j < 4; ++j) slot[j] = Set::slot_of(y[j], border);
-#pragma GCC unroll 4
-            for (int j = 0; j < 4; ++j)
-                line[j] = Set::exact_mul_add(Set::look_up_slot(slope, slot[j]), y[j],
-                                             Set::look_up_slot(offset, slot[j]));
-#pragma GCC unroll 4
-            for (int j = 0; j < 4; ++j)
-                line[j] = Set::smaller(line[j], Set::look_up_slot(most, slot[j]));
+        FLUX_INLINE Float at(Float y) const {
+            const Int slot = Set::slot_of(y, border);
+            const Float line = Set::exact_mul_add(Set::look_up_slot(slope, slot), y,
+                                                  Set::look_up_slot(offset, slot));
+            return Set::smaller(line, Set::look_up_slot(most, slot));
         }
     };
     static constexpr Search kSearchM{kSignedMap, Set::slot_of, Set::border_of};
@@ -130,40 +141,36 @@ struct Blocks8 {
     };
     static constexpr uint32_t kSureLanes = Search::kSure | 0xffff0000u;
 
-    // Codes of a group's moments, but for those in doubt.
-    static FLUX_INLINE Doubt guess(const float* from_m, const float* from_v, Float m_inverse,
-                                   Float v_inverse, const Maps& maps, uint8_t* m_codes,
-                                   uint8_t* v_codes) {
-        const Float least = Set::all(Search::kLeast);
-        Int m[4], k[4];
-        Float v[4], y[4], line[4];
+    // The lines of a group, with m for its signs.
+    struct Guess {
+        Int m[4], of_m[4], of_v[4];
         Doubt doubt;
-#pragma GCC unroll 4
-        for (size_t j = 0; j < 4; ++j) {
-            const Float x = Whole{}.load(from_m + j * kVector);
-            m[j] = Set::as_int(x);
-            y[j] = Set::larger_size(Set::mul(x, m_inverse), least);
-        }
-        maps.m.at(y, line);
-#pragma GCC unroll 4
-        for (size_t j = 0; j < 4; ++j) {
-            k[j] = Set::as_int(line[j]);
-            doubt.m = j == 0 ? k[j] : Set::larger_16(doubt.m, k[j]);
-            v[j] = Set::mul(Whole{}.load(from_v + j * kVector), v_inverse);
-            y[j] = Set::larger(v[j], least);
-            if constexpr (Set::kZeroIsApart) y[j] = Set::apart_where_zero(v[j], y[j]);
-        }
-        Set::store_interleaved(m_codes, Set::signed_codes(Set::third_bytes(k, maps.masks), m));
-        maps.v.at(y, line);
-#pragma GCC unroll 4
-        for (size_t j = 0; j < 4; ++j) {
-            if constexpr (!Set::kZeroIsApart)
-                line[j] = Set::where_not_zero(v[j], line[j], Set::all(129.5f));
-            k[j] = Set::as_int(line[j]);
-            doubt.v = j == 0 ? k[j] : Set::larger_16(doubt.v, k[j]);
-        }
-        Set::store_interleaved(v_codes, Set::unsigned_codes(Set::third_bytes(k, maps.masks)));
-        return doubt;
+    };
+
+    // Those of vector j; vectors come in order.
+    static FLUX_INLINE void guess(Guess& of, size_t j, const float* from_m, const float* from_v,
+                                  Float m_inverse, Float v_inverse, const Maps& maps) {
+        const Float least = Set::all(Search::kLeast);
+        const Float m = Whole{}.load(from_m + j * kVector);
+        of.m[j] = Set::as_int(m);
+        of.of_m[j] = Set::as_int(maps.m.at(Set::larger_size(Set::mul(m, m_inverse), least)));
+        const Float v = Set::mul(Whole{}.load(from_v + j * kVector), v_inverse);
+        Float y = Set::larger(v, least);
+        if constexpr (Set::kZeroIsApart) y = Set::apart_where_zero(v, y);
+        Float line = maps.v.at(y);
+        if constexpr (!Set::kZeroIsApart) line = Set::where_not_zero(v, line, Set::all(129.5f));
+        of.of_v[j] = Set::as_int(line);
+        of.doubt.m = j == 0 ? of.of_m[j] : Set::larger_16(of.doubt.m, of.of_m[j]);
+        of.doubt.v = j == 0 ? of.of_v[j] : Set::larger_16(of.doubt.v, of.of_v[j]);
+    }
+
+    // Their codes, but for those in doubt.
+    static FLUX_INLINE void store_codes(const Guess& of, const Maps& maps, uint8_t* m_codes,
+                                        uint8_t* v_codes) {
+        const Int k_m = Set::third_bytes(of.of_m, maps.masks);
+        const Int k_v = Set::third_bytes(of.of_v, maps.masks);
+        Set::store_interleaved(m_codes, Set::signed_codes(k_m, of.m));
+        Set::store_interleaved(v_codes, Set::unsigned_codes(k_v));
     }
 
     template <bool is_signed>
@@ -178,12 +185,10 @@ struct Blocks8 {
         Set::store_interleaved(codes, Set::third_bytes(code, typename Set::Masks{}));
     }
 
-    // Codes of the group at element i of a block.
-    static FLUX_INLINE void quantise(const Moments& moments, size_t i, const Maps& maps,
-                                     uint8_t* m_codes, uint8_t* v_codes) {
+    // Search for the codes in doubt of the group at element i of a block.
+    static FLUX_INLINE void settle(const Doubt& doubt, const Moments& moments, size_t i,
+                                   uint8_t* m_codes, uint8_t* v_codes) {
         const float *const m = moments.m + i, *const v = moments.v + i;
-        const Doubt doubt = guess(m, v, Set::all(moments.m_inverse), Set::all(moments.v_inverse),
-                                  maps, m_codes, v_codes);
         const Int sure = Set::load_words(moments.sure);
         if (__builtin_expect(Set::any_half_at_least(Set::larger_16(doubt.m, doubt.v), sure), 0)) {
             if (Set::any_half_at_least(doubt.m, sure)) search<true>(m, moments.m_inverse, m_codes);
@@ -234,8 +239,11 @@ struct Blocks8 {
             for (size_t j = 0; j < 4; ++j) Whole{}.store((is_signed ? m : v) + j * kVector, four[j]);
             uint8_t *const m_codes = is_signed ? codes + i : unused;
             uint8_t *const v_codes = is_signed ? unused : codes + i;
-            const Doubt doubt = guess(m, v, Set::all(1), Set::all(1), maps, m_codes, v_codes);
-            if (Set::any_half_at_least(is_signed ? doubt.m : doubt.v, Set::all_int(kSureLanes)))
+            Guess of;
+            for (size_t j = 0; j < 4; ++j) guess(of, j, m, v, Set::all(1), Set::all(1), maps);
+            store_codes(of, maps, m_codes, v_codes);
+            const Int doubt = is_signed ? of.doubt.m : of.doubt.v;
+            if (Set::any_half_at_least(doubt, Set::all_int(kSureLanes)))
                 is_signed ? search<true>(m, 1.0f, m_codes) : search<false>(v, 1.0f, v_codes);
         }
     }
@@ -252,19 +260,45 @@ struct Blocks8 {
     }
 
     // One block is updated while the one before it is coded, group by group: memory is busy all the
-    // time, and neither waits for the other's roots, divisions and scales.
+    // time, and neither waits for the other's roots, divisions and scales. A group is finished a turn
+    // after it was begun.
     template <bool advances, bool codes, class Weights, class Grad>
     static FLUX_INLINE void turn(Weights weights, flux_states8 states, const Grad* grad,
                                  const Constants& with, const Maps& maps, Moments& now,
                                  const Moments& before) {
         using States = StatesOver<Set>;
+        Float m_scale, v_scale, m_inverse, v_inverse;
+        if (advances) m_scale = Set::all(*states.m_scale), v_scale = Set::all(*states.v_scale);
+        if (codes) m_inverse = Set::all(before.m_inverse), v_inverse = Set::all(before.v_inverse);
         Most most;
+        Group group, begun;
+        Read of;
+        if (advances) {
+            read(weights, states, grad, with, begun, of);
+#pragma GCC unroll 4
+            for (size_t j = 0; j < 4; ++j)
+                begin(begun, of, j, m_scale, v_scale, with, now.m, now.v, most);
+        }
         for (size_t i = 0; i < kStateBlock; i += kGroup) {
-            if (advances)
-                advance(States::from(weights, i), States::from(states, i), grad + i, with, now.m + i,
-                        now.v + i, most);
-            if (codes)
-                quantise(before, i, maps, states.m + i - kStateBlock, states.v + i - kStateBlock);
+            const size_t next = i + kGroup;
+            const bool begins = advances && next < kStateBlock;
+            group = begun;
+            if (begins)
+                read(States::from(weights, next), States::from(states, next), grad + next, with,
+                     begun, of);
+            Guess guesses;
+#pragma GCC unroll 4
+            for (size_t j = 0; j < 4; ++j) {
+                if (begins)
+                    begin(begun, of, j, m_scale, v_scale, with, now.m + next, now.v + next, most);
+                if (codes) guess(guesses, j, before.m + i, before.v + i, m_inverse, v_inverse, maps);
+                if (advances) finish(group, j, now.m + i, with);
+            }
+            uint8_t* const m_codes = states.m + i - kStateBlock;
+            uint8_t* const v_codes = states.v + i - kStateBlock;
+            if (codes) store_codes(guesses, maps, m_codes, v_codes);
+            if (advances) write(group, States::from(weights, i), most);
+            if (codes) settle(guesses.doubt, before, i, m_codes, v_codes);
         }
         if (advances) scale(now, most, states);
     }

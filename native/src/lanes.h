@@ -140,16 +140,29 @@ struct KernelsOver {
         v = Set::add(Set::mul(c.beta2, v), Set::mul(Set::mul(c.one_minus_beta2, g), g));
     }
 
-    // One update of the lanes: p, m and v in place, any NaN as it comes.
-    static FLUX_INLINE void advance(Float& p, Float& m, Float& v, Float grad, const Coefficients& c) {
+    // The first half of an update of the lanes: the new moments and the decayed weight in place, and
+    // what the step is divided by. Any NaN as it comes.
+    static FLUX_INLINE Float begin(Float& p, Float& m, Float& v, Float grad, const Coefficients& c) {
         average(m, v, grad, c);
         p = Set::mul(p, c.decay);
-        const Float denominator = Set::add(Set::mul(Set::sqrt(v), c.rsqrt_correction2), c.eps);
+        return Set::add(Set::mul(Set::sqrt(v), c.rsqrt_correction2), c.eps);
+    }
+    // The second half: the weight's step.
+    static FLUX_INLINE void finish(Float& p, Float m, Float denominator, const Coefficients& c) {
         p = Set::sub(p, Set::div(Set::mul(c.step_size, m), denominator));
+    }
+
+    // One update of the lanes: p, m and v in place, any NaN as it comes.
+    static FLUX_INLINE void advance(Float& p, Float& m, Float& v, Float grad, const Coefficients& c) {
+        const Float denominator = begin(p, m, v, grad, c);
+        finish(p, m, denominator, c);
     }
 
     static FLUX_INLINE void update(Float& p, Float& m, Float& v, Float grad, const Coefficients& c) {
         advance(p, m, v, grad, c);
+        quiet(p, m, v);
+    }
+    static FLUX_INLINE void quiet(Float& p, Float& m, Float& v) {
         p = Set::quiet(p);
         m = Set::quiet(m);
         v = Set::quiet(v);
@@ -178,11 +191,7 @@ struct KernelsOver {
     // A moment that is a NaN has made its weight one.
     static FLUX_INLINE void quiet_pair(Float (&p)[2], Float (&m)[2], Float (&v)[2]) {
         if (__builtin_expect(!Set::any_nan(p[0], p[1]), true)) return;
-        for (size_t j = 0; j < 2; ++j) {
-            p[j] = Set::quiet(p[j]);
-            m[j] = Set::quiet(m[j]);
-            v[j] = Set::quiet(v[j]);
-        }
+        for (size_t j = 0; j < 2; ++j) quiet(p[j], m[j], v[j]);
     }
 
     using InOrder = Pairs<Set, true>;

@@ -83,17 +83,36 @@ struct States16 {
         adamw16_by_one(weights, m, v, grad, done, n, key, c);
     }
 
-    // `count` elements from `first` on, whole lines of one segment.
+    // `count` elements from `first` on, whole lines of one segment. A pair is finished a turn after it
+    // was begun: then no turn waits for its own root and its division.
     template <class Weights, class Grad>
     static FLUX_INLINE void adamw16_by_pairs(Weights weights, uint16_t* m, uint16_t* v,
                                              const Grad* grad, size_t first, size_t count,
                                              const uint32_t* of_places, Int of_segment,
                                              const Coefficients& c) {
-        for (size_t line = 0; line < count; line += kLine) {
-            States::fetch_all(first + line, kLine, weights, m, v, grad);
-            for (size_t i = line; i < line + kLine; i += 2 * Set::width)
-                pair16(weights, m, v, grad, first + i, of_places + i, of_segment, c);
+        constexpr size_t kPair = 2 * Set::width;
+        const auto begin_at = [&](size_t i) __attribute__((always_inline)) {
+            const size_t at = first + i;
+            return begin_pair(States::from(weights, at), m + at, v + at, grad + at, c);
+        };
+        const auto finish_at = [&](Pair pair, size_t i) __attribute__((always_inline)) {
+            const size_t at = first + i;
+            finish_pair(pair, States::from(weights, at), m + at, v + at, of_places + i, of_segment, c);
+        };
+        const auto fetch_at = [&](size_t i) __attribute__((always_inline)) {
+            if (kPair == kLine || i % kLine == 0)
+                States::fetch_all(first + i, kLine, weights, m, v, grad);
+        };
+        Pair begun = begin_at(0);
+        size_t i = 0;
+        for (; i + kPair < count; i += kPair) {
+            fetch_at(i);
+            const Pair pair = begun;
+            begun = begin_at(i + kPair);
+            finish_at(pair, i);
         }
+        fetch_at(i);
+        finish_at(begun, i);
     }
 
     // Those from `first` up to `end`, one vector at a time.
@@ -124,32 +143,46 @@ struct States16 {
         }
     }
 
-    // The same for the pair of vectors at element i, with the bits of its places.
+    // Two vectors between the halves of their update.
+    struct Pair {
+        Float p[2], m[2], v[2], denominator[2];
+    };
+
     template <class Weights, class Grad>
-    static FLUX_INLINE void pair16(Weights weights, uint16_t* m, uint16_t* v, const Grad* grad,
-                                   size_t i, const uint32_t* of_places, Int of_segment,
-                                   const Coefficients& c) {
-        Float p[2], g[2], m_i[2], v_i[2];
-        Pairs<Set>::load(States::from(weights, i), p[0], p[1]);
-        Pairs<Set>::load(grad + i, g[0], g[1]);
-        Pairs<Set>::load(static_cast<const uint16_t*>(m + i), m_i[0], m_i[1]);
-        Pairs<Set>::load(static_cast<const uint16_t*>(v + i), v_i[0], v_i[1]);
-        for (uint32_t j = 0; j < 2; ++j) {
-            if constexpr (Set::kInterleaved)  // few registers: looking back at all six costs more
-                Base::update(p[j], m_i[j], v_i[j], g[j], c);
-            else
-                Base::advance(p[j], m_i[j], v_i[j], g[j], c);
+    static FLUX_INLINE Pair begin_pair(Weights weights, const uint16_t* m, const uint16_t* v,
+                                       const Grad* grad, const Coefficients& c) {
+        Pair pair;
+        Float g[2];
+        Pairs<Set>::load(weights, pair.p[0], pair.p[1]);
+        Pairs<Set>::load(grad, g[0], g[1]);
+        Pairs<Set>::load(m, pair.m[0], pair.m[1]);
+        Pairs<Set>::load(v, pair.v[0], pair.v[1]);
+        for (uint32_t j = 0; j < 2; ++j)
+            pair.denominator[j] = Base::begin(pair.p[j], pair.m[j], pair.v[j], g[j], c);
+        return pair;
+    }
+
+    // The second half, with the bits of their places.
+    template <class Weights>
+    static FLUX_INLINE void finish_pair(Pair& pair, Weights weights, uint16_t* m, uint16_t* v,
+                                        const uint32_t* of_places, Int of_segment,
+                                        const Coefficients& c) {
+        for (uint32_t j = 0; j < 2; ++j)
+            Base::finish(pair.p[j], pair.m[j], pair.denominator[j], c);
+        if constexpr (Set::kInterleaved) {  // few registers: looking back at all six costs more
+            for (uint32_t j = 0; j < 2; ++j) Base::quiet(pair.p[j], pair.m[j], pair.v[j]);
+        } else {
+            Base::quiet_pair(pair.p, pair.m, pair.v);
         }
-        if constexpr (!Set::kInterleaved) Base::quiet_pair(p, m_i, v_i);
         Int for_m[2], for_v[2];
         for (uint32_t j = 0; j < 2; ++j) {
             const Int bits = Set::bit_xor(Set::load_words(of_places + j * Set::width), of_segment);
-            for_m[j] = Set::add(Set::as_int(m_i[j]), Set::bit_and(bits, Set::all_int(0xffff)));
-            for_v[j] = Set::add(Set::as_int(v_i[j]), Set::shift_right_16(bits));
+            for_m[j] = Set::add(Set::as_int(pair.m[j]), Set::bit_and(bits, Set::all_int(0xffff)));
+            for_v[j] = Set::add(Set::as_int(pair.v[j]), Set::shift_right_16(bits));
         }
-        Pairs<Set>::store(States::from(weights, i), p[0], p[1]);
-        Pairs<Set>::store_high(m + i, for_m[0], for_m[1]);
-        Pairs<Set>::store_high(v + i, for_v[0], for_v[1]);
+        Pairs<Set>::store(weights, pair.p[0], pair.p[1]);
+        Pairs<Set>::store_high(m, for_m[0], for_m[1]);
+        Pairs<Set>::store_high(v, for_v[0], for_v[1]);
     }
 };
 
