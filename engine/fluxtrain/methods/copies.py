@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from fluxtrain.methods.model_files import ModelFiles, StoredTensor
+from fluxtrain.errors import BadInput
+from fluxtrain.methods.model_files import FLOATS, ModelFiles, StoredTensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +33,8 @@ def copied_by_loading(model: nn.Module, files: ModelFiles | None, stored_dtype: 
 
     Without files (`config.json` alone) all weights are taken to be stored as they are, in
     `stored_dtype`; pickled ones count as copies.
+
+    Raises BadInput for a weight that is stored in no dtype of floating point.
     """
     if files is not None and files.pickled:
         return Copied(weights_bytes=sum(p.nbytes for p in model.parameters()))
@@ -42,6 +45,7 @@ def copied_by_loading(model: nn.Module, files: ModelFiles | None, stored_dtype: 
     pairs = [(p, _taken(left, names, tuple(p.shape))) for p, names in _named(model)]
     found = [(p, stored) for p, stored in pairs if stored is not None]
     renamed, merged = _by_shape([p for p, stored in pairs if stored is None], left)
+    _refuse_codes(files, [stored for _, stored in (*found, *renamed)])
     converted = [p for p, stored in (*found, *renamed) if stored.dtype != _name(p)]
     merged_bytes = sum(p.nbytes for p in merged)
     dtypes = {_name(p) for p in merged}
@@ -56,6 +60,17 @@ def copied_by_loading(model: nn.Module, files: ModelFiles | None, stored_dtype: 
             if stored.dtype not in (stored_dtype, _name(p))
         ),
     )
+
+
+def _refuse_codes(files: ModelFiles, stored: list[StoredTensor]) -> None:
+    """Integers and 8-bit floats are read as if they were weights, where they are codes of them."""
+    codes = [tensor.dtype for tensor in stored if tensor.dtype not in FLOATS]
+    if codes:
+        raise BadInput(
+            f"{files.folder} stores {len(codes)} of its weights as {codes[0]}, without "
+            "`quantization_config`, and full training needs bf16 or fp32: name the original, "
+            "unquantised model"
+        )
 
 
 def _named(model: nn.Module) -> list[tuple[nn.Parameter, list[str]]]:

@@ -28,6 +28,7 @@ MOST_LAYERS = 4096  # four times as many as the deepest models that were ever tr
 _LAYER_KEYS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
 _KERNEL_KEYS = ("attn_implementation", "_attn_implementation")  # may name a hub repository
 _DTYPE_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+FLOATS = frozenset(_DTYPE_NAMES.values())  # what a model is trained from
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ copies of their own, and loading never holds a second one of the whole model.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
@@ -36,11 +36,13 @@ from fluxtrain.methods.precision import (
     Precision,
     choose_dtype,
     demo_dtype,
+    with_left_out,
     with_odd_tensors,
 )
 from fluxtrain.methods.quiet import quiet_transformers
 
 DEMO = "demo"
+_NUMBER = re.compile(r"\d+")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 
@@ -98,7 +100,8 @@ def load_model(
     if fits is not None:
         fits(empty, copied)
     tokenizer = _tokenizer(folder, source.trust_remote_code)
-    model = _weights(files, chosen, source.trust_remote_code)
+    model, left_out = _weights(files, chosen, source.trust_remote_code)
+    choice = with_left_out(choice, left_out)
     check_finite(model, str(folder))
     return _loaded(model, tokenizer, _name(source.path), choice, copied.merged_bytes)
 
@@ -212,7 +215,10 @@ def _tokenizer(folder: Path, trusted: bool) -> PreTrainedTokenizerBase:
         ) from error
 
 
-def _weights(files: ModelFiles, dtype: torch.dtype, trusted: bool) -> PreTrainedModel:
+def _weights(
+    files: ModelFiles, dtype: torch.dtype, trusted: bool
+) -> tuple[PreTrainedModel, tuple[str, ...]]:
+    """The model, and the names of what the files hold beside it."""
     try:
         with quiet_transformers():
             loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -235,9 +241,9 @@ def _weights(files: ModelFiles, dtype: torch.dtype, trusted: bool) -> PreTrained
     except Exception as error:  # whatever damaged files make the library raise
         raise unloadable(files.folder, error) from error
     model: PreTrainedModel = loaded[0]
-    _check_complete(files, loaded[1])
+    left_out = _check_complete(files, loaded[1], model)
     model.train()
-    return model
+    return model, left_out
 
 
 def _empty(folder: Path, dtype: torch.dtype, trusted: bool) -> PreTrainedModel:
@@ -275,7 +281,9 @@ def unloadable(folder: Path | str, error: Exception) -> Exception:
     return BadInput(f"{folder} cannot be loaded as a causal language model: {_first_line(error)}")
 
 
-def _check_complete(files: ModelFiles, told: dict[str, Any]) -> None:
+def _check_complete(files: ModelFiles, told: dict[str, Any], model: nn.Module) -> tuple[str, ...]:
+    """The tensors of the files that are not of the model. Raises BadInput where the model lacks
+    some, or is cut off: those left out are as others of it, of a block with another number."""
     for key, problem in (
         ("missing_keys", "does not hold the weights"),
         ("mismatched_keys", "holds in another shape than config.json says"),
@@ -284,10 +292,24 @@ def _check_complete(files: ModelFiles, told: dict[str, Any]) -> None:
         names = sorted(name if isinstance(name, str) else name[0] for name in found)
         if names:
             raise BadInput(
-                f"{files.folder} {problem} {', '.join(names[:3])}"
-                f"{f' and {len(names) - 3} more' if len(names) > 3 else ''}: "
+                f"{files.folder} {problem} {_first_names(names)}: "
                 "config.json and weights are of different models"
             )
+    left_out = tuple(sorted(told.get("unexpected_keys", ())))
+    kinds = {_NUMBER.sub("#", name) for name, _ in model.named_parameters()}
+    cut = [name for name in left_out if _NUMBER.search(name) and _NUMBER.sub("#", name) in kinds]
+    if cut:
+        raise BadInput(
+            f"{files.folder} holds {_first_names(cut)} too, and config.json is of a model with "
+            "fewer blocks: it would be trained and saved without them; copy the config.json of "
+            "these weights into the folder"
+        )
+    return left_out
+
+
+def _first_names(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"{', '.join(names[:3])}{more}"
 
 
 def _loaded(

@@ -1,0 +1,68 @@
+"""Folders whose files hold more than their config.json describes, or codes where weights belong."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from fluxtrain.errors import BadInput
+from fluxtrain.methods.models import ModelSource, load_model
+
+Folder = Callable[..., Path]
+
+
+def _save(folder: Path, **more: Tensor) -> None:
+    path = folder / "model.safetensors"
+    save_file(load_file(path) | more, path, metadata={"format": "pt"})
+
+
+def _refusal(folder: Path) -> str:
+    with pytest.raises(BadInput) as caught:
+        load_model(ModelSource(path=str(folder)))
+    return str(caught.value)
+
+
+def test_a_model_with_fewer_blocks_than_are_stored_is_refused(model_folder: Folder) -> None:
+    folder = model_folder("llama")
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    config["num_hidden_layers"] -= 1
+    config.pop("layer_types", None)
+    path.write_text(json.dumps(config))
+    message = _refusal(folder)
+    assert f"model.layers.{config['num_hidden_layers']}." in message
+    assert "fewer blocks" in message
+    assert "config.json" in message
+
+
+def test_a_tensor_that_is_not_of_the_model_is_told(model_folder: Folder) -> None:
+    folder = model_folder("llama")
+    assert "left out" not in load_model(ModelSource(path=str(folder))).precision.because
+    _save(folder, **{"value_head.weight": torch.zeros(3)})
+    because = load_model(ModelSource(path=str(folder))).precision.because
+    assert because.endswith("; value_head.weight of the files is not of this model: left out")
+    _save(folder, **{"value_head.bias": torch.zeros(1)})
+    because = load_model(ModelSource(path=str(folder))).precision.because
+    assert because.endswith(
+        "value_head.bias and 1 more of the files are not of this model: left out"
+    )
+
+
+def test_a_weight_stored_as_an_integer_is_refused(model_folder: Folder) -> None:
+    folder = model_folder("llama")
+    _save(folder, **{"lm_head.weight": torch.ones(320, 32, dtype=torch.int8)})
+    message = _refusal(folder)
+    assert "1 of its weights as I8" in message
+    assert "unquantised" in message
+
+
+def test_integers_that_are_no_weights_are_read(model_folder: Folder) -> None:
+    folder = model_folder("llama")
+    _save(folder, position_ids=torch.arange(4))
+    assert load_model(ModelSource(path=str(folder))).packs
