@@ -28,7 +28,7 @@ from tempfile import TemporaryFile
 import kernel_table
 import pynvml
 import yaml
-from children import Stopped, run_python, stoppable
+from children import Stopped, compiled_once, run_python, stoppable
 from measured_on import (
     LIGER_IS_MISSING,
     bus_line,
@@ -74,6 +74,7 @@ def measured(row: Row, out: Path, limit_s: float) -> Row:
         arguments += ["--budget-gib", str(row["budget"])]
         arguments += ["--trace", str(out / f"{row['name']}.trace.json.gz")]
     environment = {NAMES[0]: SETTING, **os.environ}  # as the trainer sets it; the same for all
+    environment |= compiled_once(out / "bytecode", os.environ)
     with (out / f"{row['name']}.log").open("w") as log, TemporaryFile("w+") as errors:
         try:
             code = run_python(

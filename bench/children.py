@@ -52,6 +52,14 @@ def stoppable() -> Iterator[None]:
             signal.signal(number, handler)
 
 
+def compiled_once(folder: Path, environment: Mapping[str, str]) -> dict[str, str]:
+    """What keeps in `folder` the modules that Python compiles, where `environment` tells it to keep
+    none, as containers do: to compile torch and transformers takes each process seconds."""
+    if not environment.get("PYTHONDONTWRITEBYTECODE"):
+        return {}
+    return {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(folder.resolve())}
+
+
 @contextmanager
 def started_python(
     arguments: Sequence[str],

@@ -20,7 +20,7 @@ BENCH = Path(__file__).parents[2] / "bench"
 sys.path.insert(0, str(BENCH))
 import bench_plan  # noqa: E402 - scripts beside the project, not a package
 import bench_table  # noqa: E402
-from children import Stopped, run_python  # noqa: E402
+from children import Stopped, compiled_once, run_python  # noqa: E402
 
 STUBBORN = """
 import os, signal, subprocess, sys, time
@@ -182,3 +182,17 @@ def test_what_a_row_says_on_its_way_out_is_its_error(
     row = {"name": "one", "shape": "3b", "batch": 8, "steps": 4}
     assert bench_table.measured(row, tmp_path, 20.0) == {"error": "no such shape"}
     assert "step 1" in (tmp_path / "one.log").read_text()
+
+
+def test_modules_are_compiled_once_where_python_is_told_to_keep_none(tmp_path: Path) -> None:
+    (tmp_path / "counted.py").write_text("VALUE = 1\n")
+    told = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": str(tmp_path)}
+    folder = tmp_path / "bytecode"
+    for environment in (told, told | compiled_once(folder, told)):
+        code = run_python(
+            ["-c", "import counted"], stdout=subprocess.DEVNULL, environment=environment
+        )
+        assert code == 0
+        kept = [*tmp_path.glob("__pycache__/*"), *folder.rglob("counted*.pyc")]
+        assert len(kept) == (0 if environment is told else 1)
+    assert compiled_once(folder, {}) == {}
