@@ -27,7 +27,7 @@ struct Pairs;
 // How many elements ahead the streams are fetched, and how many bytes before that into the second
 // cache. The hardware prefetchers follow fewer streams than AdamW has and stop at each page: without
 // the first one core is a tenth slower. It waits for fewer lines at a time than memory could send:
-// without the second an Intel server's is slower by 5 to 16 % (docs/benchmarks.md). 256 elements are
+// without the second an Intel server's is slower by 5 to 16 % (docs/native-adamw.md). 256 elements are
 // too near, 1024 are no faster.
 constexpr size_t kAhead = 512;
 constexpr size_t kFarBytes = 2048;
@@ -83,7 +83,7 @@ struct KernelsOver {
 
     // for_each over `streams`, which are in no cache: each line of a turn is fetched ahead. Vectors are
     // interleaved where arithmetic takes the time; where memory does, that only keeps it waiting
-    // (docs/benchmarks.md).
+    // (docs/native-adamw.md).
     template <size_t turn = Set::kInterleaved ? kWide : kNarrow, bool far = true, class Body,
               class... Values>
     static FLUX_INLINE void for_each_fetched(size_t n, Body body, const Values*... streams) {
