@@ -8,7 +8,6 @@ import argparse
 import asyncio
 import dataclasses
 import gc
-import io
 import os
 import signal
 import sys
@@ -51,9 +50,6 @@ Leaving the app never stops a training; --attach shows it again. Exit codes are 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code; users' mistakes are one line on standard error."""
     open_standard_streams()
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # a mark in place of what it cannot write
-            stream.reconfigure(errors="replace")
     options = _parser().parse_args(arguments)
     if not draws_utf8() and sys.stderr.isatty():
         print(
@@ -62,6 +58,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
     try:
+        if options.theme is not None:
+            _check_theme(options.theme)
         if options.attach is not None:
             return _attach(options)
         return _new_run(options)
@@ -359,6 +357,15 @@ def farewell(run_dir: Path) -> str:
     reason = f": {run.message}" if run.message not in ("", run.state) else ""
     ended = run.message if step and step in run.message else f"{run.state}{step}{reason}"
     return f"{run.run_id}: {ended}. Look at it: {attach}"
+
+
+def _check_theme(name: str) -> None:
+    """Raise BadInput, also where nothing will be drawn."""
+    from fluxtui.themes import load_themes
+
+    themes, _ = load_themes()
+    if name not in themes:
+        raise BadInput(f"there is no theme {name!r}: {', '.join(themes)}")
 
 
 def _positive(text: str) -> int:

@@ -43,6 +43,13 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
+
+def _folder(text: str) -> Path:
+    if not text:
+        raise typer.BadParameter("it is empty: name a folder")
+    return Path(text)
+
+
 Config = Annotated[Path | None, typer.Argument(metavar="[CONFIG.yaml]", help="a YAML file")]
 Demo = Annotated[bool, typer.Option("--demo", help="a small model on text that every Python has")]
 Sets = Annotated[
@@ -63,7 +70,10 @@ def train(  # noqa: PLR0913, PLR0917 - typer reads the options from the signatur
     config: Config = None,
     demo: Demo = False,
     sets: Sets = None,
-    run_dir: Annotated[Path | None, typer.Option("--run-dir", help="where the run lives")] = None,
+    run_dir: Annotated[
+        Path | None,
+        typer.Option("--run-dir", parser=_folder, metavar="PATH", help="where the run lives"),
+    ] = None,
     resume: Annotated[
         str | None,
         typer.Option("--resume", metavar="auto|PATH", help="a run directory or a checkpoint"),

@@ -71,14 +71,15 @@ class DeleteDialog(ModalScreen[bool]):
         Binding("n,escape,enter,q,D", "answer(False)", "Keep", show=False),
     ]
 
-    def __init__(self, name: str, size_bytes: int, step: int | None) -> None:
+    def __init__(self, name: str, size_bytes: int, step: int | None, kept: str = "") -> None:
         super().__init__()
-        self._run, self._size_bytes, self._step = name, size_bytes, step
+        self._run, self._size_bytes, self._step, self._kept = name, size_bytes, step, kept
 
     def compose(self) -> ComposeResult:
         done = "" if self._step is None else f" of {counted(self._step, 'step')}"
         size = bytes_text(self._size_bytes)
         text = f"{size}: checkpoints, model and log{done}.\nThey cannot be brought back.\n"
+        text += f"{self._kept}.\n" if self._kept else ""
         with Vertical(classes="dialog"):
             yield Static(f"Delete {printable(self._run)}?\n", markup=False)
             yield Static(text, markup=False)

@@ -1,19 +1,71 @@
-"""Deleting a run: only a run, only below the runs folder, never one that is in use."""
+"""Deleting a run: only what a run writes, only below the runs folder, never one that is in use."""
 
 from __future__ import annotations
 
 import os
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 
 from fluxtrain.errors import BadInput
+from fluxtrain.telemetry.printable import printable
 from fluxtrain.telemetry.rundir import RunDir
 
+_HERE = RunDir(".")
+# What a run writes beside its journal, and `fluxtrain trace` where no other place is named.
+OWN = frozenset(
+    path.name
+    for path in (
+        _HERE.run, _HERE.plan, _HERE.journal, _HERE.timeline, _HERE.log, _HERE.result, _HERE.error,
+        _HERE.pid, _HERE.socket, _HERE.checkpoints, _HERE.model, _HERE.path / "trace.json.gz",
+    )
+)  # fmt: skip
 
-def size_bytes(folder: Path) -> int:
-    """Bytes of the files in `folder`; a link counts as itself, never as what it points to."""
+
+@dataclass(frozen=True)
+class Contents:
+    """What lies in a run's folder, in the order of names."""
+
+    own: tuple[Path, ...]
+    others: tuple[Path, ...]  # they stay
+
+    @property
+    def own_bytes(self) -> int:
+        """What deleting the run frees."""
+        return sum(size_bytes(path) for path in self.own)
+
+    @property
+    def kept_text(self) -> str:
+        """What stays, in words; empty where nothing does."""
+        if not self.others:
+            return ""
+        more = f" and {len(self.others) - 1} more" if len(self.others) > 1 else ""
+        stay = "stay: not" if more else "stays: not"
+        return f"{printable(self.others[0].name)}{more} {stay} of the run"
+
+
+def contents(run_dir: Path) -> Contents:
+    """Those of a folder; none where it cannot be read."""
+    try:
+        found = sorted(run_dir.iterdir())
+    except OSError:
+        found = []
+    own = tuple(path for path in found if _is_own(path.name))
+    return Contents(own, tuple(path for path in found if path not in own))
+
+
+def _is_own(name: str) -> bool:
+    """Also one that was being written when the trainer was killed."""
+    return name in OWN or any(name.startswith((f".{own}.", f".{own}-")) for own in OWN)
+
+
+def size_bytes(path: Path) -> int:
+    """Bytes of a file, or of those in a folder; a link counts as itself, never as what it points
+    to."""
+    if path.is_symlink() or not path.is_dir():
+        return path.lstat().st_size if os.path.lexists(path) else 0
     total = 0
-    for parent, _, names in os.walk(folder, followlinks=False):
+    for parent, _, names in os.walk(path, followlinks=False):
         for name in names:
             try:
                 total += os.lstat(os.path.join(parent, name)).st_size
@@ -38,7 +90,8 @@ def check_removable(run_dir: Path, root: Path) -> None:
 
 
 def remove_run(run_dir: Path, root: Path) -> int:
-    """Delete a run with its checkpoints and its model; returns the bytes that this freed.
+    """Delete a run with its checkpoints and its model; returns the bytes that this freed. Its
+    folder goes too, unless something else is in it.
 
     The run's lock is held meanwhile, so no trainer can begin to use what is being deleted. Links
     inside are removed as links.
@@ -47,10 +100,14 @@ def remove_run(run_dir: Path, root: Path) -> int:
         BadInput: it must not be deleted, or cannot be.
     """
     check_removable(run_dir, root)
-    freed_bytes = size_bytes(run_dir)
+    freed_bytes = contents(run_dir).own_bytes
     with RunDir(run_dir).lock():
+        found = contents(run_dir)
         try:
-            shutil.rmtree(run_dir)
+            for path in found.own:
+                _remove(path)
+            if not found.others:
+                run_dir.rmdir()
         except OSError as error:
             reason = os.strerror(error.errno) if error.errno else str(error)
             raise BadInput(
@@ -58,3 +115,10 @@ def remove_run(run_dir: Path, root: Path) -> int:
                 "still there"
             ) from error
     return freed_bytes
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

@@ -11,7 +11,7 @@ from fluxtrain.telemetry.rundir import RunDir, RunSummary
 from fluxtrain.telemetry.storage import read_json
 from fluxtrain.units import bytes_text
 from fluxtui.panels.panel import key_of
-from fluxtui.sources.removal import check_removable, remove_run, size_bytes
+from fluxtui.sources.removal import check_removable, contents, remove_run
 from fluxtui.state.view import View
 from fluxtui.verbs.charts import ChartVerbs
 from fluxtui.verbs.run import RunVerbs
@@ -119,7 +119,8 @@ class RunsVerbs(RunVerbs, ChartVerbs):
         except FluxTrainError as error:
             self.call_from_thread(self._refused, "delete", str(error))
             return
-        dialog = DeleteDialog(run.run_id, size_bytes(Path(run.path)), run.step)
+        found = contents(Path(run.path))
+        dialog = DeleteDialog(run.run_id, found.own_bytes, run.step, found.kept_text)
         self.call_from_thread(self.push_screen, dialog, partial(self._delete_if, run))
 
     def _delete_if(self, run: RunSummary, delete: bool | None) -> None:
@@ -127,12 +128,13 @@ class RunsVerbs(RunVerbs, ChartVerbs):
             self.run_worker(partial(self._delete, run), thread=True, group="delete")
 
     def _delete(self, run: RunSummary) -> None:
+        kept = contents(Path(run.path)).kept_text
         try:
             freed = bytes_text(remove_run(Path(run.path), self.runs_folder))
         except FluxTrainError as error:
             self.call_from_thread(self._refused, "delete", str(error))
         else:
-            said = f"{run.run_id}, {freed}"
+            said = f"{run.run_id}, {freed}" + (f"; {kept}" if kept else "")
             self.call_from_thread(self.notify, said, title="Deleted")
         self.call_from_thread(self._look_at_the_folder)
 

@@ -123,6 +123,14 @@ def test_wrong_flags_are_code_2(arguments: list[str]) -> None:
     assert ended.value.code == 2
 
 
+def test_a_theme_that_is_not_there_is_code_2_also_without_a_screen(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert launch.main(["--theme", "nope", "--headless", "--demo"]) == 2
+    said = capsys.readouterr().err
+    assert "there is no theme 'nope'" in said and "flux-dark" in said
+
+
 def test_a_run_is_found_by_id_beginning_path_and_as_the_last(root: Path) -> None:
     first = make_run(root, "20260101-000000-tales")
     second = make_run(root, "20260102-000000-demo")
@@ -142,6 +150,7 @@ def test_an_unknown_run_is_code_2_with_the_nearest_names(
     assert launch.main(["--attach", "20260101-000000-tails"]) == 2
     assert "20260101-000000-tales" in capsys.readouterr().err
     assert launch.main(["--attach", str(root)]) == 2, "a folder that is no run"
+    assert launch.main(["--attach", "y" * 300]) == 2, "a name that no folder can have"
 
 
 def test_without_any_run_the_last_one_is_unknown(

@@ -16,7 +16,7 @@ from fluxtrain.errors import BadInput
 from fluxtrain.telemetry.rundir import RunDir, RunSummary, list_runs
 from fluxtui.screens.dialogs import DeleteDialog
 from fluxtui.screens.runs import RunsScreen
-from fluxtui.sources.removal import check_removable, remove_run, size_bytes
+from fluxtui.sources.removal import check_removable, contents, remove_run, size_bytes
 from fluxtui.state.view import View
 from fluxtui.verbs.runs import cannot_resume
 from fluxtui.widgets.run_rows import columns, left_text, run_detail, run_row
@@ -52,6 +52,20 @@ def test_a_run_is_deleted_with_all_that_it_wrote_and_the_others_stay(runs: Path)
     before = size_bytes(runs / "other")
     assert remove_run(runs / "other", runs) == before > 5000
     assert not (runs / "other").exists() and (runs / "ours" / "events.ndjson").exists()
+
+
+def test_what_a_run_did_not_write_stays_and_is_told(runs: Path) -> None:
+    other = runs / "other"
+    (other / "data.jsonl").write_text("mine")
+    run_bytes = contents(other).own_bytes
+    assert contents(other).kept_text == "data.jsonl stays: not of the run"
+    (other / "notes").mkdir()
+    (other / "notes" / "events.ndjson").write_text("mine too")
+    (other / ".run.json.17.tmp").write_text("left by a trainer that was killed")
+    assert contents(other).kept_text == "data.jsonl and 1 more stay: not of the run"
+    assert remove_run(other, runs) == run_bytes + len("left by a trainer that was killed")
+    assert sorted(path.name for path in other.iterdir()) == ["data.jsonl", "notes"]
+    assert (other / "notes" / "events.ndjson").read_text() == "mine too"
 
 
 def test_a_run_that_is_in_use_is_never_deleted(runs: Path) -> None:

@@ -14,6 +14,7 @@ from fluxtrain.errors import EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_NO_SPACE
 from fluxtrain.plan.live import KNOBS
 from fluxtrain.spoken import say
 from fluxtrain.telemetry.rundir import RunDir
+from fluxtrain.telemetry.typed import typed_line
 from fluxtrain.train.config import json_schema
 
 EXIT_CODES = ("0 finished", "1 a bug", "2 bad", "3 does not fit", "4 diverged", "5 no space")
@@ -121,7 +122,13 @@ def test_a_reader_that_leaves_is_no_error(tmp_path: Path) -> None:
 
 
 def test_a_wrong_command_line_is_one_line_and_code_two(tmp_path: Path) -> None:
-    for arguments in (["fly"], ["train", "--steps", "x", "--demo"], ["train"], ["plan", "no.yaml"]):
+    for arguments in (
+        ["fly"],
+        ["train", "--steps", "x", "--demo"],
+        ["train"],
+        ["train", "--demo", "--run-dir", ""],
+        ["plan", "no.yaml"],
+    ):
         said = command(*arguments, folder=tmp_path)
         assert said.returncode == 2
         assert said.stdout == ""
@@ -193,3 +200,31 @@ def test_an_interrupt_of_any_command_is_told_and_ends_with_130(tmp_path: Path) -
     )  # fmt: skip
     assert ended.returncode == EXIT_INTERRUPTED
     assert (ended.stdout, ended.stderr) == ("", "interrupted before anything was started\n")
+
+
+def test_signs_that_an_output_does_not_have_become_marks(tmp_path: Path) -> None:
+    program = (
+        "from fluxtrain.telemetry.standard_streams import open_standard_streams as whole\n"
+        "whole()\n"
+        "import sys; print('f\u00fcr'); print('na\u00efve', file=sys.stderr)\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=tmp_path,
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+    )  # fmt: skip
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "f?r\n", "na?ve\n")
+
+
+def test_the_command_that_goes_on_can_be_typed_as_it_is_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "bin" / "fluxtrain"
+    script.parent.mkdir()
+    script.touch(mode=0o755)
+    monkeypatch.setattr(sys, "executable", str(script.with_name("python")))
+    line = "fluxtrain train --resume '/a b'"
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert typed_line(line) == f"{script} train --resume '/a b'"
+    monkeypatch.setenv("PATH", str(script.parent))
+    assert typed_line(line) == line
+    assert typed_line("torchrun train") == "torchrun train"

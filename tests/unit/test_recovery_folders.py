@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from fluxtrain.errors import EXIT_TERMINATED, BadInput, FluxTrainError, Interrupted
 from fluxtrain.telemetry.rundir import RunDir
-from fluxtrain.train.recovery import Target, truly_told
+from fluxtrain.train.recovery import Target, find, truly_told
 
 STOPPED = Interrupted("stopped before a step was made", EXIT_TERMINATED)
 
@@ -62,3 +63,25 @@ def test_the_folder_of_a_run_that_failed_keeps_its_log(tmp_path: Path) -> None:
     run, failed = a_run(tmp_path), BadInput("no such model")
     assert told(run, failed) == str(failed)
     assert run.log.exists()
+
+
+@pytest.mark.parametrize("name", ["run.json", "plan.json", "result.json", "error.json"])
+def test_files_of_others_that_a_run_would_replace_are_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text('{"mine": 1}')
+    with pytest.raises(BadInput, match=f"{name} is there already and is not of a run"):
+        find(None, tmp_path, None)
+    assert (tmp_path / name).read_text() == '{"mine": 1}'
+
+
+def test_a_run_begins_beside_other_files_and_where_one_was_refused_before(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("model: {path: demo}")
+    (tmp_path / "data.jsonl").write_text("{}")
+    for name, content in (
+        ("run.json", {"config": {}, "versions": {}}),
+        ("plan.json", {"choices": []}),
+        ("result.json", {"exit_code": 2}),
+        ("error.json", {"exit_code": 2}),
+    ):
+        (tmp_path / name).write_text(json.dumps(content))
+    found = find(None, tmp_path, None)
+    assert found is not None and not found.resumes

@@ -39,4 +39,7 @@ def find_run(wanted: str, root: Path | None = None) -> Path:
 
 def _is_run(path: Path) -> bool:
     run = RunDir(path)
-    return any(file.exists() for file in (run.journal, run.run, run.pid))
+    try:
+        return any(file.exists() for file in (run.journal, run.run, run.pid))
+    except OSError:  # a name that no folder can have, say
+        return False

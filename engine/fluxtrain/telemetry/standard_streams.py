@@ -6,12 +6,14 @@ next file that is opened takes its number, so that whatever a library prints wou
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 
 
 def open_standard_streams() -> None:
-    """Put /dev/null in the place of each stream that is not there. Before any file is opened."""
+    """Put /dev/null in the place of each stream that is not there. Before any file is opened. What
+    is written and has no sign in a stream's character set becomes a mark there, and no error."""
     for number in range(3):
         try:
             os.fstat(number)
@@ -24,3 +26,6 @@ def open_standard_streams() -> None:
         sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
     if sys.stderr is None:
         sys.stderr = open(2, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")

@@ -9,6 +9,12 @@ import sys
 from pathlib import Path
 
 
+def typed_line(line: str) -> str:
+    """A command line that begins with `fluxtrain`, as `typed` has that word."""
+    command, _, rest = line.partition(" ")
+    return f"{typed(command)} {rest}" if command == "fluxtrain" else line
+
+
 def typed(command: str) -> str:
     """`command`, or where it lies beside this Python if no folder of PATH has it."""
     script = Path(sys.executable).parent / command

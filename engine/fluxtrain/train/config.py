@@ -161,7 +161,7 @@ class TrainSettings(Section):
         default=("norms", "biases", "embeddings"), description="parameters that are not decayed"
     )
     betas: tuple[float, float] = Field(default=(0.9, 0.999), description="AdamW's two decay rates")
-    eps: float = Field(default=1e-8, gt=0, allow_inf_nan=False, description="AdamW's epsilon")
+    eps: float = Field(default=1e-8, ge=1e-30, allow_inf_nan=False, description="AdamW's epsilon")
     states: Literal["fp32", "bf16", "8bit"] = Field(
         default="fp32",
         description="how AdamW's two moments are kept: fp32 takes 8 bytes a parameter, bf16 "

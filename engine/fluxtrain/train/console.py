@@ -27,6 +27,7 @@ from fluxtrain.telemetry.events import (
 )
 from fluxtrain.telemetry.frames import encode_frame
 from fluxtrain.telemetry.printable import printable_lines
+from fluxtrain.telemetry.typed import typed_line
 from fluxtrain.units import bytes_text, count_text, duration_text
 
 STEP_LINES_PERIOD_S = 2.0
@@ -240,7 +241,7 @@ def _done(event: Event) -> str:
     if event.model_path:
         text += f"\nmodel: {event.model_path}"
     if event.resume_with:
-        text += f"\nto go on: {event.resume_with}"
+        text += f"\nto go on: {typed_line(event.resume_with)}"
     return text
 
 

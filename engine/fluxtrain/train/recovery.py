@@ -19,6 +19,7 @@ from fluxtrain.train.config import RunConfig, validate
 
 AUTO = "auto"
 _MANIFEST = "manifest.json"
+_MARKS = {"versions", "choices", "exit_code"}  # one of them is in each JSON file of a run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,12 +185,34 @@ def _started_in(run_dir: Path) -> Target:
     chosen = RunDir(run_dir)
     if run_dir.exists() and not run_dir.is_dir():
         raise BadInput(f"--run-dir {run_dir} is a file: name a folder")
+    _refuse_others_files(chosen)
     if os.path.lexists(chosen.model):
         raise BadInput(
             f"{chosen.model} is there already and is not of a run; the trained model would replace "
             "it: choose another --run-dir"
         )
     return Target(run_dir=chosen, resumes=False)
+
+
+def _refuse_others_files(chosen: RunDir) -> None:
+    """Raise BadInput for a folder whose files the run would replace. Those that an earlier process
+    left which made no step are the run's own."""
+    own = (chosen.run, chosen.plan, chosen.result, chosen.error)
+    there = [path for path in own if os.path.lexists(path) and not _is_of_a_run(path)]
+    if there:
+        raise BadInput(
+            f"{there[0]} is there already and is not of a run; the run would replace it: choose "
+            "another --run-dir"
+        )
+
+
+def _is_of_a_run(path: Path) -> bool:
+    """By what all of them hold: a run's facts, a plan's choices, or the code of its end."""
+    try:
+        content = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(content, dict) and not _MARKS.isdisjoint(content)
 
 
 def _named(path: Path, run_dir: Path | None) -> Target:

@@ -131,7 +131,7 @@ class Signals:
         code = _EXIT_CODES[signal.Signals(number)]
         if self._first is not None:
             if number == signal.SIGINT:
-                _say("second interrupt: ending now; the last checkpoint stands")
+                _say("second interrupt: ending now; the checkpoints made so far stand")
                 self._exit_now(code)
             return
         self._first = number
