@@ -12,12 +12,22 @@ if TYPE_CHECKING:
     from typing import Any
 
     from fluxtrain.stream.grad_scaler import GradScaler
+    from fluxtrain.stream.plain_state import plain_optimizer_state
     from fluxtrain.stream.wrapping import auto_wrap, sync, unwrap, wrap
 
-__all__ = ["GradScaler", "__version__", "auto_wrap", "sync", "unwrap", "wrap"]
+__all__ = [
+    "GradScaler",
+    "__version__",
+    "auto_wrap",
+    "plain_optimizer_state",
+    "sync",
+    "unwrap",
+    "wrap",
+]
 
 _LAZY = dict.fromkeys(("auto_wrap", "sync", "unwrap", "wrap"), "fluxtrain.stream.wrapping")
 _LAZY["GradScaler"] = "fluxtrain.stream.grad_scaler"
+_LAZY["plain_optimizer_state"] = "fluxtrain.stream.plain_state"
 
 
 def __getattr__(name: str) -> Any:

@@ -28,11 +28,13 @@ from fluxtrain.optim.split_adamw import Hyper
 from fluxtrain.stream.optimizer_state import (
     Entries,
     attach_state,
+    check_state,
     held_state,
     import_state,
     wrapped_parameters,
 )
 from fluxtrain.stream.parameter import Owner
+from fluxtrain.stream.plain_state import make_plain
 from fluxtrain.stream.user_gradients import settle
 from fluxtrain.stream.writes import check_writes
 
@@ -53,6 +55,7 @@ def _before_step(
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     entries = wrapped_parameters(optimizer)
     if not entries:
+        make_plain(optimizer)
         return None
     for owner, _, _ in entries:
         owner.hidden = False
@@ -155,6 +158,8 @@ def _adopted_step(optimizer: Optimizer, entries: Entries) -> None:
 
 def _prepare(optimizer: Optimizer, entries: Entries) -> None:
     """Everything that has to be looked at before the first update of a step."""
+    make_plain(optimizer, but={index for _, _, index in entries})
+    check_state(optimizer, entries)
     _claim(optimizer, entries)
     for owner in _one_of_each_group(entries):
         check_writes(owner.engine, owner.group)
@@ -292,6 +297,7 @@ def _unscale_factor(optimizer: Optimizer) -> float:
 
 def _foreign_step(optimizer: Optimizer, entries: Entries) -> None:
     """Let another optimizer work on the host tensors; writes are noticed at the next forward."""
+    make_plain(optimizer)
     for engine in _engines(entries):
         engine.flush()
         _clip_others(engine, {id(o.member) for o, _, _ in entries})

@@ -1,7 +1,8 @@
 """The adopted optimizer's state: the arenas themselves, under a key of our own.
 
 torch casts per-parameter state to the parameter's dtype when it is loaded (bf16 moments); what
-stands under another key is restored as it is. Plain `exp_avg` states are still taken in.
+stands under another key is restored as it is. Plain `exp_avg` states are still taken in;
+plain_state.py is the other way.
 """
 
 from __future__ import annotations
@@ -17,22 +18,23 @@ from torch.optim import Optimizer
 
 from fluxtrain.errors import MisusedModel
 from fluxtrain.memory.segment import MASTERS, Member
-from fluxtrain.optim.dynamic_map import dequantise, quantise
+from fluxtrain.optim.dynamic_map import quantise
 from fluxtrain.stream.parameter import Owner, owner_of
+from fluxtrain.stream.state_entries import (
+    AMONG,
+    NAMES,
+    check_entry,
+    check_none_is_missing,
+    wide_moment,
+)
 from fluxtrain.stream.writes import check_writes, fingerprint
 
 KEY = "fluxtrain"
-_NAMES = {
-    "m": "exp_avg",
-    "v": "exp_avg_sq",
-    "m_scale": "exp_avg_scale",
-    "v_scale": "exp_avg_sq_scale",
-}
 Entries = list[tuple[Owner, dict[str, Any], int]]
 _exporting: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
-class _Held(dict[int, dict[str, Any]]):
+class Held(dict[int, dict[str, Any]]):
     """What stands under our key. Copied or pickled, as `copy.deepcopy(optimizer)` does, it is first
     brought up to date, and is then a dict of a kind that `torch.load` takes as weights only."""
 
@@ -41,12 +43,17 @@ class _Held(dict[int, dict[str, Any]]):
         self._optimizer = weakref.ref(optimizer)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> dict[int, dict[str, Any]]:
-        return copy.deepcopy(self._plain(), memo)
+        return copy.deepcopy(self.up_to_date(), memo)
 
     def __reduce_ex__(self, _: Any) -> tuple[Any, ...]:
-        return OrderedDict, (), None, None, iter(self._plain().items())
+        return OrderedDict, (), None, None, iter(self.up_to_date().items())
 
-    def _plain(self) -> dict[int, dict[str, Any]]:
+    def belongs_to(self, optimizer: Optimizer) -> bool:
+        """Is this the optimizer whose steps made it?"""
+        return self._optimizer() is optimizer
+
+    def up_to_date(self) -> dict[int, dict[str, Any]]:
+        """The same as a plain dict, once the updates under way are done."""
         optimizer = self._optimizer()
         if optimizer is not None and held_state(optimizer) is self:
             _before_export(optimizer)
@@ -68,8 +75,17 @@ def wrapped_parameters(optimizer: Optimizer) -> Entries:
 
 def held_state(optimizer: Optimizer) -> dict[int, dict[str, Any]]:
     """What stands under our key: by parameter index, empty before the first step."""
-    state: dict[Any, Any] = optimizer.state
-    held: dict[int, dict[str, Any]] = state.get(KEY) or {}
+    return held_in(optimizer.state)
+
+
+def held_in(state: dict[Any, Any]) -> dict[int, dict[str, Any]]:
+    """The same of an optimizer's state, also of that in a state dict."""
+    held = state.get(KEY) or {}
+    if not isinstance(held, dict):
+        raise MisusedModel(
+            f"the loaded optimizer state has {type(held).__name__} under {KEY!r}, not a dict of "
+            "entries by parameter: load a whole one, of this model, or begin without one"
+        )
     return held
 
 
@@ -83,17 +99,21 @@ def attach_state(optimizer: Optimizer, entries: Entries) -> None:
         elif owner.member.step:
             held[index] = _entry(owner.member)
     if held:
-        state[KEY] = held if isinstance(held, _Held) else _Held(optimizer, held)
+        state[KEY] = held if isinstance(held, Held) else Held(optimizer, held)
     if optimizer not in _exporting:
         _exporting.add(optimizer)
         optimizer.register_state_dict_pre_hook(_before_export)
 
 
+def steppers_of(owners: Iterable[Owner]) -> set[Optimizer]:
+    """The optimizers that step these parameters."""
+    found = (owner.stepper() for owner in owners if owner.stepper is not None)
+    return {optimizer for optimizer in found if optimizer is not None}
+
+
 def renew_state(owners: Iterable[Owner]) -> None:
     """The parameters' states have moved to other memory: what stands under our key follows."""
-    steppers = {owner.stepper() for owner in owners if owner.stepper is not None}
-    for optimizer in steppers - {None}:
-        assert optimizer is not None
+    for optimizer in steppers_of(owners):
         held = held_state(optimizer)
         for owner, _, index in wrapped_parameters(optimizer):
             if index in held:
@@ -104,36 +124,58 @@ def _before_export(optimizer: Optimizer) -> None:
     """Updates are done, and what completes a master says beside which weights it belongs."""
     held = held_state(optimizer)
     entries = wrapped_parameters(optimizer)
+    indices = tuple(sorted(held)) if entries else ()
     for owner, _, _ in {id(e[0].group): e for e in entries}.values():
         owner.engine.flush()
         check_writes(owner.engine, owner.group)
     for owner, _, index in entries:
         entry = held.get(index)
-        if not entry or entry["exp_avg"].data_ptr() != _moments_at(owner.member):
+        if not entry or _pointer(entry) != _moments_at(owner.member):
             continue
         entry["step"] = owner.member.step  # the last one may have been left out
+        entry[AMONG] = indices
         if any(name in entry for name in MASTERS):
             entry["weights"] = fingerprint(owner.group.home_views[owner.member.index])
 
 
 def _entry(member: Member) -> dict[str, Any]:
-    views = {_NAMES.get(name, name): view for name, view in member.states().items()}
+    views = {NAMES.get(name, name): view for name, view in member.states().items()}
     return {"step": member.step, **views}
 
 
+def check_state(optimizer: Optimizer, entries: Entries) -> None:
+    """Raise MisusedModel where what `load_state_dict` put into `optimizer.state` is not whole."""
+    owners = {index: owner for owner, _, index in entries}
+    ours = {_moments_at(owner.member) for owner in owners.values()}
+    held = held_state(optimizer)
+    loaded = False
+    for index, entry in held.items():
+        owner = owners.get(index)
+        if owner is None:
+            raise MisusedModel(
+                f"the loaded optimizer state names parameter {index}, and this optimizer has "
+                f"{len(owners)} wrapped parameters: it belongs to another model"
+            )
+        if _pointer(entry) not in ours:
+            loaded = True
+            check_entry(owner.name, entry, owner.member.shape)
+    if loaded:
+        check_none_is_missing(held, {index: owner.name for index, owner in owners.items()})
+    for owner, _, _ in entries:
+        plain = optimizer.state.get(owner.member.parameter)
+        if plain and NAMES["m"] in plain:
+            check_entry(owner.name, plain, owner.member.shape)
+
+
 def import_state(optimizer: Optimizer, entries: Entries) -> None:
-    """Take in what `load_state_dict` put into `optimizer.state` since the last step."""
+    """Take in what `load_state_dict` put into `optimizer.state` since the last step, and that
+    `check_state` found whole."""
     by_index = {i: o for o, _, i in entries}
     ours = {_moments_at(o.member): i for i, o in by_index.items()}
     state: dict[Any, Any] = optimizer.state
     loaded = False
     for index, entry in held_state(optimizer).items():
-        if index not in by_index:
-            raise MisusedModel(
-                f"the loaded optimizer state names parameter {index}, and this optimizer has "
-                f"{len(by_index)} wrapped parameters: it belongs to another model"
-            )
-        place = ours.get(entry["exp_avg"].data_ptr())
+        place = ours.get(_pointer(entry))
         if place is None:
             loaded = True
             _take(by_index[index], entry)
@@ -148,8 +190,14 @@ def import_state(optimizer: Optimizer, entries: Entries) -> None:
         return
     for owner, _, _ in entries:
         plain = state.pop(owner.member.parameter, None)
-        if plain is not None and "exp_avg" in plain:
+        if plain is not None and NAMES["m"] in plain:
             _take(owner, plain)
+
+
+def _pointer(entry: object) -> int:
+    """Where the moments of an entry lie; -1 where there are none."""
+    moment = entry.get(NAMES["m"]) if isinstance(entry, dict) else None
+    return moment.data_ptr() if isinstance(moment, torch.Tensor) else -1
 
 
 def _moments_at(member: Member) -> int:
@@ -161,12 +209,6 @@ def _moments_at(member: Member) -> int:
 
 def _take(owner: Owner, entry: dict[str, Any]) -> None:
     member = owner.member
-    if tuple(entry["exp_avg"].shape) != tuple(member.shape):
-        raise MisusedModel(
-            f"the loaded optimizer state for {owner.name} has shape "
-            f"{tuple(entry['exp_avg'].shape)}, the parameter {tuple(member.shape)}: it belongs to "
-            "another model"
-        )
     owner.engine.flush()
     owner.group.ensure_state()
     with torch.no_grad():
@@ -178,20 +220,17 @@ def _take(owner: Owner, entry: dict[str, Any]) -> None:
 def _take_moments(member: Member, entry: dict[str, Any]) -> None:
     """As they are, or from one format into another through fp32."""
     views = member.states()
-    for name, signed in (("m", True), ("v", False)):
-        key = _NAMES[name]
+    for name in ("m", "v"):
+        key = NAMES[name]
         to, source, scales = views[name], entry[key], entry.get(f"{key}_scale")
         if to.dtype == source.dtype:
             to.copy_(source)
             if scales is not None:
                 views[f"{name}_scale"].copy_(scales)
             continue
-        flat = source.reshape(-1).to(to.device)
-        wide = flat.float()
-        if scales is not None:
-            wide = dequantise(flat, scales.to(to.device), signed=signed)
+        wide = wide_moment(entry, name).to(to.device)
         if to.dtype == torch.uint8:
-            codes, fresh = quantise(wide, signed=signed)
+            codes, fresh = quantise(wide, signed=name == "m")
             to.copy_(codes.view(to.shape))
             views[f"{name}_scale"].copy_(fresh)
         else:

@@ -29,6 +29,7 @@ from fluxtrain.stream.grouping import Borrowed, group_parameters, is_head, model
 from fluxtrain.stream.head_slices import choose_slices
 from fluxtrain.stream.keepers import choose_keepers
 from fluxtrain.stream.parameter import Owner, adopt_parameter, owner_of, release_parameter
+from fluxtrain.stream.plain_state import let_go
 from fluxtrain.stream.rows import choose_rows, passes_in_parts
 from fluxtrain.stream.surface import guard_module, release_module, replace_forward
 
@@ -57,6 +58,10 @@ def wrap(  # noqa: PLR0913  # each is one choice of the user, by keyword
 
     The model is used as before: forward, backward, `torch.optim.AdamW`, `clip_grad_norm_`,
     `state_dict`, `generate`. Wrapping twice is wrapping once: the first choices stay.
+
+    The optimizer's `state_dict()` has moments and masters uncast, in a layout of our own: only a
+    process that has wrapped a model loads it, for wrapped or plain ones. torch alone would begin
+    with moments of zero, unsaid: `fluxtrain.plain_optimizer_state(state_dict)` has its layout.
 
     device: where blocks are computed (None: the GPU when torch can use it, else the CPU).
     offload: `none` keeps all on the device, `optimizer` the weights; with `weights` these stream,
@@ -119,10 +124,18 @@ def _put_engine(
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """Undo `wrap`: plain parameters on the host with their current weights. Optimizer moments stay
-    only in what the optimizer's `state_dict()` gave before. Returns the same object."""
+    """Undo `wrap`: plain parameters on the host with their current weights, in the same object.
+
+    An optimizer that stepped them goes on: its next step or `state_dict()` turns moments and step
+    counts into torch's own layout, in the parameters' dtype (8-bit and bf16 moments of fp32
+    parameters become fp32). So do copies of model and optimizer, and an optimizer of plain
+    parameters that loads a `state_dict()` made while they were wrapped; an optimizer other than
+    Adam or AdamW without amsgrad raises MisusedModel then. What completed bf16 and fp16 weights to
+    fp32 masters is gone.
+    """
     engine = engine_of(model)
     engine.close()
+    let_go(owner for owners in engine.owners.values() for owner in owners.values())
     for hook in model.__dict__.pop("_fluxtrain_hooks"):
         hook.remove()
     for unit in engine.units:

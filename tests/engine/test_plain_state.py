@@ -1,0 +1,376 @@
+"""Moments of a wrapped model's optimizer go on in torch's own AdamW; a broken state is named."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fluxtrain
+from fluxtrain.errors import BadInput, MisusedModel
+
+Pair = tuple[nn.Module, torch.optim.Optimizer]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(96, 96), nn.Linear(96, 96)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.b(torch.tanh(self.a(x)))
+
+
+class Net(nn.Module):
+    """Large enough for narrow states, with a parameter that never gets a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.blocks[1].unused = nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def net(dtype: torch.dtype = torch.float32) -> Net:
+    torch.manual_seed(3)
+    return Net().to(dtype)
+
+
+def adamw(model: nn.Module, **options: Any) -> torch.optim.AdamW:
+    return torch.optim.AdamW(model.parameters(), **{"lr": 1e-3, **options})
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, start: int, stop: int) -> list[float]:
+    losses = []
+    for seed in range(start, stop):
+        draw = torch.Generator().manual_seed(seed)
+        x = torch.randn(8, 96, generator=draw).to(next(model.parameters()).dtype)
+        loss = (model(x) - x.flip(1)).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def trained(states: str = "fp32", dtype: torch.dtype = torch.float32, **options: Any) -> Pair:
+    """A wrapped model and its optimizer after 20 steps."""
+    model = fluxtrain.wrap(net(dtype), device="cpu", offload="weights", states=states, **options)
+    optimizer = adamw(model)
+    train(model, optimizer, 0, 20)
+    return model, optimizer
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[float]:
+    """The losses 20 to 25 of torch alone."""
+    model = net()
+    optimizer = adamw(model)
+    train(model, optimizer, 0, 20)
+    return train(model, optimizer, 20, 26)
+
+
+# -- the ways out of a wrapped model ---------------------------------------------------------------
+
+
+def _loaded_by_a_plain_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> Pair:
+    other = net()
+    other.load_state_dict(model.state_dict())
+    again = adamw(other)
+    again.load_state_dict(optimizer.state_dict())
+    return other, again
+
+
+def _loaded_from_a_file(model: nn.Module, optimizer: torch.optim.Optimizer) -> Pair:
+    file = io.BytesIO()
+    torch.save([model.state_dict(), optimizer.state_dict()], file)
+    file.seek(0)
+    weights, state = torch.load(file, weights_only=True)
+    other = net()
+    other.load_state_dict(weights)
+    again = adamw(other)
+    again.load_state_dict(state)
+    return other, again
+
+
+def _unwrapped_and_loaded(model: nn.Module, optimizer: torch.optim.Optimizer) -> Pair:
+    state = copy.deepcopy(optimizer.state_dict())
+    again = adamw(fluxtrain.unwrap(model))
+    again.load_state_dict(state)
+    return model, again
+
+
+def _copied(model: nn.Module, optimizer: torch.optim.Optimizer) -> Pair:
+    made: Pair = copy.deepcopy((model, optimizer))
+    return made
+
+
+def _pickled(model: nn.Module, optimizer: torch.optim.Optimizer) -> Pair:
+    made: Pair = pickle.loads(pickle.dumps((model, optimizer)))
+    return made
+
+
+def _unwrapped(model: nn.Module, optimizer: torch.optim.Optimizer) -> Pair:
+    return fluxtrain.unwrap(model), optimizer
+
+
+def _unwrapped_and_copied(model: nn.Module, optimizer: torch.optim.Optimizer) -> Pair:
+    return _copied(fluxtrain.unwrap(model), optimizer)
+
+
+def _unwrapped_and_saved(model: nn.Module, optimizer: torch.optim.Optimizer) -> Pair:
+    fluxtrain.unwrap(model)
+    assert "fluxtrain" not in optimizer.state_dict()["state"]
+    return _loaded_from_a_file(model, optimizer)
+
+
+def _by_the_function(model: nn.Module, optimizer: torch.optim.Optimizer) -> Pair:
+    state = fluxtrain.plain_optimizer_state(optimizer.state_dict())
+    assert "fluxtrain" not in state["state"]
+    other = net()
+    other.load_state_dict(model.state_dict())
+    again = adamw(other)
+    again.load_state_dict(copy.deepcopy(state))
+    return other, again
+
+
+WAYS = [
+    _loaded_by_a_plain_model, _loaded_from_a_file, _unwrapped_and_loaded, _copied, _pickled,
+    _unwrapped, _unwrapped_and_copied, _unwrapped_and_saved, _by_the_function,
+]  # fmt: skip
+EACH_WAY = pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__.strip("_"))
+
+
+@EACH_WAY
+@pytest.mark.parametrize("overlap", [False, True], ids=["waiting", "overlapped"])
+def test_plain_training_goes_on_with_the_moments_of_the_wrapped_one(
+    way: Callable[..., Pair], overlap: bool, expected: list[float]
+) -> None:
+    model, optimizer = way(*trained(overlap=overlap))
+    assert train(model, optimizer, 20, 26) == pytest.approx(expected, rel=1e-5)
+    weight = model.blocks[0].a.weight
+    assert set(optimizer.state[weight]) == {"step", "exp_avg", "exp_avg_sq"}
+    assert optimizer.state[weight]["step"] == 26
+    assert "fluxtrain" not in optimizer.state
+    assert not optimizer.state.get(model.blocks[1].unused.weight)
+
+
+@EACH_WAY
+@pytest.mark.parametrize(("states", "limit"), [("bf16", 2e-3), ("8bit", 2e-2)])
+def test_narrow_moments_go_on_in_fp32(
+    way: Callable[..., Pair], states: str, limit: float, expected: list[float]
+) -> None:
+    model, optimizer = way(*trained(states))
+    assert train(model, optimizer, 20, 26) == pytest.approx(expected, rel=limit)
+    state = optimizer.state[model.blocks[0].a.weight]
+    assert {state[name].dtype for name in ("exp_avg", "exp_avg_sq")} == {torch.float32}
+
+
+@pytest.mark.parametrize("way", [_copied, _unwrapped], ids=["copied", "unwrapped"])
+@pytest.mark.parametrize("kind", [{"fused": True}, {"foreach": True}, {"foreach": False}], ids=str)
+def test_moments_of_bf16_weights_get_their_dtype_as_torchs_do(
+    way: Callable[..., Pair], kind: dict[str, bool]
+) -> None:
+    model, optimizer = trained(dtype=torch.bfloat16)
+    for group in optimizer.param_groups:
+        group.update(kind)
+    model, optimizer = way(model, optimizer)
+    assert train(model, optimizer, 20, 22)[-1] < 2
+    state = optimizer.state[model.blocks[0].a.weight]
+    assert state["exp_avg_sq"].dtype == torch.bfloat16 and state["step"] == 22
+
+
+def test_the_original_goes_on_as_if_nothing_had_been_copied_from_it(
+    expected: list[float],
+) -> None:
+    model, optimizer = trained()
+    for way in (_loaded_by_a_plain_model, _copied):
+        train(*way(model, optimizer), 50, 53)
+    assert train(model, optimizer, 20, 26) == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_plain_state_can_be_wrapped_again(expected: list[float]) -> None:
+    model, optimizer = _unwrapped(*trained())
+    first = train(model, optimizer, 20, 23)
+    fluxtrain.wrap(model, device="cpu", offload="weights")
+    assert first + train(model, optimizer, 23, 26) == pytest.approx(expected, rel=1e-5)
+
+
+def test_one_optimizer_over_a_wrapped_and_an_unwrapped_model_keeps_both_moments(
+    expected: list[float],
+) -> None:
+    pair = [fluxtrain.wrap(net(), device="cpu", offload="weights") for _ in range(2)]
+    optimizer = torch.optim.AdamW([p for model in pair for p in model.parameters()], lr=1e-3)
+
+    def both(start: int, stop: int) -> list[float]:
+        losses = []
+        for seed in range(start, stop):
+            x = torch.randn(8, 96, generator=torch.Generator().manual_seed(seed))
+            each = [(model(x) - x.flip(1)).square().mean() for model in pair]
+            sum(each).backward()  # type: ignore[union-attr]
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append([loss.item() for loss in each])
+        assert all(a == pytest.approx(b, rel=1e-5) for a, b in losses)
+        return [a for a, _ in losses]
+
+    both(0, 20)
+    fluxtrain.unwrap(pair[1])
+    assert both(20, 26) == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_subclass_of_adamw_takes_over_the_moments_of_a_wrapped_model(
+    expected: list[float],
+) -> None:
+    class Other(torch.optim.AdamW):
+        pass
+
+    model, optimizer = trained()
+    other = Other(model.parameters(), lr=1e-3)
+    other.load_state_dict(optimizer.state_dict())
+    assert train(model, other, 20, 26) == pytest.approx(expected, rel=1e-5)
+
+
+# -- what cannot go on -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wrapped", [False, True], ids=["plain", "wrapped"])
+@pytest.mark.parametrize("kind", ["SGD", "AdamW with amsgrad"])
+def test_an_optimizer_that_cannot_use_the_moments_says_so(kind: str, wrapped: bool) -> None:
+    model, optimizer = trained()
+    state = copy.deepcopy(optimizer.state_dict())
+    if kind == "SGD":
+        other: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        state["param_groups"] = other.state_dict()["param_groups"]
+    else:
+        other = adamw(model)
+        state["param_groups"][0]["amsgrad"] = True
+    if not wrapped:
+        fluxtrain.unwrap(model)
+    other.load_state_dict(state)
+    with pytest.raises(MisusedModel, match=rf"{kind} was given .*use torch\.optim\.AdamW"):
+        train(model, other, 0, 1)
+    del other.state["fluxtrain"]
+    train(model, other, 0, 1)
+
+
+def _garbage(held: dict[Any, Any]) -> None:
+    held[0] = "x"
+
+
+def _no_second_moment(held: dict[Any, Any]) -> None:
+    del held[0]["exp_avg_sq"]
+
+
+def _no_tensor(held: dict[Any, Any]) -> None:
+    held[0]["exp_avg"] = 3
+
+
+def _another_shape(held: dict[Any, Any]) -> None:
+    held[0]["exp_avg_sq"] = torch.zeros(3)
+
+
+def _no_steps(held: dict[Any, Any]) -> None:
+    held[0]["step"] = "many"
+
+
+def _missing(held: dict[Any, Any]) -> None:
+    del held[0]
+
+
+def _no_scales(held: dict[Any, Any]) -> None:
+    del held[0]["exp_avg_scale"]
+
+
+BROKEN = {
+    _garbage: "is of type str, not a dict",
+    _no_second_moment: "has no 'exp_avg_sq'",
+    _no_tensor: "has int for 'exp_avg', not a tensor",
+    _another_shape: r"has shape \(3,\) for 'exp_avg_sq', the parameter \(96, 96\)",
+    _no_steps: "counts 'many' steps",
+    _missing: "has lost its entry for .*of 12 .* 1 are missing",
+    _no_scales: "'exp_avg' in 8 bits without its 36 scales",
+}
+
+
+@pytest.mark.parametrize("wrapped", [False, True], ids=["plain", "wrapped"])
+@pytest.mark.parametrize("broken", BROKEN, ids=lambda broken: broken.__name__.strip("_"))
+def test_a_broken_state_is_named_with_its_parameter(
+    broken: Callable[[dict[Any, Any]], None], wrapped: bool
+) -> None:
+    model, optimizer = trained("8bit" if broken is _no_scales else "fp32")
+    state = copy.deepcopy(optimizer.state_dict())
+    whole = copy.deepcopy(state)
+    broken(state["state"]["fluxtrain"])
+    if broken not in (_another_shape, _missing):
+        with pytest.raises(MisusedModel, match=BROKEN[broken]):
+            fluxtrain.plain_optimizer_state(state)
+    if not wrapped:
+        fluxtrain.unwrap(model)
+    again = adamw(model)
+    del optimizer
+    again.load_state_dict(state)
+    with pytest.raises(MisusedModel, match=BROKEN[broken]) as caught:
+        train(model, again, 20, 21)
+    name = "blocks.0.a.weight" if wrapped else r"parameter 0, (96, 96)"
+    assert name in str(caught.value)
+    again.load_state_dict(whole)
+    model.zero_grad()
+    train(model, again, 20, 21)
+
+
+@pytest.mark.parametrize("wrapped", [False, True], ids=["plain", "wrapped"])
+def test_something_else_under_our_key_is_named(wrapped: bool) -> None:
+    model = net()
+    if wrapped:
+        fluxtrain.wrap(model, device="cpu")
+    optimizer = adamw(model)
+    state = optimizer.state_dict()
+    state["state"]["fluxtrain"] = "x"
+    optimizer.load_state_dict(state)
+    with pytest.raises(MisusedModel, match="has str under 'fluxtrain'"):
+        train(model, optimizer, 0, 1)
+
+
+def test_a_parameter_without_gradients_so_far_has_no_entry_to_miss() -> None:
+    model, optimizer = trained()
+    state = copy.deepcopy(optimizer.state_dict())
+    again = adamw(model)
+    again.load_state_dict(state)
+    del optimizer
+    model(torch.ones(1, 96)).sum().backward()
+    model.blocks[1].unused.weight.grad = torch.ones(3, 3)
+    again.step()
+    held = again.state_dict()["state"]["fluxtrain"]
+    assert len(held) == len(state["state"]["fluxtrain"]) + 1
+    assert sorted({entry["step"] for entry in held.values()}) == [1, 21]
+
+
+def test_a_state_of_a_larger_model_is_refused_by_a_plain_one() -> None:
+    model, optimizer = trained()
+    state = copy.deepcopy(optimizer.state_dict())
+    state["state"]["fluxtrain"][99] = state["state"]["fluxtrain"][0]
+    again = adamw(fluxtrain.unwrap(model))
+    again.load_state_dict(state)
+    with pytest.raises(MisusedModel, match=r"names parameter 99.*another model"):
+        train(model, again, 20, 21)
+
+
+def test_the_function_leaves_torchs_own_states_alone_and_refuses_anything_else() -> None:
+    model = net()
+    optimizer = adamw(model)
+    train(model, optimizer, 0, 1)
+    state = optimizer.state_dict()
+    assert fluxtrain.plain_optimizer_state(state) is state
+    with pytest.raises(BadInput, match=r"state_dict\(\)"):
+        fluxtrain.plain_optimizer_state(optimizer)  # type: ignore[arg-type]
