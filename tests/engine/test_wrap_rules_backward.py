@@ -20,13 +20,28 @@ Grads = Callable[[nn.Module], dict[str, Tensor]]
 
 def test_partial_backward_passes_are_refused(tiny: Any, batch: Any, grads: Grads) -> None:
     model = fluxtrain.wrap(tiny("llama"))
-    with pytest.raises(RuntimeError, match="not.*used in the graph"):  # they get theirs from us
-        torch.autograd.grad(model(**batch()).loss, list(model.parameters()))
+    weights = list(model.parameters())
+    for options in ({}, {"allow_unused": True}):  # they get theirs from us
+        with pytest.raises(MisusedModel, match=r"do not reach .*read \.grad"):
+            torch.autograd.grad(model(**batch()).loss, weights, **options)
+    with pytest.raises(MisusedModel, match=r"do not reach lm_head.weight"):
+        model(**batch()).loss.backward(inputs=[model.lm_head.weight])
+    penalty = model.lm_head.weight.square().sum()
+    with pytest.raises(MisusedModel, match=r"do not reach lm_head.weight"):
+        torch.autograd.grad(model(**batch()).loss + penalty, model.lm_head.weight)
     with pytest.raises(MisusedModel, match="use loss.backward"):
         embedded = model.get_input_embeddings()(batch()["input_ids"]).detach().requires_grad_()
         loss = model(inputs_embeds=embedded, labels=batch()["labels"]).loss
         loss.backward(inputs=[embedded])
     assert not grads(model)
+
+
+def test_what_is_computed_from_a_weight_outside_of_blocks_has_a_gradient_by_it(tiny: Any) -> None:
+    weight = fluxtrain.wrap(tiny("llama")).lm_head.weight
+    (found,) = torch.autograd.grad(weight.square().sum(), weight)
+    assert torch.equal(found, 2 * weight.detach())
+    weight.square().sum().backward(inputs=[weight])
+    assert torch.equal(torch.as_tensor(weight.grad), found)
 
 
 def test_changes_between_forward_and_backward_are_refused(tiny: Any, batch: Any) -> None:

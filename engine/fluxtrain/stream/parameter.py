@@ -19,6 +19,7 @@ from fluxtrain.errors import MisusedModel
 from fluxtrain.memory.group import Group
 from fluxtrain.memory.segment import Member
 from fluxtrain.stream import user_gradients
+from fluxtrain.stream.partial_backward import PARTIAL, refuse_weights_behind_blocks
 
 if TYPE_CHECKING:
     from fluxtrain.stream.engine import Engine
@@ -92,6 +93,8 @@ class HostParameter(nn.Parameter):
                 return func(*args, **(kwargs or {}))
         if func in (_GRAD_GET, _GRAD_SET, _GRAD_DELETE):
             return _gradient_access(func, args)
+        if func in PARTIAL:
+            refuse_weights_behind_blocks(args, kwargs or {})
         _bring_up_to_date(*args, *(kwargs or {}).values())
         if func == _DATA_GET:
             args[0]._fluxtrain.engine.watch(args[0]._fluxtrain.member)

@@ -1,0 +1,56 @@
+"""`torch.autograd.grad` and `backward(inputs=...)` of wrapped weights: blocks do not hand these on.
+
+A wrapped block is one node of torch's graph, and its weights are no inputs of it. torch would say
+that they were not used, give None for them, or leave out what comes through blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fluxtrain.errors import MisusedModel
+
+PARTIAL = (torch.autograd.grad, torch.autograd.backward)
+
+
+def refuse_weights_behind_blocks(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Raise MisusedModel where one of `PARTIAL`, called so, is asked for gradients of wrapped
+    weights and what is differentiated was computed by wrapped blocks of their model."""
+    asked = kwargs.get("inputs")
+    if asked is None:
+        asked = args[1] if len(args) > 1 else ()  # of `grad`; of `backward` those are gradients
+    owners = [vars(x)["_fluxtrain"] for x in _tensors(asked) if "_fluxtrain" in vars(x)]
+    if not owners:
+        return
+    anchors = {id(owner.engine.anchor_node): owner for owner in reversed(owners)}
+    owner = _first_reached(_tensors(args[0] if args else ()), anchors)
+    if owner is not None:
+        raise MisusedModel(
+            f"torch.autograd.grad and backward(inputs=...) do not reach {owner.name}: wrapped "
+            "blocks put gradients of their weights into .grad and nowhere else. Use "
+            "loss.backward(), and read .grad"
+        )
+
+
+def _tensors(given: Any) -> list[Tensor]:
+    each = given if isinstance(given, tuple | list) else (given,)
+    return [tensor for tensor in each if isinstance(tensor, Tensor)]
+
+
+def _first_reached(outputs: list[Tensor], anchors: Mapping[int, Any]) -> Any:
+    """What stands in `anchors` for a node of the graph of `outputs`."""
+    nodes: list[Any] = [output.grad_fn for output in outputs if output.grad_fn is not None]
+    seen = {id(node): node for node in nodes}  # a node's id is its own as long as it is held
+    while nodes:
+        node = nodes.pop()
+        if id(node) in anchors:
+            return anchors[id(node)]
+        for following, _ in node.next_functions:
+            if following is not None and id(following) not in seen:
+                seen[id(following)] = following
+                nodes.append(following)
+    return None
