@@ -54,15 +54,37 @@ def take_apart(model: nn.Module) -> Parts:
 def _without_blocks(model: nn.Module, found: list[tuple[str, nn.Module]], total_bytes: int) -> str:
     who = f"{type(model).__name__} ({bytes_text(total_bytes)} of parameters) has no repeated blocks"
     if not found:
-        return (
-            f"{who} to stream: no ModuleList or Sequential with two or more modules that hold "
-            "parameters. Train it without wrap, or put its layers into a ModuleList"
-        )
+        return f"{who} to stream: {_what_is_missing(model)}"
     name, largest = max(found, key=lambda item: _module_bytes(item[1]))
     return (
         f"{who} worth streaming: {name}, the largest list of modules, holds "
         f"{bytes_text(_module_bytes(largest))}, less than {_SMALLEST_SHARE:.0%}. Train it without "
         "wrap"
+    )
+
+
+def _what_is_missing(model: nn.Module) -> str:
+    """Of a model without a list of blocks; the largest Sequential that is nearly one is named."""
+    near = [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Sequential) and len(_with_parameters(module)) >= 2
+    ]
+    if not near:
+        return (
+            "no ModuleList or Sequential with two or more modules that hold parameters. Train it "
+            "without wrap, or put its layers into a ModuleList"
+        )
+    name, largest = max(near, key=lambda item: _module_bytes(item[1]))
+    members = _with_parameters(largest)
+    leaf, layer = next((n, m) for n, m in members if _is_leaf(m))
+    others = sum(not _is_leaf(m) for _, m in members)
+    beside = f" beside {others} modules made of several" if others else ""
+    return (
+        f"{name or 'the model'}, a Sequential, holds single layers ({leaf}: "
+        f"{type(layer).__name__}){beside}, and only one whose every module with parameters is "
+        "made of smaller ones is a list of blocks. Train it without wrap, or put the modules that "
+        "repeat into a ModuleList or a Sequential of their own"
     )
 
 
@@ -81,12 +103,18 @@ def _outermost_lists(module: nn.Module, prefix: str) -> list[tuple[str, nn.Modul
 
 def _is_block_list(module: nn.Module) -> bool:
     """Two or more members with parameters; in a Sequential, leaves such as Linear do not count."""
-    members = [c for c in module.children() if any(True for _ in c.parameters())]
-    if isinstance(module, nn.Sequential) and not all(
-        any(True for _ in c.children()) for c in members
-    ):
+    members = _with_parameters(module)
+    if isinstance(module, nn.Sequential) and any(_is_leaf(member) for _, member in members):
         return False
     return len(members) >= 2
+
+
+def _with_parameters(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    return [(n, c) for n, c in module.named_children() if any(True for _ in c.parameters())]
+
+
+def _is_leaf(module: nn.Module) -> bool:
+    return not any(True for _ in module.children())
 
 
 def _module_bytes(module: nn.Module) -> int:
