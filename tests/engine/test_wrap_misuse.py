@@ -53,6 +53,52 @@ def test_a_model_made_in_inference_mode_is_refused(tiny: Any) -> None:
         fluxtrain.wrap(model)
 
 
+@pytest.mark.parametrize("kind", [torch.nn.Embedding, torch.nn.EmbeddingBag])
+def test_sparse_gradients_are_refused_with_the_cure(kind: Any, tiny: Any, batch: Any) -> None:
+    model = tiny("llama")
+    model.model.extra = kind(9, 4, sparse=True)
+    with pytest.raises(
+        UnsupportedModel, match=r"model\.extra has sparse.*make it with sparse=False"
+    ):
+        fluxtrain.wrap(model)
+    model.model.extra.weight.requires_grad_(False)
+    fluxtrain.wrap(model)(**batch()).loss.backward()
+
+
+def test_a_call_with_other_weights_is_refused_with_its_name(tiny: Any, batch: Any) -> None:
+    model = fluxtrain.wrap(tiny("llama"))
+    halves = {name: weight.detach() * 0.5 for name, weight in model.named_parameters()}
+    with pytest.raises(MisusedModel, match=r"for this call alone \(torch\.func\.functional_call"):
+        torch.func.functional_call(model, halves, kwargs=batch())
+    model(**batch()).loss.backward()
+
+
+class _Drawing(torch.nn.Module):
+    """Drops elements by a random generator of its own; in `odd`, a whole product now and then."""
+
+    def __init__(self, odd: bool) -> None:
+        super().__init__()
+        self.a, self.odd = torch.nn.Linear(8, 8), odd
+        self.draw = torch.Generator().manual_seed(0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        drawn = torch.rand(8, generator=self.draw) + 0.5
+        y = torch.tanh(self.a(x))
+        if self.odd:
+            for _ in range(int(torch.randint(1, 99, (), generator=self.draw))):
+                y = y.sin()
+            return x + y
+        return x + y * drawn
+
+
+@pytest.mark.parametrize("odd", [False, True], ids=["other values", "another graph"])
+def test_a_random_generator_of_a_blocks_own_is_named_as_a_cause(odd: bool) -> None:
+    model = torch.nn.Sequential(_Drawing(odd), _Drawing(odd))
+    fluxtrain.wrap(model, device="cpu")
+    with pytest.raises(MisusedModel, match=r"computed something else.*random generator of its own"):
+        model(torch.ones(2, 8)).square().sum().backward()
+
+
 def test_unwrapping_between_forward_and_backward_is_named(tiny: Any, batch: Any) -> None:
     model = fluxtrain.wrap(tiny("llama"))
     loss = model(**batch()).loss

@@ -118,8 +118,10 @@ class Unit:
             if module._parameters.get(name) is not member.parameter:
                 raise MisusedModel(
                     f"{self.name}: the parameter {member.name} was replaced after fluxtrain.wrap "
-                    "(load_state_dict(assign=True), adapters or resizing): do that before wrap, or "
-                    "fluxtrain.unwrap(model), change it and wrap again"
+                    "(load_state_dict(assign=True), adapters or resizing: do that before wrap, or "
+                    "fluxtrain.unwrap(model), change it and wrap again), or for this call alone "
+                    "(torch.func.functional_call and what is built on it: use a model that is not "
+                    "wrapped)"
                 )
             if not member.trained and member.parameter.requires_grad and torch.is_grad_enabled():
                 raise MisusedModel(

@@ -48,7 +48,9 @@ class Sums:
                 )
         raise MisusedModel(
             f"{differs}was it switched between train and eval, or were adapters toggled, in "
-            "between? Keep the model as it is from forward to backward"
+            "between? Keep the model as it is from forward to backward. Or does it draw from a "
+            "random generator of its own (torch.Generator, numpy's default_rng)? Only the global "
+            "ones of torch, numpy and Python are set back to draw the same again: use these"
         )
 
 

@@ -107,8 +107,8 @@ class Saved:
             raise MisusedModel(
                 f"{self._name} computed something else in the backward pass ({self._filled} saved "
                 f"tensors) than in the forward pass ({self._count}): does it depend on something "
-                "that changed in between, such as a flag or a counter? Keep the model as it is "
-                "from forward to backward"
+                "that changed in between, such as a flag, a counter or a random generator of its "
+                "own? Keep the model as it is from forward to backward"
             )
 
     def clear(self) -> None:

@@ -30,6 +30,7 @@ from fluxtrain.stream.head_slices import choose_slices
 from fluxtrain.stream.keepers import choose_keepers
 from fluxtrain.stream.parameter import Owner, adopt_parameter, owner_of, release_parameter
 from fluxtrain.stream.plain_state import let_go
+from fluxtrain.stream.refusals import refuse_unsupported
 from fluxtrain.stream.rows import choose_rows, passes_in_parts
 from fluxtrain.stream.surface import guard_module, release_module, replace_forward
 
@@ -82,10 +83,14 @@ def wrap(  # noqa: PLR0913  # each is one choice of the user, by keyword
     deferred_moments: AdamW on the host writes all weights first, fp32 moments later: the same bits.
     slots: so many blocks on the device share what streams through it (None: 3, with `max` 2).
     Raises UnsupportedModel, BadInput or DoesNotFit.
+
+    Does not work: gradients of weights by `torch.autograd.grad` or `torch.func`, `backward(inputs=
+    ...)`, double backward, other weights for one call (`torch.func.functional_call`), and blocks
+    that draw from a `torch.Generator` of their own.
     """
     if "_fluxtrain_engine" in getattr(model, "__dict__", {}):
         return model
-    _refuse_unsupported(model)
+    refuse_unsupported(model)
     words: Any = {"offload": offload, "boundaries": boundaries, "embedding": embedding}
     words |= {"head": head, "device_first": device_first}  # any other word is refused
     words |= {"device_groups": device_groups, "resident_blocks": resident_blocks, "slots": slots}
@@ -164,32 +169,6 @@ def sync(model: nn.Module, *, written: bool = False) -> None:
         if written:
             for segment in group.trained:
                 segment.masters_are_weights()
-
-
-def _refuse_unsupported(model: nn.Module) -> None:
-    if not isinstance(model, nn.Module):
-        raise BadInput(f"wrap takes a torch.nn.Module, not {type(model).__name__}")
-    for name, parameter in model.named_parameters():
-        if parameter.is_meta:
-            raise UnsupportedModel(
-                f"{name} has no data (meta device: accelerate's offload, or an empty "
-                "initialisation): load the weights first, without device_map"
-            )
-        if parameter.is_inference():
-            raise UnsupportedModel(
-                f"{name} was made in torch.inference_mode and can never be trained: make or load "
-                "the model outside of it"
-            )
-        if type(parameter) is not nn.Parameter:
-            raise UnsupportedModel(
-                f"{name} is a {type(parameter).__name__}: tensor subclasses (quantised, "
-                "distributed) are not supported yet"
-                + (
-                    "; part of this model is wrapped already"
-                    if "_fluxtrain" in vars(parameter)
-                    else ""
-                )
-            )
 
 
 def _parts_of(model: nn.Module) -> Parts:
