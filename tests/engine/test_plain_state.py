@@ -14,6 +14,9 @@ from torch import nn
 
 import fluxtrain
 from fluxtrain.errors import BadInput, MisusedModel
+from fluxtrain.stream.engine import engine_of
+from fluxtrain.stream.loss_scale import LossScale
+from tests.engine import half_models
 
 Pair = tuple[nn.Module, torch.optim.Optimizer]
 
@@ -239,6 +242,19 @@ def test_a_subclass_of_adamw_takes_over_the_moments_of_a_wrapped_model(
     other = Other(model.parameters(), lr=1e-3)
     other.load_state_dict(optimizer.state_dict())
     assert train(model, other, 20, 26) == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_step_that_was_left_out_just_before_unwrapping_is_not_counted(
+    half: Any, batch: Any
+) -> None:
+    model, _ = half()
+    optimizer = half_models.adamw(model)
+    half_models.step(model, optimizer, batch())
+    engine_of(model).loss_scale = LossScale(torch.device("cpu"), half_models.TOO_LARGE)
+    half_models.step(model, optimizer, batch())
+    fluxtrain.unwrap(model)
+    state = optimizer.state_dict()["state"]
+    assert {float(entry["step"]) for entry in state.values()} == {1.0}
 
 
 # -- what cannot go on -----------------------------------------------------------------------------

@@ -59,10 +59,8 @@ def wrap(  # noqa: PLR0913  # each is one choice of the user, by keyword
 
     The model is used as before: forward, backward, `torch.optim.AdamW`, `clip_grad_norm_`,
     `state_dict`, `generate`. Wrapping twice is wrapping once: the first choices stay.
-
-    The optimizer's `state_dict()` has moments and masters uncast, in a layout of our own: only a
-    process that has wrapped a model loads it, for wrapped or plain ones. torch alone would begin
-    with moments of zero, unsaid: `fluxtrain.plain_optimizer_state(state_dict)` has its layout.
+    The optimizer's `state_dict()` is read by processes that have wrapped a model; torch alone would
+    begin anew, unsaid: give it `fluxtrain.plain_optimizer_state(state_dict)`.
 
     device: where blocks are computed (None: the GPU when torch can use it, else the CPU).
     offload: `none` keeps all on the device, `optimizer` the weights; with `weights` these stream,
@@ -82,11 +80,8 @@ def wrap(  # noqa: PLR0913  # each is one choice of the user, by keyword
     head: one on the host is copied `whole`, or in `slices` of words (`auto`: where only they fit).
     deferred_moments: AdamW on the host writes all weights first, fp32 moments later: the same bits.
     slots: so many blocks on the device share what streams through it (None: 3, with `max` 2).
-    Raises UnsupportedModel, BadInput or DoesNotFit.
-
-    Does not work: gradients of weights by `torch.autograd.grad` or `torch.func`, `backward(inputs=
-    ...)`, double backward, other weights for one call (`torch.func.functional_call`), and blocks
-    that draw from a `torch.Generator` of their own.
+    Raises UnsupportedModel, BadInput or DoesNotFit. What does not work: weights' gradients by
+    `autograd.grad`, second derivatives, `torch.func`, a block's own random generator.
     """
     if "_fluxtrain_engine" in getattr(model, "__dict__", {}):
         return model
