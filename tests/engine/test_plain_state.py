@@ -247,7 +247,7 @@ def test_a_subclass_of_adamw_takes_over_the_moments_of_a_wrapped_model(
 def test_a_step_that_was_left_out_just_before_unwrapping_is_not_counted(
     half: Any, batch: Any
 ) -> None:
-    model, _ = half()
+    model, _ = half(overlap=True)
     optimizer = half_models.adamw(model)
     half_models.step(model, optimizer, batch())
     engine_of(model).loss_scale = LossScale(torch.device("cpu"), half_models.TOO_LARGE)
