@@ -130,7 +130,7 @@ def _new_run(options: argparse.Namespace) -> int:
     try:
         return show(lambda: _app(options, trainer.run_dir.path, trainer))
     except KeyboardInterrupt:  # before there was an app; the training has a process of its own
-        print(printable(farewell(trainer.run_dir.path)), file=sys.stderr)
+        print(printable_lines(farewell(trainer.run_dir.path)), file=sys.stderr)
         return EXIT_INTERRUPTED
 
 
@@ -282,7 +282,8 @@ def show(make: Callable[[], FluxApp]) -> int:
         gc.enable()
         run_dir = app.run_dir
         if run_dir is not None:
-            words = printable(_in_time(lambda: farewell(run_dir)) or f"{run_dir} does not answer")
+            said = _in_time(lambda: farewell(run_dir)) or f"{run_dir} does not answer"
+            words = printable_lines(said)
             if not _in_time(lambda: _said(words)):  # the terminal takes nothing, or has hung up
                 os._exit(code)
         _leave_behind(set(threading.enumerate()) - others, code)
@@ -350,13 +351,13 @@ def farewell(run_dir: Path) -> str:
     """What to say about a run when the app is left."""
     run = RunDir(run_dir).summary()
     name = run.run_id if Path(run.path).parent == runs_root() else run.path
-    attach = f"{typed('fluxtrain-tui')} --attach {name}"
+    attach = printable(f"{typed('fluxtrain-tui')} --attach {name}")
     if run.state in ("running", "new"):
-        return f"{run.run_id} goes on without the app. See it again: {attach}"
+        return f"{printable(run.run_id)} goes on without the app. See it again:\n  {attach}"
     step = f" after step {run.step}" if run.step else ""
     reason = f": {run.message}" if run.message not in ("", run.state) else ""
     ended = run.message if step and step in run.message else f"{run.state}{step}{reason}"
-    return f"{run.run_id}: {ended}. Look at it: {attach}"
+    return f"{printable(f'{run.run_id}: {ended}')}. Look at it:\n  {attach}"
 
 
 def _check_theme(name: str) -> None:

@@ -222,8 +222,15 @@ def test_json_nested_without_end_is_refused(tmp_path: Path) -> None:
     assert "line 1" in _refusal(path)
 
 
-def test_a_json_array_over_many_lines_is_told_to_become_lines(tmp_path: Path) -> None:
-    assert "jq" in _refusal(_file(tmp_path, "a.json", '[\n{"text": "x"}\n]\n'))
+@pytest.mark.parametrize("text", ['[\n{"text": "x"}\n]\n', '[{"text": "x"}]\n'])
+def test_a_json_array_is_told_to_become_lines(tmp_path: Path, text: str) -> None:
+    said = _refusal(_file(tmp_path, "a.json", text))
+    assert "jq" in said and "one JSON value, not one object a line" in said
+
+
+def test_a_number_without_end_is_refused_in_words_of_our_own(tmp_path: Path) -> None:
+    said = _refusal(_file(tmp_path, "a.jsonl", '{"text": "x", "id": ' + "9" * 5000 + "}\n"))
+    assert "line 1 has a number of thousands of digits" in said and "sys." not in said
 
 
 def test_a_line_that_is_no_object_is_refused(tmp_path: Path) -> None:

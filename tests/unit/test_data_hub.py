@@ -50,7 +50,10 @@ def test_no_file_is_guessed(files: list[str], said: str) -> None:
     assert said in str(refused.value)
 
 
-@pytest.mark.parametrize("path", [PREFIX, f"{PREFIX}owner", f"{PREFIX}-x/y", f"{PREFIX}a b/c"])
+@pytest.mark.parametrize(
+    "path",
+    ["hf://", "hf://owner/name", PREFIX, f"{PREFIX}owner", f"{PREFIX}-x/y", f"{PREFIX}a b/c"],
+)
 def test_what_names_no_data_set_is_refused(path: str) -> None:
     with pytest.raises(BadInput, match="is not hf://datasets/owner/name"):
         local_file(path)

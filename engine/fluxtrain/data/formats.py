@@ -87,7 +87,7 @@ def detect(path: Path) -> Detected:
         return Detected(format="text", because=f"the name ends in {path.suffix}")
     if path.suffix.lower() == ".json" and not first.text.rstrip().endswith("}"):
         raise BadInput(
-            f"{path} is one JSON value over many lines: write one object a line (.jsonl), "
+            f"{path} is one JSON value, not one object a line: write it as such (.jsonl), "
             "for example with `jq -c '.[]'`"
         )
     named_as_lines = path.suffix.lower() in {".jsonl", ".json", ".ndjson"}
@@ -295,8 +295,11 @@ def _record(path: Path, line: _Line) -> dict[str, Any]:
             f"{path} line {line.number} is not JSON: {error.msg} at column {error.colno}; "
             "each line must be one whole JSON object"
         ) from error
-    except ValueError as error:  # a number of thousands of digits
-        raise BadInput(f"{path} line {line.number} cannot be read as JSON: {error}") from error
+    except ValueError as error:
+        raise BadInput(
+            f"{path} line {line.number} has a number of thousands of digits in it: take it out, or "
+            "write it as a string"
+        ) from error
     except RecursionError as error:
         raise BadInput(f"{path} line {line.number}: its JSON is nested too deeply") from error
     if not isinstance(record, dict):

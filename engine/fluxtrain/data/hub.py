@@ -29,7 +29,7 @@ def local_file(path: str) -> Path:
     Raises:
         BadInput: no such data set, no file in it that can be read, or several and none is named.
     """
-    if not path.startswith(PREFIX):
+    if not path.startswith("hf:"):
         return Path(path).expanduser()
     named = _NAMED.fullmatch(path.removeprefix(PREFIX))
     if named is None:
