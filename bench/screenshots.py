@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -115,6 +116,9 @@ def main() -> None:
     os.environ["TZ"] = "UTC"
     time.tzset()
     os.environ["FLUXTRAIN_RUNS"] = str(RUNS)
+    os.environ["PATH"] = (
+        f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # as in an activated one
+    )
     FOLDER.mkdir(exist_ok=True)
     lay_out()
     try:

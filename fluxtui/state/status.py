@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fluxtrain.errors import EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_TERMINATED
+from fluxtrain.telemetry.typed import typed_line
 from fluxtrain.units import duration_text
 from fluxtui.state.freshness import HEARTBEAT_LATE_S
 from fluxtui.state.link import Link
@@ -78,5 +79,9 @@ def _ended(state: RunState) -> Status | None:
     if state.done.exit_code == EXIT_FINISHED:
         return Status("finished", "FINISHED")
     if state.done.exit_code in (EXIT_INTERRUPTED, EXIT_TERMINATED):
-        return Status("stopped", "STOPPED", state.done.resume_with or NO_WAY_ON)
+        return Status("stopped", "STOPPED", _way_on(state.done.resume_with))
     return Status("failed", "FAILED", f"exit code {state.done.exit_code}")
+
+
+def _way_on(command: str | None) -> str:
+    return NO_WAY_ON if command is None else typed_line(command)

@@ -9,6 +9,7 @@ from pathlib import Path
 from fluxtrain.telemetry.launch import TrainerProcess, start_trainer
 from fluxtrain.telemetry.rundir import RunDir
 from fluxtrain.telemetry.storage import write_bytes
+from fluxtrain.telemetry.typed import typed_line
 from fluxtui.wizard.answers import Answers
 from fluxtui.wizard.configuring import set_arguments, yaml_text
 
@@ -55,8 +56,9 @@ def engine_arguments(answers: Answers, config: Path) -> list[str]:
 def command_text(answers: Answers) -> str:
     """The run as a command that a person can copy, with its configuration in config.yaml."""
     if answers.start == "resume":
-        return shlex.join(["fluxtrain", "train", "--resume", answers.resume_run])
-    return shlex.join(["fluxtrain", "train", *engine_arguments(answers, Path(CONFIG_NAME))])
+        return typed_line(shlex.join(["fluxtrain", "train", "--resume", answers.resume_run]))
+    arguments = engine_arguments(answers, Path(CONFIG_NAME))
+    return typed_line(shlex.join(["fluxtrain", "train", *arguments]))
 
 
 def run_name(answers: Answers) -> str:
