@@ -5,7 +5,8 @@
 Each kernel is timed beside a stream that reads and writes what it does and computes nothing, so
 that its rate is the most that memory allows, and beside processes that update what their core's
 cache holds (in_cache.py): the most that arithmetic allows, at the clock that the cores have behind
-the update. All take turns. Rates are medians of rounds, and ratios medians of each round's own: a
+the update. All take turns, on the same cores: those that did most in their caches before, of a
+machine that others share. Rates are medians of rounds, and ratios medians of each round's own: a
 machine that is shared changes between rounds.
 
 The engine's cost is a wrapped model of tiny blocks against the plain model with the same
@@ -353,7 +354,9 @@ def measure_all(arguments: argparse.Namespace) -> None:
             about = {"million": arena.n / 1e6, "processors": everything, "isa": used}
             result = Result(arguments.json, about)
         most_s = (ends_s - time.perf_counter()) / (len(cases) - at)
-        rows = measure(arena, threads, arguments.rounds, most_s)
+        cores = in_cache.quickest_cores()[:threads]
+        with in_cache.on_cores(cores):
+            rows = measure(arena, threads, arguments.rounds, most_s)
         print_rows(rows)
         result.rows += rows
         result.write()

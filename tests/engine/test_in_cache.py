@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -58,6 +59,36 @@ def test_the_instruction_set_is_that_of_the_update_beside_it(
     in_cache.main(["--isa", "scalar", "--of-one"])
     in_cache.main(["--of-one"])
     assert chosen == ["scalar"]
+
+
+def test_the_quickest_cores_come_first_and_the_thread_is_left_where_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    allowed = os.sched_getaffinity(0)
+    of_cores = {core: float(1 + (core * 7) % 5) for core in allowed}
+
+    def rate(call: object, seconds: float) -> float:
+        (core,) = os.sched_getaffinity(0)
+        return of_cores[core]
+
+    monkeypatch.setattr(in_cache, "rate", rate)
+    found = in_cache.quickest_cores(0.001)
+    assert sorted(found) == sorted(allowed)
+    assert [of_cores[core] for core in found] == sorted(of_cores.values(), reverse=True)
+    assert os.sched_getaffinity(0) == allowed
+
+
+def test_kernels_and_processes_stay_on_the_cores_they_are_given() -> None:
+    allowed = os.sched_getaffinity(0)
+    core = max(allowed)
+    told = "import os; print(sorted(os.sched_getaffinity(0)))"
+    with in_cache.on_cores([core]):
+        assert os.sched_getaffinity(0) == {core}
+        ended = subprocess.run(
+            [sys.executable, "-c", told], capture_output=True, text=True, check=True
+        )
+        assert ended.stdout == f"[{core}]\n"
+    assert os.sched_getaffinity(0) == allowed
 
 
 def test_what_a_call_costs_is_no_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
