@@ -9,15 +9,16 @@ from pathlib import Path
 
 from fluxtrain.errors import BadInput
 from fluxtrain.telemetry.printable import printable
-from fluxtrain.telemetry.rundir import RunDir
+from fluxtrain.telemetry.rundir import CONFIG_NAME, RunDir
 
 _HERE = RunDir(".")
-# What a run writes beside its journal, and `fluxtrain trace` where no other place is named.
+# What a run writes, the wizard for it, and `fluxtrain trace` where no other place is named.
 OWN = frozenset(
     path.name
     for path in (
         _HERE.run, _HERE.plan, _HERE.journal, _HERE.timeline, _HERE.log, _HERE.result, _HERE.error,
         _HERE.pid, _HERE.socket, _HERE.checkpoints, _HERE.model, _HERE.path / "trace.json.gz",
+        _HERE.path / CONFIG_NAME,
     )
 )  # fmt: skip
 

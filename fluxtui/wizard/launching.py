@@ -7,13 +7,11 @@ import shlex
 from pathlib import Path
 
 from fluxtrain.telemetry.launch import TrainerProcess, start_trainer
-from fluxtrain.telemetry.rundir import RunDir
+from fluxtrain.telemetry.rundir import CONFIG_NAME, RunDir
 from fluxtrain.telemetry.storage import write_bytes
 from fluxtrain.telemetry.typed import typed_line
 from fluxtui.wizard.answers import Answers
 from fluxtui.wizard.configuring import set_arguments, yaml_text
-
-CONFIG_NAME = "config.yaml"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

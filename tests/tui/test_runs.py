@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from fluxtrain.errors import BadInput
-from fluxtrain.telemetry.rundir import RunDir, RunSummary, list_runs
+from fluxtrain.telemetry.rundir import CONFIG_NAME, RunDir, RunSummary, list_runs
 from fluxtui.screens.dialogs import DeleteDialog
 from fluxtui.screens.runs import RunsScreen
 from fluxtui.sources.removal import check_removable, contents, remove_run, size_bytes
@@ -56,6 +56,7 @@ def test_a_run_is_deleted_with_all_that_it_wrote_and_the_others_stay(runs: Path)
 
 def test_what_a_run_did_not_write_stays_and_is_told(runs: Path) -> None:
     other = runs / "other"
+    (other / CONFIG_NAME).write_text("model: {path: demo}")  # the wizard's
     (other / "data.jsonl").write_text("mine")
     run_bytes = contents(other).own_bytes
     assert contents(other).kept_text == "data.jsonl stays: not of the run"

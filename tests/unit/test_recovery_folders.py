@@ -67,10 +67,10 @@ def test_the_folder_of_a_run_that_failed_keeps_its_log(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["run.json", "plan.json", "result.json", "error.json"])
 def test_files_of_others_that_a_run_would_replace_are_refused(tmp_path: Path, name: str) -> None:
-    (tmp_path / name).write_text('{"mine": 1}')
+    (tmp_path / name).write_text('{"mine": 1, "choices": []}')
     with pytest.raises(BadInput, match=f"{name} is there already and is not of a run"):
         find(None, tmp_path, None)
-    assert (tmp_path / name).read_text() == '{"mine": 1}'
+    assert (tmp_path / name).read_text() == '{"mine": 1, "choices": []}'
 
 
 def test_a_run_begins_beside_other_files_and_where_one_was_refused_before(tmp_path: Path) -> None:
@@ -78,9 +78,9 @@ def test_a_run_begins_beside_other_files_and_where_one_was_refused_before(tmp_pa
     (tmp_path / "data.jsonl").write_text("{}")
     for name, content in (
         ("run.json", {"config": {}, "versions": {}}),
-        ("plan.json", {"choices": []}),
-        ("result.json", {"exit_code": 2}),
-        ("error.json", {"exit_code": 2}),
+        ("plan.json", {"choices": [], "chunk_rows": 1}),
+        ("result.json", {"exit_code": 2, "message": ""}),
+        ("error.json", {"exit_code": 2, "message": ""}),
     ):
         (tmp_path / name).write_text(json.dumps(content))
     found = find(None, tmp_path, None)

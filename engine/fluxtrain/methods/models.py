@@ -29,6 +29,7 @@ from fluxtrain.data.hub import network_errors
 from fluxtrain.errors import BadInput, FluxTrainError
 from fluxtrain.methods.copies import Copied, copied_by_loading
 from fluxtrain.methods.isolation import keeps_documents_apart
+from fluxtrain.methods.left_out import further_blocks
 from fluxtrain.methods.model_files import ModelFiles, check_model_folder
 from fluxtrain.methods.precision import (
     DTYPES,
@@ -42,7 +43,6 @@ from fluxtrain.methods.precision import (
 from fluxtrain.methods.quiet import quiet_transformers
 
 DEMO = "demo"
-_NUMBER = re.compile(r"\d+")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 
@@ -283,7 +283,7 @@ def unloadable(folder: Path | str, error: Exception) -> Exception:
 
 def _check_complete(files: ModelFiles, told: dict[str, Any], model: nn.Module) -> tuple[str, ...]:
     """The tensors of the files that are not of the model. Raises BadInput where the model lacks
-    some, or is cut off: those left out are as others of it, of a block with another number."""
+    some, or is cut off."""
     for key, problem in (
         ("missing_keys", "does not hold the weights"),
         ("mismatched_keys", "holds in another shape than config.json says"),
@@ -296,9 +296,7 @@ def _check_complete(files: ModelFiles, told: dict[str, Any], model: nn.Module) -
                 "config.json and weights are of different models"
             )
     left_out = tuple(sorted(told.get("unexpected_keys", ())))
-    kinds = {_NUMBER.sub("#", name) for name, _ in model.named_parameters()}
-    cut = [name for name in left_out if _NUMBER.search(name) and _NUMBER.sub("#", name) in kinds]
-    if cut:
+    if cut := further_blocks(model, left_out):
         raise BadInput(
             f"{files.folder} holds {_first_names(cut)} too, and config.json is of a model with "
             "fewer blocks: it would be trained and saved without them; copy the config.json of "

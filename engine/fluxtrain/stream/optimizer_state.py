@@ -10,10 +10,11 @@ from __future__ import annotations
 import copy
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from fluxtrain.errors import MisusedModel
@@ -34,13 +35,23 @@ Entries = list[tuple[Owner, dict[str, Any], int]]
 _exporting: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
+def _nobody() -> None:
+    return None
+
+
 class Held(dict[int, dict[str, Any]]):
     """What stands under our key. Copied or pickled, as `copy.deepcopy(optimizer)` does, it is first
     brought up to date, and is then a dict of a kind that `torch.load` takes as weights only."""
 
-    def __init__(self, optimizer: Optimizer, entries: dict[int, dict[str, Any]]) -> None:
+    def __init__(
+        self, entries: Mapping[int, dict[str, Any]], optimizer: Optimizer | None = None
+    ) -> None:
+        """With entries alone, as accelerate makes another one of the same type, it is nobody's."""
         super().__init__(entries)
-        self._optimizer = weakref.ref(optimizer)
+        self._optimizer: Callable[[], Optimizer | None] = (
+            _nobody if optimizer is None else weakref.ref(optimizer)
+        )
+        self._parameters: dict[int, weakref.ref[Tensor]] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> dict[int, dict[str, Any]]:
         return copy.deepcopy(self.up_to_date(), memo)
@@ -51,6 +62,14 @@ class Held(dict[int, dict[str, Any]]):
     def belongs_to(self, optimizer: Optimizer) -> bool:
         """Is this the optimizer whose steps made it?"""
         return self._optimizer() is optimizer
+
+    def keep(self, parameters: Mapping[int, Tensor]) -> None:
+        """Note whose entries these are: their places in the optimizer may change from here on."""
+        self._parameters = {index: weakref.ref(each) for index, each in parameters.items()}
+
+    def kept(self) -> dict[int, Tensor | None]:
+        """Those noted, by index; None where one is gone."""
+        return {index: parameter() for index, parameter in self._parameters.items()}
 
     def up_to_date(self) -> dict[int, dict[str, Any]]:
         """The same as a plain dict, once the updates under way are done."""
@@ -99,7 +118,8 @@ def attach_state(optimizer: Optimizer, entries: Entries) -> None:
         elif owner.member.step:
             held[index] = _entry(owner.member)
     if held:
-        state[KEY] = held if isinstance(held, Held) else Held(optimizer, held)
+        mine = isinstance(held, Held) and held.belongs_to(optimizer)
+        state[KEY] = held if mine else Held(held, optimizer)
     if optimizer not in _exporting:
         _exporting.add(optimizer)
         optimizer.register_state_dict_pre_hook(_before_export)

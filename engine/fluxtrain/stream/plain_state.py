@@ -7,7 +7,7 @@ optimizer were copied or pickled together, and in an optimizer that outlives `un
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from itertools import chain
 from typing import Any
 
@@ -43,6 +43,9 @@ def make_plain(optimizer: Optimizer, but: Collection[int] = ()) -> None:
     owned = isinstance(held, Held) and held.belongs_to(optimizer)
     entries = held.up_to_date() if isinstance(held, Held) else held
     parameters = dict(enumerate(chain(*(group["params"] for group in optimizer.param_groups))))
+    if owned and isinstance(held, Held):
+        parameters |= _where_they_are(held.kept(), parameters)
+        indices = {index for index in indices if index in parameters or index not in held.kept()}
     _check(optimizer, entries, indices, parameters)
     counted = {
         id(parameter)
@@ -59,10 +62,25 @@ def make_plain(optimizer: Optimizer, but: Collection[int] = ()) -> None:
         if id(parameter) in counted:
             plain["step"] = plain["step"].to(parameter.device)
         state[parameter] = plain
-    rest = {i: _alone(entry) for i, entry in entries.items() if i not in indices}
+    rest = {i: _alone(entry) for i, entry in entries.items() if i in but}
     del state[KEY]
     if rest:
         state[KEY] = rest
+
+
+def _where_they_are(
+    kept: Mapping[int, Tensor | None], parameters: dict[int, Tensor]
+) -> dict[int, Tensor]:
+    """The parameters whose entries were noted, wherever they stand now. Those that the optimizer
+    does not step any more are taken out of `parameters`, as torch lets them be."""
+    stepped = {id(parameter) for parameter in parameters.values()}
+    for index in kept:
+        parameters.pop(index, None)
+    return {
+        index: parameter
+        for index, parameter in kept.items()
+        if parameter is not None and id(parameter) in stepped
+    }
 
 
 def plain_optimizer_state(state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -98,9 +116,11 @@ def let_go(owners: Iterable[Owner]) -> None:
             engine.loss_scale.settle()  # the last step may have been left out
     for optimizer in steppers_of(owners):
         held = held_state(optimizer)
-        for owner, _, index in wrapped_parameters(optimizer):
-            if index in held:
-                held[index]["step"] = owner.member.step
+        entries = [e for e in wrapped_parameters(optimizer) if e[2] in held]
+        for owner, _, index in entries:
+            held[index]["step"] = owner.member.step
+        if isinstance(held, Held):
+            held.keep({index: owner.member.parameter for owner, _, index in entries})
         optimizer.register_state_dict_pre_hook(_before_export)
 
 

@@ -81,7 +81,8 @@ def check_none_is_missing(entries: Mapping[Any, Any], names: Mapping[int, str]) 
         raise MisusedModel(
             f"the loaded optimizer state has lost its entry for "
             f"{names.get(missing[0], f'parameter {missing[0]}')} (of {len(had)} that it was saved "
-            f"with {len(missing)} are missing): {_CURE}"
+            f"with {len(missing)} are missing): {_CURE}; to let it alone begin anew, set its "
+            "moments and its step to zero"
         )
 
 

@@ -19,7 +19,7 @@ from fluxtrain.train.config import RunConfig, validate
 
 AUTO = "auto"
 _MANIFEST = "manifest.json"
-_MARKS = {"versions", "choices", "exit_code"}  # one of them is in each JSON file of a run
+_MARKS = ({"config", "versions"}, {"choices", "chunk_rows"}, {"exit_code", "message"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,12 +207,12 @@ def _refuse_others_files(chosen: RunDir) -> None:
 
 
 def _is_of_a_run(path: Path) -> bool:
-    """By what all of them hold: a run's facts, a plan's choices, or the code of its end."""
+    """By what all of them hold: a run's facts, a plan's choices, or how it ended."""
     try:
         content = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError, RecursionError):
         return False
-    return isinstance(content, dict) and not _MARKS.isdisjoint(content)
+    return isinstance(content, dict) and any(marks <= content.keys() for marks in _MARKS)
 
 
 def _named(path: Path, run_dir: Path | None) -> Target:
