@@ -9,24 +9,28 @@ from pathlib import Path
 
 from fluxtrain.errors import BadInput
 from fluxtrain.telemetry.printable import printable
-from fluxtrain.telemetry.rundir import CONFIG_NAME, RunDir
+from fluxtrain.telemetry.rundir import RunDir
+from fluxtrain.telemetry.storage import open_to_read
 
 _HERE = RunDir(".")
-# What a run writes, the wizard for it, and `fluxtrain trace` where no other place is named.
+# What a run writes, and `fluxtrain trace` where no other place is named.
 OWN = frozenset(
     path.name
     for path in (
         _HERE.run, _HERE.plan, _HERE.journal, _HERE.timeline, _HERE.log, _HERE.result, _HERE.error,
         _HERE.pid, _HERE.socket, _HERE.checkpoints, _HERE.model, _HERE.path / "trace.json.gz",
-        _HERE.path / CONFIG_NAME,
     )
 )  # fmt: skip
+OWN_CHECKPOINTS = ("step-", ".writing-")  # how names begin among a run's checkpoints
+CONFIG_NAME = "config.yaml"  # what the wizard writes beside them, and how that begins
+CONFIG_MARK = "# Written by fluxtrain-tui for the run in this folder, and deleted with it.\n"
 
 
 @dataclass(frozen=True)
 class Contents:
     """What lies in a run's folder, in the order of names."""
 
+    run_dir: Path
     own: tuple[Path, ...]
     others: tuple[Path, ...]  # they stay
 
@@ -42,22 +46,46 @@ class Contents:
             return ""
         more = f" and {len(self.others) - 1} more" if len(self.others) > 1 else ""
         stay = "stay: not" if more else "stays: not"
-        return f"{printable(self.others[0].name)}{more} {stay} of the run"
+        first = printable(str(self.others[0].relative_to(self.run_dir)))
+        return f"{first}{more} {stay} of the run"
 
 
 def contents(run_dir: Path) -> Contents:
-    """Those of a folder; none where it cannot be read."""
+    """Those of a folder; none where it cannot be read. Among its checkpoints each is looked at
+    where something else lies there."""
+    run = RunDir(run_dir)
+    found, checkpoints = _within(run.path), run.checkpoints
+    beside = [] if checkpoints.is_symlink() else _within(checkpoints)
+    if not all(path.name.startswith(OWN_CHECKPOINTS) for path in beside):
+        found = sorted({*found, *beside} - {checkpoints})
+    own = tuple(path for path in found if _is_own(path, run.path))
+    return Contents(run.path, own, tuple(path for path in found if path not in own))
+
+
+def _within(folder: Path) -> list[Path]:
     try:
-        found = sorted(run_dir.iterdir())
+        return sorted(folder.iterdir())
     except OSError:
-        found = []
-    own = tuple(path for path in found if _is_own(path.name))
-    return Contents(own, tuple(path for path in found if path not in own))
+        return []
 
 
-def _is_own(name: str) -> bool:
+def _is_own(path: Path, run_dir: Path) -> bool:
     """Also one that was being written when the trainer was killed."""
+    name = path.name
+    if path.parent != run_dir:
+        return name.startswith(OWN_CHECKPOINTS)
+    if name == CONFIG_NAME:
+        return _is_of_the_wizard(path)
     return name in OWN or any(name.startswith((f".{own}.", f".{own}-")) for own in OWN)
+
+
+def _is_of_the_wizard(path: Path) -> bool:
+    mark = CONFIG_MARK.encode()
+    try:
+        with open_to_read(path) as file:
+            return file.read(len(mark)) == mark
+    except OSError:
+        return False
 
 
 def size_bytes(path: Path) -> int:

@@ -7,9 +7,10 @@ import shlex
 from pathlib import Path
 
 from fluxtrain.telemetry.launch import TrainerProcess, start_trainer
-from fluxtrain.telemetry.rundir import CONFIG_NAME, RunDir
+from fluxtrain.telemetry.rundir import RunDir
 from fluxtrain.telemetry.storage import write_bytes
 from fluxtrain.telemetry.typed import typed_line
+from fluxtui.sources.removal import CONFIG_MARK, CONFIG_NAME
 from fluxtui.wizard.answers import Answers
 from fluxtui.wizard.configuring import set_arguments, yaml_text
 
@@ -82,7 +83,7 @@ def prepare(answers: Answers, root: Path | None = None) -> Launch:
     config = run.path / CONFIG_NAME
     text = yaml_text(answers)
     if not answers.is_demo:
-        write_bytes(config, text.encode())
+        write_bytes(config, (CONFIG_MARK + text).encode())
     return Launch(
         run_dir=run.path, arguments=tuple(engine_arguments(answers, config)), config_text=text
     )

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from fluxtrain.errors import BadInput
-from fluxtrain.telemetry.rundir import CONFIG_NAME, RunDir, RunSummary, list_runs
+from fluxtrain.telemetry.rundir import RunDir, RunSummary, list_runs
 from fluxtui.screens.dialogs import DeleteDialog
 from fluxtui.screens.runs import RunsScreen
 from fluxtui.sources.removal import check_removable, contents, remove_run, size_bytes
@@ -21,6 +21,8 @@ from fluxtui.state.view import View
 from fluxtui.verbs.runs import cannot_resume
 from fluxtui.widgets.run_rows import columns, left_text, run_detail, run_row
 from fluxtui.widgets.spans import width_of
+from fluxtui.wizard.answers import Answers
+from fluxtui.wizard.launching import prepare
 
 SIZE = (120, 40)
 
@@ -56,7 +58,6 @@ def test_a_run_is_deleted_with_all_that_it_wrote_and_the_others_stay(runs: Path)
 
 def test_what_a_run_did_not_write_stays_and_is_told(runs: Path) -> None:
     other = runs / "other"
-    (other / CONFIG_NAME).write_text("model: {path: demo}")  # the wizard's
     (other / "data.jsonl").write_text("mine")
     run_bytes = contents(other).own_bytes
     assert contents(other).kept_text == "data.jsonl stays: not of the run"
@@ -67,6 +68,27 @@ def test_what_a_run_did_not_write_stays_and_is_told(runs: Path) -> None:
     assert remove_run(other, runs) == run_bytes + len("left by a trainer that was killed")
     assert sorted(path.name for path in other.iterdir()) == ["data.jsonl", "notes"]
     assert (other / "notes" / "events.ndjson").read_text() == "mine too"
+
+
+def test_the_configuration_that_the_wizard_wrote_goes_and_one_of_the_user_stays(
+    runs: Path,
+) -> None:
+    launch = prepare(Answers(data_source="path", data_path="data.txt", steps=3), runs)
+    (launch.run_dir / "run.json").write_text("{}")
+    assert contents(launch.run_dir).kept_text == ""
+    remove_run(launch.run_dir, runs)
+    assert not launch.run_dir.exists()
+    (runs / "other" / "config.yaml").write_text(launch.config_text)
+    assert contents(runs / "other").kept_text == "config.yaml stays: not of the run"
+
+
+def test_what_is_no_checkpoint_of_the_run_stays_beside_its_checkpoints(runs: Path) -> None:
+    checkpoints = runs / "other" / "checkpoints"
+    (checkpoints / ".writing-step-00000300").mkdir()
+    (checkpoints / "best.pt").write_text("mine")
+    assert contents(runs / "other").kept_text == "checkpoints/best.pt stays: not of the run"
+    remove_run(runs / "other", runs)
+    assert [path.name for path in (runs / "other").rglob("*")] == ["checkpoints", "best.pt"]
 
 
 def test_a_run_that_is_in_use_is_never_deleted(runs: Path) -> None:

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from fluxtrain.errors import EXIT_TERMINATED, BadInput, FluxTrainError, Interrupted
+from fluxtrain.telemetry.ring import RingWriter
 from fluxtrain.telemetry.rundir import RunDir
-from fluxtrain.train.recovery import Target, find, truly_told
+from fluxtrain.train.recovery import Target, find, has_run, truly_told
 
 STOPPED = Interrupted("stopped before a step was made", EXIT_TERMINATED)
 
@@ -85,3 +86,31 @@ def test_a_run_begins_beside_other_files_and_where_one_was_refused_before(tmp_pa
         (tmp_path / name).write_text(json.dumps(content))
     found = find(None, tmp_path, None)
     assert found is not None and not found.resumes
+
+
+@pytest.mark.parametrize("name", ["pid", "timeline.ring"])
+def test_files_of_others_that_are_no_json_are_not_replaced_either(
+    tmp_path: Path, name: str
+) -> None:
+    (tmp_path / name).write_text("mine")
+    with pytest.raises(BadInput, match=f"{name} is there already and is not of a run"):
+        find(None, tmp_path, None)
+    assert (tmp_path / name).read_text() == "mine"
+
+
+def test_a_run_begins_where_a_process_left_its_mark_and_its_timeline(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    RingWriter(run.timeline).close()
+    with run.lock():
+        run_left_by_a_kill = run.pid.read_bytes()
+    assert run.pid.read_bytes() == b"" and find(None, tmp_path, None) is not None
+    run.pid.write_bytes(run_left_by_a_kill)
+    assert find(None, tmp_path, None) is not None
+
+
+def test_checkpoints_of_another_program_are_not_taken_for_a_run(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "best.pt").write_text("mine")
+    assert not has_run(RunDir(tmp_path))
+    (tmp_path / "checkpoints" / "step-00000003").mkdir()
+    assert has_run(RunDir(tmp_path))

@@ -23,6 +23,7 @@ from fluxtrain.telemetry.lanes import (
     whole,
     with_process,
 )
+from fluxtrain.telemetry.storage import open_to_read
 
 SLOTS = 256
 SLOT_BYTES = 16 << 10
@@ -30,6 +31,15 @@ VERSION = 1
 _MAGIC = b"FLUXRING"
 _HEAD = struct.Struct("<8sIII4xQ")
 _SLOTS_AT = 4096
+
+
+def is_ring(path: Path) -> bool:
+    """Whether a file begins as rings of every version do."""
+    try:
+        with open_to_read(path) as file:
+            return file.read(len(_MAGIC)) == _MAGIC
+    except OSError:
+        return False
 
 
 class RingWriter:

@@ -42,7 +42,6 @@ from fluxtrain.telemetry.storage import (
 )
 from fluxtrain.telemetry.typed import typed
 
-CONFIG_NAME = "config.yaml"  # what the wizard wrote for its run
 RunState = Literal["running", "finished", "refused", "failed", "interrupted", "dead", "new"]
 
 RUN_SPACE_BYTES = 1 << 20  # a run that cannot even write its journal need not start

@@ -14,7 +14,9 @@ from types import FrameType
 from typing import Any
 
 from fluxtrain.errors import EXIT_INTERRUPTED, EXIT_TERMINATED, BadInput, Interrupted
+from fluxtrain.telemetry.ring import is_ring
 from fluxtrain.telemetry.rundir import RunDir, runs_root
+from fluxtrain.telemetry.storage import read_json
 from fluxtrain.train.config import RunConfig, validate
 
 AUTO = "auto"
@@ -160,8 +162,11 @@ def stored_config(run_dir: RunDir, overrides: list[str] | None = None) -> RunCon
 
 
 def has_run(run_dir: RunDir) -> bool:
-    """Whether a run was started here before."""
-    return run_dir.journal.exists() or run_dir.checkpoints.exists()
+    """Whether a run was started here before. Of other programs there may be checkpoints too."""
+    if run_dir.journal.exists():
+        return True
+    folders = run_dir.checkpoints.glob("*")
+    return any(path.match("step-*") or (path / _MANIFEST).exists() for path in folders)
 
 
 def _refuse_undecodable(name: str | Path | None) -> None:
@@ -197,8 +202,8 @@ def _started_in(run_dir: Path) -> Target:
 def _refuse_others_files(chosen: RunDir) -> None:
     """Raise BadInput for a folder whose files the run would replace. Those that an earlier process
     left which made no step are the run's own."""
-    own = (chosen.run, chosen.plan, chosen.result, chosen.error)
-    there = [path for path in own if os.path.lexists(path) and not _is_of_a_run(path)]
+    own = (chosen.run, chosen.plan, chosen.result, chosen.error, chosen.pid, chosen.timeline)
+    there = [path for path in own if os.path.lexists(path) and not _is_of_a_run(path, chosen)]
     if there:
         raise BadInput(
             f"{there[0]} is there already and is not of a run; the run would replace it: choose "
@@ -206,13 +211,16 @@ def _refuse_others_files(chosen: RunDir) -> None:
         )
 
 
-def _is_of_a_run(path: Path) -> bool:
-    """By what all of them hold: a run's facts, a plan's choices, or how it ended."""
-    try:
-        content = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return False
-    return isinstance(content, dict) and any(marks <= content.keys() for marks in _MARKS)
+def _is_of_a_run(path: Path, run_dir: RunDir) -> bool:
+    """By what all of them hold: a run's facts, a plan's choices, the code of its end, the process
+    that has the run (none once it let go), or the head of a ring. Links are left to what would
+    write there."""
+    if path == run_dir.pid:
+        return path.is_symlink() or not path.stat().st_size or run_dir.user() is not None
+    if path == run_dir.timeline:
+        return path.is_symlink() or is_ring(path)
+    content = read_json(path) or {}
+    return any(marks <= content.keys() for marks in _MARKS)
 
 
 def _named(path: Path, run_dir: Path | None) -> Target:
