@@ -6,6 +6,8 @@ import json
 import os
 import random
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -27,6 +29,7 @@ from fluxtrain.telemetry.events import (
     StepFinished,
 )
 from fluxtrain.telemetry.journal import read_events
+from fluxtrain.telemetry.rundir import RunDir
 from fluxtrain.train.evaluate import evaluate
 from tests.engine import forked
 
@@ -175,6 +178,42 @@ def test_a_second_interrupt_ends_at_once(run_config: RunConfig, tmp_path: Path) 
         assert process.exitcode in (130, 143)
     if not events(run_dir, Done):  # the interrupt came as the second: nothing more was written
         assert not (run_dir / "result.json").exists()
+
+
+_INTERRUPTED_TWICE = """
+import signal, sys
+from fluxtrain.telemetry.rundir import RunDir
+from fluxtrain.train.session import Session
+
+with Session(RunDir(sys.argv[1])) as session:
+    session.listen()
+    session.begin_training()
+    for _ in range(2):
+        signal.raise_signal(signal.SIGINT)
+"""
+
+
+@pytest.mark.parametrize(
+    ("checkpoints", "kept"),
+    [
+        ([], "no checkpoint was written yet"),
+        (
+            ["step-00000003", "step-00000006", ".writing-step-00000009"],
+            "checkpoint step-00000006 stands",
+        ),
+    ],
+)
+def test_a_second_interrupt_says_what_is_kept_and_leaves_no_socket(
+    tmp_path: Path, checkpoints: list[str], kept: str
+) -> None:
+    for name in checkpoints:
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    command = [sys.executable, "-c", _INTERRUPTED_TWICE, str(tmp_path)]
+    ended = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 130
+    assert ended.stderr.splitlines()[-1] == f"second interrupt: ending now; {kept}"
+    assert RunDir(tmp_path).liveness() == "dead"
+    assert not RunDir(tmp_path).socket.exists()
 
 
 def test_a_truncated_checkpoint_is_skipped_with_a_warning(

@@ -33,6 +33,8 @@ def written(folder: Path, text: str) -> Path:
     ("override", "expected"),
     [
         ("train.steps=0", "train.steps = 0: must be greater than or equal to 1 (leave it out"),
+        ("train.eps=1e-300", "must be greater than or equal to 1e-30"),
+        ("train.eps=0", "must be greater than or equal to 1e-30"),
         ("train.learning_rate=-1", "must be greater than or equal to 0"),
         ("train.learning_rate=.inf", "must be a finite number"),
         ("train.lerning_rate=1", "did you mean train.learning_rate?"),

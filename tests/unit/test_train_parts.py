@@ -167,7 +167,7 @@ def test_a_signal_between_steps_is_noted_and_outside_raises(
 ) -> None:
     before = signal.getsignal(number)
     requests, ended = Requests(), list[int]()
-    with Signals(requests, exit_now=ended.append) as signals:
+    with Signals(requests, str, exit_now=ended.append) as signals:
         signals.deferred = True
         signal.raise_signal(number)
         assert requests.stop_code == code
@@ -176,7 +176,7 @@ def test_a_signal_between_steps_is_noted_and_outside_raises(
         signal.raise_signal(signal.SIGINT)
         assert ended == [130]
     assert signal.getsignal(number) is before
-    with Signals(Requests()), pytest.raises(Interrupted) as caught:
+    with Signals(Requests(), str), pytest.raises(Interrupted) as caught:
         signal.raise_signal(number)
     assert caught.value.exit_code == code
 
@@ -184,7 +184,7 @@ def test_a_signal_between_steps_is_noted_and_outside_raises(
 def test_a_run_that_was_started_to_ignore_the_end_of_its_terminal_ignores_it() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with Signals(requests := Requests()):
+        with Signals(requests := Requests(), str):
             signal.raise_signal(signal.SIGHUP)
             assert requests.stop_code is None
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
@@ -199,7 +199,7 @@ def test_a_signal_that_a_finaliser_swallows_still_stops_the_run() -> None:
             signal.raise_signal(signal.SIGTERM)
 
     requests, one = Requests(), [Finalised()]
-    with Signals(requests):
+    with Signals(requests, str):
         one.clear()
     assert requests.stop_code == 143
 

@@ -71,6 +71,7 @@ class ControlServer:
         self._answer_command = answer_command
         self._clients: dict[int, _Client] = {}
         self._thread: threading.Thread | None = None
+        self._bound = False
 
     def start(self) -> None:
         """Bind with mode 0600, in place of a dead trainer's socket, and begin to serve.
@@ -78,12 +79,19 @@ class ControlServer:
         Raises `BadInput` when another trainer serves this path or the folder cannot hold a socket.
         """
         self._listener = _listen(self.path)
+        self._bound = True
         self._selector = selectors.DefaultSelector()
         self._wake_read, self._wake_write = os.pipe()
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._selector.register(self._wake_read, selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._serve, name="control", daemon=True)
         self._thread.start()
+
+    def abandon(self) -> None:
+        """Remove the socket of a process that ends on the spot; waits for nothing."""
+        if self._bound:
+            with contextlib.suppress(OSError):
+                self.path.unlink()
 
     def close(self) -> None:
         """Stop serving and remove the socket; waits for a command that is being answered."""

@@ -42,11 +42,19 @@ def _message(key: str, item: Any, keys: list[str]) -> str:
     text = str(item["msg"]).removeprefix("Value error, ")
     if not key:
         return text
-    text = text.replace("Input should be", "must be")
+    text = _with_short_bound(text.replace("Input should be", "must be"), item.get("ctx", {}))
     if item["type"] in ("missing", "too_long"):  # every other key has a default
         text = "must be two numbers"
     cure = f" ({_CURES[key]})" if key in _CURES else ""
     return f"{key} = {_SHORT.repr(item['input'])}: {text}{cure}"
+
+
+def _with_short_bound(text: str, context: dict[str, Any]) -> str:
+    """1e-30 in place of thirty digits, which pydantic would write."""
+    bounds = [context[name] for name in ("gt", "ge", "lt", "le") if name in context]
+    if not bounds or not isinstance(bounds[0], float):
+        return text
+    return f"{text.rpartition(' ')[0]} {bounds[0]:g}"
 
 
 def unknown_key(key: str, keys: list[str]) -> str:

@@ -104,13 +104,18 @@ class Signals:
     The first signal is noted in `requests`, and the loop ends the run with a checkpoint. Outside
     `deferred` sections nothing can be lost, so it raises `Interrupted` at once as well; a library
     may swallow that (a finaliser does always), and then the loop ends the run before its next step.
-    A Ctrl-C after any first signal ends the process on the spot. What the process was started to
-    ignore (`nohup`, a script's job in the background) it ignores.
+    A Ctrl-C after any first signal ends the process on the spot, and says what `last_words` has.
+    What the process was started to ignore (`nohup`, a script's job in the background) it ignores.
     """
 
-    def __init__(self, requests: Requests, exit_now: Callable[[int], Any] = os._exit) -> None:
+    def __init__(
+        self,
+        requests: Requests,
+        last_words: Callable[[], str],
+        exit_now: Callable[[int], Any] = os._exit,
+    ) -> None:
         self._requests = requests
-        self._exit_now = exit_now
+        self._last_words, self._exit_now = last_words, exit_now
         self._previous: dict[int, Any] = {}
         self._first: int | None = None
         self.deferred = False
@@ -131,7 +136,7 @@ class Signals:
         code = _EXIT_CODES[signal.Signals(number)]
         if self._first is not None:
             if number == signal.SIGINT:
-                _say("second interrupt: ending now; the checkpoints made so far stand")
+                _say(f"second interrupt: ending now; {self._last_words()}")
                 self._exit_now(code)
             return
         self._first = number

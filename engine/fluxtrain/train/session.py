@@ -58,7 +58,7 @@ class Session:
         self.announcer = Announcer(self._emitter, show)
         self._log.tell(self.announcer.warn)
         self.requests = Requests()
-        self.signals = Signals(self.requests)
+        self.signals = Signals(self.requests, self._at_once)
         self._control = ControlServer(run_dir.socket, self._answer)
         self.gauges = GaugeThread(
             self.announcer, live=live_fd is not None, host_limit_bytes=host_limit_bytes
@@ -120,6 +120,12 @@ class Session:
     def resume_command(self) -> str:
         """What continues this run."""
         return f"fluxtrain train --resume {shlex.quote(str(self.run_dir.path))}"
+
+    def _at_once(self) -> str:
+        """What stands when the process ends on the spot, before which its socket is removed."""
+        self._control.abandon()
+        names = [path.name for path in self.run_dir.checkpoints.glob("step-*")]
+        return f"checkpoint {max(names)} stands" if names else "no checkpoint was written yet"
 
     def _print(self) -> Callable[[str], None]:
         def write(text: str) -> None:
