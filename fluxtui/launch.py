@@ -9,6 +9,7 @@ import asyncio
 import dataclasses
 import gc
 import os
+import shlex
 import signal
 import sys
 import threading
@@ -351,7 +352,7 @@ def farewell(run_dir: Path) -> str:
     """What to say about a run when the app is left."""
     run = RunDir(run_dir).summary()
     name = run.run_id if Path(run.path).parent == runs_root() else run.path
-    attach = printable(f"{typed('fluxtrain-tui')} --attach {name}")
+    attach = printable(f"{typed('fluxtrain-tui')} --attach {shlex.quote(name)}")
     if run.state in ("running", "new"):
         return f"{printable(run.run_id)} goes on without the app. See it again:\n  {attach}"
     step = f" after step {run.step}" if run.step else ""

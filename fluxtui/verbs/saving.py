@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
+from fluxtrain.telemetry.typed import typed
 from fluxtui.panels import PANELS
 from fluxtui.screens.panel_screen import PanelScreen
 from fluxtui.shell import Shell
@@ -19,7 +20,7 @@ class SavingVerbs(Shell):
         log = self.log_screen()
         text = log.newest if log is not None else ""
         if not text and self.run_dir is not None:
-            text = f"fluxtrain-tui --attach {shlex.quote(str(self.run_dir))}"
+            text = f"{typed('fluxtrain-tui')} --attach {shlex.quote(str(self.run_dir))}"
         if text:
             self.copy_to_clipboard(text)
             self.notify(text, title="Copied")

@@ -8,10 +8,11 @@ from fluxtui.panels.progress import fitting_eta
 from fluxtui.panels.trials import why_not
 from fluxtui.state.status import Status
 from fluxtui.state.view import View
-from fluxtui.widgets.spans import Line, Span, dropped_to_fit, joined, spread, width_of, wrapped
+from fluxtui.widgets.spans import Line, Span, cut, dropped_to_fit, joined, spread, width_of, wrapped
 from fluxtui.words import counted
 
 NOTICE_ROWS = 3
+COMMAND_ROWS = 6  # one that is cut cannot be typed
 STATUS_MARKS: dict[str, Span] = {
     "waiting": ("◌", "dim"),
     "running": ("●", "good"),
@@ -100,5 +101,8 @@ def notice_lines(view: View, width: int) -> list[Line]:
     if not told or status.kind in ("running", "waiting"):
         return []
     mark, role = STATUS_MARKS[status.kind]
-    parts = wrapped(told, width - 4)[:NOTICE_ROWS]
+    rows = COMMAND_ROWS if status.kind == "stopped" else NOTICE_ROWS
+    parts = wrapped(told, width - 4)
+    if len(parts) > rows:
+        parts = [*parts[: rows - 1], cut(f"{parts[rows - 1]} …", width - 4)]
     return [((f" {mark if i == 0 else ' '} ", role), (part, role)) for i, part in enumerate(parts)]

@@ -1,0 +1,91 @@
+"""Commands that the app tells can be typed as they stand: found, quoted and whole."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from fluxtrain.telemetry.events import Done
+from fluxtui import launch
+from fluxtui.actions import find
+from fluxtui.state.run import RunState
+from fluxtui.state.view import View
+from fluxtui.widgets.chrome import COMMAND_ROWS, NOTICE_ROWS, notice_lines
+from fluxtui.widgets.spans import width_of
+from fluxtui.wizard.answers import Answers
+from fluxtui.wizard.launching import command_text
+
+
+@pytest.fixture
+def scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with our commands that PATH does not have."""
+    folder = tmp_path / "env" / "bin"
+    folder.mkdir(parents=True)
+    for name in ("fluxtrain", "fluxtrain-tui"):
+        (folder / name).touch(mode=0o755)
+    monkeypatch.setattr(sys, "executable", str(folder / "python"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    return folder
+
+
+def stopped(made: ModuleType, resume_with: str) -> View:
+    """A run that was stopped after a step."""
+    done = Done(
+        exit_code=130, step=3, seconds=1.0, loss=None, evaluation_loss=None, model_path=None,
+        resume_with=resume_with,
+    )  # fmt: skip
+    return View(state=RunState().after_all([*made.training(3), done]))
+
+
+def told(view: View) -> list[str]:
+    """The lines below the header at 80 columns."""
+    lines = notice_lines(view, 80)
+    assert all(width_of(line) <= 80 for line in lines)
+    return ["".join(text for text, _ in line)[3:].rstrip() for line in lines]
+
+
+def test_a_stopped_run_and_the_wizard_tell_where_the_command_lies(
+    scripts: Path, made: ModuleType
+) -> None:
+    cells = "".join(told(stopped(made, "fluxtrain train --resume /r"))).replace(" ", "")
+    assert cells == f"{scripts}/fluxtraintrain--resume/r"  # a long word is cut between rows
+    assert command_text(Answers(start="resume", resume_run="/r")).startswith(str(scripts))
+    assert command_text(Answers(steps=3)) == f"{scripts}/fluxtrain train --demo --set train.steps=3"
+
+
+def test_a_command_in_long_folders_is_told_whole(made: ModuleType) -> None:
+    words = ["fluxtrain", "train", "--resume", *(f"/folder-{i:02}-{'x' * 55}" for i in range(4))]
+    lines = told(stopped(made, " ".join(words)))
+    assert len(lines) > NOTICE_ROWS
+    assert lines[0] == "fluxtrain train --resume" and lines[1:] == words[3:]
+
+
+def test_what_is_too_long_to_be_told_ends_in_an_ellipsis(made: ModuleType) -> None:
+    lines = told(stopped(made, "fluxtrain train --resume " + "x" * 2000))
+    assert len(lines) == COMMAND_ROWS
+    assert lines[-1].endswith("…")
+
+
+async def test_what_is_copied_is_found_too(
+    run: Path, made: ModuleType, app_pilot: Any, scripts: Path
+) -> None:
+    app = app_pilot.app_on(run, made)
+    async with app.run_test(size=(120, 40)) as pilot:
+        await app_pilot.drawn(pilot)
+        await pilot.press(find("copy").keys)
+        assert app.clipboard == f"{scripts}/fluxtrain-tui --attach {run}"
+
+
+def test_leaving_names_a_run_in_a_folder_with_blanks_as_it_can_be_typed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLUXTRAIN_RUNS", str(tmp_path / "runs"))
+    folder = tmp_path / "my run"
+    folder.mkdir()
+    (folder / "events.ndjson").touch()
+    assert shlex.split(launch.farewell(folder).splitlines()[-1])[-2:] == ["--attach", str(folder)]
