@@ -15,7 +15,7 @@ from fluxtrain.stream import updates
 from fluxtrain.stream.engine import engine_of
 from fluxtrain.stream.shards import state_shards
 
-MAX_NORM = 0.5
+MAX_NORM = 0.3  # no power of two: then order and number of roundings show
 HOLD_S = 0.25  # far longer than a step of these models
 GIVEN_UP_S = 30.0
 

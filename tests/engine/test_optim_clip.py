@@ -9,7 +9,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from fluxtrain.optim.clip import clip_scale
+from fluxtrain.optim.clip import clip_scale, clip_scale_on_device
 
 NORMS = st.floats(min_value=0, width=32)
 LIMITS = st.floats(min_value=0, max_value=1e6, allow_subnormal=False)
@@ -27,6 +27,15 @@ def torch_coefficient(norm: float, max_norm: float) -> float:
 @given(NORMS, LIMITS)
 def test_the_scale_has_the_bits_of_torchs_coefficient(norm: float, max_norm: float) -> None:
     assert clip_scale(norm, max_norm) == torch_coefficient(norm, max_norm)
+
+
+@given(NORMS, LIMITS)
+@example(1.7, 0.3)
+@example(1.1, 0.05)
+def test_parts_on_the_device_are_clipped_with_the_same_bits(norm: float, max_norm: float) -> None:
+    on_device = clip_scale_on_device(torch.tensor(norm), max_norm)
+    assert on_device.dtype == torch.float32
+    assert float(on_device) == clip_scale(norm, max_norm)
 
 
 @given(NORMS, LIMITS)

@@ -23,7 +23,7 @@ from fluxtrain.stream.grouping import facts_of
 
 FORMATS = pytest.mark.parametrize("states", ["bf16", "8bit"])
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-MAX_NORM = 0.5
+MAX_NORM = 0.3  # no power of two: then order and number of roundings show
 LEAST = 100  # matrices of the tiny models are narrow, their norms are not
 
 

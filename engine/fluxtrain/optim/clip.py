@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from ctypes import c_float
 
+import torch
+from torch import Tensor
+
 _EPS = c_float(1e-6).value
 
 
@@ -18,3 +21,9 @@ def clip_scale(norm: float, max_norm: float | None) -> float:
     reciprocal = c_float(1.0 / c_float(c_float(norm).value + _EPS).value).value
     scale = c_float(reciprocal * c_float(max_norm).value).value
     return 1.0 if scale > 1.0 else scale
+
+
+def clip_scale_on_device(norm: Tensor, max_norm: float) -> Tensor:
+    """`clip_scale` of an fp32 scalar where it is, with the same roundings. To divide `max_norm` by
+    the norm would round once where this rounds twice: equal for powers of two alone."""
+    return torch.clamp(torch.reciprocal(norm + _EPS) * max_norm, max=1.0)

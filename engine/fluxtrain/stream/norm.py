@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fluxtrain.memory.device import Device, Ticket
 from fluxtrain.memory.page_locks import host_empty
-from fluxtrain.optim.clip import clip_scale
+from fluxtrain.optim.clip import clip_scale, clip_scale_on_device
 from fluxtrain.stream.user_gradients import norm_of
 
 if TYPE_CHECKING:
@@ -98,8 +98,7 @@ class GradNorm:
             norm = self._on_device[0]
             ratio = torch.ones_like(norm)
             if self.max_norm is not None:
-                limit = torch.full_like(norm, self.max_norm)
-                ratio = torch.clamp(limit / (norm + 1e-6), max=1.0)
+                ratio = clip_scale_on_device(norm, self.max_norm)
             if self.scaled:
                 ratio = ratio / self._on_device[-1]
             if self._guards:
