@@ -27,6 +27,7 @@ METHODS: tuple[Method, ...] = get_args(Method)
 DIAL: tuple[Dial, ...] = get_args(Dial)
 DEMO = "demo"
 HUB_DATA = "hf://datasets/"
+HUB_SCHEME = "hf:"  # what begins so is no file
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
@@ -86,7 +87,10 @@ class Answers:
         """What the configuration calls `data.path`."""
         if self.data_source == "hub":
             return HUB_DATA + self.data_hub.strip().removeprefix(HUB_DATA)
-        return DEMO if self.data_source == "demo" else expanded(self.data_path)
+        if self.data_source == "demo":
+            return DEMO
+        path = self.data_path.strip()
+        return path if path.startswith(HUB_SCHEME) else expanded(path)
 
     @property
     def is_demo(self) -> bool:

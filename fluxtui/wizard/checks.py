@@ -14,7 +14,14 @@ from pathlib import Path
 from fluxtrain.errors import BadInput
 from fluxtrain.telemetry.rundir import RunDir
 from fluxtui.home import expanded
-from fluxtui.wizard.answers import HUB_DATA, Answers, StepName, hub_id_problem, is_hub_id
+from fluxtui.wizard.answers import (
+    HUB_DATA,
+    HUB_SCHEME,
+    Answers,
+    StepName,
+    hub_id_problem,
+    is_hub_id,
+)
 from fluxtui.wizard.configuring import answers_from_file
 from fluxtui.wizard.data_facts import Sample, demo_samples, read_data_file
 from fluxtui.wizard.known_runs import RESUMABLE, run_rows
@@ -92,8 +99,8 @@ def check_data(answers: Answers) -> Check:
         return Check(error="a row needs 2 tokens at least, one to see and one to predict")
     if answers.data_source == "demo":
         return Check(facts=_DEMO_DATA, samples=demo_samples())
-    if answers.data_source == "hub":
-        return _check_hub_data(answers.data_hub.strip().removeprefix(HUB_DATA))
+    if answers.data_source == "hub" or answers.data_file.startswith(HUB_SCHEME):
+        return _check_hub_data(answers.data_file)
     try:
         facts = read_data_file(answers.data_file, format=_said(answers, "data.format") or "auto")
     except BadInput as error:
@@ -125,8 +132,12 @@ def _check_file(answers: Answers) -> Check:
     return Check(facts=facts, loaded=loaded)
 
 
-def _check_hub_data(name: str) -> Check:
+def _check_hub_data(address: str) -> Check:
     """Only how it is written: the engine fetches it when it reads the first documents."""
+    if not address.startswith(HUB_DATA):
+        written = f"{HUB_DATA}owner/name or {HUB_DATA}owner/name/file.jsonl"
+        return Check(error=f"{address} is not {written}")
+    name = address.removeprefix(HUB_DATA)
     owner, _, rest = name.partition("/")
     problem = hub_id_problem("/".join((owner, rest.partition("/")[0])) if name else "")
     if problem:

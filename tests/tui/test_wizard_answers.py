@@ -179,6 +179,20 @@ def test_data_on_the_hub_is_told_from_its_prefix() -> None:
     assert check_data(Answers(data_source="hub")).open
 
 
+@pytest.mark.parametrize("typed", ["hf://", "hf:", " hf://owner/tales "])
+def test_an_address_of_the_hub_that_is_none_is_told_as_it_was_typed(typed: str) -> None:
+    answers = with_data(Answers(), typed)
+    assert answers.data_file == typed.strip()
+    said = f"{typed.strip()} is not hf://datasets/owner/name or hf://datasets/owner/name/file.jsonl"
+    assert check_data(answers).error == said
+
+
+def test_an_address_of_the_hub_is_taken_for_a_file_too() -> None:
+    answers = Answers(data_source="path", data_path="hf://datasets/owner/tales")
+    assert answers.data_file == answers.data_path
+    assert check_data(answers).error is None
+
+
 def test_a_folder_that_looks_like_an_id_is_a_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
