@@ -44,8 +44,10 @@ def make_plain(optimizer: Optimizer, but: Collection[int] = ()) -> None:
     entries = held.up_to_date() if isinstance(held, Held) else held
     parameters = dict(enumerate(chain(*(group["params"] for group in optimizer.param_groups))))
     if owned and isinstance(held, Held):
-        parameters |= _where_they_are(held.kept(), parameters)
-        indices = {index for index in indices if index in parameters or index not in held.kept()}
+        kept = held.kept()
+        parameters = {i: p for i, p in parameters.items() if i not in kept}
+        parameters |= _still_stepped(kept, optimizer)
+        indices = {index for index in indices if index in parameters or index not in kept}
     _check(optimizer, entries, indices, parameters)
     counted = {
         id(parameter)
@@ -68,19 +70,11 @@ def make_plain(optimizer: Optimizer, but: Collection[int] = ()) -> None:
         state[KEY] = rest
 
 
-def _where_they_are(
-    kept: Mapping[int, Tensor | None], parameters: dict[int, Tensor]
-) -> dict[int, Tensor]:
-    """The parameters whose entries were noted, wherever they stand now. Those that the optimizer
-    does not step any more are taken out of `parameters`, as torch lets them be."""
-    stepped = {id(parameter) for parameter in parameters.values()}
-    for index in kept:
-        parameters.pop(index, None)
-    return {
-        index: parameter
-        for index, parameter in kept.items()
-        if parameter is not None and id(parameter) in stepped
-    }
+def _still_stepped(kept: Mapping[int, Tensor | None], optimizer: Optimizer) -> dict[int, Tensor]:
+    """Of the parameters that were noted those that the optimizer steps, wherever they stand now.
+    The entries of others go, as torch lets them be."""
+    stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    return {i: p for i, p in kept.items() if p is not None and id(p) in stepped}
 
 
 def plain_optimizer_state(state_dict: dict[str, Any]) -> dict[str, Any]:
