@@ -65,7 +65,7 @@ class Training:
         return loss
 
     def step(self) -> None:
-        self.engine.clip_grad_norm(0.5)
+        self.engine.clip_grad_norm(0.3)
         self.optimizer.step()
         self.optimizer.zero_grad()
 

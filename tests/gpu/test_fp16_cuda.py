@@ -55,7 +55,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> Any:
     ids = torch.randint(0, 1024, (8, 64), generator=torch.Generator().manual_seed(seed)).cuda()
     loss = model(input_ids=ids, labels=ids).loss
     engine.loss_scale.of(loss).backward()
-    norm = engine.clip_grad_norm(0.5, [loss])
+    norm = engine.clip_grad_norm(0.3, [loss])
     optimizer.step()
     optimizer.zero_grad()
     return norm

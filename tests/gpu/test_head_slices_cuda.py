@@ -137,7 +137,7 @@ def trained(
                 engine.begin_eager_step(optimizer, loss)
             loss.backward()
             told.append(float(loss.detach()))
-        told.append(engine.clip_grad_norm(None if eager else 0.5).value())
+        told.append(engine.clip_grad_norm(None if eager else 0.3).value())
         optimizer.step()
         optimizer.zero_grad()
     engine.flush()

@@ -76,7 +76,7 @@ class Training:
             ids = torch.randint(0, 1024, (8, 64))
             loss = self.model(input_ids=ids, labels=ids).loss
             loss.backward()
-            self.engine.clip_grad_norm(0.5)
+            self.engine.clip_grad_norm(0.3)
             self.optimizer.step()
             self.optimizer.zero_grad()
             self.losses.append(float(loss.detach()))

@@ -41,7 +41,7 @@ def trained(device: str, **options: Any) -> tuple[list[float], list[torch.Tensor
         ids = torch.randint(0, 512, (4, 32))
         loss = model(input_ids=ids, labels=ids, use_cache=False).loss
         loss.backward()
-        engine_of(model).clip_grad_norm(0.5)
+        engine_of(model).clip_grad_norm(0.3)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.detach())

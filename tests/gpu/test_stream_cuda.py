@@ -72,7 +72,7 @@ def train(
         ids = torch.randint(0, 1024, (rows, 64))
         loss = model(input_ids=ids, labels=ids).loss
         loss.backward()
-        engine_of(model).clip_grad_norm(0.5)
+        engine_of(model).clip_grad_norm(0.3)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.detach())

@@ -34,7 +34,7 @@ def trained(dtype: torch.dtype, **options: Any) -> tuple[list[torch.Tensor], Any
         torch.manual_seed(step)
         ids = torch.randint(0, 512, (4, 32))
         model(input_ids=ids, labels=ids).loss.backward()
-        engine_of(model).clip_grad_norm(0.5)
+        engine_of(model).clip_grad_norm(0.3)
         optimizer.step()
         optimizer.zero_grad()
     engine_of(model).flush()

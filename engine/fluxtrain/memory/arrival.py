@@ -19,6 +19,11 @@ class Arrival:
     norms: Tensor | None  # (trained members with a gradient,) fp32 on the device; None: ask at home
     norm_of: dict[int, int]  # member index -> position in norms
 
+    def is_of(self, members: list[Member]) -> bool:
+        """Are `norms` those of these members, and of no other?"""
+        known = 0 if self.norms is None else self.norms.numel()
+        return known == len(members) and self.norm_of.keys() == {m.index for m in members}
+
     def wait(self) -> None:
         for ticket in self.tickets:
             ticket.wait_host()

@@ -38,6 +38,12 @@ class GradientRing:
             group.take_gradient_memory(oldest)
         borrowers.append(group)
 
+    def keep(self, group: Group) -> None:
+        """The group's gradients stay: the buffer that it has, if any, is its own from now on."""
+        for borrowers in self._borrowers.values():
+            if group in borrowers:
+                borrowers.remove(group)
+
     def give_back(self, groups: Iterable[Group]) -> None:
         """Free all buffers, between two steps: the next one takes new ones. A buffer may have been
         made by any of `groups` and lent on since."""

@@ -204,6 +204,7 @@ class Gradients:
         if passing and group.home == "host":
             self._ring.lend(group)
         else:
+            self._ring.keep(group)
             group.ensure_gradient()
 
     def _finish_rows(self, group: Group, rows: RowSum, *, passing: bool) -> None:

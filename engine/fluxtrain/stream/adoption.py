@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -145,6 +145,7 @@ def _engines(entries: Entries) -> list[Engine]:
 def _adopted_step(optimizer: Optimizer, entries: Entries) -> None:
     engines = _engines(entries)
     for engine in engines:
+        _refuse_broken_eager_step(engine)
         if engine.loss_scale is not None:
             engine.loss_scale.settle()
     if all(engine.eager is None for engine in engines):
@@ -154,6 +155,20 @@ def _adopted_step(optimizer: Optimizer, entries: Entries) -> None:
     attach_state(optimizer, entries)
     for owner, _, _ in entries:
         owner.hidden = True
+
+
+def _refuse_broken_eager_step(engine: Engine) -> None:
+    """Raise MisusedModel where the backward pass of an eager step has raised: the rest of the model
+    must not be stepped as if it had not."""
+    if engine.eager is None or not engine.broke_off:
+        return
+    updated = len(engine.eager.updated)
+    engine.abandon_backward()
+    raise MisusedModel(
+        f"the backward pass of this eager step raised an error when {updated} of "
+        f"{len(engine.groups)} parts of the model were updated: "
+        + ("go on from a checkpoint" if updated else "call zero_grad() and compute it again")
+    )
 
 
 def _prepare(optimizer: Optimizer, entries: Entries) -> None:
@@ -193,6 +208,7 @@ def _submit(optimizer: Optimizer, entries: Entries) -> None:
             engine.loss_scale.after(engine.norm, stepped)
         if eager is not None:
             eager.end()
+        engine.graphs.end_step()
         _clip_others(engine, {id(o.member) for o, _, _ in entries})
         engine.norm = None
         engine.accounts.step += 1
@@ -218,6 +234,7 @@ class EagerStep:
         self.updated: set[Group] = set()
         self.guard = guard  # of the loss; nothing is updated where it is not finite
         self._engine = engine
+        self._graphs = engine.graphs
         self._work: dict[Group, list[tuple[Owner, Hyper]]] = {}
         hypers = _hypers(optimizer)
         for owner, options, _ in entries:
@@ -229,8 +246,24 @@ class EagerStep:
         stepped = {owner.member.index for owner, _ in self._work.get(group, ())}
         return all(m.index in stepped for s in group.trained for m in s.members)
 
+    def uses_up_now(self, group: Group) -> bool:
+        """The same, and will its update follow at once?"""
+        return self.uses_up(group) and not self._graphs.need(group)
+
+    def refuse_updated(self, groups: Iterable[Group]) -> None:
+        """Raise MisusedModel where gradients of a group come that has been updated."""
+        name = next((group.name for group in groups if group in self.updated), None)
+        if name is not None:
+            raise MisusedModel(
+                f"gradients of {name} come after its update: an eager step is for one backward "
+                "pass. Call optimizer.step() behind each, or leave begin_eager_step out"
+            )
+
     def take(self, group: Group) -> None:
-        """The group's gradients are complete: queue its update."""
+        """Gradients of the group have come: queue its update, if none are to follow. Else it takes
+        place when they have, or with `optimizer.step()`."""
+        if self._graphs.need(group):
+            return
         mine = [(o, h) for o, h in self._work.get(group, ()) if o.member.has_gradient]
         if not mine:
             return

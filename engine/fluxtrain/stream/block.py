@@ -245,7 +245,7 @@ class _Streamed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Call, anchor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         unit, engine = call.unit, call.unit.engine
-        ctx.call, ctx.anchor_node = call, engine.anchor_node
+        engine.begin_forward(ctx, call)
         ctx.set_materialize_grads(False)
         call.parked = {}
         if engine.plan.parks and not (unit.keeps or unit.stays):
@@ -289,7 +289,7 @@ class _Streamed(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         call: Call = ctx.call
         unit, engine = call.unit, call.unit.engine
-        engine.begin_backward(unit, call, ctx.anchor_node)
+        engine.begin_backward(ctx)
         call.refuse_changed_arguments()
         arriving = call.gradients_of_results(gradients)
         tensors = call.brought_back(ctx.saved_tensors)

@@ -31,12 +31,13 @@ from fluxtrain.stream.arguments import Tree
 from fluxtrain.stream.block import Unit
 from fluxtrain.stream.call import Call
 from fluxtrain.stream.chunking import saved_row_bytes
+from fluxtrain.stream.graphs import Graphs
 from fluxtrain.stream.head_call import HeadCall
 from fluxtrain.stream.loss_scale import LossScale
 from fluxtrain.stream.norm import GradNorm, norm_parts
 from fluxtrain.stream.parameter import HostParameter, Owner
 from fluxtrain.stream.rows import HostIds, Lookup
-from fluxtrain.stream.shards import load_state_shard, state_shards
+from fluxtrain.stream.shards import load_state_shard, shard_bytes, state_shards
 from fluxtrain.stream.updates import Updates
 from fluxtrain.stream.use import Use
 from fluxtrain.stream.writes import check_writes, fingerprint
@@ -67,6 +68,7 @@ class Engine:
         self.host_ids = HostIds()
         self.anchor = torch.zeros(1, device=device.torch_device, requires_grad=True)
         self.anchor_node = self.anchor.view_as(self.anchor).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+        self.graphs = Graphs()
         self.owners: dict[Group, dict[int, Owner]] = {}
         self.norm: GradNorm | None = None  # asked for since the last step
         self.eager: EagerStep | None = None  # the step under way updates as gradients arrive
@@ -82,8 +84,8 @@ class Engine:
     def before(self, unit: Unit) -> None:
         """A unit's forward is about to run: check its weights, start the next copies."""
         self.use.check()
-        if self._tasks and torch._C._current_graph_task_id() < 0:
-            self._abandon_backward()
+        if self.broke_off:
+            self.abandon_backward()
         for group in unit.groups:
             check_writes(self, group)
         unit.check_identity()
@@ -139,10 +141,17 @@ class Engine:
         self.accounts.sample()
         self.device.tidy()
 
-    def begin_backward(self, unit: Unit, call: Call | HeadCall | Lookup, anchor_node: Any) -> None:
+    def begin_forward(self, ctx: Any, call: Call | HeadCall | Lookup) -> None:
+        """A unit's forward is recorded: `ctx` is its node of torch's graph."""
+        ctx.call, ctx.anchor_node = call, self.anchor_node
+        self.graphs.record(ctx, call.unit.groups)
+
+    def begin_backward(self, ctx: Any) -> None:
         """Checks before a unit's backward; starts the copies of the units before it."""
         self.use.check()
-        if not torch._C._will_engine_execute_node(anchor_node):
+        call: Call | HeadCall | Lookup = ctx.call
+        unit = call.unit
+        if not torch._C._will_engine_execute_node(ctx.anchor_node):
             raise MisusedModel(
                 "torch.autograd.grad and backward(inputs=...) do not reach the weights of wrapped "
                 "blocks and would leave wrong gradients behind: use loss.backward()"
@@ -158,6 +167,8 @@ class Engine:
                 f"the weights of {stale[0]} changed between forward and backward (an optimizer "
                 "step, or a write to them): the gradients would be wrong. Step after backward()"
             )
+        self._refuse_updated(unit.groups)
+        self.graphs.begin_backward(ctx, unit.groups)
         task = torch._C._current_graph_task_id()
         if task not in self._tasks:
             self._tasks.add(task)
@@ -178,7 +189,7 @@ class Engine:
     def add_slice(self, slices: WeightSlices, member: Member, first: int, values: Tensor) -> None:
         """The gradient of the words of a member from `first` on, (n, ...) in fp32: all of it."""
         group = slices.group
-        passing = self.eager is not None and self.eager.uses_up(group)
+        passing = self.eager is not None and self.eager.uses_up_now(group)
         self.gradients.add_slice(group, member, first, values, rows=slices.words, passing=passing)
 
     def forget_gradients(self) -> None:
@@ -203,6 +214,7 @@ class Engine:
             gradient = parameter.grad
             parameter.grad = None
         if gradient is not None:
+            self._refuse_updated([owner.group])
             self.gradients.add(owner.group, owner.member, gradient.to(self.device.torch_device))
             task = torch._C._current_graph_task_id()
             if owner.group.users <= 1 or task < 0:
@@ -270,8 +282,7 @@ class Engine:
 
     def shard_bytes(self) -> int:
         """What all shards take now, at most."""
-        groups = sum(group.wire_bytes + group.state_bytes for group in self.groups)
-        return groups + sum(parameter.nbytes for parameter in self.loose)
+        return shard_bytes(self)
 
     def load_state_shard(self, name: str, tensors: dict[str, Tensor]) -> None:
         load_state_shard(self, name, tensors)
@@ -282,9 +293,8 @@ class Engine:
         """Before the only backward pass of a step without clipping: update each group as soon as
         its gradients are complete. `optimizer.step()` ends it. The hyperparameters are read now.
 
-        Weights change during the backward pass: two forwards before it, or a norm to clip by, would
-        give wrong results (the first raises, the second is the caller's to keep).
-        """
+        What the graph still needs (a block called twice, a weight used outside of its block) is
+        updated later, by `optimizer.step()` at the latest. There is no norm to clip by."""
         if self.loss_scale is not None:
             raise MisusedModel("with a loss scale no group is updated before the norm is known")
         guard = GradNorm(self.device, [], None, [loss]) if loss is not None else None
@@ -294,6 +304,11 @@ class Engine:
     def partly_updated(self) -> bool:
         """True while an eager step has updated some groups and not all."""
         return self.eager is not None and bool(self.eager.updated)
+
+    @property
+    def broke_off(self) -> bool:
+        """Has the last backward pass raised?"""
+        return bool(self._tasks) and torch._C._current_graph_task_id() < 0
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -340,10 +355,14 @@ class Engine:
                 break
             wanted -= self.window.is_shared_by(copied)
 
+    def _refuse_updated(self, groups: Sequence[Group]) -> None:
+        if self.eager is not None:
+            self.eager.refuse_updated(groups)
+
     def _finish(self, group: Group) -> None:
         if not self.gradients.is_open(group):
             return
-        passing = self.eager is not None and self.eager.uses_up(group)
+        passing = self.eager is not None and self.eager.uses_up_now(group)
         self.gradients.finish(group, passing=passing)
         with torch._C.DisableTorchFunctionSubclass():  # a look at hooks is no read of the weights
             hooked = [(m, m.parameter._post_accumulate_grad_hooks) for m in group.members]
@@ -354,12 +373,14 @@ class Engine:
         if self.eager is not None:
             self.eager.take(group)
 
-    def _abandon_backward(self) -> None:
+    def abandon_backward(self) -> None:
         """The last backward pass raised: its end was never called and its sums are incomplete."""
         self._tasks.clear()
         self._last = {"forward": None, "backward": None}
         self.gradients.discard()
-        self.eager = None
+        if self.eager is not None:
+            self.eager.end()
+            self.eager = None
 
     def _end_task(self, task: int) -> None:
         """The backward pass is over: groups that several units add to are complete now."""

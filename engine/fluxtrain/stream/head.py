@@ -253,7 +253,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: HeadCall, anchor: Tensor, hidden: Tensor) -> Tensor:
         engine, unit = call.unit.engine, call.unit
-        ctx.call, ctx.anchor_node = call, engine.anchor_node
+        engine.begin_forward(ctx, call)
         wanted = call.differentiate and hidden.requires_grad, *call.trained()
         with engine.bound(unit, "head"):
             loss = _forward_chunks(call, hidden, *wanted)
@@ -265,7 +265,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, scale: Tensor) -> tuple[None, None, Tensor | None]:
         call: HeadCall = ctx.call
         engine, unit = call.unit.engine, call.unit
-        engine.begin_backward(unit, call, ctx.anchor_node)
+        engine.begin_backward(ctx)
         if call.spent:
             raise MisusedModel(
                 "a second backward pass over the same loss: its gradients at the head were "

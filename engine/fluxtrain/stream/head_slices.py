@@ -102,7 +102,7 @@ def copy_whole(unit: Unit, why: str) -> None:
 class _SlicedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: HeadCall, anchor: Tensor, hidden: Tensor) -> Tensor:
-        ctx.call, ctx.anchor_node = call, call.unit.engine.anchor_node
+        call.unit.engine.begin_forward(ctx, call)
         target, count, wrong = call.targets()
         tokens = Tokens.of(target)
         slices = _slices(call.unit)
@@ -123,7 +123,7 @@ class _SlicedCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, scale: Tensor) -> tuple[None, None, Tensor | None]:
         call: HeadCall = ctx.call
         (hidden,) = ctx.saved_tensors
-        _begin_backward(call, ctx.anchor_node)
+        _begin_backward(ctx)
         slope_scale = call.slope_scale(ctx.count, _slices(call.unit).members[0].segment.dtype)
         if call.kept_scale is not None:
             scale = scale * call.kept_scale
@@ -140,7 +140,7 @@ class _SlicedCrossEntropy(torch.autograd.Function):
 class _SlicedLogits(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: HeadCall, anchor: Tensor, hidden: Tensor) -> Tensor:
-        ctx.call, ctx.anchor_node = call, call.unit.engine.anchor_node
+        call.unit.engine.begin_forward(ctx, call)
         slices = _slices(call.unit)
         out: Tensor | None = None  # (..., V)
         with _computing(call.unit, "head"):
@@ -159,16 +159,16 @@ class _SlicedLogits(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, Tensor | None]:
         (hidden,) = ctx.saved_tensors
         wanted = ctx.needs_input_grad[2]
-        found = sliced_logits_backward(ctx.call, ctx.anchor_node, hidden, gradient, wanted)
+        found = sliced_logits_backward(ctx, hidden, gradient, wanted)
         return None, None, found
 
 
 def sliced_logits_backward(
-    call: HeadCall, anchor_node: Any, hidden: Tensor, gradient: Tensor, wanted: bool
+    ctx: Any, hidden: Tensor, gradient: Tensor, wanted: bool
 ) -> Tensor | None:
     """Hand the gradients of the weights to the engine, for that of the logits (..., V); that of
     hidden (..., H) where it is wanted."""
-    _begin_backward(call, anchor_node)
+    _begin_backward(ctx)
     slopes = gradient.reshape(-1, gradient.shape[-1])
     flat = hidden.reshape(-1, hidden.shape[-1])
 
@@ -176,12 +176,13 @@ def sliced_logits_backward(
         return slopes[rows, words.first : words.first + len(words.weight)]
 
     one = torch.ones((), device=gradient.device)
-    found = _backward(call, flat, wanted, one, max(1, len(flat)), slope)
+    found = _backward(ctx.call, flat, wanted, one, max(1, len(flat)), slope)
     return None if found is None else found.view(hidden.shape)
 
 
-def _begin_backward(call: HeadCall, anchor_node: Any) -> None:
-    call.unit.engine.begin_backward(call.unit, call, anchor_node)
+def _begin_backward(ctx: Any) -> None:
+    call: HeadCall = ctx.call
+    call.unit.engine.begin_backward(ctx)
     if call.unit.slices is None:
         raise MisusedModel(
             f"{call.unit.name} was used in a way between its forward and its backward pass that "

@@ -37,7 +37,7 @@ class GradNorm:
     ) -> None:
         self.max_norm = max_norm
         self.scaled = loss_scale is not None
-        self._guards = max_norm is not None or bool(losses) or self.scaled
+        self.guards = max_norm is not None or bool(losses) or self.scaled
         self._losses = slice(1, 1 + len(losses))
         total = (
             torch.linalg.vector_norm(torch.cat([p.reshape(-1) for p in parts]), dtype=torch.float32)
@@ -77,6 +77,15 @@ class GradNorm:
         """Waits as `value` does."""
         return all(math.isfinite(loss) for loss in self.losses())
 
+    def is_known(self) -> bool:
+        """Would `value` not wait?"""
+        return self._ticket.done()
+
+    def refuses(self) -> bool:
+        """Is the step not made, and not for an overflow that a smaller loss scale cures? Waits as
+        `value` does."""
+        return math.isnan(self.scale()) and not self.overflowed()
+
     def all_finite(self) -> Tensor:
         """Will the step be made? A truth value on the device."""
         return torch.isfinite(self._on_device).all()
@@ -86,7 +95,7 @@ class GradNorm:
         NaN where nothing may happen."""
         if self._read_scale is None:
             norm = self.value()
-            if self._guards and not bool(torch.isfinite(self._host).all()):
+            if self.guards and not bool(torch.isfinite(self._host).all()):
                 self._read_scale = math.nan
             else:
                 self._read_scale = clip_scale(norm, self.max_norm) / (self.loss_scale() or 1.0)
@@ -101,7 +110,7 @@ class GradNorm:
                 ratio = clip_scale_on_device(norm, self.max_norm)
             if self.scaled:
                 ratio = ratio / self._on_device[-1]
-            if self._guards:
+            if self.guards:
                 ratio = torch.where(self.all_finite(), ratio, torch.nan)
             self._on_device_scale = ratio
         return self._on_device_scale
@@ -113,10 +122,9 @@ def norm_parts(engine: Engine) -> list[Tensor]:
     for group in engine.groups:
         members = [m for m in group.members if m.has_gradient]
         arrival = engine.gradients.arrivals.get(group)
-        whole = arrival is not None and len(arrival.norm_of) == len(members)
-        if whole and all(m.gradient_scale == 1.0 for m in members):
-            assert arrival is not None
-            parts += [arrival.norms] if arrival.norms is not None else []
+        whole = arrival.norms if arrival is not None and arrival.is_of(members) else None
+        if whole is not None and all(m.gradient_scale == 1.0 for m in members):
+            parts.append(whole)
         else:
             parts += [norm_of(engine, group, m) for m in members]
     for parameter in engine.loose:

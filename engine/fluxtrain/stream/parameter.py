@@ -99,7 +99,10 @@ class HostParameter(nn.Parameter):
         if func == _DATA_GET:
             args[0]._fluxtrain.engine.watch(args[0]._fluxtrain.member)
         with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+            found = func(*args, **(kwargs or {}))
+        if _is_recorded(found):
+            _record_outside(*args, *(kwargs or {}).values())
+        return found
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         copied = nn.Parameter(self.detach().clone(), requires_grad=self.requires_grad)
@@ -135,6 +138,19 @@ def _refuse_no_gradient(value: object, owner: Owner) -> None:
             f"{owner.name}.grad was assigned a tensor of {tuple(value.shape)}, and the parameter "
             f"is {tuple(owner.member.shape)}: give it one of that shape"
         )
+
+
+def _is_recorded(found: Any) -> bool:
+    """Has torch's graph taken down how it was computed?"""
+    each = found if isinstance(found, list | tuple) else (found,)
+    return any(isinstance(x, Tensor) and x.requires_grad and not x.is_leaf for x in each)
+
+
+def _record_outside(*arguments: Any) -> None:
+    for argument in arguments:
+        for value in argument if isinstance(argument, list | tuple) else (argument,):
+            if isinstance(value, HostParameter):
+                value._fluxtrain.engine.graphs.record_outside(value._fluxtrain.group)
 
 
 class HostGradient(Tensor):

@@ -213,7 +213,7 @@ class Lookup:
 class _LookedUp(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Lookup, anchor: Tensor) -> Tensor:
-        ctx.call, ctx.anchor_node = call, call.unit.engine.anchor_node
+        call.unit.engine.begin_forward(ctx, call)
         ctx.set_materialize_grads(False)
         return call.forward()
 
@@ -222,7 +222,7 @@ class _LookedUp(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[None, None]:
         call: Lookup = ctx.call
         engine = call.unit.engine
-        engine.begin_backward(call.unit, call, ctx.anchor_node)
+        engine.begin_backward(ctx)
         if gradient is not None:
             call.backward(gradient)
         engine.after_backward(call.unit)

@@ -29,6 +29,12 @@ _NAMES: dict[StateFormat, dict[str, str]] = {
 }
 
 
+def shard_bytes(engine: Engine) -> int:
+    """What all shards take now, at most."""
+    groups = sum(group.wire_bytes + group.state_bytes for group in engine.groups)
+    return groups + sum(parameter.nbytes for parameter in engine.loose)
+
+
 def state_shards(engine: Engine) -> Iterator[tuple[str, dict[str, Tensor]]]:
     """(shard name, tensors): of every parameter the weights, what completes their masters, both
     moments and the step count.

@@ -43,7 +43,8 @@ class _Uncomputed(torch.autograd.Function):
         make: Callable[[], Tensor],
         seen: Computed,
     ) -> Tensor:
-        ctx.call, ctx.anchor_node, ctx.seen = call, call.unit.engine.anchor_node, seen
+        call.unit.engine.begin_forward(ctx, call)
+        ctx.seen = seen
         ctx.save_for_backward(hidden)
         return make()
 
@@ -55,7 +56,7 @@ class _Uncomputed(torch.autograd.Function):
         _refuse_other_gradients(call, ctx.seen)
         gradient, wanted = gradient.to(hidden.dtype), ctx.needs_input_grad[2]
         backward = sliced_logits_backward if call.unit.in_slices else _whole_backward
-        return None, None, backward(call, ctx.anchor_node, hidden, gradient, wanted), None, None
+        return None, None, backward(ctx, hidden, gradient, wanted), None, None
 
 
 def _refuse_other_gradients(call: HeadCall, seen: Computed) -> None:
@@ -70,13 +71,12 @@ def _refuse_other_gradients(call: HeadCall, seen: Computed) -> None:
         )
 
 
-def _whole_backward(
-    call: HeadCall, anchor_node: Any, hidden: Tensor, gradient: Tensor, wanted: bool
-) -> Tensor | None:
+def _whole_backward(ctx: Any, hidden: Tensor, gradient: Tensor, wanted: bool) -> Tensor | None:
     """Hand the gradients of weight and bias to the engine; that of hidden (..., H) where wanted."""
+    call: HeadCall = ctx.call
     unit, engine, (for_weight, for_bias) = call.unit, call.unit.engine, call.trained()
     linear: Any = unit.module
-    engine.begin_backward(unit, call, anchor_node)
+    engine.begin_backward(ctx)
     slopes = gradient.reshape(-1, gradient.shape[-1])  # (N, V)
     sums: list[tuple[Any, Tensor]] = []
     with engine.bound(unit, "backward"):

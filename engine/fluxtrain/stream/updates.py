@@ -45,6 +45,7 @@ from fluxtrain.optim.stepping import (
 from fluxtrain.plan.states import STATE_BLOCK
 from fluxtrain.stream.norm import GradNorm
 from fluxtrain.stream.ranges import Range, flat_of, ranges, step_on_device
+from fluxtrain.stream.refused_steps import RefusedSteps
 
 FIRST_PIECE_ELEMENTS = 1 << 24  # of a table that others look into, some 3 ms on a GPU's host
 
@@ -66,6 +67,7 @@ class Updates:
         self._shares_cores = device.torch_device.type == "cpu"
         self._threads = update_threads(device.torch_device)
         self._worker = Worker("flux-update", _native.end_threads if self._shares_cores else None)
+        self._refused = RefusedSteps()
         self._pending: dict[Group, None] = {}  # in the order of their updates
         self._ahead: dict[Group, _Step] = {}  # of tables, the last one
         self.defers_moments = defers_moments  # of the steps that `submit` takes
@@ -100,6 +102,7 @@ class Updates:
     ) -> _Step | None:
         """Queue the group's first job; its weights count as changed from now on. None where the
         device updates."""
+        self._refused.settle()
         unwritten = group.ensure_state()
         work = ranges(group, hypers)
         group.version += 1
@@ -108,6 +111,7 @@ class Updates:
             for flat in unwritten:  # where the processor is the device
                 zero_(flat, threads=self._threads)
             step_on_device(work, norm)
+            self._refused.note(norm, [group.members[index] for index in hypers])
             self._recorder.computed("update", group.name, start)
             return None
         step = _Step(
@@ -164,6 +168,7 @@ class Updates:
                 errors.append(error)
                 group.version += 1  # a copy that waited for it has failed, or is about to
             self._pending.pop(group, None)
+        self._refused.settle(wait=True)
         self._ahead.clear()  # the tables have it all, and the gradients may be given up
         if errors:
             raise errors[0]
@@ -309,10 +314,12 @@ def _looks_ahead(group: Group) -> bool:
 
 def _clip(norm: GradNorm | None) -> float:
     scale = 1.0 if norm is None else norm.scale()
-    if math.isnan(scale):
+    if norm is not None and math.isnan(scale):
+        told = f"the gradient norm is {norm.value()}"
+        if not norm.losses_are_finite():
+            told = f"the loss is {norm.losses()[0] if len(norm.losses()) == 1 else norm.losses()}"
         raise Diverged(
-            f"the gradient norm is {norm.value() if norm else scale}: the weights were left as "
-            "they were before this step. Lower the learning rate, or look for bad values in the "
-            "data"
+            f"{told}: the weights were left as they were before this step. Lower the learning "
+            "rate, or look for bad values in the data"
         )
     return scale
