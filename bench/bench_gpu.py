@@ -154,7 +154,7 @@ def planned(
     timing = None if isinstance(rates, str) else Timing(rates=rates, exact=exact, passes=passes)
     plan = place_timed(
         facts,
-        Room(device_free_bytes=budget_bytes, host_available_bytes=None),
+        Room(device_free_bytes=budget_bytes, host_available_bytes=_available(model)),
         Wishes(
             offload=options.offload,
             batch_rows=options.batch,
@@ -186,6 +186,14 @@ def planned(
         told["predicted_step_s"] = round(predicted.step_s, 3)
         told["calibration"] = msgspec.to_builtins(timing.rates.calibration)
     return plan, told
+
+
+def _available(model: Qwen2ForCausalLM) -> int | None:
+    """Host memory (bytes) for weights and all that comes to them; the weights are there already.
+    None: not known."""
+    free = read_machine().memory_available_bytes
+    there = sum(weight.nbytes for weight in model.parameters() if weight.device.type == "cpu")
+    return None if free is None else free + there
 
 
 def trial_batch(options: argparse.Namespace, rows: int) -> Batch:

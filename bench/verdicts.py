@@ -40,10 +40,10 @@ def verdicts(
 ) -> list[Told]:
     """The same one by one, for a row that has a result."""
     mine = rows[row["name"]]
-    void = (slow or {}).get(row.get("against", ""))
-    told = [Told(f"VOID, for {void}")] if void else []
+    void = {name: why for name, why in (slow or {}).items() if name in _compared(row)}
+    told = [Told(f"VOID, for {why}") for why in void.values()]
     told += _reference(row, mine)
-    told += _speeds(row, mine, rows, void=void is not None)
+    told += _speeds(row, mine, rows, void)
     if "losses" in row:
         told.append(_losses(row["losses"], mine, rows))
     if "budget" in row:
@@ -109,6 +109,11 @@ def outcome_of(good: bool, *, void: bool = False) -> Outcome:
     return "void" if void else "met" if good else "missed"
 
 
+def _compared(row: Row) -> list[str]:
+    """The rows whose throughput this one's is compared with."""
+    return [*([row["against"]] if "against" in row else []), *row.get("times", {})]
+
+
 def _reference(row: Row, mine: Row) -> list[Told]:
     if "reference_s" not in row:
         return []
@@ -118,11 +123,12 @@ def _reference(row: Row, mine: Row) -> list[Told]:
     return [Told(f"{known_s:.2f} s are known: as fast")]
 
 
-def _speeds(row: Row, mine: Row, rows: Mapping[str, Row], *, void: bool) -> list[Told]:
-    """The targets in seconds and in other rows' throughput."""
+def _speeds(row: Row, mine: Row, rows: Mapping[str, Row], void: Mapping[str, str]) -> list[Told]:
+    """The targets in seconds and in other rows' throughput; `void`: rows that were too slow."""
     told = []
     if "most_s" in row:
-        told.append(_target(f"{row['most_s']:.2f} s", mine["step_s"] <= row["most_s"], void))
+        reached, other_machine = mine["step_s"] <= row["most_s"], row.get("against") in void
+        told.append(_target(f"{row['most_s']:.2f} s", reached, other_machine))
     least = {row["against"]: (row["least"], f"{row['least']:.0%}")} if "least" in row else {}
     least |= {name: (factor, f"{factor}x") for name, factor in row.get("times", {}).items()}
     for name, (factor, words) in least.items():
@@ -131,7 +137,7 @@ def _speeds(row: Row, mine: Row, rows: Mapping[str, Row], *, void: bool) -> list
             told.append(Told(f"{words} of {name}: not judged, it has no result", "open"))
             continue
         reached = mine["tokens_per_s"] >= factor * other["tokens_per_s"]
-        told.append(_target(f"{words} of {name}", reached, void))
+        told.append(_target(f"{words} of {name}", reached, name in void))
     return told
 
 

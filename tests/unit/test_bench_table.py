@@ -157,6 +157,20 @@ def test_rows_beside_a_loop_that_is_slow_here_are_void(step_s: float, void: bool
         assert "0.60 s: met; 90% of loop: met" in compared
 
 
+def test_a_multiple_of_a_loop_that_is_slow_here_is_void() -> None:
+    wanted = [
+        {"name": "loop", "reference_s": 0.39},
+        {"name": "other", "reference_s": 1.96},
+        {"name": "a", "against": "loop", "least": 0.5, "most_s": 0.6, "times": {"other": 2.0}},
+    ]
+    rows = {"a": found(1000, []), "loop": found(1000, []), "other": found(100, [])}
+    rows["loop"]["step_s"], rows["other"]["step_s"] = 0.39, 2.1
+    told = judged(wanted[2], rows, slow_references(wanted, rows))
+    assert told == (
+        "VOID, for other took 2.100 s here; 0.60 s: met; 50% of loop: met; 2.0x of other: VOID"
+    )
+
+
 def test_bytes_by_trained_parameters_are_shown_beside_those_at_home() -> None:
     figures = {"host_bytes_per_trained": 9.312, "host_bytes_per_at_home": 14.92}
     apart = {"boundaries_on_host_gib": 1.12}
