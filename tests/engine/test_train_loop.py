@@ -183,9 +183,10 @@ def test_no_training_row_is_evaluated_and_evaluating_changes_nothing(
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("limit", ["1.0", "null"])
 @pytest.mark.parametrize("what", ["loss", "norm"])
+@pytest.mark.parametrize("depth", [1, 3])  # 1: a backward pass waits for updates under it
 def test_a_divergence_stops_before_the_update_and_names_the_last_checkpoint(
     run_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    what: str, limit: str, late: bool,
+    what: str, limit: str, late: bool, depth: int,
 ) -> None:  # fmt: skip
     if limit == "null" and what == "norm":
         return  # known to be too late: the next test
@@ -201,6 +202,7 @@ def test_a_divergence_stops_before_the_update_and_names_the_last_checkpoint(
         return real(self, max_norm, losses)
 
     monkeypatch.setattr(Engine, "clip_grad_norm", clip)
+    monkeypatch.setattr("fluxtrain.memory.gradient_ring.ring_depth", lambda _: depth)
     rates = ["train.learning_rate=1e15", "train.warmup_steps=0"] if what == "loss" else []
     rates.append(f"train.max_grad_norm={limit}")
     with pytest.raises(Diverged) as caught:

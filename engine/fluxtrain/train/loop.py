@@ -187,8 +187,13 @@ class TrainingLoop:
             clock.ends("forward")
             if eager and own is not None:  # groups are updated as their gradients arrive
                 self._engine.begin_eager_step(own, loss)
-            (loss if scale is None else scale.of(loss)).backward()
             losses.append(loss.detach())
+            try:
+                (loss if scale is None else scale.of(loss)).backward()
+            except Diverged as error:  # an update under the pass has refused the loss
+                seen = f"the loss is {losses[-1]:g} at step {self._step_number + 1}"
+                seen += f" (learning rate {rate:.3g})"
+                raise Diverged(self._divergence(seen, "was not applied")) from error
             del loss  # its graph would wait for the end of the next forward pass
             clock.ends("backward")
         norm = self._engine.clip_grad_norm(limit, losses)
@@ -214,7 +219,7 @@ class TrainingLoop:
             return
         computed = queued.read()
         if not computed.is_finite and not computed.left_out:
-            raise Diverged(self._divergence(queued, computed))
+            raise Diverged(self._divergence_of(queued, computed))
         self._report(queued, computed)
 
     def _report(self, queued: QueuedStep, computed: Computed) -> None:
@@ -312,19 +317,20 @@ class TrainingLoop:
                 group["lr"] = rate
         return rate
 
-    def _divergence(self, queued: QueuedStep, computed: Computed) -> str:
+    def _divergence_of(self, queued: QueuedStep, computed: Computed) -> str:
         in_part = queued.eager and math.isfinite(computed.loss)
-        applied = "was applied in part" if in_part else "was not applied"
-        return (
+        text = self._divergence(
             f"the loss is {computed.loss:g} and the gradient norm {computed.norm:g} at step "
-            f"{queued.number} (learning rate {queued.learning_rate:.3g}): this update {applied}; "
-            f"{self._keeper.last_text()}; lower train.learning_rate, lengthen train.warmup_steps, "
-            "or look for broken rows in the data"
-            + (
-                ""
-                if computed.loss_scale is None
-                else ", or use model.dtype=float32: fp16 ends at 65504"
-            )
+            f"{queued.number} (learning rate {queued.learning_rate:.3g})",
+            "was applied in part" if in_part else "was not applied",
+        )
+        scaled = computed.loss_scale is not None
+        return text + (", or use model.dtype=float32: fp16 ends at 65504" if scaled else "")
+
+    def _divergence(self, seen: str, applied: str) -> str:
+        return (
+            f"{seen}: this update {applied}; {self._keeper.last_text()}; lower "
+            "train.learning_rate, lengthen train.warmup_steps, or look for broken rows in the data"
         )
 
     def _out_of_memory(self, error: torch.OutOfMemoryError) -> str:
