@@ -204,8 +204,12 @@ class Gradients:
         if passing and group.home == "host":
             self._ring.lend(group)
         else:
-            self._ring.keep(group)
-            group.ensure_gradient()
+            self.keep_memory(group)
+
+    def keep_memory(self, group: Group) -> None:
+        """The group's gradients have memory of its own from now on."""
+        self._ring.keep(group)
+        group.ensure_gradient()
 
     def _finish_rows(self, group: Group, rows: RowSum, *, passing: bool) -> None:
         """As `finish`; nothing but the rows crosses the bus."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import gc
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +25,7 @@ from fluxtrain.errors import MisusedModel
 from fluxtrain.memory.cuts import round_at_home
 from fluxtrain.memory.group import Group
 from fluxtrain.optim.split_adamw import Hyper
+from fluxtrain.stream.norm import GradNorm
 from fluxtrain.stream.optimizer_state import (
     Entries,
     attach_state,
@@ -35,12 +36,12 @@ from fluxtrain.stream.optimizer_state import (
 )
 from fluxtrain.stream.parameter import Owner
 from fluxtrain.stream.plain_state import make_plain
-from fluxtrain.stream.user_gradients import settle
+from fluxtrain.stream.user_gradients import replace, settle
 from fluxtrain.stream.writes import check_writes
 
 if TYPE_CHECKING:
+    from fluxtrain.stream.eager_step import EagerStep
     from fluxtrain.stream.engine import Engine
-    from fluxtrain.stream.norm import GradNorm
 
 
 @functools.cache
@@ -60,7 +61,7 @@ def _before_step(
     for owner, _, _ in entries:
         owner.hidden = False
     closure: Callable[[], Any] | None = args[1] if len(args) > 1 else kwargs.get("closure")
-    step = _adopted_step if _adoptable(optimizer) else _foreign_step
+    step = _adopted_step if adoptable(optimizer) else _foreign_step
     if closure is None:
         step(optimizer, entries)
         return None
@@ -87,7 +88,8 @@ def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, A
         owner.hidden = False
 
 
-def _adoptable(optimizer: Optimizer) -> bool:
+def adoptable(optimizer: Optimizer) -> bool:
+    """Is its step one that the engine can make?"""
     if type(optimizer) not in (AdamW, Adam):
         return False
     for group in optimizer.param_groups:
@@ -144,12 +146,12 @@ def _engines(entries: Entries) -> list[Engine]:
 
 def _adopted_step(optimizer: Optimizer, entries: Entries) -> None:
     engines = _engines(entries)
+    refuse_broken_step(engines)
     for engine in engines:
-        _refuse_broken_eager_step(engine)
         if engine.loss_scale is not None:
             engine.loss_scale.settle()
-    if all(engine.eager is None for engine in engines):
-        _prepare(optimizer, entries)  # an eager step did so before its first update
+    if not any(own_step(engine, optimizer) for engine in engines):
+        prepare(optimizer, entries)  # an eager step did so before its first update
     if not _overflowed(optimizer):
         _submit(optimizer, entries)
     attach_state(optimizer, entries)
@@ -157,21 +159,29 @@ def _adopted_step(optimizer: Optimizer, entries: Entries) -> None:
         owner.hidden = True
 
 
-def _refuse_broken_eager_step(engine: Engine) -> None:
+def own_step(engine: Engine, optimizer: Optimizer) -> EagerStep | None:
+    """The eager step under way that this optimizer began."""
+    step = engine.eager
+    return step if step is not None and step.is_of(optimizer) else None
+
+
+def refuse_broken_step(engines: list[Engine]) -> None:
     """Raise MisusedModel where the backward pass of an eager step has raised: the rest of the model
     must not be stepped as if it had not."""
-    if engine.eager is None or not engine.broke_off:
+    if not any(engine.eager is not None and engine.graphs.broke_off for engine in engines):
         return
-    updated = len(engine.eager.updated)
-    engine.abandon_backward()
+    steps = [engine.eager for engine in engines if engine.eager is not None]
+    updated = sum(len(step.updated) for step in steps if not step.was_refused())
+    for engine in engines:
+        engine.abandon_backward()
     raise MisusedModel(
         f"the backward pass of this eager step raised an error when {updated} of "
-        f"{len(engine.groups)} parts of the model were updated: "
+        f"{sum(len(engine.groups) for engine in engines)} parts of the model were updated: "
         + ("go on from a checkpoint" if updated else "call zero_grad() and compute it again")
     )
 
 
-def _prepare(optimizer: Optimizer, entries: Entries) -> None:
+def prepare(optimizer: Optimizer, entries: Entries) -> None:
     """Everything that has to be looked at before the first update of a step."""
     make_plain(optimizer, but={index for _, _, index in entries})
     check_state(optimizer, entries)
@@ -185,31 +195,35 @@ def _submit(optimizer: Optimizer, entries: Entries) -> None:
     """Queue the update of every parameter that has a gradient."""
     factor = _unscale_factor(optimizer)
     work: dict[Group, dict[int, Hyper]] = {}
-    hypers = _hypers(optimizer)
+    by_options = hypers_of(optimizer)
     engines = _engines(entries)
-    updated = {g for engine in engines if engine.eager is not None for g in engine.eager.updated}
+    own = {engine: step for engine in engines if (step := own_step(engine, optimizer))}
+    updated = {group for step in own.values() for group in step.updated}
     for owner, options, _ in entries:
         member = owner.member
         if not member.has_gradient or (updated and owner.group in updated):
             continue
         member.step += 1
         member.gradient_scale *= factor
-        work.setdefault(owner.group, {})[member.index] = hypers[id(options)]
+        work.setdefault(owner.group, {})[member.index] = by_options[id(options)]
     for engine in engines:
-        eager, engine.eager = engine.eager, None
+        eager, norm = own.get(engine), engine.norm
         mine = {group: work[group] for group in engine.groups if group in work}
         if eager is None:
-            engine.updates.submit(mine, engine.norm)
+            engine.updates.submit(mine, norm)
         else:
+            engine.eager = None
+            if norm is None or not norm.guards:
+                norm = eager.guard or norm
             for group, hypers in mine.items():
-                engine.updates.submit_one(group, hypers, engine.norm)
+                engine.updates.submit_one(group, hypers, norm)
         if engine.norm is not None and engine.loss_scale is not None:
             stepped = [g.members[i] for g in engine.groups for i in work.get(g, ())]
             engine.loss_scale.after(engine.norm, stepped)
         if eager is not None:
             eager.end()
         engine.graphs.end_step()
-        _clip_others(engine, {id(o.member) for o, _, _ in entries})
+        _clip_others(engine, {id(o.member) for o, _, _ in entries}, norm)
         engine.norm = None
         engine.accounts.step += 1
         engine.copy_ahead_for_the_next_step()
@@ -217,91 +231,33 @@ def _submit(optimizer: Optimizer, entries: Entries) -> None:
             engine.flush()
 
 
-class EagerStep:
-    """A step whose groups are updated as soon as their gradients are complete.
-
-    For loops of one forward and one backward a step, without clipping: the norm is not waited for.
-    `optimizer.step()` ends it and updates what is left.
-    """
-
-    def __init__(self, optimizer: Optimizer, engine: Engine, guard: GradNorm | None = None) -> None:
-        entries = wrapped_parameters(optimizer)
-        if not _adoptable(optimizer):
-            raise MisusedModel(
-                f"{type(optimizer).__name__} cannot step block by block: use torch.optim.AdamW"
-            )
-        _prepare(optimizer, entries)
-        self.updated: set[Group] = set()
-        self.guard = guard  # of the loss; nothing is updated where it is not finite
-        self._engine = engine
-        self._graphs = engine.graphs
-        self._work: dict[Group, list[tuple[Owner, Hyper]]] = {}
-        hypers = _hypers(optimizer)
-        for owner, options, _ in entries:
-            if owner.engine is engine:
-                self._work.setdefault(owner.group, []).append((owner, hypers[id(options)]))
-
-    def uses_up(self, group: Group) -> bool:
-        """Does nobody need the group's gradients after its update?"""
-        stepped = {owner.member.index for owner, _ in self._work.get(group, ())}
-        return all(m.index in stepped for s in group.trained for m in s.members)
-
-    def uses_up_now(self, group: Group) -> bool:
-        """The same, and will its update follow at once?"""
-        return self.uses_up(group) and not self._graphs.need(group)
-
-    def refuse_updated(self, groups: Iterable[Group]) -> None:
-        """Raise MisusedModel where gradients of a group come that has been updated."""
-        name = next((group.name for group in groups if group in self.updated), None)
-        if name is not None:
-            raise MisusedModel(
-                f"gradients of {name} come after its update: an eager step is for one backward "
-                "pass. Call optimizer.step() behind each, or leave begin_eager_step out"
-            )
-
-    def take(self, group: Group) -> None:
-        """Gradients of the group have come: queue its update, if none are to follow. Else it takes
-        place when they have, or with `optimizer.step()`."""
-        if self._graphs.need(group):
-            return
-        mine = [(o, h) for o, h in self._work.get(group, ()) if o.member.has_gradient]
-        if not mine:
-            return
-        for owner, _ in mine:
-            owner.member.step += 1
-        self.updated.add(group)
-        hypers = {owner.member.index: hyper for owner, hyper in mine}
-        self._engine.updates.submit_one(group, hypers, self.guard)
-
-    def end(self) -> None:
-        """The step is over: gradients that were used up are gone, and so are the references to the
-        optimizer's parameters."""
-        for group in self.updated:
-            if group.home == "host" and self.uses_up(group):
-                self._engine.gradients.forget(group)
-        self._work.clear()
-
-
-def _clip_others(engine: Engine, stepped: set[int]) -> None:
+def _clip_others(engine: Engine, stepped: set[int], norm: GradNorm | None) -> None:
     """The global norm holds for gradients too that this step does not take: those of parameters
-    outside all groups, and those that another optimizer is going to step."""
-    norm = engine.norm
-    if norm is None or (norm.max_norm is None and not norm.scaled):
+    outside all groups, and those that another optimizer is going to step. Where it refuses the step
+    they are dropped; the host waits for it there, and few models have such parameters."""
+    if norm is None or not norm.guards:
         return
-    for parameter in engine.loose:
-        if parameter.grad is None:
-            continue
-        if norm.overflowed():  # the host waits; few models have such parameters
+    loose = [parameter for parameter in engine.loose if parameter.grad is not None]
+    others = [
+        (group, member)
+        for group in engine.groups
+        for member in group.members
+        if member.has_gradient and id(member) not in stepped
+    ]
+    refused = bool(loose or others) and (norm.overflowed() or norm.refuses())
+    for parameter in loose:
+        if refused:
             parameter.grad = None
-        else:
+        elif parameter.grad is not None and (norm.max_norm is not None or norm.scaled):
             parameter.grad.mul_(norm.device_scale())
-    for group in engine.groups:
-        for member in group.members:
-            if member.has_gradient and id(member) not in stepped:
-                member.gradient_scale *= norm.scale()
+    for group, member in others:
+        if refused:
+            replace(engine, group, member, None)
+        else:
+            member.gradient_scale *= norm.scale()
 
 
-def _hypers(optimizer: Optimizer) -> dict[int, Hyper]:
+def hypers_of(optimizer: Optimizer) -> dict[int, Hyper]:
     """By the id of each of its parameter groups."""
     return {id(options): _hyper(options) for options in optimizer.param_groups}
 
@@ -333,7 +289,7 @@ def _foreign_step(optimizer: Optimizer, entries: Entries) -> None:
     make_plain(optimizer)
     for engine in _engines(entries):
         engine.flush()
-        _clip_others(engine, {id(o.member) for o, _, _ in entries})
+        _clip_others(engine, {id(o.member) for o, _, _ in entries}, engine.norm)
         norm, engine.norm = engine.norm, None
         factor = 1.0 if norm is None else norm.scale()
         for owner, _, _ in entries:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from fluxtrain.errors import MisusedModel
+from fluxtrain.errors import Diverged, MisusedModel
 from fluxtrain.memory.group import Group
 from fluxtrain.memory.segment import Member
 from fluxtrain.memory.slices import WeightSlices
@@ -133,6 +133,13 @@ class Unit:
         self, args: tuple[Any, ...], kwargs: dict[str, Any], *, materialise: bool = False
     ) -> Any:
         """What replaces the module's forward."""
+        try:
+            return self._run(args, kwargs, materialise=materialise)
+        except Diverged:
+            self.engine.forget_refused()
+            raise
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, materialise: bool) -> Any:
         engine = self.engine
         self._refuse_nesting()
         engine.before(self)

@@ -9,13 +9,13 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fluxtrain.errors import MisusedModel
+from fluxtrain.errors import Diverged, MisusedModel
 from fluxtrain.memory.boundary import BoundaryPark
 from fluxtrain.memory.device import Device
 from fluxtrain.memory.gradients import Gradients
@@ -26,11 +26,11 @@ from fluxtrain.memory.window import Window
 from fluxtrain.plan.placement import Placement
 from fluxtrain.plan.prefetch import LOOKS_AHEAD
 from fluxtrain.stream.accounts import Accounts, BlockFacts, Boundary, MemoryUse, Residency, Traffic
-from fluxtrain.stream.adoption import EagerStep
 from fluxtrain.stream.arguments import Tree
 from fluxtrain.stream.block import Unit
 from fluxtrain.stream.call import Call
 from fluxtrain.stream.chunking import saved_row_bytes
+from fluxtrain.stream.eager_step import EagerStep, expect_gradients
 from fluxtrain.stream.graphs import Graphs
 from fluxtrain.stream.head_call import HeadCall
 from fluxtrain.stream.loss_scale import LossScale
@@ -75,7 +75,6 @@ class Engine:
         self.loss_scale: LossScale | None = None  # of fp16, where the engine's own norm is used
         self._following: dict[tuple[str, Unit | None], Unit] = {}
         self._last: dict[str, Unit | None] = {"forward": None, "backward": None}
-        self._tasks: set[int] = set()
         self._said: set[str] = set()
         self._lock = threading.RLock()
 
@@ -84,8 +83,7 @@ class Engine:
     def before(self, unit: Unit) -> None:
         """A unit's forward is about to run: check its weights, start the next copies."""
         self.use.check()
-        if self.broke_off:
-            self.abandon_backward()
+        self.forget_broken_pass()
         for group in unit.groups:
             check_writes(self, group)
         unit.check_identity()
@@ -167,12 +165,9 @@ class Engine:
                 f"the weights of {stale[0]} changed between forward and backward (an optimizer "
                 "step, or a write to them): the gradients would be wrong. Step after backward()"
             )
-        self._refuse_updated(unit.groups)
-        self.graphs.begin_backward(ctx, unit.groups)
-        task = torch._C._current_graph_task_id()
-        if task not in self._tasks:
-            self._tasks.add(task)
-            torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end_task(task))
+        expect_gradients(self, unit.groups)
+        self.graphs.begin_backward(ctx)
+        self.graphs.enter_pass(self._end_pass)
         self._heading("backward", unit)
         for group in () if unit.in_slices else unit.groups:
             self.gradients.expect(group)
@@ -214,16 +209,12 @@ class Engine:
             gradient = parameter.grad
             parameter.grad = None
         if gradient is not None:
-            self._refuse_updated([owner.group])
+            expect_gradients(self, [owner.group])
             self.gradients.add(owner.group, owner.member, gradient.to(self.device.torch_device))
-            task = torch._C._current_graph_task_id()
-            if owner.group.users <= 1 or task < 0:
+            if owner.group.users <= 1 or torch._C._current_graph_task_id() < 0:
                 self._finish(owner.group)
-            elif task not in self._tasks:
-                self._tasks.add(task)
-                torch.autograd.Variable._execution_engine.queue_callback(
-                    lambda: self._end_task(task)
-                )
+            else:
+                self.graphs.enter_pass(self._end_pass)
 
     # -- weights as the user sees them -----------------------------------------------------------
 
@@ -297,18 +288,14 @@ class Engine:
         updated later, by `optimizer.step()` at the latest. There is no norm to clip by."""
         if self.loss_scale is not None:
             raise MisusedModel("with a loss scale no group is updated before the norm is known")
-        guard = GradNorm(self.device, [], None, [loss]) if loss is not None else None
-        self.eager = EagerStep(optimizer, self, guard)
+        if self.partly_updated:
+            raise MisusedModel("an eager step is under way: optimizer.step() ends it")
+        self.eager = EagerStep(optimizer, self, loss)
 
     @property
     def partly_updated(self) -> bool:
         """True while an eager step has updated some groups and not all."""
         return self.eager is not None and bool(self.eager.updated)
-
-    @property
-    def broke_off(self) -> bool:
-        """Has the last backward pass raised?"""
-        return bool(self._tasks) and torch._C._current_graph_task_id() < 0
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -355,10 +342,6 @@ class Engine:
                 break
             wanted -= self.window.is_shared_by(copied)
 
-    def _refuse_updated(self, groups: Sequence[Group]) -> None:
-        if self.eager is not None:
-            self.eager.refuse_updated(groups)
-
     def _finish(self, group: Group) -> None:
         if not self.gradients.is_open(group):
             return
@@ -373,18 +356,28 @@ class Engine:
         if self.eager is not None:
             self.eager.take(group)
 
+    def forget_broken_pass(self) -> None:
+        """Of the last backward pass, if it raised, nothing stays."""
+        if self.graphs.broke_off:
+            self.abandon_backward()
+
     def abandon_backward(self) -> None:
         """The last backward pass raised: its end was never called and its sums are incomplete."""
-        self._tasks.clear()
         self._last = {"forward": None, "backward": None}
+        self.graphs.abandon_pass()
         self.gradients.discard()
         if self.eager is not None:
+            self.forget_refused()
             self.eager.end()
             self.eager = None
 
-    def _end_task(self, task: int) -> None:
-        """The backward pass is over: groups that several units add to are complete now."""
-        self._tasks.discard(task)
+    def forget_refused(self) -> None:
+        """Updates that were refused have been told of once, by who saw the first of them."""
+        with suppress(Diverged):
+            self.updates.wait()
+
+    def _end_pass(self) -> None:
+        """A backward pass is over: groups that several units add to are complete now."""
         self._last = {"forward": None, "backward": None}
         for group in self.gradients.open_groups():
             self._finish(group)

@@ -100,8 +100,7 @@ class HostParameter(nn.Parameter):
             args[0]._fluxtrain.engine.watch(args[0]._fluxtrain.member)
         with torch._C.DisableTorchFunctionSubclass():
             found = func(*args, **(kwargs or {}))
-        if _is_recorded(found):
-            _record_outside(*args, *(kwargs or {}).values())
+        _record_use(found, *args, *(kwargs or {}).values())
         return found
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
@@ -117,6 +116,8 @@ def _gradient_access(func: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     parameter: HostParameter = args[0]
     owner = parameter._fluxtrain
     if func == _GRAD_GET:
+        if not owner.group.holds_gradient_memory:
+            owner.engine.forget_broken_pass()
         if owner.hidden or not owner.member.has_gradient:
             return None
         return HostGradient.over(
@@ -140,17 +141,28 @@ def _refuse_no_gradient(value: object, owner: Owner) -> None:
         )
 
 
-def _is_recorded(found: Any) -> bool:
-    """Has torch's graph taken down how it was computed?"""
-    each = found if isinstance(found, list | tuple) else (found,)
-    return any(isinstance(x, Tensor) and x.requires_grad and not x.is_leaf for x in each)
+def _record_use(found: Any, *arguments: Any) -> None:
+    """Weights among the arguments that the graph of what was `found` needs, or that it shows."""
+    results = [x for x in _each(found) if isinstance(x, Tensor) and type(x) is not HostParameter]
+    if not results:
+        return
+    differentiable = any(x.requires_grad for x in results)
+    for value in (value for argument in arguments for value in _each(argument)):
+        if not isinstance(value, HostParameter):
+            continue
+        owner = value._fluxtrain
+        if differentiable:
+            owner.engine.graphs.record_outside(owner.group)
+            continue
+        with torch._C.DisableTorchFunctionSubclass():
+            memory = value.untyped_storage().data_ptr()
+        for alias in results:
+            if alias.layout is torch.strided and alias.untyped_storage().data_ptr() == memory:
+                owner.engine.graphs.record_alias(owner.group, alias)
 
 
-def _record_outside(*arguments: Any) -> None:
-    for argument in arguments:
-        for value in argument if isinstance(argument, list | tuple) else (argument,):
-            if isinstance(value, HostParameter):
-                value._fluxtrain.engine.graphs.record_outside(value._fluxtrain.group)
+def _each(given: Any) -> Any:
+    return given if isinstance(given, list | tuple) else (given,)
 
 
 class HostGradient(Tensor):

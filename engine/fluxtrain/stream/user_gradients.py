@@ -27,7 +27,8 @@ def lend(engine: Engine, group: Group, member: Member) -> Tensor:
     if not group.holds_gradient_memory:
         raise MisusedModel(
             f"the gradient of {member.name} in {group.name} was used up: in an eager step each "
-            "group is updated as its gradients arrive, and their memory serves the next group"
+            "group is updated as its gradients arrive, and their memory serves the next group. "
+            "optimizer.step() ends the step"
         )
     return stored(member)
 
@@ -59,7 +60,9 @@ def replace(engine: Engine, group: Group, member: Member, value: Tensor | None) 
         if not group.has_gradient:
             engine.gradients.forget(group)
         return
-    group.ensure_gradient()
+    if engine.eager is not None:
+        engine.eager.refuse_updated([group])
+    engine.gradients.keep_memory(group)
     settle(engine, group, member)
     with torch.no_grad():
         stored(member).copy_(value)
@@ -74,4 +77,4 @@ def norm_of(engine: Engine, group: Group, member: Member) -> Tensor:
         scale = abs(member.gradient_scale)
         return norm if scale == 1.0 else norm * scale
     engine.gradients.wait(group)
-    return norms_of([stored(member)], group)[0] * abs(member.gradient_scale)
+    return norms_of([lend(engine, group, member)], group)[0] * abs(member.gradient_scale)

@@ -134,6 +134,8 @@ def unwrap(model: nn.Module) -> nn.Module:
     fp32 masters is gone.
     """
     engine = engine_of(model)
+    if engine.eager is not None:
+        engine.eager.drop()
     engine.close()
     let_go(owner for owners in engine.owners.values() for owner in owners.values())
     for hook in model.__dict__.pop("_fluxtrain_hooks"):

@@ -1,0 +1,132 @@
+"""A step that updates under its backward pass."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from fluxtrain.errors import MisusedModel
+from fluxtrain.memory.group import Group
+from fluxtrain.optim.split_adamw import Hyper
+from fluxtrain.stream.adoption import adoptable, hypers_of, prepare
+from fluxtrain.stream.norm import GradNorm
+from fluxtrain.stream.optimizer_state import wrapped_parameters
+from fluxtrain.stream.parameter import Owner
+from fluxtrain.stream.user_gradients import replace
+
+if TYPE_CHECKING:
+    from fluxtrain.stream.engine import Engine
+
+
+class EagerStep:
+    """A step whose groups are updated as soon as their gradients are complete.
+
+    For loops of one forward and one backward a step, without clipping: the norm is not waited for.
+    `optimizer.step()` ends it and updates what is left.
+    """
+
+    def __init__(self, optimizer: Optimizer, engine: Engine, loss: Tensor | None = None) -> None:
+        """loss: what `backward` is going to be called on; where it is not finite nothing is
+        updated, and a backward pass that does not come by it is not of this step."""
+        entries = wrapped_parameters(optimizer)
+        if not adoptable(optimizer):
+            raise MisusedModel(
+                f"{type(optimizer).__name__} cannot step block by block: use torch.optim.AdamW"
+            )
+        prepare(optimizer, entries)
+        self.updated: set[Group] = set()
+        self.guard = None if loss is None else GradNorm(engine.device, [], None, [loss])
+        self._before_loss = None if loss is None else _node_before(loss)
+        self._optimizer = weakref.ref(optimizer)
+        self._engine = engine
+        self._graphs = engine.graphs
+        self._work: dict[Group, list[tuple[Owner, Hyper]]] = {}
+        by_options = hypers_of(optimizer)
+        for owner, options, _ in entries:
+            if owner.engine is engine:
+                self._work.setdefault(owner.group, []).append((owner, by_options[id(options)]))
+
+    def is_of(self, optimizer: Optimizer) -> bool:
+        """Did this optimizer begin it?"""
+        return self._optimizer() is optimizer
+
+    def is_of_this_pass(self) -> bool:
+        """Is the backward pass under way that of its loss?"""
+        if torch._C._current_graph_task_id() < 0:
+            return True
+        node, self._before_loss = self._before_loss, None
+        return node is None or torch._C._will_engine_execute_node(node)
+
+    def was_refused(self) -> bool:
+        """Is the loss not finite, so that no update was made? Waits until it is known."""
+        return self.guard is not None and self.guard.refuses()
+
+    def uses_up(self, group: Group) -> bool:
+        """Does nobody need the group's gradients after its update?"""
+        stepped = {owner.member.index for owner, _ in self._work.get(group, ())}
+        return all(m.index in stepped for s in group.trained for m in s.members)
+
+    def uses_up_now(self, group: Group) -> bool:
+        """The same, and will its update follow at once?"""
+        return self.uses_up(group) and not self._graphs.need(group)
+
+    def refuse_updated(self, groups: Iterable[Group]) -> None:
+        """Raise MisusedModel where gradients of a group come that has been updated."""
+        name = next((group.name for group in groups if group in self.updated), None)
+        if name is not None:
+            raise MisusedModel(
+                f"gradients of {name} come after its update: an eager step is for one backward "
+                "pass, whose graph is known when it begins (no reentrant checkpoint, no autograd "
+                "function of its own over a weight before its block). Call optimizer.step() behind "
+                "each pass, or leave begin_eager_step out"
+            )
+
+    def take(self, group: Group) -> None:
+        """Gradients of the group have come: queue its update, if none are to follow. Else it takes
+        place when they have, or with `optimizer.step()`."""
+        if self._graphs.need(group):
+            return
+        mine = [(o, h) for o, h in self._work.get(group, ()) if o.member.has_gradient]
+        if not mine:
+            return
+        for owner, _ in mine:
+            owner.member.step += 1
+        self.updated.add(group)
+        hypers = {owner.member.index: hyper for owner, hyper in mine}
+        self._engine.updates.submit_one(group, hypers, self.guard)
+
+    def end(self) -> None:
+        """The step is over: gradients that were used up are gone, and so are the references to the
+        optimizer's parameters."""
+        for group in self.updated:
+            if group.home == "host" and self.uses_up(group):
+                self._engine.gradients.forget(group)
+        self._work.clear()
+
+    def drop(self) -> None:
+        """No `optimizer.step()` follows: what was updated has no gradient left to step with."""
+        for group in self.updated:
+            for owner, _ in self._work.get(group, ()):
+                replace(self._engine, group, owner.member, None)
+
+
+def _node_before(loss: Tensor) -> Any:
+    """One that the backward pass of the loss comes by (torch does not tell of its first one), and
+    hardly another pass: no leaf. None where there is none."""
+    behind = [] if loss.grad_fn is None else [node for node, _ in loss.grad_fn.next_functions]
+    inner = (node for node in behind if node is not None and not hasattr(node, "variable"))
+    return next(inner, None)
+
+
+def expect_gradients(engine: Engine, groups: Iterable[Group]) -> None:
+    """Gradients of these groups are about to come. Raises MisusedModel where they have been
+    updated; an eager step whose loss was given up is forgotten."""
+    if engine.eager is not None and not engine.eager.is_of_this_pass():
+        engine.eager = None
+    if engine.eager is not None:
+        engine.eager.refuse_updated(groups)

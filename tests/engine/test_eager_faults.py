@@ -1,0 +1,365 @@
+"""Eager steps that are given up, refused, begun by one of two optimizers, or used in odd ways."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import fluxtrain
+from fluxtrain.errors import Diverged, MisusedModel
+from fluxtrain.stream.engine import Engine, engine_of
+from tests.engine.plain_models import adamw
+from tests.engine.test_eager_graphs import Deep, batch, distance, plain
+
+Weights = dict[str, Tensor]
+
+
+def wrapped(**options: Any) -> tuple[Deep, Engine]:
+    torch.manual_seed(3)
+    model = Deep()
+    model.blocks[1].unused = nn.Identity()
+    fluxtrain.wrap(model, device="cpu", **{"offload": "weights", "overlap": True, **options})
+    return model, engine_of(model)
+
+
+def weights(model: nn.Module) -> Weights:
+    engine_of(model).flush()
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def steps(engine: Engine) -> list[int]:
+    return [member.step for group in engine.groups for member in group.members]
+
+
+def differing(one: Weights, other: Weights) -> list[str]:
+    return [name for name, values in one.items() if not torch.equal(values, other[name])]
+
+
+@pytest.mark.parametrize("device_groups", [0, 8])
+def test_a_loss_that_is_not_finite_changes_nothing_that_is_updated_late(device_groups: int) -> None:
+    model, engine = wrapped(device_groups=device_groups)
+    optimizer, before = adamw(model), weights(model)
+    loss = (plain(model, 0) + model.blocks[2].a.weight.square().sum()) * torch.nan
+    try:
+        engine.begin_eager_step(optimizer, loss)
+        loss.backward()
+        optimizer.step()
+        engine.flush()
+    except Diverged:
+        optimizer.zero_grad()
+        engine.forget_broken_pass()
+    engine.forget_refused()
+    assert differing(before, weights(model)) == []
+    assert set(steps(engine)) == {0}
+
+
+def detached(weight: Tensor) -> Tensor:
+    return weight.detach()
+
+
+def data_of(weight: Tensor) -> Tensor:
+    return weight.data
+
+
+def a_view_without_gradients(weight: Tensor) -> Tensor:
+    with torch.no_grad():
+        return weight.view(96, 96)
+
+
+@pytest.mark.parametrize("alias", [detached, data_of, a_view_without_gradients])
+@pytest.mark.parametrize("device_groups", [0, 8])
+def test_a_weight_that_is_used_outside_without_gradients(
+    alias: Callable[[Tensor], Tensor], device_groups: int
+) -> None:
+    found = []
+    for eager in (False, True):
+        model, engine = wrapped(device_groups=device_groups)
+        optimizer = adamw(model)
+        for step in range(3):
+            x = batch(step)
+            hidden = model.blocks[0](x)
+            hidden = hidden + functional.linear(hidden, alias(model.blocks[7].a.weight))
+            for block in model.blocks[1:]:
+                hidden = block(hidden)
+            loss = distance(hidden, x)
+            if eager:
+                engine.begin_eager_step(optimizer, loss)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(weights(model))
+    assert differing(*found) == []
+
+
+def test_an_alias_that_is_gone_keeps_nothing_waiting() -> None:
+    model, engine = wrapped()
+    optimizer = adamw(model)
+    model.state_dict()
+    assert model.blocks[3].a.weight.detach().norm() > 0
+    loss = plain(model, 0)
+    engine.begin_eager_step(optimizer, loss)
+    loss.backward()
+    assert engine.eager is not None and len(engine.eager.updated) == len(engine.groups)
+    optimizer.step()
+
+
+def in_halves(model: Deep) -> list[list[nn.Parameter]]:
+    return [list(model.blocks[:4].parameters()), list(model.blocks[4:].parameters())]
+
+
+def by_kind(model: Deep) -> list[list[nn.Parameter]]:
+    return [[p for p in model.parameters() if p.dim() == d] for d in (1, 2)]
+
+
+@pytest.mark.parametrize("split", [in_halves, by_kind])
+@pytest.mark.parametrize("device_groups", [0, 8])
+@pytest.mark.parametrize(
+    ("begins", "order"), [("a", "ab"), ("a", "ba"), ("ab", "ab"), ("ab", "ba")]
+)
+def test_two_optimizers_over_one_model(
+    split: Callable[[Deep], list[list[nn.Parameter]]], device_groups: int, begins: str, order: str
+) -> None:
+    found = []
+    for eager in (False, True):
+        model, engine = wrapped(device_groups=device_groups)
+        optimizers = {
+            name: torch.optim.AdamW(part, lr=1e-3)
+            for name, part in zip("ab", split(model), strict=True)
+        }
+        for step in range(3):
+            loss = plain(model, step)
+            for name in begins if eager else "":
+                engine.begin_eager_step(optimizers[name], loss)
+            loss.backward()
+            for name in order:
+                optimizers[name].step()
+            for optimizer in optimizers.values():
+                optimizer.zero_grad()
+        found.append(weights(model))
+        assert set(steps(engine)) == {3}
+    assert differing(*found) == []
+
+
+def test_a_second_eager_step_before_the_end_of_the_first_is_refused() -> None:
+    model, engine = wrapped(device_groups=8)
+    optimizer = adamw(model)
+    loss = plain(model, 0)
+    engine.begin_eager_step(optimizer, loss)
+    loss.backward()
+    loss = plain(model, 1)
+    with pytest.raises(MisusedModel, match=r"optimizer\.step\(\) ends it"):
+        engine.begin_eager_step(optimizer, loss)
+    optimizer.step()
+    assert set(steps(engine)) == {1}
+
+
+def test_an_eager_step_whose_loss_was_given_up_does_not_go_on_in_the_next() -> None:
+    found = []
+    for gives_up in (False, True):
+        model, engine = wrapped()
+        optimizer = adamw(model)
+        if gives_up:
+            engine.begin_eager_step(optimizer, plain(model, 9))
+            optimizer.zero_grad()
+        plain(model, 0).backward()
+        engine.clip_grad_norm(1e-3)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(weights(model))
+    assert differing(*found) == []
+
+
+def test_unwrapping_before_the_step_leaves_what_was_updated_alone() -> None:
+    found = []
+    for unwraps in (False, True):
+        model, engine = wrapped()
+        optimizer = adamw(model)
+        loss = plain(model, 0)
+        engine.begin_eager_step(optimizer, loss)
+        loss.backward()
+        engine.clip_grad_norm(None)
+        if unwraps:
+            fluxtrain.unwrap(model)
+        optimizer.step()
+        if not unwraps:
+            fluxtrain.unwrap(model)
+        found.append({name: p.detach().clone() for name, p in model.named_parameters()})
+    assert differing(*found) == []
+
+
+@pytest.mark.parametrize("device_groups", [0, 8])
+def test_a_gradient_that_is_set_after_its_update_is_refused(device_groups: int) -> None:
+    model, engine = wrapped(device_groups=device_groups)
+    optimizer = adamw(model)
+    loss = plain(model, 0)
+    engine.begin_eager_step(optimizer, loss)
+    loss.backward()
+    with pytest.raises(MisusedModel, match="after its update"):
+        model.blocks[0].a.weight.grad = torch.zeros(96, 96)
+
+
+def test_a_gradient_that_is_set_in_lent_memory_stays() -> None:
+    """Of blocks that are not called in the second step, and had the last buffers of the first."""
+    found = []
+    for eager in (False, True):
+        model, engine = wrapped()
+        optimizer = adamw(model)
+        for step in range(2):
+            x = batch(step)
+            hidden = x
+            if step == 1:
+                model.blocks[0].a.weight.grad = torch.full((96, 96), 0.5)
+            for block in model.blocks[step:]:
+                hidden = block(hidden)
+            loss = distance(hidden, x)
+            if eager:
+                engine.begin_eager_step(optimizer, loss)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(weights(model))
+    assert differing(*found) == []
+
+
+def raises(_: Tensor) -> None:
+    raise ValueError("a hook of the user's")
+
+
+@pytest.mark.parametrize("behind", [4, 2, 0])
+@pytest.mark.parametrize("steps_too", [False, True])
+def test_a_loop_goes_on_after_a_backward_pass_that_raised(behind: int, *, steps_too: bool) -> None:
+    model, engine = wrapped()
+    optimizer = adamw(model)
+    for step in range(3):
+        hidden = x = batch(step)
+        for index, block in enumerate(model.blocks):
+            hidden = block(hidden)
+            if step == 1 and index == behind:
+                hidden = hidden.clone()
+                hidden.register_hook(raises)
+        loss = distance(hidden, x)
+        engine.begin_eager_step(optimizer, loss)
+        if step == 1:
+            with pytest.raises(ValueError, match="user's"):
+                loss.backward()
+            if steps_too:
+                with pytest.raises(MisusedModel, match=rf"{7 - behind} of 8 .* checkpoint"):
+                    optimizer.step()
+        else:
+            loss.backward()
+            optimizer.step()
+        optimizer.zero_grad()
+    engine.flush()
+    assert steps(engine)[0] == 2
+    assert steps(engine)[-1] == 3
+
+
+def test_one_broken_model_of_two_under_an_optimizer() -> None:
+    (a, first), (b, second) = wrapped(), wrapped()
+    optimizer = torch.optim.AdamW([*a.parameters(), *b.parameters()])
+    hidden = batch(0)
+    for index, block in enumerate(a.blocks):
+        hidden = block(hidden)
+        if index == 3:
+            hidden = hidden.clone()
+            hidden.register_hook(raises)
+    broken, fine = distance(hidden, batch(0)), plain(b, 0)
+    first.begin_eager_step(optimizer, broken)
+    second.begin_eager_step(optimizer, fine)
+    fine.backward()
+    with pytest.raises(ValueError, match="user's"):
+        broken.backward()
+    with pytest.raises(MisusedModel, match="12 of 16 parts"):
+        optimizer.step()
+    optimizer.zero_grad()
+    assert all(p.grad is None for p in [*a.parameters(), *b.parameters()])
+
+
+@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("steps_too", [False, True])
+def test_a_loop_goes_on_after_a_loss_that_is_not_finite(
+    *, eager: bool, overlap: bool, steps_too: bool
+) -> None:
+    model, engine = wrapped(overlap=overlap)
+    optimizer, raised = adamw(model), []
+    for step in range(6):
+        try:
+            loss = plain(model, step) * (torch.nan if step == 1 else 1.0)
+            if eager:
+                engine.begin_eager_step(optimizer, loss)
+            loss.backward()
+            if not eager:
+                engine.clip_grad_norm(None, [loss.detach()])
+            optimizer.step()
+        except Diverged as error:
+            raised.append(str(error))
+            if steps_too and eager and engine.graphs.broke_off:
+                with pytest.raises(MisusedModel, match="0 of 8 parts .* compute it again"):
+                    optimizer.step()
+        optimizer.zero_grad()
+    engine.flush()
+    assert len(raised) == 1 and "the loss is nan" in raised[0]
+    lost = 1 if eager or not overlap else 2  # the refusal is seen in the next forward pass
+    assert set(steps(engine)) == {6 - lost}
+
+
+class WithLoose(Deep):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(96))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.gain
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_parameters_outside_of_all_parts_keep_their_values_where_the_loss_is_not_finite(
+    *, eager: bool
+) -> None:
+    torch.manual_seed(3)
+    model = fluxtrain.wrap(WithLoose(), device="cpu", offload="weights", device_groups=8)
+    engine, optimizer = engine_of(model), adamw(model)
+    loss = plain(model, 0) * torch.nan
+    if eager:
+        engine.begin_eager_step(optimizer, loss)
+    loss.backward()
+    engine.clip_grad_norm(None if eager else 1.0, [loss.detach()])
+    optimizer.step()
+    assert torch.equal(model.gain, torch.ones(96))
+
+
+def test_a_graph_that_is_kept_for_an_eager_pass() -> None:
+    found = []
+    for eager in (False, True):
+        model, engine = wrapped()
+        optimizer = adamw(model)
+        x = batch(0)
+        loss = distance(model.blocks[1](model(x)), x)
+        loss.backward(retain_graph=True)
+        if eager:
+            engine.begin_eager_step(optimizer, loss)
+        loss.backward()
+        optimizer.step()
+        found.append(weights(model))
+    assert differing(*found) == []
+
+
+def test_gradients_that_a_hook_has_read_have_no_norm_any_more() -> None:
+    model, engine = wrapped()
+    optimizer = adamw(model)
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: p.grad.abs().max())
+    loss = plain(model, 0)
+    engine.begin_eager_step(optimizer, loss)
+    loss.backward()
+    with pytest.raises(MisusedModel, match="was used up"):
+        engine.clip_grad_norm(None)
+    optimizer.step()
+    engine.flush()
+    assert set(steps(engine)) == {1}
