@@ -239,7 +239,7 @@ struct Avx512 {
         return _mm512_mask_subs_epu8(_mm512_add_epi8(zero, k), negative, zero, k);
     }
     static FLUX_INLINE Int unsigned_codes(Int k_plus_one) {
-        return _mm512_sub_epi8(k_plus_one, _mm512_set1_epi8(1));
+        return _mm512_sub_epi8(k_plus_one, constant<0x01010101u>());
     }
 
     // Two octaves are a slot. What is added to the bits of y carries into the next one from the
@@ -264,6 +264,7 @@ struct Avx512 {
 
     struct Decoder {
         Float slope, offset;
+        __mmask64 tops = Masks::kept(0x8888888888888888u);  // of the lanes, their highest bytes
         static constexpr Values8<16, 24> kSigned{kSignedMap}, kUnsigned{kUnsignedMap};
         explicit FLUX_INLINE Decoder(bool is_signed)
             : slope(_mm512_loadu_ps(is_signed ? kSigned.slope : kUnsigned.slope)),
@@ -279,7 +280,7 @@ struct Avx512 {
             for (uint32_t j = 0; j < 4; ++j) {
                 const Int from = _mm512_broadcast_i32x4(_mm_setr_epi32(
                     j << 26, (4 * j + 1) << 24, (4 * j + 2) << 24, (4 * j + 3) << 24));
-                const Int top = _mm512_mask_shuffle_epi8(fill, 0x8888888888888888u, codes, from);
+                const Int top = _mm512_mask_shuffle_epi8(fill, tops, codes, from);
                 const Float f = is_signed ? _mm512_cvtepi32_ps(top) : _mm512_cvtepu32_ps(top);
                 const Int entry = shift_right<23>(as_int(f));
                 Float b = _mm512_permutexvar_ps(entry, offset);

@@ -65,7 +65,7 @@ struct Blocks8 {
 
     // A group between the two halves of its update.
     struct Group {
-        Float p[4], denominator[4];
+        Float p[4], root[4];
     };
 
     // What the first half of an update takes beside the weights.
@@ -87,7 +87,7 @@ struct Blocks8 {
     static FLUX_INLINE void begin(Group& group, Read& of, size_t j, Float m_scale, Float v_scale,
                                   const Constants& with, float* new_m, float* new_v, Most& most) {
         Float m = Set::mul(of.m[j], m_scale), v = Set::mul(of.v[j], v_scale);
-        group.denominator[j] = Base::begin(group.p[j], m, v, of.g[j], with.c);
+        group.root[j] = Base::begin(group.p[j], m, v, of.g[j], with.c);
         Whole{}.store(new_m + j * kVector, m);
         Whole{}.store(new_v + j * kVector, v);
         most.m = Set::larger_size(most.m, m);
@@ -96,7 +96,7 @@ struct Blocks8 {
 
     // The second half.
     static FLUX_INLINE void finish(Group& group, size_t j, const float* new_m, const Constants& with) {
-        Base::finish(group.p[j], Whole{}.load(new_m + j * kVector), group.denominator[j], with.c);
+        Base::finish(group.p[j], Whole{}.load(new_m + j * kVector), group.root[j], with.c);
     }
     template <class Weights>
     static FLUX_INLINE void write(Group& group, Weights weights, Most& most) {
@@ -289,10 +289,10 @@ struct Blocks8 {
             Guess guesses;
 #pragma GCC unroll 4
             for (size_t j = 0; j < 4; ++j) {
-                if (begins)
-                    begin(begun, of, j, m_scale, v_scale, with, now.m + next, now.v + next, most);
                 if (codes) guess(guesses, j, before.m + i, before.v + i, m_inverse, v_inverse, maps);
                 if (advances) finish(group, j, now.m + i, with);
+                if (begins)
+                    begin(begun, of, j, m_scale, v_scale, with, now.m + next, now.v + next, most);
             }
             uint8_t* const m_codes = states.m + i - kStateBlock;
             uint8_t* const v_codes = states.v + i - kStateBlock;

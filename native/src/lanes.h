@@ -141,21 +141,22 @@ struct KernelsOver {
     }
 
     // The first half of an update of the lanes: the new moments and the decayed weight in place, and
-    // what the step is divided by. Any NaN as it comes.
+    // the root of v, for which nothing waits before the second half. Any NaN as it comes.
     static FLUX_INLINE Float begin(Float& p, Float& m, Float& v, Float grad, const Coefficients& c) {
         average(m, v, grad, c);
         p = Set::mul(p, c.decay);
-        return Set::add(Set::mul(Set::sqrt(v), c.rsqrt_correction2), c.eps);
+        return Set::sqrt(v);
     }
     // The second half: the weight's step.
-    static FLUX_INLINE void finish(Float& p, Float m, Float denominator, const Coefficients& c) {
+    static FLUX_INLINE void finish(Float& p, Float m, Float root, const Coefficients& c) {
+        const Float denominator = Set::add(Set::mul(root, c.rsqrt_correction2), c.eps);
         p = Set::sub(p, Set::div(Set::mul(c.step_size, m), denominator));
     }
 
     // One update of the lanes: p, m and v in place, any NaN as it comes.
     static FLUX_INLINE void advance(Float& p, Float& m, Float& v, Float grad, const Coefficients& c) {
-        const Float denominator = begin(p, m, v, grad, c);
-        finish(p, m, denominator, c);
+        const Float root = begin(p, m, v, grad, c);
+        finish(p, m, root, c);
     }
 
     static FLUX_INLINE void update(Float& p, Float& m, Float& v, Float grad, const Coefficients& c) {

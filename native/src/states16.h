@@ -145,7 +145,7 @@ struct States16 {
 
     // Two vectors between the halves of their update.
     struct Pair {
-        Float p[2], m[2], v[2], denominator[2];
+        Float p[2], m[2], v[2], root[2];
     };
 
     template <class Weights, class Grad>
@@ -158,7 +158,7 @@ struct States16 {
         Pairs<Set>::load(m, pair.m[0], pair.m[1]);
         Pairs<Set>::load(v, pair.v[0], pair.v[1]);
         for (uint32_t j = 0; j < 2; ++j)
-            pair.denominator[j] = Base::begin(pair.p[j], pair.m[j], pair.v[j], g[j], c);
+            pair.root[j] = Base::begin(pair.p[j], pair.m[j], pair.v[j], g[j], c);
         return pair;
     }
 
@@ -168,7 +168,7 @@ struct States16 {
                                         const uint32_t* of_places, Int of_segment,
                                         const Coefficients& c) {
         for (uint32_t j = 0; j < 2; ++j)
-            Base::finish(pair.p[j], pair.m[j], pair.denominator[j], c);
+            Base::finish(pair.p[j], pair.m[j], pair.root[j], c);
         if constexpr (Set::kInterleaved) {  // few registers: looking back at all six costs more
             for (uint32_t j = 0; j < 2; ++j) Base::quiet(pair.p[j], pair.m[j], pair.v[j]);
         } else {

@@ -33,8 +33,7 @@ from fluxtrain.train.run import train
 
 def run(config: Path, run_dir: Path, *overrides: str, resume: str | None = None) -> list[Any]:
     """Train in this process; the journal's events."""
-    settings = load_config(config, list(overrides))
-    train(settings, locate(resume, run_dir, settings))
+    train(settings := load_config(config, list(overrides)), locate(resume, run_dir, settings))
     return list(read_events(run_dir / "events.ndjson"))
 
 
@@ -183,7 +182,7 @@ def test_no_training_row_is_evaluated_and_evaluating_changes_nothing(
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("limit", ["1.0", "null"])
 @pytest.mark.parametrize("what", ["loss", "norm"])
-@pytest.mark.parametrize("depth", [1, 3])  # 1: a backward pass waits for updates under it
+@pytest.mark.parametrize("depth", [1, 3])  # 1: the pass waits for updates under it
 def test_a_divergence_stops_before_the_update_and_names_the_last_checkpoint(
     run_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     what: str, limit: str, late: bool, depth: int,
