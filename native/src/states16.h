@@ -69,43 +69,40 @@ struct States16 {
                 const Places places(key);
                 done = -key.first_element % kLine;
                 adamw16_by_one(weights, m, v, grad, 0, done, key, c);
-                while (done + kLine <= n) {
-                    const uint32_t first = key.first_element + static_cast<uint32_t>(done);
-                    const uint32_t place = first % kSegment;
-                    const size_t left = (n - done) / kLine * kLine;
-                    const size_t count = left < kSegment - place ? left : kSegment - place;
-                    adamw16_by_pairs(weights, m, v, grad, done, count, places.bits + place,
-                                     bits_of_segment(first, key), c);
-                    done += count;
-                }
+                const size_t lines = (n - done) / kLine * kLine;
+                adamw16_by_pairs(weights, m, v, grad, done, done + lines, places, key, c);
+                done += lines;
             }
         }
         adamw16_by_one(weights, m, v, grad, done, n, key, c);
     }
 
-    // `count` elements from `first` on, whole lines of one segment. A pair is finished a turn after it
-    // was begun: then no turn waits for its own root and its division.
+    // Those from `first` up to `end`, whole lines. A pair is finished a turn after it was begun, also
+    // where a segment ends: then no turn waits for its own root and its division.
     template <class Weights, class Grad>
     static FLUX_INLINE void adamw16_by_pairs(Weights weights, uint16_t* m, uint16_t* v,
-                                             const Grad* grad, size_t first, size_t count,
-                                             const uint32_t* of_places, Int of_segment,
+                                             const Grad* grad, size_t first, size_t end,
+                                             const Places& places, const flux_rounding& key,
                                              const Coefficients& c) {
         constexpr size_t kPair = 2 * Set::width;
+        Int of_segment = bits_of_segment(key.first_element + static_cast<uint32_t>(first), key);
         const auto begin_at = [&](size_t i) __attribute__((always_inline)) {
-            const size_t at = first + i;
-            return begin_pair(States::from(weights, at), m + at, v + at, grad + at, c);
+            return begin_pair(States::from(weights, i), m + i, v + i, grad + i, c);
         };
         const auto finish_at = [&](Pair pair, size_t i) __attribute__((always_inline)) {
-            const size_t at = first + i;
-            finish_pair(pair, States::from(weights, at), m + at, v + at, of_places + i, of_segment, c);
+            const uint32_t element = key.first_element + static_cast<uint32_t>(i);
+            const uint32_t place = element % kSegment;
+            if (place == 0) of_segment = bits_of_segment(element, key);
+            finish_pair(pair, States::from(weights, i), m + i, v + i, places.bits + place,
+                        of_segment, c);
         };
         const auto fetch_at = [&](size_t i) __attribute__((always_inline)) {
-            if (kPair == kLine || i % kLine == 0)
-                States::fetch_all(first + i, kLine, weights, m, v, grad);
+            if (kPair == kLine || (i - first) % kLine == 0)
+                States::fetch_all(i, kLine, weights, m, v, grad);
         };
-        Pair begun = begin_at(0);
-        size_t i = 0;
-        for (; i + kPair < count; i += kPair) {
+        Pair begun = begin_at(first);
+        size_t i = first;
+        for (; i + kPair < end; i += kPair) {
             fetch_at(i);
             const Pair pair = begun;
             begun = begin_at(i + kPair);
