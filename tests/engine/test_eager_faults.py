@@ -53,7 +53,7 @@ def test_a_loss_that_is_not_finite_changes_nothing_that_is_updated_late(device_g
     except Diverged:
         optimizer.zero_grad()
         engine.forget_broken_pass()
-    engine.forget_refused()
+    engine.updates.forget_refused()
     assert differing(before, weights(model)) == []
     assert set(steps(engine)) == {0}
 

@@ -150,7 +150,13 @@ def _adopted_step(optimizer: Optimizer, entries: Entries) -> None:
     for engine in engines:
         if engine.loss_scale is not None:
             engine.loss_scale.settle()
-    if not any(own_step(engine, optimizer) for engine in engines):
+    own = [engine for engine in engines if own_step(engine, optimizer)]
+    if own and getattr(optimizer, "grad_scale", None) is not None:
+        raise MisusedModel(
+            "an eager step has updated weights with gradients that a GradScaler was still to "
+            "unscale: leave begin_eager_step out, or the scaler (bf16 needs none)"
+        )
+    if not own:
         prepare(optimizer, entries)  # an eager step did so before its first update
     if not _overflowed(optimizer):
         _submit(optimizer, entries)
@@ -161,6 +167,7 @@ def _adopted_step(optimizer: Optimizer, entries: Entries) -> None:
 
 def own_step(engine: Engine, optimizer: Optimizer) -> EagerStep | None:
     """The eager step under way that this optimizer began."""
+    engine.forget_orphaned_step()
     step = engine.eager
     return step if step is not None and step.is_of(optimizer) else None
 
@@ -207,14 +214,12 @@ def _submit(optimizer: Optimizer, entries: Entries) -> None:
         member.gradient_scale *= factor
         work.setdefault(owner.group, {})[member.index] = by_options[id(options)]
     for engine in engines:
-        eager, norm = own.get(engine), engine.norm
+        eager, norm = own.get(engine), _guarding_norm(engine)
         mine = {group: work[group] for group in engine.groups if group in work}
         if eager is None:
             engine.updates.submit(mine, norm)
         else:
             engine.eager = None
-            if norm is None or not norm.guards:
-                norm = eager.guard or norm
             for group, hypers in mine.items():
                 engine.updates.submit_one(group, hypers, norm)
         if engine.norm is not None and engine.loss_scale is not None:
@@ -227,8 +232,16 @@ def _submit(optimizer: Optimizer, entries: Entries) -> None:
         engine.norm = None
         engine.accounts.step += 1
         engine.copy_ahead_for_the_next_step()
+    for engine in engines:  # once all are submitted: one that was refused raises here
         if not engine.overlap:
             engine.flush()
+
+
+def _guarding_norm(engine: Engine) -> GradNorm | None:
+    """That the step goes by: of an eager step under way, whoever began it, the loss at least."""
+    norm, eager = engine.norm, engine.eager
+    unguarded = norm is None or not norm.guards
+    return eager.guard or norm if eager is not None and unguarded else norm
 
 
 def _clip_others(engine: Engine, stepped: set[int], norm: GradNorm | None) -> None:

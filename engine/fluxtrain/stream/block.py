@@ -136,7 +136,7 @@ class Unit:
         try:
             return self._run(args, kwargs, materialise=materialise)
         except Diverged:
-            self.engine.forget_refused()
+            self.engine.updates.forget_refused()
             raise
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, materialise: bool) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -41,7 +41,7 @@ class EagerStep:
         prepare(optimizer, entries)
         self.updated: set[Group] = set()
         self.guard = None if loss is None else GradNorm(engine.device, [], None, [loss])
-        self._before_loss = None if loss is None else _node_before(loss)
+        self._begun: list[bool] | None = None if loss is None else _begun(loss)
         self._optimizer = weakref.ref(optimizer)
         self._engine = engine
         self._graphs = engine.graphs
@@ -56,11 +56,12 @@ class EagerStep:
         return self._optimizer() is optimizer
 
     def is_of_this_pass(self) -> bool:
-        """Is the backward pass under way that of its loss?"""
-        if torch._C._current_graph_task_id() < 0:
-            return True
-        node, self._before_loss = self._before_loss, None
-        return node is None or torch._C._will_engine_execute_node(node)
+        """Is the backward pass under way that of its loss, as far as is known?"""
+        return self._begun is None or bool(self._begun) or torch._C._current_graph_task_id() < 0
+
+    def is_orphaned(self) -> bool:
+        """Is its optimizer gone, so that nobody will end it?"""
+        return self._optimizer() is None
 
     def was_refused(self) -> bool:
         """Is the loss not finite, so that no update was made? Waits until it is known."""
@@ -115,18 +116,24 @@ class EagerStep:
                 replace(self._engine, group, owner.member, None)
 
 
-def _node_before(loss: Tensor) -> Any:
-    """One that the backward pass of the loss comes by (torch does not tell of its first one), and
-    hardly another pass: no leaf. None where there is none."""
-    behind = [] if loss.grad_fn is None else [node for node, _ in loss.grad_fn.next_functions]
-    inner = (node for node in behind if node is not None and not hasattr(node, "variable"))
-    return next(inner, None)
+def _begun(loss: Tensor) -> list[bool] | None:
+    """Filled when a backward pass comes by the loss; None where that cannot be told."""
+    if loss.grad_fn is None:
+        return None
+    begun: list[bool] = []
+    loss.grad_fn.register_prehook(lambda _: begun.append(True))
+    return begun
 
 
 def expect_gradients(engine: Engine, groups: Iterable[Group]) -> None:
     """Gradients of these groups are about to come. Raises MisusedModel where they have been
     updated; an eager step whose loss was given up is forgotten."""
+    engine.forget_orphaned_step()
     if engine.eager is not None and not engine.eager.is_of_this_pass():
         engine.eager = None
+        engine.say(
+            "an eager step is not made as one, for the loss that begin_eager_step was given is not "
+            "part of the backward pass: give it the loss that backward() is called on"
+        )
     if engine.eager is not None:
         engine.eager.refuse_updated(groups)

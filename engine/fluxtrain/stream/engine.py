@@ -9,13 +9,13 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fluxtrain.errors import Diverged, MisusedModel
+from fluxtrain.errors import MisusedModel
 from fluxtrain.memory.boundary import BoundaryPark
 from fluxtrain.memory.device import Device
 from fluxtrain.memory.gradients import Gradients
@@ -76,6 +76,7 @@ class Engine:
         self._following: dict[tuple[str, Unit | None], Unit] = {}
         self._last: dict[str, Unit | None] = {"forward": None, "backward": None}
         self._said: set[str] = set()
+        self.thread = 0  # of the last forward
         self._lock = threading.RLock()
 
     # -- what a unit asks for ------------------------------------------------------------------
@@ -83,6 +84,7 @@ class Engine:
     def before(self, unit: Unit) -> None:
         """A unit's forward is about to run: check its weights, start the next copies."""
         self.use.check()
+        self.thread = threading.get_ident()
         self.forget_broken_pass()
         for group in unit.groups:
             check_writes(self, group)
@@ -288,8 +290,10 @@ class Engine:
         updated later, by `optimizer.step()` at the latest. There is no norm to clip by."""
         if self.loss_scale is not None:
             raise MisusedModel("with a loss scale no group is updated before the norm is known")
+        self.forget_orphaned_step()
         if self.partly_updated:
             raise MisusedModel("an eager step is under way: optimizer.step() ends it")
+        self.norm = None
         self.eager = EagerStep(optimizer, self, loss)
 
     @property
@@ -361,20 +365,21 @@ class Engine:
         if self.graphs.broke_off:
             self.abandon_backward()
 
+    def forget_orphaned_step(self) -> None:
+        """Of an eager step whose optimizer is gone, no gradient stays."""
+        if self.eager is not None and self.eager.is_orphaned():
+            self.eager.drop()
+            self.eager = None
+
     def abandon_backward(self) -> None:
         """The last backward pass raised: its end was never called and its sums are incomplete."""
         self._last = {"forward": None, "backward": None}
         self.graphs.abandon_pass()
         self.gradients.discard()
         if self.eager is not None:
-            self.forget_refused()
+            self.updates.forget_refused()
             self.eager.end()
             self.eager = None
-
-    def forget_refused(self) -> None:
-        """Updates that were refused have been told of once, by who saw the first of them."""
-        with suppress(Diverged):
-            self.updates.wait()
 
     def _end_pass(self) -> None:
         """A backward pass is over: groups that several units add to are complete now."""

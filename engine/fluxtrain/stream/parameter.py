@@ -7,6 +7,7 @@ waits for the gradient's transfer. While its block computes, the class is plain 
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -117,7 +118,7 @@ def _gradient_access(func: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     owner = parameter._fluxtrain
     if func == _GRAD_GET:
         if not owner.group.holds_gradient_memory:
-            owner.engine.forget_broken_pass()
+            _end_what_is_over(owner.engine)
         if owner.hidden or not owner.member.has_gradient:
             return None
         return HostGradient.over(
@@ -128,6 +129,14 @@ def _gradient_access(func: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         _refuse_no_gradient(value, owner)
     user_gradients.replace(owner.engine, owner.group, owner.member, value)
     return None
+
+
+def _end_what_is_over(engine: Engine) -> None:
+    """A backward pass that raised, an eager step whose optimizer is gone. Another thread than that
+    of the forward pass cannot tell whether a pass has ended."""
+    if threading.get_ident() == engine.thread:
+        engine.forget_broken_pass()
+        engine.forget_orphaned_step()
 
 
 def _refuse_no_gradient(value: object, owner: Owner) -> None:
@@ -151,7 +160,7 @@ def _record_use(found: Any, *arguments: Any) -> None:
         if not isinstance(value, HostParameter):
             continue
         owner = value._fluxtrain
-        if differentiable:
+        if differentiable or owner.engine.use.computing:  # a block's, that is computed again later
             owner.engine.graphs.record_outside(owner.group)
             continue
         with torch._C.DisableTorchFunctionSubclass():
@@ -230,6 +239,11 @@ def _unscale(gradients: list[Tensor], found_inf: Tensor, inverse_scale: Tensor) 
     ours = [gradient for gradient in gradients if isinstance(gradient, HostGradient)]
     others = [gradient for gradient in gradients if not isinstance(gradient, HostGradient)]
     owners = [gradient._owner for gradient in ours]
+    if any(owner.engine.partly_updated for owner in owners):
+        raise MisusedModel(
+            "an eager step has updated weights with gradients that a GradScaler was still to "
+            "unscale: leave begin_eager_step out, or the scaler (bf16 needs none)"
+        )
     device = owners[0].engine.device.torch_device
     norms = torch.stack(
         [user_gradients.norm_of(o.engine, o.group, o.member).to(device) for o in owners]

@@ -19,6 +19,7 @@ import math
 import threading
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import torch
@@ -170,8 +171,14 @@ class Updates:
             self._pending.pop(group, None)
         self._refused.settle(wait=True)
         self._ahead.clear()  # the tables have it all, and the gradients may be given up
-        if errors:
-            raise errors[0]
+        if errors:  # one that was refused is no news beside one that failed
+            raise next((e for e in errors if not isinstance(e, Diverged)), errors[0])
+
+    def forget_refused(self) -> None:
+        """Wait; those that were refused have been told of, by who saw the first of them. Raises
+        what made others fail."""
+        with suppress(Diverged):
+            self.wait()
 
     def close(self) -> None:
         self._worker.close()

@@ -36,6 +36,11 @@ class Use:
         self._thread = 0  # that computes with weights on the device now
         self._depth = 0
 
+    @property
+    def computing(self) -> bool:
+        """Is a block's forward or backward under way?"""
+        return self._depth > 0
+
     def check(self) -> None:
         """Raise MisusedModel for a use that cannot work."""
         if self.ended:
