@@ -1,4 +1,4 @@
-"""Eager steps beside other optimizers, threads, checkpoints, scalers and blocks that look around."""
+"""Eager steps beside other optimizers, threads, checkpoints, scalers and curious blocks."""
 
 from __future__ import annotations
 
