@@ -47,7 +47,8 @@ def run_row(run: RunSummary, attached: Path | None, now_s: float, width: int) ->
     cells = _name_cells(width)
     name = set_cell_size(cut_in_front(run.run_id, cells - 1), cells)
     step = UNKNOWN if run.step is None else f"{run.step}/{run.total_steps or UNKNOWN}"
-    note = (run.message or run.model or "") if _has_note(width) else ""
+    failed = bool(run.message) and STATE_ROLES[run.state] in ("bad", "warn")
+    note = ((run.message if failed else run.model) or "") if _has_note(width) else ""
     return fitted(
         (
             (" ▸ " if here else "   ", "accent"),
@@ -61,7 +62,7 @@ def run_row(run: RunSummary, attached: Path | None, now_s: float, width: int) ->
                 if width >= AGE_FROM_CELLS
                 else ()
             ),
-            (f"  {note}" if note else "", "bad" if run.message else "dim"),
+            (f"  {note}" if note else "", "bad" if failed else "dim"),
         ),
         width,
     )

@@ -193,9 +193,17 @@ def splits(tensors: Sequence[Tensor], rows: int) -> tuple[bool, ...]:
     return tuple(t.dim() >= 1 and t.shape[0] == rows and rows > 1 for t in tensors)
 
 
-def ambiguous(tensors: Sequence[Tensor], rows: int) -> bool:
-    """A (S, S) mask with as many rows as the batch has cannot be told from a batched tensor."""
-    return any(t.dim() == 2 and t.shape[0] == t.shape[1] == rows for t in tensors)
+def ambiguous(
+    function: Callable[..., Any], tree: Tree, tensors: Sequence[Tensor], rows: int
+) -> str | None:
+    """The name of an argument (S, S) with as many rows as the batch has: it may be a mask, or carry
+    the batch. Positions of tokens carry it. None: there is none."""
+    for index, tensor in enumerate(tensors):
+        if tensor.dim() == 2 and tensor.shape[0] == tensor.shape[1] == rows:
+            name = argument_name(function, tree, index)
+            if name != "position_ids":
+                return name
+    return None
 
 
 def piece(tensors: Sequence[Tensor], split: Sequence[bool], start: int, stop: int) -> list[Tensor]:

@@ -22,6 +22,7 @@ from fluxtrain.memory.segment import Member
 from fluxtrain.memory.slices import WeightSlices
 from fluxtrain.stream.arguments import (
     Tree,
+    ambiguous,
     batch_rows,
     flatten,
     has_cache,
@@ -230,6 +231,14 @@ class Unit:
     def try_chunks(self, tree: Tree, tensors: Sequence[Tensor], rows: int) -> bool:
         """Do chunks give what the whole gives? Tried once for each mode, each way to cut, and each
         structure and choice of the arguments: with another one it may compute something else."""
+        name = ambiguous(self.original, tree, tensors, rows)
+        if name is not None:
+            self.engine.say(
+                f"the argument {name} of {self.name} is {rows} x {rows} where the batch has {rows} "
+                "rows, and may be a mask or one row for each: it runs on the whole batch. Another "
+                "number of rows or tokens a row runs in chunks"
+            )
+            return False
         key = (self.module.training, splits(tensors, rows), tree.choices())
         if key not in self.chunkable:
             if len(self.chunkable) >= _KEPT_TRIALS:

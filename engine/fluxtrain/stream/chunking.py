@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from fluxtrain.stream.arguments import Tree, ambiguous, batch_rows, flatten, opaque, piece, splits
+from fluxtrain.stream.arguments import Tree, batch_rows, flatten, opaque, piece, splits
 from fluxtrain.stream.capture import Capture, active_collector
 from fluxtrain.stream.in_place import is_same, overlap, same_elements
 from fluxtrain.stream.rng import randomness_kept
@@ -29,7 +29,7 @@ _TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-8, torch.bfloat16: 3e-2, to
 def chunks_agree(unit: Unit, tree: Tree, tensors: Sequence[Tensor]) -> bool:
     """Compare two rows run together with the same rows run one by one (weights bound)."""
     rows = batch_rows(tensors)
-    if rows is None or rows < _TRIED_ROWS or ambiguous(tensors, rows):
+    if rows is None or rows < _TRIED_ROWS:
         return False
     split = splits(tensors, rows)
     together = _run(unit, tree, piece(tensors, split, 0, _TRIED_ROWS), split)

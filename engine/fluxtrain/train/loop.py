@@ -90,8 +90,8 @@ class TrainingLoop:
             self.evaluate()  # a stop cut it short before the checkpoint that this run resumed from
         try:
             while self._step_number < self._settings.total_steps:
-                started_s = time.perf_counter()
                 self._attend_requests()
+                started_s = time.perf_counter()  # a pause is no part of a step
                 self._recorder.begin_step(self._step_number + 1)
                 self._step()
                 self._between_steps()
