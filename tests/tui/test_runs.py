@@ -363,4 +363,4 @@ async def test_a_finished_run_is_not_resumed_and_read_only_changes_nothing(
 def test_a_finished_run_is_listed_with_its_model_and_a_failed_one_with_its_message() -> None:
     for state, told, role in (("finished", "demo", "dim"), ("failed", "out of memory", "bad")):
         run = summary(state=state, model="demo", message=told if state == "failed" else "finished")
-        assert run_row(run, None, 0.0, 200)[-1] == (f"  {told}", role)
+        assert (f"  {told}", role) in run_row(run, None, 0.0, 200)
