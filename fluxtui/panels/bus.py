@@ -31,9 +31,7 @@ def body(view: View, width: int, height: int) -> list[Line]:
         half = (width - 2) // 2
         down, up = (_direction(view, name, half, 1)[0] for name in ("h2d", "d2h"))
         return [(*down, ("  ", "text"), *up), stall][:height]
-    names = ["h2d", "d2h"]
-    if uses_disk(view.state.traffic):
-        names += ["disk_read", "disk_written"]
+    names = ["h2d", "d2h", *moved_on_disk(view.state.traffic)][: height - 1]  # and the stalls
     rows = max(1, min(TALLEST, (height - 2) // len(names)))
     lines = [row for name in names for row in _direction(view, name, width, rows)]
     if len(lines) + 2 < height:
@@ -41,9 +39,17 @@ def body(view: View, width: int, height: int) -> list[Line]:
     return [*lines, stall, totals_line(view.fresh(view.state.traffic), width)][:height]
 
 
+def moved_on_disk(sample: TrafficSampled | None) -> list[str]:
+    """The directions in which the run moved anything from or to the disk so far."""
+    if sample is None:
+        return []
+    moved = {"disk_read": sample.disk_read_bytes, "disk_written": sample.disk_written_bytes}
+    return [name for name, size_bytes in moved.items() if size_bytes]
+
+
 def uses_disk(sample: TrafficSampled | None) -> bool:
     """Whether the run moved anything to or from the disk so far."""
-    return sample is not None and bool(sample.disk_read_bytes or sample.disk_written_bytes)
+    return bool(moved_on_disk(sample))
 
 
 LABELS = {"h2d": "H2D", "d2h": "D2H", "disk_read": "N R", "disk_written": "N W"}

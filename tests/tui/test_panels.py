@@ -173,6 +173,8 @@ def test_the_disk_has_lines_only_when_it_was_used(made: ModuleType) -> None:
     assert "N R" not in drawn(view, "bus", 60, 12)
     used = replace(view.state.traffic, disk_read_bytes=1 << 30)
     assert "N R" in drawn(changed(view, state=view.state.after(used)), "bus", 60, 12)
+    low = drawn(changed(view, state=view.state.after(used)), "bus", 60, 5)
+    assert "stall" in low and "D2H" in low  # whatever moved on the disk
 
 
 @pytest.mark.parametrize("count", [1, 3, 8, 26, 48, 96, 400])
