@@ -287,7 +287,8 @@ class Engine:
         its gradients are complete. `optimizer.step()` ends it. The hyperparameters are read now.
 
         What the graph still needs (a block called twice, a weight used outside of its block) is
-        updated later, by `optimizer.step()` at the latest. There is no norm to clip by."""
+        updated later, by `optimizer.step()` at the latest. There is no norm to clip by. A weight's
+        alias of an alias (`w.detach().detach()`) that the graph needs is not seen."""
         if self.loss_scale is not None:
             raise MisusedModel("with a loss scale no group is updated before the norm is known")
         self.forget_orphaned_step()
