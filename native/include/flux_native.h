@@ -28,10 +28,21 @@
  *
  * 8-bit states (the meaning of bitsandbytes' block-wise AdamW): m and v are codes of a signed and an
  * unsigned map (src/map8.h), one scale for each block of 256 elements: x = value(code) * scale. The
- * update works on these x; afterwards, for each block,
+ * update takes fewer operations, the terms of a sum joined in fused multiply-adds: fma(a, b, c) is
+ * a * b + c, rounded once. A value is slope * k + offset, with k of its code's line,
  *
- *   scale = max(|x| of the block, 2^-126)
- *   code  = nearest to x * (1 / scale), ties away from zero; for v, zero stands for zero alone
+ *   left = scale * beta, or 0 where that is less than 2^-80          of m and of v
+ *   m = fma(grad, one_minus_beta1 * grad_scale, fma(slope * left, k, offset * left))
+ *   g = grad * (sqrt(one_minus_beta2) * grad_scale)
+ *   v = fma(g, g, fma(slope * left, k, offset * left))
+ *   p = fma(m / (sqrt(v) + eps / rsqrt_correction2), -(step_size / rsqrt_correction2), p * decay)
+ *
+ * which is the update above in the form of Kingma and Ba, Adam, 2015, end of section 2. Then, for each
+ * block,
+ *
+ *   scale = max(|x| of the block, 2^-79)
+ *   code  = by x * (1 / scale) for m, fma(x, 1 / scale, -2^-126) for v, as src/map8.h says: that of the
+ *           nearest value; for v, zero stands for zero alone
  *
  * An element whose new m or v is not finite keeps the weight of the formula (NaN where that is NaN)
  * and starts anew from m = v = 0. All bytes zero is the state before the first step. An array of
@@ -60,7 +71,7 @@
 #include <stdint.h>
 
 #define FLUX_API __attribute__((visibility("default")))
-#define FLUX_ABI_VERSION 5
+#define FLUX_ABI_VERSION 6
 
 #ifdef __cplusplus
 extern "C" {

@@ -133,7 +133,7 @@ struct Avx2 {
     static FLUX_INLINE Float look_up(Table table, Int at) {
         return _mm256_permutevar8x32_ps(table, at);
     }
-    static FLUX_INLINE Float exact_mul_add(Float a, Float b, Float c) {
+    static FLUX_INLINE Float mul_add(Float a, Float b, Float c) {
         return _mm256_fmadd_ps(a, b, c);
     }
     static FLUX_INLINE Float smaller(Float a, Float b) { return _mm256_min_ps(a, b); }
@@ -184,7 +184,6 @@ struct Avx2 {
     static FLUX_INLINE Int add_16(Int a, Int b) { return _mm256_add_epi16(a, b); }
     static FLUX_INLINE Int sub_16(Int a, Int b) { return _mm256_sub_epi16(a, b); }
     static FLUX_INLINE Int sign_16(Int a) { return _mm256_srai_epi16(a, 15); }
-    static FLUX_INLINE Int larger_16(Int a, Int b) { return _mm256_max_epu16(a, b); }
     static FLUX_INLINE Int zero_where_no_bits_16(Int a, Int b, Int mask) {
         const Int none = _mm256_cmpeq_epi16(bit_and(b, mask), _mm256_setzero_si256());
         return _mm256_andnot_si256(none, a);
@@ -199,22 +198,28 @@ struct Avx2 {
         low = _mm256_unpacklo_epi64(a, b);
         high = _mm256_unpackhi_epi64(a, b);
     }
-    static FLUX_INLINE void from_memory_order(Float& a, Float& b) {
-        const Float even = _mm256_permute2f128_ps(a, b, 0x20);
-        b = _mm256_permute2f128_ps(a, b, 0x31);
-        a = even;
+    // The order of pairs: in each 128 bits the first vector has four elements, the second the next four.
+    static FLUX_INLINE void join_pair(Int low, Int high, Float& a, Float& b) {
+        a = as_float(unpack_low_16(low, high));
+        b = as_float(unpack_high_16(low, high));
     }
-    static FLUX_INLINE void to_memory_order(Float& a, Float& b) { from_memory_order(a, b); }
-    static FLUX_INLINE Int count_pair_from(uint32_t first) {
-        return _mm256_add_epi32(all_int(first), _mm256_setr_epi32(0, 1, 2, 3, 8, 9, 10, 11));
+    static FLUX_INLINE void join_pair(Int high, Float& a, Float& b) {
+        join_pair(_mm256_setzero_si256(), high, a, b);
+    }
+    static FLUX_INLINE void split_pair(Int a, Int b, Int& low, Int& high) { split_16(a, b, low, high); }
+    static FLUX_INLINE void to_pair_order(Float& a, Float& b) {
+        const Float first = _mm256_permute2f128_ps(a, b, 0x20);
+        b = _mm256_permute2f128_ps(a, b, 0x31);
+        a = first;
+    }
+    static FLUX_INLINE void to_memory_order(Float& a, Float& b) { to_pair_order(a, b); }
+    static FLUX_INLINE void count_pair_from(uint32_t first, Int& a, Int& b) {
+        a = _mm256_add_epi32(all_int(first), _mm256_setr_epi32(0, 1, 2, 3, 8, 9, 10, 11));
+        b = _mm256_add_epi32(a, all_int(4));
     }
     static FLUX_INLINE Float larger_size(Float a, Float b) {
         return _mm256_max_ps(as_float(bit_and(as_int(a), all_int(0x7fffffffu))),
                              as_float(bit_and(as_int(b), all_int(0x7fffffffu))));
-    }
-    static constexpr bool kZeroIsApart = false;  // all slots are taken
-    static FLUX_INLINE Float where_not_zero(Float of, Float a, Float b) {
-        return _mm256_blendv_ps(a, b, _mm256_cmp_ps(of, _mm256_setzero_ps(), _CMP_EQ_OQ));
     }
     static FLUX_INLINE bool any_nan(Float a, Float b) {
         return _mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_UNORD_Q)) != 0;
@@ -222,9 +227,6 @@ struct Avx2 {
     static FLUX_INLINE bool any_nan(const Float (&x)[4]) {
         return _mm256_movemask_ps(_mm256_or_ps(_mm256_cmp_ps(x[0], x[1], _CMP_UNORD_Q),
                                                _mm256_cmp_ps(x[2], x[3], _CMP_UNORD_Q))) != 0;
-    }
-    static FLUX_INLINE bool any_half_at_least(Int a, Int limits) {
-        return _mm256_movemask_epi8(_mm256_cmpeq_epi16(larger_16(a, limits), a)) != 0;
     }
 
     // Each 128-bit lane gets 64 bits of the first half and 64 of the second.
@@ -270,15 +272,25 @@ struct Avx2 {
         const Int slot = mul_high_16(shift_right<23>(as_int(y)), all_int(kSlotsInOctave));
         return add_one_where(at_least(y, look_up_slot(border, slot)), slot);
     }
+    // All slots are taken: where a fraction is negative the line for zero is put in.
+    static constexpr Lines8<kSlots> with_zero(Lines8<kSlots> lines) { return lines; }
+    template <class Lines>
+    static FLUX_INLINE Float line_of_v(const Lines& lines, Float fraction) {
+        return _mm256_blendv_ps(lines.at(larger(fraction, all(kLeastFraction))), all(129.5f), fraction);
+    }
 
     struct Decoder {
         Float slope, offset;
         static constexpr Values8<8, 18> kSigned{kSignedMap};
+        FLUX_INLINE Decoder(Float slope, Float offset) : slope(slope), offset(offset) {}
         explicit FLUX_INLINE Decoder(bool is_signed)
             : slope(_mm256_loadu_ps(is_signed ? kSigned.slope : kUnsignedMap.slope)),
               offset(_mm256_loadu_ps(is_signed ? kSigned.offset : kUnsignedMap.offset)) {}
+        FLUX_INLINE Decoder times(float scale) const {
+            return {mul(slope, all(scale)), mul(offset, all(scale))};
+        }
 
-        // The fractions of the codes of a group.
+        // The values of the codes of a group.
         template <bool is_signed>
         FLUX_INLINE void values(Int codes, Float (&x)[4]) const {
             if (is_signed) codes = _mm256_xor_si256(codes, _mm256_set1_epi8(127));  // 127 - code
@@ -298,9 +310,9 @@ struct Avx2 {
                     const Float b = _mm256_xor_ps(_mm256_permutevar8x32_ps(offset, entry), sign);
                     x[j] = _mm256_fmadd_ps(_mm256_permutevar8x32_ps(slope, entry), f, b);
                 } else {
-                    const Float k = to_float(code);
-                    const Int entry = shift_right<23>(as_int(add(k, all(kUnsignedMap.half))));
-                    x[j] = _mm256_fmadd_ps(_mm256_permutevar8x32_ps(slope, entry), k,
+                    const Float f = add(to_float(code), all(1));
+                    const Int entry = shift_right<23>(as_int(f));
+                    x[j] = _mm256_fmadd_ps(_mm256_permutevar8x32_ps(slope, entry), f,
                                            _mm256_permutevar8x32_ps(offset, entry));
                 }
             }

@@ -110,7 +110,7 @@ struct Avx512 {
     static FLUX_INLINE Float look_up(Table table, Int at) {
         return _mm512_permutexvar_ps(at, table);
     }
-    static FLUX_INLINE Float exact_mul_add(Float a, Float b, Float c) {
+    static FLUX_INLINE Float mul_add(Float a, Float b, Float c) {
         return _mm512_fmadd_ps(a, b, c);
     }
     static FLUX_INLINE Float smaller(Float a, Float b) { return _mm512_min_ps(a, b); }
@@ -158,7 +158,6 @@ struct Avx512 {
     static FLUX_INLINE Int add_16(Int a, Int b) { return _mm512_add_epi16(a, b); }
     static FLUX_INLINE Int sub_16(Int a, Int b) { return _mm512_sub_epi16(a, b); }
     static FLUX_INLINE Int sign_16(Int a) { return _mm512_srai_epi16(a, 15); }
-    static FLUX_INLINE Int larger_16(Int a, Int b) { return _mm512_max_epu16(a, b); }
     static FLUX_INLINE Int zero_where_no_bits_16(Int a, Int b, Int mask) {
         return _mm512_maskz_mov_epi16(_mm512_test_epi16_mask(b, mask), a);
     }
@@ -172,28 +171,49 @@ struct Avx512 {
         low = _mm512_unpacklo_epi64(a, b);
         high = _mm512_unpackhi_epi64(a, b);
     }
-    static FLUX_INLINE void from_memory_order(Float& a, Float& b) {
-        const Float even = _mm512_shuffle_f32x4(a, b, 0x88);
-        b = _mm512_shuffle_f32x4(a, b, 0xdd);
-        a = even;
+    // The order of pairs: elements with even numbers, and those with odd ones. Then one masked shuffle
+    // puts halves of two vectors together.
+    static constexpr __mmask64 kLowHalves = 0x3333333333333333u, kHighHalves = 0xccccccccccccccccu;
+    static FLUX_INLINE Int halves_exchanged() {
+        return _mm512_broadcast_i32x4(
+            _mm_setr_epi8(2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13));
+    }
+    static FLUX_INLINE Int low_halves(Int a, Int b) {
+        return _mm512_mask_shuffle_epi8(a, kHighHalves, b, halves_exchanged());
+    }
+    static FLUX_INLINE Int high_halves(Int a, Int b) {
+        return _mm512_mask_shuffle_epi8(b, kLowHalves, a, halves_exchanged());
+    }
+    static FLUX_INLINE void join_pair(Int low, Int high, Float& a, Float& b) {
+        a = as_float(low_halves(low, high));
+        b = as_float(high_halves(low, high));
+    }
+    static FLUX_INLINE void join_pair(Int high, Float& a, Float& b) {
+        a = as_float(shift_left_16(high));
+        b = as_float(bit_and(high, all_int(0xffff0000u)));
+    }
+    static FLUX_INLINE void split_pair(Int a, Int b, Int& low, Int& high) {
+        low = low_halves(a, b);
+        high = high_halves(a, b);
+    }
+    static FLUX_INLINE void to_pair_order(Float& a, Float& b) {
+        const Int even = _mm512_add_epi32(count_from(0), count_from(0));
+        const Float first = _mm512_permutex2var_ps(a, even, b);
+        b = _mm512_permutex2var_ps(a, _mm512_add_epi32(even, all_int(1)), b);
+        a = first;
     }
     static FLUX_INLINE void to_memory_order(Float& a, Float& b) {
-        const Int first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+        const Int first = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
         const Float low = _mm512_permutex2var_ps(a, first, b);
         b = _mm512_permutex2var_ps(a, _mm512_add_epi32(first, all_int(8)), b);
         a = low;
     }
-    static FLUX_INLINE Int count_pair_from(uint32_t first) {
-        return _mm512_add_epi32(all_int(first), _mm512_setr_epi32(0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26,
-                                                                  27));
+    static FLUX_INLINE void count_pair_from(uint32_t first, Int& a, Int& b) {
+        a = _mm512_add_epi32(all_int(first), _mm512_add_epi32(count_from(0), count_from(0)));
+        b = _mm512_add_epi32(a, all_int(1));
     }
     static FLUX_INLINE Float larger_size(Float a, Float b) {
         return _mm512_range_ps(a, b, 0x0b);  // the larger magnitude, without a sign
-    }
-    // y, or 90 where x is zero: a slot of its own (map8.h).
-    static constexpr bool kZeroIsApart = true;
-    static FLUX_INLINE Float apart_where_zero(Float x, Float y) {
-        return _mm512_fixupimm_ps(y, x, constant<0x00000c00u>(), 0);
     }
     static FLUX_INLINE bool any_nan(Float a, Float b) {
         return _mm512_cmp_ps_mask(a, b, _CMP_UNORD_Q) != 0;
@@ -201,9 +221,6 @@ struct Avx512 {
     static FLUX_INLINE bool any_nan(const Float (&x)[4]) {
         return !_kortestz_mask16_u8(_mm512_cmp_ps_mask(x[0], x[1], _CMP_UNORD_Q),
                                     _mm512_cmp_ps_mask(x[2], x[3], _CMP_UNORD_Q));
-    }
-    static FLUX_INLINE bool any_half_at_least(Int a, Int limits) {
-        return _mm512_cmpge_epu16_mask(a, limits) != 0;
     }
 
     // Each 128-bit lane gets 64 bits of the first half and 64 of the second.
@@ -215,8 +232,8 @@ struct Avx512 {
     }
     // Bytes of the later vectors of a group. Opaque, or the compiler would make them anew each time.
     struct Masks {
-        __mmask64 second = kept(0x00f000f000f000f0u), third = kept(0x0f000f000f000f00u),
-                  fourth = kept(0xf000f000f000f000u);
+        __mmask64 second = kept(0x00aa00aa00aa00aau), third = kept(0x5500550055005500u),
+                  fourth = kept(0xaa00aa00aa00aa00u);
 
         static FLUX_INLINE __mmask64 kept(__mmask64 mask) {
             asm volatile("" : "+k"(mask));
@@ -225,7 +242,8 @@ struct Avx512 {
     };
     // Bits 16 to 23 of the lanes of four vectors, as the bytes of one.
     static FLUX_INLINE Int third_bytes(const Int (&x)[4], const Masks& of) {
-        const Int third = constant<0x0e0a0602u>();
+        const Int third =
+            _mm512_broadcast_i32x4(_mm_setr_epi8(2, 2, 6, 6, 10, 10, 14, 14, 2, 2, 6, 6, 10, 10, 14, 14));
         Int bytes = _mm512_shuffle_epi8(x[0], third);
         bytes = _mm512_mask_shuffle_epi8(bytes, of.second, x[1], third);
         bytes = _mm512_mask_shuffle_epi8(bytes, of.third, x[2], third);
@@ -234,8 +252,8 @@ struct Avx512 {
     // 127 + k, or 127 - k (no less than 0) where x is negative.
     static FLUX_INLINE Int signed_codes(Int k, const Int (&x)[4]) {
         const Int zero = constant<0x7f7f7f7fu>();
-        const __mmask64 negative = _mm512_movepi8_mask(_mm512_packs_epi16(
-            _mm512_packs_epi32(x[0], x[1]), _mm512_packs_epi32(x[2], x[3])));
+        const __mmask64 negative = _mm512_movepi8_mask(
+            _mm512_packs_epi16(high_halves(x[0], x[1]), high_halves(x[2], x[3])));
         return _mm512_mask_subs_epu8(_mm512_add_epi8(zero, k), negative, zero, k);
     }
     static FLUX_INLINE Int unsigned_codes(Int k_plus_one) {
@@ -261,6 +279,18 @@ struct Avx512 {
         const Int carry = as_int(look_up_slot(border, shift_right<24>(as_int(y))));
         return shift_right<24>(add(as_int(y), carry));
     }
+    // A negative fraction of v, which stands for zero, is in the first slot, where nothing else begins:
+    // its border takes it to one that is free.
+    static constexpr Lines8<kSlots> with_zero(Lines8<kSlots> lines) {
+        lines.border[0] = 2u << 24;
+        lines.set_zero(2);
+        return lines;
+    }
+    template <class Lines>
+    static FLUX_INLINE Float line_of_v(const Lines& lines, Float fraction) {
+        const Int least = as_int(all(kLeastFraction));  // less than negative ones as unsigned numbers
+        return lines.at(as_float(_mm512_max_epu32(as_int(fraction), least)));
+    }
 
     struct Decoder {
         Float slope, offset;
@@ -269,8 +299,14 @@ struct Avx512 {
         explicit FLUX_INLINE Decoder(bool is_signed)
             : slope(_mm512_loadu_ps(is_signed ? kSigned.slope : kUnsigned.slope)),
               offset(_mm512_loadu_ps(is_signed ? kSigned.offset : kUnsigned.offset)) {}
+        FLUX_INLINE Decoder times(float scale) const {
+            Decoder scaled = *this;
+            scaled.slope = mul(slope, all(scale));
+            scaled.offset = mul(offset, all(scale));
+            return scaled;
+        }
 
-        // The fractions of the codes of a group.
+        // The values of the codes of a group.
         template <bool is_signed>
         FLUX_INLINE void values(Int codes, Float (&x)[4]) const {
             if (is_signed) codes = _mm512_xor_si512(codes, constant<0x7f7f7f7fu>());  // 127 - code
@@ -278,8 +314,9 @@ struct Avx512 {
             const Int fill = is_signed ? all_int(0) : constant<0x00ffffffu>();
 #pragma GCC unroll 4
             for (uint32_t j = 0; j < 4; ++j) {
+                const uint32_t first = j / 2 * 8 + j % 2;
                 const Int from = _mm512_broadcast_i32x4(_mm_setr_epi32(
-                    j << 26, (4 * j + 1) << 24, (4 * j + 2) << 24, (4 * j + 3) << 24));
+                    first << 24, (first + 2) << 24, (first + 4) << 24, (first + 6) << 24));
                 const Int top = _mm512_mask_shuffle_epi8(fill, tops, codes, from);
                 const Float f = is_signed ? _mm512_cvtepi32_ps(top) : _mm512_cvtepu32_ps(top);
                 const Int entry = shift_right<23>(as_int(f));

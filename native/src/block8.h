@@ -3,9 +3,8 @@
 //
 // A group is four vectors, two pairs (pairs.h) in their order; codes are put into it as bytes. In a
 // turn one group is begun, the one before it is finished, and one of the block before that is coded,
-// vector by vector: look-ups, roots and divisions take turns. What is rare is found by one test for a
-// group or a block and then done as that loop does it: fractions close to a border between two codes,
-// moments and weights that are not finite, scales whose inverse is subnormal.
+// vector by vector: look-ups, roots and divisions take turns. Weights and moments that are not finite
+// are rare: one test finds them for a group or a block.
 #pragma once
 
 #include "pairs.h"
@@ -17,14 +16,12 @@ struct Blocks8 {
     using Float = typename Set::Float;
     using Int = typename Set::Int;
     using Base = KernelsOver<Set>;
-    using Coefficients = typename Base::Coefficients;
+    using Coefficients = Coefficients8<Set>;
     using Whole = typename Set::Whole;
-    using Search = Search8<Set::kSlots, Set::kZeroIsApart>;
 
     static constexpr size_t kVector = Set::width;
     static constexpr size_t kGroup = 4 * kVector;
     static_assert(kStateBlock % kGroup == 0);
-    static constexpr float kLargestScale = 0x1p126f;  // its inverse is normal
 
     // Weights, gradients or moments of a group, from and to memory.
     template <class From>
@@ -44,7 +41,6 @@ struct Blocks8 {
     struct Moments {
         alignas(64) float m[kStateBlock];
         alignas(64) float v[kStateBlock];
-        alignas(64) uint32_t sure[kVector];  // in each lane kSureLanes, or 0 where the search decides all
         float m_most, v_most, m_inverse, v_inverse;
     };
 
@@ -54,13 +50,23 @@ struct Blocks8 {
         bool strange = false;
     };
 
+    // The values of codes in one block, decayed by a step.
+    struct Decoders {
+        typename Set::Decoder m, v;
+    };
+
     // What all blocks are updated with.
     struct Constants {
         Coefficients c;
-        typename Set::Decoder decode_m, decode_v;
+        Decoders fractions;
 
         explicit FLUX_INLINE Constants(const flux_adamw_step& step)
-            : c(step), decode_m(true), decode_v(false) {}
+            : c(step), fractions{typename Set::Decoder(true), typename Set::Decoder(false)} {}
+
+        FLUX_INLINE Decoders decoders(flux_states8 states) const {
+            return {fractions.m.times(c.decayed(*states.m_scale, c.beta1)),
+                    fractions.v.times(c.decayed(*states.v_scale, c.beta2))};
+        }
     };
 
     // A group between the two halves of its update.
@@ -75,28 +81,27 @@ struct Blocks8 {
 
     template <class Weights, class Grad>
     static FLUX_INLINE void read(Weights weights, flux_states8 states, const Grad* grad,
-                                 const Constants& with, Group& group, Read& of) {
+                                 const Decoders& decode, Group& group, Read& of) {
         StatesOver<Set>::fetch_all(0, kGroup, weights, grad, states.m, states.v);
         load(weights, group.p);
         load(grad, of.g);
-        with.decode_m.template values<true>(Set::load_interleaved(states.m), of.m);
-        with.decode_v.template values<false>(Set::load_interleaved(states.v), of.v);
+        decode.m.template values<true>(Set::load_interleaved(states.m), of.m);
+        decode.v.template values<false>(Set::load_interleaved(states.v), of.v);
     }
 
     // The first half for vector j: its new moments too.
-    static FLUX_INLINE void begin(Group& group, Read& of, size_t j, Float m_scale, Float v_scale,
-                                  const Constants& with, float* new_m, float* new_v, Most& most) {
-        Float m = Set::mul(of.m[j], m_scale), v = Set::mul(of.v[j], v_scale);
-        group.root[j] = Base::begin(group.p[j], m, v, of.g[j], with.c);
-        Whole{}.store(new_m + j * kVector, m);
-        Whole{}.store(new_v + j * kVector, v);
-        most.m = Set::larger_size(most.m, m);
-        most.v = Set::larger(most.v, v);
+    static FLUX_INLINE void begin(Group& group, Read& of, size_t j, const Constants& with, float* new_m,
+                                  float* new_v, Most& most) {
+        group.root[j] = with.c.begin(group.p[j], of.m[j], of.v[j], of.g[j]);
+        Whole{}.store(new_m + j * kVector, of.m[j]);
+        Whole{}.store(new_v + j * kVector, of.v[j]);
+        most.m = Set::larger_size(most.m, of.m[j]);
+        most.v = Set::larger(most.v, of.v[j]);
     }
 
     // The second half.
     static FLUX_INLINE void finish(Group& group, size_t j, const float* new_m, const Constants& with) {
-        Base::finish(group.p[j], Whole{}.load(new_m + j * kVector), group.root[j], with.c);
+        with.c.finish(group.p[j], Whole{}.load(new_m + j * kVector), group.root[j]);
     }
     template <class Weights>
     static FLUX_INLINE void write(Group& group, Weights weights, Most& most) {
@@ -113,87 +118,52 @@ struct Blocks8 {
     struct Lines {
         typename Set::SlotTable border, slope, offset, most;
 
-        explicit FLUX_INLINE Lines(const Search& search)
-            : border(Set::slot_table(search.border)),
-              slope(Set::slot_table(search.slope)),
-              offset(Set::slot_table(search.offset)),
-              most(Set::slot_table(search.most)) {}
+        explicit FLUX_INLINE Lines(const Lines8<Set::kSlots>& lines)
+            : border(Set::slot_table(lines.border)),
+              slope(Set::slot_table(lines.slope)),
+              offset(Set::slot_table(lines.offset)),
+              most(Set::slot_table(lines.most)) {}
 
         FLUX_INLINE Float at(Float y) const {
             const Int slot = Set::slot_of(y, border);
-            const Float line = Set::exact_mul_add(Set::look_up_slot(slope, slot), y,
-                                                  Set::look_up_slot(offset, slot));
+            const Float line = Set::mul_add(Set::look_up_slot(slope, slot), y,
+                                            Set::look_up_slot(offset, slot));
             return Set::smaller(line, Set::look_up_slot(most, slot));
         }
     };
-    static constexpr Search kSearchM{kSignedMap, Set::slot_of, Set::border_of};
-    static constexpr Search kSearchV{kUnsignedMap, Set::slot_of, Set::border_of};
+
+    static constexpr Lines8<Set::kSlots> kLinesM{kSignedMap, Set::slot_of, Set::border_of};
+    static constexpr Lines8<Set::kSlots> kLinesV =
+        Set::with_zero({kUnsignedMap, Set::slot_of, Set::border_of});
 
     // The lines of both maps.
     struct Maps {
-        Lines m{kSearchM}, v{kSearchV};
+        Lines m{kLinesM}, v{kLinesV};
         typename Set::Masks masks;
     };
 
-    // Lanes whose codes the exact search has to decide have low halves of kSure or more.
-    struct Doubt {
-        Int m, v;
-    };
-    static constexpr uint32_t kSureLanes = Search::kSure | 0xffff0000u;
-
     // The lines of a group, with m for its signs.
-    struct Guess {
+    struct Coded {
         Int m[4], of_m[4], of_v[4];
-        Doubt doubt;
     };
 
-    // Those of vector j; vectors come in order.
-    static FLUX_INLINE void guess(Guess& of, size_t j, const float* from_m, const float* from_v,
-                                  Float m_inverse, Float v_inverse, const Maps& maps) {
-        const Float least = Set::all(Search::kLeast);
-        const Float m = Whole{}.load(from_m + j * kVector);
+    // Those of vector j.
+    static FLUX_INLINE void code(Coded& of, size_t j, const float* from_m, const float* from_v,
+                                 Float m_inverse, Float v_inverse, const Maps& maps) {
+        const Float m = Whole{}.load(from_m + j * kVector), v = Whole{}.load(from_v + j * kVector);
         of.m[j] = Set::as_int(m);
-        of.of_m[j] = Set::as_int(maps.m.at(Set::larger_size(Set::mul(m, m_inverse), least)));
-        const Float v = Set::mul(Whole{}.load(from_v + j * kVector), v_inverse);
-        Float y = Set::larger(v, least);
-        if constexpr (Set::kZeroIsApart) y = Set::apart_where_zero(v, y);
-        Float line = maps.v.at(y);
-        if constexpr (!Set::kZeroIsApart) line = Set::where_not_zero(v, line, Set::all(129.5f));
-        of.of_v[j] = Set::as_int(line);
-        of.doubt.m = j == 0 ? of.of_m[j] : Set::larger_16(of.doubt.m, of.of_m[j]);
-        of.doubt.v = j == 0 ? of.of_v[j] : Set::larger_16(of.doubt.v, of.of_v[j]);
+        const Float y = Set::larger_size(Set::mul(m, m_inverse), Set::all(kLeastFraction));
+        of.of_m[j] = Set::as_int(maps.m.at(y));
+        const Float fraction = Set::mul_add(v, v_inverse, Set::all(-kTellsZero));
+        of.of_v[j] = Set::as_int(Set::line_of_v(maps.v, fraction));
     }
 
-    // Their codes, but for those in doubt.
-    static FLUX_INLINE void store_codes(const Guess& of, const Maps& maps, uint8_t* m_codes,
+    static FLUX_INLINE void store_codes(const Coded& of, const Maps& maps, uint8_t* m_codes,
                                         uint8_t* v_codes) {
         const Int k_m = Set::third_bytes(of.of_m, maps.masks);
         const Int k_v = Set::third_bytes(of.of_v, maps.masks);
         Set::store_interleaved(m_codes, Set::signed_codes(k_m, of.m));
         Set::store_interleaved(v_codes, Set::unsigned_codes(k_v));
-    }
-
-    template <bool is_signed>
-    static __attribute__((noinline)) void search(const float* from, const float& inverse,
-                                                 uint8_t* codes) {
-        const MapOver<Set> map(is_signed ? kSignedMap : kUnsignedMap);
-        Int code[4];
-        for (size_t j = 0; j < 4; ++j) {
-            const Float x = Set::mul(Whole{}.load(from + j * kVector), Set::all(inverse));
-            code[j] = Set::shift_left_16(map.template nearest<is_signed>(x));
-        }
-        Set::store_interleaved(codes, Set::third_bytes(code, typename Set::Masks{}));
-    }
-
-    // Search for the codes in doubt of the group at element i of a block.
-    static FLUX_INLINE void settle(const Doubt& doubt, const Moments& moments, size_t i,
-                                   uint8_t* m_codes, uint8_t* v_codes) {
-        const float *const m = moments.m + i, *const v = moments.v + i;
-        const Int sure = Set::load_words(moments.sure);
-        if (__builtin_expect(Set::any_half_at_least(Set::larger_16(doubt.m, doubt.v), sure), 0)) {
-            if (Set::any_half_at_least(doubt.m, sure)) search<true>(m, moments.m_inverse, m_codes);
-            if (Set::any_half_at_least(doubt.v, sure)) search<false>(v, moments.v_inverse, v_codes);
-        }
     }
 
     // Moments that are not finite start anew; the largest of the others.
@@ -215,13 +185,11 @@ struct Blocks8 {
     static FLUX_INLINE void scale(Moments& moments, const Most& most, flux_states8 states) {
         moments.m_most = Set::largest(most.m);
         moments.v_most = Set::largest(most.v);
-        bool strange =
-            most.strange || !(moments.m_most <= __FLT_MAX__ && moments.v_most <= __FLT_MAX__);
-        if (__builtin_expect(strange, 0)) restart(moments);
-        if (moments.m_most < 0x1p-126f) moments.m_most = 0x1p-126f;
-        if (moments.v_most < 0x1p-126f) moments.v_most = 0x1p-126f;
-        strange |= moments.m_most > kLargestScale || moments.v_most > kLargestScale;
-        Set::store_words(moments.sure, Set::all_int(strange ? 0 : kSureLanes));
+        const bool finite = moments.m_most <= __FLT_MAX__ && moments.v_most <= __FLT_MAX__;
+        if (__builtin_expect(most.strange || !finite, 0)) restart(moments);
+        constexpr float kLeast = StatesOver<Set>::kLeastScale;
+        if (moments.m_most < kLeast) moments.m_most = kLeast;
+        if (moments.v_most < kLeast) moments.v_most = kLeast;
         *states.m_scale = moments.m_most;
         *states.v_scale = moments.v_most;
         moments.m_inverse = 1.0f / moments.m_most;
@@ -239,12 +207,9 @@ struct Blocks8 {
             for (size_t j = 0; j < 4; ++j) Whole{}.store((is_signed ? m : v) + j * kVector, four[j]);
             uint8_t *const m_codes = is_signed ? codes + i : unused;
             uint8_t *const v_codes = is_signed ? unused : codes + i;
-            Guess of;
-            for (size_t j = 0; j < 4; ++j) guess(of, j, m, v, Set::all(1), Set::all(1), maps);
+            Coded of;
+            for (size_t j = 0; j < 4; ++j) code(of, j, m, v, Set::all(1), Set::all(1), maps);
             store_codes(of, maps, m_codes, v_codes);
-            const Int doubt = is_signed ? of.doubt.m : of.doubt.v;
-            if (Set::any_half_at_least(doubt, Set::all_int(kSureLanes)))
-                is_signed ? search<true>(m, 1.0f, m_codes) : search<false>(v, 1.0f, v_codes);
         }
     }
     static void decode(const uint8_t* codes, float* x, size_t n, bool is_signed) {
@@ -267,38 +232,36 @@ struct Blocks8 {
                                  const Constants& with, const Maps& maps, Moments& now,
                                  const Moments& before) {
         using States = StatesOver<Set>;
-        Float m_scale, v_scale, m_inverse, v_inverse;
-        if (advances) m_scale = Set::all(*states.m_scale), v_scale = Set::all(*states.v_scale);
+        Float m_inverse, v_inverse;
+        Decoders decode = with.fractions;
+        if (advances) decode = with.decoders(states);
         if (codes) m_inverse = Set::all(before.m_inverse), v_inverse = Set::all(before.v_inverse);
         Most most;
         Group group, begun;
         Read of;
         if (advances) {
-            read(weights, states, grad, with, begun, of);
+            read(weights, states, grad, decode, begun, of);
 #pragma GCC unroll 4
-            for (size_t j = 0; j < 4; ++j)
-                begin(begun, of, j, m_scale, v_scale, with, now.m, now.v, most);
+            for (size_t j = 0; j < 4; ++j) begin(begun, of, j, with, now.m, now.v, most);
         }
         for (size_t i = 0; i < kStateBlock; i += kGroup) {
             const size_t next = i + kGroup;
             const bool begins = advances && next < kStateBlock;
             group = begun;
             if (begins)
-                read(States::from(weights, next), States::from(states, next), grad + next, with,
+                read(States::from(weights, next), States::from(states, next), grad + next, decode,
                      begun, of);
-            Guess guesses;
+            Coded coded;
 #pragma GCC unroll 4
             for (size_t j = 0; j < 4; ++j) {
-                if (codes) guess(guesses, j, before.m + i, before.v + i, m_inverse, v_inverse, maps);
+                if (codes) code(coded, j, before.m + i, before.v + i, m_inverse, v_inverse, maps);
                 if (advances) finish(group, j, now.m + i, with);
-                if (begins)
-                    begin(begun, of, j, m_scale, v_scale, with, now.m + next, now.v + next, most);
+                if (begins) begin(begun, of, j, with, now.m + next, now.v + next, most);
             }
             uint8_t* const m_codes = states.m + i - kStateBlock;
             uint8_t* const v_codes = states.v + i - kStateBlock;
-            if (codes) store_codes(guesses, maps, m_codes, v_codes);
+            if (codes) store_codes(coded, maps, m_codes, v_codes);
             if (advances) write(group, States::from(weights, i), most);
-            if (codes) settle(guesses.doubt, before, i, m_codes, v_codes);
         }
         if (advances) scale(now, most, states);
     }

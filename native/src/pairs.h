@@ -1,7 +1,7 @@
 // Two vectors at a time, on wide lanes: halves of 32-bit values are unpacked and packed within 128-bit
-// lanes, two vectors in one operation. So a pair holds its elements in another order than memory,
-// always the same one: in each 128 bits the first vector has four, the second the next four. In memory
-// order halves are interleaved as they are loaded and stored: less work where most values are fp32.
+// lanes, two vectors in one operation. So a pair holds its elements in another order than memory, always
+// the same one of its set, which knows what is cheap. In memory order halves are interleaved as they are
+// loaded and stored: less work where most values are fp32.
 #pragma once
 
 #include "map8.h"
@@ -29,20 +29,18 @@ struct Pairs {
         const Int hi = load_halves(at.hi);
         const Int lo = Set::zero_where_no_bits_16(load_halves(at.lo), hi,
                                                   Set::template constant<0x7fff7fffu>());
-        const Int top = Set::add_16(hi, Set::sign_16(lo));
-        a = Set::as_float(Set::unpack_low_16(lo, top));
-        b = Set::as_float(Set::unpack_high_16(lo, top));
+        join(lo, Set::add_16(hi, Set::sign_16(lo)), a, b);
     }
     static FLUX_INLINE void store(SplitWeights at, Float a, Float b) {
         Int lo, top;
-        Set::split_16(Set::as_int(a), Set::as_int(b), lo, top);
+        split(Set::as_int(a), Set::as_int(b), lo, top);
         store_halves(at.hi, Set::sub_16(top, Set::sign_16(lo)));
         store_halves(at.lo, lo);
     }
     static FLUX_INLINE void load(const float* at, Float& a, Float& b) {
         a = Whole{}.load(at);
         b = Whole{}.load(at + Set::width);
-        if constexpr (!in_memory_order) Set::from_memory_order(a, b);
+        if constexpr (!in_memory_order) Set::to_pair_order(a, b);
     }
     static FLUX_INLINE void store(float* at, Float a, Float b) {
         if constexpr (!in_memory_order) Set::to_memory_order(a, b);
@@ -53,14 +51,28 @@ struct Pairs {
     static FLUX_INLINE void store(WholeWeights at, Float a, Float b) { store(at.p, a, b); }
     static FLUX_INLINE void load(const uint16_t* bf16, Float& a, Float& b) {
         const Int words = load_halves(bf16), none = Set::all_int(0);
-        a = Set::as_float(Set::unpack_low_16(none, words));
-        b = Set::as_float(Set::unpack_high_16(none, words));
+        if constexpr (in_memory_order) join(none, words, a, b);
+        else Set::join_pair(words, a, b);
     }
     // The upper halves of both.
     static FLUX_INLINE void store_high(uint16_t* at, Int a, Int b) {
         Int low, high;
-        Set::split_16(a, b, low, high);
+        split(a, b, low, high);
         store_halves(at, high);
+    }
+
+    // Halves of both, the lower and the upper ones, and back.
+    static FLUX_INLINE void join(Int lo, Int top, Float& a, Float& b) {
+        if constexpr (in_memory_order) {
+            a = Set::as_float(Set::unpack_low_16(lo, top));
+            b = Set::as_float(Set::unpack_high_16(lo, top));
+        } else {
+            Set::join_pair(lo, top, a, b);
+        }
+    }
+    static FLUX_INLINE void split(Int a, Int b, Int& lo, Int& top) {
+        if constexpr (in_memory_order) Set::split_16(a, b, lo, top);
+        else Set::split_pair(a, b, lo, top);
     }
 };
 

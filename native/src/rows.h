@@ -22,13 +22,14 @@ struct RowsOver {
     template <class Value>
     struct Plain {
         const Value *m, *v;
+        Coefficients c;
 
         // Elements from `at` on that are read alike: all of them.
         FLUX_INLINE size_t begin(size_t, size_t count) { return count; }
         template <class Lanes>
-        FLUX_INLINE void load(Lanes lanes, size_t i, Float& m_i, Float& v_i) const {
-            m_i = Base::load_grad(lanes, m + i);
-            v_i = Base::load_grad(lanes, v + i);
+        FLUX_INLINE void advance(Lanes lanes, size_t i, Float& p, Float grad) const {
+            Float m_i = Base::load_grad(lanes, m + i), v_i = Base::load_grad(lanes, v + i);
+            Base::advance(p, m_i, v_i, grad, c);
         }
     };
 
@@ -36,23 +37,25 @@ struct RowsOver {
     struct Coded {
         const uint8_t *m, *v;
         const float *m_scales, *v_scales;
+        Coefficients8<Set> c;
         MapOver<Set> map_m{kSignedMap}, map_v{kUnsignedMap};
         Float m_scale, v_scale;
 
-        explicit FLUX_INLINE Coded(const flux_states8& s)
-            : m(s.m), v(s.v), m_scales(s.m_scale), v_scales(s.v_scale) {}
+        FLUX_INLINE Coded(const flux_states8& s, const flux_adamw_step& step)
+            : m(s.m), v(s.v), m_scales(s.m_scale), v_scales(s.v_scale), c(step) {}
 
         // Up to the end of the block.
         FLUX_INLINE size_t begin(size_t at, size_t count) {
-            m_scale = Set::all(m_scales[at / kStateBlock]);
-            v_scale = Set::all(v_scales[at / kStateBlock]);
+            m_scale = Set::all(c.decayed(m_scales[at / kStateBlock], c.beta1));
+            v_scale = Set::all(c.decayed(v_scales[at / kStateBlock], c.beta2));
             const size_t left = kStateBlock - at % kStateBlock;
             return left < count ? left : count;
         }
         template <class Lanes>
-        FLUX_INLINE void load(Lanes lanes, size_t i, Float& m_i, Float& v_i) const {
-            m_i = Set::mul(map_m.template value<true>(lanes.load(m + i)), m_scale);
-            v_i = Set::mul(map_v.template value<false>(lanes.load(v + i)), v_scale);
+        FLUX_INLINE void advance(Lanes lanes, size_t i, Float& p, Float grad) const {
+            Float m_i = map_m.template value<true>(lanes.load(m + i), m_scale);
+            Float v_i = map_v.template value<false>(lanes.load(v + i), v_scale);
+            c.advance(p, m_i, v_i, grad);
         }
     };
 
@@ -90,16 +93,14 @@ struct RowsOver {
     // fetched.
     template <class Weights, class Moments, class Grad>
     static FLUX_INLINE void range(const Weights& weights, Moments& moments, const Grad* grad,
-                                  size_t first, size_t count, size_t to, size_t ahead,
-                                  const Coefficients& c) {
+                                  size_t first, size_t count, size_t to, size_t ahead) {
         while (count > 0) {
             const size_t alike = moments.begin(first, count);
             Base::for_each(alike, [&](auto lanes, size_t j) __attribute__((always_inline)) {
                 weights.fetch(ahead + j);
                 prefetch(moments.m + ahead + j, moments.v + ahead + j, grad + ahead + j);
-                Float m, v, p = weights.load(lanes, first + j);
-                moments.load(lanes, first + j, m, v);
-                Base::advance(p, m, v, Base::load_grad(lanes, grad + first + j), c);
+                Float p = weights.load(lanes, first + j);
+                moments.advance(lanes, first + j, p, Base::load_grad(lanes, grad + first + j));
                 weights.store(lanes, to + j, Set::quiet(p));
             });
             first += alike, to += alike, ahead += alike, count -= alike;
@@ -109,15 +110,13 @@ struct RowsOver {
     // No stream of the table goes on where a row ends: the next row's are fetched instead.
     template <class Weights, class Moments, class Grad>
     static FLUX_INLINE void over(const Weights& weights, Moments moments, const Grad* grad,
-                                 const int64_t* rows, size_t count, size_t width,
-                                 const flux_adamw_step& step) {
-        const Coefficients c(step);
+                                 const int64_t* rows, size_t count, size_t width) {
         const size_t ahead = width < kAhead ? width : kAhead, body = width - ahead;
         for (size_t r = 0; r < count; ++r) {
             const size_t first = static_cast<size_t>(rows[r]) * width;
             const size_t next = static_cast<size_t>(rows[r + 1 < count ? r + 1 : r]) * width;
-            range(weights, moments, grad, first, body, r * width, first + ahead, c);
-            range(weights, moments, grad, first + body, ahead, r * width + body, next, c);
+            range(weights, moments, grad, first, body, r * width, first + ahead);
+            range(weights, moments, grad, first + body, ahead, r * width + body, next);
         }
     }
 
@@ -125,23 +124,23 @@ struct RowsOver {
     static void split(uint16_t* out, const uint16_t* hi, const uint16_t* lo, const Value* m,
                       const Value* v, const Grad* grad, const int64_t* rows, size_t count,
                       size_t width, const flux_adamw_step& step) {
-        over(Split{out, hi, lo}, Plain<Value>{m, v}, grad, rows, count, width, step);
+        over(Split{out, hi, lo}, Plain<Value>{m, v, Coefficients(step)}, grad, rows, count, width);
     }
     template <class Value>
     static void whole(float* out, const float* p, const Value* m, const Value* v, const float* grad,
                       const int64_t* rows, size_t count, size_t width, const flux_adamw_step& step) {
-        over(Whole{out, p}, Plain<Value>{m, v}, grad, rows, count, width, step);
+        over(Whole{out, p}, Plain<Value>{m, v, Coefficients(step)}, grad, rows, count, width);
     }
     template <class Grad>
     static void split8(uint16_t* out, const uint16_t* hi, const uint16_t* lo,
                        const flux_states8& states, const Grad* grad, const int64_t* rows,
                        size_t count, size_t width, const flux_adamw_step& step) {
-        over(Split{out, hi, lo}, Coded(states), grad, rows, count, width, step);
+        over(Split{out, hi, lo}, Coded(states, step), grad, rows, count, width);
     }
     static void whole8(float* out, const float* p, const flux_states8& states, const float* grad,
                        const int64_t* rows, size_t count, size_t width,
                        const flux_adamw_step& step) {
-        over(Whole{out, p}, Coded(states), grad, rows, count, width, step);
+        over(Whole{out, p}, Coded(states, step), grad, rows, count, width);
     }
 
     static constexpr RowKernels table() {

@@ -61,7 +61,7 @@ struct Scalar {
     using Table = const float*;
     static Table table(const float (&entries)[8]) { return entries; }
     static Float look_up(Table table, Int at) { return table[at & 7]; }
-    static Float exact_mul_add(Float a, Float b, Float c) { return a * b + c; }
+    static Float mul_add(Float a, Float b, Float c) { return __builtin_fmaf(a, b, c); }
     static Float smaller(Float a, Float b) { return a < b ? a : b; }
     static Float larger(Float a, Float b) { return a > b ? a : b; }
     static float largest(Float a) { return a; }

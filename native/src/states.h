@@ -6,7 +6,7 @@
 
 namespace flux {
 
-// One of the two maps in registers: values of codes, and the code nearest to a value.
+// One of the two maps in registers: values of codes, and the codes of fractions.
 template <class Set>
 struct MapOver {
     using Float = typename Set::Float;
@@ -15,66 +15,104 @@ struct MapOver {
 
     static constexpr uint32_t kSign = 0x80000000u;
 
-    const Map8& map;
-    Table slope, offset, next, guess_slope, guess_offset, midpoint_slope, midpoint_offset, largest;
+    Table slope, offset, next, line_slope, line_offset, line_most;
 
     explicit FLUX_INLINE MapOver(const Map8& map)
-        : map(map),
-          slope(Set::table(map.slope)),
+        : slope(Set::table(map.slope)),
           offset(Set::table(map.offset)),
           next(Set::table(map.next)),
-          guess_slope(Set::table(map.guess_slope)),
-          guess_offset(Set::table(map.guess_offset)),
-          midpoint_slope(Set::table(map.midpoint_slope)),
-          midpoint_offset(Set::table(map.midpoint_offset)),
-          largest(Set::table(map.largest)) {}
+          line_slope(Set::table(map.line_slope)),
+          line_offset(Set::table(map.line_offset)),
+          line_most(Set::table(map.line_most)) {}
 
-    // The fraction that a code stands for, in [-1, 1].
+    // What a code stands for in a block with this scale.
     template <bool is_signed>
-    FLUX_INLINE Float value(Int code) const {
+    FLUX_INLINE Float value(Int code, Float scale) const {
         if (is_signed) code = Set::sub(code, Set::all_int(127));
-        const Int bits = Set::as_int(Set::to_float(code));
-        const Int k = is_signed ? Set::bit_and(bits, Set::all_int(~kSign)) : bits;
-        const Float k_float = Set::as_float(k);
-        const Int entry =
-            Set::template shift_right<23>(Set::as_int(Set::add(k_float, Set::all(map.half))));
-        const Float x =
-            Set::exact_mul_add(Set::look_up(slope, entry), k_float, Set::look_up(offset, entry));
-        if (!is_signed) return x;
-        return Set::as_float(Set::bit_or(Set::as_int(x), Set::bit_and(bits, Set::all_int(kSign))));
+        const Float k = Set::to_float(code);
+        const Int sign = Set::bit_and(Set::as_int(k), Set::all_int(is_signed ? kSign : 0));
+        const Float size = Set::as_float(Set::bit_xor(Set::as_int(k), sign));
+        const Float above = Set::add(size, Set::all(is_signed ? 0.5f : 1.0f));
+        const Int entry = Set::template shift_right<23>(Set::as_int(above));
+        const Float b = Set::mul(Set::look_up(offset, entry), scale);
+        return Set::mul_add(Set::mul(Set::look_up(slope, entry), scale), is_signed ? k : above,
+                            Set::as_float(Set::bit_xor(Set::as_int(b), sign)));
     }
 
-    // The code whose value is nearest to x, of two equally near the one further from zero; the
-    // unsigned map gives zero for zero alone. x is finite, |x| <= 1 but for its last bit.
+    // The code of a moment that is finite, by the inverse of its block's scale (map8.h).
     template <bool is_signed>
-    FLUX_INLINE Int nearest(Float x) const {
-        const Int bits = Set::as_int(x);
-        const Int positive = is_signed ? Set::bit_and(bits, Set::all_int(~kSign)) : bits;
-        const Float y = Set::as_float(positive);
+    FLUX_INLINE Int code_of(Float x, Float inverse) const {
+        const Float fraction = is_signed ? Set::mul(x, inverse)
+                                         : Set::mul_add(x, inverse, Set::all(-kTellsZero));
+        const Int sign = Set::bit_and(Set::as_int(fraction), Set::all_int(kSign));
+        const Int size = Set::bit_and(Set::as_int(fraction), Set::all_int(~kSign));
+        const Float y = Set::larger(Set::as_float(size), Set::all(kLeastFraction));
         // floor(log10(y)) + 7 from the exponent alone, low by one at most.
-        const Int exponent = Set::subtract_to_zero_16(Set::template shift_right<23>(positive),
-                                                      Set::all_int(kLeastExponent));
+        const Int exponent = Set::sub(Set::template shift_right<23>(Set::as_int(y)),
+                                      Set::all_int(kLeastExponent));
         Int decade = Set::mul_high_16(exponent, Set::all_int(kLog10Of2));
         decade = Set::add_one_where(Set::at_least(y, Set::look_up(next, decade)), decade);
-        Float k = Set::whole_part(Set::exact_mul_add(Set::look_up(guess_slope, decade), y,
-                                                     Set::look_up(guess_offset, decade)));
-        const Float midpoint = Set::exact_mul_add(Set::look_up(midpoint_slope, decade), k,
-                                                  Set::look_up(midpoint_offset, decade));
-        k = Set::add_one_where(Set::at_least(y, midpoint), k);
-        k = Set::smaller(k, Set::look_up(largest, decade));
-        if (!is_signed) {
-            const Float least = Set::as_float(Set::zero_where_no_bits(
-                Set::all_int(0x3f800000u), positive));
-            return Set::to_int(Set::larger(k, least));
+        const Float line = Set::mul_add(Set::look_up(line_slope, decade), y,
+                                        Set::look_up(line_offset, decade));
+        const Float k_bits = Set::smaller(line, Set::look_up(line_most, decade));
+        const Int k = Set::bit_and(Set::shift_right_16(Set::as_int(k_bits)), Set::all_int(0xff));
+        if (is_signed) {
+            // Minus one where negative. The signed map has no -1: its lowest code stands for -0.993.
+            const Int all_ones = Set::sub(Set::all_int(0), Set::template shift_right<31>(sign));
+            const Int towards = Set::sub(Set::bit_xor(k, all_ones), all_ones);
+            return Set::larger_int(Set::add(towards, Set::all_int(127)), Set::all_int(0));
         }
-        const Int sign = Set::bit_and(bits, Set::all_int(kSign));
-        const Int towards = Set::to_int(Set::as_float(Set::bit_or(Set::as_int(k), sign)));
-        // The signed map has no -1: its lowest code stands for -0.993.
-        return Set::larger_int(Set::add(towards, Set::all_int(127)), Set::all_int(0));
+        const Int code = Set::bit_and(Set::sub(k, Set::all_int(1)), Set::all_int(0xff));
+        return Set::zero_where_no_bits(code, Set::bit_xor(sign, Set::all_int(kSign)));
     }
 
-    static constexpr uint32_t kLeastExponent = 127 - 22;
     static constexpr uint32_t kLog10Of2 = 19728;  // times 2^16
+};
+
+// What updates with 8-bit states multiply with (flux_native.h).
+template <class Set>
+struct Coefficients8 {
+    using Float = typename Set::Float;
+    using Base = KernelsOver<Set>;
+
+    // Moments in blocks whose scales a step takes below this are zero: far from subnormal numbers.
+    static constexpr float kLeastDecayed = 0x1p-80f;
+
+    float beta1, beta2;
+    Float decay, of_m, of_v, minus_step, eps;
+
+    explicit FLUX_INLINE Coefficients8(const flux_adamw_step& step)
+        : beta1(step.beta1),
+          beta2(step.beta2),
+          decay(Set::all(step.decay)),
+          of_m(Set::all(step.one_minus_beta1 * step.grad_scale)),
+          of_v(Set::all(__builtin_sqrtf(step.one_minus_beta2) * step.grad_scale)),
+          minus_step(Set::all(-(step.step_size / step.rsqrt_correction2))),
+          eps(Set::all(step.eps / step.rsqrt_correction2)) {}
+
+    // The scale of moments that a step has decayed. NaN is not larger than the least.
+    static FLUX_INLINE float decayed(float scale, float beta) {
+        const float x = scale * beta;
+        return x >= kLeastDecayed ? x : 0;
+    }
+
+    // The first half of an update of the lanes: decayed moments become the new ones, and the weight is
+    // decayed; the root of v, for which nothing waits before the second half. Any NaN as it comes.
+    FLUX_INLINE Float begin(Float& p, Float& m, Float& v, Float grad) const {
+        m = Set::mul_add(grad, of_m, m);
+        const Float g = Set::mul(grad, of_v);
+        v = Set::mul_add(g, g, v);
+        p = Set::mul(p, decay);
+        return Set::sqrt(v);
+    }
+    // The second half: the weight's step.
+    FLUX_INLINE void finish(Float& p, Float m, Float root) const {
+        p = Set::mul_add(minus_step, Set::div(m, Set::add(root, eps)), p);
+    }
+    FLUX_INLINE void advance(Float& p, Float& m, Float& v, Float grad) const {
+        const Float root = begin(p, m, v, grad);
+        finish(p, m, root);
+    }
 };
 
 template <class Set>
@@ -158,7 +196,7 @@ struct StatesOver {
     template <class Weights, class Grad>
     static void adamw8_by_block(Weights weights, flux_states8 states, const Grad* __restrict grad,
                                 size_t n, const flux_adamw_step& step) {
-        const Coefficients c(step);
+        const Coefficients8<Set> c(step);
         const MapOver<Set> map_m(kSignedMap), map_v(kUnsignedMap);
         const Int magnitude_bits = Set::all_int(0x7fffffffu);
         for (size_t at = 0; at < n; at += kStateBlock) {
@@ -167,14 +205,14 @@ struct StatesOver {
             uint8_t *const m_codes = states.m + at, *const v_codes = states.v + at;
             float *const m_scale = states.m_scale + at / kStateBlock,
                          *const v_scale = states.v_scale + at / kStateBlock;
-            const Float old_m_scale = Set::all(*m_scale), old_v_scale = Set::all(*v_scale);
+            const Float old_m_scale = Set::all(c.decayed(*m_scale, c.beta1));
+            const Float old_v_scale = Set::all(c.decayed(*v_scale, c.beta2));
             Float m_most = Set::all(0), v_most = Set::all(0);
             Base::for_each(count, [&](auto lanes, size_t i) __attribute__((always_inline)) {
-                const Float fraction = map_m.template value<true>(lanes.load(m_codes + i));
-                Float m = Set::mul(lanes.only(fraction), old_m_scale);
-                Float v = Set::mul(map_v.template value<false>(lanes.load(v_codes + i)), old_v_scale);
+                Float m = lanes.only(map_m.template value<true>(lanes.load(m_codes + i), old_m_scale));
+                Float v = map_v.template value<false>(lanes.load(v_codes + i), old_v_scale);
                 Float p = load(lanes, weights, at + i);
-                Base::advance(p, m, v, Base::load_grad(lanes, grad + at + i), c);
+                c.advance(p, m, v, Base::load_grad(lanes, grad + at + i));
                 store(lanes, weights, at + i, Set::quiet(p));
                 restart_where_not_finite(m, v);
                 m_most = Set::larger(m_most, Set::as_float(Set::bit_and(Set::as_int(m), magnitude_bits)));
@@ -186,18 +224,18 @@ struct StatesOver {
             *v_scale = scale_of(v_most);
             const Float m_inverse = Set::all(1.0f / *m_scale), v_inverse = Set::all(1.0f / *v_scale);
             Base::for_each(count, [&](auto lanes, size_t i) __attribute__((always_inline)) {
-                const Float m = Set::mul(typename Set::Whole{}.load(new_m + i), m_inverse);
-                const Float v = Set::mul(typename Set::Whole{}.load(new_v + i), v_inverse);
-                lanes.store_low_byte(m_codes + i, map_m.template nearest<true>(m));
-                lanes.store_low_byte(v_codes + i, map_v.template nearest<false>(v));
+                const Float m = typename Set::Whole{}.load(new_m + i);
+                const Float v = typename Set::Whole{}.load(new_v + i);
+                lanes.store_low_byte(m_codes + i, map_m.template code_of<true>(m, m_inverse));
+                lanes.store_low_byte(v_codes + i, map_v.template code_of<false>(v, v_inverse));
             });
         }
     }
 
-    // No smaller than the smallest normal number, so that its inverse is finite.
+    static constexpr float kLeastScale = 2 * Coefficients8<Set>::kLeastDecayed;
     static FLUX_INLINE float scale_of(Float most) {
         const float largest = Set::largest(most);
-        return largest < 0x1p-126f ? 0x1p-126f : largest;
+        return largest < kLeastScale ? kLeastScale : largest;
     }
 
     // The memory traffic of an update with states of `State`, and no arithmetic.
@@ -236,7 +274,8 @@ struct StatesOver {
         const MapOver<Set> map(is_signed ? kSignedMap : kUnsignedMap);
         Base::for_each(n - whole, [&](auto lanes, size_t j) __attribute__((always_inline)) {
             const Float at = lanes.load(x + whole + j);
-            const Int code = is_signed ? map.template nearest<true>(at) : map.template nearest<false>(at);
+            const Int code = is_signed ? map.template code_of<true>(at, Set::all(1))
+                                       : map.template code_of<false>(at, Set::all(1));
             lanes.store_low_byte(codes + whole + j, code);
         });
     }
@@ -249,8 +288,8 @@ struct StatesOver {
         const MapOver<Set> map(is_signed ? kSignedMap : kUnsignedMap);
         Base::for_each(n - whole, [&](auto lanes, size_t j) __attribute__((always_inline)) {
             const Int code = lanes.load(codes + whole + j);
-            lanes.store(x + whole + j, is_signed ? map.template value<true>(code)
-                                                 : map.template value<false>(code));
+            lanes.store(x + whole + j, is_signed ? map.template value<true>(code, Set::all(1))
+                                                 : map.template value<false>(code, Set::all(1)));
         });
     }
 

@@ -41,9 +41,10 @@ struct States16 {
 
         explicit FLUX_INLINE Places(const flux_rounding& key) {
             for (uint32_t i = 0; i < kSegment; i += 2 * Set::width) {
-                const Int first = Set::count_pair_from(i);
+                Int first, second;
+                Set::count_pair_from(i, first, second);
                 Set::store_words(bits + i, hash(first, key));
-                Set::store_words(bits + i + Set::width, hash(Set::add(first, Set::all_int(4)), key));
+                Set::store_words(bits + i + Set::width, hash(second, key));
             }
         }
     };

@@ -4,43 +4,70 @@ They are bitsandbytes' dynamic maps (Dettmers, 8-Bit Approximations for Parallel
 Learning, 2015; create_dynamic_map in its functional.py): codes in ascending order of their values,
 seven decades below 1 with 1, 2, 4 ... 64 values of each sign (signed) or 2 ... 128 (unsigned), and
 0 and 1. Within a decade values are linear in the code; here slope and offset are rounded to a
-binary grid so that values and midpoints are exact in fp32. Values are within 1e-4 of bitsandbytes'
-own; neighbours are 7e-3 apart or more.
+binary grid so that values are exact in fp32. Values are within 1e-4 of bitsandbytes' own;
+neighbours are 7e-3 apart or more.
+
+The code of a fraction is the whole part of a line in it, one for each decade, which is whole where
+two values are equally near. It is rounded to fp32 once: within 2^-15 of the distance of two values
+from their midpoint either may come out, the same one everywhere (native/src/map8.h).
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 from fractions import Fraction
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from fluxtrain.optim.fused import mul_add
 from fluxtrain.plan.states import STATE_BLOCK
 
 BLOCK = STATE_BLOCK
-LEAST_SCALE = 2.0**-126
-_DECADES = 7
+LEAST_DECAYED = 2.0**-80  # a scale that a step takes below it is 0: far from subnormal numbers
+LEAST_SCALE = 2 * LEAST_DECAYED
+LEAST_FRACTION = 2.0**-22  # smaller ones have its code, but for zero
+TELLS_ZERO = 2.0**-126  # taken off an unsigned fraction: then zero alone is negative
+DECADES = 7
 _SIGNED_BITS, _UNSIGNED_BITS = 16, 15  # of a slope: times a code it has 24 bits at most
 
 
-def magnitudes(*, signed: bool) -> list[Fraction]:
-    """The values that are not negative, from 0 to 1, exactly."""
-    values = [Fraction(0)]
-    for decade in range(_DECADES):
+class Decade(NamedTuple):
+    """Values slope * k + offset of `size` codes, k from `first` on the codes above zero."""
+
+    first: int
+    size: int
+    slope: Fraction
+    offset: Fraction
+
+
+def decades(*, signed: bool) -> list[Decade]:
+    """The seven of the values between 0 and 1, exactly."""
+    found, first = [], 1
+    for decade in range(DECADES):
         count = (1 if signed else 2) << decade
-        first = len(values)
-        power = Fraction(10) ** (decade - _DECADES + 1)
+        power = Fraction(10) ** (decade - DECADES + 1)
         slope = power * Fraction(9, 10) / count
         bits = _SIGNED_BITS if signed else _UNSIGNED_BITS
         grid = Fraction(2) ** (math.floor(math.log2(slope)) - bits + 1)
         steps = round(slope / grid)
         middle = Fraction(2 * first + count - 1, 2)
         offset = round((power * Fraction(11, 20) - steps * grid * middle) / grid)
-        values += [(steps * k + offset) * grid for k in range(first, first + count)]
-    return [*values, Fraction(1)]
+        found.append(Decade(first, count, steps * grid, offset * grid))
+        first += count
+    return found
+
+
+def magnitudes(*, signed: bool) -> list[Fraction]:
+    """The values that are not negative, from 0 to 1, exactly."""
+    between = [
+        slope * k + offset
+        for first, count, slope, offset in decades(signed=signed)
+        for k in range(first, first + count)
+    ]
+    return [Fraction(0), *between, Fraction(1)]
 
 
 @lru_cache(maxsize=2)
@@ -53,53 +80,69 @@ def values(*, signed: bool) -> Tensor:
 
 
 @lru_cache(maxsize=2)
-def _borders(signed: bool) -> Tensor:
-    """The smallest fp32 magnitude that is at least as near to the next value as to this one."""
+def value_table(*, signed: bool) -> Tensor:
+    """By code the slope and the offset of its line in how many codes lie between it and zero
+    (signed), or one more (unsigned): (2, 256) fp32."""
+    last = 128 if signed else 255
+    line = float(torch.tensor(1 / last))  # of zero and of one
+    ends = [(line, 0.0 if signed else -line)]
+    between = [
+        (float(slope), float(offset if signed else offset - slope))
+        for _, count, slope, offset in decades(signed=signed)
+        for _ in range(count)
+    ]
+    positive = [*ends, *between, *ends]
+    by_code = [*positive[-2:0:-1], *positive] if signed else positive
+    return torch.tensor(by_code, dtype=torch.float32).T.contiguous()
+
+
+def line_table(*, signed: bool) -> Tensor:
+    """By decade, and for 1: where the next begins, slope and offset of the line in the fraction,
+    its largest value: (4, 8) fp32.
+
+    Bits 16 to 23 of the line are k (signed) or k + 1 (unsigned), modulo 256. From 128 on a unit of
+    k is 1, from 256 on, for the longest decade, it is 2.
+    """
     exact = magnitudes(signed=signed)
-    found = []
-    for low, high in itertools.pairwise(exact):
-        middle = (low + high) / 2
-        near = torch.tensor(float(middle), dtype=torch.float32)
-        if Fraction(float(near)) < middle:
-            near = torch.nextafter(near, torch.tensor(math.inf))
-        found.append(near)
-    return torch.stack(found)
+    rows = []
+    for decade, (first, count, slope, offset) in enumerate(decades(signed=signed)):
+        last = first + count - 1
+        rise, at_zero = 1 / slope, Fraction(1, 2) - offset / slope
+        if decade == 0:  # zero lies at another distance, and unsigned it stands for itself alone
+            rise = 1 / exact[1] if signed else 1 / (exact[1] + exact[2])
+            at_zero = Fraction(1, 2) if signed else Fraction(3, 2)
+        wide = not signed and decade == DECADES - 1
+        unit, base = (2, 2) if wide else (1, 128 if signed else 129)
+        begins = _not_below((exact[last] + exact[last + 1]) / 2)
+        most = base + unit * (last + Fraction(3, 4))
+        rows.append([begins, *map(float, (unit * rise, base + unit * at_zero, most))])
+    one = 256.5 if signed else 512.5
+    return torch.tensor([*rows, [math.inf, 0.0, one, one]], dtype=torch.float32).T.contiguous()
 
 
-def search_table(*, signed: bool) -> Tensor:
-    """For kernels: where the next decade begins (8 fp32), slope and offset of a guess at the number
-    of codes between zero and x within a decade (8 and 8), minus infinity, and the exact borders.
+def _not_below(x: Fraction) -> float:
+    """The smallest fp32 that is not below x."""
+    near = torch.tensor(float(x), dtype=torch.float32)
+    if Fraction(float(near)) < x:
+        near = torch.nextafter(near, torch.tensor(math.inf))
+    return float(near)
 
-    The guess is the nearest code's number, or one beside it.
+
+def codes_of(x: Tensor, inverse: Tensor, *, signed: bool) -> Tensor:
+    """The codes (uint8) of finite fp32 `x` by the inverse of a scale that |x| does not exceed.
+
+    The unsigned map gives 0 for 0 alone: what is not zero must not become a second moment of zero,
+    by which the update would be divided.
     """
-    borders = [*_borders(signed).tolist(), math.inf]
-    begins, slopes, offsets = [], [], []
-    for decade in range(_DECADES):
-        count = (1 if signed else 2) << decade
-        first = 1 + (1 if signed else 2) * ((1 << decade) - 1)
-        begins.append(borders[first + count - 1])
-        below = borders[max(0, first - 1 + (decade > 0))]
-        if decade == 0:  # below its first value lies zero, at another distance
-            slopes.append((count + 0.75) / (begins[0] - below))
-        else:
-            slopes.append(1 / (borders[first + 1] - below))
-        # A border has the number above it; past the last one of a decade comes a longer gap.
-        offsets.append(first + (0.75 if decade else 0.0) - below * slopes[-1])
-    table = [*begins, math.inf, *slopes, 0.0, *offsets, len(borders) - 1.0, -math.inf, *borders]
-    return torch.tensor(table, dtype=torch.float32)
-
-
-def nearest(x: Tensor, *, signed: bool) -> Tensor:
-    """The code (uint8) of the value nearest to each finite fp32 `x` in [-1, 1] ([0, 1] unsigned).
-
-    Of two equally near ones the one further from zero. The unsigned map gives 0 for 0 alone: what
-    is not zero must not become a second moment of zero, by which the update would be divided.
-    """
-    step = torch.searchsorted(_borders(signed).to(x.device), x.abs().contiguous(), right=True)
-    if not signed:
-        return torch.where(x > 0, step.clamp(min=1), step).to(torch.uint8)
-    towards = torch.where(torch.signbit(x), -step, step)
-    return (towards + 127).clamp(min=0).to(torch.uint8)
+    fraction = x * inverse if signed else mul_add(x, inverse.expand_as(x), -TELLS_ZERO)
+    y = fraction.abs().clamp(min=LEAST_FRACTION)
+    begins, slope, offset, most = line_table(signed=signed).to(x.device)
+    decade = torch.searchsorted(begins, y.contiguous(), right=True)
+    line = torch.minimum(mul_add(slope[decade], y, offset[decade]), most[decade])
+    k = (line.view(torch.int32) >> 16) & 0xFF
+    if signed:
+        return (127 + torch.where(torch.signbit(fraction), -k, k)).clamp(min=0).to(torch.uint8)
+    return torch.where(fraction < 0, 0, (k - 1) & 0xFF).to(torch.uint8)
 
 
 def quantise(x: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
@@ -107,7 +150,7 @@ def quantise(x: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
     n = x.numel()
     padded = torch.nn.functional.pad(x, (0, -n % BLOCK)).view(-1, BLOCK)
     scales = padded.abs().amax(1).clamp(min=LEAST_SCALE)
-    codes = nearest(padded * (1.0 / scales)[:, None], signed=signed)
+    codes = codes_of(padded, (1.0 / scales)[:, None], signed=signed)
     return codes.view(-1)[:n], scales
 
 
@@ -115,3 +158,16 @@ def dequantise(codes: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
     """The fp32 values (n,) of `codes` (n,) uint8 with `scales` (blocks,) fp32."""
     fractions = values(signed=signed).to(codes.device)[codes.int()]
     return fractions * scales.repeat_interleave(BLOCK)[: codes.numel()]
+
+
+def decayed(codes: Tensor, scales: Tensor, beta: float, *, signed: bool) -> Tensor:
+    """What a step with `beta` leaves of the values (n,) of `codes`, in the order of a kernel."""
+    left = scales * beta
+    left = torch.where(left >= LEAST_DECAYED, left, 0.0)
+    left = left.repeat_interleave(BLOCK)[: codes.numel()]
+    code = codes.int()
+    slope, offset = value_table(signed=signed).to(codes.device)
+    offset = offset[code] * left
+    if signed:
+        offset = torch.where(code < 127, -offset, offset)
+    return mul_add(slope[code] * left, (code - 127 if signed else code + 1).float(), offset)

@@ -1,8 +1,7 @@
 """AdamW with 8-bit or bf16 states of blocks that live on a GPU: one Triton kernel a range.
 
-The order of operations is that of native/include/flux_native.h, as in `fused_device`; an 8-bit code
-is guessed within its decade and corrected by the exact borders of the map, so codes too equal the
-host's. One pass moves 14 (8 bits) or 18 bytes a parameter.
+The order of operations is that of native/include/flux_native.h, as in `fused_device`, so codes too
+equal the host's. One pass moves 14 (8 bits) or 18 bytes a parameter.
 
 Without Triton the same is done with torch operations, and the host then waits for the device once.
 """
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from fluxtrain.memory.current_device import launching_on
 from fluxtrain.optim import dynamic_map
-from fluxtrain.optim.hyper import Hyper, coefficients
+from fluxtrain.optim.hyper import Hyper, coefficients, coefficients8
 from fluxtrain.optim.narrow_adamw import update8_by_torch_, update16_by_torch_
 from fluxtrain.optim.reference import Rounding, States8
 
@@ -58,22 +57,30 @@ if triton is not None:
             tl.store(weight + at, p, mask=inside)
 
     @triton.jit
-    def _nearest(y, table):  # type: ignore[no-untyped-def]
-        """How many codes lie between zero and the one nearest to y, in [0, 1]; see `_table`."""
+    def _line(fraction, table):  # type: ignore[no-untyped-def]
+        """Bits 16 to 23 of the line in a fraction; see `dynamic_map.line_table`."""
+        y = tl.maximum(fraction, 2.384185791015625e-07)
         decade = (y >= tl.load(table)).to(tl.int32)
         for i in tl.static_range(1, 7):
             decade += (y >= tl.load(table + i)).to(tl.int32)
-        slope, offset = tl.load(table + 8 + decade), tl.load(table + 16 + decade)
-        k = (y * slope + offset).to(tl.int32)
-        borders = table + 25  # the one below k = 0 lies before it
-        k = tl.where(y >= tl.load(borders + k), k + 1, k)
-        return tl.where(y < tl.load(borders + (k - 1)), k - 1, k)
+        line = tl.fma(tl.load(table + 8 + decade), y, tl.load(table + 16 + decade))
+        line = tl.minimum(line, tl.load(table + 24 + decade))
+        return (line.to(tl.int32, bitcast=True) >> 16) & 0xFF
+
+    @triton.jit
+    def _decayed(code, zero, scale, beta, table):  # type: ignore[no-untyped-def]
+        """What a step leaves of a code's value; see `dynamic_map.decayed`."""
+        left = scale * beta
+        left = tl.where(left >= 8.271806125530277e-25, left, 0.0)[:, None]
+        k = (code - zero).to(tl.float32)
+        offset = tl.load(table + 256 + code) * left
+        return tl.fma(tl.load(table + code) * left, k, tl.where(k < 0, -offset, offset))
 
     @triton.jit  # type: ignore[untyped-decorator]
     def _adamw8(  # type: ignore[no-untyped-def]
         weight, low, m_at, v_at, m_scale_at, v_scale_at, gradient, clip_at, n,
         m_values, v_values, m_table, v_table,
-        sign, decay, beta1, one_minus_beta1, beta2, one_minus_beta2, step_size, rsqrt2, eps,
+        sign, decay, beta1, beta2, one_minus_beta1, root_of_one_minus_beta2, minus_step, eps,
         SPLIT: tl.constexpr, ROWS: tl.constexpr,
     ):  # fmt: skip
         block = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -83,29 +90,31 @@ if triton is not None:
         begun = (block * 256 < n) & (clip == clip)
         m_scale = tl.load(m_scale_at + block, mask=begun, other=0.0)
         v_scale = tl.load(v_scale_at + block, mask=begun, other=0.0)
-        m = tl.load(m_values + tl.load(m_at + at, mask=inside, other=127).to(tl.int32))
-        v = tl.load(v_values + tl.load(v_at + at, mask=inside, other=0).to(tl.int32))
-        g = tl.load(gradient + at, mask=inside, other=0.0).to(tl.float32) * (clip * sign)
+        m_code = tl.load(m_at + at, mask=inside, other=127).to(tl.int32)
+        v_code = tl.load(v_at + at, mask=inside, other=0).to(tl.int32)
+        g = tl.load(gradient + at, mask=inside, other=0.0).to(tl.float32)
         p = _master(weight, low, at, inside, SPLIT)
-        m = (m * m_scale[:, None]) * beta1 + g * one_minus_beta1
-        v = (v * v_scale[:, None]) * beta2 + (g * one_minus_beta2) * g
-        p = p * decay - tl.div_rn(m * step_size, tl.sqrt_rn(v) * rsqrt2 + eps)
+        m = _decayed(m_code, 127, m_scale, beta1, m_values)
+        m = tl.fma(g, one_minus_beta1 * (clip * sign), m)
+        g = g * (root_of_one_minus_beta2 * (clip * sign))
+        v = tl.fma(g, g, _decayed(v_code, -1, v_scale, beta2, v_values))
+        p = tl.fma(tl.div_rn(m, tl.sqrt_rn(v) + eps), minus_step, p * decay)
         _keep(weight, low, at, inside, p, SPLIT)
         finite = (tl.abs(m) < float("inf")) & (v < float("inf")) & inside
         m = tl.where(finite, m, 0.0)
         v = tl.where(finite, v, 0.0)
-        m_scale = tl.maximum(tl.max(tl.abs(m), 1), 1.1754943508222875e-38)
-        v_scale = tl.maximum(tl.max(v, 1), 1.1754943508222875e-38)
+        m_scale = tl.maximum(tl.max(tl.abs(m), 1), 1.6543612251060553e-24)
+        v_scale = tl.maximum(tl.max(v, 1), 1.6543612251060553e-24)
         tl.store(m_scale_at + block, m_scale, mask=begun)
         tl.store(v_scale_at + block, v_scale, mask=begun)
         one = tl.full((ROWS,), 1.0, tl.float32)
-        x = tl.abs(m) * tl.div_rn(one, m_scale)[:, None]
-        k = _nearest(x, m_table)
+        k = _line(tl.abs(m * tl.div_rn(one, m_scale)[:, None]), m_table)
         code = tl.where(m.to(tl.int32, bitcast=True) < 0, tl.maximum(127 - k, 0), 127 + k)
         tl.store(m_at + at, code.to(tl.uint8), mask=inside)
-        y = v * tl.div_rn(one, v_scale)[:, None]
-        k = _nearest(y, v_table)
-        tl.store(v_at + at, tl.where(y > 0, tl.maximum(k, 1), k).to(tl.uint8), mask=inside)
+        tells_zero = tl.full((ROWS, 256), -1.1754943508222875e-38, tl.float32)
+        fraction = tl.fma(v, tl.div_rn(one, v_scale)[:, None], tells_zero)
+        code = tl.where(fraction < 0, 0, (_line(fraction, v_table) - 1) & 0xFF)
+        tl.store(v_at + at, code.to(tl.uint8), mask=inside)
 
     @triton.jit  # type: ignore[untyped-decorator]
     def _hash(x, first_key, second_key, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
@@ -170,6 +179,7 @@ def update8_resident_(
             )
         return
     c = coefficients(hyper, step, scale)
+    with_8 = coefficients8(c._replace(grad_scale=1.0))
     n, device = weights.numel(), weights.device
     words: Any = weights.view(torch.int16) if lo is not None else weights
     with launching_on(weights):
@@ -177,7 +187,8 @@ def update8_resident_(
             words, lo if lo is not None else words, *states, gradient, clip, n,
             _values(True, device), _values(False, device),
             _table(True, device), _table(False, device),
-            *c, SPLIT=lo is not None, ROWS=_ROWS, num_warps=4, enable_fp_fusion=False,
+            c.grad_scale, c.decay, c.beta1, c.beta2, *with_8,
+            SPLIT=lo is not None, ROWS=_ROWS, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
 
 
@@ -220,12 +231,9 @@ def _signed(word: int) -> int:
 
 @lru_cache(maxsize=32)
 def _values(signed: bool, device: torch.device) -> Tensor:
-    return dynamic_map.values(signed=signed).to(device)
+    return dynamic_map.value_table(signed=signed).to(device)
 
 
 @lru_cache(maxsize=32)
 def _table(signed: bool, device: torch.device) -> Tensor:
-    """What `_nearest` reads: the seven least values of a next decade (8), slope (8) and offset (8)
-    of the guess within a decade, minus infinity, and the exact borders between codes."""
-    found = dynamic_map.search_table(signed=signed)
-    return found.to(device)
+    return dynamic_map.line_table(signed=signed).to(device)

@@ -1,8 +1,8 @@
 """The oracle: AdamW on split master weights in plain torch, one rounded operation at a time.
 
-The native kernels and the device update must equal it bit for bit. Nothing fused is used (no lerp,
-addcmul or addcdiv): a fused multiply-add rounds once where these round twice. The order of the
-operations is that of native/include/flux_native.h.
+The native kernels and the device update must equal it bit for bit. With states of fp32 and bf16
+nothing fused is used (no lerp, addcmul or addcdiv): a fused multiply-add rounds once where these
+round twice. The order of the operations is that of native/include/flux_native.h.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from fluxtrain.optim import dynamic_map
-from fluxtrain.optim.hyper import Coefficients
+from fluxtrain.optim.fused import mul_add
+from fluxtrain.optim.hyper import Coefficients, coefficients8
 
 _WORD = 0xFFFFFFFF
 
@@ -128,9 +129,15 @@ def adamw8(
     element whose moments are not finite starts anew. Dettmers et al., 8-bit Optimizers via
     Block-wise Quantization, 2021.
     """
-    m = dynamic_map.dequantise(states.m, states.m_scale, signed=True)
-    v = dynamic_map.dequantise(states.v, states.v_scale, signed=False)
-    master, m, v = adamw(master, m, v, grad, c)
+    with_8 = coefficients8(c)
+    g = grad.to(torch.float32)
+    m = dynamic_map.decayed(states.m, states.m_scale, c.beta1, signed=True)
+    m = mul_add(with_8.of_m, g, m)
+    g = g * with_8.of_v
+    v = dynamic_map.decayed(states.v, states.v_scale, c.beta2, signed=False)
+    v = mul_add(g, g, v)
+    quotient = m / (rounded_sqrt(v) + with_8.eps)
+    master = quiet(mul_add(with_8.minus_step, quotient, master * c.decay))
     finite = torch.isfinite(m) & torch.isfinite(v)
     new_m = dynamic_map.quantise(torch.where(finite, m, 0.0), signed=True)
     new_v = dynamic_map.quantise(torch.where(finite, v, 0.0), signed=False)
