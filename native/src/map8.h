@@ -124,8 +124,8 @@ constexpr Map8 kUnsignedMap(false, {{30924, -8590, -36},
 constexpr float kLeastFraction = 0x1p-22f;
 constexpr int kLeastExponent = 127 - 22;
 
-// An unsigned fraction is taken down by this much, which changes no normal number: then zero alone (and
-// what is less than this) is negative.
+// An unsigned fraction is taken down by this much, which changes no larger one: then zero alone (and what
+// is less than this, some of it -0) has a sign.
 constexpr float kTellsZero = 0x1p-126f;
 
 // Lines as the wide kernels look them up, one for each slot of exponents. A slot spans less than a

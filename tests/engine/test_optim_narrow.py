@@ -192,6 +192,24 @@ def test_v_never_becomes_zero_while_gradients_come() -> None:
         assert (held.weights - before).abs().max() < 5 * HYPER.lr
 
 
+@ISAS
+def test_fractions_at_the_border_of_zero_have_one_code_everywhere(isa: str) -> None:
+    """Of two bf16 gradients one is 2^-63 times the other: v's fraction is 2^-126 but for rounding,
+    and less what tells zero it is next to nothing, of either sign."""
+    _native.set_isa(isa)
+    mantissas = (1 + torch.arange(128) / 128).repeat_interleave(2)
+    for scale in (1.0, 0.3, 1.7):
+        got = Held("8bit", "split", 128 * BLOCK, seed=3)
+        expected = got.copy()
+        grad = torch.zeros(128, BLOCK)
+        grad[:, 0] = mantissas[::2] * 2.0**30
+        grad[:, 1:] = (mantissas[::2] * 2.0**-33)[:, None]
+        for step in (1, 2):
+            expected.oracle_step(grad.flatten().bfloat16(), step, scale)
+            got.step(grad.flatten().bfloat16(), step, scale)
+            assert got.equals(expected)
+
+
 def test_random_rounding_is_right_on_average_and_leaves_bf16_alone() -> None:
     n = 200_000
     exact = torch.full((n,), 1.0 + 2.0**-7 * 0.3)  # between two neighbouring bf16

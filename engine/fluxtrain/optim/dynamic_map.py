@@ -29,7 +29,7 @@ BLOCK = STATE_BLOCK
 LEAST_DECAYED = 2.0**-80  # a scale that a step takes below it is 0: far from subnormal numbers
 LEAST_SCALE = 2 * LEAST_DECAYED
 LEAST_FRACTION = 2.0**-22  # smaller ones have its code, but for zero
-TELLS_ZERO = 2.0**-126  # taken off an unsigned fraction: then zero alone is negative
+TELLS_ZERO = 2.0**-126  # taken off an unsigned fraction: then zero alone has a sign
 DECADES = 7
 _SIGNED_BITS, _UNSIGNED_BITS = 16, 15  # of a slope: times a code it has 24 bits at most
 
@@ -142,7 +142,7 @@ def codes_of(x: Tensor, inverse: Tensor, *, signed: bool) -> Tensor:
     k = (line.view(torch.int32) >> 16) & 0xFF
     if signed:
         return (127 + torch.where(torch.signbit(fraction), -k, k)).clamp(min=0).to(torch.uint8)
-    return torch.where(fraction < 0, 0, (k - 1) & 0xFF).to(torch.uint8)
+    return torch.where(torch.signbit(fraction), 0, (k - 1) & 0xFF).to(torch.uint8)
 
 
 def quantise(x: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:

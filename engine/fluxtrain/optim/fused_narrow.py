@@ -113,7 +113,8 @@ if triton is not None:
         tl.store(m_at + at, code.to(tl.uint8), mask=inside)
         tells_zero = tl.full((ROWS, 256), -1.1754943508222875e-38, tl.float32)
         fraction = tl.fma(v, tl.div_rn(one, v_scale)[:, None], tells_zero)
-        code = tl.where(fraction < 0, 0, (_line(fraction, v_table) - 1) & 0xFF)
+        has_sign = fraction.to(tl.int32, bitcast=True) < 0  # -0 too
+        code = tl.where(has_sign, 0, (_line(fraction, v_table) - 1) & 0xFF)
         tl.store(v_at + at, code.to(tl.uint8), mask=inside)
 
     @triton.jit  # type: ignore[untyped-decorator]
