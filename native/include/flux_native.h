@@ -41,8 +41,9 @@
  * block,
  *
  *   scale = max(|x| of the block, 2^-79)
- *   code  = by x * (1 / scale) for m, fma(x, 1 / scale, -2^-126) for v, as src/map8.h says: that of the
- *           nearest value; for v, zero stands for zero alone (all that has a sign then)
+ *   y     = x * (c / scale) for m, fma(x, c / scale, -2^-126) for v      with c of the map
+ *   code  = by y, as src/map8.h says: that of the nearest value, but for what is close to the middle of
+ *           two; for v, zero stands for zero alone (all that has a sign then)
  *
  * An element whose new m or v is not finite keeps the weight of the formula (NaN where that is NaN)
  * and starts anew from m = v = 0. All bytes zero is the state before the first step. An array of

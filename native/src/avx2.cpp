@@ -258,26 +258,44 @@ struct Avx2 {
     }
 
     // A slot is about three octaves; the factor is one with which no slot holds two borders.
-    static constexpr int kSlots = 8, kSlotsInOctave = 20046;
+    static constexpr int kSlots = 8, kSlotsInOctave = 20140;
     static constexpr int slot_of(int exponent) { return exponent * kSlotsInOctave >> 16; }
     static constexpr uint32_t border_of(uint32_t bits, int) { return bits; }
-    using SlotTable = __m256;
-    static FLUX_INLINE SlotTable slot_table(const void* entries) {
-        return _mm256_loadu_ps(static_cast<const float*>(entries));
-    }
-    static FLUX_INLINE Float look_up_slot(SlotTable table, Int at) {
-        return _mm256_permutevar8x32_ps(table, at);
-    }
-    static FLUX_INLINE Int slot_of(Float y, SlotTable border) {
-        const Int slot = mul_high_16(shift_right<23>(as_int(y)), all_int(kSlotsInOctave));
-        return add_one_where(at_least(y, look_up_slot(border, slot)), slot);
-    }
-    // All slots are taken: where a fraction is negative the line for zero is put in.
-    static constexpr Lines8<kSlots> with_zero(Lines8<kSlots> lines) { return lines; }
-    template <class Lines>
-    static FLUX_INLINE Float line_of_v(const Lines& lines, Float fraction) {
-        return _mm256_blendv_ps(lines.at(larger(fraction, all(kLeastFraction))), all(129.5f), fraction);
-    }
+    static FLUX_INLINE Float y_or_sign(Float y) { return y; }
+    struct OnLines {
+        Int line[4];
+    };
+    struct Lines {
+        Float border, slope, offset, most;
+
+        FLUX_INLINE Lines(const Lines8<kSlots>& lines, const Map8&)
+            : border(_mm256_loadu_ps(reinterpret_cast<const float*>(lines.border))),
+              slope(_mm256_loadu_ps(lines.slope)),
+              offset(_mm256_loadu_ps(lines.offset)),
+              most(_mm256_loadu_ps(lines.most)) {}
+
+        // The lines of pair `i`. All slots are taken: where y has a sign the line for zero is put in.
+        template <bool may_have_sign>
+        FLUX_INLINE void put(Float first, Float second, size_t i, OnLines& of) const {
+            of.line[2 * i] = as_int(at<may_have_sign>(first));
+            of.line[2 * i + 1] = as_int(at<may_have_sign>(second));
+        }
+        template <bool may_have_sign>
+        FLUX_INLINE Float at(Float sign) const {
+            const Float y = may_have_sign ? larger(sign, all(kLeastY)) : sign;
+            const Int low = mul_high_16(shift_right<23>(as_int(y)), all_int(kSlotsInOctave));
+            const Int slot = add_one_where(at_least(y, _mm256_permutevar8x32_ps(border, low)), low);
+            const Float line = mul_add(_mm256_permutevar8x32_ps(slope, slot), y,
+                                       _mm256_permutevar8x32_ps(offset, slot));
+            const Float k = smaller(line, _mm256_permutevar8x32_ps(most, slot));
+            return may_have_sign ? _mm256_blendv_ps(k, all(129.5f), sign) : k;
+        }
+
+        // Bits 16 to 23 of the lines.
+        FLUX_INLINE Int bytes(const OnLines& of, Masks masks) const {
+            return third_bytes(of.line, masks);
+        }
+    };
 
     struct Decoder {
         Float slope, offset;

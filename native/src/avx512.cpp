@@ -260,37 +260,63 @@ struct Avx512 {
         return _mm512_sub_epi8(k_plus_one, constant<0x01010101u>());
     }
 
-    // Two octaves are a slot. What is added to the bits of y carries into the next one from the
-    // border on.
+    // Two octaves are a slot, which the upper halves of two vectors tell together. What is added to them
+    // carries into the next slot from the border on.
     static constexpr int kSlots = 16;
     static constexpr int slot_of(int exponent) { return exponent / 2; }
     static constexpr uint32_t border_of(uint32_t bits, int slot) {
-        const uint32_t end = static_cast<uint32_t>(slot + 1) << 24;
-        return bits < end ? end - bits : 0;
+        return bits >> 24 == static_cast<uint32_t>(slot) ? 256 - (bits >> 16 & 0xff) : 0;
     }
-    using SlotTable = __m512;
-    static FLUX_INLINE SlotTable slot_table(const void* entries) {
-        return _mm512_loadu_ps(entries);
+    // What is left of y, or a sign: as unsigned numbers negative ones are the largest.
+    static FLUX_INLINE Float y_or_sign(Float y) {
+        return as_float(_mm512_max_epu32(as_int(y), as_int(all(kLeastY))));
     }
-    static FLUX_INLINE Float look_up_slot(SlotTable table, Int at) {
-        return _mm512_permutexvar_ps(at, table);
-    }
-    static FLUX_INLINE Int slot_of(Float y, SlotTable border) {
-        const Int carry = as_int(look_up_slot(border, shift_right<24>(as_int(y))));
-        return shift_right<24>(add(as_int(y), carry));
-    }
-    // A negative fraction of v, which stands for zero, is in the first slot, where nothing else begins:
-    // its border takes it to one that is free.
-    static constexpr Lines8<kSlots> with_zero(Lines8<kSlots> lines) {
-        lines.border[0] = 2u << 24;
-        lines.set_zero(2);
-        return lines;
-    }
-    template <class Lines>
-    static FLUX_INLINE Float line_of_v(const Lines& lines, Float fraction) {
-        const Int least = as_int(all(kLeastFraction));  // less than negative ones as unsigned numbers
-        return lines.at(as_float(_mm512_max_epu32(as_int(fraction), least)));
-    }
+    // Lines of a group, and their slots as 16-bit numbers, pairs in two vectors.
+    struct OnLines {
+        Int line[4], slots[2];
+    };
+    struct Lines {
+        Float slope, offset;
+        Int border, most;  // bytes
+
+        // The slot of a sign is 0x80, a multiple of 16, and the largest byte of the first half: slots
+        // from 50 to 62 leave both entries free.
+        FLUX_INLINE Lines(const Lines8<kSlots>& lines, const Map8& map) {
+            alignas(64) float slopes[kSlots], offsets[kSlots];
+            alignas(16) uint8_t borders[kSlots], mosts[kSlots];
+            for (int i = 0; i < kSlots; ++i) {
+                slopes[i] = lines.slope[i], offsets[i] = lines.offset[i];
+                borders[i] = static_cast<uint8_t>(lines.border[i]);
+                uint32_t most;
+                __builtin_memcpy(&most, &lines.most[i], sizeof most);
+                mosts[i] = static_cast<uint8_t>(most >> 16);
+            }
+            if (!map.is_signed) slopes[0] = 0, offsets[0] = 129.5f, borders[0] = 0, mosts[15] = 1;
+            slope = _mm512_load_ps(slopes), offset = _mm512_load_ps(offsets);
+            border = _mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<__m128i*>(borders)));
+            most = _mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<__m128i*>(mosts)));
+        }
+
+        // The lines of pair `i`.
+        template <bool>
+        FLUX_INLINE void put(Float first, Float second, size_t i, OnLines& of) const {
+            const Int halves = high_halves(as_int(first), as_int(second));
+            const Int carry = _mm512_shuffle_epi8(border, _mm512_srli_epi16(halves, 8));
+            const Int slots = _mm512_srli_epi16(_mm512_add_epi16(halves, carry), 8);
+            of.slots[i] = slots;
+            of.line[2 * i] = as_int(at(slots, first));
+            of.line[2 * i + 1] = as_int(at(shift_right_16(slots), second));
+        }
+        FLUX_INLINE Float at(Int slot, Float y) const {
+            return mul_add(_mm512_permutexvar_ps(slot, slope), y, _mm512_permutexvar_ps(slot, offset));
+        }
+
+        // Bits 16 to 23 of the lines, no larger than in their decades.
+        FLUX_INLINE Int bytes(const OnLines& of, const Masks& masks) const {
+            const Int slots = _mm512_packs_epi16(of.slots[0], of.slots[1]);
+            return _mm512_min_epu8(third_bytes(of.line, masks), _mm512_shuffle_epi8(most, slots));
+        }
+    };
 
     struct Decoder {
         Float slope, offset;

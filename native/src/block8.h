@@ -37,11 +37,12 @@ struct Blocks8 {
 
     // -- the update ------------------------------------------------------------------------------
 
-    // New moments of one block in the order of the vectors, and the largest of them with its inverse.
+    // New moments of one block in the order of the vectors, the largest of them, and what makes y of them
+    // (map8.h).
     struct Moments {
         alignas(64) float m[kStateBlock];
         alignas(64) float v[kStateBlock];
-        float m_most, v_most, m_inverse, v_inverse;
+        float m_most, v_most, m_to_y, v_to_y;
     };
 
     // What groups of a block give for the whole of it.
@@ -114,54 +115,38 @@ struct Blocks8 {
 
     // -- the codes -------------------------------------------------------------------------------
 
-    // The lines of one map in registers.
-    struct Lines {
-        typename Set::SlotTable border, slope, offset, most;
-
-        explicit FLUX_INLINE Lines(const Lines8<Set::kSlots>& lines)
-            : border(Set::slot_table(lines.border)),
-              slope(Set::slot_table(lines.slope)),
-              offset(Set::slot_table(lines.offset)),
-              most(Set::slot_table(lines.most)) {}
-
-        FLUX_INLINE Float at(Float y) const {
-            const Int slot = Set::slot_of(y, border);
-            const Float line = Set::mul_add(Set::look_up_slot(slope, slot), y,
-                                            Set::look_up_slot(offset, slot));
-            return Set::smaller(line, Set::look_up_slot(most, slot));
-        }
-    };
-
     static constexpr Lines8<Set::kSlots> kLinesM{kSignedMap, Set::slot_of, Set::border_of};
-    static constexpr Lines8<Set::kSlots> kLinesV =
-        Set::with_zero({kUnsignedMap, Set::slot_of, Set::border_of});
+    static constexpr Lines8<Set::kSlots> kLinesV{kUnsignedMap, Set::slot_of, Set::border_of};
 
-    // The lines of both maps.
+    // The lines of both maps in registers.
     struct Maps {
-        Lines m{kLinesM}, v{kLinesV};
+        typename Set::Lines m{kLinesM, kSignedMap}, v{kLinesV, kUnsignedMap};
         typename Set::Masks masks;
     };
 
     // The lines of a group, with m for its signs.
     struct Coded {
-        Int m[4], of_m[4], of_v[4];
+        Int m[4];
+        Float y_m[4], y_v[4];
+        typename Set::OnLines of_m, of_v;
     };
 
-    // Those of vector j.
+    // Those of vector j; vectors come in order, and lines in pairs.
     static FLUX_INLINE void code(Coded& of, size_t j, const float* from_m, const float* from_v,
-                                 Float m_inverse, Float v_inverse, const Maps& maps) {
+                                 Float m_to_y, Float v_to_y, const Maps& maps) {
         const Float m = Whole{}.load(from_m + j * kVector), v = Whole{}.load(from_v + j * kVector);
         of.m[j] = Set::as_int(m);
-        const Float y = Set::larger_size(Set::mul(m, m_inverse), Set::all(kLeastFraction));
-        of.of_m[j] = Set::as_int(maps.m.at(y));
-        const Float fraction = Set::mul_add(v, v_inverse, Set::all(-kTellsZero));
-        of.of_v[j] = Set::as_int(Set::line_of_v(maps.v, fraction));
+        of.y_m[j] = Set::larger_size(Set::mul(m, m_to_y), Set::all(kLeastY));
+        of.y_v[j] = Set::y_or_sign(Set::mul_add(v, v_to_y, Set::all(-kTellsZero)));
+        if (j % 2 == 0) return;
+        maps.m.template put<false>(of.y_m[j - 1], of.y_m[j], j / 2, of.of_m);
+        maps.v.template put<true>(of.y_v[j - 1], of.y_v[j], j / 2, of.of_v);
     }
 
     static FLUX_INLINE void store_codes(const Coded& of, const Maps& maps, uint8_t* m_codes,
                                         uint8_t* v_codes) {
-        const Int k_m = Set::third_bytes(of.of_m, maps.masks);
-        const Int k_v = Set::third_bytes(of.of_v, maps.masks);
+        const Int k_m = maps.m.bytes(of.of_m, maps.masks);
+        const Int k_v = maps.v.bytes(of.of_v, maps.masks);
         Set::store_interleaved(m_codes, Set::signed_codes(k_m, of.m));
         Set::store_interleaved(v_codes, Set::unsigned_codes(k_v));
     }
@@ -192,8 +177,8 @@ struct Blocks8 {
         if (moments.v_most < kLeast) moments.v_most = kLeast;
         *states.m_scale = moments.m_most;
         *states.v_scale = moments.v_most;
-        moments.m_inverse = 1.0f / moments.m_most;
-        moments.v_inverse = 1.0f / moments.v_most;
+        moments.m_to_y = kSignedMap.scale / moments.m_most;
+        moments.v_to_y = kUnsignedMap.scale / moments.v_most;
     }
 
     // For tests: codes of the fractions of whole groups, and back.
@@ -208,7 +193,8 @@ struct Blocks8 {
             uint8_t *const m_codes = is_signed ? codes + i : unused;
             uint8_t *const v_codes = is_signed ? unused : codes + i;
             Coded of;
-            for (size_t j = 0; j < 4; ++j) code(of, j, m, v, Set::all(1), Set::all(1), maps);
+            for (size_t j = 0; j < 4; ++j)
+                code(of, j, m, v, Set::all(kSignedMap.scale), Set::all(kUnsignedMap.scale), maps);
             store_codes(of, maps, m_codes, v_codes);
         }
     }
@@ -232,10 +218,10 @@ struct Blocks8 {
                                  const Constants& with, const Maps& maps, Moments& now,
                                  const Moments& before) {
         using States = StatesOver<Set>;
-        Float m_inverse, v_inverse;
+        Float m_to_y, v_to_y;
         Decoders decode = with.fractions;
         if (advances) decode = with.decoders(states);
-        if (codes) m_inverse = Set::all(before.m_inverse), v_inverse = Set::all(before.v_inverse);
+        if (codes) m_to_y = Set::all(before.m_to_y), v_to_y = Set::all(before.v_to_y);
         Most most;
         Group group, begun;
         Read of;
@@ -254,7 +240,7 @@ struct Blocks8 {
             Coded coded;
 #pragma GCC unroll 4
             for (size_t j = 0; j < 4; ++j) {
-                if (codes) code(coded, j, before.m + i, before.v + i, m_inverse, v_inverse, maps);
+                if (codes) code(coded, j, before.m + i, before.v + i, m_to_y, v_to_y, maps);
                 if (advances) finish(group, j, now.m + i, with);
                 if (begins) begin(begun, of, j, with, now.m + next, now.v + next, most);
             }

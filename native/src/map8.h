@@ -8,9 +8,11 @@
 // then values are exact in fp32. They are within 1e-4 of bitsandbytes' (neighbours are 7e-3 apart or
 // more).
 //
-// A code too is computed: k is the whole part of a line in the fraction, rounded to fp32 once. So it is
-// that of the nearest value but for fractions within 2^-15 of a unit of k of a midpoint, which may get
-// either neighbour, the same one everywhere. Of the line for zero and for one nothing is left to chance.
+// A code too is computed: k is the whole part of a line in y, which is the fraction times a constant of the
+// map, rounded to fp32 once. So it is that of the nearest value but for fractions close to a midpoint,
+// which may get either neighbour, the same one everywhere: within 2^-15 of the distance of the two in a
+// decade, within 0.8 % of it between two decades. There the border is rounded to a bf16, for 16 bits tell
+// the decade then, and the constants are those with which all borders are near one.
 #pragma once
 
 #include <stddef.h>
@@ -25,14 +27,15 @@ struct Map8 {
     static constexpr int kEntries = 8;  // decades, and one for the value 1
 
     bool is_signed;
-    int last;  // k of the value 1
+    float scale;  // of y to fractions
+    int last;     // k of the value 1
 
     // By the low 3 bits of the fp32 exponent of k + 0.5 (signed) or k + 1 (unsigned).
     float slope[kEntries], offset[kEntries];
 
-    // By decade: the smallest fraction of the next one, and the line in the fraction whose bits 16 to
-    // 23 are k (signed) or k + 1 (unsigned), modulo 256, with its largest value. From 128 on a unit of k
-    // is 1, from 256 on, for the longest decade, it is 2.
+    // By decade: the smallest y of the next one, and the line in y whose bits 16 to 23 are k (signed) or
+    // k + 1 (unsigned), modulo 256, with its largest value. From 128 on a unit of k is 1, from 256 on, for
+    // the longest decade, it is 2.
     float next[kEntries], line_slope[kEntries], line_offset[kEntries], line_most[kEntries];
 
     struct Decade {
@@ -46,11 +49,11 @@ struct Map8 {
         return power;
     }
 
-    // The smallest fp32 that is not below x: fp32 values compare with it as they do with x.
-    static constexpr float rounded_up(double x) {
-        const float near = static_cast<float>(x);
-        constexpr double kNextFactor = 1 + 0.75 / (1 << 23);
-        return static_cast<double>(near) < x ? static_cast<float>(near * kNextFactor) : near;
+    // The bf16 nearest to a normal x.
+    static constexpr float to_bf16(double x) {
+        double unit = 1.0 / 128;
+        for (; x < 128 * unit;) unit /= 2;
+        return static_cast<float>(static_cast<int>(x / unit + 0.5) * unit);
     }
 
     // Those of a normal number below 4.
@@ -62,8 +65,9 @@ struct Map8 {
         return exponent << 23 | static_cast<uint32_t>((x - 1) * (1 << 23));
     }
 
-    constexpr Map8(bool is_signed, const Decade (&decades)[kDecades])
+    constexpr Map8(bool is_signed, float scale, const Decade (&decades)[kDecades])
         : is_signed(is_signed),
+          scale(scale),
           last(is_signed ? 128 : 255),
           slope(),
           offset(),
@@ -80,7 +84,7 @@ struct Map8 {
             const int entry = (is_signed ? i + 7 : i) % kEntries;
             slope[entry] = static_cast<float>(a);
             offset[entry] = static_cast<float>(is_signed ? b : b - a);
-            if (i > 0) next[i - 1] = rounded_up((below + a * first + b) / 2);
+            if (i > 0) next[i - 1] = to_bf16((below + a * first + b) / 2 * scale);
             below = a * final + b;
             // A value above the last one takes it up by 1, and midpoints are where it is whole.
             double rise = 1 / a, at_zero = 0.5 - b / a;
@@ -90,11 +94,11 @@ struct Map8 {
             }
             const bool wide = !is_signed && i == kDecades - 1;
             const double unit = wide ? 2 : 1, base = wide ? 2 : is_signed ? 128 : 129;
-            line_slope[i] = static_cast<float>(unit * rise);
+            line_slope[i] = static_cast<float>(unit * rise / scale);
             line_offset[i] = static_cast<float>(base + unit * at_zero);
             line_most[i] = static_cast<float>(base + unit * (final + 0.75));
         }
-        next[kDecades - 1] = rounded_up((below + 1) / 2);
+        next[kDecades - 1] = to_bf16((below + 1) / 2 * scale);
         next[kDecades] = __builtin_inff();
         line_offset[kDecades] = line_most[kDecades] = is_signed ? 256.5f : 512.5f;
         // Zero and one share an entry: both lie on one line.
@@ -105,14 +109,15 @@ struct Map8 {
 };
 
 // round(0.9 * 10^(i-6) / values in decade i) on the grid 2^exponent; tests compute them anew.
-constexpr Map8 kSignedMap(true, {{61848, -24052, -36},
+// The scales leave all borders within 1.6 % of the distance to their neighbours.
+constexpr Map8 kSignedMap(true, 4239.0f / 65536, {{61848, -24052, -36},
                                  {38655, -49393, -33},
                                  {48318, -147637, -31},
                                  {60398, -399298, -29},
                                  {37749, -518003, -26},
                                  {47186, -1318588, -24},
                                  {58982, -3325914, -22}});
-constexpr Map8 kUnsignedMap(false, {{30924, -8590, -36},
+constexpr Map8 kUnsignedMap(false, 6155.0f / 131072, {{30924, -8590, -36},
                                     {19327, -39727, -33},
                                     {24159, -135558, -31},
                                     {30199, -384198, -29},
@@ -120,12 +125,12 @@ constexpr Map8 kUnsignedMap(false, {{30924, -8590, -36},
                                     {23593, -1306792, -24},
                                     {29491, -3311168, -22}});
 
-// Fractions below it get the codes of it, but for zero.
-constexpr float kLeastFraction = 0x1p-22f;
-constexpr int kLeastExponent = 127 - 22;
+// Smaller y get the code of this one, but for zero; the scales are such that 1 is below 2^-3.
+constexpr float kLeastY = 0x1p-26f;
+constexpr int kLeastExponent = 127 - 26, kMostExponent = 127 - 3;
 
-// An unsigned fraction is taken down by this much, which changes no larger one: then zero alone (and what
-// is less than this, some of it -0) has a sign.
+// An unsigned y is taken down by this much, which changes no larger one: then zero alone (and what is less
+// than this, some of it -0) has a sign.
 constexpr float kTellsZero = 0x1p-126f;
 
 // Lines as the wide kernels look them up, one for each slot of exponents. A slot spans less than a
@@ -140,9 +145,9 @@ struct Lines8 {
     constexpr Lines8(const Map8& map, int (*slot_of)(int exponent),
                      uint32_t (*border_of)(uint32_t bits, int slot))
         : border(), slope(), offset(), most() {
-        for (int exponent = 128; exponent >= kLeastExponent; --exponent) {
+        for (int exponent = kMostExponent; exponent >= kLeastExponent; --exponent) {
             const int slot = slot_of(exponent), at = slot % entries;
-            const double y = exponent > 127 ? 2 : Map8::power_of_two(exponent - 127);
+            const double y = Map8::power_of_two(exponent - 127);
             int decade = 0;
             while (y >= map.next[decade]) ++decade;
             border[at] = border_of(Map8::bits_of(map.next[decade]), slot);
@@ -152,11 +157,6 @@ struct Lines8 {
         }
     }
 
-    // A slot whose line is that of zero.
-    constexpr void set_zero(int at) {
-        slope[at] = 0;
-        offset[at] = most[at] = 129.5f;
-    }
 };
 
 // The values of codes by the low bits of the exponent of f. Signed: f is (127 - code) * 2^shift, so

@@ -39,14 +39,14 @@ struct MapOver {
                             Set::as_float(Set::bit_xor(Set::as_int(b), sign)));
     }
 
-    // The code of a moment that is finite, by the inverse of its block's scale (map8.h).
+    // The code of a moment that is finite, by what makes y of it (map8.h).
     template <bool is_signed>
-    FLUX_INLINE Int code_of(Float x, Float inverse) const {
-        const Float fraction = is_signed ? Set::mul(x, inverse)
-                                         : Set::mul_add(x, inverse, Set::all(-kTellsZero));
-        const Int sign = Set::bit_and(Set::as_int(fraction), Set::all_int(kSign));
-        const Int size = Set::bit_and(Set::as_int(fraction), Set::all_int(~kSign));
-        const Float y = Set::larger(Set::as_float(size), Set::all(kLeastFraction));
+    FLUX_INLINE Int code_of(Float x, Float to_y) const {
+        const Float signed_y = is_signed ? Set::mul(x, to_y)
+                                         : Set::mul_add(x, to_y, Set::all(-kTellsZero));
+        const Int sign = Set::bit_and(Set::as_int(signed_y), Set::all_int(kSign));
+        const Int size = Set::bit_and(Set::as_int(signed_y), Set::all_int(~kSign));
+        const Float y = Set::larger(Set::as_float(size), Set::all(kLeastY));
         // floor(log10(y)) + 7 from the exponent alone, low by one at most.
         const Int exponent = Set::sub(Set::template shift_right<23>(Set::as_int(y)),
                                       Set::all_int(kLeastExponent));
@@ -222,12 +222,13 @@ struct StatesOver {
             });
             *m_scale = scale_of(m_most);
             *v_scale = scale_of(v_most);
-            const Float m_inverse = Set::all(1.0f / *m_scale), v_inverse = Set::all(1.0f / *v_scale);
+            const Float m_to_y = Set::all(kSignedMap.scale / *m_scale);
+            const Float v_to_y = Set::all(kUnsignedMap.scale / *v_scale);
             Base::for_each(count, [&](auto lanes, size_t i) __attribute__((always_inline)) {
                 const Float m = typename Set::Whole{}.load(new_m + i);
                 const Float v = typename Set::Whole{}.load(new_v + i);
-                lanes.store_low_byte(m_codes + i, map_m.template code_of<true>(m, m_inverse));
-                lanes.store_low_byte(v_codes + i, map_v.template code_of<false>(v, v_inverse));
+                lanes.store_low_byte(m_codes + i, map_m.template code_of<true>(m, m_to_y));
+                lanes.store_low_byte(v_codes + i, map_v.template code_of<false>(v, v_to_y));
             });
         }
     }
@@ -274,8 +275,8 @@ struct StatesOver {
         const MapOver<Set> map(is_signed ? kSignedMap : kUnsignedMap);
         Base::for_each(n - whole, [&](auto lanes, size_t j) __attribute__((always_inline)) {
             const Float at = lanes.load(x + whole + j);
-            const Int code = is_signed ? map.template code_of<true>(at, Set::all(1))
-                                       : map.template code_of<false>(at, Set::all(1));
+            const Int code = is_signed ? map.template code_of<true>(at, Set::all(kSignedMap.scale))
+                                       : map.template code_of<false>(at, Set::all(kUnsignedMap.scale));
             lanes.store_low_byte(codes + whole + j, code);
         });
     }

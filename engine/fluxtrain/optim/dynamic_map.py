@@ -7,9 +7,10 @@ seven decades below 1 with 1, 2, 4 ... 64 values of each sign (signed) or 2 ... 
 binary grid so that values are exact in fp32. Values are within 1e-4 of bitsandbytes' own;
 neighbours are 7e-3 apart or more.
 
-The code of a fraction is the whole part of a line in it, one for each decade, which is whole where
-two values are equally near. It is rounded to fp32 once: within 2^-15 of the distance of two values
-from their midpoint either may come out, the same one everywhere (native/src/map8.h).
+The code of a fraction is the whole part of a line in y, the fraction times a constant of the map:
+one line for each decade, which is whole where two values are equally near. It is rounded to fp32
+once, and borders between decades to bf16: close to a midpoint either neighbour may come out, the
+same one everywhere (native/src/map8.h says how close).
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ from fluxtrain.plan.states import STATE_BLOCK
 BLOCK = STATE_BLOCK
 LEAST_DECAYED = 2.0**-80  # a scale that a step takes below it is 0: far from subnormal numbers
 LEAST_SCALE = 2 * LEAST_DECAYED
-LEAST_FRACTION = 2.0**-22  # smaller ones have its code, but for zero
-TELLS_ZERO = 2.0**-126  # taken off an unsigned fraction: then zero alone has a sign
+SIGNED_SCALE, UNSIGNED_SCALE = 4239 / 65536, 6155 / 131072  # of y to fractions
+LEAST_Y = 2.0**-26  # smaller ones have its code, but for zero
+TELLS_ZERO = 2.0**-126  # taken off an unsigned y: then zero alone has a sign
 DECADES = 7
 _SIGNED_BITS, _UNSIGNED_BITS = 16, 15  # of a slope: times a code it has 24 bits at most
 
@@ -97,13 +99,13 @@ def value_table(*, signed: bool) -> Tensor:
 
 
 def line_table(*, signed: bool) -> Tensor:
-    """By decade, and for 1: where the next begins, slope and offset of the line in the fraction,
-    its largest value: (4, 8) fp32.
+    """By decade, and for 1: where the next begins, slope and offset of the line in y, its largest
+    value: (4, 8) fp32.
 
     Bits 16 to 23 of the line are k (signed) or k + 1 (unsigned), modulo 256. From 128 on a unit of
     k is 1, from 256 on, for the longest decade, it is 2.
     """
-    exact = magnitudes(signed=signed)
+    exact, scale = magnitudes(signed=signed), Fraction(to_y(signed=signed))
     rows = []
     for decade, (first, count, slope, offset) in enumerate(decades(signed=signed)):
         last = first + count - 1
@@ -113,36 +115,35 @@ def line_table(*, signed: bool) -> Tensor:
             at_zero = Fraction(1, 2) if signed else Fraction(3, 2)
         wide = not signed and decade == DECADES - 1
         unit, base = (2, 2) if wide else (1, 128 if signed else 129)
-        begins = _not_below((exact[last] + exact[last + 1]) / 2)
+        begins = (exact[last] + exact[last + 1]) / 2 * scale
         most = base + unit * (last + Fraction(3, 4))
-        rows.append([begins, *map(float, (unit * rise, base + unit * at_zero, most))])
+        line = (unit * rise / scale, base + unit * at_zero, most)
+        rows.append([float(torch.tensor(float(begins)).bfloat16()), *map(float, line)])
     one = 256.5 if signed else 512.5
     return torch.tensor([*rows, [math.inf, 0.0, one, one]], dtype=torch.float32).T.contiguous()
 
 
-def _not_below(x: Fraction) -> float:
-    """The smallest fp32 that is not below x."""
-    near = torch.tensor(float(x), dtype=torch.float32)
-    if Fraction(float(near)) < x:
-        near = torch.nextafter(near, torch.tensor(math.inf))
-    return float(near)
+def to_y(*, signed: bool) -> float:
+    """What is divided by a block's scale to make y of its values."""
+    return SIGNED_SCALE if signed else UNSIGNED_SCALE
 
 
-def codes_of(x: Tensor, inverse: Tensor, *, signed: bool) -> Tensor:
-    """The codes (uint8) of finite fp32 `x` by the inverse of a scale that |x| does not exceed.
+def codes_of(x: Tensor, factor: Tensor, *, signed: bool) -> Tensor:
+    """The codes (uint8) of finite fp32 `x` by what makes y of them: `to_y` over a scale that |x|
+    does not exceed.
 
     The unsigned map gives 0 for 0 alone: what is not zero must not become a second moment of zero,
     by which the update would be divided.
     """
-    fraction = x * inverse if signed else mul_add(x, inverse.expand_as(x), -TELLS_ZERO)
-    y = fraction.abs().clamp(min=LEAST_FRACTION)
+    signed_y = x * factor if signed else mul_add(x, factor.expand_as(x), -TELLS_ZERO)
+    y = signed_y.abs().clamp(min=LEAST_Y)
     begins, slope, offset, most = line_table(signed=signed).to(x.device)
     decade = torch.searchsorted(begins, y.contiguous(), right=True)
     line = torch.minimum(mul_add(slope[decade], y, offset[decade]), most[decade])
     k = (line.view(torch.int32) >> 16) & 0xFF
     if signed:
-        return (127 + torch.where(torch.signbit(fraction), -k, k)).clamp(min=0).to(torch.uint8)
-    return torch.where(torch.signbit(fraction), 0, (k - 1) & 0xFF).to(torch.uint8)
+        return (127 + torch.where(torch.signbit(signed_y), -k, k)).clamp(min=0).to(torch.uint8)
+    return torch.where(torch.signbit(signed_y), 0, (k - 1) & 0xFF).to(torch.uint8)
 
 
 def quantise(x: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
@@ -150,7 +151,7 @@ def quantise(x: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
     n = x.numel()
     padded = torch.nn.functional.pad(x, (0, -n % BLOCK)).view(-1, BLOCK)
     scales = padded.abs().amax(1).clamp(min=LEAST_SCALE)
-    codes = codes_of(padded, (1.0 / scales)[:, None], signed=signed)
+    codes = codes_of(padded, (to_y(signed=signed) / scales)[:, None], signed=signed)
     return codes.view(-1)[:n], scales
 
 

@@ -57,9 +57,9 @@ if triton is not None:
             tl.store(weight + at, p, mask=inside)
 
     @triton.jit
-    def _line(fraction, table):  # type: ignore[no-untyped-def]
-        """Bits 16 to 23 of the line in a fraction; see `dynamic_map.line_table`."""
-        y = tl.maximum(fraction, 2.384185791015625e-07)
+    def _line(y, table):  # type: ignore[no-untyped-def]
+        """Bits 16 to 23 of the line in y; see `dynamic_map.line_table`."""
+        y = tl.maximum(y, 1.4901161193847656e-08)
         decade = (y >= tl.load(table)).to(tl.int32)
         for i in tl.static_range(1, 7):
             decade += (y >= tl.load(table + i)).to(tl.int32)
@@ -107,14 +107,15 @@ if triton is not None:
         v_scale = tl.maximum(tl.max(v, 1), 1.6543612251060553e-24)
         tl.store(m_scale_at + block, m_scale, mask=begun)
         tl.store(v_scale_at + block, v_scale, mask=begun)
-        one = tl.full((ROWS,), 1.0, tl.float32)
-        k = _line(tl.abs(m * tl.div_rn(one, m_scale)[:, None]), m_table)
+        m_to_y = tl.div_rn(tl.full((ROWS,), 0.0646820068359375, tl.float32), m_scale)
+        k = _line(tl.abs(m * m_to_y[:, None]), m_table)
         code = tl.where(m.to(tl.int32, bitcast=True) < 0, tl.maximum(127 - k, 0), 127 + k)
         tl.store(m_at + at, code.to(tl.uint8), mask=inside)
         tells_zero = tl.full((ROWS, 256), -1.1754943508222875e-38, tl.float32)
-        fraction = tl.fma(v, tl.div_rn(one, v_scale)[:, None], tells_zero)
-        has_sign = fraction.to(tl.int32, bitcast=True) < 0  # -0 too
-        code = tl.where(has_sign, 0, (_line(fraction, v_table) - 1) & 0xFF)
+        v_to_y = tl.div_rn(tl.full((ROWS,), 0.046958923339843750, tl.float32), v_scale)
+        y = tl.fma(v, v_to_y[:, None], tells_zero)
+        has_sign = y.to(tl.int32, bitcast=True) < 0  # -0 too
+        code = tl.where(has_sign, 0, (_line(y, v_table) - 1) & 0xFF)
         tl.store(v_at + at, code.to(tl.uint8), mask=inside)
 
     @triton.jit  # type: ignore[untyped-decorator]
