@@ -221,6 +221,10 @@ struct Avx2 {
         return _mm256_max_ps(as_float(bit_and(as_int(a), all_int(0x7fffffffu))),
                              as_float(bit_and(as_int(b), all_int(0x7fffffffu))));
     }
+    static FLUX_INLINE void largest(Float a, Float b, float& of_a, float& of_b) {
+        of_a = largest(a);
+        of_b = largest(b);
+    }
     static FLUX_INLINE bool any_nan(Float a, Float b) {
         return _mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_UNORD_Q)) != 0;
     }
@@ -261,7 +265,6 @@ struct Avx2 {
     static constexpr int kSlots = 8, kSlotsInOctave = 20140;
     static constexpr int slot_of(int exponent) { return exponent * kSlotsInOctave >> 16; }
     static constexpr uint32_t border_of(uint32_t bits, int) { return bits; }
-    static FLUX_INLINE Float y_or_sign(Float y) { return y; }
     struct OnLines {
         Int line[4];
     };

@@ -215,6 +215,15 @@ struct Avx512 {
     static FLUX_INLINE Float larger_size(Float a, Float b) {
         return _mm512_range_ps(a, b, 0x0b);  // the larger magnitude, without a sign
     }
+    // The largest lanes of both, which are not NaN: halves of both are one vector.
+    static FLUX_INLINE void largest(Float a, Float b, float& of_a, float& of_b) {
+        Float x = larger(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
+        x = larger(x, _mm512_shuffle_f32x4(x, x, 0xb1));
+        x = larger(x, _mm512_permute_ps(x, 0x4e));
+        x = larger(x, _mm512_permute_ps(x, 0xb1));
+        of_a = _mm512_cvtss_f32(x);
+        of_b = _mm_cvtss_f32(_mm512_extractf32x4_ps(x, 2));
+    }
     static FLUX_INLINE bool any_nan(Float a, Float b) {
         return _mm512_cmp_ps_mask(a, b, _CMP_UNORD_Q) != 0;
     }
@@ -263,13 +272,10 @@ struct Avx512 {
     // Two octaves are a slot, which the upper halves of two vectors tell together. What is added to them
     // carries into the next slot from the border on.
     static constexpr int kSlots = 16;
+    static constexpr uint32_t kLeastY16 = kLeastExponent << 7;
     static constexpr int slot_of(int exponent) { return exponent / 2; }
     static constexpr uint32_t border_of(uint32_t bits, int slot) {
         return bits >> 24 == static_cast<uint32_t>(slot) ? 256 - (bits >> 16 & 0xff) : 0;
-    }
-    // What is left of y, or a sign: as unsigned numbers negative ones are the largest.
-    static FLUX_INLINE Float y_or_sign(Float y) {
-        return as_float(_mm512_max_epu32(as_int(y), as_int(all(kLeastY))));
     }
     // Lines of a group, and their slots as 16-bit numbers, pairs in two vectors.
     struct OnLines {
@@ -297,10 +303,12 @@ struct Avx512 {
             most = _mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<__m128i*>(mosts)));
         }
 
-        // The lines of pair `i`.
-        template <bool>
+        // The lines of pair `i`. What is less than the least y has its slot, which is enough for a line.
+        template <bool may_be_less>
         FLUX_INLINE void put(Float first, Float second, size_t i, OnLines& of) const {
-            const Int halves = high_halves(as_int(first), as_int(second));
+            Int halves = high_halves(as_int(first), as_int(second));
+            if (may_be_less)  // as unsigned numbers those with a sign are the largest
+                halves = _mm512_max_epu16(halves, constant<kLeastY16 << 16 | kLeastY16>());
             const Int carry = _mm512_shuffle_epi8(border, _mm512_srli_epi16(halves, 8));
             const Int slots = _mm512_srli_epi16(_mm512_add_epi16(halves, carry), 8);
             of.slots[i] = slots;

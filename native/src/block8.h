@@ -137,7 +137,7 @@ struct Blocks8 {
         const Float m = Whole{}.load(from_m + j * kVector), v = Whole{}.load(from_v + j * kVector);
         of.m[j] = Set::as_int(m);
         of.y_m[j] = Set::larger_size(Set::mul(m, m_to_y), Set::all(kLeastY));
-        of.y_v[j] = Set::y_or_sign(Set::mul_add(v, v_to_y, Set::all(-kTellsZero)));
+        of.y_v[j] = Set::mul_add(v, v_to_y, Set::all(-kTellsZero));
         if (j % 2 == 0) return;
         maps.m.template put<false>(of.y_m[j - 1], of.y_m[j], j / 2, of.of_m);
         maps.v.template put<true>(of.y_v[j - 1], of.y_v[j], j / 2, of.of_v);
@@ -162,14 +162,12 @@ struct Blocks8 {
             m_most = Set::larger_size(m_most, m);
             v_most = Set::larger(v_most, v);
         }
-        moments.m_most = Set::largest(m_most);
-        moments.v_most = Set::largest(v_most);
+        Set::largest(m_most, v_most, moments.m_most, moments.v_most);
     }
 
     // The scales of a block.
     static FLUX_INLINE void scale(Moments& moments, const Most& most, flux_states8 states) {
-        moments.m_most = Set::largest(most.m);
-        moments.v_most = Set::largest(most.v);
+        Set::largest(most.m, most.v, moments.m_most, moments.v_most);
         const bool finite = moments.m_most <= __FLT_MAX__ && moments.v_most <= __FLT_MAX__;
         if (__builtin_expect(most.strange || !finite, 0)) restart(moments);
         constexpr float kLeast = StatesOver<Set>::kLeastScale;

@@ -87,14 +87,14 @@ struct Map8 {
             if (i > 0) next[i - 1] = to_bf16((below + a * first + b) / 2 * scale);
             below = a * final + b;
             // A value above the last one takes it up by 1, and midpoints are where it is whole.
-            double rise = 1 / a, at_zero = 0.5 - b / a;
+            double distance = a, at_zero = 0.5 - b / a;
             if (i == 0) {  // zero lies at another distance, and unsigned it stands for itself alone
-                rise = is_signed ? 1 / (a + b) : 0.5 / (1.5 * a + b);
+                distance = is_signed ? a + b : 2 * (1.5 * a + b);
                 at_zero = is_signed ? 0.5 : 1.5;
             }
             const bool wide = !is_signed && i == kDecades - 1;
             const double unit = wide ? 2 : 1, base = wide ? 2 : is_signed ? 128 : 129;
-            line_slope[i] = static_cast<float>(unit * rise / scale);
+            line_slope[i] = static_cast<float>(unit / (distance * scale));
             line_offset[i] = static_cast<float>(base + unit * at_zero);
             line_most[i] = static_cast<float>(base + unit * (final + 0.75));
         }

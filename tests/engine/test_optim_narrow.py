@@ -193,6 +193,19 @@ def test_v_never_becomes_zero_while_gradients_come() -> None:
 
 
 @ISAS
+def test_a_million_elements_have_the_oracles_codes(isa: str) -> None:
+    """Enough of them to meet what is rare: y that a rounding more would take over a border."""
+    _native.set_isa(isa)
+    got = Held("8bit", "split", 1 << 20, seed=5)
+    expected = got.copy()
+    for step in (1, 2):
+        grad = any_floats(1 << 20, 40 + step, False).bfloat16()
+        expected.oracle_step(grad, step)
+        got.step(grad, step)
+    assert got.equals(expected)
+
+
+@ISAS
 def test_fractions_at_the_border_of_zero_have_one_code_everywhere(isa: str) -> None:
     """Of two bf16 gradients one is 2^-63 times the other: v's fraction is 2^-126 but for rounding,
     and less what tells zero it is next to nothing, of either sign."""

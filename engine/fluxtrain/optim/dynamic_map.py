@@ -151,7 +151,8 @@ def quantise(x: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
     n = x.numel()
     padded = torch.nn.functional.pad(x, (0, -n % BLOCK)).view(-1, BLOCK)
     scales = padded.abs().amax(1).clamp(min=LEAST_SCALE)
-    codes = codes_of(padded, (to_y(signed=signed) / scales)[:, None], signed=signed)
+    factors = torch.full_like(scales, to_y(signed=signed)) / scales  # of a number it rounds twice
+    codes = codes_of(padded, factors[:, None], signed=signed)
     return codes.view(-1)[:n], scales
 
 
