@@ -252,6 +252,21 @@ def test_no_line_steers_the_terminal(event: ev.Event) -> None:
     assert said is not None and "\x1b" not in said and "\N{REPLACEMENT CHARACTER}" in said
 
 
+@pytest.mark.parametrize(
+    ("code", "step", "begins"),
+    [
+        (0, 40, "done after step 40 in "),
+        (130, 40, "stopped after step 40 in "),
+        (130, 0, "stopped before the first step in "),
+    ],
+)
+def test_the_last_line_tells_an_end_from_a_stop(code: int, step: int, begins: str) -> None:
+    event = ev.Done(
+        exit_code=code, step=step, seconds=3.0, loss=None, evaluation_loss=None, model_path=None
+    )
+    assert str(line(event)).startswith(begins)
+
+
 def test_gauges_are_not_for_the_console() -> None:
     assert line(ev.Heartbeat(phase="training", step=1)) is None
 

@@ -234,9 +234,10 @@ def _done(event: Event) -> str:
     assert isinstance(event, Done)
     loss = "-" if event.loss is None else f"{event.loss:.4f}"
     held_out = "-" if event.evaluation_loss is None else f"{event.evaluation_loss:.4f}"
+    ended = "stopped" if event.exit_code else "done"
+    when = f"after step {event.step}" if event.step else "before the first step"
     text = (
-        f"done after step {event.step} in {duration_text(event.seconds)}: loss {loss}, "
-        f"evaluation loss {held_out}"
+        f"{ended} {when} in {duration_text(event.seconds)}: loss {loss}, evaluation loss {held_out}"
     )
     if event.model_path:
         text += f"\nmodel: {event.model_path}"
