@@ -31,7 +31,7 @@
  * update takes fewer operations, the terms of a sum joined in fused multiply-adds: fma(a, b, c) is
  * a * b + c, rounded once. A value is slope * k + offset, with k of its code's line,
  *
- *   left = scale * beta, or 0 where that is less than 2^-80          of m and of v
+ *   left = scale * beta; where that is less than 2^-80, or NaN, 0 for m and 2^-80 for v
  *   m = fma(grad, one_minus_beta1 * grad_scale, fma(slope * left, k, offset * left))
  *   g = grad * (sqrt(one_minus_beta2) * grad_scale)
  *   v = fma(g, g, fma(slope * left, k, offset * left))
@@ -43,7 +43,7 @@
  *   scale = max(|x| of the block, 2^-79)
  *   y     = x * (c / scale) for m, fma(x, c / scale, -2^-126) for v      with c of the map
  *   code  = by y, as src/map8.h says: that of the nearest value, but for what is close to the middle of
- *           two; for v, zero stands for zero alone (all that has a sign then)
+ *           two; for v, zero stands for what has a sign then: zero, and less than 2^-121 of the scale
  *
  * An element whose new m or v is not finite keeps the weight of the formula (NaN where that is NaN)
  * and starts anew from m = v = 0. All bytes zero is the state before the first step. An array of
@@ -197,6 +197,11 @@ FLUX_API void flux_adamw16_rows_split_f32(uint16_t* out, const uint16_t* hi, con
 FLUX_API void flux_adamw16_rows_f32(float* out, const float* p, const uint16_t* m,
                                     const uint16_t* v, const float* grad, const flux_rows* rows,
                                     const flux_adamw_step* step, int threads);
+
+/* Codes and scales of fp32 moments, as an update leaves them: what is not finite is zero. The number of
+ * the first element is a multiple of 256. */
+FLUX_API void flux_quantise8(const float* x, uint8_t* codes, float* scales, size_t n, int is_signed,
+                             int threads);
 
 /* Codes of fractions in [-1, 1] (unsigned map: [0, 1]), and the fractions of codes. */
 FLUX_API void flux_encode8(const float* x, uint8_t* codes, size_t n, int is_signed);

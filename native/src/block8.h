@@ -65,8 +65,8 @@ struct Blocks8 {
             : c(step), fractions{typename Set::Decoder(true), typename Set::Decoder(false)} {}
 
         FLUX_INLINE Decoders decoders(flux_states8 states) const {
-            return {fractions.m.times(c.decayed(*states.m_scale, c.beta1)),
-                    fractions.v.times(c.decayed(*states.v_scale, c.beta2))};
+            return {fractions.m.times(c.decayed_m(*states.m_scale)),
+                    fractions.v.times(c.decayed_v(*states.v_scale))};
         }
     };
 

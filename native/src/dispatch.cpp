@@ -18,7 +18,7 @@ static_assert(flux::kStateBlock % kCut == 0);
 int processor_level() {
 #ifdef FLUX_X86
     __builtin_cpu_init();
-    // Every processor with AVX2 that is sold has FMA; the 8-bit maps use it where it rounds nothing.
+    // Every processor with AVX2 that is sold has FMA, which 8-bit states are defined with.
     if (!__builtin_cpu_supports("fma")) return FLUX_SCALAR;
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
@@ -342,6 +342,14 @@ void flux_adamw16_rows_f32(float* out, const float* p, const uint16_t* m, const 
                            float* grad, const flux_rows* rows, const flux_adamw_step* step, int
                            threads) {
     over_rows(row_kernels().f32_16, out, rows, step, threads, p, m, v, grad);
+}
+
+void flux_quantise8(const float* x, uint8_t* codes, float* scales, size_t n, int is_signed,
+                    int threads) {
+    const auto run = state_kernels().quantise8;
+    over_ranges(n, threads, flux::kStateBlock, [&](size_t i, size_t count) {
+        run(x + i, codes + i, scales + i / flux::kStateBlock, count, is_signed != 0);
+    });
 }
 
 void flux_encode8(const float* x, uint8_t* codes, size_t n, int is_signed) {

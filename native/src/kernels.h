@@ -46,6 +46,7 @@ struct StateKernels {
                         const flux_adamw_step&);
     void (*stream8)(uint16_t*, uint16_t*, uint8_t*, uint8_t*, const uint16_t*, size_t);
     void (*stream16)(uint16_t*, uint16_t*, uint16_t*, uint16_t*, const uint16_t*, size_t);
+    void (*quantise8)(const float*, uint8_t*, float*, size_t, bool is_signed);
     void (*encode8)(const float*, uint8_t*, size_t, bool is_signed);
     void (*decode8)(const uint8_t*, float*, size_t, bool is_signed);
 };

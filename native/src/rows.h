@@ -46,8 +46,8 @@ struct RowsOver {
 
         // Up to the end of the block.
         FLUX_INLINE size_t begin(size_t at, size_t count) {
-            m_scale = Set::all(c.decayed(m_scales[at / kStateBlock], c.beta1));
-            v_scale = Set::all(c.decayed(v_scales[at / kStateBlock], c.beta2));
+            m_scale = Set::all(c.decayed_m(m_scales[at / kStateBlock]));
+            v_scale = Set::all(c.decayed_v(v_scales[at / kStateBlock]));
             const size_t left = kStateBlock - at % kStateBlock;
             return left < count ? left : count;
         }

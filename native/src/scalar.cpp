@@ -61,7 +61,26 @@ struct Scalar {
     using Table = const float*;
     static Table table(const float (&entries)[8]) { return entries; }
     static Float look_up(Table table, Int at) { return table[at & 7]; }
-    static Float mul_add(Float a, Float b, Float c) { return __builtin_fmaf(a, b, c); }
+    // a * b + c, rounded once. Where there is no instruction for it, libm takes a microsecond: the product
+    // is exact in double, and the sum rounded to odd is rounded to fp32 as the exact one (Boldo and
+    // Melquiond, 2008).
+    static Float mul_add(Float a, Float b, Float c) {
+#ifdef __FP_FAST_FMAF
+        return __builtin_fmaf(a, b, c);
+#else
+        const double product = static_cast<double>(a) * b;
+        double sum = product + c;
+        const double part = sum - product;
+        const double lost = (product - (sum - part)) + (c - part);
+        if (lost < 0 || lost > 0) {  // not where it is NaN, for a sum that is not finite
+            int64_t bits;
+            __builtin_memcpy(&bits, &sum, sizeof bits);
+            if (bits % 2 == 0) bits += (lost > 0) == (sum > 0) ? 1 : -1;
+            __builtin_memcpy(&sum, &bits, sizeof sum);
+        }
+        return static_cast<Float>(sum);
+#endif
+    }
     static Float smaller(Float a, Float b) { return a < b ? a : b; }
     static Float larger(Float a, Float b) { return a > b ? a : b; }
     static float largest(Float a) { return a; }

@@ -47,7 +47,7 @@ struct MapOver {
         const Int sign = Set::bit_and(Set::as_int(signed_y), Set::all_int(kSign));
         const Int size = Set::bit_and(Set::as_int(signed_y), Set::all_int(~kSign));
         const Float y = Set::larger(Set::as_float(size), Set::all(kLeastY));
-        // floor(log10(y)) + 7 from the exponent alone, low by one at most.
+        // Of the decades the one of y's power of two, or the one below it.
         const Int exponent = Set::sub(Set::template shift_right<23>(Set::as_int(y)),
                                       Set::all_int(kLeastExponent));
         Int decade = Set::mul_high_16(exponent, Set::all_int(kLog10Of2));
@@ -75,7 +75,8 @@ struct Coefficients8 {
     using Float = typename Set::Float;
     using Base = KernelsOver<Set>;
 
-    // Moments in blocks whose scales a step takes below this are zero: far from subnormal numbers.
+    // Scales that a step takes below this, far from subnormal numbers, are zero for m and this for v: a
+    // weight's step must not be divided by eps alone while there is something to divide.
     static constexpr float kLeastDecayed = 0x1p-80f;
 
     float beta1, beta2;
@@ -90,10 +91,14 @@ struct Coefficients8 {
           minus_step(Set::all(-(step.step_size / step.rsqrt_correction2))),
           eps(Set::all(step.eps / step.rsqrt_correction2)) {}
 
-    // The scale of moments that a step has decayed. NaN is not larger than the least.
-    static FLUX_INLINE float decayed(float scale, float beta) {
-        const float x = scale * beta;
+    // The scales of moments that a step has decayed. NaN is less than the least.
+    FLUX_INLINE float decayed_m(float scale) const {
+        const float x = scale * beta1;
         return x >= kLeastDecayed ? x : 0;
+    }
+    FLUX_INLINE float decayed_v(float scale) const {
+        const float x = scale * beta2;
+        return x >= kLeastDecayed ? x : kLeastDecayed;
     }
 
     // The first half of an update of the lanes: decayed moments become the new ones, and the weight is
@@ -205,8 +210,8 @@ struct StatesOver {
             uint8_t *const m_codes = states.m + at, *const v_codes = states.v + at;
             float *const m_scale = states.m_scale + at / kStateBlock,
                          *const v_scale = states.v_scale + at / kStateBlock;
-            const Float old_m_scale = Set::all(c.decayed(*m_scale, c.beta1));
-            const Float old_v_scale = Set::all(c.decayed(*v_scale, c.beta2));
+            const Float old_m_scale = Set::all(c.decayed_m(*m_scale));
+            const Float old_v_scale = Set::all(c.decayed_v(*v_scale));
             Float m_most = Set::all(0), v_most = Set::all(0);
             Base::for_each(count, [&](auto lanes, size_t i) __attribute__((always_inline)) {
                 Float m = lanes.only(map_m.template value<true>(lanes.load(m_codes + i), old_m_scale));
@@ -263,6 +268,36 @@ struct StatesOver {
     template <class Lanes>
     static FLUX_INLINE void store_low(Lanes lanes, uint16_t* at, Int x) {
         lanes.store_low_half(at, x);
+    }
+
+    // Codes and scales of moments; what is not finite is zero.
+    template <bool is_signed>
+    static void quantise_by_block(const float* x, uint8_t* codes, float* scales, size_t n) {
+        const Map8& map = is_signed ? kSignedMap : kUnsignedMap;
+        const MapOver<Set> over(map);
+        const Int magnitude_bits = Set::all_int(0x7fffffffu);
+        for (size_t at = 0; at < n; at += kStateBlock) {
+            const size_t count = n - at < kStateBlock ? n - at : kStateBlock;
+            alignas(64) float finite[kStateBlock];
+            Float most = Set::all(0);
+            Base::for_each(count, [&](auto lanes, size_t i) __attribute__((always_inline)) {
+                Float m = lanes.load(x + at + i), v = m;
+                restart_where_not_finite(m, v);
+                most = Set::larger(most, Set::as_float(Set::bit_and(Set::as_int(m), magnitude_bits)));
+                typename Set::Whole{}.store(finite + i, m);
+            });
+            float& scale = scales[at / kStateBlock];
+            scale = scale_of(most);
+            const Float to_y = Set::all(map.scale / scale);
+            Base::for_each(count, [&](auto lanes, size_t i) __attribute__((always_inline)) {
+                const Float m = typename Set::Whole{}.load(finite + i);
+                lanes.store_low_byte(codes + at + i, over.template code_of<is_signed>(m, to_y));
+            });
+        }
+    }
+    static void quantise(const float* x, uint8_t* codes, float* scales, size_t n, bool is_signed) {
+        if (is_signed) quantise_by_block<true>(x, codes, scales, n);
+        else quantise_by_block<false>(x, codes, scales, n);
     }
 
     // For tests: codes of fractions, and back.
@@ -332,7 +367,7 @@ struct StatesOver {
     static constexpr StateKernels table() {
         return {adamw8_split_bf16, adamw8_split_f32, adamw8_f32, adamw16_split_bf16,
                 adamw16_split_f32, adamw16_f32,      stream8,    stream16,
-                encode,            decode};
+                quantise,          encode,  decode};
     }
 };
 

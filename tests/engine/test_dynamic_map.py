@@ -15,6 +15,7 @@ from fluxtrain import _native
 from fluxtrain.optim import dynamic_map
 from fluxtrain.optim.dynamic_map import BLOCK
 from fluxtrain.optim.fused import mul_add
+from fluxtrain.optim.narrow_adamw import quantise
 from tests.engine.narrow_states import (
     ISAS,
     SIGNS,
@@ -124,6 +125,23 @@ def test_a_block_comes_back_as_near_as_the_map_allows(
     assert (error <= least * 1.04 + 1e-6 * x.abs() + 2.0**-149).all()
 
 
+@ISAS
+@SIGNS
+@given(n=st.integers(1, 1500), seed=st.integers(0, 2**20), wild=st.booleans())
+@settings(max_examples=20)
+def test_moments_of_another_format_get_the_oracles_codes(
+    isa: str, signed: bool, n: int, seed: int, wild: bool
+) -> None:
+    _native.set_isa(isa)
+    x = any_floats(n, seed, wild)
+    x = x if signed else x.abs()
+    codes, scales = quantise(x, signed=signed)
+    finite = torch.where(torch.isfinite(x), x, 0.0)
+    expected = dynamic_map.quantise(finite, signed=signed)
+    assert same_bits(codes, expected[0])
+    assert same_bits(scales, expected[1])
+
+
 def test_what_is_beneath_all_scales_counts_as_little_or_nothing() -> None:
     x = torch.tensor([1e-28, -1e-28, 1e-31, 0.0])
     codes, scales = dynamic_map.quantise(x, signed=True)
@@ -148,7 +166,8 @@ def test_what_a_step_leaves_is_beta_times_the_values(
     scales = torch.tensor([2.0**power, 1.7 * 2.0**power])
     got = dynamic_map.decayed(codes, scales, beta, signed=signed).double()
     left = scales.double() * beta
-    left = torch.where(left.float() >= dynamic_map.LEAST_DECAYED, left, 0.0)
+    least = 0.0 if signed else dynamic_map.LEAST_DECAYED
+    left = torch.where(left.float() >= dynamic_map.LEAST_DECAYED, left, least)
     exact = dynamic_map.values(signed=signed).double()[codes.int()] * left.repeat_interleave(BLOCK)
     assert torch.allclose(got, exact, rtol=2e-6, atol=0)
     assert not (got[exact == 0]).any()

@@ -193,6 +193,24 @@ def test_v_never_becomes_zero_while_gradients_come() -> None:
 
 
 @ISAS
+@pytest.mark.parametrize(("beta2", "scale"), [(0.999, 2.0**-90), (0.4, 2.0**-79)])
+def test_a_step_is_not_divided_by_eps_alone_where_scales_are_the_least(
+    isa: str, beta2: float, scale: float
+) -> None:
+    """As in a checkpoint of before there was a least scale, and where a step takes one below it."""
+    _native.set_isa(isa)
+    hyper = Hyper(lr=1e-3, betas=(0.9, beta2), eps=1e-15, weight_decay=0.0)
+    codes = torch.full((BLOCK,), 255, dtype=torch.uint8)
+    scales = torch.tensor([math.sqrt(scale)]), torch.tensor([scale])
+    weights = torch.ones(BLOCK)
+    update8_(
+        weights, None, States8(codes, codes.clone(), *scales), torch.zeros(BLOCK),
+        hyper=hyper, step=600,
+    )  # fmt: skip
+    assert (weights - 1).abs().max() <= 2 * hyper.lr
+
+
+@ISAS
 def test_a_million_elements_have_the_oracles_codes(isa: str) -> None:
     """Enough of them to meet what is rare: y that a rounding more would take over a border."""
     _native.set_isa(isa)

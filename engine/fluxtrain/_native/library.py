@@ -86,6 +86,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "flux_adamw16_rows_split_bf16": (None, (c_void_p,) * 6 + _ROWS),
     "flux_adamw16_rows_split_f32": (None, (c_void_p,) * 6 + _ROWS),
     "flux_adamw16_rows_f32": (None, (c_void_p,) * 5 + _ROWS),
+    "flux_quantise8": (None, (c_void_p, c_void_p, c_void_p, c_size_t, c_int, c_int)),
     "flux_encode8": (None, (c_void_p, c_void_p, c_size_t, c_int)),
     "flux_decode8": (None, (c_void_p, c_void_p, c_size_t, c_int)),
     "flux_accumulate_bf16": (None, (c_void_p, c_void_p, c_size_t, c_int)),

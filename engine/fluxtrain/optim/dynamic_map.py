@@ -27,7 +27,7 @@ from fluxtrain.optim.fused import mul_add
 from fluxtrain.plan.states import STATE_BLOCK
 
 BLOCK = STATE_BLOCK
-LEAST_DECAYED = 2.0**-80  # a scale that a step takes below it is 0: far from subnormal numbers
+LEAST_DECAYED = 2.0**-80  # a scale that a step takes below it is 0 for m, and it for v
 LEAST_SCALE = 2 * LEAST_DECAYED
 SIGNED_SCALE, UNSIGNED_SCALE = 4239 / 65536, 6155 / 131072  # of y to fractions
 LEAST_Y = 2.0**-26  # smaller ones have its code, but for zero
@@ -132,8 +132,8 @@ def codes_of(x: Tensor, factor: Tensor, *, signed: bool) -> Tensor:
     """The codes (uint8) of finite fp32 `x` by what makes y of them: `to_y` over a scale that |x|
     does not exceed.
 
-    The unsigned map gives 0 for 0 alone: what is not zero must not become a second moment of zero,
-    by which the update would be divided.
+    The unsigned map gives 0 for 0 (and less than 2^-121 of the scale) alone: what is not zero must
+    not become a second moment of zero, by which the update would be divided.
     """
     signed_y = x * factor if signed else mul_add(x, factor.expand_as(x), -TELLS_ZERO)
     y = signed_y.abs().clamp(min=LEAST_Y)
@@ -165,7 +165,7 @@ def dequantise(codes: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
 def decayed(codes: Tensor, scales: Tensor, beta: float, *, signed: bool) -> Tensor:
     """What a step with `beta` leaves of the values (n,) of `codes`, in the order of a kernel."""
     left = scales * beta
-    left = torch.where(left >= LEAST_DECAYED, left, 0.0)
+    left = torch.where(left >= LEAST_DECAYED, left, 0.0 if signed else LEAST_DECAYED)
     left = left.repeat_interleave(BLOCK)[: codes.numel()]
     code = codes.int()
     slope, offset = value_table(signed=signed).to(codes.device)

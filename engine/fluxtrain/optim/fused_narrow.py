@@ -68,10 +68,10 @@ if triton is not None:
         return (line.to(tl.int32, bitcast=True) >> 16) & 0xFF
 
     @triton.jit
-    def _decayed(code, zero, scale, beta, table):  # type: ignore[no-untyped-def]
+    def _decayed(code, zero, scale, beta, least, table):  # type: ignore[no-untyped-def]
         """What a step leaves of a code's value; see `dynamic_map.decayed`."""
         left = scale * beta
-        left = tl.where(left >= 8.271806125530277e-25, left, 0.0)[:, None]
+        left = tl.where(left >= 8.271806125530277e-25, left, least)[:, None]
         k = (code - zero).to(tl.float32)
         offset = tl.load(table + 256 + code) * left
         return tl.fma(tl.load(table + code) * left, k, tl.where(k < 0, -offset, offset))
@@ -94,10 +94,10 @@ if triton is not None:
         v_code = tl.load(v_at + at, mask=inside, other=0).to(tl.int32)
         g = tl.load(gradient + at, mask=inside, other=0.0).to(tl.float32)
         p = _master(weight, low, at, inside, SPLIT)
-        m = _decayed(m_code, 127, m_scale, beta1, m_values)
+        m = _decayed(m_code, 127, m_scale, beta1, 0.0, m_values)
         m = tl.fma(g, one_minus_beta1 * (clip * sign), m)
         g = g * (root_of_one_minus_beta2 * (clip * sign))
-        v = tl.fma(g, g, _decayed(v_code, -1, v_scale, beta2, v_values))
+        v = tl.fma(g, g, _decayed(v_code, -1, v_scale, beta2, 8.271806125530277e-25, v_values))
         p = tl.fma(tl.div_rn(m, tl.sqrt_rn(v) + eps), minus_step, p * decay)
         _keep(weight, low, at, inside, p, SPLIT)
         finite = (tl.abs(m) < float("inf")) & (v < float("inf")) & inside

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from fluxtrain import _native
-from fluxtrain.optim import reference
+from fluxtrain.optim import dynamic_map, reference
 from fluxtrain.optim.dynamic_map import BLOCK
 from fluxtrain.optim.hyper import Hyper, coefficients
 from fluxtrain.optim.reference import Rounding, States8
 from fluxtrain.optim.split_adamw import HALVES, by_reference, decode, encode, flat_length
 
 _GRADS = (torch.bfloat16, torch.float32)
-_SLICE_ELEMENTS = 1 << 22  # a multiple of the block
+_SLICE_ELEMENTS = 1 << 20  # a multiple of the block; the oracle takes some 100 bytes for each
 
 
 def update8_(
@@ -80,6 +80,24 @@ def update16_(
     )
     wide = "f32" if lo is None else "split_f32"
     _native.kernel(f"adamw16_{'split_bf16' if grad.dtype is torch.bfloat16 else wide}")(*arguments)
+
+
+def quantise(x: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
+    """Flat fp32 moments `x` as codes (n,) uint8 and scales (blocks of 256 elements,) fp32, on their
+    device. What is not finite is zero, as after an update."""
+    codes = torch.empty(x.numel(), dtype=torch.uint8, device=x.device)
+    scales = torch.empty(-(-x.numel() // BLOCK), device=x.device)
+    if x.device.type == "cpu":
+        n = flat_length({"x": x}, {"x": (torch.float32,)})
+        pointers = (x.data_ptr(), codes.data_ptr(), scales.data_ptr())
+        _native.kernel("quantise8")(*pointers, n, int(signed), 0)
+        return codes, scales
+    for first in range(0, x.numel(), _SLICE_ELEMENTS):
+        part = slice(first, first + _SLICE_ELEMENTS)
+        finite = torch.where(torch.isfinite(x[part]), x[part], 0.0)
+        blocks = slice(first // BLOCK, (first + _SLICE_ELEMENTS) // BLOCK)
+        codes[part], scales[blocks] = dynamic_map.quantise(finite, signed=signed)
+    return codes, scales
 
 
 def update8_by_torch_(
