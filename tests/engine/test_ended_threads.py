@@ -20,7 +20,7 @@ counts_threads = pytest.mark.skipif(
 KERNELS = """
 import os
 import threading
-from functools import partial
+import time
 import torch
 from fluxtrain import _native
 from fluxtrain.optim.hyper import Hyper
@@ -29,10 +29,16 @@ from fluxtrain.optim.split_adamw import update_f32_
 def update():
     update_f32_(*(torch.zeros(1 << 18) for _ in range(4)), hyper=Hyper(), step=1, threads=2)
 
+def threads():
+    return len(os.listdir("/proc/self/task"))
+
 def work():
     for does in (update, _native.end_threads, update, _native.end_threads):
         does()
-        seen.append(len(os.listdir("/proc/self/task")))
+        ends_s = time.monotonic() + 5
+        while does is _native.end_threads and threads() >= seen[-1] and time.monotonic() < ends_s:
+            time.sleep(0.001)  # one that was told to end may still be on its way
+        seen.append(threads())
 
 seen = []
 thread = threading.Thread(target=work)
