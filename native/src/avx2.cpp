@@ -145,11 +145,7 @@ struct Avx2 {
         for (size_t j = 1; j < width; ++j) most = lanes[j] > most ? lanes[j] : most;
         return most;
     }
-    static FLUX_INLINE Float whole_part(Float a) {
-        return _mm256_round_ps(a, _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC);
-    }
     static FLUX_INLINE Float to_float(Int a) { return _mm256_cvtepi32_ps(a); }
-    static FLUX_INLINE Int to_int(Float a) { return _mm256_cvttps_epi32(a); }
     static FLUX_INLINE Float at_least(Float a, Float b) { return _mm256_cmp_ps(a, b, _CMP_GE_OQ); }
     static FLUX_INLINE Float below(Float a, Float b) { return _mm256_cmp_ps(a, b, _CMP_LT_OQ); }
     static FLUX_INLINE Float both(Float a, Float b) { return _mm256_and_ps(a, b); }
@@ -157,13 +153,9 @@ struct Avx2 {
     static FLUX_INLINE Int add_one_where(Float mask, Int a) {
         return _mm256_sub_epi32(a, as_int(mask));
     }
-    static FLUX_INLINE Float add_one_where(Float mask, Float a) {
-        return _mm256_add_ps(a, _mm256_and_ps(mask, all(1)));
-    }
     static FLUX_INLINE Int larger_int(Int a, Int b) { return _mm256_max_epi32(a, b); }
     static FLUX_INLINE Int bit_xor(Int a, Int b) { return _mm256_xor_si256(a, b); }
     static FLUX_INLINE Int mul_low(Int a, Int b) { return _mm256_mullo_epi32(a, b); }
-    static FLUX_INLINE Int subtract_to_zero_16(Int a, Int b) { return _mm256_subs_epu16(a, b); }
     static FLUX_INLINE Int mul_high_16(Int a, Int b) { return _mm256_mulhi_epu16(a, b); }
     static FLUX_INLINE Int count_from(uint32_t first) {
         return _mm256_add_epi32(all_int(first), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));

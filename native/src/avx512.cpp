@@ -116,11 +116,7 @@ struct Avx512 {
     static FLUX_INLINE Float smaller(Float a, Float b) { return _mm512_min_ps(a, b); }
     static FLUX_INLINE Float larger(Float a, Float b) { return _mm512_max_ps(a, b); }
     static FLUX_INLINE float largest(Float a) { return _mm512_reduce_max_ps(a); }
-    static FLUX_INLINE Float whole_part(Float a) {
-        return _mm512_roundscale_ps(a, _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC);
-    }
     static FLUX_INLINE Float to_float(Int a) { return _mm512_cvtepi32_ps(a); }
-    static FLUX_INLINE Int to_int(Float a) { return _mm512_cvttps_epi32(a); }
     static FLUX_INLINE __mmask16 at_least(Float a, Float b) {
         return _mm512_cmp_ps_mask(a, b, _CMP_GE_OQ);
     }
@@ -134,13 +130,9 @@ struct Avx512 {
     static FLUX_INLINE Int add_one_where(__mmask16 mask, Int a) {
         return _mm512_mask_add_epi32(a, mask, a, all_int(1));
     }
-    static FLUX_INLINE Float add_one_where(__mmask16 mask, Float a) {
-        return _mm512_mask_add_ps(a, mask, a, all(1));
-    }
     static FLUX_INLINE Int larger_int(Int a, Int b) { return _mm512_max_epi32(a, b); }
     static FLUX_INLINE Int bit_xor(Int a, Int b) { return _mm512_xor_si512(a, b); }
     static FLUX_INLINE Int mul_low(Int a, Int b) { return _mm512_mullo_epi32(a, b); }
-    static FLUX_INLINE Int subtract_to_zero_16(Int a, Int b) { return _mm512_subs_epu16(a, b); }
     static FLUX_INLINE Int mul_high_16(Int a, Int b) { return _mm512_mulhi_epu16(a, b); }
     static FLUX_INLINE Int count_from(uint32_t first) {
         return _mm512_add_epi32(all_int(first), _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10,

@@ -84,21 +84,17 @@ struct Scalar {
     static Float smaller(Float a, Float b) { return a < b ? a : b; }
     static Float larger(Float a, Float b) { return a > b ? a : b; }
     static float largest(Float a) { return a; }
-    static Float whole_part(Float a) { return static_cast<Float>(static_cast<int32_t>(a)); }
     static Float to_float(Int a) { return static_cast<Float>(static_cast<int32_t>(a)); }
-    static Int to_int(Float a) { return static_cast<Int>(static_cast<int32_t>(a)); }
     static bool at_least(Float a, Float b) { return a >= b; }
     static bool below(Float a, Float b) { return a < b; }
     static bool both(bool a, bool b) { return a && b; }
     static Float keep_where(bool mask, Float a) { return mask ? a : 0; }
     static Int add_one_where(bool mask, Int a) { return a + mask; }
-    static Float add_one_where(bool mask, Float a) { return mask ? a + 1 : a; }
     static Int larger_int(Int a, Int b) {
         return static_cast<int32_t>(a) > static_cast<int32_t>(b) ? a : b;
     }
     static Int bit_xor(Int a, Int b) { return a ^ b; }
     static Int mul_low(Int a, Int b) { return a * b; }
-    static Int subtract_to_zero_16(Int a, Int b) { return a > b ? a - b : 0; }
     static Int mul_high_16(Int a, Int b) { return a * b >> 16; }
     static Int count_from(uint32_t first) { return first; }
     template <int count>

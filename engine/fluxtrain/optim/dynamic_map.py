@@ -98,6 +98,7 @@ def value_table(*, signed: bool) -> Tensor:
     return torch.tensor(by_code, dtype=torch.float32).T.contiguous()
 
 
+@lru_cache(maxsize=2)
 def line_table(*, signed: bool) -> Tensor:
     """By decade, and for 1: where the next begins, slope and offset of the line in y, its largest
     value: (4, 8) fp32.
