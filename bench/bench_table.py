@@ -38,7 +38,7 @@ from measured_on import (
     machine,
     without_liger,
 )
-from verdicts import Row, Told, beside, counted, judged, slow_references, verdicts
+from verdicts import Row, Slow, Told, beside, counted, judged, slow_references, verdicts
 
 from fluxtrain.hardware.allocator import NAMES, SETTING
 
@@ -92,7 +92,7 @@ def measured(row: Row, out: Path, limit_s: float) -> Row:
     return found
 
 
-def line(row: Row, rows: Mapping[str, Row], slow: Mapping[str, str] | None = None) -> str:
+def line(row: Row, rows: Mapping[str, Row], slow: Mapping[str, Slow] | None = None) -> str:
     """One row of the table; `slow` is of `slow_references`."""
     found = rows[row["name"]]
     if "error" in found:
@@ -152,7 +152,7 @@ def section(told: str, wanted: Sequence[Row], rows: Mapping[str, Row]) -> str:
 
 
 def targets(
-    here: Sequence[Row], rows: Mapping[str, Row], slow: Mapping[str, str]
+    here: Sequence[Row], rows: Mapping[str, Row], slow: Mapping[str, Slow]
 ) -> dict[str, list[Told]]:
     """Every target with its verdict, by row and number of threads. One of FluxTrain that failed
     counts once."""

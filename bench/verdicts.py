@@ -30,20 +30,20 @@ class Told:
     outcome: Outcome | None = None
 
 
-def judged(row: Row, rows: Mapping[str, Row], slow: Mapping[str, str] | None = None) -> str:
+def judged(row: Row, rows: Mapping[str, Row], slow: Mapping[str, Slow] | None = None) -> str:
     """What was wanted of a row, each with its verdict; `slow` is of `slow_references`."""
     return "; ".join(told.words for told in verdicts(row, rows, slow))
 
 
 def verdicts(
-    row: Row, rows: Mapping[str, Row], slow: Mapping[str, str] | None = None
+    row: Row, rows: Mapping[str, Row], slow: Mapping[str, Slow] | None = None
 ) -> list[Told]:
     """The same one by one, for a row that has a result."""
     mine = rows[row["name"]]
-    void = {name: why for name, why in (slow or {}).items() if name in _compared(row)}
-    told = [Told(f"VOID, for {why}") for why in void.values()]
+    slow = slow or {}
+    told = [Told(f"VOID, for {slow[row['against']]}")] if row.get("against") in slow else []
     told += _reference(row, mine)
-    told += _speeds(row, mine, rows, void)
+    told += _speeds(row, mine, rows, slow)
     if "losses" in row:
         told.append(_losses(row["losses"], mine, rows))
     if "budget" in row:
@@ -69,10 +69,23 @@ def counted(told: Mapping[str, Sequence[Told]]) -> str:
     return " ".join(parts)
 
 
-def slow_references(wanted: Sequence[Row], rows: Mapping[str, Row]) -> dict[str, str]:
-    """Rows that took longer than they are known to on this kind of machine, with the seconds."""
+@dataclass(frozen=True)
+class Slow:
+    """A row that took longer than it is known to on this kind of machine. A share of its throughput
+    is void; a multiple is of the throughput that is known, which is more than it had here."""
+
+    name: str
+    step_s: float
+    known_s: float
+
+    def __str__(self) -> str:
+        return f"{self.name} took {self.step_s:.3f} s here"
+
+
+def slow_references(wanted: Sequence[Row], rows: Mapping[str, Row]) -> dict[str, Slow]:
+    """The rows whose `reference_s` says so, by their names."""
     return {
-        row["name"]: f"{row['name']} took {rows[row['name']]['step_s']:.3f} s here"
+        row["name"]: Slow(row["name"], rows[row["name"]]["step_s"], row["reference_s"])
         for row in wanted
         if "reference_s" in row
         and "step_s" in rows.get(row["name"], {})
@@ -109,36 +122,39 @@ def outcome_of(good: bool, *, void: bool = False) -> Outcome:
     return "void" if void else "met" if good else "missed"
 
 
-def _compared(row: Row) -> list[str]:
-    """The rows whose throughput this one's is compared with."""
-    return [*([row["against"]] if "against" in row else []), *row.get("times", {})]
-
-
 def _reference(row: Row, mine: Row) -> list[Told]:
     if "reference_s" not in row:
         return []
     known_s = row["reference_s"]
     if mine["step_s"] > SLOWER * known_s:
-        return [Told(f"{known_s:.2f} s are known: SLOWER, so rows compared with it are void")]
+        cure = "so shares of it are void, and multiples are of what is known"
+        return [Told(f"{known_s:.2f} s are known: SLOWER, {cure}")]
     return [Told(f"{known_s:.2f} s are known: as fast")]
 
 
-def _speeds(row: Row, mine: Row, rows: Mapping[str, Row], void: Mapping[str, str]) -> list[Told]:
-    """The targets in seconds and in other rows' throughput; `void`: rows that were too slow."""
+def _speeds(row: Row, mine: Row, rows: Mapping[str, Row], slow: Mapping[str, Slow]) -> list[Told]:
+    """The targets in seconds and in other rows' throughput."""
     told = []
+    void = row.get("against") in slow
     if "most_s" in row:
-        reached, other_machine = mine["step_s"] <= row["most_s"], row.get("against") in void
-        told.append(_target(f"{row['most_s']:.2f} s", reached, other_machine))
-    least = {row["against"]: (row["least"], f"{row['least']:.0%}")} if "least" in row else {}
-    least |= {name: (factor, f"{factor}x") for name, factor in row.get("times", {}).items()}
-    for name, (factor, words) in least.items():
-        other = rows.get(name, {})
-        if "tokens_per_s" not in other:
-            told.append(Told(f"{words} of {name}: not judged, it has no result", "open"))
-            continue
-        reached = mine["tokens_per_s"] >= factor * other["tokens_per_s"]
-        told.append(_target(f"{words} of {name}", reached, name in void))
+        told.append(_target(f"{row['most_s']:.2f} s", mine["step_s"] <= row["most_s"], void))
+    if "least" in row:
+        words = f"{row['least']:.0%} of {row['against']}"
+        told.append(_beside(words, row["least"], mine, rows.get(row["against"], {}), void=void))
+    for name, factor in row.get("times", {}).items():
+        words, other = f"{factor}x of {name}", rows.get(name, {})
+        if name in slow:
+            words += f" with its known {slow[name].known_s:.2f} s"
+            quicker = slow[name].step_s / slow[name].known_s
+            other = other | {"tokens_per_s": other["tokens_per_s"] * quicker}
+        told.append(_beside(words, factor, mine, other))
     return told
+
+
+def _beside(words: str, factor: float, mine: Row, other: Row, *, void: bool = False) -> Told:
+    if "tokens_per_s" not in other:
+        return Told(f"{words}: not judged, it has no result", "open")
+    return _target(words, mine["tokens_per_s"] >= factor * other["tokens_per_s"], void)
 
 
 def _target(words: str, good: bool, void: bool) -> Told:

@@ -13,7 +13,7 @@ BENCH = Path(__file__).parents[2] / "bench"
 sys.path.insert(0, str(BENCH))
 import bench_table  # noqa: E402 - scripts beside the project, not a package
 from measured_on import bus_line, command, commands, machine_line  # noqa: E402
-from verdicts import beside, counted, judged, slow_references  # noqa: E402
+from verdicts import Slow, beside, counted, judged, slow_references  # noqa: E402
 
 from fluxtrain.hardware.machine import Machine  # noqa: E402
 
@@ -157,18 +157,21 @@ def test_rows_beside_a_loop_that_is_slow_here_are_void(step_s: float, void: bool
         assert "0.60 s: met; 90% of loop: met" in compared
 
 
-def test_a_multiple_of_a_loop_that_is_slow_here_is_void() -> None:
+@pytest.mark.parametrize(("tokens_per_s", "word"), [(215, "met"), (214, "MISSED")])
+def test_a_multiple_of_a_loop_that_is_slow_here_is_of_what_it_is_known_to_do(
+    tokens_per_s: int, word: str
+) -> None:
     wanted = [
         {"name": "loop", "reference_s": 0.39},
         {"name": "other", "reference_s": 1.96},
-        {"name": "a", "against": "loop", "least": 0.5, "most_s": 0.6, "times": {"other": 2.0}},
+        {"name": "a", "against": "loop", "least": 0.2, "most_s": 0.6, "times": {"other": 2.0}},
     ]
-    rows = {"a": found(1000, []), "loop": found(1000, []), "other": found(100, [])}
+    rows = {"a": found(tokens_per_s, []), "loop": found(1000, []), "other": found(100, [])}
     rows["loop"]["step_s"], rows["other"]["step_s"] = 0.39, 2.1
-    told = judged(wanted[2], rows, slow_references(wanted, rows))
-    assert told == (
-        "VOID, for other took 2.100 s here; 0.60 s: met; 50% of loop: met; 2.0x of other: VOID"
-    )
+    slow = slow_references(wanted, rows)
+    told = judged(wanted[2], rows, slow)
+    assert told == f"0.60 s: met; 20% of loop: met; 2.0x of other with its known 1.96 s: {word}"
+    assert "SLOWER" in judged(wanted[1], rows, slow)
 
 
 def test_bytes_by_trained_parameters_are_shown_beside_those_at_home() -> None:
@@ -218,7 +221,7 @@ def test_targets_are_counted_and_those_not_met_named() -> None:
     wanted += [{"name": "c", "against": "b", "least": 0.9}, {"name": "d", "budget": 23}]
     wanted += [{"name": "e", "against": "gone", "least": 0.9}]
     rows |= {"c": found(2, []), "d": {"error": "not done in 240 s"}, "e": found(1, [])}
-    assert counted(bench_table.targets(wanted, rows, {"b": "b took 9 s"})) == (
+    assert counted(bench_table.targets(wanted, rows, {"b": Slow("b", 9.0, 0.5)})) == (
         "Of 5 targets 1 are met. Missed: `b` (0.40 s: MISSED). Void: `c` (90% of b: VOID). "
         "Not judged: `d` (not done in 240 s), `e` (90% of gone: not judged, it has no result)."
     )
