@@ -6,8 +6,10 @@ Each kernel is timed beside a stream that reads and writes what it does and comp
 that its rate is the most that memory allows, and beside processes that update what their core's
 cache holds (in_cache.py): the most that arithmetic allows, at the clock that the cores have behind
 the update. All take turns, on the same cores: those that did most in their caches before, of a
-machine that others share. Rates are medians of rounds, and ratios medians of each round's own: a
-machine that is shared changes between rounds.
+machine that others share. Such a machine changes within milliseconds, so a round goes over the
+arrays part by part, and on each part all kernels follow each other, every one on the part behind
+that of the one before: none finds in a cache what another left there. Rates are medians of parts
+and rounds, and ratios medians of what followed each other.
 
 The engine's cost is a wrapped model of tiny blocks against the plain model with the same
 recomputation: microseconds a block, forward and backward, that a block of any size pays.
@@ -21,137 +23,24 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import in_cache
 import torch
+from kernel_rows import FP32, ROWS, Part, Row, arena_of
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fluxtrain
 from fluxtrain import _native
-from fluxtrain.memory.arena import HostArena
-from fluxtrain.optim.hyper import Hyper
-from fluxtrain.optim.narrow_adamw import update8_, update16_
-from fluxtrain.optim.reference import States8, rounding
-from fluxtrain.optim.split_adamw import (
-    accumulate_,
-    encode,
-    sum_squares,
-    update_,
-    update_f32_,
-    update_moments_,
-    update_weights_,
-)
-from fluxtrain.plan.states import STATE_BLOCK
 
-HYPER = Hyper(lr=1e-4)
-BLOCKS, WIDTH, ROWS = 24, 64, 8
-FP32 = "adamw, fp32 states"
+BLOCKS, WIDTH, BATCH = 24, 64, 8
 LEAST_S = 5.0  # of rounds, with each number of threads
 IN_CACHE_S = 0.05  # of each kind and round
-
-
-def written(values: Tensor) -> Tensor:
-    """The same in memory as a training has it: an arena, of huge pages where the system has any."""
-    arena = HostArena(values.nbytes, pin=False)
-    return arena.tensor(values.dtype, values.numel(), 0).copy_(values)
-
-
-class Arena:
-    """One block's host arena of `n` elements in every format, with a gradient in both widths."""
-
-    def __init__(self, n: int) -> None:
-        generator = torch.Generator().manual_seed(0)
-        self.n = n
-        self.p = written(torch.randn(n, generator=generator) * 0.02)
-        self.hi, self.lo = (written(part) for part in encode(self.p))
-        self.m, self.v = (written(torch.zeros(n)) for _ in range(2))
-        self.grad_f32 = written(torch.randn(n, generator=generator) * 1e-3)
-        self.grad = written(self.grad_f32.bfloat16())
-        self.m16, self.v16 = (written(torch.zeros(n, dtype=torch.bfloat16)) for _ in range(2))
-        codes = [written(torch.zeros(n, dtype=torch.uint8)) for _ in range(2)]
-        scales = [torch.zeros(-(-n // STATE_BLOCK)) for _ in range(2)]
-        self.states8 = States8(*codes, *scales)
-        self.step = 0
-
-    def stream(self, name: str, m: Tensor, v: Tensor, threads: int) -> None:
-        pointers = (x.data_ptr() for x in (self.hi, self.lo, m, v, self.grad))
-        _native.kernel(name)(*pointers, self.n, threads)
-
-    def split(self, grad: Tensor, threads: int) -> None:
-        self.step += 1
-        state = (self.hi, self.lo, self.m, self.v)
-        update_(*state, grad, hyper=HYPER, step=self.step, threads=threads)
-
-    def stream_moments(self, threads: int) -> None:
-        pointers = (x.data_ptr() for x in (self.m, self.v, self.grad))
-        _native.kernel("stream_moments")(*pointers, self.n, threads)
-
-    def weights(self, threads: int) -> None:
-        self.step += 1
-        state = (self.hi, self.lo, self.m, self.v)
-        update_weights_(*state, self.grad, hyper=HYPER, step=self.step, threads=threads)
-
-    def moments(self, threads: int) -> None:
-        self.step += 1
-        moments = (self.m, self.v)
-        update_moments_(*moments, self.grad, hyper=HYPER, step=self.step, threads=threads)
-
-    def split16(self, threads: int) -> None:
-        self.step += 1
-        update16_(
-            self.hi, self.lo, self.m16, self.v16, self.grad, rounding(0, self.step, 0),
-            hyper=HYPER, step=self.step, threads=threads,
-        )  # fmt: skip
-
-    def split8(self, threads: int) -> None:
-        self.step += 1
-        update8_(
-            self.hi, self.lo, self.states8, self.grad,
-            hyper=HYPER, step=self.step, threads=threads,
-        )  # fmt: skip
-
-    def f32(self, threads: int) -> None:
-        self.step += 1
-        state = (self.p, self.m, self.v)
-        update_f32_(*state, self.grad_f32, hyper=HYPER, step=self.step, threads=threads)
-
-
-@dataclass(frozen=True)
-class Row:
-    """One kernel: what it moves for each element, the stream that moves as much, and its kind among
-    those that are measured in caches."""
-
-    name: str
-    element_bytes: float
-    run: Callable[[int], object]
-    stream: str | None = None
-    in_cache: str | None = None
-
-
-def rows_of(a: Arena) -> list[Row]:
-    """Everything that is measured."""
-    codes = (a.states8.m, a.states8.v)
-    return [  # each kernel behind its stream, and 8-bit states behind fp32 ones
-        Row("stream, fp32 states", 26, lambda t: a.stream("stream_split", a.m, a.v, t)),
-        Row(FP32, 26, lambda t: a.split(a.grad, t), "stream, fp32 states", "fp32"),
-        Row("adamw, 8-bit states", 14.06, a.split8, "stream, 8-bit states", "8bit"),
-        Row("stream, 8-bit states", 14, lambda t: a.stream("stream8", *codes, t)),
-        Row("stream, weights", 18, lambda t: a.stream("stream_weights", a.m, a.v, t)),
-        Row("adamw, weights alone", 18, a.weights, "stream, weights", "weights"),
-        Row("stream, moments", 18, a.stream_moments),
-        Row("adamw, moments alone", 18, a.moments, "stream, moments", "moments"),
-        Row("stream, bf16 states", 18, lambda t: a.stream("stream16", a.m16, a.v16, t)),
-        Row("adamw, bf16 states", 18, a.split16, "stream, bf16 states", "bf16"),
-        Row("adamw, f32 grad", 28, lambda t: a.split(a.grad_f32, t)),
-        Row("adamw, f32 weights", 28, a.f32),
-        Row("accumulate bf16", 10, lambda t: accumulate_(a.p, a.grad, threads=t)),
-        Row("sum of squares bf16", 2, lambda t: sum_squares(a.grad, threads=t)),
-    ]
+PARTS = 8  # of the arrays with one thread, fewer with more: a pass over one takes some ms
 
 
 def turns(
@@ -174,9 +63,13 @@ def turns(
     return seconds
 
 
-def faster(before: list[float], after: list[float]) -> float:
-    """How many times: of rounds, since what other programs do changes between them."""
+def faster(before: Sequence[float], after: Sequence[float]) -> float:
+    """How many times: of pairs, since what other programs do changes between them."""
     return statistics.median(old / new for old, new in zip(before, after, strict=True))
+
+
+Seconds = Mapping[str, Sequence[float]]  # an element, by row, in the order in which they were
+Clocks = Sequence[Sequence[float]]  # by round, of each part
 
 
 class Arithmetic:
@@ -198,76 +91,96 @@ class Arithmetic:
             self.failed = str(error)
             print(f"{self._threads:7d} threads in their caches: {error}")
 
-    def per_s(self, kind: str, clocks: list[float]) -> list[float]:
+    def per_s(self, kind: str, clocks: Clocks) -> list[float]:
         """The rates of a kind in the rounds that count, all but the first one, at these clocks."""
-        pairs = zip(self.rounds[1:], clocks, strict=False)
-        return [rates[kind].at(clock) for rates, clock in pairs]
+        return [rates[kind].at(clock) for rates, clock in self._pairs(clocks)]
 
-    def clock_of(self, kind: str | None, clocks: list[float]) -> float | None:
+    def clock_of(self, kind: str, clocks: Clocks) -> float | None:
         """The clock beside that in the caches; None where that is not known."""
-        if kind is None or len(self.rounds) < 2:
-            return None
-        pairs = zip(self.rounds[1:], clocks, strict=False)
-        return statistics.median(clock / rates[kind].clock for rates, clock in pairs)
+        beside = [clock / rates[kind].clock for rates, clock in self._pairs(clocks)]
+        return statistics.median(beside) if beside else None
+
+    def _pairs(self, clocks: Clocks) -> list[tuple[in_cache.Rates, float]]:
+        rounds = zip(self.rounds[1:], clocks, strict=False)
+        return [(rates, clock) for rates, of_round in rounds for clock in of_round]
 
 
 @dataclass(frozen=True)
 class Timed:
-    """One row, and the clock behind each of its runs."""
+    """One row over one part, and the clock behind each of its runs."""
 
     row: Row
+    part: Part
     threads: int
     clocks: list[float]
 
     def run(self) -> None:
-        self.row.run(self.threads)
+        self.row.run(self.part, self.threads)
 
     def look(self) -> None:
         if self.row.in_cache:
             self.clocks.append(in_cache.clock())
 
 
+def in_turn(arena: Part, threads: int) -> list[Timed]:
+    """All passes over all parts, in the order of a round. What is compared comes twice: the second
+    pass finds in the caches what one over the same arrays left there, which has to be written back
+    first, and a core that is used to such work (to get used to it takes 0.1 ms). The number of
+    parts is a power of two, and passes go on by an odd one, so that each comes to all."""
+    count = 1 << max(1, PARTS // threads).bit_length() - 1
+    parts = arena.cut(count)
+    passes = [row for row in ROWS for _ in range(2 if row.is_compared else 1)]
+    further = len(passes) | 1
+    return [
+        Timed(row, parts[(first * further + behind) % count], threads, [])
+        for first in range(count)
+        for behind, row in enumerate(passes)
+    ]
+
+
+def counted(timed: Sequence[Timed], row: Row) -> list[int]:
+    """Which of the passes in turn are those of a row that count."""
+    mine = [at for at, one in enumerate(timed) if one.row is row]
+    return mine[1::2] if row.is_compared else mine
+
+
 def measure(
-    arena: Arena, threads: int, rounds: int, most_s: float = math.inf
+    arena: Part, threads: int, rounds: int, most_s: float = math.inf
 ) -> list[dict[str, Any]]:
     """Elements a second of each kernel, against its stream's, against what arithmetic allows and
-    against AdamW with fp32 states. A stream runs twice and its second run counts: as its kernel, it
-    finds in the caches what a pass over the same arrays left there, which has to be written back
-    first."""
-    rows = rows_of(arena)
-    passes = [row for row in rows for _ in range(2 if row.name.startswith("stream") else 1)]
-    timed = [Timed(row, threads, []) for row in passes]
+    against AdamW with fp32 states."""
+    timed = in_turn(arena, threads)
     calls = [call for one in timed for call in (one.run, one.look)]
     with in_cache.waiting(threads, IN_CACHE_S, _native.isa()) as in_caches:
         arithmetic = Arithmetic(threads, in_caches)
         taken = turns([*calls, arithmetic], rounds, LEAST_S, most_s)[:-1:2]
-    seconds = {row.name: of_row for row, of_row in zip(passes, taken, strict=True)}  # the last one
-    clocks = {one.row.name: one.clocks[1:] for one in timed}  # of the rounds that count
-    return [numbers(arena.n, threads, row, seconds, clocks[row.name], arithmetic) for row in rows]
+    seconds, clocks = {}, {}
+    for row in ROWS:
+        mine = counted(timed, row)
+        each = [[s / timed[at].part.n for s in taken[at]] for at in mine]
+        seconds[row.name] = [s for of_round in zip(*each, strict=True) for s in of_round]
+        looked = (timed[at].clocks[1:] for at in mine)  # not in the first round
+        clocks[row.name] = list(zip(*looked, strict=True))
+    return [numbers(threads, row, seconds, clocks[row.name], arithmetic) for row in ROWS]
 
 
 def numbers(
-    n: int,
-    threads: int,
-    row: Row,
-    seconds: dict[str, list[float]],
-    clocks: list[float],
-    arithmetic: Arithmetic,
+    threads: int, row: Row, seconds: Seconds, clocks: Clocks, arithmetic: Arithmetic
 ) -> dict[str, Any]:
-    """What is known of one kernel on `n` elements."""
-    median_s = statistics.median(seconds[row.name])
+    """What is known of one kernel."""
+    element_s = statistics.median(seconds[row.name])
     in_caches = arithmetic.per_s(row.in_cache, clocks) if row.in_cache else []
-    shares = [n / s / per_s for s, per_s in zip(seconds[row.name], in_caches, strict=False)]
+    shares = [1 / s / per_s for s, per_s in zip(seconds[row.name], in_caches, strict=False)]
     return {
         "isa": _native.isa(),
         "threads": threads,
         "name": row.name,
-        "per_s": n / median_s,
-        "bytes_per_s": n * row.element_bytes / median_s,
+        "per_s": 1 / element_s,
+        "bytes_per_s": row.element_bytes / element_s,
         "of_stream": faster(seconds[row.stream], seconds[row.name]) if row.stream else None,
         "in_cache_per_s": statistics.median(in_caches) if in_caches else None,
         "of_cache": statistics.median(shares) if shares else None,
-        "clock_beside_cache": arithmetic.clock_of(row.in_cache, clocks),
+        "clock_beside_cache": arithmetic.clock_of(row.in_cache, clocks) if row.in_cache else None,
         "of_fp32": faster(seconds[FP32], seconds[row.name]),
     }
 
@@ -321,8 +234,8 @@ def engine_overhead_us(offload: str, rounds: int) -> tuple[float, float]:
     torch.set_num_threads(1)
     plain, wrapped = Plain(), Plain()
     plain.recompute = True
-    fluxtrain.wrap(wrapped, device="cpu", offload=offload, chunk_rows=ROWS)
-    x = torch.randn(ROWS, WIDTH)
+    fluxtrain.wrap(wrapped, device="cpu", offload=offload, chunk_rows=BATCH)
+    x = torch.randn(BATCH, WIDTH)
 
     def pass_of(model: nn.Module) -> None:
         model(x.clone().requires_grad_()).backward()
@@ -341,7 +254,7 @@ def measure_all(arguments: argparse.Namespace) -> None:
     everything = len(os.sched_getaffinity(0))
     counts = sorted(set(arguments.threads or (1, max(1, everything // 2), everything)))
     sets = arguments.isa or [_native.ISA_NAMES[-1]]
-    arena = Arena(int(arguments.million * 1e6))
+    arena = arena_of(int(arguments.million * 1e6))
     print(f"{arena.n / 1e6:.0f} M elements, {everything} processors")
     print(
         "isa      threads  kernel                   Gparam/s     GB/s  /stream  /cache /fp32 states"

@@ -16,7 +16,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bench_cpu import Arena, Row, faster, rows_of, turns
+from bench_cpu import faster, turns
+from kernel_rows import ROWS, Part, Row, arena_of
 
 from fluxtrain._native import library as native
 from fluxtrain.errors import FluxTrainError
@@ -32,12 +33,12 @@ class Build:
     library: ctypes.CDLL
     seconds: dict[str, list[float]] = field(default_factory=dict)
 
-    def runner(self, row: Row, threads: int) -> Callable[[], object]:
+    def runner(self, row: Row, arena: Part, threads: int) -> Callable[[], object]:
         """One kernel of this build."""
 
         def run() -> object:
             native._library = lambda: self.library
-            return row.run(threads)
+            return row.run(arena, threads)
 
         return run
 
@@ -58,10 +59,10 @@ def chosen(rows: Sequence[Row], words: Sequence[str]) -> list[Row]:
     return [one for row in wanted for one in (*([streams[row.stream]] if row.stream else []), row)]
 
 
-def compare(builds: Sequence[Build], arena: Arena, rows: Sequence[Row], threads: int) -> None:
+def compare(builds: Sequence[Build], arena: Part, rows: Sequence[Row], threads: int) -> None:
     """Rounds of all of them; into the builds."""
     passes = [row for row in rows for _ in range(2 if row.name.startswith("stream") else 1)]
-    runs = [build.runner(row, threads) for build in builds for row in passes]
+    runs = [build.runner(row, arena, threads) for build in builds for row in passes]
     taken = iter(turns(runs, 3, LEAST_S))
     for build in builds:
         build.seconds = {row.name: next(taken) for row in passes}  # of streams the second run
@@ -99,10 +100,10 @@ def main() -> None:
     except FluxTrainError as error:
         parser.error(str(error))
     native._library = lambda: builds[0].library
-    arena = Arena(int(options.million * 1e6))
-    rows = chosen(rows_of(arena), options.kernels)
+    arena = arena_of(int(options.million * 1e6))
+    rows = chosen(ROWS, options.kernels)
     if not rows:
-        names = (row.name for row in rows_of(arena) if not row.name.startswith("stream"))
+        names = (row.name for row in ROWS if not row.name.startswith("stream"))
         parser.error(f"no kernel has these words in its name: {', '.join(names)}")
     print("threads  kernel                   build            Gparam/s   times  /stream")
     for threads in options.threads:

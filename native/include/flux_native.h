@@ -55,8 +55,9 @@
  * Each moves 18 of the 26 bytes of a split weight with a bf16 gradient. The weights come first, and
  * the gradient must stay until the moments are done.
  *
- * bf16 states: m and v are rounded to bf16 at random, up or down so that the mean is right: to the
- * nearest, v would stand still, because 1 - beta2 is less than the spacing of bf16. A random
+ * bf16 states: the update of 8-bit states with the decayed moments beta1 * m and beta2 * v in place of
+ * the values of codes. m and v are rounded to bf16 at random, up or down so that the mean is right: to
+ * the nearest, v would stand still, because 1 - beta2 is less than the spacing of bf16. A random
  * number is the exclusive-or of two hashes with the step's two keys: of the element's number modulo
  * 1024, and of the complement of how many times 1024 it is. Low half m, high half v.
  *
@@ -72,7 +73,7 @@
 #include <stdint.h>
 
 #define FLUX_API __attribute__((visibility("default")))
-#define FLUX_ABI_VERSION 6
+#define FLUX_ABI_VERSION 7
 
 #ifdef __cplusplus
 extern "C" {

@@ -2,6 +2,8 @@
 // instruction set. Nothing of the table is written; the operations are those of its own update.
 #pragma once
 
+#include <type_traits>
+
 #include "lanes.h"
 
 namespace flux {
@@ -11,7 +13,6 @@ struct RowsOver {
     using Float = typename Set::Float;
     using Int = typename Set::Int;
     using Base = KernelsOver<Set>;
-    using Coefficients = typename Base::Coefficients;
 
     template <class... Values>
     static FLUX_INLINE void prefetch(const Values*... at) {
@@ -21,15 +22,24 @@ struct RowsOver {
     // Moments in fp32 or bf16.
     template <class Value>
     struct Plain {
+        static constexpr bool kNarrow = sizeof(Value) == 2;
+        using Coefficients = std::conditional_t<kNarrow, typename States16<Set>::Coefficients,
+                                                typename Base::Coefficients>;
         const Value *m, *v;
         Coefficients c;
+
+        FLUX_INLINE Plain(const Value* old_m, const Value* old_v, const flux_adamw_step& step)
+            : m(old_m), v(old_v), c(step) {}
 
         // Elements from `at` on that are read alike: all of them.
         FLUX_INLINE size_t begin(size_t, size_t count) { return count; }
         template <class Lanes>
         FLUX_INLINE void advance(Lanes lanes, size_t i, Float& p, Float grad) const {
             Float m_i = Base::load_grad(lanes, m + i), v_i = Base::load_grad(lanes, v + i);
-            Base::advance(p, m_i, v_i, grad, c);
+            if constexpr (kNarrow)
+                c.advance(p, m_i, v_i, grad);
+            else
+                Base::advance(p, m_i, v_i, grad, c);
         }
     };
 
@@ -37,7 +47,7 @@ struct RowsOver {
     struct Coded {
         const uint8_t *m, *v;
         const float *m_scales, *v_scales;
-        Coefficients8<Set> c;
+        NarrowCoefficients<Set> c;
         MapOver<Set> map_m{kSignedMap}, map_v{kUnsignedMap};
         Float m_scale, v_scale;
 
@@ -124,12 +134,12 @@ struct RowsOver {
     static void split(uint16_t* out, const uint16_t* hi, const uint16_t* lo, const Value* m,
                       const Value* v, const Grad* grad, const int64_t* rows, size_t count,
                       size_t width, const flux_adamw_step& step) {
-        over(Split{out, hi, lo}, Plain<Value>{m, v, Coefficients(step)}, grad, rows, count, width);
+        over(Split{out, hi, lo}, Plain<Value>(m, v, step), grad, rows, count, width);
     }
     template <class Value>
     static void whole(float* out, const float* p, const Value* m, const Value* v, const float* grad,
                       const int64_t* rows, size_t count, size_t width, const flux_adamw_step& step) {
-        over(Whole{out, p}, Plain<Value>{m, v, Coefficients(step)}, grad, rows, count, width);
+        over(Whole{out, p}, Plain<Value>(m, v, step), grad, rows, count, width);
     }
     template <class Grad>
     static void split8(uint16_t* out, const uint16_t* hi, const uint16_t* lo,

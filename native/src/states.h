@@ -69,9 +69,9 @@ struct MapOver {
     static constexpr uint32_t kLog10Of2 = 19728;  // times 2^16
 };
 
-// What updates with 8-bit states multiply with (flux_native.h).
+// What updates with states of fewer bits multiply with (flux_native.h).
 template <class Set>
-struct Coefficients8 {
+struct NarrowCoefficients {
     using Float = typename Set::Float;
     using Base = KernelsOver<Set>;
 
@@ -82,7 +82,7 @@ struct Coefficients8 {
     float beta1, beta2;
     Float decay, of_m, of_v, minus_step, eps;
 
-    explicit FLUX_INLINE Coefficients8(const flux_adamw_step& step)
+    explicit FLUX_INLINE NarrowCoefficients(const flux_adamw_step& step)
         : beta1(step.beta1),
           beta2(step.beta2),
           decay(Set::all(step.decay)),
@@ -201,7 +201,7 @@ struct StatesOver {
     template <class Weights, class Grad>
     static void adamw8_by_block(Weights weights, flux_states8 states, const Grad* __restrict grad,
                                 size_t n, const flux_adamw_step& step) {
-        const Coefficients8<Set> c(step);
+        const NarrowCoefficients<Set> c(step);
         const MapOver<Set> map_m(kSignedMap), map_v(kUnsignedMap);
         const Int magnitude_bits = Set::all_int(0x7fffffffu);
         for (size_t at = 0; at < n; at += kStateBlock) {
@@ -238,7 +238,7 @@ struct StatesOver {
         }
     }
 
-    static constexpr float kLeastScale = 2 * Coefficients8<Set>::kLeastDecayed;
+    static constexpr float kLeastScale = 2 * NarrowCoefficients<Set>::kLeastDecayed;
     static FLUX_INLINE float scale_of(Float most) {
         const float largest = Set::largest(most);
         return largest < kLeastScale ? kLeastScale : largest;

@@ -11,7 +11,27 @@ struct States16 {
     using Int = typename Set::Int;
     using Base = KernelsOver<Set>;
     using States = StatesOver<Set>;
-    using Coefficients = typename Base::Coefficients;
+
+    // What an update multiplies with.
+    struct Coefficients {
+        NarrowCoefficients<Set> narrow;
+        Float beta1, beta2;
+
+        explicit FLUX_INLINE Coefficients(const flux_adamw_step& step)
+            : narrow(step), beta1(Set::all(step.beta1)), beta2(Set::all(step.beta2)) {}
+
+        // The first half of an update of the lanes, as of 8-bit states once old moments are decayed.
+        FLUX_INLINE Float begin(Float& p, Float& m, Float& v, Float grad) const {
+            m = Set::mul(m, beta1);
+            v = Set::mul(v, beta2);
+            return narrow.begin(p, m, v, grad);
+        }
+        FLUX_INLINE void finish(Float& p, Float m, Float root) const { narrow.finish(p, m, root); }
+        FLUX_INLINE void advance(Float& p, Float& m, Float& v, Float grad) const {
+            const Float root = begin(p, m, v, grad);
+            finish(p, m, root);
+        }
+    };
 
     // -- random numbers --------------------------------------------------------------------------
 
@@ -128,7 +148,7 @@ struct States16 {
                 Float p = States::load(lanes, weights, i);
                 Float m_i = Base::from_bf16(lanes.load(m + i));
                 Float v_i = Base::from_bf16(lanes.load(v + i));
-                Base::advance(p, m_i, v_i, Base::load_grad(lanes, grad + i), c);
+                c.advance(p, m_i, v_i, Base::load_grad(lanes, grad + i));
                 States::store(lanes, weights, i, Set::quiet(p));
                 const Int of_place = hash(Set::count_from(place + static_cast<uint32_t>(j)), key);
                 const Int bits = Set::bit_xor(of_place, of_segment);
@@ -156,7 +176,7 @@ struct States16 {
         Pairs<Set>::load(m, pair.m[0], pair.m[1]);
         Pairs<Set>::load(v, pair.v[0], pair.v[1]);
         for (uint32_t j = 0; j < 2; ++j)
-            pair.root[j] = Base::begin(pair.p[j], pair.m[j], pair.v[j], g[j], c);
+            pair.root[j] = c.begin(pair.p[j], pair.m[j], pair.v[j], g[j]);
         return pair;
     }
 
@@ -165,8 +185,7 @@ struct States16 {
     static FLUX_INLINE void finish_pair(Pair& pair, Weights weights, uint16_t* m, uint16_t* v,
                                         const uint32_t* of_places, Int of_segment,
                                         const Coefficients& c) {
-        for (uint32_t j = 0; j < 2; ++j)
-            Base::finish(pair.p[j], pair.m[j], pair.root[j], c);
+        for (uint32_t j = 0; j < 2; ++j) c.finish(pair.p[j], pair.m[j], pair.root[j]);
         if constexpr (Set::kInterleaved) {  // few registers: looking back at all six costs more
             for (uint32_t j = 0; j < 2; ++j) Base::quiet(pair.p[j], pair.m[j], pair.v[j]);
         } else {

@@ -32,8 +32,8 @@ def test_two_builds_run_the_same_kernels(tmp_path: Path, monkeypatch: pytest.Mon
         for path in (old, _native.library_path())
     ]
     assert builds[0].library._handle != builds[1].library._handle
-    arena = compare_native.Arena(5000)
-    rows = compare_native.chosen(compare_native.rows_of(arena), ["8-bit"])
+    arena = compare_native.arena_of(5000)
+    rows = compare_native.chosen(compare_native.ROWS, ["8-bit"])
     assert [row.name for row in rows] == ["stream, 8-bit states", "adamw, 8-bit states"]
     compare_native.compare(builds, arena, rows, 1)
     lines = compare_native.table(builds, rows, arena.n, 1)

@@ -12,6 +12,7 @@ import fluxtrain
 from fluxtrain.stream.engine import engine_of
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
+from bench_gpu import batch
 from gpu_engines import FluxLoop, Loop, MastersLoop
 from random_model import random_model
 from verdicts import SAME_LOSSES, furthest
@@ -54,3 +55,14 @@ def test_an_eager_step_has_the_losses_of_the_loop_that_does_not_clip() -> None:
 def test_a_step_of_two_backward_passes_has_the_losses_of_one() -> None:
     found = flux(eager=False, passes=2)
     assert furthest(found, masters(clipped=True)) <= 2 * SAME_LOSSES  # the first is rounded alone
+
+
+def test_batches_are_rows_of_all_of_the_text_in_one_random_order() -> None:
+    tokens = torch.arange(1003)
+    steps = [batch(tokens, step, 20, 10) for step in range(5)]
+    rows = torch.cat(steps)
+    assert torch.equal(rows[:, 0].sort().values, torch.arange(0, 1000, 10))  # each once
+    assert torch.equal(rows - rows[:, :1], torch.arange(10).expand(100, 10))
+    assert not torch.equal(rows[:, 0], rows[:, 0].sort().values)
+    assert torch.equal(batch(tokens, 1, 30, 10)[:10], steps[1][10:])  # the order is of rows
+    assert torch.equal(batch(tokens, 5, 20, 10), steps[0])  # and goes round

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 import time
@@ -14,8 +15,9 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 import bench_cpu
 import in_cache
-from bench_cpu import Arena, Arithmetic, Result, turns
+from bench_cpu import Arithmetic, Result, turns
 from in_cache import Rate
+from kernel_rows import ROWS, STATE_BLOCK, arena_of
 
 
 def test_rounds_end_with_their_time_and_one_always_counts() -> None:
@@ -46,7 +48,9 @@ def test_a_machine_that_gets_too_busy_for_caches_is_not_asked_again(
     arithmetic = Arithmetic(16, too_busy)
     for _ in range(5):
         arithmetic()
-    assert len(asked) == 3 and arithmetic.per_s("8bit", [1.0] * 4) == [2e9]  # what was found counts
+    assert len(asked) == 3 and arithmetic.per_s("8bit", [[1.0]] * 4) == [
+        2e9
+    ]  # what was found counts
     assert "16 threads in their caches: not done in time" in capsys.readouterr().out
 
 
@@ -55,7 +59,7 @@ def test_the_first_round_in_caches_is_not_counted() -> None:
     arithmetic = Arithmetic(2, lambda: next(rounds))
     for _ in range(3):
         arithmetic()
-    assert arithmetic.per_s("8bit", [4.0, 4.0]) == [2.0, 3.0]
+    assert arithmetic.per_s("8bit", [[4.0], [4.0, 2.0]]) == [2.0, 3.0, 1.5]
 
 
 def test_arithmetic_allows_less_where_the_clock_is_slower_beside_memory() -> None:
@@ -63,9 +67,8 @@ def test_arithmetic_allows_less_where_the_clock_is_slower_beside_memory() -> Non
     assert arithmetic.clock_of("8bit", []) is None  # nothing was measured
     for _ in range(3):
         arithmetic()
-    assert arithmetic.per_s("8bit", [3.0, 4.0]) == [7.5, 10.0]
-    assert arithmetic.clock_of("8bit", [3.0, 4.0]) == 0.875
-    assert arithmetic.clock_of(None, []) is None
+    assert arithmetic.per_s("8bit", [[3.0], [4.0]]) == [7.5, 10.0]
+    assert arithmetic.clock_of("8bit", [[3.0], [4.0]]) == 0.875
 
 
 def test_kernels_are_compared_with_what_arithmetic_allows_in_the_same_round(
@@ -74,7 +77,7 @@ def test_kernels_are_compared_with_what_arithmetic_allows_in_the_same_round(
     """A machine whose clock halves from round to round changes no share, nor does its memory where
     only that slows the clock."""
     speeds = iter(2.0**-n for n in range(100))
-    speed = [1.0]
+    speed, arena = [1.0], arena_of(bench_cpu.PARTS * STATE_BLOCK)
 
     def measure() -> in_cache.Rates:
         speed[0] = next(speeds)
@@ -89,7 +92,7 @@ def test_kernels_are_compared_with_what_arithmetic_allows_in_the_same_round(
             for run in runs[1:-1:2]:  # what looks at the clock behind each kernel
                 run()
             for taken in seconds if count else ():
-                taken.append(1000 / (speed[0] * 1e9))
+                taken.append(arena.n / bench_cpu.PARTS / (speed[0] * 1e9))
         return seconds
 
     @contextmanager
@@ -99,11 +102,31 @@ def test_kernels_are_compared_with_what_arithmetic_allows_in_the_same_round(
     monkeypatch.setattr(in_cache, "waiting", waiting)
     monkeypatch.setattr(in_cache, "clock", lambda: speed[0])
     monkeypatch.setattr(bench_cpu, "turns", in_rounds)
-    rows = {row["name"]: row for row in bench_cpu.measure(Arena(1000), 1, 3)}
+    rows = {row["name"]: row for row in bench_cpu.measure(arena, 1, 3)}
     assert rows["adamw, 8-bit states"]["of_cache"] == pytest.approx(0.5)
     assert rows["adamw, 8-bit states"]["in_cache_per_s"] == pytest.approx(0.5e9)
     assert rows["adamw, 8-bit states"]["clock_beside_cache"] == pytest.approx(0.5)
     assert rows["adamw, f32 grad"]["of_cache"] is None
+
+
+@pytest.mark.parametrize(("threads", "count"), [(1, 8), (2, 4), (3, 2), (8, 1), (64, 1)])
+def test_kernels_go_over_all_of_the_arrays_in_a_round_each_on_another_part_than_the_one_before(
+    threads: int, count: int
+) -> None:
+    arena = arena_of(8 * STATE_BLOCK + 7)
+    timed = bench_cpu.in_turn(arena, threads)
+    starts = [(one.part.p.data_ptr() - arena.p.data_ptr()) // 4 for one in timed]
+    assert len(set(starts)) == count
+    assert all(start % STATE_BLOCK == 0 for start in starts)
+    for row in ROWS:
+        mine = bench_cpu.counted(timed, row)
+        assert sum(timed[at].part.n for at in mine) == arena.n
+        assert {starts[at] for at in mine} == set(starts)  # each part once
+        assert sum(timed[at].part.states8.m_scale.numel() for at in mine) == 9
+        if row.is_compared:  # behind another pass of its own
+            assert all(timed[at - 1].row is row for at in mine)
+    if count > 2:  # of two, one may come twice: each is too large for a cache
+        assert all(start != before for start, before in itertools.pairwise(starts))
 
 
 def test_results_are_whole_after_every_part(tmp_path: Path) -> None:

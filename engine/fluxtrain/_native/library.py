@@ -14,7 +14,7 @@ import fluxtrain._native
 from fluxtrain.errors import BadInput, FluxTrainError
 
 LIBRARY = "libflux_native.so"
-ABI_VERSION = 6
+ABI_VERSION = 7
 OMP_PAUSE_SOFT = 1  # OpenMP 5.0, omp_pause_resource_t
 ISA_VARIABLE = "FLUXTRAIN_ISA"
 ISA_NAMES = ("scalar", "avx2", "avx512")

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fluxtrain.memory.current_device import launching_on
 from fluxtrain.optim import dynamic_map
-from fluxtrain.optim.hyper import Hyper, coefficients, coefficients8
+from fluxtrain.optim.hyper import Hyper, coefficients, narrow_coefficients
 from fluxtrain.optim.narrow_adamw import update8_by_torch_, update16_by_torch_
 from fluxtrain.optim.reference import Rounding, States8
 
@@ -132,7 +132,7 @@ if triton is not None:
     @triton.jit(do_not_specialize=["first_element", "first_key", "second_key"])  # type: ignore[untyped-decorator]
     def _adamw16(  # type: ignore[no-untyped-def]
         weight, low, m_at, v_at, gradient, clip_at, n, first_element, first_key, second_key,
-        sign, decay, beta1, one_minus_beta1, beta2, one_minus_beta2, step_size, rsqrt2, eps,
+        sign, decay, beta1, beta2, one_minus_beta1, root_of_one_minus_beta2, minus_step, eps,
         SPLIT: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
         at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -140,11 +140,12 @@ if triton is not None:
         inside = (at < n) & (clip == clip)
         m = tl.load(m_at + at, mask=inside, other=0).to(tl.int32) << 16
         v = tl.load(v_at + at, mask=inside, other=0).to(tl.int32) << 16
-        g = tl.load(gradient + at, mask=inside, other=0.0).to(tl.float32) * (clip * sign)
+        g = tl.load(gradient + at, mask=inside, other=0.0).to(tl.float32)
         p = _master(weight, low, at, inside, SPLIT)
-        m = m.to(tl.float32, bitcast=True) * beta1 + g * one_minus_beta1
-        v = v.to(tl.float32, bitcast=True) * beta2 + (g * one_minus_beta2) * g
-        p = p * decay - tl.div_rn(m * step_size, tl.sqrt_rn(v) * rsqrt2 + eps)
+        m = tl.fma(g, one_minus_beta1 * (clip * sign), m.to(tl.float32, bitcast=True) * beta1)
+        g = g * (root_of_one_minus_beta2 * (clip * sign))
+        v = tl.fma(g, g, v.to(tl.float32, bitcast=True) * beta2)
+        p = tl.fma(tl.div_rn(m, tl.sqrt_rn(v) + eps), minus_step, p * decay)
         _keep(weight, low, at, inside, p, SPLIT)
         number = (at + first_element).to(tl.uint32)  # `reference.random_bits`: 1024 a segment
         of_segment = _hash(~(number >> 10), first_key, second_key, BLOCK)
@@ -181,7 +182,7 @@ def update8_resident_(
             )
         return
     c = coefficients(hyper, step, scale)
-    with_8 = coefficients8(c._replace(grad_scale=1.0))
+    narrow = narrow_coefficients(c._replace(grad_scale=1.0))
     n, device = weights.numel(), weights.device
     words: Any = weights.view(torch.int16) if lo is not None else weights
     with launching_on(weights):
@@ -189,7 +190,7 @@ def update8_resident_(
             words, lo if lo is not None else words, *states, gradient, clip, n,
             _values(True, device), _values(False, device),
             _table(True, device), _table(False, device),
-            c.grad_scale, c.decay, c.beta1, c.beta2, *with_8,
+            c.grad_scale, c.decay, c.beta1, c.beta2, *narrow,
             SPLIT=lo is not None, ROWS=_ROWS, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
 
@@ -216,13 +217,15 @@ def update16_resident_(
             )
         return
     c = coefficients(hyper, step, scale)
+    narrow = narrow_coefficients(c._replace(grad_scale=1.0))
     n = weights.numel()
     words: Any = weights.view(torch.int16) if lo is not None else weights
     with launching_on(weights):
         _adamw16[(-(-n // _ELEMENTS),)](
             words, lo if lo is not None else words, m.view(torch.int16), v.view(torch.int16),
             gradient, clip, n, *(_signed(word) for word in rounding),
-            *c, SPLIT=lo is not None, BLOCK=_ELEMENTS, num_warps=4, enable_fp_fusion=False,
+            c.grad_scale, c.decay, c.beta1, c.beta2, *narrow,
+            SPLIT=lo is not None, BLOCK=_ELEMENTS, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
 
 

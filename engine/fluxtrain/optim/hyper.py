@@ -52,8 +52,8 @@ class Coefficients(NamedTuple):
     eps: float
 
 
-class Coefficients8(NamedTuple):
-    """What an update with 8-bit states multiplies with, each rounded to fp32 once more."""
+class NarrowCoefficients(NamedTuple):
+    """What an update with states of fewer bits multiplies with, each rounded to fp32 once more."""
 
     of_m: float  # times the gradient, one addend of m
     of_v: float  # times the gradient, and its square is one of v
@@ -105,12 +105,12 @@ def coefficients(hyper: Hyper, step: int, grad_scale: float = 1.0) -> Coefficien
     return Coefficients(*(c_float(value).value for value in exact))
 
 
-def coefficients8(c: Coefficients) -> Coefficients8:
-    """Those of a step with 8-bit states, which takes fewer operations."""
+def narrow_coefficients(c: Coefficients) -> NarrowCoefficients:
+    """Those of a step with 8-bit or bf16 states, which takes fewer operations."""
     exact = (
         c.one_minus_beta1 * c.grad_scale,
         c_float(math.sqrt(c.one_minus_beta2)).value * c.grad_scale,
         -(c.step_size / c.rsqrt_correction2),
         c.eps / c.rsqrt_correction2,
     )
-    return Coefficients8(*(c_float(value).value for value in exact))
+    return NarrowCoefficients(*(c_float(value).value for value in exact))

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fluxtrain.optim import dynamic_map
 from fluxtrain.optim.fused import mul_add
-from fluxtrain.optim.hyper import Coefficients, coefficients8
+from fluxtrain.optim.hyper import Coefficients, narrow_coefficients
 
 _WORD = 0xFFFFFFFF
 
@@ -129,15 +129,9 @@ def adamw8(
     element whose moments are not finite starts anew. Dettmers et al., 8-bit Optimizers via
     Block-wise Quantization, 2021.
     """
-    with_8 = coefficients8(c)
-    g = grad.to(torch.float32)
     m = dynamic_map.decayed(states.m, states.m_scale, c.beta1, signed=True)
-    m = mul_add(with_8.of_m, g, m)
-    g = g * with_8.of_v
     v = dynamic_map.decayed(states.v, states.v_scale, c.beta2, signed=False)
-    v = mul_add(g, g, v)
-    quotient = m / (rounded_sqrt(v) + with_8.eps)
-    master = quiet(mul_add(with_8.minus_step, quotient, master * c.decay))
+    master, m, v = _fused(master, m, v, grad, c)
     finite = torch.isfinite(m) & torch.isfinite(v)
     new_m = dynamic_map.quantise(torch.where(finite, m, 0.0), signed=True)
     new_v = dynamic_map.quantise(torch.where(finite, v, 0.0), signed=False)
@@ -148,9 +142,23 @@ def adamw16(
     master: Tensor, m: Tensor, v: Tensor, grad: Tensor, c: Coefficients, rounding: Rounding
 ) -> tuple[Tensor, Tensor, Tensor]:
     """One AdamW update with m and v in bf16, rounded at random; returns the new (master, m, v)."""
-    master, wide_m, wide_v = adamw(master, m.float(), v.float(), grad, c)
+    master, wide_m, wide_v = _fused(master, m.float() * c.beta1, v.float() * c.beta2, grad, c)
     bits = random_bits(rounding, master.numel(), master.device)
-    return master, _rounded(wide_m, bits & 0xFFFF), _rounded(wide_v, bits >> 16)
+    return master, _rounded(quiet(wide_m), bits & 0xFFFF), _rounded(quiet(wide_v), bits >> 16)
+
+
+def _fused(
+    master: Tensor, m: Tensor, v: Tensor, grad: Tensor, c: Coefficients
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The new (master, m, v) in the operations of states of fewer bits; m and v are decayed, and
+    come with any NaN. Kingma and Ba, Adam, 2015, end of section 2."""
+    narrow = narrow_coefficients(c)
+    g = grad.to(torch.float32)
+    m = mul_add(narrow.of_m, g, m)
+    g = g * narrow.of_v
+    v = mul_add(g, g, v)
+    quotient = m / (rounded_sqrt(v) + narrow.eps)
+    return quiet(mul_add(narrow.minus_step, quotient, master * c.decay)), m, v
 
 
 def random_bits(rounding: Rounding, count: int, device: torch.device | None = None) -> Tensor:
