@@ -76,6 +76,9 @@ def main() -> None:
     parser.add_argument("--moments", default="auto", choices=MOMENTS_WISHES)
     parser.add_argument("--eager", action="store_true", help="no clipping, update at once")
     parser.add_argument("--unclipped", action="store_true", help="resident-fp32 does not clip")
+    parser.add_argument(
+        "--masters-off-by", type=float, default=0.0, help="resident-fp32: relative, at the start"
+    )
     parser.add_argument("--budget-gib", type=float, default=23.0)
     parser.add_argument("--learning-rate", type=float, default=2e-4)
     parser.add_argument("--kernels", default="auto", choices=("auto", "liger", "torch"))
@@ -290,12 +293,8 @@ def made(
     if options.engine == "resident":
         return ResidentLoop(model, rate), None, None, {"kernels": kernels}
     if options.engine == "resident-fp32":
-        return (
-            MastersLoop(model, rate, clipped=not options.unclipped),
-            None,
-            None,
-            {"kernels": kernels},
-        )
+        how = {"clipped": not options.unclipped, "masters_off_by": options.masters_off_by}
+        return MastersLoop(model, rate, **how), None, None, {"kernels": kernels}
     stage = int(options.engine[-1])
     return DeepSpeedLoop(model, rate, stage, options.batch), None, None, {"kernels": kernels}
 

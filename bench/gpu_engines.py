@@ -72,12 +72,22 @@ class ResidentLoop:
 class MastersLoop:
     """Everything resident, fused AdamW with fp32 states on fp32 masters of the bf16 weights."""
 
-    def __init__(self, model: Qwen2ForCausalLM, rate: float, *, clipped: bool = True) -> None:
+    def __init__(
+        self,
+        model: Qwen2ForCausalLM,
+        rate: float,
+        *,
+        clipped: bool = True,
+        masters_off_by: float = 0.0,
+    ) -> None:
         self._clipped = clipped
         model.gradient_checkpointing_enable({"use_reentrant": False})
         self._model = model
         self._weights = list(model.parameters())
-        self._masters = [weight.detach().float().requires_grad_() for weight in self._weights]
+        self._masters = [
+            off_by(weight.detach().float(), masters_off_by).requires_grad_()
+            for weight in self._weights
+        ]
         self._optimizer = torch.optim.AdamW(self._masters, lr=rate, fused=True)
 
     def step(self, ids: Tensor) -> Tensor:
@@ -93,6 +103,16 @@ class MastersLoop:
         with torch.no_grad():
             torch._foreach_copy_(self._weights, self._masters)
         return loss.detach()
+
+
+def off_by(masters: Tensor, relative: float) -> Tensor:
+    """The same but for a random relative error, of a rounding's size: how far two trainings drift
+    apart that differ by nothing else is the least that can be asked of a third one's losses."""
+    if relative:
+        generator = torch.Generator(masters.device).manual_seed(0)
+        noise = torch.empty_like(masters).normal_(0.0, relative, generator=generator)
+        masters.mul_(noise.add_(1.0))
+    return masters
 
 
 class DeepSpeedLoop:

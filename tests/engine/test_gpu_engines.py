@@ -34,9 +34,9 @@ def losses(loop: Loop) -> list[float]:
     return found
 
 
-def masters(*, clipped: bool) -> list[float]:
+def masters(*, clipped: bool, masters_off_by: float = 0.0) -> list[float]:
     model = random_model(Qwen2Config(**TINY), CPU, CPU)
-    return losses(MastersLoop(model, RATE, clipped=clipped))
+    return losses(MastersLoop(model, RATE, clipped=clipped, masters_off_by=masters_off_by))
 
 
 def flux(*, eager: bool, passes: int = 1) -> list[float]:
@@ -66,3 +66,11 @@ def test_batches_are_rows_of_all_of_the_text_in_one_random_order() -> None:
     assert not torch.equal(rows[:, 0], rows[:, 0].sort().values)
     assert torch.equal(batch(tokens, 1, 30, 10)[:10], steps[1][10:])  # the order is of rows
     assert torch.equal(batch(tokens, 5, 20, 10), steps[0])  # and goes round
+
+
+def test_masters_that_begin_elsewhere_drift_away_from_the_loop_itself() -> None:
+    loop = masters(clipped=True)
+    assert masters(clipped=True) == loop
+    near, far = (masters(clipped=True, masters_off_by=by) for by in (2.0**-20, 2.0**-6))
+    assert near[0] == loop[0]  # the weights are the same
+    assert 0 < furthest(near, loop) < furthest(far, loop)
