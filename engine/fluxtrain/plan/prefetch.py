@@ -36,8 +36,8 @@ from fluxtrain.units import bytes_text, duration_text
 LOOKS_AHEAD = 16  # parts of the model, at most, for the next ones that are to be copied
 FEWEST_SLOTS, MOST_SLOTS = 2, 5
 WORTH = 0.005  # of forward and backward, that more slots have to save
-# Copies of blocks in training beside the fastest: the deciles of 492 in recorded steps (like
-# those in docs/traces), in an order in which slow ones stand alone.
+# Copies of blocks in training beside the fastest: the deciles of 492 in recorded steps of one host
+# (about the same of others, see docs/traces), in an order in which slow ones stand alone.
 UNEVEN = (1.00, 1.51, 1.04, 1.29, 1.01, 1.71, 1.06, 1.38, 1.01, 1.20)
 _MEAN = sum(UNEVEN) / len(UNEVEN)  # the rate of the bus is that of all of them
 
