@@ -30,7 +30,7 @@ from typing import Any
 
 import in_cache
 import torch
-from kernel_rows import FP32, ROWS, Part, Row, arena_of
+from kernel_rows import FP32, ROWS, STATE_BLOCK, Part, Row, arena_of
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -128,6 +128,8 @@ def in_turn(arena: Part, threads: int) -> list[Timed]:
     first, and a core that is used to such work (to get used to it takes 0.1 ms). The number of
     parts is a power of two, and passes go on by an odd one, so that each comes to all."""
     count = 1 << max(1, PARTS // threads).bit_length() - 1
+    while count > 1 and arena.n < count * STATE_BLOCK:  # so few that a part would be empty
+        count //= 2
     parts = arena.cut(count)
     passes = [row for row in ROWS for _ in range(2 if row.is_compared else 1)]
     further = len(passes) | 1

@@ -129,6 +129,11 @@ def test_kernels_go_over_all_of_the_arrays_in_a_round_each_on_another_part_than_
         assert all(start != before for start, before in itertools.pairwise(starts))
 
 
+@pytest.mark.parametrize("n", [1, 1000, 2047])
+def test_no_part_is_empty(n: int) -> None:
+    assert all(one.part.n > 0 for one in bench_cpu.in_turn(arena_of(n), 1))
+
+
 def test_results_are_whole_after_every_part(tmp_path: Path) -> None:
     path = tmp_path / "kernels.json"
     result = Result(path, {"isa": "avx2"})

@@ -1,4 +1,4 @@
-"""A fused multiply-add in plain torch: what the 8-bit update needs and torch does not have."""
+"""A fused multiply-add in plain torch, which has none: updates with narrow states need it."""
 
 from __future__ import annotations
 

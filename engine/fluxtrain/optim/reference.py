@@ -1,8 +1,9 @@
 """The oracle: AdamW on split master weights in plain torch, one rounded operation at a time.
 
-The native kernels and the device update must equal it bit for bit. With states of fp32 and bf16
-nothing fused is used (no lerp, addcmul or addcdiv): a fused multiply-add rounds once where these
-round twice. The order of the operations is that of native/include/flux_native.h.
+The native kernels and the device update must equal it bit for bit. With fp32 states nothing fused
+is used (no lerp, addcmul or addcdiv): a fused multiply-add rounds once where these round twice.
+Updates with bf16 and 8-bit states are made of them (`_fused`). The order of the operations is that
+of native/include/flux_native.h.
 """
 
 from __future__ import annotations
