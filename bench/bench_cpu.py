@@ -25,6 +25,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -111,11 +112,13 @@ class Timed:
 
     row: Row
     part: Part
-    threads: int
+    run: Callable[[], object]
     clocks: list[float]
 
-    def run(self) -> None:
-        self.row.run(self.part, self.threads)
+    @classmethod
+    def of(cls, row: Row, part: Part, threads: int) -> Timed:
+        run = partial(_native.kernel(row.kernel), *row.arguments(part, threads))
+        return cls(row, part, run, [])
 
     def look(self) -> None:
         if self.row.in_cache:
@@ -123,18 +126,18 @@ class Timed:
 
 
 def in_turn(arena: Part, threads: int) -> list[Timed]:
-    """All passes over all parts, in the order of a round. What is compared comes twice: the second
-    pass finds in the caches what one over the same arrays left there, which has to be written back
-    first, and a core that is used to such work (to get used to it takes 0.1 ms). The number of
-    parts is a power of two, and passes go on by an odd one, so that each comes to all."""
+    """All passes over all parts, in the order of a round. A stream comes twice: as its kernel, the
+    second one finds in the caches what a pass over such arrays left there, which has to be written
+    back first. The number of parts is a power of two, and passes go on by an odd one, so that each
+    comes to all."""
     count = 1 << max(1, PARTS // threads).bit_length() - 1
     while count > 1 and arena.n < count * STATE_BLOCK:  # so few that a part would be empty
         count //= 2
     parts = arena.cut(count)
-    passes = [row for row in ROWS for _ in range(2 if row.is_compared else 1)]
+    passes = [row for row in ROWS for _ in range(2 if row.is_stream else 1)]
     further = len(passes) | 1
     return [
-        Timed(row, parts[(first * further + behind) % count], threads, [])
+        Timed.of(row, parts[(first * further + behind) % count], threads)
         for first in range(count)
         for behind, row in enumerate(passes)
     ]
@@ -143,7 +146,7 @@ def in_turn(arena: Part, threads: int) -> list[Timed]:
 def counted(timed: Sequence[Timed], row: Row) -> list[int]:
     """Which of the passes in turn are those of a row that count."""
     mine = [at for at, one in enumerate(timed) if one.row is row]
-    return mine[1::2] if row.is_compared else mine
+    return mine[1::2] if row.is_stream else mine
 
 
 def measure(

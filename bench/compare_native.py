@@ -14,6 +14,7 @@ import ctypes
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from bench_cpu import faster, turns
@@ -35,12 +36,8 @@ class Build:
 
     def runner(self, row: Row, arena: Part, threads: int) -> Callable[[], object]:
         """One kernel of this build."""
-
-        def run() -> object:
-            native._library = lambda: self.library
-            return row.run(arena, threads)
-
-        return run
+        function = getattr(self.library, f"flux_{row.kernel}")
+        return partial(function, *row.arguments(arena, threads))
 
 
 def name_of(path: Path, paths: Sequence[Path]) -> str:
@@ -53,7 +50,7 @@ def name_of(path: Path, paths: Sequence[Path]) -> str:
 
 def chosen(rows: Sequence[Row], words: Sequence[str]) -> list[Row]:
     """Kernels with one of the words in their names, each behind its stream; all without words."""
-    kernels = [row for row in rows if not row.name.startswith("stream")]
+    kernels = [row for row in rows if not row.is_stream]
     wanted = [row for row in kernels if not words or any(word in row.name for word in words)]
     streams = {row.name: row for row in rows}
     return [one for row in wanted for one in (*([streams[row.stream]] if row.stream else []), row)]
@@ -61,7 +58,7 @@ def chosen(rows: Sequence[Row], words: Sequence[str]) -> list[Row]:
 
 def compare(builds: Sequence[Build], arena: Part, rows: Sequence[Row], threads: int) -> None:
     """Rounds of all of them; into the builds."""
-    passes = [row for row in rows for _ in range(2 if row.name.startswith("stream") else 1)]
+    passes = [row for row in rows for _ in range(2 if row.is_stream else 1)]
     runs = [build.runner(row, arena, threads) for build in builds for row in passes]
     taken = iter(turns(runs, 3, LEAST_S))
     for build in builds:
@@ -103,7 +100,7 @@ def main() -> None:
     arena = arena_of(int(options.million * 1e6))
     rows = chosen(ROWS, options.kernels)
     if not rows:
-        names = (row.name for row in ROWS if not row.name.startswith("stream"))
+        names = (row.name for row in ROWS if not row.is_stream)
         parser.error(f"no kernel has these words in its name: {', '.join(names)}")
     print("threads  kernel                   build            Gparam/s   times  /stream")
     for threads in options.threads:

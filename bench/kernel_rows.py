@@ -1,9 +1,13 @@
 """The native kernels of bench_cpu.py over memory as a training has it, and the streams that move as
-much as each."""
+much as each.
+
+Calls are bare: what Python does around a kernel in a training takes 0.01 ms, but 0.1 behind
+another kernel, which leaves none of it in a cache. That is much of a pass of some ms.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import ctypes
 from dataclasses import dataclass
 
 import torch
@@ -11,22 +15,14 @@ from torch import Tensor
 
 from fluxtrain import _native
 from fluxtrain.memory.arena import HostArena
-from fluxtrain.optim.hyper import Hyper
-from fluxtrain.optim.narrow_adamw import update8_, update16_
-from fluxtrain.optim.reference import States8, rounding
-from fluxtrain.optim.split_adamw import (
-    accumulate_,
-    encode,
-    sum_squares,
-    update_,
-    update_f32_,
-    update_moments_,
-    update_weights_,
-)
+from fluxtrain.optim.hyper import Hyper, coefficients
+from fluxtrain.optim.reference import rounding
+from fluxtrain.optim.split_adamw import encode
 from fluxtrain.plan.states import STATE_BLOCK
 
-HYPER = Hyper(lr=1e-4)
 FP32 = "adamw, fp32 states"
+STEP = ctypes.byref(_native.AdamWStep(*coefficients(Hyper(lr=1e-4), 1000)))
+ROUNDING = ctypes.byref(_native.Rounding(*rounding(0, 1000, 0)))
 
 
 def written(values: Tensor) -> Tensor:
@@ -35,141 +31,105 @@ def written(values: Tensor) -> Tensor:
     return arena.tensor(values.dtype, values.numel(), 0).copy_(values)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Part:
-    """Some elements in every format, with a gradient in both widths, and the kernels over them."""
+    """Some elements in every format, with a gradient in both widths: flat tensors of one length,
+    but for `m_scale` and `v_scale`, of one element for each block of `m8` and `v8`."""
 
-    p: Tensor
-    hi: Tensor
-    lo: Tensor
-    m: Tensor
-    v: Tensor
-    grad_f32: Tensor
-    grad: Tensor
-    m16: Tensor
-    v16: Tensor
-    states8: States8
-    step: int = 0
+    tensors: dict[str, Tensor]
 
     @property
     def n(self) -> int:
-        return self.p.numel()
+        return self.tensors["p"].numel()
 
     def cut(self, count: int) -> list[Part]:
-        """The same memory in so many parts, each but the last of whole blocks of a scale."""
-        blocks = self.n // STATE_BLOCK // count
-        starts = [at * blocks * STATE_BLOCK for at in range(count)]
-        return [
-            self._between(start, stop)
-            for start, stop in zip(starts, [*starts[1:], self.n], strict=True)
-        ]
+        """The same memory in so many parts, each but the last of whole blocks."""
+        starts = [at * (self.n // STATE_BLOCK // count) for at in range(count)]  # in blocks
+        stops = [*starts[1:], -(-self.n // STATE_BLOCK)]
+        return [self._blocks(start, stop) for start, stop in zip(starts, stops, strict=True)]
 
-    def _between(self, start: int, stop: int) -> Part:
-        tensors = (
-            self.p,
-            self.hi,
-            self.lo,
-            self.m,
-            self.v,
-            self.grad_f32,
-            self.grad,
-            self.m16,
-            self.v16,
-        )
-        first, last = start // STATE_BLOCK, -(-stop // STATE_BLOCK)
-        of8 = self.states8
-        states8 = States8(
-            of8.m[start:stop], of8.v[start:stop], of8.m_scale[first:last], of8.v_scale[first:last]
-        )
-        return Part(*(tensor[start:stop] for tensor in tensors), states8)
+    def _blocks(self, start: int, stop: int) -> Part:
+        size = {"m_scale": 1, "v_scale": 1}
+        cut = {
+            name: tensor[start * size.get(name, STATE_BLOCK) : stop * size.get(name, STATE_BLOCK)]
+            for name, tensor in self.tensors.items()
+        }
+        return Part(cut)
 
-    def stream(self, name: str, m: Tensor, v: Tensor, threads: int) -> None:
-        pointers = (x.data_ptr() for x in (self.hi, self.lo, m, v, self.grad))
-        _native.kernel(name)(*pointers, self.n, threads)
+    def addresses(self, names: str) -> list[object]:
+        """What kernels take: an address each, and one structure for `states8`."""
+        return [self._states8() if name == "states8" else self._at(name) for name in names.split()]
 
-    def split(self, grad: Tensor, threads: int) -> None:
-        self.step += 1
-        state = (self.hi, self.lo, self.m, self.v)
-        update_(*state, grad, hyper=HYPER, step=self.step, threads=threads)
+    def _at(self, name: str) -> int:
+        return self.tensors[name].data_ptr()
 
-    def stream_moments(self, threads: int) -> None:
-        pointers = (x.data_ptr() for x in (self.m, self.v, self.grad))
-        _native.kernel("stream_moments")(*pointers, self.n, threads)
-
-    def weights(self, threads: int) -> None:
-        self.step += 1
-        state = (self.hi, self.lo, self.m, self.v)
-        update_weights_(*state, self.grad, hyper=HYPER, step=self.step, threads=threads)
-
-    def moments(self, threads: int) -> None:
-        self.step += 1
-        moments = (self.m, self.v)
-        update_moments_(*moments, self.grad, hyper=HYPER, step=self.step, threads=threads)
-
-    def split16(self, threads: int) -> None:
-        self.step += 1
-        update16_(
-            self.hi, self.lo, self.m16, self.v16, self.grad, rounding(0, self.step, 0),
-            hyper=HYPER, step=self.step, threads=threads,
-        )  # fmt: skip
-
-    def split8(self, threads: int) -> None:
-        self.step += 1
-        update8_(
-            self.hi, self.lo, self.states8, self.grad,
-            hyper=HYPER, step=self.step, threads=threads,
-        )  # fmt: skip
-
-    def f32(self, threads: int) -> None:
-        self.step += 1
-        state = (self.p, self.m, self.v)
-        update_f32_(*state, self.grad_f32, hyper=HYPER, step=self.step, threads=threads)
+    def _states8(self) -> object:
+        return ctypes.byref(_native.States8(*map(self._at, ("m8", "v8", "m_scale", "v_scale"))))
 
 
 def arena_of(n: int) -> Part:
     """`n` elements in memory as a training has it."""
     generator = torch.Generator().manual_seed(0)
-    p = written(torch.randn(n, generator=generator) * 0.02)
-    hi, lo = (written(part) for part in encode(p))
-    m, v = (written(torch.zeros(n)) for _ in range(2))
-    grad_f32 = written(torch.randn(n, generator=generator) * 1e-3)
-    m16, v16 = (written(torch.zeros(n, dtype=torch.bfloat16)) for _ in range(2))
-    codes = [written(torch.zeros(n, dtype=torch.uint8)) for _ in range(2)]
-    scales = [torch.zeros(-(-n // STATE_BLOCK)) for _ in range(2)]
-    grad = written(grad_f32.bfloat16())
-    return Part(p, hi, lo, m, v, grad_f32, grad, m16, v16, States8(*codes, *scales))
+    p = torch.randn(n, generator=generator) * 0.02
+    hi, lo = encode(p)
+    grad_f32 = torch.randn(n, generator=generator) * 1e-3
+    made = {"p": p, "hi": hi, "lo": lo, "grad_f32": grad_f32, "grad": grad_f32.bfloat16()}
+    formats = {"": torch.float32, "16": torch.bfloat16, "8": torch.uint8}
+    for bits, dtype in formats.items():
+        made |= {f"{name}{bits}": torch.zeros(n, dtype=dtype) for name in "mv"}
+    scales = {f"{name}_scale": torch.zeros(-(-n // STATE_BLOCK)) for name in "mv"}
+    return Part({name: written(values) for name, values in made.items()} | scales)
 
 
 @dataclass(frozen=True)
 class Row:
-    """One kernel: what it moves for each element, the stream that moves as much, and its kind among
-    those that are measured in caches."""
+    """One kernel: what it moves for each element, its function and what that takes before and
+    behind the length, the stream that moves as much, and its kind among those that are measured in
+    caches."""
 
     name: str
     element_bytes: float
-    run: Callable[[Part, int], object]
+    kernel: str
+    arrays: str
+    more: tuple[object, ...] = ()
     stream: str | None = None
     in_cache: str | None = None
 
     @property
-    def is_compared(self) -> bool:
-        """A stream, or a kernel that has one."""
-        return self.stream is not None or self.name.startswith("stream")
+    def is_stream(self) -> bool:
+        return self.kernel.startswith("stream")
+
+    def arguments(self, part: Part, threads: int) -> list[object]:
+        """What its function takes to go over a part, which must live as long."""
+        return [*part.addresses(self.arrays), part.n, *self.more, threads]
 
 
+ALL, MOMENTS, ALL16 = "hi lo m v grad", "m v grad", "hi lo m16 v16 grad"
 ROWS = (  # each kernel behind its stream, and 8-bit states behind fp32 ones
-    Row("stream, fp32 states", 26, lambda a, t: a.stream("stream_split", a.m, a.v, t)),
-    Row(FP32, 26, lambda a, t: a.split(a.grad, t), "stream, fp32 states", "fp32"),
-    Row("adamw, 8-bit states", 14.06, Part.split8, "stream, 8-bit states", "8bit"),
-    Row("stream, 8-bit states", 14, lambda a, t: a.stream("stream8", a.states8.m, a.states8.v, t)),
-    Row("stream, weights", 18, lambda a, t: a.stream("stream_weights", a.m, a.v, t)),
-    Row("adamw, weights alone", 18, Part.weights, "stream, weights", "weights"),
-    Row("stream, moments", 18, Part.stream_moments),
-    Row("adamw, moments alone", 18, Part.moments, "stream, moments", "moments"),
-    Row("stream, bf16 states", 18, lambda a, t: a.stream("stream16", a.m16, a.v16, t)),
-    Row("adamw, bf16 states", 18, Part.split16, "stream, bf16 states", "bf16"),
-    Row("adamw, f32 grad", 28, lambda a, t: a.split(a.grad_f32, t)),
-    Row("adamw, f32 weights", 28, Part.f32),
-    Row("accumulate bf16", 10, lambda a, t: accumulate_(a.p, a.grad, threads=t)),
-    Row("sum of squares bf16", 2, lambda a, t: sum_squares(a.grad, threads=t)),
-)
+    Row("stream, fp32 states", 26, "stream_split", ALL),
+    Row(FP32, 26, "adamw_split_bf16", ALL, (STEP,), "stream, fp32 states", "fp32"),
+    Row(
+        "adamw, 8-bit states", 14.06, "adamw8_split_bf16", "hi lo states8 grad", (STEP,),
+        "stream, 8-bit states", "8bit",
+    ),
+    Row("stream, 8-bit states", 14, "stream8", "hi lo m8 v8 grad"),
+    Row("stream, weights", 18, "stream_weights", ALL),
+    Row(
+        "adamw, weights alone", 18, "adamw_weights_split_bf16", ALL, (STEP,), "stream, weights",
+        "weights",
+    ),
+    Row("stream, moments", 18, "stream_moments", MOMENTS),
+    Row(
+        "adamw, moments alone", 18, "adamw_moments_bf16", MOMENTS, (STEP,), "stream, moments",
+        "moments",
+    ),
+    Row("stream, bf16 states", 18, "stream16", ALL16),
+    Row(
+        "adamw, bf16 states", 18, "adamw16_split_bf16", ALL16, (ROUNDING, STEP),
+        "stream, bf16 states", "bf16",
+    ),
+    Row("adamw, f32 grad", 28, "adamw_split_f32", "hi lo m v grad_f32", (STEP,)),
+    Row("adamw, f32 weights", 28, "adamw_f32", "p m v grad_f32", (STEP,)),
+    Row("accumulate bf16", 10, "accumulate_bf16", "p grad"),
+    Row("sum of squares bf16", 2, "sum_squares_bf16", "grad"),
+)  # fmt: skip

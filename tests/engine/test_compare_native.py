@@ -41,7 +41,7 @@ def test_two_builds_run_the_same_kernels(tmp_path: Path, monkeypatch: pytest.Mon
     assert all(len(taken) == 3 for build in builds for taken in build.seconds.values())
     assert lines[2].split()[:5] == ["1", "adamw,", "8-bit", "states", "old"]
     assert lines[2].split()[6] == "1.000"  # times itself
-    assert arena.step == 2 * 4  # each build in the round that is not counted and in three
+    assert arena.tensors["m8"].unique().numel() > 1  # they were updated
 
 
 def test_builds_of_one_name_are_told_apart_by_their_folders(
