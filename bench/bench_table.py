@@ -106,7 +106,7 @@ def line(row: Row, rows: Mapping[str, Row], slow: Mapping[str, Slow] | None = No
         host += f" (training {found['host_training_gib']:.1f})"
     return (
         f"| {row['name']} | {found['step_s']:.3f} | {found['tokens_per_s']:,} | {found['tflops']} "
-        f"| {beside(row, rows)} | {found['nvml_gib']:.2f} GiB | {host} "
+        f"| {beside(row, rows, slow)} | {found['nvml_gib']:.2f} GiB | {host} "
         f"| {f'{apart:.1f} GiB' if apart else ''} | {bytes_each} "
         f"| {judged(row, rows, slow)} |"
     )

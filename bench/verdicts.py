@@ -81,6 +81,15 @@ class Slow:
     def __str__(self) -> str:
         return f"{self.name} took {self.step_s:.3f} s here"
 
+    @property
+    def words(self) -> str:
+        """What a multiple is of."""
+        return f"{self.name} with its known {self.known_s:.2f} s"
+
+    def known(self, row: Row) -> Row:
+        """The row as it is known to be."""
+        return row | {"tokens_per_s": row["tokens_per_s"] * self.step_s / self.known_s}
+
 
 def slow_references(wanted: Sequence[Row], rows: Mapping[str, Row]) -> dict[str, Slow]:
     """The rows whose `reference_s` says so, by their names."""
@@ -93,15 +102,17 @@ def slow_references(wanted: Sequence[Row], rows: Mapping[str, Row]) -> dict[str,
     }
 
 
-def beside(row: Row, rows: Mapping[str, Row]) -> str:
-    """Its throughput as a share of the loop it is compared with, and as a multiple of others."""
+def beside(row: Row, rows: Mapping[str, Row], slow: Mapping[str, Slow] | None = None) -> str:
+    """Its throughput as a share of the loop it is compared with, and as a multiple of others: of
+    what is known of them where they are `slow` here."""
     mine = rows[row["name"]]["tokens_per_s"]
     told = []
     if "tokens_per_s" in rows.get(row.get("against", ""), {}):
         told.append(f"{mine / rows[row['against']]['tokens_per_s']:.1%} of {row['against']}")
     for name in row.get("times", {}):
-        if "tokens_per_s" in rows.get(name, {}):
-            told.append(f"{mine / rows[name]['tokens_per_s']:.2f}x {name}")
+        words, other = _as_known(name, rows, slow or {})
+        if "tokens_per_s" in other:
+            told.append(f"{mine / other['tokens_per_s']:.2f}x {words}")
     return ", ".join(told)
 
 
@@ -142,13 +153,15 @@ def _speeds(row: Row, mine: Row, rows: Mapping[str, Row], slow: Mapping[str, Slo
         words = f"{row['least']:.0%} of {row['against']}"
         told.append(_beside(words, row["least"], mine, rows.get(row["against"], {}), void=void))
     for name, factor in row.get("times", {}).items():
-        words, other = f"{factor}x of {name}", rows.get(name, {})
-        if name in slow:
-            words += f" with its known {slow[name].known_s:.2f} s"
-            quicker = slow[name].step_s / slow[name].known_s
-            other = other | {"tokens_per_s": other["tokens_per_s"] * quicker}
-        told.append(_beside(words, factor, mine, other))
+        words, other = _as_known(name, rows, slow)
+        told.append(_beside(f"{factor}x of {words}", factor, mine, other))
     return told
+
+
+def _as_known(name: str, rows: Mapping[str, Row], slow: Mapping[str, Slow]) -> tuple[str, Row]:
+    """Another row and its name, as it is known where it is slow here."""
+    other = rows.get(name, {})
+    return (slow[name].words, slow[name].known(other)) if name in slow else (name, other)
 
 
 def _beside(words: str, factor: float, mine: Row, other: Row, *, void: bool = False) -> Told:

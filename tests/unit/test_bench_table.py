@@ -172,6 +172,9 @@ def test_a_multiple_of_a_loop_that_is_slow_here_is_of_what_it_is_known_to_do(
     told = judged(wanted[2], rows, slow)
     assert told == f"0.60 s: met; 20% of loop: met; 2.0x of other with its known 1.96 s: {word}"
     assert "SLOWER" in judged(wanted[1], rows, slow)
+    times = tokens_per_s / (100 * 2.1 / 1.96)
+    told = beside(wanted[2], rows, slow)
+    assert told.endswith(f"% of loop, {times:.2f}x other with its known 1.96 s")
 
 
 def test_bytes_by_trained_parameters_are_shown_beside_those_at_home() -> None:
