@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 import yaml
 
-BENCH = Path(__file__).parents[2] / "bench"
-sys.path.insert(0, str(BENCH))
-import bench_table  # noqa: E402 - scripts beside the project, not a package
-from measured_on import bus_line, command, commands, machine_line  # noqa: E402
-from verdicts import Slow, beside, counted, judged, slow_references  # noqa: E402
+sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
+import bench_table
+from measured_on import bus_line, command, commands, machine_line
+from verdicts import Slow, beside, counted, judged, slow_references
 
-from fluxtrain.hardware.machine import Machine  # noqa: E402
+from fluxtrain.hardware.machine import Machine
+
+BENCH = Path(__file__).parents[2] / "bench"
 
 ROWS: list[dict[str, Any]] = yaml.safe_load((BENCH / "gpu_rows.yaml").read_text())
 EXACT = {"states": "fp32", "eager": False}
