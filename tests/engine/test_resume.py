@@ -24,6 +24,7 @@ from fluxtrain.telemetry.events import (
     CheckpointWritten,
     Done,
     EvaluationFinished,
+    Failed,
     Hello,
     LogWritten,
     StepFinished,
@@ -71,6 +72,18 @@ def curve(run_dir: Path) -> dict[int, set[tuple[float, float, float | None]]]:
 
 def weights(run_dir: Path) -> dict[str, torch.Tensor]:
     return load_file(run_dir / "model" / "model.safetensors")
+
+
+def files_of(run_dir: Path) -> dict[Path, bytes]:
+    """All that the run holds but for what every process writes there."""
+    told = {"events.ndjson", "engine.log", "pid"}
+    files = (path for path in run_dir.rglob("*") if path.is_file() and path.name not in told)
+    return {path: path.read_bytes() for path in files}
+
+
+def refusal(run_dir: Path) -> str:
+    """Why the newest process ended, by the journal."""
+    return str(events(run_dir, Failed)[-1].message)
 
 
 def assert_same_run(one: Path, other: Path) -> None:
@@ -309,11 +322,33 @@ def test_a_resume_with_other_settings_says_what_differs(
     config = run_config(train__checkpoint_every=2)
     run_dir = tmp_path / "run"
     reference(config, run_dir)
-    kept = {path: path.read_bytes() for path in (run_dir / "checkpoints").rglob("*.*")}
+    kept = files_of(run_dir)
     other = run_config("other.yaml", train__checkpoint_every=2, **change)
     assert finished("train", other, "--run-dir", run_dir, "--resume", "auto") == 2
-    assert named in json.loads((run_dir / "error.json").read_text())["message"]
-    assert {path: path.read_bytes() for path in kept} == kept
+    assert named in refusal(run_dir)
+    assert files_of(run_dir) == kept
+    assert RunDir(run_dir).liveness() == "finished"
+    assert finished("train", "--run-dir", run_dir, "--resume", "auto") == 0
+
+
+@pytest.mark.parametrize("change", ["model.path=nowhere", "data.path=nowhere.txt", "train.seed=5"])
+def test_a_killed_run_goes_on_whatever_was_refused_in_between(
+    run_config: RunConfig, tmp_path: Path, change: str
+) -> None:
+    config = run_config(train__checkpoint_every=2)
+    straight, run_dir = tmp_path / "straight", tmp_path / "run"
+    reference(config, straight)
+    with running("train", config, "--run-dir", run_dir) as process:
+        wait_for(lambda: steps_done(run_dir) >= 3)
+        process.kill()
+        process.join()
+    kept = files_of(run_dir)
+    for _ in range(2):
+        again = finished("train", "--run-dir", run_dir, "--resume", "auto", "--set", change)
+        assert again == 2
+    assert files_of(run_dir) == kept
+    assert finished("train", "--run-dir", run_dir, "--resume", "auto") == 0
+    assert_same_run(run_dir, straight)
 
 
 def test_a_resume_with_another_model_says_so(
@@ -323,7 +358,7 @@ def test_a_resume_with_another_model_says_so(
     reference(run_config(), run_dir)
     other = run_config("other.yaml", model__path=str(model_folder("qwen2")))
     assert finished("train", other, "--run-dir", run_dir, "--resume", "auto") == 2
-    message = json.loads((run_dir / "error.json").read_text())["message"]
+    message = refusal(run_dir)
     assert "model was 'LlamaForCausalLM" in message
     assert "is 'Qwen2ForCausalLM" in message
 

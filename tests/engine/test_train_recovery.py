@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import threading
+import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -219,15 +220,38 @@ def test_a_run_that_trained_is_not_refused_whatever_ends_it(
     with pytest.raises(type(error)), open_session(in_its_first_step) as session:
         session.begin_training()
         raise error
-    gone_on_with = RunDir(tmp_path / "again")
-    with open_session(gone_on_with) as session:
+    killed = RunDir(tmp_path / "killed")
+    with open_session(killed) as session:
         session.announcer.emit(step(7))
-    with pytest.raises(type(error)), open_session(gone_on_with):
+    killed.result.unlink()
+    with pytest.raises(type(error)), open_session(killed):
         raise error
-    for run in (in_its_first_step, gone_on_with):
+    for run in (in_its_first_step, killed):
         assert (run.summary().state, run.summary().exit_code) == ("failed", code)
         last = journal(run)[-1]
         assert isinstance(last, ev.Failed) and not last.refused
+
+
+@pytest.mark.parametrize("error", [BadInput("no such file"), Interrupted("stopped", 130)])
+def test_a_process_that_makes_no_step_leaves_a_runs_end_as_it_was(
+    tmp_path: Path, error: FluxTrainError
+) -> None:
+    run = RunDir(tmp_path / "run")
+    with open_session(run) as session:
+        session.begin_training()
+        session.announcer.emit(step(7))
+    ended, a_while_ago_s = run.result.read_bytes(), time.time() - 60
+    os.utime(run.result, (a_while_ago_s, a_while_ago_s))
+    with pytest.raises(type(error)), open_session(run):
+        assert run.liveness() == "running"
+        raise error
+    assert run.result.read_bytes() == ended and not run.error.exists()
+    assert run.summary().state == "finished"
+    with pytest.raises(Diverged), open_session(run) as session:
+        session.begin_training()
+        assert not run.result.exists()
+        raise Diverged("nan")
+    assert (run.summary().state, run.result.exists()) == ("failed", False)
 
 
 def test_the_end_of_an_earlier_process_is_not_taken_for_this_ones(tmp_path: Path) -> None:

@@ -236,9 +236,10 @@ class RunDir:
         return self._state(self._ending())
 
     @property
-    def has_steps(self) -> bool:
-        """Whether any process of the run made a step, as far as the journal's end tells."""
-        return _newest_step(self.journal) is not None
+    def has_trained(self) -> bool:
+        """Whether any process of the run made a step, as far as checkpoints and the journal's end
+        tell."""
+        return any(self.checkpoints.glob("step-*")) or _newest_step(self.journal) is not None
 
     def summary(self) -> RunSummary:
         """State and newest numbers, read from the ends of the journal and the small files."""

@@ -103,7 +103,8 @@ def train(
         session.announcer.emit(hello := first_hello(config, target.run_dir, machine.line()))
         session.listen()
         session.announcer.phase("loading")
-        write_run_file(target.run_dir, config, machine)
+        if not (configured := target.resumes and target.run_dir.run.exists()):
+            write_run_file(target.run_dir, config, machine)
         session.configured()
         checkpoint = _checkpoint_of(target, session)
         device = choose_device(config)
@@ -112,6 +113,8 @@ def train(
         tell = partial(session.announcer.phase, "loading")
         ingredients = load_ingredients(config, fits, card_capability(device.value), tell)
         run = made(config, ingredients, session, checkpoint, machine, device)
+        if configured:  # only now: a resume that is refused changes nothing of the run
+            write_run_file(target.run_dir, config, machine)
         run.announce(hello)
         session.begin_training()
         run.loop.run()

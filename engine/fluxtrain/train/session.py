@@ -48,8 +48,9 @@ class Session:
         with ExitStack() as taken:  # given back where the next one cannot be had
             self._lock = run_dir.lock()
             taken.callback(self._lock.release)
-            for stale in (run_dir.result, run_dir.error):
-                stale.unlink(missing_ok=True)
+            self._had_trained = run_dir.has_trained
+            if not self._had_trained:
+                self._forget_earlier_end()
             self._log = RunLog(run_dir.log)
             taken.callback(self._log.close)
             self._emitter = Emitter(run_dir.journal, live_fd)
@@ -107,8 +108,10 @@ class Session:
         self.signals.words = f"stopped before a step was made: {self.run_dir.path} holds {held}"
 
     def begin_training(self) -> None:
-        """From here on a signal ends the run after a step, with a checkpoint."""
+        """From here on a signal ends the run after a step, with a checkpoint. How an earlier
+        process ended no longer counts."""
         self.signals.deferred, self.signals.words = True, self._afterwards
+        self._forget_earlier_end()
         self._began = True
 
     @property
@@ -142,6 +145,16 @@ class Session:
         )
         return ok, message
 
+    def _forget_earlier_end(self) -> None:
+        for path in (self.run_dir.result, self.run_dir.error):
+            path.unlink(missing_ok=True)
+
+    @property
+    def _is_the_runs_end(self) -> bool:
+        """Whether this process's end is the run's. One that was to go on with a run and made no
+        step leaves the run as it was, but for its journal and its log."""
+        return self._began or not self._had_trained
+
     def _record_end(self, error: BaseException | None) -> None:
         told = as_told(error) if error is not None else None
         if error is None or isinstance(told, Interrupted):
@@ -166,14 +179,15 @@ class Session:
         }
         if not interrupted:
             self._say(self.announcer.phase, "finished")
-        self._say(self.run_dir.write_json, self.run_dir.result, result)
+        if self._is_the_runs_end:
+            self._say(self.run_dir.write_json, self.run_dir.result, result)
         self._say(self.announcer.emit, self._done(code))
 
     def _record_failure(self, error: BaseException, told: FluxTrainError | None) -> None:
         code = told.exit_code if told else EXIT_BUG
         kind = type(told or error).__name__
         refused = code in (EXIT_BAD_INPUT, EXIT_DOES_NOT_FIT) and not self._began
-        refused = refused and not self.run_dir.has_steps
+        refused = refused and not self._had_trained
         message = str(told) if told else f"{kind}: {error}"
         self._log.traceback(error)
         error.add_note(f"the whole story is in {self.run_dir.log}")
@@ -186,7 +200,8 @@ class Session:
             "step": self.state.step,
             "traceback": "".join(traceback.format_exception(error)),
         }
-        self._say(self.run_dir.write_json, self.run_dir.error, content)
+        if self._is_the_runs_end:
+            self._say(self.run_dir.write_json, self.run_dir.error, content)
         last = Failed(exit_code=code, kind=kind, message=message, refused=refused)
         self._say(self.announcer.emit, last)
 
