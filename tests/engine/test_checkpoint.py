@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import random
@@ -118,6 +119,35 @@ def test_any_damage_is_noticed(tmp_path: Path, harm: str) -> None:
     with pytest.raises(Damaged) as caught:
         read_checkpoint(path)
     assert path.name in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "forged",
+    [
+        {"shards": 5},
+        {"shards": [["block", "../outside.safetensors"]]},
+        {"shards": [["block", "not-hashed.safetensors"]]},
+        {"step": -1},
+        {"step": 10**30},
+        {"files": {"trainer.json": {"bytes": "many", "sha256": ""}}},
+        {"files": {"../trainer.json": {"bytes": 1, "sha256": ""}}},
+        {"files": []},
+    ],
+    ids=str,
+)
+def test_a_manifest_that_was_never_written_so_is_damaged_also_with_its_seal(
+    tmp_path: Path, forged: dict[str, Any]
+) -> None:
+    path = write_checkpoint(tmp_path, 1, shards(), {}).path
+    outside = tmp_path / "outside.safetensors"
+    outside.write_bytes((path / "shard-00000.safetensors").read_bytes())
+    manifest = json.loads((path / "manifest.json").read_text()) | forged
+    del manifest["sha256"]
+    sealed = json.dumps(manifest, sort_keys=True, separators=(",", ":")).encode()
+    manifest["sha256"] = hashlib.sha256(sealed).hexdigest()
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(Damaged, match=r"manifest\.json"):
+        read_checkpoint(path)
 
 
 def test_a_damaged_checkpoint_is_skipped_for_the_last_good_one(tmp_path: Path) -> None:

@@ -115,6 +115,20 @@ def test_everything_of_a_run_comes_back(tmp_path: Path) -> None:
     assert "step 5" in restored.last_text()
 
 
+@pytest.mark.parametrize(
+    "forged", [{}, {"run": "1"}, {"chunk_rows": -5}, {"chunk_rows": 0}, {"fingerprint": None}]
+)
+def test_a_trainers_state_that_was_never_written_so_is_damaged(
+    tmp_path: Path, forged: dict[str, Any]
+) -> None:
+    made, _ = keeper(tmp_path)
+    whole = made.write(state_at(5), FakeEngine(1), FakeData()).trainer_state()
+    content = {**whole, **forged} if forged else {}
+    forgery = write_checkpoint(tmp_path / "forged", 5, [], content)
+    with pytest.raises(Damaged, match=r"step-00000005: trainer\.json"):
+        keeper(tmp_path)[0].restore(forgery, FakeEngine(2), FakeData())
+
+
 def test_a_step_that_is_saved_is_not_saved_again(tmp_path: Path) -> None:
     made, told = keeper(tmp_path)
     first = made.write(state_at(5), FakeEngine(1), FakeData())

@@ -125,6 +125,23 @@ def test_a_model_whose_weights_loading_converts_must_fit_the_host_as_a_whole(
     assert re.search(told, ended.stderr)
 
 
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"quantization_config": {"quant_method": "bitsandbytes"}}, "is quantised .bitsandbytes."),
+        ({"vocab_size": 0}, "says vocab_size = 0"),
+        ({"hidden_size": -4}, "says hidden_size = -4"),
+    ],
+)
+def test_another_machine_trains_no_model_that_this_one_refuses(
+    large: RunConfig, tmp_path: Path, changes: dict[str, Any], told: str
+) -> None:
+    shape = Path(large.model.path) / "config.json"
+    shape.write_text(json.dumps({**json.loads(shape.read_text()), **changes}))
+    with pytest.raises(BadInput, match=told):
+        preview(large, machine(tmp_path, 160, 160))
+
+
 def test_a_machine_without_rates_has_a_plan_but_no_time(large: RunConfig, tmp_path: Path) -> None:
     plan = preview(large, machine(tmp_path, 24, 160, rates={"adamw": 1e9}))
     assert plan["predicted"] is None

@@ -29,6 +29,7 @@ from fluxtrain.telemetry import events as ev
 from fluxtrain.telemetry.control import send_command
 from fluxtrain.telemetry.frames import decode_line
 from fluxtrain.telemetry.journal import read_events
+from fluxtrain.telemetry.launch import start_trainer
 from fluxtrain.telemetry.rundir import RunDir
 from fluxtrain.train.config import demo_config
 from fluxtrain.train.recovery import has_run, locate, stored_config
@@ -393,6 +394,16 @@ def test_a_log_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "engine.log").mkdir()
     with pytest.raises(BadInput, match="--run-dir"):
         RunLog(tmp_path / "engine.log")
+
+
+def test_a_log_that_is_a_link_is_refused_and_what_it_points_to_stays(tmp_path: Path) -> None:
+    (tmp_path / "others").write_text("kept")
+    (tmp_path / "engine.log").symlink_to(tmp_path / "others")
+    with pytest.raises(BadInput, match="--run-dir"):
+        RunLog(tmp_path / "engine.log")
+    with pytest.raises(BadInput, match="--run-dir"):
+        start_trainer(["--demo"], tmp_path, ["false"])
+    assert (tmp_path / "others").read_text() == "kept"
 
 
 def test_printed_json_decodes_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -254,6 +254,17 @@ def test_what_does_not_fit_says_the_need_the_room_and_the_cure(
     assert error_names_both_numbers(message)
 
 
+def test_another_packages_optimizer_is_never_told_to_keep_states_at_home() -> None:
+    facts = qwen().without_masters("8bit")
+    wishes = Wishes(offload="none", batch_rows=64)
+    with pytest.raises(DoesNotFit, match=r": train\.batch_rows=\d+ fits"):
+        place(facts, gpu(22), wishes)
+    with pytest.raises(DoesNotFit, match=r": train\.optimizer=adamw with train\.states=8bit fits"):
+        place(facts, gpu(8), replace(wishes, batch_rows=1))
+    own = place(qwen().with_states("8bit"), gpu(8), Wishes(batch_rows=1))
+    assert own.offload == "weights"
+
+
 def test_a_host_that_is_too_small_is_told_what_the_device_leaves_to_it() -> None:
     """Never numbers of a layout that the device could not hold either."""
     with pytest.raises(DoesNotFit) as refused:

@@ -63,13 +63,7 @@ def check_model_folder(folder: Path, trust_remote_code: bool = False) -> ModelFi
         raise BadInput(f"{folder} is a file: name the folder that holds config.json")
     config = model_config(folder)
     _refuse_remote_code(folder, config, trust_remote_code)
-    if (quantised := config.get("quantization_config")) is not None:
-        named = isinstance(quantised, dict)
-        method = quantised.get("quant_method", "unknown") if named else "unknown"
-        raise BadInput(
-            f"{folder} is quantised ({method}), and full training needs bf16 or fp32 weights: "
-            "name the original, unquantised model"
-        )
+    refuse_quantised(config, str(folder))
     if not any((folder / name).exists() for name in TOKENIZER_FILES):
         raise BadInput(
             f"{folder} has no tokenizer (none of {', '.join(TOKENIZER_FILES)}): "
@@ -175,13 +169,30 @@ def model_config(folder: Path) -> dict[str, Any]:
     config = _json_object(path)
     if "model_type" not in config:
         raise BadInput(f"{path} has no `model_type`: it is not a model's configuration")
-    refuse_too_many_layers(config, str(path))
+    refuse_impossible_sizes(config, str(path))
     return config
 
 
-def refuse_too_many_layers(config: Mapping[str, Any], where: str) -> None:
-    """Raise BadInput, naming `where`, for a configuration (or a part of it, as of its text model)
-    with more than `MOST_LAYERS`: each is made and gone through before anything else can be told."""
+def refuse_quantised(config: Mapping[str, Any], where: str) -> None:
+    """Raise BadInput, naming `where`, for a configuration of quantised weights."""
+    if (quantised := config.get("quantization_config")) is None:
+        return
+    named = isinstance(quantised, Mapping)
+    method = quantised.get("quant_method", "unknown") if named else "unknown"
+    raise BadInput(
+        f"{where} is quantised ({method}), and full training needs bf16 or fp32 weights: "
+        "name the original, unquantised model"
+    )
+
+
+def refuse_impossible_sizes(config: Mapping[str, Any], where: str) -> None:
+    """Raise BadInput, naming `where`, for a configuration without words or width, or (also in a
+    part of it, as of its text model) with more than `MOST_LAYERS`: each is made and gone through
+    before anything else can be told."""
+    for key in ("vocab_size", "hidden_size"):
+        told = config.get(key)
+        if isinstance(told, int) and told < 1:
+            raise BadInput(f"{where} says {key} = {told}: copy or download it again")
     parts = [config, *(part for part in config.values() if isinstance(part, Mapping))]
     for part in parts:
         for key in _LAYER_KEYS:

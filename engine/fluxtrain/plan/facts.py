@@ -316,13 +316,19 @@ class ModelFacts:
         return max(tables, key=lambda group: group.weight_bytes, default=None)
 
     @cached_property
+    def has_masters(self) -> bool:
+        """Are there fp32 masters, as of FluxTrain's own optimizer? Others update on a GPU alone."""
+        return all(group.masters for group in self.groups)
+
+    @cached_property
     def scales_its_loss(self) -> bool:
         """Are there fp16 gradients? A step may overflow then, which only its end tells."""
         return any(group.trained_fp16 for group in self.groups)
 
     def with_states(self, states: StateFormat) -> ModelFacts:
-        """The same model with its optimizer states kept so."""
-        return replace(self, groups=tuple(replace(g, states=states) for g in self.groups))
+        """The same model with FluxTrain's own optimizer and its states kept so."""
+        changed = (replace(g, states=states, masters=True) for g in self.groups)
+        return replace(self, groups=tuple(changed))
 
     def without_masters(self, states: MomentFormat) -> ModelFacts:
         """The same model with another package's optimizer."""

@@ -122,7 +122,11 @@ class _Setting:
 
 def _cure(search: Search) -> str:
     wishes, row = search.wishes, search.facts.row
-    for setting in _settings(wishes):
+    own = search.facts.has_masters
+    settings = _settings(wishes)
+    if not own:  # another package's optimizer has no states at home
+        settings = tuple(replace(s, easier=replace(s.easier, offload="none")) for s in settings)
+    for setting in settings:
         if setting.easier == wishes:
             continue
         layout = replace(search, wishes=setting.easier).find()
@@ -131,11 +135,15 @@ def _cure(search: Search) -> str:
             found = " left out fits" if value is None else f"={value} fits"
             return (setting.in_wrap if row is None else setting.in_run) + found
     narrow = replace(search, facts=search.facts.with_states("8bit"))
+    if not own:
+        narrow = replace(narrow, wishes=replace(wishes, offload="auto"))
     layout = narrow.find()
     if layout is not None:
         need = narrow.need(layout)
+        name = "states" if row is None else "train.states"
+        with_own = "" if own else "train.optimizer=adamw with "
         return (
-            f"{'states' if row is None else 'train.states'}=8bit fits: optimizer states of 8 bits "
+            f"{with_own}{name}=8bit fits: optimizer states of 8 bits "
             f"take {bytes_text(need.host_bytes)} of host memory"
         )
     if row is not None:

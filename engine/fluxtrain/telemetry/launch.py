@@ -60,7 +60,8 @@ def start_trainer(
     run = run_dir if isinstance(run_dir, RunDir) else RunDir(run_dir)
     try:
         run.path.mkdir(parents=True, exist_ok=True)
-        log = open(run.log, "ab")  # noqa: SIM115 - closed below, after the child has it
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+        log = open(os.open(run.log, flags, 0o644), "ab")  # noqa: SIM115 - closed below, after the child has it
     except OSError as error:
         raise storage_error(run.log, error) from error
     read_end, write_end = os.pipe()

@@ -17,8 +17,9 @@ import shutil
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 from safetensors import SafetensorError
 from torch import Tensor
 
@@ -62,6 +63,24 @@ class Checkpoint:
 
 class Damaged(BadInput):
     """A checkpoint is not what its manifest says."""
+
+
+_FileName = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]  # no other folder
+_Count = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
+
+
+class _Facts(msgspec.Struct):
+    bytes: _Count
+    sha256: str
+
+
+class _Manifest(msgspec.Struct):
+    """What manifest.json holds, beside its seal."""
+
+    format: int
+    step: _Count
+    shards: list[tuple[str, _FileName]]
+    files: dict[_FileName, _Facts]
 
 
 def is_full(error: OSError) -> bool:
@@ -214,9 +233,18 @@ def _manifest(path: Path) -> dict[str, Any]:
         raise Damaged(f"{path.name}: checkpoint format {found}, this version reads {FORMAT}")
     if manifest.pop(_SEAL, None) != _seal(manifest):
         raise Damaged(f"{path.name}: {MANIFEST} is not what was written (sha256 differs)")
-    if not {"step", "shards", "files"} <= manifest.keys() or TRAINER not in manifest["files"]:
+    check_content(manifest, _Manifest, f"{path.name}: {MANIFEST}")
+    if not {TRAINER, *(name for _, name in manifest["shards"])} <= manifest["files"].keys():
         raise Damaged(f"{path.name}: {MANIFEST} lacks entries")
     return manifest
+
+
+def check_content(content: Any, kind: type[msgspec.Struct], where: str) -> None:
+    """Raise Damaged for content that was never written so, whatever it is sealed with."""
+    try:
+        msgspec.convert(content, kind)
+    except msgspec.ValidationError as error:
+        raise Damaged(f"{where} is not what was written ({error})") from None
 
 
 def _seal(manifest: dict[str, Any]) -> str:

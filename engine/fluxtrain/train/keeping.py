@@ -5,7 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
 
 from fluxtrain.errors import BadInput, NoSpace
 from fluxtrain.stream.outside import SHARD as OUTSIDE_SHARD
@@ -15,8 +17,10 @@ from fluxtrain.telemetry.storage import free_bytes
 from fluxtrain.train.announce import Announcer
 from fluxtrain.train.cadence import Cadence
 from fluxtrain.train.checkpoint import (
+    TRAINER,
     Checkpoint,
     Damaged,
+    check_content,
     list_checkpoints,
     load_shard_tensors,
     prune,
@@ -41,6 +45,16 @@ _BEFORE = {
 }  # what checkpoints from before a setting existed were made with
 TRAINER_BYTES = 1 << 20  # of a checkpoint beside weights and states, at most
 SHARE = 0.05  # of the time, at most, goes into checkpoints that nobody asked for
+
+
+class _Content(msgspec.Struct):
+    """What trainer.json holds, by kind."""
+
+    run: dict[str, Any]
+    random: dict[str, Any]
+    data: dict[str, Any]
+    chunk_rows: Annotated[int, msgspec.Meta(ge=1)]
+    fingerprint: dict[str, Any]
 
 
 class CheckpointKeeper:
@@ -108,7 +122,7 @@ class CheckpointKeeper:
         Raises:
             BadInput: it belongs to another model, data or configuration; says what differs.
         """
-        content = checkpoint.trainer_state()
+        content = trainer_content(checkpoint)
         _refuse_other_run(checkpoint.path, content["fingerprint"], self._fingerprint)
         data.load_state_dict(content["data"])
         for name, tensors in load_shard_tensors(checkpoint):
@@ -179,6 +193,13 @@ def newest_valid(root: Path, warn: Callable[[str], None]) -> Checkpoint | None:
             "--run-dir"
         )
     return None
+
+
+def trainer_content(checkpoint: Checkpoint) -> dict[str, Any]:
+    """What `CheckpointKeeper.write` gave. Raises Damaged for anything else."""
+    content = checkpoint.trainer_state()
+    check_content(content, _Content, f"{checkpoint.path.name}: {TRAINER}")
+    return content
 
 
 def _refuse_other_run(path: Path, old: dict[str, Any], new: dict[str, Any]) -> None:

@@ -23,7 +23,8 @@ from fluxtrain.methods.model_files import (
     ModelFiles,
     check_model_folder,
     model_config,
-    refuse_too_many_layers,
+    refuse_impossible_sizes,
+    refuse_quantised,
 )
 from fluxtrain.methods.models import refuse_missing_folder, unloadable
 from fluxtrain.methods.precision import choose_dtype, demo_dtype, with_odd_tensors
@@ -251,7 +252,7 @@ def _shape_of(config: RunConfig, weightless: bool) -> tuple[Any, str, ModelFiles
     source, trusted = config.model, config.model.trust_remote_code
     folder = Path(source.path).expanduser()
     if weightless and (folder / "config.json").exists():
-        model_config(folder)
+        refuse_quantised(model_config(folder), str(folder))
         shape = _local_shape(folder, trusted)
         return shape, str(shape.dtype or torch.float32).removeprefix("torch."), None
     if folder.exists():
@@ -267,7 +268,8 @@ def _shape_of(config: RunConfig, weightless: bool) -> tuple[Any, str, ModelFiles
             f"{source.path!r} is no local folder, and its configuration cannot be had from the hub "
             f"({str(error).splitlines()[0]}): check model.path and the network"
         ) from error
-    refuse_too_many_layers(shape.to_dict(), source.path)
+    refuse_impossible_sizes(shape.to_dict(), source.path)
+    refuse_quantised(shape.to_dict(), source.path)
     return shape, str(shape.dtype or torch.float32).removeprefix("torch."), None
 
 

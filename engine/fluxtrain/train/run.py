@@ -48,7 +48,7 @@ from fluxtrain.train.guarding import (
     refuse_what_does_not_fit,
 )
 from fluxtrain.train.ingredients import DEMO, Ingredients, load_ingredients
-from fluxtrain.train.keeping import CheckpointKeeper, newest_valid
+from fluxtrain.train.keeping import CheckpointKeeper, newest_valid, trainer_content
 from fluxtrain.train.live_setup import live_changes
 from fluxtrain.train.loop import LoopSettings, TrainingLoop
 from fluxtrain.train.parameter_groups import parameter_groups
@@ -384,7 +384,7 @@ def _known_rows(config: RunConfig, checkpoint: Checkpoint | None) -> int | None:
         return config.train.batch_rows
     if checkpoint is None:
         return None
-    return int(checkpoint.trainer_state()["fingerprint"]["batch_rows"])
+    return int(trainer_content(checkpoint)["fingerprint"]["batch_rows"])
 
 
 def _optimizer(

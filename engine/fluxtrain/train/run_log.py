@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import warnings
@@ -24,6 +25,8 @@ class RunLog:
 
     def __init__(self, path: Path) -> None:
         try:
+            if path.is_symlink():  # as of the journal: what it points to may be anybody's
+                raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
             self._handler = logging.FileHandler(path, encoding="utf-8", errors="backslashreplace")
         except OSError as error:
             raise storage_error(path, error) from error
