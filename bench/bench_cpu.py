@@ -41,6 +41,10 @@ from fluxtrain import _native
 BLOCKS, WIDTH, BATCH = 24, 64, 8
 LEAST_S = 5.0  # of rounds, with each number of threads
 IN_CACHE_S = 0.05  # of each kind and round
+LEGEND = """{million:.0f} M elements, {processors} processors
+/stream: beside a kernel that reads and writes the same and computes nothing (0.95 is asked for);
+/cache: of what arithmetic allows, from what fits a core's cache; /fp32 states: beside those
+(1.5 is asked for with 8-bit states, or 0.95 of /cache)"""
 PARTS = 8  # of the arrays with one thread, fewer with more: a pass over one takes some ms
 
 
@@ -260,7 +264,7 @@ def measure_all(arguments: argparse.Namespace) -> None:
     counts = sorted(set(arguments.threads or (1, max(1, everything // 2), everything)))
     sets = arguments.isa or [_native.ISA_NAMES[-1]]
     arena = arena_of(int(arguments.million * 1e6))
-    print(f"{arena.n / 1e6:.0f} M elements, {everything} processors")
+    print(LEGEND.format(million=arena.n / 1e6, processors=everything))
     print(
         "isa      threads  kernel                   Gparam/s     GB/s  /stream  /cache /fp32 states"
     )
@@ -296,7 +300,11 @@ def main() -> None:
     measure_all(arguments)
     if arguments.kernels_only:
         return
-    print("\nthe engine's cost on this processor, microseconds a block, forward and backward")
+    print(
+        "\nthe engine's cost on this processor, microseconds a block, forward and backward: the "
+        f"same for a block of any size (these are {WIDTH} wide; one of a 3 B model with 8 rows "
+        "of 1024 tokens takes an H200 about 8,000)"
+    )
     for offload in ("none", "weights"):
         plain, added = engine_overhead_us(offload, 5 * arguments.rounds)
         print(f"offload {offload:8} {added:8.0f} beside {plain:.0f} of the plain model")

@@ -203,6 +203,8 @@ def test_a_run_directory_that_cannot_be_made_is_refused(
     (tmp_path / "file").write_text("in the way")
     config = run_config()
     assert_refused(call("train", config, "--run-dir", tmp_path / "file"), 2, "is a file")
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    assert_refused(call("train", config, "--run-dir", tmp_path / "link"), 2, "leads nowhere")
     below = tmp_path / "file" / "run"
     assert_refused(call("train", config, "--run-dir", below), 2, "--run-dir")
     read_only = "/proc/fluxtrain-run"  # where not even root can make a folder

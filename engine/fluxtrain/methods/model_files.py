@@ -28,6 +28,7 @@ MOST_LAYERS = 4096  # four times as many as the deepest models that were ever tr
 _LAYER_KEYS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
 _KERNEL_KEYS = ("attn_implementation", "_attn_implementation")  # may name a hub repository
 _DTYPE_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 FLOATS = frozenset(_DTYPE_NAMES.values())  # what a model is trained from
 
 
@@ -137,8 +138,9 @@ def _parsed_header(path: Path, raw: bytes) -> dict[str, Any]:
                 dtype, shape, (first, last) = (
                     tensor["dtype"], tensor["shape"], tensor["data_offsets"],
                 )  # fmt: skip
-                sizes_known = all(isinstance(size, int) for size in shape)
-                if not (isinstance(dtype, str) and sizes_known and 0 <= first <= last):
+                sizes_known = all(isinstance(size, int) and size >= 0 for size in shape)
+                sound = isinstance(dtype, str) and sizes_known and 0 <= first <= last
+                if not sound or _BYTES.get(dtype, 0) * prod(shape) not in (0, last - first):
                     raise ValueError(f"{name}: {dtype} {shape} at {first}..{last}")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise BadInput(

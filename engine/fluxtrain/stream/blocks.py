@@ -52,7 +52,8 @@ def take_apart(model: nn.Module) -> Parts:
 
 
 def _without_blocks(model: nn.Module, found: list[tuple[str, nn.Module]], total_bytes: int) -> str:
-    who = f"{type(model).__name__} ({bytes_text(total_bytes)} of parameters) has no repeated blocks"
+    size = f"its parameters take {bytes_text(total_bytes)}"
+    who = f"{type(model).__name__} ({size}) has no repeated blocks"
     if not found:
         return f"{who} to stream: {_what_is_missing(model)}"
     name, largest = max(found, key=lambda item: _module_bytes(item[1]))

@@ -190,6 +190,8 @@ def _started_in(run_dir: Path) -> Target:
     chosen = RunDir(run_dir)
     if run_dir.exists() and not run_dir.is_dir():
         raise BadInput(f"--run-dir {run_dir} is a file: name a folder")
+    if run_dir.is_symlink() and not run_dir.exists():
+        raise BadInput(f"--run-dir {run_dir} is a link that leads nowhere: name a folder")
     _refuse_others_files(chosen)
     if os.path.lexists(chosen.model):
         raise BadInput(
