@@ -1,4 +1,5 @@
-"""Folders whose files hold more than their config.json describes, or codes where weights belong."""
+"""Folders whose files hold more than their config.json describes, codes where weights belong, or
+headers that describe other bytes."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from fluxtrain.errors import BadInput
 from fluxtrain.methods.left_out import further_blocks
+from fluxtrain.methods.model_files import check_model_folder
 from fluxtrain.methods.models import ModelSource, load_model
 
 Folder = Callable[..., Path]
@@ -88,3 +90,19 @@ def test_integers_that_are_no_weights_are_read(model_folder: Folder) -> None:
     folder = model_folder("llama")
     _save(folder, position_ids=torch.arange(4))
     assert load_model(ModelSource(path=str(folder))).packs
+
+
+@pytest.mark.parametrize("shape", [[2**40, 2**30], [3], [-1, -4], []], ids=str)
+def test_a_header_whose_shapes_are_not_those_of_its_bytes_is_refused_before_loading(
+    model_folder: Folder, shape: list[int]
+) -> None:
+    path = model_folder() / "model.safetensors"
+    content = path.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    tensor = next(name for name in header if name != "__metadata__")
+    header[tensor]["shape"] = shape
+    changed = json.dumps(header).encode()
+    path.write_bytes(len(changed).to_bytes(8, "little") + changed + content[8 + length :])
+    with pytest.raises(BadInput, match="header is damaged: download it again"):
+        check_model_folder(path.parent)

@@ -1,0 +1,112 @@
+"""engine.log: what it keeps, and that it leaves logging as a program set it."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fluxtrain.errors import BadInput
+from fluxtrain.telemetry.launch import start_trainer
+from fluxtrain.telemetry.rundir import RunDir
+from fluxtrain.train.run_log import RunLog
+from fluxtrain.train.session import Session
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Iterator[RunLog]:
+    opened = RunLog(tmp_path / "engine.log")
+    yield opened
+    opened.close()
+
+
+def test_the_log_keeps_lines_warnings_and_tracebacks(log: RunLog) -> None:
+    heard: list[str] = []
+    log.tell(heard.append)
+    log.printed("step 1/2  loss 3")
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.warn("a library warns", stacklevel=1)
+    logging.getLogger("fluxtrain").warning("the engine warns")
+    try:
+        raise KeyError("slot 7")
+    except KeyError as error:
+        log.traceback(error)
+    text = log.path.read_text()
+    for part in ("step 1/2", "a library warns", "the engine warns", "Traceback", "slot 7"):
+        assert part in text
+    assert heard == ["the engine warns"]
+
+
+def test_the_log_appends_to_what_an_earlier_process_wrote(tmp_path: Path) -> None:
+    for number in (1, 2):
+        log = RunLog(tmp_path / "engine.log")
+        log.printed(f"process {number}")
+        log.close()
+    assert (tmp_path / "engine.log").read_text().count("process") == 2
+    logging.getLogger("fluxtrain.run").info("after the end")
+    assert "after the end" not in (tmp_path / "engine.log").read_text()
+
+
+def told_by_logging() -> list[object]:
+    names = ("fluxtrain", "fluxtrain.run", "py.warnings", "transformers", "torch")
+    loggers = [logging.getLogger(name) for name in names]
+    told = [(x.level, x.propagate, list(x.handlers)) for x in loggers]
+    return [*told, warnings.showwarning]
+
+
+@pytest.mark.parametrize("captures", [False, True])
+def test_a_log_leaves_logging_and_warnings_as_a_program_set_them(
+    captures: bool,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with warnings.catch_warnings():
+        logging.captureWarnings(captures)
+        caplog.set_level(logging.ERROR, "fluxtrain")
+        monkeypatch.setattr(logging.getLogger("fluxtrain"), "propagate", False)
+        before = told_by_logging()
+        log = RunLog(tmp_path / "engine.log")
+        log.tell(lambda _: None)
+        assert told_by_logging() != before
+        log.close()
+        after = told_by_logging()
+        logging.captureWarnings(False)
+    assert after == before
+
+
+def test_a_log_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "engine.log").mkdir()
+    with pytest.raises(BadInput, match="--run-dir"):
+        RunLog(tmp_path / "engine.log")
+
+
+def test_a_log_that_is_a_link_is_refused_and_what_it_points_to_stays(tmp_path: Path) -> None:
+    (tmp_path / "others").write_text("kept")
+    (tmp_path / "engine.log").symlink_to(tmp_path / "others")
+    with pytest.raises(BadInput, match="--run-dir"):
+        RunLog(tmp_path / "engine.log")
+    with pytest.raises(BadInput, match="--run-dir"):
+        start_trainer(["--demo"], tmp_path, ["false"])
+    assert (tmp_path / "others").read_text() == "kept"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_log_that_a_full_disk_cut_short_hides_no_other_error() -> None:
+    log = RunLog(Path("/dev/full"))
+    log.printed("a line that finds no room")
+    log.close()
+
+
+def test_a_session_that_cannot_be_had_gives_back_what_it_took(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "run")
+    before = told_by_logging()
+    with pytest.raises(BadInput, match="--live-fd"):
+        Session(run, live_fd=2**20)
+    assert told_by_logging() == before
+    with run.lock():
+        pass
