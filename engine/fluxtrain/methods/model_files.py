@@ -64,7 +64,6 @@ def check_model_folder(folder: Path, trust_remote_code: bool = False) -> ModelFi
         raise BadInput(f"{folder} is a file: name the folder that holds config.json")
     config = model_config(folder)
     _refuse_remote_code(folder, config, trust_remote_code)
-    refuse_quantised(config, str(folder))
     if not any((folder / name).exists() for name in TOKENIZER_FILES):
         raise BadInput(
             f"{folder} has no tokenizer (none of {', '.join(TOKENIZER_FILES)}): "
@@ -140,7 +139,7 @@ def _parsed_header(path: Path, raw: bytes) -> dict[str, Any]:
                 )  # fmt: skip
                 sizes_known = all(isinstance(size, int) and size >= 0 for size in shape)
                 sound = isinstance(dtype, str) and sizes_known and 0 <= first <= last
-                if not sound or _BYTES.get(dtype, 0) * prod(shape) not in (0, last - first):
+                if not sound or (dtype in _BYTES and last - first != _BYTES[dtype] * prod(shape)):
                     raise ValueError(f"{name}: {dtype} {shape} at {first}..{last}")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise BadInput(
@@ -156,7 +155,7 @@ def _data_bytes(header: dict[str, Any]) -> int:
 def model_config(folder: Path) -> dict[str, Any]:
     """config.json of a model folder.
 
-    Raises BadInput when it is missing, damaged, or of more layers than anybody has trained.
+    Raises BadInput when it is missing or damaged, of quantised weights or of impossible sizes.
     """
     path = folder / "config.json"
     if not path.exists():
@@ -172,6 +171,7 @@ def model_config(folder: Path) -> dict[str, Any]:
     if "model_type" not in config:
         raise BadInput(f"{path} has no `model_type`: it is not a model's configuration")
     refuse_impossible_sizes(config, str(path))
+    refuse_quantised(config, str(folder))
     return config
 
 

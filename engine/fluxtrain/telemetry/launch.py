@@ -14,7 +14,7 @@ from pathlib import Path
 from fluxtrain.telemetry.live import widen_pipe
 from fluxtrain.telemetry.reader import PipeReader
 from fluxtrain.telemetry.rundir import RunDir
-from fluxtrain.telemetry.storage import storage_error
+from fluxtrain.telemetry.storage import storage_error, unlinked
 
 # -P: a file of the user's folder that is named like a module must not take its place.
 TRAINER = (sys.executable, "-P", "-m", "fluxtrain", "train")
@@ -60,8 +60,7 @@ def start_trainer(
     run = run_dir if isinstance(run_dir, RunDir) else RunDir(run_dir)
     try:
         run.path.mkdir(parents=True, exist_ok=True)
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
-        log = open(os.open(run.log, flags, 0o644), "ab")  # noqa: SIM115 - closed below, after the child has it
+        log = open(run.log, "ab", opener=unlinked)  # noqa: SIM115 - closed below
     except OSError as error:
         raise storage_error(run.log, error) from error
     read_end, write_end = os.pipe()

@@ -90,6 +90,12 @@ def open_to_read(path: Path) -> io.FileIO:
     return io.FileIO(descriptor, "rb")
 
 
+def unlinked(path: str, flags: int) -> int:
+    """An opener for `open` that follows no link at the path's end (OSError): what that points to
+    may be anybody's."""
+    return os.open(path, flags | os.O_NOFOLLOW, 0o644)
+
+
 def read_json(path: Path) -> dict[str, Any] | None:
     """The object in `path`, or None when it is missing, no JSON object, or far too large."""
     try:

@@ -252,7 +252,7 @@ def _shape_of(config: RunConfig, weightless: bool) -> tuple[Any, str, ModelFiles
     source, trusted = config.model, config.model.trust_remote_code
     folder = Path(source.path).expanduser()
     if weightless and (folder / "config.json").exists():
-        refuse_quantised(model_config(folder), str(folder))
+        model_config(folder)
         shape = _local_shape(folder, trusted)
         return shape, str(shape.dtype or torch.float32).removeprefix("torch."), None
     if folder.exists():

@@ -113,9 +113,9 @@ def train(
         tell = partial(session.announcer.phase, "loading")
         ingredients = load_ingredients(config, fits, card_capability(device.value), tell)
         run = made(config, ingredients, session, checkpoint, machine, device)
+        run.announce(hello)
         if configured:  # only now: a resume that is refused changes nothing of the run
             write_run_file(target.run_dir, config, machine)
-        run.announce(hello)
         session.begin_training()
         run.loop.run()
         session.signals.deferred = False

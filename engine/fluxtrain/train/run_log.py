@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import os
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 
-from fluxtrain.telemetry.storage import storage_error
+from fluxtrain.telemetry.storage import storage_error, unlinked
 
 _OWN = "fluxtrain.run"  # lines of the run itself; not told to `tell`
 _OTHERS = ("fluxtrain", "py.warnings", "transformers", "torch")
@@ -25,11 +24,12 @@ class RunLog:
 
     def __init__(self, path: Path) -> None:
         try:
-            if path.is_symlink():  # as of the journal: what it points to may be anybody's
-                raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
-            self._handler = logging.FileHandler(path, encoding="utf-8", errors="backslashreplace")
+            self._file = open(  # noqa: SIM115 - `close` does
+                path, "a", encoding="utf-8", errors="backslashreplace", opener=unlinked
+            )
         except OSError as error:
             raise storage_error(path, error) from error
+        self._handler = logging.StreamHandler(self._file)
         self.path = path
         self.is_standard_output = _same_file(path, 1)
         self._handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
@@ -74,6 +74,7 @@ class RunLog:
             logger.propagate = propagate
         with contextlib.suppress(OSError):  # a full disk, whose own error is on its way
             self._handler.close()
+            self._file.close()
 
     @staticmethod
     def _lost(_record: logging.LogRecord) -> None:
