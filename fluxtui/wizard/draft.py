@@ -22,6 +22,7 @@ from fluxtui.wizard.answers import (
     DataSource,
     ModelSource,
     StartSource,
+    route,
 )
 from fluxtui.wizard.configuring import answers_from_config
 
@@ -85,7 +86,9 @@ def _answers(fields: dict[str, Any]) -> Answers | None:
         if not acceptable(name, value):
             return None
     values["overrides"] = tuple(values.get("overrides", ()))
-    return Answers(**values)
+    answers = Answers(**values)
+    there = answers.step in route(answers)
+    return answers if there else dataclasses.replace(answers, step="start")
 
 
 def acceptable(name: str, value: object) -> bool:

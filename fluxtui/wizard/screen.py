@@ -178,7 +178,13 @@ class WizardScreen(WizardFrame):
 
     @on(Answered)
     def _answered(self, event: Answered) -> None:
-        self._keep(dataclasses.replace(self.answers, **event.changes))
+        answers = dataclasses.replace(self.answers, **event.changes)
+        if event.page not in (None, self.answers.step):  # a key went on before this was heard
+            if answers != self.answers and self.is_current and not self._launching:
+                self.answers = answers
+                self._go_to(event.page)
+            return
+        self._keep(answers)
         self._stale, self.goes_on = True, False
         self.redraw()
         step = self.current

@@ -75,16 +75,18 @@ async def test_a_killed_trainer_is_told(run: Path, made: ModuleType) -> None:
 
 
 @pytest.mark.parametrize(
-    ("screen", "said"),
+    ("screen", "shown", "said"),
     [
-        ("dashboard", "d leaves, the training goes on; Q stops it"),
-        ("wizard", "esc goes a step back, before the first one out"),
+        ("dashboard", "80/200", "d leaves, the training goes on; Q stops it"),
+        ("wizard", "What would you", "esc goes a step back, before the first one out"),
     ],
 )
-async def test_ctrl_c_says_what_leaves(screen: str, said: str, run: Path, made: ModuleType) -> None:
+async def test_ctrl_c_says_what_leaves(
+    screen: str, shown: str, said: str, run: Path, made: ModuleType
+) -> None:
     app = FluxApp(JournalSource(run), sample_machine=False, start_screen=screen)
     async with app.run_test(size=SIZE) as pilot:
-        await pilot.pause()
+        await until(pilot, lambda: shown in text_of(app))  # before that another screen answers
         await pilot.press("ctrl+c")
         await until(pilot, lambda: any(one.message == said for one in app._notifications))
         assert app.is_running

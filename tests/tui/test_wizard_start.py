@@ -13,9 +13,10 @@ from textual.widgets import Input
 
 from fluxtrain.telemetry.rundir import RunDir, list_runs
 from fluxtui.wizard.answers import Answers
-from fluxtui.wizard.draft import load_draft
+from fluxtui.wizard.draft import load_draft, save_draft
 from fluxtui.wizard.known_runs import recent_models, run_option, runs_to_resume, runs_to_watch
 from fluxtui.wizard.launching import Attach
+from fluxtui.wizard.widgets import ChoiceList
 
 Opened = Callable[..., AbstractAsyncContextManager[Any]]
 
@@ -188,3 +189,25 @@ async def test_a_recent_model_can_be_chosen(folder: Path, opened: Opened) -> Non
         await wizard.until(lambda: wizard.screen.answers.model_path == str(mine))
         await wizard.until(lambda: "✗" in wizard.text())
         assert "no config.json" in " ".join(wizard.text().split()), "it is checked like a folder"
+
+
+async def test_an_answer_that_is_heard_after_its_page_was_left_brings_it_back(
+    runs: Path, folder: Path, opened: Opened
+) -> None:
+    async with opened(folder) as wizard:
+        await wizard.until(lambda: wizard.screen.runs)
+        wizard.screen.query_one("#start-choices", ChoiceList).action_move(1)
+        wizard.screen.action_next()  # as fast as a terminal can send both keys
+        assert wizard.step == "model", "the choice has not been heard"
+        await wizard.until(lambda: wizard.screen.answers.start == "resume")
+        assert wizard.step == "start" and "go on with a run" in wizard.text()
+        assert load_draft(folder / "draft.json") == wizard.screen.answers
+        await wizard.press("enter")
+        await wizard.until(lambda: wizard.step == "launch")
+
+
+def test_a_draft_of_a_page_that_its_answers_do_not_lead_to_begins_at_the_start(
+    tmp_path: Path,
+) -> None:
+    save_draft(Answers(start="resume", resume_run="r", step="model"), tmp_path / "draft.json")
+    assert load_draft(tmp_path / "draft.json") == Answers(start="resume", resume_run="r")

@@ -14,7 +14,7 @@ from fluxtui.widgets.entry import Entry
 from fluxtui.wizard.answers import Answers
 from fluxtui.wizard.asking import Field, Option, SourceQuestion
 from fluxtui.wizard.steps.paths import PathSuggester
-from fluxtui.wizard.steps.step import Answered, DrawPage, Step
+from fluxtui.wizard.steps.step import DrawPage, Step
 from fluxtui.wizard.view import View
 from fluxtui.wizard.widgets import ChoiceList, Drawn
 
@@ -140,13 +140,13 @@ class SourceStep(Step):
         event.stop()
         if event.choices.id != f"{self._question.step}-choices":
             field_name = (event.choices.id or "").removesuffix("-list")
-            self.post_message(Answered({field_name: event.option.id}))
+            self.answer({field_name: event.option.id})
             return
         changes: dict[str, Any] = {self._question.source: event.option.id}
         field = self._question.fields.get(event.option.id)
         if field is not None and field.kind == "list":
             changes |= self._first_of(field)
-        self.post_message(Answered(changes))
+        self.answer(changes)
 
     def _first_of(self, field: Field) -> dict[str, Any]:
         """A list that opens has its first line chosen, unless another one was before."""
@@ -161,9 +161,9 @@ class SourceStep(Step):
         event.stop()
         number, name = self._question.number, _field_of(event.input)
         if number is not None and name == number.name:
-            self.post_message(Answered({name: int(event.value) if event.value else None}))
+            self.answer({name: int(event.value) if event.value else None})
         else:
-            self.post_message(Answered({name: event.value}))
+            self.answer({name: event.value})
 
 
 def _field_of(box: Input) -> str:

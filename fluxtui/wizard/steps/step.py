@@ -21,11 +21,12 @@ DrawPage = Callable[[View, int], Content]
 
 
 class Answered(Message):
-    """The user changed these fields of the answers."""
+    """The user changed these fields of the answers, on this page; None where no page asked."""
 
-    def __init__(self, changes: Mapping[str, Any]) -> None:
+    def __init__(self, changes: Mapping[str, Any], page: StepName | None = None) -> None:
         super().__init__()
         self.changes = changes
+        self.page = page
 
 
 class Wished(Message):
@@ -58,6 +59,10 @@ class Step(VerticalScroll, can_focus=False):
 
     def take_focus(self) -> None:
         """Put the focus where the first key press is wanted."""
+
+    def answer(self, changes: Mapping[str, Any]) -> None:
+        """Say what the user changed here."""
+        self.post_message(Answered(changes, self.name_of_step))
 
     def leave(self) -> bool:
         """Escape was pressed: True when it was for something inside this page."""

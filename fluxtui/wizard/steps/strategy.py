@@ -16,7 +16,7 @@ from fluxtui.wizard import drawing
 from fluxtui.wizard.answers import DIAL, OFFLOADS, Dial
 from fluxtui.wizard.pages.strategy import strategy_page
 from fluxtui.wizard.ranked import dial_settings
-from fluxtui.wizard.steps.step import Answered, Step, Wished
+from fluxtui.wizard.steps.step import Step, Wished
 from fluxtui.wizard.widgets import Drawn
 
 _NUMBERS = {
@@ -85,12 +85,12 @@ class StrategyStep(Step, can_focus=True):
         index = (stops.index(before) if before in stops else 0) + offset
         if 0 <= index < len(stops):
             stop = stops[index]
-            self.post_message(Answered({"dial": stop, "dial_settings": dial_settings(cards, stop)}))
+            self.answer({"dial": stop, "dial_settings": dial_settings(cards, stop)})
 
     def action_offload(self) -> None:
         """The next offload setting, round about."""
         index = OFFLOADS.index(self.view.answers.offload) + 1
-        self.post_message(Answered({"offload": OFFLOADS[index % len(OFFLOADS)]}))
+        self.answer({"offload": OFFLOADS[index % len(OFFLOADS)]})
 
     def action_number(self, field: str) -> None:
         """Open the field of a number."""
@@ -150,4 +150,4 @@ class StrategyStep(Step, can_focus=True):
             self.notify("a whole number from 1 up, or nothing for auto", severity="error")
             return
         self._close()
-        self.post_message(Answered({self._asked_for: int(text) if text else None}))
+        self.answer({self._asked_for: int(text) if text else None})
