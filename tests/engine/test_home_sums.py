@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import fluxtrain
+from fluxtrain.device.cpu_device import CpuDevice
 from fluxtrain.memory.arrival import Arrival
 from fluxtrain.memory.cuts import stored
-from fluxtrain.memory.device import CpuDevice
 from fluxtrain.memory.gradients import Gradients
 from fluxtrain.memory.group import Group
 from fluxtrain.plan import heads
@@ -30,10 +30,10 @@ class Told:
         self.up = 0
         self.down = 0
 
-    def sent(self, group: Group, ticket: object, size_bytes: int) -> None:
+    def sent(self, group: Group, transfer: object, size_bytes: int) -> None:
         self.down += size_bytes
 
-    def brought(self, group: Group, ticket: object, size_bytes: int) -> None:
+    def brought(self, group: Group, transfer: object, size_bytes: int) -> None:
         self.up += size_bytes
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fluxtrain.device.cpu_device import CpuDevice
 from fluxtrain.memory.cuts import stored
-from fluxtrain.memory.device import CpuDevice
 from fluxtrain.memory.gradients import Gradients
 from fluxtrain.memory.group import Group
 
@@ -44,7 +44,7 @@ def draws(shape: tuple[int, ...], count: int) -> list[Tensor]:
 
 def test_chunks_are_summed_in_fp32_and_rounded_once(device: Any) -> None:
     sent: list[int] = []
-    gradients = Gradients(device, lambda g, ticket, size_bytes: sent.append(size_bytes), nobody)
+    gradients = Gradients(device, lambda g, transfer, size_bytes: sent.append(size_bytes), nobody)
     g = group((33, 7))
     parts = draws((33, 7), 64)
     for part in parts:

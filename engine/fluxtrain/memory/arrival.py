@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fluxtrain.memory.device import Ticket
+from fluxtrain.device.transfer import Transfer
 from fluxtrain.memory.segment import Member
 
 
@@ -15,7 +15,7 @@ from fluxtrain.memory.segment import Member
 class Arrival:
     """A group's gradients at home, or on their way, and their norms on the device."""
 
-    tickets: list[Ticket]
+    transfers: list[Transfer]
     norms: Tensor | None  # (trained members with a gradient,) fp32 on the device; None: ask at home
     norm_of: dict[int, int]  # member index -> position in norms
 
@@ -25,11 +25,11 @@ class Arrival:
         return known == len(members) and self.norm_of.keys() == {m.index for m in members}
 
     def wait(self) -> None:
-        for ticket in self.tickets:
-            ticket.wait_host()
+        for transfer in self.transfers:
+            transfer.wait_host()
 
 
-def arrival_of(tickets: list[Ticket], norms: list[Tensor], members: list[Member]) -> Arrival:
+def arrival_of(transfers: list[Transfer], norms: list[Tensor], members: list[Member]) -> Arrival:
     """`norms`: of the members in their order, some at a time."""
     together = norms[0] if len(norms) == 1 else torch.cat(norms)
-    return Arrival(tickets, together, {m.index: place for place, m in enumerate(members)})
+    return Arrival(transfers, together, {m.index: place for place, m in enumerate(members)})

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from fluxtrain.device.device import Device
+from fluxtrain.device.transfer import Transfer
 from fluxtrain.memory.arena import device_flat
-from fluxtrain.memory.device import Device, Ticket
 from fluxtrain.plan.depths import staging_depth
 
 
@@ -16,7 +17,7 @@ class _Ring:
     """Staging buffers of one size, used in turn."""
 
     buffers: list[Tensor]
-    tickets: list[Ticket | None]
+    transfers: list[Transfer | None]
     turn: int = 0
 
 
@@ -35,32 +36,32 @@ class GradientStaging:
     def free(self, size_bytes: int, depth: int = 0) -> Tensor:
         """The next buffer (size_bytes,) uint8 of this size, of `depth` of them (0: as many as
         rounded gradients need), once its last transfer is done."""
-        buffer, ticket = self.next(size_bytes, depth)
-        if ticket is not None:
-            ticket.wait_compute("gradients")
+        buffer, transfer = self.next(size_bytes, depth)
+        if transfer is not None:
+            transfer.wait_compute("gradients")
         return buffer
 
-    def next(self, size_bytes: int, depth: int = 0) -> tuple[Tensor, Ticket | None]:
+    def next(self, size_bytes: int, depth: int = 0) -> tuple[Tensor, Transfer | None]:
         """The same, and its last transfer, which whoever uses it has to wait for."""
         ring = self._rings.setdefault(size_bytes, _Ring([], []))
         if len(ring.buffers) < (depth or staging_depth(size_bytes)):
             fresh = device_flat(self._device.torch_device, size_bytes)
             ring.buffers.append(self._device.for_copies(fresh))
-            ring.tickets.append(None)
+            ring.transfers.append(None)
             ring.turn = len(ring.buffers) - 1
         else:
             ring.turn = (ring.turn + 1) % len(ring.buffers)
-        return ring.buffers[ring.turn], ring.tickets[ring.turn]
+        return ring.buffers[ring.turn], ring.transfers[ring.turn]
 
-    def leaves(self, size_bytes: int, ticket: Ticket) -> None:
+    def leaves(self, size_bytes: int, transfer: Transfer) -> None:
         """A transfer from the buffer that was given last, or to it, was started."""
         ring = self._rings[size_bytes]
-        ring.tickets[ring.turn] = ticket
+        ring.transfers[ring.turn] = transfer
 
-    def holds(self, size_bytes: int, ticket: Ticket) -> bool:
+    def holds(self, size_bytes: int, transfer: Transfer) -> bool:
         """Has nobody used the buffer since that transfer?"""
         ring = self._rings.get(size_bytes)
-        return ring is not None and any(one is ticket for one in ring.tickets)
+        return ring is not None and any(one is transfer for one in ring.transfers)
 
     def keep_only(self, sizes: set[int]) -> None:
         """Give back buffers of other sizes; what left through them has arrived."""
@@ -69,6 +70,6 @@ class GradientStaging:
     def drain(self) -> None:
         """Wait for all transfers."""
         for ring in self._rings.values():
-            for ticket in ring.tickets:
-                if ticket is not None:
-                    ticket.wait_host()
+            for transfer in ring.transfers:
+                if transfer is not None:
+                    transfer.wait_host()

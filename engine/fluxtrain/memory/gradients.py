@@ -17,15 +17,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fluxtrain.device.device import Device
+from fluxtrain.device.transfer import Transfer
 from fluxtrain.memory.arrival import Arrival, arrival_of
 from fluxtrain.memory.cuts import Cuts, apply_scales, copy_all, norms_of, stored, widen_at_home
-from fluxtrain.memory.device import Device, Ticket
 from fluxtrain.memory.flat_sum import FlatSum, could_be
 from fluxtrain.memory.gradient_ring import GradientRing
 from fluxtrain.memory.gradient_staging import GradientStaging
 from fluxtrain.memory.group import Group
-from fluxtrain.memory.home_sums import HomeSums, tickets_of
-from fluxtrain.memory.rows import RowSum, RowTicket, Scatter
+from fluxtrain.memory.home_sums import HomeSums, transfers_of
+from fluxtrain.memory.rows import RowSum, RowTransfer, Scatter
 from fluxtrain.memory.segment import Member, Segment
 from fluxtrain.memory.slice_sum import Kept, SliceSum
 from fluxtrain.memory.table_rows import Report, TableRowsHome, add_rows_at_home
@@ -49,7 +50,7 @@ class Gradients:
         self._table_rows = TableRowsHome(device, self._staging, self._scatter, report)
         self._ring = GradientRing()
         self.arrivals: dict[Group, Arrival] = {}
-        self._unwanted: dict[Group, list[Ticket]] = {}  # on their way where others may be put
+        self._unwanted: dict[Group, list[Transfer]] = {}  # on their way where others may be put
 
     @property
     def device_bytes(self) -> int:
@@ -143,20 +144,20 @@ class Gradients:
         part, sums = slice(first, first + len(values)), self._sums_at_home
         if found.again and member.has_gradient:
             earlier = member.slice(found.before[member.segment])[part]
-            size_bytes, tickets = rows * earlier[:1].nbytes, found.before_tickets
+            size_bytes, transfers = rows * earlier[:1].nbytes, found.before_transfers
             as_it_counts = partial(found.as_it_counts, member, first)
-            sums.add_part(group, earlier, values, size_bytes, tickets, as_it_counts)
+            sums.add_part(group, earlier, values, size_bytes, transfers, as_it_counts)
         if found.again:
             group.take_wide_memory(member.segment)
         home = stored(member)[part]
         self._scatter.forget(member.segment.gradient)
-        ticket, staged = sums.send_part(group, home, values, rows * home[:1].nbytes)
-        found.send(member, first, values, staged, ticket)
+        transfer, staged = sums.send_part(group, home, values, rows * home[:1].nbytes)
+        found.send(member, first, values, staged, transfer)
 
     def _slices_of(self, group: Group) -> SliceSum:
         """Before the first slice of a backward pass."""
         rows = self._kept_rows.pop(group, None)
-        found = SliceSum.of(group, tickets_of(self.arrivals.get(group)), rows)
+        found = SliceSum.of(group, transfers_of(self.arrivals.get(group)), rows)
         if found.at_home:
             self.wait(group)
             widen_at_home(group)
@@ -269,7 +270,7 @@ class Gradients:
         arrival = self.arrivals.pop(group, None)
         self.looked_at(group)
         if arrival is not None:  # rows are put in their places only when somebody waits
-            self._unwanted[group] = [t for t in arrival.tickets if not isinstance(t, RowTicket)]
+            self._unwanted[group] = [t for t in arrival.transfers if not isinstance(t, RowTransfer)]
         for member in group.members:
             member.has_gradient = False
             member.gradient_scale = 1.0
@@ -287,8 +288,8 @@ class Gradients:
 
     def wait(self, group: Group) -> None:
         """Block until the group's gradients are at home, and nothing else is on its way there."""
-        for ticket in self._unwanted.pop(group, ()):
-            ticket.wait_host()
+        for transfer in self._unwanted.pop(group, ()):
+            transfer.wait_host()
         arrival = self.arrivals.get(group)
         if arrival is not None:
             arrival.wait()
@@ -339,7 +340,7 @@ class Gradients:
 
     def _send(self, group: Group, total: FlatSum) -> None:
         """The sum goes home, rounded, or with what is there of an earlier backward pass."""
-        tickets: list[Ticket] = []
+        transfers: list[Transfer] = []
         norms: list[Tensor] = []
         members: list[Member] = []
         earlier, start = self._settled(group), 0
@@ -352,21 +353,21 @@ class Gradients:
                 self._sums_at_home.add(group, segment, flat, earlier)
                 norms.append(norms_of([total.parts[m.index] for m in mine], group))
                 self._scatter.forget(segment.gradient)
-                tickets += self._sums_at_home.send(group, segment, flat)
+                transfers += self._sums_at_home.send(group, segment, flat)
             elif mine:
                 segment.is_wide = False
                 self._scatter.forget(segment.gradient)
                 home, size_bytes = segment.gradient, segment.size_bytes
-                ticket, staged = self._sums_at_home.send_part(group, home, flat, size_bytes)
+                transfer, staged = self._sums_at_home.send_part(group, home, flat, size_bytes)
                 norms += self._norms(group, segment, staged, total)
-                tickets.append(ticket)
+                transfers.append(transfer)
             members += mine
-        self.arrivals[group] = arrival_of(tickets, norms, members)
+        self.arrivals[group] = arrival_of(transfers, norms, members)
 
     def _settled(self, group: Group) -> Arrival | None:
         """What is on its way home, without rows that the host puts in their places."""
         arrival = self.arrivals.get(group)
-        if arrival is not None and any(isinstance(t, RowTicket) for t in arrival.tickets):
+        if arrival is not None and any(isinstance(t, RowTransfer) for t in arrival.transfers):
             self.wait(group)
             return None
         return arrival

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fluxtrain.device.device import Device
+from fluxtrain.device.transfer import Transfer
 from fluxtrain.memory.arrival import Arrival
-from fluxtrain.memory.device import Device, Ticket
 from fluxtrain.memory.gradient_staging import GradientStaging
 from fluxtrain.memory.group import Group
 from fluxtrain.memory.segment import Member, Segment
@@ -29,7 +30,7 @@ class _Coming:
     """A piece of what is at home, on its way up."""
 
     staged: Tensor  # (elements of the piece,) on the device
-    ticket: Ticket
+    transfer: Transfer
 
 
 class HomeSums:
@@ -54,7 +55,7 @@ class HomeSums:
                     break
                 taken[size] += 1
                 buffer, busy = self._staging.next(size, _depth(group, segment))
-                before = [*([] if busy is None else [busy]), *tickets_of(arrival)]
+                before = [*([] if busy is None else [busy]), *transfers_of(arrival)]
                 self._coming[segment, first] = self._bring(
                     group, segment, first, stop, buffer, before
                 )
@@ -63,50 +64,50 @@ class HomeSums:
         """Add what is at home to `flat` (elements,) fp32, zero where there is no new gradient."""
         for first, stop in _pieces(segment, segment.gradient.dtype):
             piece = self._coming.pop((segment, first), None)
-            if piece is None or not self._staging.holds(segment.size_bytes, piece.ticket):
+            if piece is None or not self._staging.holds(segment.size_bytes, piece.transfer):
                 buffer = self._staging.free(segment.size_bytes, _depth(group, segment))
-                before = tickets_of(arrival)
+                before = transfers_of(arrival)
                 piece = self._bring(group, segment, first, stop, buffer, before)
-            piece.ticket.wait_compute("gradients")
+            piece.transfer.wait_compute("gradients")
             _as_it_counts(piece.staged, segment.members, first)
             flat[first:stop].add_(piece.staged)
         for member in segment.members:
             member.gradient_scale = 1.0
 
-    def send(self, group: Group, segment: Segment, flat: Tensor) -> list[Ticket]:
+    def send(self, group: Group, segment: Segment, flat: Tensor) -> list[Transfer]:
         """The sum `flat` (elements,) fp32 is this step's gradient; it goes home as it is."""
         group.take_wide_memory(segment)
-        tickets: list[Ticket] = []
+        transfers: list[Transfer] = []
         for first, stop in _pieces(segment, torch.float32):
             home = segment.gradient[first:stop]
             size_bytes, depth = segment.size_bytes, _depth(group, segment)
-            ticket, _ = self.send_part(group, home, flat[first:stop], size_bytes, depth)
-            tickets.append(ticket)
-        return tickets
+            transfer, _ = self.send_part(group, home, flat[first:stop], size_bytes, depth)
+            transfers.append(transfer)
+        return transfers
 
     def send_part(
         self, group: Group, home: Tensor, values: Tensor, size_bytes: int, depth: int = 0
-    ) -> tuple[Ticket, Tensor]:
+    ) -> tuple[Transfer, Tensor]:
         """`values` in fp32 on the device go to `home` of their shape, in its dtype, through one of
         `depth` buffers of size_bytes (0: as for a first pass); what lies in that buffer."""
         buffer = self._staging.free(size_bytes, depth)
         staged = _cut(buffer, home.dtype, home.numel()).view(home.shape)
         staged.copy_(values)
-        ticket = self._device.download(home, staged)
-        self._staging.leaves(size_bytes, ticket)
-        self._sent(group, ticket, staged.nbytes)
-        return ticket, staged
+        transfer = self._device.download(home, staged)
+        self._staging.leaves(size_bytes, transfer)
+        self._sent(group, transfer, staged.nbytes)
+        return transfer, staged
 
     def add_part(
         self, group: Group, home: Tensor, values: Tensor, size_bytes: int,
-        before: Sequence[Ticket], as_it_counts: Callable[[Tensor], object],
+        before: Sequence[Transfer], as_it_counts: Callable[[Tensor], object],
     ) -> None:  # fmt: skip
         """Add `home`, as `as_it_counts` makes it, to `values` of its shape in fp32 on the device,
         through a buffer of size_bytes; `before`: copies to that home."""
         buffer = self._staging.free(size_bytes)
         staged = _cut(buffer, home.dtype, home.numel()).view(home.shape)
-        ticket = self._upload(group, staged, home, size_bytes, before)
-        ticket.wait_compute("gradients")
+        transfer = self._upload(group, staged, home, size_bytes, before)
+        transfer.wait_compute("gradients")
         as_it_counts(staged)
         values.add_(staged)
 
@@ -116,25 +117,30 @@ class HomeSums:
 
     def _bring(
         self, group: Group, segment: Segment, first: int, stop: int, buffer: Tensor,
-        before: Sequence[Ticket],
+        before: Sequence[Transfer],
     ) -> _Coming:  # fmt: skip
         home = segment.gradient[first:stop]
         staged = _cut(buffer, home.dtype, stop - first)
         return _Coming(staged, self._upload(group, staged, home, segment.size_bytes, before))
 
     def _upload(
-        self, group: Group, staged: Tensor, home: Tensor, size_bytes: int, before: Sequence[Ticket]
-    ) -> Ticket:
+        self,
+        group: Group,
+        staged: Tensor,
+        home: Tensor,
+        size_bytes: int,
+        before: Sequence[Transfer],
+    ) -> Transfer:
         """Once the computation so far has read what was in that memory."""
-        ticket = self._device.upload(staged, home, None, self._device.mark(), before)
-        self._staging.leaves(size_bytes, ticket)
-        self._brought(group, ticket, staged.nbytes)
-        return ticket
+        transfer = self._device.upload(staged, home, None, self._device.mark(), before)
+        self._staging.leaves(size_bytes, transfer)
+        self._brought(group, transfer, staged.nbytes)
+        return transfer
 
 
-def tickets_of(arrival: Arrival | None) -> list[Ticket]:
+def transfers_of(arrival: Arrival | None) -> list[Transfer]:
     """Copies on their way home."""
-    return [] if arrival is None else arrival.tickets
+    return [] if arrival is None else arrival.transfers
 
 
 def _depth(group: Group, segment: Segment) -> int:

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from fluxtrain.device.device import Device
+from fluxtrain.device.transfer import Transfer
 from fluxtrain.memory.arena import HostArena, aligned, device_flat
-from fluxtrain.memory.device import Device, Ticket
 from fluxtrain.memory.page_locks import host_empty
 from fluxtrain.memory.recorder import Instant
 
@@ -75,9 +76,9 @@ class RowBuffers:
         self._tokens = 0
         self._arenas: tuple[HostArena, HostArena] | None = None  # rows, indices
         self._landing: HostArena | None = None
-        self._arriving: list[tuple[Ticket, HostArena]] = []  # copies to it, and to smaller ones
+        self._arriving: list[tuple[Transfer, HostArena]] = []  # copies to it, and to smaller ones
         self._on_device: tuple[Tensor, Tensor] | None = None
-        self._tickets: tuple[Ticket, ...] = ()
+        self._transfers: tuple[Transfer, ...] = ()
         self._free: object = None
         self.awaited: weakref.WeakSet[Awaited] = weakref.WeakSet()  # lookups to be differentiated
 
@@ -94,9 +95,9 @@ class RowBuffers:
         arenas = (*(self._arenas or ()), self._landing)
         return sum(arena.size_bytes for arena in arenas if arena is not None)
 
-    def bring(self, places: Places, gather: Gather) -> tuple[Brought, tuple[Ticket, Ticket]]:
+    def bring(self, places: Places, gather: Gather) -> tuple[Brought, tuple[Transfer, Transfer]]:
         """Gather the rows on the host and start to copy them to the device; the computation has to
-        wait for both tickets, and to `release` what it was given.
+        wait for both transfers, and to `release` what it was given.
 
         Waits for the copies of the rows before, which leave from the same memory. Raises IndexError
         for a row that the table does not have.
@@ -106,8 +107,8 @@ class RowBuffers:
                 f"ids from {int(places.rows[0])} to {int(places.rows[-1])} are looked up in an "
                 f"embedding of {self.table_rows} rows"
             )
-        for ticket in self._tickets:
-            ticket.wait_host()
+        for transfer in self._transfers:
+            transfer.wait_host()
         self._grow(places)
         assert self._arenas is not None
         assert self._on_device is not None
@@ -119,7 +120,7 @@ class RowBuffers:
         indices[count:] = places.of_tokens
         to_rows = self._on_device[0][: rows.nbytes].view(self.dtype).view(count, self.width)
         to_indices = self._on_device[1][: indices.nbytes].view(_INDEX)
-        self._tickets = found = (
+        self._transfers = found = (
             self._device.upload(to_indices, indices, None, self._free, urgent=True),
             self._device.upload(to_rows, rows, None, self._free, urgent=True),
         )
@@ -137,20 +138,20 @@ class RowBuffers:
         flat = self._landing.tensor(values.dtype, values.numel(), 0)
         return flat.view(values.shape), self._landing
 
-    def arrives(self, ticket: Ticket) -> None:
+    def arrives(self, transfer: Transfer) -> None:
         """A copy to the landing memory was started, which stays until it has ended, also where a
         larger one takes its place."""
         assert self._landing is not None
         under_way = [(t, arena) for t, arena in self._arriving if not (t.done() or t.failed())]
-        self._arriving = [*under_way, (ticket, self._landing)]
+        self._arriving = [*under_way, (transfer, self._landing)]
 
     def give_back(self) -> None:
         """Free everything; what comes next allocates anew. Copies under way are waited for."""
-        for ticket in self._tickets:
-            ticket.wait_host()
-        for ticket, _ in self._arriving:
-            ticket.wait_host()
-        self._tickets, self._arriving = (), []
+        for transfer in self._transfers:
+            transfer.wait_host()
+        for transfer, _ in self._arriving:
+            transfer.wait_host()
+        self._transfers, self._arriving = (), []
         self._arenas = self._landing = self._on_device = None
         self.capacity = self._tokens = 0
 
@@ -240,12 +241,12 @@ class Scatter:
         table.index_copy_(0, rows, values)
         self._filled[flat] = rows, flat._version
 
-    def clear_ahead(self, flat: Tensor, on_their_way: Iterable[Iterable[Ticket]]) -> None:
+    def clear_ahead(self, flat: Tensor, on_their_way: Iterable[Iterable[Transfer]]) -> None:
         """Let the next `fill` find zeros where it would have to clear the whole table, as long as
         the rows to fill it with are still to come; waits for what may be on its way there."""
         if self._rows_in(flat) is None and flat not in self._seen:
-            for ticket in chain.from_iterable(on_their_way):
-                ticket.wait_host()
+            for transfer in chain.from_iterable(on_their_way):
+                transfer.wait_host()
             flat.zero_()
             self._filled[flat] = torch.empty(0, dtype=_INDEX), flat._version
 
@@ -263,34 +264,34 @@ class Scatter:
         self._filled.pop(flat, None)
 
 
-class RowTicket:
+class RowTransfer:
     """Rows of a gradient on their way home; they have arrived when they stand in the table."""
 
-    def __init__(self, ticket: Ticket, land: Callable[[], None]) -> None:
-        self._ticket = ticket
+    def __init__(self, transfer: Transfer, land: Callable[[], None]) -> None:
+        self._transfer = transfer
         self._land: Callable[[], None] | None = land
         self._lock = threading.Lock()
 
     @property
     def duration_s(self) -> float | None:
-        return self._ticket.duration_s
+        return self._transfer.duration_s
 
     def instants(self) -> tuple[Instant, Instant] | None:
-        return self._ticket.instants()
+        return self._transfer.instants()
 
     def done(self) -> bool:
-        return self._ticket.done()
+        return self._transfer.done()
 
     def failed(self) -> bool:
-        return self._ticket.failed()
+        return self._transfer.failed()
 
     def wait_host(self) -> None:
         """Block until the bytes have crossed; the first who waits puts them into the table."""
-        self._ticket.wait_host()
+        self._transfer.wait_host()
         with self._lock:
             land, self._land = self._land, None
             if land is not None:
                 land()
 
     def wait_compute(self, cause: str) -> None:
-        self._ticket.wait_compute(cause)
+        self._transfer.wait_compute(cause)

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from fluxtrain.device.transfer import Transfer
 from fluxtrain.memory.arrival import Arrival
-from fluxtrain.memory.device import Ticket
 from fluxtrain.memory.group import Group
-from fluxtrain.memory.rows import RowSum, RowTicket
+from fluxtrain.memory.rows import RowSum, RowTransfer
 from fluxtrain.memory.segment import Member, Segment
 
 
@@ -65,11 +65,11 @@ class SliceSum:
     at_home: bool  # the same, but they are added to on the host, which waits
     kept: Kept | None
     before: dict[Segment, Tensor]  # those gradients (elements,)
-    before_tickets: list[Ticket]  # on their way home
+    before_transfers: list[Transfer]  # on their way home
     before_rows: Kept | None  # rows of them that the host has not put in their places yet
     late: list[RowSum] = field(default_factory=list)  # of lookups, to be added at home
     _given: dict[int, set[int]] = field(default_factory=dict)  # first rows, by member index
-    _tickets: list[Ticket] = field(default_factory=list)
+    _transfers: list[Transfer] = field(default_factory=list)
     # by member index and first row of a slice: 2-norms (n,) of its rows
     _norms: dict[int, dict[int, Tensor]] = field(default_factory=dict)
 
@@ -85,17 +85,17 @@ class SliceSum:
         return kept + sum(rows.values.nbytes for rows in list(self.late))  # other threads ask
 
     @staticmethod
-    def of(group: Group, on_their_way: list[Ticket], rows: Kept | None) -> SliceSum:
+    def of(group: Group, on_their_way: list[Transfer], rows: Kept | None) -> SliceSum:
         """Before the first slice; `on_their_way`: the group's gradients, and `rows` those of them
         that come last. Where these are not known here they are waited for, and all is added to at
         home."""
         if not group.has_gradient:
             return SliceSum(False, False, Kept.of(group), {}, [], None)
-        tickets = [ticket for ticket in on_their_way if not isinstance(ticket, RowTicket)]
-        at_home = rows is None and len(tickets) < len(on_their_way)
+        transfers = [transfer for transfer in on_their_way if not isinstance(transfer, RowTransfer)]
+        at_home = rows is None and len(transfers) < len(on_their_way)
         before = {segment: segment.gradient for segment in group.trained}
         kept = None if at_home else Kept.of(group)
-        return SliceSum(not at_home, at_home, kept, before, tickets, rows)
+        return SliceSum(not at_home, at_home, kept, before, transfers, rows)
 
     def has(self, member: Member, first: int) -> bool:
         """Did the slice from row `first` on come already?"""
@@ -117,11 +117,11 @@ class SliceSum:
         (home.add_ if member.has_gradient else home.copy_)(fresh)
 
     def send(
-        self, member: Member, first: int, values: Tensor, staged: Tensor, ticket: Ticket
+        self, member: Member, first: int, values: Tensor, staged: Tensor, transfer: Transfer
     ) -> None:
         """Rows (n, ...) from `first` on, as they are and rounded, are on their way home."""
         self._given.setdefault(member.index, set()).add(first)
-        self._tickets.append(ticket)
+        self._transfers.append(transfer)
         self._norms.setdefault(member.index, {})[first] = _norms_of_rows(staged)
         if self.kept is not None:
             self.kept.take(first, values)
@@ -135,14 +135,14 @@ class SliceSum:
         kept.values.add_(rows.values)
         kept.added = True
 
-    def replace(self, rounded: Tensor, ticket: RowTicket) -> None:
+    def replace(self, rounded: Tensor, transfer: RowTransfer) -> None:
         """The kept rows (U, H) with all that was added, rounded, follow the slices."""
         assert self.kept is not None
         ((index, slices),) = self._norms.items()
         norms = torch.cat([slices[first] for first in sorted(slices)])
         norms.index_copy_(0, self.kept.on_device, _norms_of_rows(rounded))
         self._norms[index] = {0: norms}
-        self._tickets.append(ticket)
+        self._transfers.append(transfer)
 
     def arrival(self) -> Arrival:
         """All has come; the norms are the same however the rows were cut."""
@@ -153,7 +153,7 @@ class SliceSum:
             for slices in self._norms.values()
         ]
         places = {index: place for place, index in enumerate(self._norms)}
-        return Arrival(self._tickets, torch.stack(norms), places)
+        return Arrival(self._transfers, torch.stack(norms), places)
 
 
 def _norms_of_rows(values: Tensor) -> Tensor:

@@ -7,14 +7,15 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
+from fluxtrain.device.device import Device
+from fluxtrain.device.transfer import Transfer
 from fluxtrain.memory.arrival import Arrival
 from fluxtrain.memory.cuts import apply_scales, stored
-from fluxtrain.memory.device import Device, Ticket
 from fluxtrain.memory.gradient_staging import GradientStaging
 from fluxtrain.memory.group import Group
-from fluxtrain.memory.rows import RowBuffers, RowSum, RowTicket, Scatter
+from fluxtrain.memory.rows import RowBuffers, RowSum, RowTransfer, Scatter
 
-Report = Callable[[Group, Ticket, int], None]  # group, the copy, bytes
+Report = Callable[[Group, Transfer, int], None]  # group, the copy, bytes
 
 
 class TableRowsHome:
@@ -40,7 +41,7 @@ class TableRowsHome:
         self._sums.pop(group, None)
 
     def send(
-        self, group: Group, rows: RowSum, on_their_way: Iterable[Iterable[Ticket]], *, last: bool
+        self, group: Group, rows: RowSum, on_their_way: Iterable[Iterable[Transfer]], *, last: bool
     ) -> Arrival:
         """All of the gradient of a table: these rows, those of earlier backward passes of the step,
         which stay on the device for it, and zeros. `on_their_way`: copies home that nobody wants
@@ -60,29 +61,29 @@ class TableRowsHome:
         def put(landed: Tensor) -> None:
             self._scatter.fill(home, places, landed, table_rows)
 
-        ticket = self.send_values(group, rows.values, put)
+        transfer = self.send_values(group, rows.values, put)
         norm = rows.norm(table_rows)
         self._scatter.clear_ahead(home, on_their_way)
-        return Arrival([ticket], norm, {member.index: 0})
+        return Arrival([transfer], norm, {member.index: 0})
 
     def send_values(
         self, group: Group, values: Tensor, put: Callable[[Tensor], object]
-    ) -> RowTicket:
+    ) -> RowTransfer:
         """Rows (U, H) leave; the first who waits for them lets `put` have them."""
         buffers = group.rows
         assert buffers is not None
         landing, arena = buffers.landing(values)
-        ticket = self._leave(buffers, values, landing)
-        buffers.arrives(ticket)
-        self._report(group, ticket, landing.nbytes)
+        transfer = self._leave(buffers, values, landing)
+        buffers.arrives(transfer)
+        self._report(group, transfer, landing.nbytes)
 
         def land() -> None:
             assert arena.size_bytes >= landing.nbytes  # and is held until here
             put(landing)
 
-        return RowTicket(ticket, land)
+        return RowTransfer(transfer, land)
 
-    def _leave(self, buffers: RowBuffers, values: Tensor, landing: Tensor) -> Ticket:
+    def _leave(self, buffers: RowBuffers, values: Tensor, landing: Tensor) -> Transfer:
         """Copy rows home: those of one batch through staging memory, sums of several, which
         nobody writes to, as they are."""
         if values.dtype != buffers.dtype or len(values) > buffers.capacity:
@@ -91,9 +92,9 @@ class TableRowsHome:
         staged = self._staging.free(size_bytes)[: len(values) * buffers.row_bytes]
         staged = staged.view(buffers.dtype).view(values.shape)
         staged.copy_(values)
-        ticket = self._device.download(landing, staged)
-        self._staging.leaves(size_bytes, ticket)
-        return ticket
+        transfer = self._device.download(landing, staged)
+        self._staging.leaves(size_bytes, transfer)
+        return transfer
 
 
 def add_rows_at_home(group: Group, rows: RowSum) -> None:

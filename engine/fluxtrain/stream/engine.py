@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fluxtrain.device.device import Device
 from fluxtrain.errors import MisusedModel
 from fluxtrain.memory.boundary import BoundaryPark
-from fluxtrain.memory.device import Device
 from fluxtrain.memory.gradients import Gradients
 from fluxtrain.memory.group import Group
 from fluxtrain.memory.segment import Member

@@ -159,12 +159,12 @@ class Lookup:
         buffers = group.rows
         assert buffers is not None
         self.versions = {group: group.version}
-        brought, tickets = buffers.bring(self.places, self._gather)
+        brought, transfers = buffers.bring(self.places, self._gather)
         engine.use.begin()
         try:
-            for ticket in tickets:
-                ticket.wait_compute("weights")
-            engine.accounts.uploaded(group, "demand", tickets[1], brought.rows.nbytes)
+            for transfer in transfers:
+                transfer.wait_compute("weights")
+            engine.accounts.uploaded(group, "demand", transfers[1], brought.rows.nbytes)
             start = engine.device.recorder.instant()
             ids = brought.of_tokens.view(self.shape)  # of their shape: what is found is no view
             found = torch.embedding(brought.rows, ids, self.padding)

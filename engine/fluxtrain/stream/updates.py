@@ -26,14 +26,14 @@ import torch
 from torch import Tensor
 
 from fluxtrain import _native
+from fluxtrain.device.device import Device
+from fluxtrain.device.worker import Worker
 from fluxtrain.errors import Diverged
 from fluxtrain.memory.arrival import Arrival
-from fluxtrain.memory.device import Device
 from fluxtrain.memory.gradients import Gradients
 from fluxtrain.memory.group import Group
 from fluxtrain.memory.recorder import Recorder
 from fluxtrain.memory.segment import Member
-from fluxtrain.memory.worker import Worker
 from fluxtrain.optim.row_adamw import weights_of_rows
 from fluxtrain.optim.split_adamw import Hyper, zero_
 from fluxtrain.optim.stepping import (
