@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from fluxtrain.device.cpu_device import CpuDevice
-from fluxtrain.memory.rows import Gather, Places, RowBuffers, RowTransfer, Scatter, norm_by_rows
+from fluxtrain.gradients.rows import RowTransfer, Scatter
+from fluxtrain.gradients.views import norm_by_rows
+from fluxtrain.memory.rows import Gather, Places, RowBuffers
 
 
 def table_of(flat: Tensor) -> Tensor:

@@ -18,12 +18,12 @@ from torch import Tensor
 from fluxtrain.device.cpu_device import CpuDevice
 from fluxtrain.device.cuda_device import CudaDevice, CudaTransfer
 from fluxtrain.device.transfer import Transfer
+from fluxtrain.gradients.gradients import Gradients
 from fluxtrain.memory.arena import HostArena
-from fluxtrain.memory.gradients import Gradients
 from fluxtrain.memory.group import Group
 from tests.engine.granted import Granted, granting
 from tests.engine.slow_device import SlowDevice
-from tests.engine.test_home_sums import Told, group, of, one_pass
+from tests.engine.test_host_gradients import Told, group, of, one_pass
 
 COUNT, LIMIT_S = 1000, 10.0
 
@@ -151,7 +151,7 @@ def test_sums_are_right_however_late_their_copies_come(seed: int) -> None:
     for number in range(20):
         g = drawn.choice(groups)
         if drawn.random() < 0.2 and g in totals:
-            gradients.expect(g)
+            gradients.prefetch(g)
             gradients.discard()
         taken = device.upload(slot, weights[number], None, device.mark())
         values = one_pass(gradients, g, number)

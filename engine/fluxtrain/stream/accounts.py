@@ -239,7 +239,7 @@ class Accounts:
             return "G"
         if not group.has_gradient:
             return "."
-        arrival = self._engine.gradients.arrivals.get(group)
+        arrival = self._engine.gradients.host.arrivals.get(group)
         if group.home == "device":
             return "G"
         under_way = arrival is not None and not all(t.done() for t in arrival.transfers)

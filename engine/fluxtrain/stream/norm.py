@@ -122,7 +122,7 @@ def norm_parts(engine: Engine) -> list[Tensor]:
     parts: list[Tensor] = []
     for group in engine.groups:
         members = [m for m in group.members if m.has_gradient]
-        arrival = engine.gradients.arrivals.get(group)
+        arrival = engine.gradients.host.arrivals.get(group)
         whole = arrival.norms if arrival is not None and arrival.is_of(members) else None
         if whole is not None and all(m.gradient_scale == 1.0 for m in members):
             parts.append(whole)

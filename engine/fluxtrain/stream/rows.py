@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from fluxtrain.gradients.rows import RowSum
 from fluxtrain.memory.group import Group
 from fluxtrain.memory.page_locks import host_empty
-from fluxtrain.memory.rows import Brought, Places, RowBuffers, RowSum
+from fluxtrain.memory.rows import Brought, Places, RowBuffers
 from fluxtrain.stream.arguments import flatten
 from fluxtrain.stream.grouping import is_table
 from fluxtrain.stream.in_place import version_of
