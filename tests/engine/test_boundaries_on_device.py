@@ -137,9 +137,9 @@ def test_the_ones_sent_last_are_still_there_behind_those_that_stay(
     download = some.engine.device.download
 
     def late(*args: Any) -> Any:
-        ticket = download(*args)
-        monkeypatch.setattr(ticket, "done", lambda: False, raising=False)
-        return ticket
+        transfer = download(*args)
+        monkeypatch.setattr(transfer, "done", lambda: False, raising=False)
+        return transfer
 
     monkeypatch.setattr(some.engine.device, "download", late)
     loss = some.loss()

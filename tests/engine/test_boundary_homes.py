@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 import fluxtrain
-from fluxtrain.memory import device as devices
+from fluxtrain.device import cpu_device as devices
+from fluxtrain.device.cpu_device import CpuDevice
 from fluxtrain.memory.boundary import BoundaryPark
 from fluxtrain.memory.boundary_homes import BoundaryHomes
-from fluxtrain.memory.device import CpuDevice
 from fluxtrain.stream.engine import engine_of
 from fluxtrain.stream.resettle import resettle
 from tests.engine.granted import Granted, granting

@@ -64,19 +64,19 @@ class WayHome:
     """A copy that has ended when the next one begins, and not before: neither faster than the
     blocks nor slower."""
 
-    def __init__(self, ticket: Any) -> None:
-        self._ticket = ticket
+    def __init__(self, transfer: Any) -> None:
+        self._transfer = transfer
         self._ended = False
 
     def ends(self) -> None:
-        self._ticket.wait_host()
+        self._transfer.wait_host()
         self._ended = True
 
     def done(self) -> bool:
         return self._ended
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._ticket, name)
+        return getattr(self._transfer, name)
 
 
 @pytest.fixture
@@ -88,7 +88,7 @@ def copies_keep_up(monkeypatch: pytest.MonkeyPatch) -> None:
         device: Any = self._device
         download = device.download
         for parked in self._leaving:
-            cast(WayHome, parked.ticket).ends()
+            cast(WayHome, parked.transfer).ends()
         with monkeypatch.context() as patch:
             patch.setattr(device, "download", lambda *copied: WayHome(download(*copied)))
             return park(self, *arguments)

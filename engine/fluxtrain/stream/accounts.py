@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from fluxtrain.device.transfer import Transfer
 from fluxtrain.memory import page_locks
-from fluxtrain.memory.device import Ticket
 from fluxtrain.memory.group import Group
 from fluxtrain.memory.rows import RowBuffers
 from fluxtrain.stream.block_runs import runs_of
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _KEPT_MOVES = 256
 _HELD = ("allocated_bytes", "reserved_bytes")  # of torch's allocator
-_Noted = tuple[int, str, str, int, str, str, Ticket]  # step, block, what, bytes, way, cause
+_Noted = tuple[int, str, str, int, str, str, Transfer]  # step, block, what, bytes, way, cause
 
 
 @dataclass(frozen=True)
@@ -87,27 +87,27 @@ class Accounts:
         self._lock = threading.Lock()
 
     def uploaded(
-        self, group: Group, cause: str, ticket: Ticket, size_bytes: int | None = None
+        self, group: Group, cause: str, transfer: Transfer, size_bytes: int | None = None
     ) -> None:
         """A copy of the group's weights was started; None: of all of them."""
         size = group.wire_bytes if size_bytes is None else size_bytes
-        self._engine.device.recorder.copied("h2d", "weights", group.name, ticket)
+        self._engine.device.recorder.copied("h2d", "weights", group.name, transfer)
         with self._lock:
             self.h2d_bytes += size
-            self._note(group, "weights", size, "C>G", cause, ticket)
+            self._note(group, "weights", size, "C>G", cause, transfer)
 
-    def downloaded(self, group: Group, ticket: Ticket, size_bytes: int) -> None:
-        self._engine.device.recorder.copied("d2h", "gradients", group.name, ticket)
+    def downloaded(self, group: Group, transfer: Transfer, size_bytes: int) -> None:
+        self._engine.device.recorder.copied("d2h", "gradients", group.name, transfer)
         with self._lock:
             self.d2h_bytes += size_bytes
-            self._note(group, "gradients", size_bytes, "G>C", "gradient", ticket)
+            self._note(group, "gradients", size_bytes, "G>C", "gradient", transfer)
 
-    def sum_uploaded(self, group: Group, ticket: Ticket, size_bytes: int) -> None:
+    def sum_uploaded(self, group: Group, transfer: Transfer, size_bytes: int) -> None:
         """Gradients of an earlier backward pass come up, to be added to."""
-        self._engine.device.recorder.copied("h2d", "gradients", group.name, ticket)
+        self._engine.device.recorder.copied("h2d", "gradients", group.name, transfer)
         with self._lock:
             self.h2d_bytes += size_bytes
-            self._note(group, "gradients", size_bytes, "C>G", "gradient", ticket)
+            self._note(group, "gradients", size_bytes, "C>G", "gradient", transfer)
 
     def traffic(self) -> Traffic:
         return Traffic(self.h2d_bytes, self.d2h_bytes)
@@ -119,16 +119,16 @@ class Accounts:
             ended: list[_Noted] = []
             under_way: list[_Noted] = []
             for noted in self._moves:
-                ticket = noted[-1]
-                (ended if ticket.done() or ticket.failed() else under_way).append(noted)
+                transfer = noted[-1]
+                (ended if transfer.done() or transfer.failed() else under_way).append(noted)
             self._moves = deque(under_way, maxlen=_KEPT_MOVES)
             taken, total = ended[-limit:], self._move_count
         return [
             Move(
                 step=step, block=name, what=what, bytes=size, direction=way,
-                duration_s=ticket.duration_s, cause=cause,
+                duration_s=transfer.duration_s, cause=cause,
             )
-            for step, name, what, size, way, cause, ticket in taken
+            for step, name, what, size, way, cause, transfer in taken
         ], total  # fmt: skip
 
     def blocks(self) -> list[BlockFacts]:
@@ -221,28 +221,28 @@ class Accounts:
             self._peak_bytes = max(self._peak_bytes, held + self.boundary_bytes)
 
     def _note(
-        self, group: Group, what: str, size: int, way: str, cause: str, ticket: Ticket
+        self, group: Group, what: str, size: int, way: str, cause: str, transfer: Transfer
     ) -> None:
-        self._moves.append((self.step, group.name, what, size, way, cause, ticket))
+        self._moves.append((self.step, group.name, what, size, way, cause, transfer))
         self._move_count += 1
 
     def _weights_letter(self, group: Group) -> str:
         if group.home == "device":
             return "G"
         slot = self._engine.window.holds(group)
-        if slot is None or slot.ticket is None:
+        if slot is None or slot.transfer is None:
             return "C"
-        return "G" if slot.ticket.done() else ">"
+        return "G" if slot.transfer.done() else ">"
 
     def _gradient_letter(self, group: Group) -> str:
         if self._engine.gradients.is_open(group):
             return "G"
         if not group.has_gradient:
             return "."
-        arrival = self._engine.gradients.arrivals.get(group)
+        arrival = self._engine.gradients.host.arrivals.get(group)
         if group.home == "device":
             return "G"
-        under_way = arrival is not None and not all(t.done() for t in arrival.tickets)
+        under_way = arrival is not None and not all(t.done() for t in arrival.transfers)
         return "<" if under_way else "C"
 
 

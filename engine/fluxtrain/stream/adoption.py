@@ -22,7 +22,7 @@ from torch.optim.optimizer import (
 )
 
 from fluxtrain.errors import MisusedModel
-from fluxtrain.memory.cuts import round_at_home
+from fluxtrain.gradients.views import round_stored
 from fluxtrain.memory.group import Group
 from fluxtrain.optim.split_adamw import Hyper
 from fluxtrain.stream.norm import GradNorm
@@ -307,7 +307,7 @@ def _foreign_step(optimizer: Optimizer, entries: Entries) -> None:
         factor = 1.0 if norm is None else norm.scale()
         for owner, _, _ in entries:
             if owner.engine is engine:
-                round_at_home(owner.group)
+                round_stored(owner.group)
                 if owner.member.has_gradient:
                     owner.member.gradient_scale *= factor
                     settle(engine, owner.group, owner.member)

@@ -112,7 +112,7 @@ class Call:
         """What the backward pass computes with again, but for what waits on the host: the inputs,
         and copies of those whose memory is written to next."""
         for i in self.did_write & self.parked.keys():
-            self.parked[i].ticket.wait_compute("activations")
+            self.parked[i].transfer.wait_compute("activations")
         for i, tensor in enumerate(tensors):
             if i not in self.did_write:
                 self.watched.append((i, version_counter(tensor), version_of(tensor)))

@@ -106,7 +106,7 @@ class EagerStep:
         optimizer's parameters."""
         for group in self.updated:
             if group.home == "host" and self.uses_up(group):
-                self._engine.gradients.forget(group)
+                self._engine.gradients.host.forget(group)
         self._work.clear()
 
     def drop(self) -> None:

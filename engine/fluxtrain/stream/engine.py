@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fluxtrain.device.device import Device
 from fluxtrain.errors import MisusedModel
+from fluxtrain.gradients.gradients import Gradients
 from fluxtrain.memory.boundary import BoundaryPark
-from fluxtrain.memory.device import Device
-from fluxtrain.memory.gradients import Gradients
 from fluxtrain.memory.group import Group
 from fluxtrain.memory.segment import Member
 from fluxtrain.memory.slices import WeightSlices
@@ -172,7 +172,7 @@ class Engine:
         self.graphs.enter_pass(self._end_pass)
         self._heading("backward", unit)
         for group in () if unit.in_slices else unit.groups:
-            self.gradients.expect(group)
+            self.gradients.prefetch(group)
 
     def after_backward(self, unit: Unit) -> None:
         start = self.device.recorder.instant()
@@ -193,7 +193,7 @@ class Engine:
         """All of them, without a look at each."""
         for group in self.groups:
             if group.has_gradient:
-                self.gradients.forget(group)
+                self.gradients.host.forget(group)
 
     def clip_grad_norm(self, max_norm: float | None, losses: Sequence[Tensor] = ()) -> GradNorm:
         """Measure the global norm; the next optimizer step scales by it. None only measures.

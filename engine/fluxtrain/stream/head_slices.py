@@ -207,7 +207,7 @@ def _backward(
         sums = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
     with _computing(unit, "backward"):
         for words in _each(slices, reversed(range(slices.count))):
-            total = engine.gradients.slice_sum(words.weight.shape) if for_weight else None
+            total = engine.gradients.zeros_for_slice(words.weight.shape) if for_weight else None
             bias_total = torch.zeros(len(words.weight), device=hidden.device) if for_bias else None
             for rows in _spans(len(hidden), most):
                 inner = hidden[rows].detach()

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fluxtrain.errors import BadInput, MisusedModel
-from fluxtrain.memory.cuts import round_at_home, stored
+from fluxtrain.gradients.views import round_stored, stored
 from fluxtrain.memory.group import Group
 from fluxtrain.memory.segment import Member
 from fluxtrain.stream.parameter import owner_of
@@ -64,7 +64,7 @@ class OutsideOptimizer:
             return
         for group in engine.groups:
             check_writes(engine, group)
-            round_at_home(group)
+            round_stored(group)
         for _, member, plain in self._pairs:
             plain.grad = _scaled(member, scale) if member.has_gradient else None
         for parameter in self._loose:
@@ -80,7 +80,7 @@ class OutsideOptimizer:
     def zero_grad(self) -> None:
         """Forget all gradients."""
         for group in self._engine.groups:
-            self._engine.gradients.forget(group)
+            self._engine.gradients.host.forget(group)
         for parameter in self._loose:
             parameter.grad = None
 

@@ -57,7 +57,8 @@ def resettle(
     edges = [g for g in at_home if g.kind == "edge" and not passes_in_parts(engine, g)]
     fresh: list[Slot] = []
     if any(g.home == "host" for g in device) or any(g.home == "device" for g in at_home):
-        engine.gradients.give_ring_back(engine.groups)  # it lends from one host group to another
+        # the ring lends memory of one host group to another
+        engine.gradients.host.give_ring_back(engine.groups)
     try:
         gone = _owned(engine, [*edges, *resident], fresh)
         gone += _shared(engine, streamed, slots, fresh)
@@ -94,7 +95,7 @@ def _come_to_rest(engine: Engine) -> None:
     for unit in engine.units:
         if unit.slices is not None:
             unit.slices.drain()
-    engine.gradients.drain()
+    engine.gradients.host.drain()
 
 
 def _tidy(engine: Engine, at_home: Sequence[Group], kept_blocks: int, staying: int) -> None:

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from fluxtrain.gradients.rows import RowSum
 from fluxtrain.memory.group import Group
 from fluxtrain.memory.page_locks import host_empty
-from fluxtrain.memory.rows import Brought, Places, RowBuffers, RowSum
+from fluxtrain.memory.rows import Brought, Places, RowBuffers
 from fluxtrain.stream.arguments import flatten
 from fluxtrain.stream.grouping import is_table
 from fluxtrain.stream.in_place import version_of
@@ -159,12 +160,12 @@ class Lookup:
         buffers = group.rows
         assert buffers is not None
         self.versions = {group: group.version}
-        brought, tickets = buffers.bring(self.places, self._gather)
+        brought, transfers = buffers.bring(self.places, self._gather)
         engine.use.begin()
         try:
-            for ticket in tickets:
-                ticket.wait_compute("weights")
-            engine.accounts.uploaded(group, "demand", tickets[1], brought.rows.nbytes)
+            for transfer in transfers:
+                transfer.wait_compute("weights")
+            engine.accounts.uploaded(group, "demand", transfers[1], brought.rows.nbytes)
             start = engine.device.recorder.instant()
             ids = brought.of_tokens.view(self.shape)  # of their shape: what is found is no view
             found = torch.embedding(brought.rows, ids, self.padding)

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fluxtrain.device.device import open_device
 from fluxtrain.errors import BadInput, MisusedModel, UnsupportedModel
 from fluxtrain.hardware.gpu import Gpus
 from fluxtrain.hardware.machine import read_machine
-from fluxtrain.memory.device import open_device
 from fluxtrain.memory.group import Group
 from fluxtrain.memory.heap import trim_heap
 from fluxtrain.memory.mapped import cool, copied_bytes

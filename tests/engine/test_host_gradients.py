@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 import fluxtrain
-from fluxtrain.memory.arrival import Arrival
-from fluxtrain.memory.cuts import stored
-from fluxtrain.memory.device import CpuDevice
-from fluxtrain.memory.gradients import Gradients
+from fluxtrain.device.cpu_device import CpuDevice
+from fluxtrain.gradients.gradients import Gradients
+from fluxtrain.gradients.host_gradients import Arrival
+from fluxtrain.gradients.views import stored
 from fluxtrain.memory.group import Group
 from fluxtrain.plan import heads
 from fluxtrain.stream.engine import engine_of
@@ -30,10 +30,10 @@ class Told:
         self.up = 0
         self.down = 0
 
-    def sent(self, group: Group, ticket: object, size_bytes: int) -> None:
+    def sent(self, group: Group, transfer: object, size_bytes: int) -> None:
         self.down += size_bytes
 
-    def brought(self, group: Group, ticket: object, size_bytes: int) -> None:
+    def brought(self, group: Group, transfer: object, size_bytes: int) -> None:
         self.up += size_bytes
 
 
@@ -65,7 +65,7 @@ def draws(g: Group, seed: int) -> list[Tensor]:
 
 def one_pass(gradients: Gradients, g: Group, seed: int, members: Any = None) -> list[Tensor]:
     values = draws(g, seed)
-    gradients.expect(g)
+    gradients.prefetch(g)
     for i in range(len(values)) if members is None else members:
         gradients.add(g, g.members[i], values[i])
     gradients.finish(g)
@@ -73,13 +73,13 @@ def one_pass(gradients: Gradients, g: Group, seed: int, members: Any = None) -> 
 
 
 def of(gradients: Gradients, g: Group) -> list[Tensor]:
-    gradients.wait(g)
+    gradients.host.wait(g)
     return [stored(m).clone() for m in g.members]
 
 
 def norms(gradients: Gradients, g: Group) -> list[float]:
     """As the device has them; none is asked for at home."""
-    arrival = gradients.arrivals[g]
+    arrival = gradients.host.arrivals[g]
     assert arrival.norms is not None
     assert sorted(arrival.norm_of) == [m.index for m in g.members if m.has_gradient]
     return [float(arrival.norms[arrival.norm_of[i]]) for i in sorted(arrival.norm_of)]
@@ -106,7 +106,7 @@ def test_sums_have_the_bits_of_fp32_additions_after_the_first_rounding(
             assert torch.equal(found, wanted)
         told = norms(gradients, g)
         assert told == pytest.approx([float(t.double().norm()) for t in total], rel=1e-6)
-    gradients.forget(g)
+    gradients.host.forget(g)
     again = one_pass(gradients, g, 4)
     for found, wanted in zip(of(gradients, g), again, strict=True):
         assert torch.equal(found, wanted.to(dtype))
@@ -157,8 +157,8 @@ def test_each_copy_is_told_and_sums_take_no_staging_memory_of_their_own(
     g = group(torch.bfloat16)
     for seed in range(2):  # both buffers of the first passes are made
         one_pass(gradients, g, seed)
-        gradients.wait(g)
-        gradients.forget(g)
+        gradients.host.wait(g)
+        gradients.host.forget(g)
     one_pass(gradients, g, 2)
     held, elements = gradients.device_bytes, g.trained_elements
     moved = []
@@ -175,10 +175,10 @@ def test_what_was_expected_is_brought_again_where_others_took_its_place(
 ) -> None:
     g, other = group(torch.bfloat16), group(torch.bfloat16)
     first = one_pass(gradients, g, 0)
-    gradients.expect(g)
+    gradients.prefetch(g)
     for seed in range(3):
         one_pass(gradients, other, seed)
-        gradients.forget(other)
+        gradients.host.forget(other)
     second = draws(g, 1)
     for member, value in zip(g.members, second, strict=True):
         gradients.add(g, member, value)
@@ -190,7 +190,7 @@ def test_what_was_expected_is_brought_again_where_others_took_its_place(
 def test_after_a_backward_pass_that_raised_sums_are_what_they_were(gradients: Gradients) -> None:
     g = group(torch.bfloat16)
     first = one_pass(gradients, g, 0)
-    gradients.expect(g)
+    gradients.prefetch(g)
     gradients.add(g, g.members[0], draws(g, 5)[0])
     gradients.discard()
     second = one_pass(gradients, g, 1)

@@ -19,23 +19,24 @@ class Stalls:
         self._lock = threading.Lock()
 
     def add(self, cause: str, seconds: float) -> None:
-        """The thread that drives the computation waited until now."""
+        """Count `seconds` until now in which the thread that drives the computation waited."""
         self._recorder.host_waited(cause, seconds)
         self._book(cause, seconds)
 
     def add_host(self, cause: str, seconds: float) -> None:
-        """The same where a GPU may have gone on meanwhile: it is told apart by the recorder."""
+        """Record that this thread waited; count it as a stall only where it is the computation (a
+        GPU may have gone on meanwhile)."""
         self._recorder.host_waited(cause, seconds)
         if self._recorder.clock.on_host:
             self._book(cause, seconds)
 
     def add_events(self, cause: str, before: Any, after: Any) -> None:
-        """Book the time between two CUDA events once both have passed."""
+        """Count the time between two CUDA events once both have passed."""
         self._recorder.stalled(cause, before, after)
         self._pairs.append((cause, before, after))
 
     def take(self) -> dict[str, float]:
-        """Seconds by cause since the last call; what a GPU has not passed yet comes later."""
+        """Return seconds by cause since the last call; later events stay for the next one."""
         while self._pairs and self._pairs[0][2].query():
             cause, before, after = self._pairs.popleft()
             self._book(cause, before.elapsed_time(after) / 1e3)

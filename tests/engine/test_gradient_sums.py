@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fluxtrain.memory.cuts import stored
-from fluxtrain.memory.device import CpuDevice
-from fluxtrain.memory.gradients import Gradients
+from fluxtrain.device.cpu_device import CpuDevice
+from fluxtrain.gradients.gradients import Gradients
+from fluxtrain.gradients.views import stored
 from fluxtrain.memory.group import Group
 
 CPU = torch.device("cpu")
@@ -44,19 +44,19 @@ def draws(shape: tuple[int, ...], count: int) -> list[Tensor]:
 
 def test_chunks_are_summed_in_fp32_and_rounded_once(device: Any) -> None:
     sent: list[int] = []
-    gradients = Gradients(device, lambda g, ticket, size_bytes: sent.append(size_bytes), nobody)
+    gradients = Gradients(device, lambda g, transfer, size_bytes: sent.append(size_bytes), nobody)
     g = group((33, 7))
     parts = draws((33, 7), 64)
     for part in parts:
         gradients.add(g, g.members[0], part)
     gradients.finish(g)
-    gradients.wait(g)
+    gradients.host.wait(g)
     total = torch.zeros(33, 7)
     for part in parts:
         total += part.float()
     assert torch.equal(stored(g.members[0]), total.bfloat16())
     assert sent == [g.segments[0].size_bytes]
-    arrival = gradients.arrivals[g]
+    arrival = gradients.host.arrivals[g]
     assert arrival.norms is not None
     assert float(arrival.norms[0]) == pytest.approx(
         float(total.bfloat16().double().norm()), rel=1e-6
@@ -71,15 +71,15 @@ def test_backward_passes_add_up_in_fp32_at_home(device: Any) -> None:
     for part in parts:
         gradients.add(g, g.members[0], part)
         gradients.finish(g)
-    gradients.wait(g)
+    gradients.host.wait(g)
     exact = torch.stack(parts).double().sum(0)
     found = stored(g.members[0])
     assert found.dtype == torch.float32
     assert float((found.double() - exact).norm() / exact.norm()) < 1e-5
-    gradients.forget(g)
+    gradients.host.forget(g)
     gradients.add(g, g.members[0], parts[0])
     gradients.finish(g)
-    gradients.wait(g)
+    gradients.host.wait(g)
     assert torch.equal(stored(g.members[0]), parts[0])  # a new step starts from nothing
 
 
@@ -92,7 +92,7 @@ def test_members_without_a_gradient_and_padding_are_zero(device: Any) -> None:
     gradients.add(g, g.members[0], torch.ones(3))
     gradients.add(g, g.members[2], torch.ones(7))
     gradients.finish(g)
-    gradients.wait(g)
+    gradients.host.wait(g)
     home = g.segments[0].gradient
     assert float(home.float().sum()) == 10.0
     assert not bool(home.isnan().any())
@@ -107,7 +107,7 @@ def test_many_groups_in_flight_do_not_overwrite_each_other(device: Any) -> None:
         gradients.add(g, g.members[0], torch.full(g.members[0].shape, float(i + 1)))
         gradients.finish(g)
     for i, g in enumerate(groups):
-        gradients.wait(g)
+        gradients.host.wait(g)
         assert bool((stored(g.members[0]) == i + 1).all())
 
 
@@ -122,7 +122,7 @@ def test_shared_groups_keep_a_sum_of_their_own_while_others_come_and_go(device: 
     assert gradients.open_groups() == [shared]
     gradients.finish(shared)
     for g, value in ((shared, 2.0), (other, 7.0)):
-        gradients.wait(g)
+        gradients.host.wait(g)
         assert bool((stored(g.members[0]) == value).all())
     gradients.add(shared, shared.members[0], torch.ones(16))
     gradients.discard()
@@ -140,7 +140,7 @@ def test_each_dtype_of_a_block_keeps_its_own(device: Any) -> None:
     for member in g.members:
         gradients.add(g, member, exact)
     gradients.finish(g)
-    gradients.wait(g)
+    gradients.host.wait(g)
     found = [stored(m) for m in g.members]
     assert [f.dtype for f in found] == [torch.bfloat16, torch.float32, torch.bfloat16]
     assert torch.equal(found[1], exact) and torch.equal(found[0], torch.ones(4).bfloat16())
@@ -160,10 +160,10 @@ def test_gradients_that_come_together_are_summed_as_one_by_one(device: Any) -> N
                 for one in reversed(arrived):
                     gradients.add(*one)
         gradients.finish(g)
-        gradients.wait(g)
+        gradients.host.wait(g)
         sums.append([stored(m).clone() for m in g.members])
         assert not bool(stored(g.members[3]).any())
-        norms = gradients.arrivals[g].norms
+        norms = gradients.host.arrivals[g].norms
         assert norms is not None
         for norm, member in zip(norms, g.members, strict=False):
             assert torch.equal(norm, torch.linalg.vector_norm(stored(member)))
@@ -180,9 +180,9 @@ def test_sums_of_groups_of_different_sizes_do_not_mix(device: Any) -> None:
                 gradients.add(g, m, torch.full(m.shape, float(10 * step + i)))
             gradients.finish(g)
         for i, g in enumerate(groups):
-            gradients.wait(g)
+            gradients.host.wait(g)
             assert all(bool((stored(m) == 10 * step + i).all()) for m in g.members)
-            gradients.forget(g)
+            gradients.host.forget(g)
 
 
 def test_nothing_holds_staging_memory_that_was_given_back(device: Any) -> None:
@@ -190,8 +190,8 @@ def test_nothing_holds_staging_memory_that_was_given_back(device: Any) -> None:
     g = group((8, 8))
     gradients.add(g, g.members[0], torch.ones(8, 8))
     gradients.finish(g)
-    gradients.drain()
-    staged = gradients._staging._rings[g.segments[0].size_bytes].buffers[0].untyped_storage()
+    gradients.host.drain()
+    staged = gradients.host.staging._rings[g.segments[0].size_bytes].buffers[0].untyped_storage()
     before = torch._C._storage_Use_Count(staged._cdata)
     gradients.stage_only(set())
     assert torch._C._storage_Use_Count(staged._cdata) < before
@@ -206,7 +206,7 @@ def test_gradients_of_several_dtypes_that_come_together_are_each_read_as_what_th
     values = [torch.full((4,), 1.5), torch.full((4,), 2.5).bfloat16(), torch.full((4,), 3.5).half()]
     gradients.add_all((g, m, value) for m, value in zip(g.members, values, strict=True))
     gradients.finish(g)
-    gradients.wait(g)
+    gradients.host.wait(g)
     assert [float(stored(m)[0]) for m in g.members] == [1.5, 2.5, 3.5]
 
 

@@ -1,7 +1,7 @@
-"""One thread that does jobs in order and holds on to none of them.
+"""One thread that runs jobs in order and keeps no reference to them.
 
-An executor's thread keeps a job, and with it a whole model, for a moment after its waiters were
-woken. A model that is dropped in that moment would be freed late, and on that thread.
+A thread of `ThreadPoolExecutor` refers to a job, and through it to a whole model, for a moment
+after it woke the job's waiters. A model dropped in that moment would be freed late, and there.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ T = TypeVar("T")
 
 
 class Worker:
-    """Does what is submitted, in order, on a thread called `name`; ends when it is dropped.
+    """Runs submitted jobs in order on a thread called `name`; the thread ends with this object.
 
-    `when_idle` is called on that thread after a job behind which no other waits.
+    `when_idle` is called on that thread after a job when no other job is queued.
     """
 
     def __init__(self, name: str, when_idle: Callable[[], None] | None = None) -> None:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix=name)
-        self._left = _Left(when_idle)
+        self._unfinished = _Unfinished(when_idle)
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
-        """Queue `work`. When the result can be had, nothing refers to `work` any more."""
-        self._left.one_more()
-        return self._pool.submit(_Once(work, self._left))
+        """Queue `work`. When its result is there, nothing refers to `work` any more."""
+        self._unfinished.one_more()
+        return self._pool.submit(_Once(work, self._unfinished))
 
     def unless_here(self, wait: Callable[[], None]) -> None:
-        """`wait` for a job, but not on the thread that does it; a job holds what it needs."""
-        if self._left.thread != threading.get_ident():
+        """Call `wait`, which waits for a job, unless this is the thread that runs the job."""
+        if self._unfinished.thread != threading.get_ident():
             wait()
 
     def close(self) -> None:
@@ -39,14 +39,14 @@ class Worker:
         self._pool.shutdown(wait=True)
 
 
-class _Left:
-    """How many jobs were submitted and not done."""
+class _Unfinished:
+    """Counts the jobs that were submitted and are not done."""
 
     def __init__(self, when_idle: Callable[[], None] | None) -> None:
         self._when_idle = when_idle
         self._jobs = 0
         self._lock = threading.Lock()
-        self.thread: int | None = None  # that does them
+        self.thread: int | None = None  # the thread that runs them
 
     def one_more(self) -> None:
         with self._lock:
@@ -61,13 +61,13 @@ class _Left:
 
 
 class _Once(Generic[T]):
-    def __init__(self, work: Callable[[], T], left: _Left) -> None:
+    def __init__(self, work: Callable[[], T], unfinished: _Unfinished) -> None:
         self._work: list[Callable[[], T]] = [work]
-        self._left = left
+        self._unfinished = unfinished
 
     def __call__(self) -> T:
-        self._left.thread = threading.get_ident()
+        self._unfinished.thread = threading.get_ident()
         try:
             return self._work.pop()()
         finally:
-            self._left.one_less()
+            self._unfinished.one_less()
