@@ -13,13 +13,15 @@ from textual.binding import BindingType
 from textual.containers import Horizontal, VerticalScroll
 from textual.content import Content
 from textual.css.query import NoMatches
-from textual.screen import Screen
+from textual.dom import DOMNode
 from textual.signal import Signal
 from textual.widgets import ContentSwitcher
 
 from fluxtrain.telemetry.rundir import RunSummary, runs_root
-from fluxtui.actions import ACTIONS, Action, own_bindings
-from fluxtui.shell import Shell
+from fluxtui.actions.action_screen import ActionScreen
+from fluxtui.actions.key_map import own_bindings
+from fluxtui.actions.table import ACTIONS, Action
+from fluxtui.app_base import AppBase
 from fluxtui.state.machine import MachineSample
 from fluxtui.wizard import drawing, questions
 from fluxtui.wizard.answers import Answers, route
@@ -49,7 +51,7 @@ from fluxtui.wizard.view import View
 from fluxtui.wizard.widgets import Drawn
 
 
-class WizardFrame(Screen[Outcome | None]):
+class WizardFrame(ActionScreen[Outcome | None]):
     """Holds the answers and what is known about them, and draws the step that they are at."""
 
     DEFAULT_CSS = """
@@ -129,18 +131,17 @@ class WizardFrame(Screen[Outcome | None]):
     @property
     def registry(self) -> tuple[Action, ...]:
         """The actions, with the user's own keys where the app has them."""
-        return self.app.actions if isinstance(self.app, Shell) else ACTIONS
+        return self.app.actions if isinstance(self.app, AppBase) else ACTIONS
 
     @property
     def place(self) -> str:
         """The page on screen, by its name in the registry of actions."""
         return f"wizard.{self.answers.step}"
 
-    async def do(self, action: str) -> None:
-        """Run an action of the registry where it belongs: on the page, the wizard or the app."""
-        method = f"action_{action.split('(', maxsplit=1)[0]}"
-        holders = (self.current, self, self.app)
-        await self.app.run_action(action, next(one for one in holders if hasattr(one, method)))
+    @property
+    def holders(self) -> tuple[DOMNode, ...]:
+        """The page on screen has actions of its own, before the wizard and the app."""
+        return (self.current, self, self.app)
 
     @property
     def current(self) -> Step:

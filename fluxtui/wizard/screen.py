@@ -11,7 +11,7 @@ from textual.widgets import ContentSwitcher, Input
 
 from fluxtrain.errors import EXIT_BAD_INPUT, FluxTrainError
 from fluxtrain.telemetry.storage import free_bytes
-from fluxtui.shell import Shell
+from fluxtui.app_base import AppBase
 from fluxtui.wizard.answers import Answers, StepName, neighbour
 from fluxtui.wizard.checks import checked
 from fluxtui.wizard.draft import draft_path, forget_draft, load_draft, save_draft
@@ -50,7 +50,7 @@ class WizardScreen(WizardFrame):
     def on_mount(self) -> None:
         """Begin, and offer kept answers."""
         self.begin()
-        if isinstance(self.app, Shell):
+        if isinstance(self.app, AppBase):
             self.watch_machine(self.app.machine_signal)
         draft = load_draft(self._draft) if self._fresh else None
         if draft is not None:

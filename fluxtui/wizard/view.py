@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from fluxtrain.telemetry.rundir import RunSummary
-from fluxtui.actions import find, joined
+from fluxtui.actions.key_map import joined
+from fluxtui.actions.table import find
 from fluxtui.panels.machine import machine_line
 from fluxtui.state.machine import MachineSample
 from fluxtui.state.view import View as RunView

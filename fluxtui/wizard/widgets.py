@@ -16,7 +16,7 @@ from textual.reactive import reactive
 from textual.widget import Widget
 
 from fluxtrain.telemetry.printable import printable_lines
-from fluxtui.actions import own_bindings
+from fluxtui.actions.key_map import own_bindings
 from fluxtui.widgets.spans import cut, cut_in_front
 from fluxtui.wizard.asking import Option
 from fluxtui.wizard.drawing import MUTED

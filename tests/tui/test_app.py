@@ -10,8 +10,8 @@ import pytest
 from textual.binding import BindingType
 from textual.screen import Screen
 
-from fluxtui.actions import ACTIONS, find
-from fluxtui.app import FluxApp
+from fluxtui.actions.table import ACTIONS, RUN_SCREENS, find
+from fluxtui.app import FluxApp, make_screen
 from fluxtui.screens.dialogs import HelpScreen
 from fluxtui.screens.log import LogScreen
 from fluxtui.screens.panel_screen import PanelGrid, PanelScreen
@@ -61,14 +61,24 @@ async def test_detaching_leaves_the_app_alone(run: Path, made: ModuleType, key: 
     assert app.return_code == 0
 
 
-async def test_every_action_of_the_registry_exists_in_the_app(run: Path, made: ModuleType) -> None:
-    app = app_on(run, made)
+@pytest.mark.parametrize("name", RUN_SCREENS)
+def test_a_screen_and_the_app_bind_and_make_the_actions_of_that_screen(name: str) -> None:
+    owners = (type(make_screen(name)), FluxApp)
+    bound = {binding.id for owner in owners for _, binding in owner._merged_bindings or ()}
+    here = [action for action in ACTIONS if action.works_on(name) and not action.in_lists]
+    assert {one for one in bound if one and not find(one).in_lists} == {one.id for one in here}
+    for action in here:
+        method = f"action_{action.do.split('(')[0]}"
+        assert any(hasattr(owner, method) for owner in owners), method
+
+
+def test_every_action_of_lists_and_of_the_wizard_is_made_by_a_widget_or_a_page() -> None:
     for action in ACTIONS:
-        name = action.do.split("(")[0]
-        holders = (ScrollingLines, SettingsScreen) if action.in_lists else (app,)
+        method = f"action_{action.do.split('(')[0]}"
+        holders = (ScrollingLines, SettingsScreen) if action.in_lists else ()
         if action.in_wizard:
             holders = (WizardScreen, StrategyStep, DrawnStep)
-        assert any(hasattr(holder, f"action_{name}") for holder in holders), name
+        assert not holders or any(hasattr(holder, method) for holder in holders), method
 
 
 async def test_chart_keys_change_the_chart(run: Path, made: ModuleType) -> None:

@@ -23,6 +23,7 @@ from fluxtrain.telemetry.control import NotReachable, send_command
 from fluxtrain.telemetry.rundir import RunDir, list_runs
 from fluxtrain.telemetry.storage import read_json
 from fluxtui.app import FluxApp
+from fluxtui.screens.picker import RunPicker
 from fluxtui.screens.runs import RunsScreen
 from fluxtui.sources.journal import JournalSource
 from fluxtui.sources.replay import ReplaySource
@@ -132,7 +133,7 @@ async def test_a_folder_of_runs_that_cannot_be_read_is_said(
     app = FluxApp(None, start_screen="runs", runs_folder=tmp_path, sample_machine=False)
     async with app.run_test(size=SIZE) as pilot:
         await app_pilot.until(pilot, lambda: "cannot be read: Permission" in app_pilot.text_of(app))
-        app.action_compare()
+        app.push_screen(RunPicker(tmp_path, None))
         await app_pilot.until(pilot, lambda: "no other run" in app_pilot.text_of(app))
 
 

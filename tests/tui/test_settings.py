@@ -14,7 +14,7 @@ import pytest
 from textual.pilot import Pilot
 
 from fluxtui import settings
-from fluxtui.actions import ACTIONS, PAGES, RUN_SCREENS
+from fluxtui.actions.table import ACTIONS, PAGES, RUN_SCREENS
 from fluxtui.app import FluxApp
 from fluxtui.screens.run_screen import RunScreen
 from fluxtui.screens.settings import SettingsScreen

@@ -12,7 +12,7 @@ import pytest
 
 from fluxtrain.telemetry.events import Done
 from fluxtui import launch
-from fluxtui.actions import find
+from fluxtui.actions.table import find
 from fluxtui.state.run import RunState
 from fluxtui.state.view import View
 from fluxtui.widgets.chrome import COMMAND_ROWS, NOTICE_ROWS, notice_lines

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from fluxtui.actions import ACTIONS, PAGES, rebound
+from fluxtui.actions.key_map import rebound
+from fluxtui.actions.table import ACTIONS, PAGES
 from fluxtui.app import FluxApp
 from fluxtui.screens.dialogs import HelpScreen, help_lines
 from fluxtui.settings import load_settings

@@ -9,7 +9,8 @@ from dataclasses import replace
 import pytest
 from textual.content import Content
 
-from fluxtui.actions import ACTIONS, rebound
+from fluxtui.actions.key_map import rebound
+from fluxtui.actions.table import ACTIONS
 from fluxtui.wizard.answers import Answers
 from fluxtui.wizard.asked import Asked
 from fluxtui.wizard.machine import MachineFacts

@@ -13,7 +13,7 @@ from msgspec.structs import replace as changed
 from fluxtrain.telemetry import events as ev
 from fluxtrain.telemetry.reader import JournalFollower
 from fluxtrain.telemetry.rundir import RunSummary
-from fluxtui.actions import ACTIONS
+from fluxtui.actions.table import ACTIONS
 from fluxtui.panels import PANELS
 from fluxtui.panels.advice import PANEL as ADVICE
 from fluxtui.panels.bus import totals_line

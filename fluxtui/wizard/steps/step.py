@@ -11,7 +11,7 @@ from textual.containers import VerticalScroll
 from textual.content import Content
 from textual.message import Message
 
-from fluxtui.actions import own_bindings
+from fluxtui.actions.key_map import own_bindings
 from fluxtui.wizard.answers import StepName
 from fluxtui.wizard.view import View
 from fluxtui.wizard.widgets import Drawn

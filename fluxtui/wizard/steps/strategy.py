@@ -10,7 +10,7 @@ from textual.binding import BindingType
 from textual.content import Content
 from textual.widgets import Input
 
-from fluxtui.actions import own_bindings
+from fluxtui.actions.key_map import own_bindings
 from fluxtui.widgets.entry import Entry
 from fluxtui.wizard import drawing
 from fluxtui.wizard.answers import DIAL, OFFLOADS, Dial

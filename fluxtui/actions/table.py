@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal
-
-from textual.binding import Binding, BindingType
 
 Group = Literal["Screens", "Run", "Runs", "Chart", "View", "App", "Lists", "Wizard"]
 GROUPS: tuple[Group, ...] = (
@@ -16,7 +14,7 @@ GROUPS: tuple[Group, ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """`keys` as Textual names them, the first one shown; `do` is the app's action string."""
+    """`keys` as Textual names them, the first one shown; `do` is the action's string."""
 
     id: str
     keys: str
@@ -222,61 +220,6 @@ ACTIONS: tuple[Action, ...] = (
     Action("wizard_command", "m", "command", "Copy the command that does the same", "Wizard",
            "wish('copy command')", PAGES[6:]),
 )  # fmt: skip
-
-LIST_KEYS = tuple(action.id for action in ACTIONS if action.id.startswith("list_"))
-
-
-def bindings() -> list[Binding]:
-    """The key map, one binding a key; ids let a user's own key map replace the keys."""
-    return [
-        Binding(
-            action.keys, action.do, action.about, id=action.id, show=False,
-            priority=action.id in EVERYWHERE,
-        )
-        for action in ACTIONS
-        if not (action.in_lists or action.in_wizard)
-    ]  # fmt: skip
-
-
-def own_bindings(ids: Sequence[str] = LIST_KEYS, **does: str) -> list[BindingType]:
-    """Keys for a widget of its own, a list's by default; `does` gives an action other words."""
-    return [
-        Binding(action.keys, does.get(action.id, action.do), action.about, id=action.id, show=False)
-        for action in map(find, ids)
-    ]
-
-
-def rebound(keys: Mapping[str, str]) -> tuple[Action, ...]:
-    """The registry with a user's own keys in it."""
-    return tuple(replace(action, keys=keys.get(action.id, action.keys)) for action in ACTIONS)
-
-
-def joined(keys: Sequence[str]) -> str:
-    """`↑↓` for two arrows that stand together, else with a space between."""
-    return "".join(keys) if list(keys) == ["↑", "↓"] else " ".join(keys)
-
-
-def screens_of_actions(registry: Sequence[Action] = ACTIONS) -> dict[str, frozenset[str]]:
-    """By the name of the app's action: the screens where some key runs it; empty is everywhere."""
-    found: dict[str, frozenset[str]] = {}
-    for action in registry:
-        if action.in_lists or action.in_wizard:
-            continue
-        name = action.do.split("(")[0]
-        wider = not action.screens or found.get(name) == frozenset()
-        found[name] = frozenset() if wider else found.get(name, frozenset()) | set(action.screens)
-    return found
-
-
-def overlap(one: Action, other: Action) -> bool:
-    """Whether there is a screen where both work, so that they cannot share a key."""
-    return not one.where.isdisjoint(other.where)
-
-
-def key_names(keys: Iterable[str]) -> list[str]:
-    """Keys as Textual names them: `?` is `question_mark`."""
-    names = {text: name for name, text in KEY_TEXTS.items() if len(text) == 1}
-    return [names.get(key, key) for key in keys]
 
 
 def footer_actions(

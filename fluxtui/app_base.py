@@ -1,4 +1,7 @@
-"""The part of the application that lives without anybody's keys: it follows a run and draws it."""
+"""The base of the app: settings, themes, the run that is followed, and the view of it.
+
+Screens and actions know the app as `AppBase`; it knows none of them.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal
 
 from rich.console import RenderableType
 from textual import on
@@ -20,14 +23,15 @@ from textual.signal import Signal
 
 from fluxtrain.telemetry.printable import printable
 from fluxtrain.telemetry.rundir import runs_root
-from fluxtui.actions import Action, rebound
-from fluxtui.screens.run_screen import RunScreen
-from fluxtui.settings import Settings, load_settings, save_settings
-from fluxtui.sources.following import News, follow
+from fluxtui.actions.action_screen import ActionScreen
+from fluxtui.actions.key_map import rebound
+from fluxtui.actions.table import RUN_SCREENS, Action
+from fluxtui.settings import CHOICES, Settings, load_settings, save_settings
+from fluxtui.sources.follower import Follower
 from fluxtui.sources.journal import JournalSource
 from fluxtui.sources.source import RunSource
 from fluxtui.state.machine import MachineSample
-from fluxtui.state.view import ChartSettings, View
+from fluxtui.state.view import ChartSettings, Compared, View
 from fluxtui.terminal import TerminalDriver
 from fluxtui.themes import (
     COLOURLESS_THEME,
@@ -46,14 +50,14 @@ from fluxtui.widgets.updates import PartsUpdate
 
 if TYPE_CHECKING:
     from fluxtrain.telemetry.launch import TrainerProcess
-    from fluxtui.screens.log import LogScreen
     from fluxtui.sources.machine import MachineSampler
 
 StartScreen = Literal["dashboard", "memory", "transfer", "loss", "log", "plan", "runs", "wizard"]
 LOW_BANDWIDTH_HZ = 1.0
+COMPARED_PERIOD_S = 2.0  # the other run is looked at, not lived with
 
 
-class Shell(App[None]):
+class AppBase(App[None]):
     """Settings, themes, the run that is followed, and the view of it that the screens draw.
 
     Args:
@@ -68,16 +72,6 @@ class Shell(App[None]):
         make_wizard: builds the wizard's screen; by default the real one.
     """
 
-    class Updated(Message):
-        """News from the follower; a newer one replaces one that still waits."""
-
-        def __init__(self, news: News) -> None:
-            super().__init__()
-            self.news = news
-
-        def can_replace(self, message: Message) -> bool:
-            return isinstance(message, Shell.Updated)
-
     class MachineSampled(Message):
         """The machine's newest sample; a newer one replaces one that still waits."""
 
@@ -86,7 +80,7 @@ class Shell(App[None]):
             self.sample = sample
 
         def can_replace(self, message: Message) -> bool:
-            return isinstance(message, Shell.MachineSampled)
+            return isinstance(message, AppBase.MachineSampled)
 
     def __init__(
         self,
@@ -119,7 +113,8 @@ class Shell(App[None]):
         self.palette: Palette = PLAIN
         self.runs_folder = runs_folder or runs_root()
         self.trainer: TrainerProcess | None = None
-        self._source = source
+        self.followed = Follower(self, "follow", self.period_s, source)
+        self._compared_with = Follower(self, "compare", lambda: COMPARED_PERIOD_S)
         self._start_screen = start_screen
         self._theme_name = theme_name or self.settings.theme
         self._asked_for_low_bandwidth = low_bandwidth
@@ -128,14 +123,14 @@ class Shell(App[None]):
         self._sampler: MachineSampler | None = None  # None makes one
         self._stop_sampling = threading.Event()
         self.machine_signal: Signal[MachineSample] = Signal(self, "machine")
-        self._make_wizard = make_wizard
-        self._stop_following = threading.Event()
+        self.make_wizard = make_wizard
         self._keeps = True
-        self._themes: dict[str, ThemeFile] = {}
+        self.theme_files: dict[str, ThemeFile] = {}
         self._load_themes()
 
     def on_unmount(self) -> None:
-        self._stop_following.set()
+        self.followed.stop()
+        self._compared_with.stop()
         self._stop_sampling.set()
 
     def get_line_filters(self) -> Sequence[LineFilter]:
@@ -151,14 +146,14 @@ class Shell(App[None]):
 
     def _load_themes(self) -> None:
         """Before the first style sheet is made, so that it is made once."""
-        self._themes, self._left_out = load_themes(theme_folders(self._settings_file))
-        for theme in self._themes.values():
+        self.theme_files, self._left_out = load_themes(theme_folders(self._settings_file))
+        for theme in self.theme_files.values():
             self.register_theme(theme.theme)
-        if self._theme_name not in self._themes:
-            names = ", ".join(self._themes)
+        if self._theme_name not in self.theme_files:
+            names = ", ".join(self.theme_files)
             self._left_out.append(f"there is no theme {self._theme_name!r}: {names}")
             self._theme_name = DEFAULT_THEME
-        if self._theme_name in self._themes:
+        if self._theme_name in self.theme_files:
             self._set_colours()
 
     def tell_what_was_left_out(self) -> None:
@@ -192,10 +187,10 @@ class Shell(App[None]):
         for asked, instead in (
             (self.low_bandwidth, PLAIN_THEME), (self.no_color, COLOURLESS_THEME),
         ):  # fmt: skip
-            name = instead if asked and instead in self._themes else name
+            name = instead if asked and instead in self.theme_files else name
         self.animation_level = "none" if self.low_bandwidth else "full"
         self.theme = name
-        self.palette = self._themes[name].palette
+        self.palette = self.theme_files[name].palette
 
     @property
     def settings_file(self) -> Path | None:
@@ -205,16 +200,15 @@ class Shell(App[None]):
     @property
     def run_dir(self) -> Path | None:
         """The directory of the run that is followed; None without one."""
-        return self._source.run_dir if self._source else None
+        return self.followed.source.run_dir if self.followed.source else None
 
     def attach(self, source: RunSource) -> None:
-        """Follow another run from its beginning."""
-        self._stop_following.set()
-        self._source = source
+        """Follow another run from its beginning, compared with none."""
+        self._compared_with.change_to(None)
         chart = replace(self.view.chart, last_step=None, crosshair=None, block=None)
         self.view = View(read_only=self.view.read_only, chart=chart, key_texts=self.view.key_texts)
-        self._follow(source)
-        self.action_show("dashboard")
+        self.followed.change_to(source)
+        self.show_screen("dashboard")
 
     def attach_to(self, run_dir: Path) -> None:
         """Follow the run in `run_dir`; through its pipe if this app started it."""
@@ -223,39 +217,37 @@ class Shell(App[None]):
         pipe = trainer.reader if own and trainer is not None and not trainer.reader.closed else None
         self.attach(JournalSource(run_dir, pipe))
 
-    def _follow(self, source: RunSource) -> None:
-        stop = self._stop_following = threading.Event()
-        self.run_worker(
-            lambda: follow(source, self._say, stop, self.period_s),
-            thread=True, exclusive=False, group="follow", name="follower",
-        )  # fmt: skip
-
-    def _say(self, news: News) -> None:
-        self.post_message(self.Updated(news))
-
-    @on(Updated)
-    def take_news(self, message: Updated) -> None:
-        """Take the news and draw them, unless they are of a run that was left meanwhile."""
+    @on(Follower.Updated)
+    def take_news(self, message: Follower.Updated) -> None:
+        """Draw the news of a run, unless it was left meanwhile."""
         news = message.news
-        if news.source is not self._source:
+        if message.outdated:
             return
-        self.view = replace(
-            self.view,
-            state=news.state,
-            link=news.link,
-            timeline=news.timeline,
-            wall_s=self._wall_clock(),
-        )
+        if message.follower is self._compared_with:
+            name = news.source.run_dir.name if news.source.run_dir else ""
+            self.view = replace(self.view, compared=Compared(name, news.state))
+        else:
+            self.view = replace(
+                self.view,
+                state=news.state,
+                link=news.link,
+                timeline=news.timeline,
+                wall_s=self._wall_clock(),
+            )
         self.redraw()
 
-    @property
-    def screen_name(self) -> str:
-        """The name of the run's screen in front; "" while something else is there."""
-        return self.screen.NAME if isinstance(self.screen, RunScreen) else ""
+    def compare_with(self, run_dir: Path | None) -> None:
+        """Draw the curves of another run beside this one's; None draws this one alone."""
+        self.view = replace(self.view, compared=None)
+        self._compared_with.change_to(JournalSource(run_dir) if run_dir is not None else None)
+        self.redraw()
 
-    def log_screen(self) -> LogScreen | None:
-        """The log while it is in front."""
-        return cast("LogScreen", self.screen) if self.screen_name == "log" else None
+    def look_at(self, chart: ChartSettings | None = None, **changes: Any) -> None:
+        """Draw with other chart settings; smoothing and scale are kept for the next start."""
+        chart = replace(chart or self.view.chart, **changes)
+        self.view = replace(self.view, chart=chart)
+        self._keep(smooth=chart.smooth, log_scale=chart.log_scale, by_tokens=chart.by_tokens)
+        self.redraw()
 
     def watch_machine(self) -> None:
         """Sample this machine from now on, whether a run is followed or not."""
@@ -286,21 +278,63 @@ class Shell(App[None]):
     def redraw(self) -> None:
         """Draw the present view on the run's screen in front, also around a dialog over it."""
         for screen in reversed(self._screen_stack):
-            if isinstance(screen, RunScreen):
+            if isinstance(screen, ActionScreen):
                 screen.draw()
                 return
             if not screen.is_modal:
                 return  # it covers what lies below
 
-    def action_show(self, name: str) -> None:
-        """Bring a screen to the front."""
-        if isinstance(self.screen, RunScreen) and name != self.screen.NAME:
+    @property
+    def place(self) -> str:
+        """The name of the screen in front in the table of actions; "" while it has none."""
+        return self.screen.place if isinstance(self.screen, ActionScreen) else ""
+
+    @property
+    def screen_name(self) -> str:
+        """The name of the run's screen in front; "" while something else is there."""
+        return self.place if self.place in RUN_SCREENS else ""
+
+    def show_screen(self, name: str) -> None:
+        """Bring a screen to the front in place of another one of the run."""
+        if self.screen_name not in ("", name):
             self.switch_screen(name)
 
     def show_something(self) -> None:
-        """The dashboard where the wizard was the first screen and has gone."""
+        """Show the dashboard where the wizard was the first screen and has gone."""
         if len(self.screen_stack) == 1:
             self.push_screen("dashboard")
+
+    def next_theme(self) -> None:
+        """Draw in the next theme in the order of names, and say its title."""
+        self.turn_setting("theme", 1)
+        said = self.theme_files[self._theme_name].title if self.theme_files else ""
+        if self.low_bandwidth:
+            said = f"{said}, once low bandwidth is off"
+        if self.no_color:
+            said = f"{said}, once NO_COLOR is not set"
+        self.notify(said, title="Theme", timeout=2)
+
+    def choose_theme(self, name: str) -> None:
+        """Draw in this theme from now on."""
+        self._theme_name = name
+        self._keep(theme=name)
+        self.use_colours()
+
+    def turn_setting(self, name: str, by: int) -> None:
+        """Give a setting its next or its last value, at once and for the next start."""
+        value = getattr(self.settings, name)
+        if name == "theme":
+            value = self._theme_name
+        new = CHOICES[name].turned(value, by, sorted(self.theme_files))
+        if name == "theme":
+            self.choose_theme(new)
+            return
+        self._keep(**{name: new})
+        if name in ("smooth", "log_scale", "by_tokens"):
+            self.view = replace(self.view, chart=replace(self.view.chart, **{name: new}))
+        if name == "low_bandwidth":
+            self._asked_for_low_bandwidth = False  # what is chosen now outweighs the command line
+        self.use_colours()
 
     def _keep(self, **changes: Any) -> None:
         """Remember a choice for the next start."""

@@ -7,7 +7,7 @@ from functools import partial
 
 from textual.app import SystemCommand
 
-from fluxtui.actions import Action
+from fluxtui.actions.table import Action
 from fluxtui.themes import ThemeFile
 
 
