@@ -27,11 +27,11 @@ from fluxtui.actions.action_screen import ActionScreen
 from fluxtui.actions.key_map import rebound
 from fluxtui.actions.table import RUN_SCREENS, Action
 from fluxtui.settings import CHOICES, Settings, load_settings, save_settings
-from fluxtui.sources.follower import Follower
+from fluxtui.sources.followed_run import FollowedRun
 from fluxtui.sources.journal import JournalSource
 from fluxtui.sources.source import RunSource
-from fluxtui.state.machine import MachineSample
-from fluxtui.state.view import ChartSettings, Compared, View
+from fluxtui.state.machine_sample import MachineSample
+from fluxtui.state.view import ChartSettings, ComparedRun, View
 from fluxtui.terminal import TerminalDriver
 from fluxtui.themes import (
     COLOURLESS_THEME,
@@ -46,11 +46,11 @@ from fluxtui.themes import (
     theme_folders,
     wants_no_colour,
 )
-from fluxtui.widgets.updates import PartsUpdate
+from fluxtui.widgets.screen_updates import PartsUpdate
 
 if TYPE_CHECKING:
     from fluxtrain.telemetry.launch import TrainerProcess
-    from fluxtui.sources.machine import MachineSampler
+    from fluxtui.sources.machine_sampler import MachineSampler
 
 StartScreen = Literal["dashboard", "memory", "transfer", "loss", "log", "plan", "runs", "wizard"]
 LOW_BANDWIDTH_HZ = 1.0
@@ -113,8 +113,8 @@ class AppBase(App[None]):
         self.palette: Palette = PLAIN
         self.runs_folder = runs_folder or runs_root()
         self.trainer: TrainerProcess | None = None
-        self.followed = Follower(self, "follow", self.period_s, source)
-        self._compared_with = Follower(self, "compare", lambda: COMPARED_PERIOD_S)
+        self.followed = FollowedRun(self, "follow", self.period_s, source)
+        self._compared_with = FollowedRun(self, "compare", lambda: COMPARED_PERIOD_S)
         self._start_screen = start_screen
         self._theme_name = theme_name or self.settings.theme
         self._asked_for_low_bandwidth = low_bandwidth
@@ -217,15 +217,15 @@ class AppBase(App[None]):
         pipe = trainer.reader if own and trainer is not None and not trainer.reader.closed else None
         self.attach(JournalSource(run_dir, pipe))
 
-    @on(Follower.Updated)
-    def take_news(self, message: Follower.Updated) -> None:
+    @on(FollowedRun.Updated)
+    def take_news(self, message: FollowedRun.Updated) -> None:
         """Draw the news of a run, unless it was left meanwhile."""
         news = message.news
         if message.outdated:
             return
         if message.follower is self._compared_with:
             name = news.source.run_dir.name if news.source.run_dir else ""
-            self.view = replace(self.view, compared=Compared(name, news.state))
+            self.view = replace(self.view, compared=ComparedRun(name, news.state))
         else:
             self.view = replace(
                 self.view,
@@ -257,7 +257,7 @@ class AppBase(App[None]):
             )
 
     def _sample_machine(self) -> None:
-        from fluxtui.sources.machine import watch  # psutil and NVML are not for the first paint
+        from fluxtui.sources.machine_sampler import watch
 
         watch(self._say_machine, self._stop_sampling, self._trainer_pid, self._sampler)
 

@@ -8,7 +8,7 @@ from fluxtrain.errors import FluxTrainError
 from fluxtui.app_base import AppBase
 
 if TYPE_CHECKING:
-    from fluxtui.wizard.launching import Outcome
+    from fluxtui.wizard.answers.launching import Outcome
 
 
 def open_wizard(app: AppBase) -> None:
@@ -29,7 +29,7 @@ def take_launch(app: AppBase, outcome: Outcome | None) -> None:
         if app.followed.source is None:
             app.exit()  # there is nothing behind the wizard to go back to
         return
-    from fluxtui.wizard.launching import Attach, begin
+    from fluxtui.wizard.answers.launching import Attach, begin
 
     app.show_something()
     if isinstance(outcome, Attach):

@@ -190,7 +190,7 @@ class RunScreen(Ground, ActionScreen[None]):
 
     def action_table(self) -> None:
         """Save the numbers behind the panel in focus, else behind the screen, as CSV."""
-        from fluxtui.tables import csv_of, rows_held
+        from fluxtui.csv_tables import csv_of, rows_held
 
         name, view = self.panel_in_focus or self.NAME, self.flux.view
         save(self.flux, f"{name}.csv", csv_of(name, view), rows_held(name, view))

@@ -31,7 +31,7 @@ from fluxtui.widgets.scrolling import ScrollingLines
 from fluxtui.widgets.spans import BLANK, Line
 
 if TYPE_CHECKING:
-    from fluxtui.wizard.launching import Outcome
+    from fluxtui.wizard.answers.launching import Outcome
 
 RESUME = ("--resume", "auto")
 REFRESH_PERIOD_S = 3.0
@@ -161,7 +161,7 @@ class RunsScreen(RunScreen):
 
     def action_clone_run(self) -> None:
         """The wizard, filled with the selected run's configuration."""
-        from fluxtui.wizard.draft import answers_from_run
+        from fluxtui.wizard.answers.draft import answers_from_run
         from fluxtui.wizard.screen import WizardScreen
 
         run = self.selected

@@ -22,21 +22,22 @@ from fluxtui.actions.action_screen import ActionScreen
 from fluxtui.actions.key_map import own_bindings
 from fluxtui.actions.table import ACTIONS, Action
 from fluxtui.app_base import AppBase
-from fluxtui.state.machine import MachineSample
-from fluxtui.wizard import drawing, questions
-from fluxtui.wizard.answers import Answers, route
-from fluxtui.wizard.asking import Option
-from fluxtui.wizard.background import Background
-from fluxtui.wizard.checks import Check
-from fluxtui.wizard.keys import key_hints
-from fluxtui.wizard.known_runs import (
+from fluxtui.state.machine_sample import MachineSample
+from fluxtui.wizard.answers import questions
+from fluxtui.wizard.answers.answers import Answers, route
+from fluxtui.wizard.answers.launching import Outcome
+from fluxtui.wizard.answers.question import Option
+from fluxtui.wizard.checks.answer_checks import Check
+from fluxtui.wizard.checks.known_runs import (
     known_runs,
     recent_models,
     run_option,
     runs_to_resume,
     runs_to_watch,
 )
-from fluxtui.wizard.launching import Outcome
+from fluxtui.wizard.engine.background import Background
+from fluxtui.wizard.keys import key_hints
+from fluxtui.wizard.pages import drawing
 from fluxtui.wizard.pages.aside import aside
 from fluxtui.wizard.pages.data import data_page
 from fluxtui.wizard.pages.found import found_page
@@ -44,11 +45,11 @@ from fluxtui.wizard.pages.hardware import hardware_page
 from fluxtui.wizard.pages.launch import launch_page
 from fluxtui.wizard.pages.method import method_page
 from fluxtui.wizard.pages.preview import preview_page
-from fluxtui.wizard.steps.source import SourceStep
+from fluxtui.wizard.pages.wizard_view import WizardView
+from fluxtui.wizard.steps.source_step import SourceStep
 from fluxtui.wizard.steps.step import DrawnStep, Step
-from fluxtui.wizard.steps.strategy import StrategyStep
-from fluxtui.wizard.view import View
-from fluxtui.wizard.widgets import Drawn
+from fluxtui.wizard.steps.strategy_step import StrategyStep
+from fluxtui.wizard.steps.widgets import Drawn
 
 
 class WizardFrame(ActionScreen[Outcome | None]):
@@ -149,10 +150,10 @@ class WizardFrame(ActionScreen[Outcome | None]):
         return self.query_one(f"#{self.answers.step}", Step)
 
     @property
-    def view(self) -> View:
+    def view(self) -> WizardView:
         """What the pages draw."""
         asked = self.background
-        return View(
+        return WizardView(
             answers=self.answers,
             checks=self.checks,
             probe=asked.probe.state,

@@ -22,7 +22,7 @@ from fluxtui.themes import load_themes
 from fluxtui.widgets.scrolling import ScrollingLines
 from fluxtui.wizard.screen import WizardScreen
 from fluxtui.wizard.steps.step import DrawnStep
-from fluxtui.wizard.steps.strategy import StrategyStep
+from fluxtui.wizard.steps.strategy_step import StrategyStep
 from tests.tui.app_pilot import SIZE, app_on, drawn, notes, text_of, until
 
 

@@ -35,7 +35,7 @@ from fluxtui.widgets.spans import Line, width_of
 from fluxtui.wizard.frame import WizardFrame
 from fluxtui.wizard.screen import WizardScreen
 from fluxtui.wizard.steps.step import DrawnStep
-from fluxtui.wizard.steps.strategy import StrategyStep
+from fluxtui.wizard.steps.strategy_step import StrategyStep
 
 STATES = ("waiting", "running", "stale", "failed", "finished")
 SIZES = [(1, 1), (12, 2), (38, 7), (76, 3), (118, 12), (198, 30)]

@@ -20,8 +20,8 @@ from fluxtui.sources.removal import check_removable, contents, remove_run, size_
 from fluxtui.state.view import View
 from fluxtui.widgets.run_rows import columns, left_text, run_detail, run_row
 from fluxtui.widgets.spans import width_of
-from fluxtui.wizard.answers import Answers
-from fluxtui.wizard.launching import prepare
+from fluxtui.wizard.answers.answers import Answers
+from fluxtui.wizard.answers.launching import prepare
 
 SIZE = (120, 40)
 

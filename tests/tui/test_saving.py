@@ -11,10 +11,10 @@ import pytest
 
 from fluxtui.actions.saving import free_path
 from fluxtui.actions.table import find
+from fluxtui.csv_tables import csv_of, rows_held
 from fluxtui.panels import PANELS
 from fluxtui.state.run import RunState
 from fluxtui.state.view import View
-from fluxtui.tables import csv_of, rows_held
 from fluxtui.themes import PLAIN, load_themes
 from fluxtui.widgets.framed import framed
 from fluxtui.widgets.picture import svg_of

@@ -21,7 +21,7 @@ from fluxtui.screens.settings import SettingsScreen
 from fluxtui.settings import CHOICES, Settings, load_settings, save_settings, settings_path
 from fluxtui.widgets.lines import Lines
 from fluxtui.widgets.scrolling import ScrollingLines
-from fluxtui.wizard.answers import Answers
+from fluxtui.wizard.answers.answers import Answers
 from fluxtui.wizard.screen import WizardScreen
 
 

@@ -9,8 +9,8 @@ from fluxtrain.telemetry.rundir import RunDir, RunSummary, list_runs
 from fluxtrain.telemetry.storage import read_json
 from fluxtrain.units import UNKNOWN, duration_text
 from fluxtui.home import expanded
-from fluxtui.wizard.answers import DEMO
-from fluxtui.wizard.asking import Option
+from fluxtui.wizard.answers.answers import DEMO
+from fluxtui.wizard.answers.question import Option
 
 RESUMABLE = ("interrupted", "dead", "failed")
 MODELS = 4

@@ -14,14 +14,14 @@ from typing import Any
 
 from textual.screen import Screen
 
-from fluxtui.wizard.answers import Answers
-from fluxtui.wizard.asked import Question
-from fluxtui.wizard.configuring import chosen_settings, yaml_text
-from fluxtui.wizard.inspection import Inspection, read_inspection
-from fluxtui.wizard.launching import engine_arguments
-from fluxtui.wizard.machine import MachineFacts, read_machine_facts
-from fluxtui.wizard.plan_preview import PlanPreview, RankedPlan, read_plan
-from fluxtui.wizard.trial import Trial, read_trial
+from fluxtui.wizard.answers.answers import Answers
+from fluxtui.wizard.answers.configuring import chosen_settings, yaml_text
+from fluxtui.wizard.answers.launching import engine_arguments
+from fluxtui.wizard.engine.asked import Question
+from fluxtui.wizard.engine.inspection import Inspection, read_inspection
+from fluxtui.wizard.engine.machine import MachineFacts, read_machine_facts
+from fluxtui.wizard.engine.plan_preview import PlanPreview, RankedPlan, read_plan
+from fluxtui.wizard.engine.trial import Trial, read_trial
 
 
 class Background:

@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 from textual.screen import Screen
 
 from fluxtrain.errors import EXIT_BUG
-from fluxtui.wizard.engine import EngineRefused, ask_engine
+from fluxtui.wizard.engine.ask_engine import EngineRefused, ask_engine
 
 T = TypeVar("T")
 

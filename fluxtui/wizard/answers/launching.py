@@ -11,8 +11,8 @@ from fluxtrain.telemetry.rundir import RunDir
 from fluxtrain.telemetry.storage import write_bytes
 from fluxtrain.telemetry.typed import typed_line
 from fluxtui.sources.removal import CONFIG_MARK, CONFIG_NAME
-from fluxtui.wizard.answers import Answers
-from fluxtui.wizard.configuring import set_arguments, yaml_text
+from fluxtui.wizard.answers.answers import Answers
+from fluxtui.wizard.answers.configuring import set_arguments, yaml_text
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ from typing import Any, get_args
 from fluxtrain.errors import BadInput
 from fluxtrain.telemetry.storage import read_json
 from fluxtui.home import home_folder
-from fluxtui.wizard.answers import (
+from fluxtui.wizard.answers.answers import (
     DIAL,
     METHODS,
     OFFLOADS,
@@ -24,7 +24,7 @@ from fluxtui.wizard.answers import (
     StartSource,
     route,
 )
-from fluxtui.wizard.configuring import answers_from_config
+from fluxtui.wizard.answers.configuring import answers_from_config
 
 _ALLOWED: dict[str, tuple[str, ...]] = {
     "start": get_args(StartSource),

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from fluxtui.plots.bars import LEVELS
+from fluxtui.plots.braille import Window
+from fluxtui.plots.timeline import AXIS_CELLS, ages, axis_labels
 from fluxtui.state.history import drawable
-from fluxtui.widgets.bars import LEVELS
-from fluxtui.widgets.braille import Window
 from fluxtui.widgets.spans import Line, Span
-from fluxtui.widgets.timeline import AXIS_CELLS, ages, axis_labels
 
 LETTER_EVERY = 12  # columns between two letters of a layer
 

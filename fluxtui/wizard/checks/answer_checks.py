@@ -14,7 +14,7 @@ from pathlib import Path
 from fluxtrain.errors import BadInput
 from fluxtrain.telemetry.rundir import RunDir
 from fluxtui.home import expanded
-from fluxtui.wizard.answers import (
+from fluxtui.wizard.answers.answers import (
     HUB_DATA,
     HUB_SCHEME,
     Answers,
@@ -22,10 +22,10 @@ from fluxtui.wizard.answers import (
     hub_id_problem,
     is_hub_id,
 )
-from fluxtui.wizard.configuring import answers_from_file
-from fluxtui.wizard.data_facts import Sample, demo_samples, read_data_file
-from fluxtui.wizard.known_runs import RESUMABLE, run_rows
-from fluxtui.wizard.model_facts import cached_hub_folder, read_model_folder
+from fluxtui.wizard.answers.configuring import answers_from_file
+from fluxtui.wizard.checks.data_facts import Sample, demo_samples, read_data_file
+from fluxtui.wizard.checks.known_runs import RESUMABLE, run_rows
+from fluxtui.wizard.checks.model_facts import cached_hub_folder, read_model_folder
 
 _DEMO_MODEL = (
     ("architecture", "Llama, a few million parameters"),

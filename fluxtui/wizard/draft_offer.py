@@ -8,9 +8,9 @@ from textual.containers import Vertical
 from textual.content import Content
 from textual.screen import ModalScreen
 
-from fluxtui.wizard import drawing
-from fluxtui.wizard.answers import Answers
-from fluxtui.wizard.widgets import Drawn
+from fluxtui.wizard.answers.answers import Answers
+from fluxtui.wizard.pages import drawing
+from fluxtui.wizard.steps.widgets import Drawn
 
 
 class DraftOffer(ModalScreen[bool]):

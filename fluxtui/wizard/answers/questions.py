@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fluxtui.wizard.asking import Field, Option, SourceQuestion
+from fluxtui.wizard.answers.question import Field, Option, SourceQuestion
 
 START = SourceQuestion(
     step="start",

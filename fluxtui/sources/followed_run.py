@@ -13,11 +13,11 @@ from fluxtui.sources.following import News, follow
 from fluxtui.sources.source import RunSource
 
 
-class Follower:
+class FollowedRun:
     """Follows `source` from `begin` on; another source takes its place.
 
     Args:
-        app: gets a `Follower.Updated` with each piece of news.
+        app: gets a `FollowedRun.Updated` with each piece of news.
         group: names the worker threads.
         period_s: the time between two looks at the source.
         source: the run; None follows nothing.
@@ -26,7 +26,7 @@ class Follower:
     class Updated(Message):
         """News of a followed run; newer news of the same follower replace waiting ones."""
 
-        def __init__(self, follower: Follower, news: News) -> None:
+        def __init__(self, follower: FollowedRun, news: News) -> None:
             super().__init__()
             self.follower = follower
             self.news = news
@@ -37,7 +37,7 @@ class Follower:
             return self.news.source is not self.follower.source
 
         def can_replace(self, message: Message) -> bool:
-            return isinstance(message, Follower.Updated) and message.follower is self.follower
+            return isinstance(message, FollowedRun.Updated) and message.follower is self.follower
 
     def __init__(
         self,

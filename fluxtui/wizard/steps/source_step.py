@@ -11,12 +11,12 @@ from textual.content import Content
 from textual.widgets import Input
 
 from fluxtui.widgets.entry import Entry
-from fluxtui.wizard.answers import Answers
-from fluxtui.wizard.asking import Field, Option, SourceQuestion
+from fluxtui.wizard.answers.answers import Answers
+from fluxtui.wizard.answers.question import Field, Option, SourceQuestion
+from fluxtui.wizard.pages.wizard_view import WizardView
 from fluxtui.wizard.steps.paths import PathSuggester
 from fluxtui.wizard.steps.step import DrawPage, Step
-from fluxtui.wizard.view import View
-from fluxtui.wizard.widgets import ChoiceList, Drawn
+from fluxtui.wizard.steps.widgets import ChoiceList, Drawn
 
 
 class SourceStep(Step):
@@ -55,7 +55,7 @@ class SourceStep(Step):
         for field in self._question.fields.values():
             self._widget(field).display = False
 
-    def show(self, view: View) -> None:
+    def show(self, view: WizardView) -> None:
         """Draw this; the text fields keep what is in them (see `fill`)."""
         source = getattr(view.answers, self._question.source)
         self.query_one(f"#{self._question.step}-choices", ChoiceList).show(source)

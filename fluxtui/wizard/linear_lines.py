@@ -8,18 +8,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fluxtrain.units import bytes_text
-from fluxtui.wizard.answers import Answers
-from fluxtui.wizard.checks import Check
-from fluxtui.wizard.data_facts import Piece
-from fluxtui.wizard.inspection import Inspection
-from fluxtui.wizard.machine import MachineFacts
+from fluxtui.wizard.answers.answers import Answers
+from fluxtui.wizard.checks.answer_checks import Check
+from fluxtui.wizard.checks.data_facts import Piece
+from fluxtui.wizard.engine.inspection import Inspection
+from fluxtui.wizard.engine.machine import MachineFacts
+from fluxtui.wizard.engine.plan_preview import PlanPreview, RankedPlan
+from fluxtui.wizard.engine.trial import Trial
 from fluxtui.wizard.pages.launch import launch_rows, resumed_rows
 from fluxtui.wizard.pages.method import fit_words, numbers_line
 from fluxtui.wizard.pages.preview import bar_rows, changed_rows, disk_line, margin_text, time_line
 from fluxtui.wizard.pages.strategy import card_facts
-from fluxtui.wizard.plan_preview import PlanPreview, RankedPlan
-from fluxtui.wizard.trial import Trial
-from fluxtui.wizard.view import View
+from fluxtui.wizard.pages.wizard_view import WizardView
 
 
 def check_lines(check: Check) -> list[str]:
@@ -65,7 +65,7 @@ def machine_rows(facts: MachineFacts) -> list[str]:
     return [*lines, *(f"note: {warning}" for warning in facts.warnings), facts.age_text()]
 
 
-def method_lines(view: View) -> list[str]:
+def method_lines(view: WizardView) -> list[str]:
     """Whether the method fits, and how fast it is."""
     plan = view.plan.value
     if plan is None:
@@ -88,7 +88,7 @@ def choice_lines(plan: PlanPreview) -> list[str]:
     return [f"{choice.name} is {choice.value}: {choice.because}" for choice in plan.choices]
 
 
-def preview_lines(view: View, plan: PlanPreview) -> list[str]:
+def preview_lines(view: WizardView, plan: PlanPreview) -> list[str]:
     """Memory, disk, time, and what is not a default."""
     lines = [_use_line(name, used, limit) for name, used, limit in bar_rows(view, plan)]
     lines += [time_line(view), disk_line(plan)]
@@ -107,7 +107,7 @@ def trial_lines(trial: Trial) -> list[str]:
     return [*lines, *warning, trial.eta]
 
 
-def launch_lines(view: View) -> list[str]:
+def launch_lines(view: WizardView) -> list[str]:
     """The run in words."""
     going_on = view.answers.start == "resume"
     return pair_lines(resumed_rows(view) if going_on else launch_rows(view))

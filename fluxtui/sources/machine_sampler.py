@@ -9,7 +9,7 @@ from collections.abc import Callable
 import psutil
 
 from fluxtui.sources.gpu import GpuReader
-from fluxtui.state.machine import MachineSample
+from fluxtui.state.machine_sample import MachineSample
 
 PERIOD_S = 1.0
 

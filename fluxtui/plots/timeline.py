@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from fluxtrain.units import duration_text
+from fluxtui.plots.braille import Canvas, Series, Window, rounded_ticks
 from fluxtui.state.history import drawable
-from fluxtui.widgets.braille import Canvas, Series, Window, rounded_ticks
 from fluxtui.widgets.spans import Line, fitted
 
 AXIS_CELLS = 10

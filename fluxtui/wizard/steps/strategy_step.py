@@ -12,12 +12,12 @@ from textual.widgets import Input
 
 from fluxtui.actions.key_map import own_bindings
 from fluxtui.widgets.entry import Entry
-from fluxtui.wizard import drawing
-from fluxtui.wizard.answers import DIAL, OFFLOADS, Dial
+from fluxtui.wizard.answers.answers import DIAL, OFFLOADS, Dial
+from fluxtui.wizard.engine.ranked import dial_settings
+from fluxtui.wizard.pages import drawing
 from fluxtui.wizard.pages.strategy import strategy_page
-from fluxtui.wizard.ranked import dial_settings
 from fluxtui.wizard.steps.step import Step, Wished
-from fluxtui.wizard.widgets import Drawn
+from fluxtui.wizard.steps.widgets import Drawn
 
 _NUMBERS = {
     "batch_rows": "rows of one batch",

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fluxtrain.units import count_text
-from fluxtui.wizard.data_facts import Piece
+from fluxtui.wizard.checks.data_facts import Piece
 from fluxtui.words import counted
 
 BEYOND = 0.98  # longer documents than this share of them are put into the last column

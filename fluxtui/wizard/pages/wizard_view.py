@@ -11,20 +11,20 @@ from fluxtrain.telemetry.rundir import RunSummary
 from fluxtui.actions.key_map import joined
 from fluxtui.actions.table import find
 from fluxtui.panels.machine import machine_line
-from fluxtui.state.machine import MachineSample
+from fluxtui.state.machine_sample import MachineSample
 from fluxtui.state.view import View as RunView
 from fluxtui.widgets.spans import Line
-from fluxtui.wizard.answers import Answers
-from fluxtui.wizard.asked import Asked
-from fluxtui.wizard.checks import Check
-from fluxtui.wizard.inspection import Inspection
-from fluxtui.wizard.machine import MachineFacts
-from fluxtui.wizard.plan_preview import PlanPreview, RankedPlan
-from fluxtui.wizard.trial import Trial
+from fluxtui.wizard.answers.answers import Answers
+from fluxtui.wizard.checks.answer_checks import Check
+from fluxtui.wizard.engine.asked import Asked
+from fluxtui.wizard.engine.inspection import Inspection
+from fluxtui.wizard.engine.machine import MachineFacts
+from fluxtui.wizard.engine.plan_preview import PlanPreview, RankedPlan
+from fluxtui.wizard.engine.trial import Trial
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class View:
+class WizardView:
     """The answers, and what the engine said about them.
 
     Attributes:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fluxtui.home import expanded
-from fluxtui.wizard.answers import DEMO, DIAL, Answers, data_answer, model_answer
+from fluxtui.wizard.answers.answers import DEMO, DIAL, Answers, data_answer, model_answer
 
 SETTINGS: dict[str, str] = {
     "sequence_length": "data.sequence_length",

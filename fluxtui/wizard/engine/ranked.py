@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from fluxtrain.errors import BadInput
-from fluxtui.wizard.answers import Answers
-from fluxtui.wizard.configuring import AGGRESSIVENESS, yaml_text
-from fluxtui.wizard.engine import ask_engine
-from fluxtui.wizard.launching import engine_arguments
-from fluxtui.wizard.plan_preview import RankedPlan, read_plan
+from fluxtui.wizard.answers.answers import Answers
+from fluxtui.wizard.answers.configuring import AGGRESSIVENESS, yaml_text
+from fluxtui.wizard.answers.launching import engine_arguments
+from fluxtui.wizard.engine.ask_engine import ask_engine
+from fluxtui.wizard.engine.plan_preview import RankedPlan, read_plan
 
 
 def dial_settings(cards: Sequence[RankedPlan], dial: str) -> dict[str, Any]:
