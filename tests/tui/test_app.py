@@ -111,6 +111,19 @@ async def test_f_gives_the_focused_panel_the_screen_and_takes_it_back(
         await until(pilot, lambda: app.screen.query_one("#memory").size.height == 5)
 
 
+async def test_a_double_click_gives_a_panel_the_screen_and_takes_it_back(
+    run: Path, made: ModuleType
+) -> None:
+    app = app_on(run, made)
+    async with app.run_test(size=SIZE) as pilot:
+        await drawn(pilot)
+        grid = app.screen.query_one(PanelGrid)
+        await pilot.double_click("#moves")
+        await until(pilot, lambda: grid.maximised == "moves")
+        await pilot.double_click("#moves")
+        await until(pilot, lambda: grid.maximised is None)
+
+
 async def test_the_theme_key_goes_through_all_themes_and_back(run: Path, made: ModuleType) -> None:
     app = app_on(run, made)
     async with app.run_test(size=SIZE) as pilot:
