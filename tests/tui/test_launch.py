@@ -21,7 +21,7 @@ from fluxtrain.telemetry.rundir import RunDir
 from fluxtrain.telemetry.typed import typed
 from fluxtui import launch
 from fluxtui.headless import event_line, follow_lines
-from fluxtui.wizard.answers import Answers
+from fluxtui.wizard.answers.answers import Answers
 
 HELLO = Hello(
     run_id="r", run_dir="r", pid=1, pid_start_s=0.0, version="0", model="demo", method="full",

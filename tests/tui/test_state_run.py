@@ -291,7 +291,7 @@ def test_a_killed_runs_samples_turn_stale(made: ModuleType) -> None:
 
 
 def test_a_machine_sample_is_shown_for_seconds_only(made: ModuleType) -> None:
-    from fluxtui.state.machine import MachineSample
+    from fluxtui.state.machine_sample import MachineSample
 
     sample = MachineSample(100.0, 0.5, 2, 1, 2, None, None)
     assert View(machine_sample=sample, wall_s=104.0).machine is sample

@@ -13,8 +13,8 @@ from fluxtui.panels.moves import short_name
 from fluxtui.state.run import LogLine
 from fluxtui.widgets.run_rows import run_row
 from fluxtui.widgets.spans import cut, cut_in_front, width_of, wrapped
-from fluxtui.wizard import drawing
-from fluxtui.wizard.data_facts import Piece
+from fluxtui.wizard.checks.data_facts import Piece
+from fluxtui.wizard.pages import drawing
 
 CHINESE = "模型训练正在进行中这是一个很长的句子没有空格"
 TEXTS = (

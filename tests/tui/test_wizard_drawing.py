@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fluxtui.wizard import drawing
-from fluxtui.wizard.answers import STEPS, StepName
-from fluxtui.wizard.data_facts import Piece
-from fluxtui.wizard.engine import EngineRefused, ask_engine, last_words
-from fluxtui.wizard.machine import machine_lines
-from fluxtui.wizard.plan_preview import PlanPreview, read_plan
+from fluxtui.wizard.answers.answers import STEPS, StepName
+from fluxtui.wizard.checks.data_facts import Piece
+from fluxtui.wizard.engine.ask_engine import EngineRefused, ask_engine, last_words
+from fluxtui.wizard.engine.machine import machine_lines
+from fluxtui.wizard.engine.plan_preview import PlanPreview, read_plan
+from fluxtui.wizard.pages import drawing
 
 WIDTHS = st.integers(48, 200)
 TEXTS = st.text(st.characters(codec="ascii", categories=("L", "N", "P")), max_size=200)

@@ -18,10 +18,10 @@ from typing import Any
 import psutil
 import pytest
 
-from fluxtui.wizard.answers import Answers
-from fluxtui.wizard.engine import EngineRefused, ask_engine
-from fluxtui.wizard.plan_preview import read_plan
-from fluxtui.wizard.ranked import dial_settings, with_settings_of_the_dial
+from fluxtui.wizard.answers.answers import Answers
+from fluxtui.wizard.engine.ask_engine import EngineRefused, ask_engine
+from fluxtui.wizard.engine.plan_preview import read_plan
+from fluxtui.wizard.engine.ranked import dial_settings, with_settings_of_the_dial
 
 Opened = Callable[..., AbstractAsyncContextManager[Any]]
 

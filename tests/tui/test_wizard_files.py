@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from fluxtrain.errors import BadInput
-from fluxtui.wizard.answers import Answers
-from fluxtui.wizard.checks import check_data, check_model
-from fluxtui.wizard.data_facts import read_data_file
-from fluxtui.wizard.model_facts import cached_hub_folder, read_model_folder
+from fluxtui.wizard.answers.answers import Answers
+from fluxtui.wizard.checks.answer_checks import check_data, check_model
+from fluxtui.wizard.checks.data_facts import read_data_file
+from fluxtui.wizard.checks.model_facts import cached_hub_folder, read_model_folder
 
 CONFIG = {
     "architectures": ["Qwen2ForCausalLM"],

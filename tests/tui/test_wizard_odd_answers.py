@@ -11,9 +11,9 @@ import pytest
 
 from fluxtui.home import expanded, home_folder
 from fluxtui.settings import settings_path
-from fluxtui.wizard.answers import Answers, is_hub_id
-from fluxtui.wizard.checks import checked
-from fluxtui.wizard.draft import draft_path
+from fluxtui.wizard.answers.answers import Answers, is_hub_id
+from fluxtui.wizard.answers.draft import draft_path
+from fluxtui.wizard.checks.answer_checks import checked
 from fluxtui.wizard.linear import LinearWizard
 from fluxtui.wizard.steps.paths import complete_path
 

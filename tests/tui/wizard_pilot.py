@@ -13,8 +13,8 @@ from typing import Any
 from textual.app import App
 from textual.pilot import Pilot
 
-from fluxtui.wizard.answers import Answers
-from fluxtui.wizard.launching import Launch
+from fluxtui.wizard.answers.answers import Answers
+from fluxtui.wizard.answers.launching import Launch
 from fluxtui.wizard.screen import WizardScreen
 
 # Stands in for the engine's answers; what it was asked is kept beside it. The real engine is

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from textual.content import Content
 
-from fluxtui.wizard import drawing
-from fluxtui.wizard.checks import Check
-from fluxtui.wizard.inspection import Inspection, histogram, histogram_lines
+from fluxtui.wizard.checks.answer_checks import Check
+from fluxtui.wizard.engine.inspection import Inspection, histogram, histogram_lines
+from fluxtui.wizard.pages import drawing
 from fluxtui.wizard.pages.found import found_page
 from fluxtui.wizard.pages.waiting import pending
-from fluxtui.wizard.view import View
+from fluxtui.wizard.pages.wizard_view import WizardView
 
 HISTOGRAM_LINES = 3
 SAMPLE_LINES = 8
@@ -18,7 +18,7 @@ NAME_CELLS = 16
 LEGEND = "▌ is learnt, the rest is only seen"
 
 
-def data_page(view: View, width: int) -> Content:
+def data_page(view: WizardView, width: int) -> Content:
     """The answer's check, and what the engine makes of the data."""
     check, asked = view.checks.get("data"), view.inspection
     if check is None or check.error:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from textual.content import Content
 
-from fluxtui.wizard import drawing
+from fluxtui.wizard.pages import drawing
 from fluxtui.wizard.pages.waiting import pending, refused
-from fluxtui.wizard.view import View
+from fluxtui.wizard.pages.wizard_view import WizardView
 
 
-def hardware_page(view: View, width: int) -> Content:
+def hardware_page(view: WizardView, width: int) -> Content:
     """The probe's table."""
     asked = view.probe
     head = Content.styled("This machine", "bold")
@@ -35,7 +35,7 @@ def hardware_page(view: View, width: int) -> Content:
     )
 
 
-def now_lines(view: View, width: int) -> list[Content]:
+def now_lines(view: WizardView, width: int) -> list[Content]:
     """What the machine does at the moment; the table is of when it was measured."""
     now = view.machine_now(width - 5)
     return [Content.assemble(("now  ", drawing.MUTED), drawing.spans(now))] if now else []
