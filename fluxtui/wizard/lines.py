@@ -21,7 +21,6 @@ from fluxtui.wizard.pages.method import fit_words, numbers_line
 from fluxtui.wizard.pages.preview import bar_rows, changed_rows, disk_line, margin_text, time_line
 from fluxtui.wizard.pages.strategy import card_facts
 from fluxtui.wizard.plan_preview import fit
-from fluxtui.wizard.trial import eta_text, trial_rows
 from fluxtui.wizard.view import View
 
 
@@ -105,10 +104,10 @@ def trial_lines(trial: DryRunAnswer) -> list[str]:
     lines = [
         f"{row.name}: predicted {row.predicted}, measured {row.measured}"
         + (f", error {row.error}" if row.error else "")
-        for row in trial_rows(trial)
+        for row in trial.rows()
     ]
     warning = ["error: more than there is: turn the dial to fit"] if trial.is_over_limit else []
-    return [*lines, *warning, eta_text(trial)]
+    return [*lines, *warning, trial.eta_text()]
 
 
 def launch_lines(view: View) -> list[str]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from fluxtrain.client.machine import Disk, Gpu, Machine, Rate
+from fluxtrain.client.machine import Disk, Gpu, Machine, Rate, rate_value_text
 from fluxtrain.client.probe import ProbeAnswer
-from fluxtrain.units import UNKNOWN, bytes_text, count_text, duration_text, rate_text
+from fluxtrain.units import UNKNOWN, bytes_text, duration_text, rate_text
 from fluxtui.words import counted
 
 Row = tuple[str, str, str]  # what, its value, how it is known
@@ -153,7 +153,7 @@ def _rate_rows(rates: Mapping[str, Rate], has_gpu: bool) -> list[Row]:
         if rate is None:
             continue
         if rate.per_s:
-            rows.append((title, _rate(name, rate.per_s), rate.how))
+            rows.append((title, rate_value_text(name, rate.per_s), rate.how))
         else:
             missing.setdefault(rate.how, []).append(title)
     for why, titles in missing.items():
@@ -167,12 +167,6 @@ def _rate_rows(rates: Mapping[str, Rate], has_gpu: bool) -> list[Row]:
 def _reason(how: str) -> str:
     why = how.removeprefix("not measured: ")
     return _IN_PLAIN_WORDS.get(why.removeprefix("NVML says: "), why)
-
-
-def _rate(name: str, per_s: float) -> str:
-    if name.endswith("matmul"):
-        return f"{per_s / 1e12:.3g} TFLOP/s" if per_s >= 1e12 else f"{per_s / 1e9:.3g} GFLOP/s"
-    return f"{count_text(per_s)} param/s" if name.startswith("adamw") else rate_text(per_s)
 
 
 def _rate_pairs(probe: ProbeAnswer) -> list[str]:

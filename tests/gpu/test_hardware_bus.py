@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from msgspec.structs import asdict
 
 from fluxtrain.doctor.self_test import check_streaming
 from fluxtrain.hardware.bandwidth import BUS_RATES, bus_rates, matmul_rate
@@ -58,7 +59,7 @@ def test_cuda_locks_a_sample_and_gives_it_back() -> None:
 def test_the_slot_and_the_power_of_a_card_are_known_or_say_why_not() -> None:
     for gpu in read_machine().gpus:
         assert gpu.bf16 is (torch.cuda.get_device_capability() >= (8, 0))
-        for name, value in vars(gpu).items():
+        for name, value in asdict(gpu).items():
             assert value is not None or gpu.unknown[name], name
 
 

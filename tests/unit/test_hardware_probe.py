@@ -9,9 +9,9 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
-from fluxtrain.client.machine import Gpu, GpuProcess, Rate
+from fluxtrain.client.machine import Gpu, GpuProcess, Rate, rate_value_text
 from fluxtrain.client.probe import ProbeAnswer
 from fluxtrain.hardware import disk_rate
 from fluxtrain.hardware import probe as probing
@@ -27,7 +27,6 @@ from fluxtrain.hardware.probe_table import (
     machine_rows,
     probe_rows,
     probe_text,
-    value_text,
 )
 from fluxtrain.hardware.rate import TOO_LITTLE, best_rate
 from fluxtrain.units import GIB, MIB
@@ -201,13 +200,13 @@ def test_every_rate_that_needs_a_gpu_says_that_there_is_none(
 def test_every_fact_is_there_or_says_why_not(tmp_path: Path) -> None:
     machine = read_machine()
     may_be_without = {"cpu_quota", "memory_limit_bytes", "memlock_limit_bytes", "threads_wished"}
-    for name, value in vars(machine).items():
+    for name, value in asdict(machine).items():
         if value is None and name not in may_be_without:
             assert machine.unknown[name], name
     for gpu in machine.gpus:
-        assert all(gpu.unknown[name] for name, value in vars(gpu).items() if value is None)
+        assert all(gpu.unknown[name] for name, value in asdict(gpu).items() if value is None)
     disk = read_disk(tmp_path)
-    assert all(disk.unknown[name] for name, value in vars(disk).items() if value is None)
+    assert all(disk.unknown[name] for name, value in asdict(disk).items() if value is None)
 
 
 def test_the_table_shows_a_card_with_its_slot_its_power_and_its_users() -> None:
@@ -239,7 +238,7 @@ def test_the_table_shows_a_card_with_its_slot_its_power_and_its_users() -> None:
     ],
 )
 def test_each_rate_has_the_unit_it_is_rated_in(name: str, per_s: float | None, text: str) -> None:
-    assert value_text(name, per_s) == text
+    assert rate_value_text(name, per_s) == text
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import msgspec
 
 from fluxtrain.client.answer import Answer
+from fluxtrain.units import bytes_text, duration_text
 
 
 class PeakBytes(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,3 +59,34 @@ class DryRunAnswer(Answer, frozen=True, kw_only=True):
     def is_over_limit(self) -> bool:
         """Whether a measured peak is above what there is."""
         return self.device_bytes.is_over_limit or self.host_bytes.is_over_limit
+
+    def rows(self) -> tuple[ComparedRow, ...]:
+        """Predicted beside measured in words: the memories and a step."""
+        device, host, step = self.device_bytes, self.host_bytes, self.step_s
+        return (
+            _row("device memory", device.predicted, device.measured, bytes_text),
+            _row("host memory", host.predicted, host.measured, bytes_text),
+            _row("a step", step.predicted, step.measured, duration_text),
+        )
+
+    def eta_text(self) -> str:
+        """How long the run takes at the speed of its steps."""
+        low, high = duration_text(self.eta_s.low), duration_text(self.eta_s.high)
+        steps = "1 step takes" if self.total_steps == 1 else f"{self.total_steps:,} steps take"
+        return f"{steps} {low} to {high}"
+
+
+class ComparedRow(msgspec.Struct, frozen=True):
+    """A quantity as predicted and as measured, in words."""
+
+    name: str
+    predicted: str
+    measured: str
+    error: str  # of the prediction, "-5%": too little; "" when one is not known
+
+
+def _row(
+    name: str, predicted: float | None, measured: float | None, text: Callable[[Any], str]
+) -> ComparedRow:
+    error = "" if predicted is None or not measured else f"{predicted / measured - 1:+.0%}"
+    return ComparedRow(name, text(predicted), text(measured), error)

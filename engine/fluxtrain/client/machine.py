@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
-from fluxtrain.units import bytes_text
+from fluxtrain.units import UNKNOWN, bytes_text, count_text, rate_text
 
 TOO_LITTLE_MEMORY = "not measured: too little memory is free"
 
@@ -97,3 +97,13 @@ class Rate(msgspec.Struct, frozen=True):
     def lacked_memory(self) -> bool:
         """Whether there is none because of what other programs held, which they may give back."""
         return self.per_s is None and self.how.startswith(TOO_LITTLE_MEMORY)
+
+
+def rate_value_text(name: str, per_s: float | None) -> str:
+    """A rate in the unit that people rate such a thing in, as 24.9 GB/s or 744 TFLOP/s."""
+    if per_s is None:
+        return UNKNOWN
+    if name.endswith("matmul"):
+        unit, scale = ("TFLOP/s", 1e12) if per_s >= 1e12 else ("GFLOP/s", 1e9)
+        return f"{per_s / scale:.3g} {unit}"
+    return f"{count_text(per_s)} param/s" if name.startswith("adamw") else rate_text(per_s)

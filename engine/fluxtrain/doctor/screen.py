@@ -5,9 +5,9 @@ from __future__ import annotations
 import textwrap
 
 from fluxtrain.client.doctor import DoctorAnswer
-from fluxtrain.client.machine import Gpu, Machine
+from fluxtrain.client.machine import Gpu, Machine, rate_value_text
 from fluxtrain.client.probe import ProbeAnswer
-from fluxtrain.hardware.probe_table import age_text, link_text, no_gpu_reason, value_text
+from fluxtrain.hardware.probe_table import age_text, link_text, no_gpu_reason
 from fluxtrain.units import UNKNOWN, bytes_text, rate_text
 
 COLUMNS = 80
@@ -122,7 +122,7 @@ def _locks(machine: Machine) -> str:
 
 
 def _rate(probe: ProbeAnswer, name: str) -> str:
-    return value_text(name, probe.rate(name))
+    return rate_value_text(name, probe.rate(name))
 
 
 def _count(count: int, what: str) -> str:

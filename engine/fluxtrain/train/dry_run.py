@@ -30,7 +30,7 @@ from fluxtrain.train.ingredients import DEMO
 from fluxtrain.train.keeping import CheckpointKeeper
 from fluxtrain.train.recovery import Target
 from fluxtrain.train.run import Run, train
-from fluxtrain.units import bytes_text, duration_text
+from fluxtrain.units import duration_text
 
 if TYPE_CHECKING:
     from fluxtrain.data.batches import Batch, BatchSource
@@ -159,21 +159,11 @@ def compared(
 
 def table(found: DryRunAnswer) -> str:
     """What a dry run found, for people."""
-    device, host, step, eta = found.device_bytes, found.host_bytes, found.step_s, found.eta_s
-    rows = (
-        ("", "predicted", "measured"),
-        ("device memory", bytes_text(device.predicted), bytes_text(device.measured)),
-        ("host memory", bytes_text(host.predicted), bytes_text(host.measured)),
-        ("a step", duration_text(step.predicted), duration_text(step.measured)),
-    )
-    between = f"{duration_text(eta.low)} to {duration_text(eta.high)}"
-    return "\n".join(
-        [
-            *(f"{name:<16} {predicted:>12} {measured:>12}" for name, predicted, measured in rows),
-            f"{found.total_steps} steps take {between} (predicted {duration_text(eta.predicted)})",
-            f"loading took {duration_text(found.loading_s)}; nothing was kept",
-        ]
-    )
+    lines = [f"{'':<16} {'predicted':>12} {'measured':>12}"]
+    lines += [f"{row.name:<16} {row.predicted:>12} {row.measured:>12}" for row in found.rows()]
+    lines.append(f"{found.eta_text()} (predicted {duration_text(found.eta_s.predicted)})")
+    lines.append(f"loading took {duration_text(found.loading_s)}; nothing was kept")
+    return "\n".join(lines)
 
 
 def _shortened(config: RunConfig) -> RunConfig:

@@ -14,7 +14,6 @@ from fluxtui.wizard import drawing, plan_preview
 from fluxtui.wizard.configuring import yaml_text
 from fluxtui.wizard.launching import command_text
 from fluxtui.wizard.pages.waiting import pending, refused
-from fluxtui.wizard.trial import eta_text, trial_rows
 from fluxtui.wizard.view import View
 
 
@@ -62,7 +61,7 @@ def time_line(view: View) -> str:
     """The run's time as an interval, once three steps were tried; as predicted before."""
     plan, trial = view.plan.value, view.trial.value
     if trial is not None:
-        return f"time: {eta_text(trial)}, by the speed of the dry run"
+        return f"time: {trial.eta_text()}, by the speed of the dry run"
     if plan is None or plan.predicted is None:
         why = plan.predicted_because if plan else "there is no plan yet"
         return f"time: not predicted: {why}"
@@ -143,7 +142,7 @@ def _trial(view: View, width: int) -> Content:
 
 def _compared(trial: DryRunAnswer, width: int) -> Content:
     lines = [Content.styled(f"  {'':<14}{'predicted':>12}{'measured':>12}  error", drawing.MUTED)]
-    for row in trial_rows(trial):
+    for row in trial.rows():
         lines.append(
             Content.assemble(
                 (f"  {row.name:<14}", drawing.MUTED),
