@@ -18,7 +18,7 @@ def fit(plan: PlanAnswer) -> Fit:
     """Whether it fits, and whether that takes host memory beside the GPU's."""
     if not plan.fits:
         return "does not fit"
-    return "fits" if plan.device == "cpu" or plan.offload == "none" else "fits with offload"
+    return "fits" if plan.device == "cpu" or plan.layout.offload == "none" else "fits with offload"
 
 
 def model_line(plan: PlanAnswer) -> str:

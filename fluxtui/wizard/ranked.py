@@ -26,7 +26,7 @@ def dial_settings(cards: Sequence[PlanOption], dial: str) -> dict[str, Any]:
     for card in cards:
         if card.name == dial:
             own = AGGRESSIVENESS in card.settings
-            return {**({} if own else {"placement.offload": card.offload}), **card.settings}
+            return {**({} if own else {"placement.offload": card.layout.offload}), **card.settings}
     return {}
 
 

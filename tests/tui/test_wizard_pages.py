@@ -32,6 +32,7 @@ from fluxtui.wizard.pages.preview import preview_page
 from fluxtui.wizard.pages.strategy import strategy_page
 from fluxtui.wizard.plan_preview import checkpoints
 from fluxtui.wizard.view import View
+from tests.tui.wizard_pilot import LAYOUT
 
 WIDTHS = (56, 76, 92, 160)
 PAGES = (data_page, hardware_page, launch_page, method_page, preview_page, strategy_page)
@@ -154,9 +155,9 @@ def test_samples_keep_their_stretches(wizard_pilot: ModuleType) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"device": "cpu", "offload": "weights"}, "fits"),
-        ({"device": "cuda", "offload": "none"}, "fits"),
-        ({"device": "cuda", "offload": "weights"}, "fits with offload"),
+        ({"device": "cpu"}, "fits"),
+        ({"device": "cuda", "layout": {**LAYOUT, "offload": "none"}}, "fits"),
+        ({"device": "cuda", "layout": {**LAYOUT, "offload": "weights"}}, "fits with offload"),
         ({"device": "cuda", "device_bytes": 1 << 40}, "does not fit"),
     ],
 )

@@ -38,10 +38,13 @@ if not answer.exists():
     sys.exit("error: the model needs 80 GiB and 24 GiB is free")
 print(answer.read_text())
 """
-LAYOUT = {"device_groups": 0, "device_first": "embedding", "resident_blocks": 0, "kept_blocks": 0,
-          "boundaries_on_device": 0, "embedding": "whole", "head": "whole"}  # fmt: skip
+LAYOUT = {
+    "offload": "none", "device_groups": 0, "device_first": "embedding", "resident_blocks": 0,
+    "kept_blocks": 0, "boundaries": "device", "boundaries_on_device": 0, "batch_rows": 8,
+    "chunk_rows": 4, "embedding": "whole", "head": "whole", "deferred_moments": False,
+}  # fmt: skip
 PLAN = {
-    **LAYOUT, "offload": "none", "steps": 200, "device": "cpu", "device_bytes": 2**20,
+    "layout": LAYOUT, "steps": 200, "device": "cpu", "device_bytes": 2**20,
     "device_budget_bytes": 2**30, "host_bytes": 2**21, "host_limit_bytes": 2**31,
     "need": {}, "process_bytes": 2**20, "accumulation": 1, "sequence_length": 128,
     "estimated_rows": 4000, "machine": "2 cores", "predicted_because": "a probe",
@@ -53,13 +56,13 @@ PLAN = {
         {"name": "placement.chunk_rows", "value": "4",
          "because": "two chunks keep the device busy"},
     ],
-    "batch_rows": 8, "chunk_rows": 4, "disk_bytes": 2**22,
-    "checkpoint_bytes": 2**20, "config": {"train": {"checkpoint_every": "auto"}},
+    "disk_bytes": 2**22, "checkpoint_bytes": 2**20,
+    "config": {"train": {"checkpoint_every": "auto"}},
     "predicted": {"step_s": 0.5, "tokens_per_s": 2000.0, "eta_s": 100.0,
                   "binds": "the processor", "parts_s": {}},
     "plans": [
-        {**LAYOUT, "name": name, "share": 0.5, "offload": offload, "batch_rows": 8,
-         "chunk_rows": chunk, "boundaries": "device", "deferred_moments": False,
+        {"name": name, "share": 0.5,
+         "layout": {**LAYOUT, "offload": offload, "chunk_rows": chunk},
          "device_bytes": size, "host_bytes": 2**21,
          "predicted": {"step_s": 0.5 / chunk, "tokens_per_s": 500.0 * chunk,
                        "eta_s": 400.0 / chunk, "binds": "the processor", "parts_s": {}},

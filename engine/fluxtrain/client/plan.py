@@ -32,15 +32,9 @@ class PlannedTime(msgspec.Struct, frozen=True, kw_only=True):
     parts_s: dict[str, float]
 
 
-class PlanOption(msgspec.Struct, frozen=True, kw_only=True):
-    """One of the plans between as fast as possible and as small as possible.
+class PlannedLayout(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the model's parts live, and how many rows are computed at once."""
 
-    `share` is how far the device's memory is used, from 0 for the least that runs to 1 for all
-    there is; `settings` are those of a configuration that lead to it.
-    """
-
-    name: str
-    share: float
     offload: str
     device_groups: int
     device_first: str
@@ -53,6 +47,18 @@ class PlanOption(msgspec.Struct, frozen=True, kw_only=True):
     embedding: str
     head: str
     deferred_moments: bool
+
+
+class PlanOption(msgspec.Struct, frozen=True, kw_only=True):
+    """One of the plans between as fast as possible and as small as possible.
+
+    `share` is how far the device's memory is used, from 0 for the least that runs to 1 for all
+    there is; `settings` are those of a configuration that lead to it.
+    """
+
+    name: str
+    share: float
+    layout: PlannedLayout
     device_bytes: int
     host_bytes: int
     predicted: PlannedTime
@@ -81,18 +87,9 @@ class PlanAnswer(Answer, frozen=True, kw_only=True):
 
     model: PlannedModel
     device: str  # cpu or cuda
-    offload: str
-    device_groups: int
-    device_first: str
-    resident_blocks: int
-    kept_blocks: int
-    boundaries_on_device: int
-    batch_rows: int
-    chunk_rows: int
+    layout: PlannedLayout
     accumulation: int
     sequence_length: int
-    embedding: str
-    head: str
     device_bytes: int
     device_budget_bytes: int | None
     need: dict[str, int]

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from fluxtrain.client.plan import PlanAnswer, PlannedTime, PlanOption
+import msgspec
+
+from fluxtrain.client.plan import PlanAnswer, PlannedLayout, PlannedTime, PlanOption
 from fluxtrain.plan.cost import Cost, cost
 from fluxtrain.plan.facts import ModelFacts, Room, Wishes
 from fluxtrain.plan.footprint import Layout, embedding_copied, head_copied, saving_bytes
@@ -82,18 +84,7 @@ class Forecast:
         return PlanOption(
             name=plan.name,
             share=plan.share,
-            offload=layout.offload,
-            device_groups=layout.device_groups,
-            device_first=layout.device_first,
-            resident_blocks=layout.resident_blocks,
-            kept_blocks=layout.kept_blocks,
-            boundaries=layout.boundaries,
-            boundaries_on_device=layout.boundaries_on_device,
-            batch_rows=layout.batch_rows,
-            chunk_rows=layout.chunk_rows,
-            embedding=embedding_copied(self.facts, layout),
-            head=head_copied(self.facts, layout),
-            deferred_moments=layout.deferred_moments,
+            layout=planned_layout(self.facts, layout),
             device_bytes=need.shown_device_bytes(has_gpu=self.room.has_gpu),
             host_bytes=need.host_bytes + self.placement.process_bytes + saving,
             predicted=_time(plan.chosen.cost, steps),
@@ -115,6 +106,14 @@ class Forecast:
     def _files(self) -> DiskNeed:
         kept = self.keep_checkpoints
         return disk_need(self.facts, kept=kept, written=EVERY_CHECKPOINT, steps=0)
+
+
+def planned_layout(facts: ModelFacts, layout: Layout) -> PlannedLayout:
+    """A layout as it is told: with what of embedding and head is really copied."""
+    copied = replace(
+        layout, embedding=embedding_copied(facts, layout), head=head_copied(facts, layout)
+    )
+    return msgspec.convert(copied, PlannedLayout, from_attributes=True)
 
 
 def forecast_of(
@@ -146,13 +145,14 @@ def plan_lines(plan: PlanAnswer) -> list[str]:
     lines = [f"{disk}; {_time_text(plan.predicted)}", f"time from {plan.predicted_because}"]
     if not plan.plans:
         return lines
-    lines += ["", f"plans by their memory, each with {plan.plans[0].batch_rows} rows a step"]
+    lines += ["", f"plans by their memory, each with {plan.layout.batch_rows} rows a step"]
     for one in plan.plans:
-        where = f"{one.offload}, {one.device_groups}+{one.resident_blocks} on device"
+        layout = one.layout
+        where = f"{layout.offload}, {layout.device_groups}+{layout.resident_blocks} on device"
         lines.append(
             f"  {one.name:<9} device {bytes_text(one.device_bytes):>9}  "
             f"host {bytes_text(one.host_bytes):>9}  {_time_text(one.predicted)}; "
-            f"{where}, chunk {one.chunk_rows}"
+            f"{where}, chunk {layout.chunk_rows}"
         )
     return lines
 

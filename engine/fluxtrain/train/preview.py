@@ -30,7 +30,6 @@ from fluxtrain.methods.model_files import (
 from fluxtrain.methods.models import refuse_missing_folder, unloadable
 from fluxtrain.methods.precision import choose_dtype, demo_dtype, with_odd_tensors
 from fluxtrain.plan.facts import ModelFacts, Room
-from fluxtrain.plan.footprint import embedding_copied, head_copied
 from fluxtrain.plan.machine_file import PlannedMachine
 from fluxtrain.plan.placement import RunPlacement
 from fluxtrain.telemetry.events import ChoiceMade
@@ -38,7 +37,7 @@ from fluxtrain.telemetry.rundir import runs_root
 from fluxtrain.train.choices import choose_course
 from fluxtrain.train.config import RunConfig, settings
 from fluxtrain.train.constants import Constants, known_constants
-from fluxtrain.train.forecast import Forecast, forecast_of, plan_lines
+from fluxtrain.train.forecast import Forecast, forecast_of, plan_lines, planned_layout
 from fluxtrain.train.guarding import disk_room, page_locks_planned, refuse_what_does_not_fit
 from fluxtrain.train.ingredients import DEMO
 from fluxtrain.train.placing import (
@@ -130,22 +129,13 @@ def _answer(
     steps: int,
     choices: tuple[ChoiceMade, ...],
 ) -> PlanAnswer:
-    placement, layout = forecast.placement, forecast.layout
+    placement = forecast.placement
     return PlanAnswer(
         model=model,
         device="cuda" if forecast.room.has_gpu else "cpu",
-        offload=placement.offload,
-        device_groups=placement.device_groups,
-        device_first=placement.device_first,
-        resident_blocks=placement.resident_blocks,
-        kept_blocks=placement.kept_blocks,
-        boundaries_on_device=placement.boundaries_on_device,
-        batch_rows=placement.batch_rows,
-        chunk_rows=layout.chunk_rows,
+        layout=planned_layout(forecast.facts, forecast.layout),
         accumulation=config.train.accumulation,
         sequence_length=config.data.sequence_length,
-        embedding=embedding_copied(forecast.facts, layout),
-        head=head_copied(forecast.facts, layout),
         device_bytes=placement.need.shown_device_bytes(has_gpu=forecast.room.has_gpu),
         device_budget_bytes=placement.budget_bytes,
         need=asdict(placement.need),

@@ -60,8 +60,8 @@ def summary_rows(view: View) -> list[tuple[str, str]]:
     answers, plan = view.answers, view.plan.value
     steps = answers.steps if plan is None else plan.steps
     offload: str = answers.offload
-    if plan is not None and plan.offload != offload:
-        offload = f"{plan.offload} ({offload})"
+    if plan is not None and plan.layout.offload != offload:
+        offload = f"{plan.layout.offload} ({offload})"
     return [
         ("model", answers.model_path),
         ("data", answers.data_file),

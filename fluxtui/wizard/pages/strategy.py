@@ -97,14 +97,14 @@ def numbers_line(view: View, plan: PlanAnswer, width: int) -> Content:
     """Batch, chunk, steps and offload with the keys that change them."""
     answers = view.answers
     entries = (
-        ("wizard_batch", "batch", answers.batch_rows, plan.batch_rows),
-        ("wizard_chunk", "chunk", answers.chunk_rows, plan.chunk_rows),
+        ("wizard_batch", "batch", answers.batch_rows, plan.layout.batch_rows),
+        ("wizard_chunk", "chunk", answers.chunk_rows, plan.layout.chunk_rows),
         ("wizard_steps", "steps", answers.steps, plan.steps),
         (
             "wizard_offload",
             "offload",
             None if answers.offload == "auto" else answers.offload,
-            plan.offload,
+            plan.layout.offload,
         ),
     )
     lines, used = [Content("")], 0
