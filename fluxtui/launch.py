@@ -24,7 +24,14 @@ from fluxtrain.telemetry.printable import printable, printable_lines
 from fluxtrain.telemetry.rundir import RunDir, runs_root
 from fluxtrain.telemetry.standard_streams import open_standard_streams
 from fluxtrain.telemetry.typed import typed
-from fluxtui.wizard.answers.answers import DIAL, METHODS, OFFLOADS, Answers, with_data, with_model
+from fluxtui.wizard.answers.answers import (
+    DIAL,
+    METHODS,
+    OFFLOADS,
+    Answers,
+    with_data,
+    with_model,
+)
 from fluxtui.wizard.answers.configuring import SETTINGS, answers_from_file
 
 if TYPE_CHECKING:

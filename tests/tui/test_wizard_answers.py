@@ -30,7 +30,12 @@ from fluxtui.wizard.answers.configuring import (
     yaml_text,
 )
 from fluxtui.wizard.answers.draft import draft_path, forget_draft, load_draft, save_draft
-from fluxtui.wizard.answers.launching import command_text, engine_arguments, prepare, run_name
+from fluxtui.wizard.answers.launching import (
+    command_text,
+    engine_arguments,
+    prepare,
+    run_name,
+)
 from fluxtui.wizard.checks.answer_checks import check_data
 
 NAMES = st.text("abcXYZ0189._- '\"#:{}&*äß", min_size=1, max_size=30)

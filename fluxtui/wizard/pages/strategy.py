@@ -6,9 +6,13 @@ from collections.abc import Sequence
 
 from textual.content import Content
 
+from fluxtrain.client.plan import PlanAnswer, PlanOption
+from fluxtrain.telemetry.events import ChoiceMade
 from fluxtrain.units import bytes_text, count_text, duration_text
 from fluxtui.wizard.answers.answers import DIAL
-from fluxtui.wizard.engine.plan_preview import PlanPreview, RankedPlan, ReasonedChoice
+from fluxtui.wizard.engine.plan_preview import (
+    unranked_because,
+)
 from fluxtui.wizard.pages import drawing
 from fluxtui.wizard.pages.waiting import pending, refused
 from fluxtui.wizard.pages.wizard_view import WizardView
@@ -35,7 +39,7 @@ def strategy_page(view: WizardView, width: int, *, cursor: int = 0, why: bool = 
         return Content("\n").join([*head, pending(what, asked, width, note)])
     plan = asked.value
     if not view.cards:
-        head += [Content.styled(f"no ranked plans: {plan.unranked_because}", drawing.MUTED)]
+        head += [Content.styled(f"no ranked plans: {unranked_because(plan)}", drawing.MUTED)]
     if not plan.fits:
         head += [drawing.problem(_over(view), width)]
     head += [numbers_line(view, plan, width), Content("")]
@@ -78,7 +82,7 @@ def cards(view: WizardView, width: int) -> Content:
     return Content("\n").join(Content(" " * gap).join(lines) for lines in zip(*drawn, strict=True))
 
 
-def card_facts(card: RankedPlan, device: str) -> list[tuple[str, str]]:
+def card_facts(card: PlanOption, device: str) -> list[tuple[str, str]]:
     """What a card says: name and value."""
     told = card.predicted
     return [
@@ -91,18 +95,18 @@ def card_facts(card: RankedPlan, device: str) -> list[tuple[str, str]]:
     ]
 
 
-def numbers_line(view: WizardView, plan: PlanPreview, width: int) -> Content:
+def numbers_line(view: WizardView, plan: PlanAnswer, width: int) -> Content:
     """Batch, chunk, steps and offload with the keys that change them."""
     answers = view.answers
     entries = (
-        ("wizard_batch", "batch", answers.batch_rows, plan.batch_rows),
-        ("wizard_chunk", "chunk", answers.chunk_rows, plan.chunk_rows),
+        ("wizard_batch", "batch", answers.batch_rows, plan.layout.batch_rows),
+        ("wizard_chunk", "chunk", answers.chunk_rows, plan.layout.chunk_rows),
         ("wizard_steps", "steps", answers.steps, plan.steps),
         (
             "wizard_offload",
             "offload",
             None if answers.offload == "auto" else answers.offload,
-            plan.offload,
+            plan.layout.offload,
         ),
     )
     lines, used = [Content("")], 0
@@ -124,7 +128,7 @@ def numbers_line(view: WizardView, plan: PlanPreview, width: int) -> Content:
 
 
 def _reasons(
-    view: WizardView, choices: Sequence[ReasonedChoice], width: int, cursor: int, why: bool
+    view: WizardView, choices: Sequence[ChoiceMade], width: int, cursor: int, why: bool
 ) -> list[Content]:
     """Every choice; the reason under the one with the cursor, or under all of them."""
     all_of_them = view.key("wizard_why")
@@ -148,7 +152,7 @@ def _reasons(
     return lines
 
 
-def _card(view: WizardView, card: RankedPlan, width: int) -> list[Content]:
+def _card(view: WizardView, card: PlanOption, width: int) -> list[Content]:
     """A card as lines with a border; a chosen one has a double border and a mark."""
     chosen = card.name == view.answers.dial
     corners = "╔═╗║╚╝" if chosen else "┌─┐│└┘"
@@ -168,7 +172,7 @@ def _card(view: WizardView, card: RankedPlan, width: int) -> list[Content]:
     return [*lines, Content.styled(corners[4] + corners[1] * (width - 2) + corners[5], style)]
 
 
-def _card_row(view: WizardView, card: RankedPlan, width: int) -> Content:
+def _card_row(view: WizardView, card: PlanOption, width: int) -> Content:
     chosen = card.name == view.answers.dial
     told = card.predicted
     text = (
