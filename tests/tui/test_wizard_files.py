@@ -233,7 +233,8 @@ def test_the_demo_shows_documents_of_the_kind_it_learns() -> None:
 
 def test_looking_at_files_loads_neither_torch_nor_textual() -> None:
     code = (
-        "import sys, fluxtui.wizard.checks.answer_checks, fluxtui.wizard.answers.launching, fluxtui.launch\n"
+        "import sys, fluxtui.wizard.checks.answer_checks, fluxtui.wizard.answers.launching\n"
+        "import fluxtui.launch\n"
         "heavy = {'torch', 'transformers', 'textual', 'pydantic', 'numpy'} & set(sys.modules)\n"
         "sys.exit(', '.join(sorted(heavy)) or 0)\n"
     )
