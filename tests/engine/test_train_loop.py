@@ -22,6 +22,7 @@ from fluxtrain.stream.engine import Engine, engine_of
 from fluxtrain.telemetry import events as ev
 from fluxtrain.telemetry.control import send_command
 from fluxtrain.telemetry.journal import read_events
+from fluxtrain.train.causal_lm import CausalLM
 from fluxtrain.train.config import RunConfig, load_config
 from fluxtrain.train.evaluate import evaluate
 from fluxtrain.train.ingredients import load_ingredients
@@ -158,7 +159,7 @@ def test_a_finished_run_leaves_a_model_that_evaluates_the_same_without_fluxtrain
     assert "config" in json.loads((tmp_path / "run" / "run.json").read_text())
     model = AutoModelForCausalLM.from_pretrained(done.model_path)
     ingredients = load_ingredients(load_config(config))
-    plain = evaluate(model, in_order(ingredients.data.held_out, 4))
+    plain = evaluate(CausalLM(), model, in_order(ingredients.data.held_out, 4))
     assert plain is not None
     assert plain.loss == pytest.approx(done.evaluation_loss, rel=2e-3)
 

@@ -20,7 +20,9 @@ from fluxtrain.stream.loss_scale import LossScale
 from fluxtrain.telemetry.events import StepFinished
 from fluxtrain.train.announce import Announcer
 from fluxtrain.train.cadence import Cadence
+from fluxtrain.train.causal_lm import CausalLM
 from fluxtrain.train.loop import LoopSettings, TrainingLoop
+from fluxtrain.train.objective import Task
 from fluxtrain.train.requests import Requests
 from fluxtrain.train.run_state import RunState
 
@@ -105,8 +107,7 @@ class Training:
         self.loop = TrainingLoop(
             model=self.model,
             optimizer=torch.optim.AdamW(self.model.parameters(), lr=1e-3),
-            data=self.batches,
-            held_out=lambda: (),
+            task=Task(objective=CausalLM(), data=self.batches, held_out=lambda: ()),
             settings=LoopSettings(
                 total_steps=steps,
                 max_grad_norm=max_grad_norm,

@@ -165,9 +165,10 @@ def _step(event: Event) -> str:
 
 def _evaluation(event: Event) -> str:
     assert isinstance(event, EvaluationFinished)
+    further = "".join(f", {n} {v:.4g}" for n, v in event.metrics.items() if n != "loss")
     return (
-        f"evaluation at step {event.step}: loss {event.loss:.4f} over "
-        f"{count_text(event.tokens)} tokens in {duration_text(event.seconds)}"
+        f"evaluation at step {event.step}: loss {event.loss:.4f}{further} over "
+        f"{count_text(event.count)} {event.unit} in {duration_text(event.seconds)}"
     )
 
 

@@ -32,8 +32,9 @@ from fluxtrain.train.run import Run, train
 from fluxtrain.units import UNKNOWN, bytes_text, duration_text
 
 if TYPE_CHECKING:
-    from fluxtrain.data.batches import Batch, BatchSource
+    from fluxtrain.data.batches import Batch
     from fluxtrain.stream.engine import Engine
+    from fluxtrain.train.objective import Cursor
     from fluxtrain.train.run_state import RunState
     from fluxtrain.train.session import Session
 
@@ -48,7 +49,7 @@ class NothingKept(CheckpointKeeper):
         """Never."""
         return False
 
-    def write(self, state: RunState, engine: Engine, data: BatchSource) -> NoReturn:
+    def write(self, state: RunState, engine: Engine, data: Cursor) -> NoReturn:
         """A dry run that is stopped leaves nothing behind."""
         raise Interrupted(_LEFT_NOTHING, EXIT_INTERRUPTED)
 

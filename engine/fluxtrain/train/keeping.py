@@ -35,8 +35,8 @@ from fluxtrain.units import bytes_text
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from fluxtrain.data.batches import BatchSource
     from fluxtrain.stream.engine import Engine
+    from fluxtrain.train.objective import Cursor
 
 PERIOD_S = 600.0
 _BEFORE = {
@@ -82,7 +82,7 @@ class CheckpointKeeper:
         """Whether the cadence asks for a checkpoint now."""
         return self._cadence.is_due(step)
 
-    def write(self, state: RunState, engine: Engine, data: BatchSource) -> Checkpoint:
+    def write(self, state: RunState, engine: Engine, data: Cursor) -> Checkpoint:
         """Save the run as it is between two steps; at a step that is saved already, do nothing.
 
         Raises NoSpace; the checkpoint before stays the last one.
@@ -116,7 +116,7 @@ class CheckpointKeeper:
         )
         return self.last
 
-    def restore(self, checkpoint: Checkpoint, engine: Engine, data: BatchSource) -> RunState:
+    def restore(self, checkpoint: Checkpoint, engine: Engine, data: Cursor) -> RunState:
         """Put engine, data and random generators where `checkpoint` was.
 
         Raises:

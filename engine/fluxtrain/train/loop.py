@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Generic
 
 import torch
 from torch import nn
 
-from fluxtrain.data.batches import Batch, BatchSource
 from fluxtrain.errors import Diverged, DoesNotFit, FluxTrainError, Interrupted
-from fluxtrain.methods.known_packing import known_packing
 from fluxtrain.stream.engine import engine_of
 from fluxtrain.stream.outside import OutsideOptimizer
 from fluxtrain.telemetry.events import EvaluationFinished, RunPhase, StepFinished
@@ -21,6 +20,7 @@ from fluxtrain.train.cadence import Cadence
 from fluxtrain.train.evaluate import evaluate
 from fluxtrain.train.keeping import CheckpointKeeper
 from fluxtrain.train.live import LiveChanges
+from fluxtrain.train.objective import B, Task
 from fluxtrain.train.progress import Progress
 from fluxtrain.train.queued import Computed, QueuedStep
 from fluxtrain.train.randomness import random_state, restore_random_state
@@ -39,16 +39,15 @@ class LoopSettings:
     learning_rate_at: Callable[[int], float]  # of step 0, 1, ...
 
 
-class TrainingLoop:
+class TrainingLoop(Generic[B]):
     """Runs steps until the last, a stop, a divergence or an error that the user must act on."""
 
     def __init__(
         self,
         *,
         model: nn.Module,
+        task: Task[B],
         optimizer: torch.optim.Optimizer | OutsideOptimizer,
-        data: BatchSource,
-        held_out: Callable[[], Iterable[Batch]],
         settings: LoopSettings,
         keeper: CheckpointKeeper,
         announcer: Announcer,
@@ -61,8 +60,9 @@ class TrainingLoop:
         self._device = self._engine.device.torch_device
         self._recorder = self._engine.device.recorder
         self._optimizer = optimizer
-        self._data = data
-        self._held_out = held_out
+        self._objective = task.objective
+        self._data = task.data
+        self._held_out = task.held_out
         self._settings = settings
         self._evaluations = settings.evaluations
         self._keeper = keeper
@@ -119,7 +119,7 @@ class TrainingLoop:
         self._announcer.phase("evaluating")
         # the loss in chunks, or logits would not fit
         with self._engine.evaluating(), self._recorder.as_one("evaluation"):
-            result = evaluate(self._model, self._held_out(), self._stopping)
+            result = evaluate(self._objective, self._model, self._held_out(), self._stopping)
         self._engine.take_stalls()  # they are not the next step's
         if result is not None:
             self.state.evaluated(result.loss)
@@ -127,7 +127,9 @@ class TrainingLoop:
                 EvaluationFinished(
                     step=self.state.step,
                     loss=result.loss,
-                    tokens=result.tokens,
+                    metrics=dict(result.metrics),
+                    count=result.count,
+                    unit=self._objective.unit,
                     seconds=result.seconds,
                 )
             )
@@ -173,7 +175,8 @@ class TrainingLoop:
 
     def _compute(self, clock: StepClock) -> QueuedStep:
         """Forward and backward over the whole step; the update will wait for the norm."""
-        batches = self._data.next_step()
+        objective, batches = self._objective, self._data.next_step()
+        step_count = sum(objective.count(batch) for batch in batches)
         clock.ends("data")
         limit = self._settings.max_grad_norm
         scale = self._engine.loss_scale
@@ -182,8 +185,7 @@ class TrainingLoop:
         rate = self._set_learning_rate()
         losses = []
         for batch in batches:
-            with known_packing(batch.position_ids if batch.packed else None):
-                loss = self._model(**batch.inputs()).loss
+            loss = objective.loss(self._model, batch, step_count)
             clock.ends("forward")
             if eager and own is not None:  # groups are updated as their gradients arrive
                 self._engine.begin_eager_step(own, loss)
@@ -200,7 +202,7 @@ class TrainingLoop:
         clock.ends("backward")
         return QueuedStep(
             number=self._step_number + 1,
-            tokens=sum(batch.tokens for batch in batches),
+            tokens=sum(objective.tokens(batch) for batch in batches),
             epoch=self._data.epoch,
             learning_rate=rate,
             eager=eager,

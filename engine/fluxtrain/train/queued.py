@@ -12,7 +12,7 @@ from fluxtrain.train.step_clock import StepClock
 
 @dataclass(frozen=True, kw_only=True)
 class Computed:
-    """What a step gave: loss in nats a token, norm before clipping."""
+    """What a step gave: the mean loss, norm before clipping."""
 
     loss: float
     norm: float
@@ -43,7 +43,7 @@ class QueuedStep:
     clock: StepClock
 
     def read(self) -> Computed:
-        """Wait for the backward pass; each part's loss is divided by the tokens of the whole step
+        """Wait for the backward pass; each batch's loss is divided by the count of the whole step
         already."""
         return Computed(
             loss=math.fsum(self.norm.losses()),

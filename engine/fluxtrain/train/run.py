@@ -12,7 +12,7 @@ import msgspec
 import torch
 from torch import nn
 
-from fluxtrain.data.batches import Batch, BatchSource, fullest, in_order
+from fluxtrain.data.batches import Batch, BatchSource, first_batch, fullest_batch, in_order
 from fluxtrain.hardware.machine import Machine, read_machine
 from fluxtrain.methods.export import save_model
 from fluxtrain.methods.kernels import choose_kernels
@@ -33,6 +33,7 @@ from fluxtrain.telemetry.events import (
 )
 from fluxtrain.train import keeping
 from fluxtrain.train.cadence import Cadence
+from fluxtrain.train.causal_lm import CausalLM
 from fluxtrain.train.checkpoint import Checkpoint, read_checkpoint, remove_unfinished
 from fluxtrain.train.choices import choose_course
 from fluxtrain.train.config import RunConfig
@@ -51,6 +52,7 @@ from fluxtrain.train.ingredients import DEMO, Ingredients, load_ingredients
 from fluxtrain.train.keeping import CheckpointKeeper, newest_valid, trainer_content
 from fluxtrain.train.live_setup import live_changes
 from fluxtrain.train.loop import LoopSettings, TrainingLoop
+from fluxtrain.train.objective import BoundBatch, Task
 from fluxtrain.train.parameter_groups import parameter_groups
 from fluxtrain.train.peaks import host_peak_bytes, measured_peaks
 from fluxtrain.train.placing import (
@@ -139,6 +141,7 @@ class Run:
         machine: Machine,
         device: ChoiceMade,
     ) -> None:
+        self.objective = CausalLM()
         self._config = config
         self._ingredients = ingredients
         self._session = session
@@ -177,8 +180,7 @@ class Run:
         self.loop = TrainingLoop(
             model=self.model,
             optimizer=optimizer,
-            data=self.data,
-            held_out=self.held_out,
+            task=Task(objective=self.objective, data=self.data, held_out=self.held_out),
             settings=self._loop_settings(),
             keeper=self.keeper,
             announcer=session.announcer,
@@ -222,11 +224,16 @@ class Run:
         self._session.announcer.phase("loading", "trying one block")
         model, data = self._ingredients.loaded.model, self._ingredients.data.trained
 
-        def batch_of(count: int) -> Batch:
-            return next(iter(in_order(data, count)))
+        def usual(count: int) -> BoundBatch[Batch]:
+            return BoundBatch(self.objective, first_batch(data, count))
+
+        def heavier(count: int) -> BoundBatch[Batch] | None:
+            batch = fullest_batch(data, count)
+            return None if batch is None else BoundBatch(self.objective, batch)
 
         where, kind = (machine, device, rows), eager(self._config, facts)
-        return measured_constants(facts, *where, model, batch_of, fullest(data), eager=kind)
+        heavier_of = heavier if data.mixes else None
+        return measured_constants(facts, *where, model, usual, heavier_of, eager=kind)
 
     def make_keeper(self) -> CheckpointKeeper:
         """What writes this run's checkpoints."""
