@@ -156,10 +156,10 @@ def _step(event: Event) -> str:
         )
     left = f", {duration_text(event.eta_s)} left" if event.eta_s else ""
     norm = "-" if event.grad_norm is None else f"{event.grad_norm:.3g}"
+    rate = f"{count_text(event.tokens_per_s)} tokens/s  " if event.tokens else ""
     return (
         f"step {event.step}/{event.total_steps}  loss {event.loss:.4f}  lr "
-        f"{event.learning_rate:.2e}  norm {norm}  {count_text(event.tokens_per_s)} tokens/s  "
-        f"{duration_text(event.step_s)} a step{left}"
+        f"{event.learning_rate:.2e}  norm {norm}  {rate}{duration_text(event.step_s)} a step{left}"
     )
 
 
