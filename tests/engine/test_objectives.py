@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic
 
@@ -24,6 +24,7 @@ from fluxtrain.stream.engine import engine_of
 from fluxtrain.telemetry import events as ev
 from fluxtrain.train.announce import Announcer
 from fluxtrain.train.cadence import Cadence
+from fluxtrain.train.calibrate import calibrate
 from fluxtrain.train.checkpoint import read_checkpoint
 from fluxtrain.train.console import line
 from fluxtrain.train.keeping import CheckpointKeeper
@@ -176,18 +177,18 @@ class FlowMatching:
 
 
 class Stream(Generic[B]):
-    """The batches of a list, two uneven ones a step, over and over."""
+    """The batches of a list, two uneven ones a step by default, over and over."""
 
     def __init__(self, batches: list[B]) -> None:
-        self.batches, self.position = batches, 0
+        self.batches, self.batches_a_step, self.position = batches, 2, 0
 
     @property
     def epoch(self) -> float:
         return self.position / len(self.batches)
 
     def next_step(self) -> list[B]:
-        first, self.position = self.position, self.position + 2
-        return [self.batches[i % len(self.batches)] for i in range(first, first + 2)]
+        first, self.position = self.position, self.position + self.batches_a_step
+        return [self.batches[i % len(self.batches)] for i in range(first, self.position)]
 
     def state_dict(self) -> dict[str, Any]:
         return {"position": self.position}
@@ -201,7 +202,13 @@ class Case(Generic[B]):
     """A model with its task, made anew for every run."""
 
     model: nn.Module
-    task: Task[B]
+    objective: Objective[B]
+    data: Stream[B]
+
+    @property
+    def task(self) -> Task[B]:
+        """What it learns: evaluated on the same batches."""
+        return Task(objective=self.objective, data=self.data, held_out=lambda: self.data.batches)
 
 
 def _sizes() -> Iterator[int]:
@@ -212,8 +219,7 @@ def preference() -> Case[Any]:
     seed_everything(3)
     model = WordModel()
     batches = [Pairs(*torch.randint(0, WORDS, (2, rows, LENGTH)).unbind()) for rows in _sizes()]
-    objective: Objective[Pairs] = Preference(model)
-    return Case(model, Task(objective=objective, data=Stream(batches), held_out=lambda: batches))
+    return Case(model, Preference(model), Stream(batches))
 
 
 def flow_matching() -> Case[Any]:
@@ -264,7 +270,7 @@ def trained(
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
     seed_everything(5)
     if resumed_from is not None:
-        state = keeper.restore(read_checkpoint(resumed_from), engine, case.task.data)
+        state = keeper.restore(read_checkpoint(resumed_from), engine, case.data)
     loop = TrainingLoop(
         model=model,
         optimizer=optimizer,
@@ -291,11 +297,11 @@ def trained(
 def plain_losses(case: Case[Any], steps: int = 6) -> list[float]:
     """The textbook loop over the model as it is: a mean over all units of a step."""
     optimizer = torch.optim.AdamW(case.model.parameters(), lr=RATE)
-    objective, losses = case.task.objective, []
+    objective, losses = case.objective, []
     seed_everything(5)
     for step in range(steps):
         optimizer.param_groups[0]["lr"] = RATE / (1 + step)
-        batches = case.task.data.next_step()
+        batches = case.data.next_step()
         units = [objective.count(batch) for batch in batches]
         means = [objective.loss(case.model, b, n) for b, n in zip(batches, units, strict=True)]
         loss = sum(m * n for m, n in zip(means, units, strict=True)) / sum(units)
@@ -361,8 +367,7 @@ def test_blocks_are_updated_in_the_backward_pass_of_any_objective(
     losses = []
     for limit in (None, 1e9):
         case = make()
-        data: Any = case.task.data
-        data.next_step = lambda: [data.batches[0]]
+        case.data.batches_a_step = 1
         losses.append(steps_of(trained(case, tmp_path / str(limit), max_grad_norm=limit)))
     assert losses[0] == losses[1]
 
@@ -370,7 +375,7 @@ def test_blocks_are_updated_in_the_backward_pass_of_any_objective(
 def test_the_metrics_of_preference_pairs_are_means_over_pairs(tmp_path: Path) -> None:
     case = preference()
     told = evaluations_of(trained(case, tmp_path))[-1]
-    batches, objective = list(case.task.held_out()), case.task.objective
+    batches, objective = case.data.batches, case.objective
     with torch.no_grad():
         parts = [objective.metrics(case.model, batch) for batch in batches]
     for name in ("loss", "accuracy"):
@@ -390,18 +395,29 @@ def test_flow_matching_has_no_tokens_and_says_none(tmp_path: Path) -> None:
     told = [e for e in events if isinstance(e, ev.StepFinished)]
     assert {(step.tokens, step.tokens_per_s) for step in told} == {(0, 0)}
     assert all("tokens" not in line(step) for step in told)
-    assert evaluations_of(events)[-1].count == 6 * LATENT
+    assert evaluations_of(events)[-1].count == 18 * LATENT
 
 
 @both
 def test_a_bound_batch_has_the_mean_loss_of_its_units(make: Make) -> None:
     case = make()
-    batch = case.task.data.next_step()[0]
-    bound = BoundBatch(case.task.objective, batch).to(torch.device("cpu"))
+    batch = case.data.next_step()[0]
+    bound = BoundBatch(case.objective, batch).to(torch.device("cpu"))
     seed_everything(0)
     with torch.no_grad():
-        mean = case.task.objective.metrics(case.model, batch)["loss"]
+        mean = case.objective.metrics(case.model, batch)["loss"]
     seed_everything(0)
     assert bound.loss(case.model).item() == pytest.approx(mean)
-    assert bound.rows == case.task.objective.rows(batch)
-    assert replace(bound, batch=case.task.data.next_step()[1]).rows < bound.rows + 1
+    assert bound.rows == case.objective.rows(batch)
+
+
+@both
+def test_a_block_is_timed_with_the_batches_of_any_objective(make: Make) -> None:
+    case = make()
+
+    def batch_of(rows: int) -> BoundBatch[Any]:
+        return BoundBatch(case.objective, case.data.batches[0 if rows > 2 else 1])
+
+    found = calibrate(case.model, batch_of, torch.device("cpu"), (2, 4))
+    assert found.forward.at(4) > 0 < found.backward.at(4)
+    assert found.rows == tuple(batch_of(rows).rows for rows in (2, 4))
