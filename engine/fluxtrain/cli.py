@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import json as json_module
 import shlex
 import sys
 from pathlib import Path
@@ -207,14 +206,14 @@ def probe(
 ) -> None:
     """Measure this machine and the disk of the runs."""
     from fluxtrain.hardware.probe import probe as measure
+    from fluxtrain.hardware.probe_table import probe_text
     from fluxtrain.telemetry.rundir import runs_root
 
     found = measure(runs_root(), fresh=fresh, report=None if json and not progress else complain)
     if json:
-        lines = [" ".join(part for part in row if part) for row in found.table()]
-        print_json({"lines": lines, **json_module.loads(found.to_json())})
+        print_json(found)
     else:
-        say(found.text())
+        say(probe_text(found))
 
 
 @app.command()
@@ -233,7 +232,10 @@ def doctor(
     from fluxtrain.telemetry.rundir import runs_root
 
     report = examine(runs_root(), fresh=fresh, say=silent if json else complain)
-    say(report.to_json() if json else screen(report))
+    if json:
+        print_json(report)
+    else:
+        say(screen(report))
     if report.failed:
         names = ", ".join(test.name for test in report.failed)
         raise FluxTrainError(f"self-tests failed: {names}: please report what stands above")
@@ -274,8 +276,6 @@ def schema() -> None:
 @app.command()
 def runs(json: Json = False, debug: Debug = False) -> None:
     """List the runs, newest first ($FLUXTRAIN_RUNS, or ./runs)."""
-    import msgspec
-
     from fluxtrain.telemetry.printable import printable
     from fluxtrain.telemetry.rundir import list_runs, runs_root
 
@@ -283,7 +283,7 @@ def runs(json: Json = False, debug: Debug = False) -> None:
         raise BadInput(f"{runs_root()} is a file: set FLUXTRAIN_RUNS to the folder of the runs")
     found = list_runs()
     if json:
-        print_json([msgspec.to_builtins(run) for run in found])
+        print_json(found)
         return
     if not found:
         say(f"no runs below {printable(str(runs_root()))}")

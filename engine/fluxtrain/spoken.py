@@ -60,8 +60,10 @@ def _usage_message(error: BaseException) -> str | None:
 
 
 def print_json(value: Any) -> None:
-    """To standard output, for programs."""
-    say(json_module.dumps(value, indent=2))
+    """To standard output, for programs; an answer (`fluxtrain.client`) as its fields."""
+    import msgspec
+
+    say(json_module.dumps(msgspec.to_builtins(value), indent=2))
 
 
 def say(text: str) -> None:

@@ -9,10 +9,10 @@ from typing import Any, Generic, TypeVar
 
 from textual.screen import Screen
 
-from fluxtrain.errors import EXIT_BUG
-from fluxtui.wizard.engine import EngineRefused, ask_engine
+from fluxtrain.client.answer import Answer
+from fluxtrain.client.asking import EngineRefused, ask_engine
 
-T = TypeVar("T")
+T = TypeVar("T", bound=Answer)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,21 +43,9 @@ class Asked(Generic[T]):
         return 0.0 if self.asked_s is None else time.monotonic() - self.asked_s
 
 
-def understood(read: Callable[[Mapping[str, Any]], T], answer: Mapping[str, Any]) -> T:
-    """The engine's answer as a value.
-
-    Raises:
-        EngineRefused: it is not what an engine of this version answers.
-    """
-    try:
-        return read(answer)
-    except (AttributeError, LookupError, TypeError, ValueError, OverflowError) as error:
-        told = f"its answer cannot be understood: {type(error).__name__}: {error}"
-        raise EngineRefused(told, EXIT_BUG) from error
-
-
 class Question(Generic[T]):
-    """Asks the engine in a worker of `screen`; asked anew, it ends the process before.
+    """Asks the engine for an `answer` in a worker of `screen`; asked anew, it ends the process
+    before.
 
     `on_change` is called whenever `state` has changed.
     """
@@ -65,41 +53,50 @@ class Question(Generic[T]):
     def __init__(
         self,
         screen: Screen[Any],
-        name: str,
-        read: Callable[[Mapping[str, Any]], T],
+        answer: type[T],
         on_change: Callable[[], None],
         program: tuple[str, ...] = (),
     ) -> None:
         self.state: Asked[T] = Asked()
-        self._screen, self._name, self._read = screen, name, read
+        self._screen, self._answer = screen, answer
         self._on_change, self._program = on_change, program
         self._key: object = None
 
     def ask(
-        self, key: object, arguments: Sequence[str], environment: Mapping[str, str] | None = None
+        self,
+        key: object,
+        arguments: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
     ) -> None:
-        """Ask, unless the same `key` was asked about last; `forget` makes it ask again."""
+        """Ask with the command's `arguments`, unless the same `key` was asked about last.
+
+        `forget` makes it ask again.
+        """
         if key == self._key:
             return
         self._key = key
         self.state = Asked(asked_s=time.monotonic())
         self._on_change()
         self._screen.run_worker(
-            self._run(tuple(arguments), environment or {}), group=self._name, exclusive=True
+            self._run(arguments, environment or {}), group=self._answer.COMMAND, exclusive=True
         )
 
     def forget(self) -> None:
         """End what is being asked, and know nothing."""
-        self._screen.workers.cancel_group(self._screen, self._name)
+        self._screen.workers.cancel_group(self._screen, self._answer.COMMAND)
         self._key, self.state = None, Asked()
         self._on_change()
 
-    async def _run(self, arguments: tuple[str, ...], environment: Mapping[str, str]) -> None:
+    async def _run(self, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
         try:
-            answer = await ask_engine(
-                *arguments, program=self._program, said=self._said, environment=environment
+            value = await ask_engine(
+                self._answer,
+                *arguments,
+                program=self._program,
+                said=self._said,
+                environment=environment,
             )
-            self.state = dataclasses.replace(self.state, value=understood(self._read, answer))
+            self.state = dataclasses.replace(self.state, value=value)
         except EngineRefused as error:
             self.state = dataclasses.replace(
                 self.state, refusal=str(error), exit_code=error.exit_code

@@ -14,14 +14,14 @@ from typing import Any
 
 from textual.screen import Screen
 
+from fluxtrain.client.dry_run import DryRunAnswer
+from fluxtrain.client.inspection import InspectionAnswer
+from fluxtrain.client.plan import PlanAnswer, PlanOption
+from fluxtrain.client.probe import ProbeAnswer
 from fluxtui.wizard.answers import Answers
 from fluxtui.wizard.asked import Question
 from fluxtui.wizard.configuring import chosen_settings, yaml_text
-from fluxtui.wizard.inspection import Inspection, read_inspection
 from fluxtui.wizard.launching import engine_arguments
-from fluxtui.wizard.machine import MachineFacts, read_machine_facts
-from fluxtui.wizard.plan_preview import PlanPreview, RankedPlan, read_plan
-from fluxtui.wizard.trial import Trial, read_trial
 
 
 class Background:
@@ -34,20 +34,14 @@ class Background:
         self._files = 0
         self._on_change = on_change
         self._wanted: Answers | None = None
-        self.cards: tuple[RankedPlan, ...] = ()
+        self.cards: tuple[PlanOption, ...] = ()
         self._cards_for: object = None  # the answers that they were planned for
         self._cards_of: object = None  # model and data alone
         self._tried: object = None
-        self.probe: Question[MachineFacts] = Question(
-            screen, "probe", read_machine_facts, self._probed, program
-        )
-        self.inspection: Question[Inspection] = Question(
-            screen, "inspect", read_inspection, on_change, program
-        )
-        self.plan: Question[PlanPreview] = Question(
-            screen, "plan", read_plan, self._planned, program
-        )
-        self.trial: Question[Trial] = Question(screen, "trial", read_trial, on_change, program)
+        self.probe = Question(screen, ProbeAnswer, self._probed, program)
+        self.inspection = Question(screen, InspectionAnswer, on_change, program)
+        self.plan = Question(screen, PlanAnswer, self._planned, program)
+        self.trial = Question(screen, DryRunAnswer, on_change, program)
 
     def close(self) -> None:
         """Remove the folder."""
@@ -68,8 +62,7 @@ class Background:
         if fresh:
             self.probe.forget()
             self.plan.forget()
-        arguments = ["probe", *(["--fresh"] if fresh else []), "--json", "--progress"]
-        self.probe.ask("probe", arguments)
+        self.probe.ask("probe", [*(["--fresh"] if fresh else []), "--progress"])
 
     def look_at(self, answers: Answers) -> None:
         """Have data and plan of these answers, unless they are there or being asked for."""
@@ -77,13 +70,13 @@ class Background:
         if self.probe.state.pending:
             return
         data_alone = _about_data(answers)
-        self.inspection.ask(_key(data_alone), ["inspect", *self._arguments(data_alone), "--json"])
+        self.inspection.ask(_key(data_alone), self._arguments(data_alone))
         key = _key(answers)
         if self._cards_of != _key(data_alone):
             self.cards = ()
         if not self.trial_is_of(answers):
             self.trial.forget()
-        self.plan.ask(key, ["plan", *self._arguments(answers), "--json", "--progress"])
+        self.plan.ask(key, [*self._arguments(answers), "--progress"])
 
     def plan_again(self) -> None:
         """Plan the same answers once more: the machine may have changed."""
@@ -94,9 +87,8 @@ class Background:
     def try_out(self, answers: Answers) -> None:
         """Train three steps of these answers in a folder that is removed with this object."""
         self.trial.forget()
-        arguments = ["dry-run", *self._arguments(answers), "--json"]
         self._tried = _key(answers)
-        self.trial.ask(self._tried, arguments, {"TMPDIR": self._folder.name})
+        self.trial.ask(self._tried, self._arguments(answers), {"TMPDIR": self._folder.name})
 
     def trial_is_of(self, answers: Answers) -> bool:
         """Whether the trial was of these answers."""
@@ -118,7 +110,7 @@ class Background:
     def _planned(self) -> None:
         found = self.plan.state.value
         if found is not None and self._wanted is not None and not self._wanted.dial_settings:
-            self.cards = found.ranked
+            self.cards = found.plans
             self._cards_for, self._cards_of = _key(self._wanted), _key(_about_data(self._wanted))
         self._on_change()
 

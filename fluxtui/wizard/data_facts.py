@@ -13,8 +13,11 @@ import json
 import pathlib
 import textwrap
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+from fluxtrain.client.inspection import TextPiece
 from fluxtrain.data.formats import Document, detected, documents
 from fluxtrain.errors import BadInput
 from fluxtrain.units import bytes_text
@@ -25,16 +28,7 @@ COUNT_LIMIT_S = 0.5
 SAMPLE_CHARACTERS = 400
 
 
-@dataclasses.dataclass(frozen=True)
-class Piece:
-    """A stretch of a sample; the loss is taken on it when `trained`. `role` is the speaker's."""
-
-    text: str
-    trained: bool = True
-    role: str = ""
-
-
-Sample = tuple[Piece, ...]
+Sample = tuple[TextPiece, ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -103,20 +97,19 @@ def read_data_file(
 def demo_samples() -> tuple[Sample, ...]:
     """Three docstrings of this interpreter's standard library, of the kind the demo learns."""
     sources = (textwrap.dedent, functools.wraps, pathlib.PurePath)
-    return tuple((Piece(inspect.getdoc(source) or ""),) for source in sources)
+    return tuple((TextPiece(inspect.getdoc(source) or "", True),) for source in sources)
 
 
 def _sample(document: Document) -> Sample:
     if not document.messages:
-        return (Piece(document.text[:SAMPLE_CHARACTERS].strip()),)
-    return tuple(
-        Piece(
-            str(message.get("content") or "(calls a tool)")[:SAMPLE_CHARACTERS].strip(),
-            trained=message["role"] == "assistant",
-            role=message["role"],
-        )
-        for message in document.messages
-    )
+        return (TextPiece(document.text[:SAMPLE_CHARACTERS].strip(), True),)
+    return tuple(_said(message) for message in document.messages)
+
+
+def _said(message: Mapping[str, Any]) -> TextPiece:
+    """A message after the name of its speaker."""
+    text = str(message.get("content") or "(calls a tool)")[:SAMPLE_CHARACTERS].strip()
+    return TextPiece(f"{message['role']}: {text}", message["role"] == "assistant")
 
 
 def _bytes_of(document: Document) -> int:

@@ -213,14 +213,13 @@ def _sample_lines(sample: Sample, width: int, limit: int) -> list[Content]:
     lines: list[Content] = []
     room, share = max(10, width - 2), max(1, limit // len(sample))
     for piece in sample:
-        text = f"{piece.role}: {piece.text}" if piece.role else piece.text
-        told = [part for line in text.splitlines() for part in in_lines(line, room)]
+        told = [part for line in piece.text.splitlines() for part in in_lines(line, room)]
         if len(told) > share:
             last = told[share - 1]
             kept = last if cell_len(last) <= room - 2 else set_cell_size(last, room - 2)
             told = [*told[: share - 1], f"{kept} …"]
-        bar = ("▌ ", "$accent") if piece.trained else ("  ", "")
-        style = "" if piece.trained else MUTED
+        bar = ("▌ ", "$accent") if piece.learnt else ("  ", "")
+        style = "" if piece.learnt else MUTED
         lines += [Content.assemble(bar, (line, style)) for line in told]
     return lines[:limit]
 

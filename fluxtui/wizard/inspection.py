@@ -1,91 +1,41 @@
-"""The data as the model will see it, read from `fluxtrain inspect --json`; and its histogram."""
+"""What the engine saw in the data, in words; and the histogram of its lengths."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
+from fluxtrain.client.inspection import InspectionAnswer
 from fluxtrain.units import count_text
-from fluxtui.wizard.data_facts import Piece
 from fluxtui.words import counted
 
 BEYOND = 0.98  # longer documents than this share of them are put into the last column
 EIGHTHS = " ▁▂▃▄▅▆▇█"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TokenSample:
-    """A document as far as its first row: stretches that are learnt or only seen."""
-
-    tokens: int
-    shown_tokens: int
-    learnt_tokens: int
-    pieces: tuple[Piece, ...]
-
-    @property
-    def title(self) -> str:
-        """How long it is, and how much of it is learnt and shown."""
-        text = f"{counted(self.tokens, 'token')}, {self.learnt_tokens:,} learnt"
-        part = self.shown_tokens < self.tokens
-        return text + (f", the first {self.shown_tokens:,} shown" if part else "")
+def extent(found: InspectionAnswer) -> str:
+    """How much data there is, and how that is known."""
+    documents = found.sampled_documents
+    if found.is_whole:
+        return f"{counted(documents, 'document')}, {count_text(found.sampled_tokens)} tokens"
+    return (
+        f"about {count_text(found.estimated_documents)} documents, "
+        f"{count_text(found.estimated_tokens)} tokens: from the first {documents:,}"
+    )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Inspection:
-    """What the engine saw in the first documents of the data."""
-
-    sequence_length: int
-    documents: int
-    sampled_share: float
-    estimated_documents: int
-    estimated_tokens: int
-    estimated_rows: int
-    learnt_share: float
-    cut_documents_share: float
-    padding_share: float
-    lengths: tuple[int, ...]
-    samples: tuple[TokenSample, ...]
-
-    @property
-    def extent(self) -> str:
-        """How much data there is, and how that is known."""
-        if self.sampled_share >= 1:
-            return f"{counted(self.documents, 'document')}, {count_text(sum(self.lengths))} tokens"
-        return (
-            f"about {count_text(self.estimated_documents)} documents, "
-            f"{count_text(self.estimated_tokens)} tokens: from the first {self.documents:,}"
-        )
-
-    def rows(self) -> tuple[tuple[str, str], ...]:
-        """Name and value of every fact."""
-        about = "" if self.sampled_share >= 1 else "about "
-        return (
-            ("size", self.extent),
-            ("learnt", f"{self.learnt_share:.0%} of the tokens"),
-            ("cut", f"{self.cut_documents_share:.0%} of the documents are longer than a row"),
-            (
-                "packed",
-                f"{about}{count_text(self.estimated_rows)} rows of {self.sequence_length:,}, "
-                f"{1 - self.padding_share:.0%} full",
-            ),
-        )
-
-
-def read_inspection(answer: Mapping[str, Any]) -> Inspection:
-    """The engine's answer as a value."""
-    return Inspection(
-        sequence_length=answer["sequence_length"],
-        documents=answer["sampled_documents"],
-        sampled_share=answer["sampled_share"],
-        estimated_documents=answer["estimated_documents"],
-        estimated_tokens=answer["estimated_tokens"],
-        estimated_rows=answer["estimated_rows"],
-        learnt_share=answer["learnt_share"],
-        cut_documents_share=answer["cut_documents_share"],
-        padding_share=answer["padding_share"],
-        lengths=tuple(answer["lengths"]),
-        samples=tuple(_sample(sample) for sample in answer["samples"]),
+def inspection_rows(found: InspectionAnswer) -> tuple[tuple[str, str], ...]:
+    """Name and value of every fact."""
+    about = "" if found.is_whole else "about "
+    return (
+        ("size", extent(found)),
+        ("learnt", f"{found.learnt_share:.0%} of the tokens"),
+        ("cut", f"{found.cut_documents_share:.0%} of the documents are longer than a row"),
+        (
+            "packed",
+            f"{about}{count_text(found.estimated_rows)} rows of {found.sequence_length:,}, "
+            f"{1 - found.padding_share:.0%} full",
+        ),
     )
 
 
@@ -140,12 +90,3 @@ def _axis(found: Histogram, sequence_length: int) -> str:
     if at >= 2:
         line[at : at + len(mark)] = mark
     return "".join(line)
-
-
-def _sample(sample: Mapping[str, Any]) -> TokenSample:
-    return TokenSample(
-        tokens=sample["tokens"],
-        shown_tokens=sample["shown_tokens"],
-        learnt_tokens=sample["learnt_tokens"],
-        pieces=tuple(Piece(piece["text"], piece["learnt"]) for piece in sample["pieces"]),
-    )

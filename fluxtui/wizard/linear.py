@@ -13,19 +13,23 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from fluxtrain.client.answer import Answer
+from fluxtrain.client.asking import EngineRefused, ask_engine
+from fluxtrain.client.dry_run import DryRunAnswer
+from fluxtrain.client.inspection import InspectionAnswer
+from fluxtrain.client.plan import PlanAnswer
+from fluxtrain.client.probe import ProbeAnswer
 from fluxtrain.errors import FluxTrainError
 from fluxtrain.telemetry.printable import printable_lines
 from fluxtrain.telemetry.rundir import runs_root
 from fluxtrain.telemetry.storage import free_bytes
 from fluxtui.wizard import lines, questions
 from fluxtui.wizard.answers import DIAL, METHODS, OFFLOADS, Answers, StepName, neighbour
-from fluxtui.wizard.asked import Asked, understood
+from fluxtui.wizard.asked import Asked
 from fluxtui.wizard.asking import Field, Option, SourceQuestion
 from fluxtui.wizard.checks import Check, checked
 from fluxtui.wizard.configuring import yaml_text
 from fluxtui.wizard.draft import draft_path, forget_draft, load_draft, save_draft
-from fluxtui.wizard.engine import EngineRefused, ask_engine
-from fluxtui.wizard.inspection import read_inspection
 from fluxtui.wizard.known_runs import (
     known_runs,
     recent_models,
@@ -34,14 +38,11 @@ from fluxtui.wizard.known_runs import (
     runs_to_watch,
 )
 from fluxtui.wizard.launching import Attach, Outcome, command_text, engine_arguments, prepare
-from fluxtui.wizard.machine import read_machine_facts
 from fluxtui.wizard.pages.preview import config_text
-from fluxtui.wizard.plan_preview import read_plan
 from fluxtui.wizard.ranked import dial_settings
-from fluxtui.wizard.trial import read_trial
 from fluxtui.wizard.view import View
 
-T = TypeVar("T")
+T = TypeVar("T", bound=Answer)
 Ask = Callable[[str], str]
 Say = Callable[[str], None]
 GREETING = "FluxTrain. Enter takes the answer in brackets, b goes back, q leaves."
@@ -153,7 +154,7 @@ class LinearWizard:
     def _data(self) -> None:
         self._source(questions.DATA)
         self._say("the engine reads the first documents")
-        found = self._engine_says(read_inspection, "inspect", *self._arguments())
+        found = self._engine_says(InspectionAnswer, *self._arguments())
         self._know(inspection=found)
         if found.value is not None:
             self._tell(lines.inspection_lines(found.value))
@@ -173,10 +174,7 @@ class LinearWizard:
         while True:
             if self.view.probe.value is None or fresh:
                 self._say("measuring this machine: about 20 seconds the first time")
-                asked = self._engine_says(
-                    read_machine_facts, "probe", *fresh, "--json", "--progress"
-                )
-                self._know(probe=asked)
+                self._know(probe=self._engine_says(ProbeAnswer, *fresh, "--progress"))
             probe = self.view.probe
             self._tell(
                 [f"error: {probe.refusal}"]
@@ -194,7 +192,7 @@ class LinearWizard:
             self._say(f"error: {self.view.plan.refusal}")
             raise GoBack
         if not self.view.answers.dial_settings:
-            self._know(cards=plan.ranked)
+            self._know(cards=plan.plans)
         cards = self.view.cards
         self._tell([lines.card_line(card, plan.device) for card in cards])
         if cards:
@@ -238,7 +236,7 @@ class LinearWizard:
     def _try(self) -> None:
         self._say("training three steps; Ctrl-C ends them, nothing is kept")
         try:
-            asked = self._engine_says(read_trial, "dry-run", *self._arguments())
+            asked = self._engine_says(DryRunAnswer, *self._arguments())
         except KeyboardInterrupt:
             self._say("the dry run was ended")
             return
@@ -341,22 +339,22 @@ class LinearWizard:
         if wanted == self._planned_for:
             return
         self._say("the engine plans the run")
-        asked = self._engine_says(read_plan, "plan", *self._arguments())
+        asked = self._engine_says(PlanAnswer, *self._arguments())
         self._know(plan=asked, trial=Asked())
         self._planned_for = wanted
 
     def _arguments(self) -> list[str]:
-        """What follows the engine's command."""
+        """Configuration and settings, for the engine's command."""
         config = Path(self._scratch.name) / "config.yaml"
         config.write_text(yaml_text(self.view.answers), encoding="utf-8")
-        return [*engine_arguments(self.view.answers, config), "--json"]
+        return engine_arguments(self.view.answers, config)
 
-    def _engine_says(self, read: Callable[[Mapping[str, Any]], T], *arguments: str) -> Asked[T]:
+    def _engine_says(self, answer: type[T], *arguments: str) -> Asked[T]:
         """Ask the engine and wait."""
         asking = ask_engine(
-            *arguments, program=self._engine, environment={"TMPDIR": self._scratch.name}
+            answer, *arguments, program=self._engine, environment={"TMPDIR": self._scratch.name}
         )
         try:
-            return Asked(value=understood(read, asyncio.run(asking)))
+            return Asked(value=asyncio.run(asking))
         except EngineRefused as error:
             return Asked(refusal=str(error), exit_code=error.exit_code)

@@ -7,18 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from fluxtrain.client.dry_run import DryRunAnswer
+from fluxtrain.client.inspection import InspectionAnswer, TextPiece
+from fluxtrain.client.plan import PlanAnswer, PlanOption
+from fluxtrain.client.probe import ProbeAnswer
 from fluxtrain.units import bytes_text
 from fluxtui.wizard.answers import Answers
 from fluxtui.wizard.checks import Check
-from fluxtui.wizard.data_facts import Piece
-from fluxtui.wizard.inspection import Inspection
-from fluxtui.wizard.machine import MachineFacts
+from fluxtui.wizard.inspection import inspection_rows
+from fluxtui.wizard.machine import age_text, machine_table, machine_warnings
 from fluxtui.wizard.pages.launch import launch_rows, resumed_rows
 from fluxtui.wizard.pages.method import fit_words, numbers_line
 from fluxtui.wizard.pages.preview import bar_rows, changed_rows, disk_line, margin_text, time_line
 from fluxtui.wizard.pages.strategy import card_facts
-from fluxtui.wizard.plan_preview import PlanPreview, RankedPlan
-from fluxtui.wizard.trial import Trial
+from fluxtui.wizard.plan_preview import fit
+from fluxtui.wizard.trial import eta_text, trial_rows
 from fluxtui.wizard.view import View
 
 
@@ -34,12 +37,12 @@ def pair_lines(rows: Sequence[tuple[str, str]]) -> list[str]:
     return [f"{name}: {value}" for name, value in rows]
 
 
-def inspection_lines(found: Inspection) -> list[str]:
+def inspection_lines(found: InspectionAnswer) -> list[str]:
     """Lengths in words, and the samples: what is learnt of them and what is only seen."""
     lengths = sorted(found.lengths)
     at = [lengths[round(share * (len(lengths) - 1))] for share in (0.5, 0.9, 1.0)]
     lines = [
-        *pair_lines(found.rows()),
+        *pair_lines(inspection_rows(found)),
         f"lengths: half of the documents have up to {at[0]:,} tokens, nine in ten up to "
         f"{at[1]:,}, the longest {at[2]:,}; a row has {found.sequence_length:,}",
     ]
@@ -49,20 +52,21 @@ def inspection_lines(found: Inspection) -> list[str]:
     return lines
 
 
-def piece_lines(pieces: Sequence[Piece]) -> list[str]:
+def piece_lines(pieces: Sequence[TextPiece]) -> list[str]:
     """Every line of a sample with the word that says whether it is learnt."""
     return [
-        f"{'learnt' if piece.trained else 'seen'}: {line}"
+        f"{'learnt' if piece.learnt else 'seen'}: {line}"
         for piece in pieces
         for line in piece.text.splitlines()
         if line.strip()
     ]
 
 
-def machine_rows(facts: MachineFacts) -> list[str]:
+def machine_rows(probe: ProbeAnswer) -> list[str]:
     """The machine and the age of its rates."""
-    lines = [", ".join(filter(None, (f"{name}: {value}", how))) for name, value, how in facts.rows]
-    return [*lines, *(f"note: {warning}" for warning in facts.warnings), facts.age_text()]
+    rows = machine_table(probe)
+    lines = [", ".join(filter(None, (f"{name}: {value}", how))) for name, value, how in rows]
+    return [*lines, *(f"note: {warning}" for warning in machine_warnings(probe)), age_text(probe)]
 
 
 def method_lines(view: View) -> list[str]:
@@ -70,25 +74,25 @@ def method_lines(view: View) -> list[str]:
     plan = view.plan.value
     if plan is None:
         return [f"full fine-tuning {fit_words(view)}: {view.plan.refusal}"]
-    lines = [f"full fine-tuning {plan.fit}"]
+    lines = [f"full fine-tuning {fit(plan)}"]
     for name, used, limit in bar_rows(view, plan):
         lines.append(_use_line(name, used, limit))
     return [*lines, numbers_line(plan)]
 
 
-def card_line(card: RankedPlan, device: str) -> str:
+def card_line(card: PlanOption, device: str) -> str:
     """A ranked plan in one line."""
     return f"{card.name}: " + ", ".join(
         f"{name} {value}" for name, value in card_facts(card, device)
     )
 
 
-def choice_lines(plan: PlanPreview) -> list[str]:
+def choice_lines(plan: PlanAnswer) -> list[str]:
     """Every choice with its reason."""
     return [f"{choice.name} is {choice.value}: {choice.because}" for choice in plan.choices]
 
 
-def preview_lines(view: View, plan: PlanPreview) -> list[str]:
+def preview_lines(view: View, plan: PlanAnswer) -> list[str]:
     """Memory, disk, time, and what is not a default."""
     lines = [_use_line(name, used, limit) for name, used, limit in bar_rows(view, plan)]
     lines += [time_line(view), disk_line(plan)]
@@ -96,15 +100,15 @@ def preview_lines(view: View, plan: PlanPreview) -> list[str]:
     return [*lines, f"not the defaults: {changed or 'nothing'}"]
 
 
-def trial_lines(trial: Trial) -> list[str]:
+def trial_lines(trial: DryRunAnswer) -> list[str]:
     """Measured against predicted."""
     lines = [
         f"{row.name}: predicted {row.predicted}, measured {row.measured}"
         + (f", error {row.error}" if row.error else "")
-        for row in trial.rows
+        for row in trial_rows(trial)
     ]
-    warning = ["error: more than there is: turn the dial to fit"] if trial.over_limit else []
-    return [*lines, *warning, trial.eta]
+    warning = ["error: more than there is: turn the dial to fit"] if trial.is_over_limit else []
+    return [*lines, *warning, eta_text(trial)]
 
 
 def launch_lines(view: View) -> list[str]:

@@ -1,12 +1,11 @@
-"""This machine as the wizard shows it, read from `fluxtrain probe --json`."""
+"""This machine as the wizard shows it."""
 
 from __future__ import annotations
 
-import dataclasses
-import time
 from collections.abc import Mapping
-from typing import Any
 
+from fluxtrain.client.machine import Disk, Gpu, Machine, Rate
+from fluxtrain.client.probe import ProbeAnswer
 from fluxtrain.units import UNKNOWN, bytes_text, count_text, duration_text, rate_text
 from fluxtui.words import counted
 
@@ -36,133 +35,127 @@ _IN_PLAIN_WORDS = {  # of what the driver's library says
 }
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class MachineFacts:
-    """A probe in words."""
-
-    rows: tuple[Row, ...]
-    warnings: tuple[str, ...]
-    lines: tuple[str, ...]  # for a footer, the most telling first
-    measured_at_s: float | None  # Unix time
-
-    def age_text(self, now_s: float | None = None) -> str:
-        """How old the rates are."""
-        if self.measured_at_s is None:
-            return "the rates were not measured"
-        now_s = time.time() if now_s is None else now_s
-        return f"rates measured {duration_text(max(0.0, now_s - self.measured_at_s))} ago"
-
-
-def read_machine_facts(probe: Mapping[str, Any]) -> MachineFacts:
-    """The engine's answer as a value; what it does not say is left out or "-"."""
-    machine, disk, rates = (_table(probe, name) for name in ("machine", "disk", "rates"))
-    return MachineFacts(
-        rows=(
-            *_host_rows(machine),
-            *_gpu_rows(machine),
-            *_pinned_rows(machine, rates),
-            *_disk_rows(disk),
-            *_rate_rows(rates, has_gpu=bool(machine.get("gpus") or not machine)),
-        ),
-        warnings=_warnings(machine, disk),
-        lines=tuple(machine_lines(probe)),
-        measured_at_s=probe.get("measured_at_s"),
+def machine_table(probe: ProbeAnswer) -> tuple[Row, ...]:
+    """Everything that was measured, with what limits it."""
+    machine, rates = probe.machine, probe.rates
+    return (
+        *_host_rows(machine),
+        *_gpu_rows(machine),
+        _pinned_row(machine, rates),
+        _disk_row(probe.disk),
+        *_rate_rows(rates, has_gpu=bool(machine.gpus)),
     )
 
 
-def machine_lines(probe: Mapping[str, Any]) -> list[str]:
+def age_text(probe: ProbeAnswer) -> str:
+    """How old the rates are."""
+    return f"rates measured {duration_text(probe.age_s)} ago"
+
+
+def machine_lines(probe: ProbeAnswer) -> list[str]:
     """One fact a line, the most telling first; what was not measured is left out."""
-    machine, disk = _table(probe, "machine"), _table(probe, "disk")
-    lines = []
-    if machine.get("cores"):
-        lines.append(
-            f"{counted(machine['cores'], 'core')} ({machine.get('instruction_set', UNKNOWN)})"
-        )
-    if machine.get("memory_total_bytes"):
-        free = bytes_text(machine.get("memory_available_bytes"))
-        lines.append(f"{bytes_text(machine['memory_total_bytes'])} memory, {free} free")
-    if machine:
-        lines += [_gpu(gpu) for gpu in machine.get("gpus") or ()] or ["no GPU"]
-    lines += _rate_pairs(_table(probe, "rates"))
-    if disk.get("free_bytes"):
-        lines.append(f"{bytes_text(disk['free_bytes'])} free disk")
+    machine, disk = probe.machine, probe.disk
+    lines = [f"{counted(machine.cores, 'core')} ({machine.instruction_set})"]
+    if machine.memory_total_bytes:
+        free = bytes_text(machine.memory_available_bytes)
+        lines.append(f"{bytes_text(machine.memory_total_bytes)} memory, {free} free")
+    lines += [f"{_name(gpu)} {bytes_text(gpu.memory_total_bytes)}" for gpu in machine.gpus] or [
+        "no GPU"
+    ]
+    lines += _rate_pairs(probe)
+    if disk.free_bytes:
+        lines.append(f"{bytes_text(disk.free_bytes)} free disk")
     return lines
 
 
-def _host_rows(machine: Mapping[str, Any]) -> list[Row]:
-    if not machine:
-        return []
-    quota, limit = machine.get("cpu_quota"), machine.get("memory_limit_bytes")
-    installed = bytes_text(machine.get("memory_installed_bytes"))
-    cores = f"{machine.get('cores', UNKNOWN)} ({machine.get('instruction_set', UNKNOWN)})"
-    name = machine.get("cpu_name") or UNKNOWN
-    free = f"{bytes_text(machine.get('memory_available_bytes'))} free"
-    held = f"of {bytes_text(machine.get('memory_total_bytes'))}; no limit for this process"
+def machine_warnings(probe: ProbeAnswer) -> list[str]:
+    """What will slow a run down or take memory away from it."""
+    disk = probe.disk
+    warnings = [
+        f"programs that use GPU {gpu.index} besides: {len(gpu.other_processes)}; what they "
+        "take later is missing then"
+        for gpu in probe.machine.gpus
+        if gpu.other_processes
+    ]
+    if disk.in_memory:
+        warnings.append(f"{disk.path} lies in host memory: checkpoints take it away")
+    if disk.on_network:
+        warnings.append(f"{disk.path} is over the network: checkpoints may be slow")
+    return warnings
+
+
+def _host_rows(machine: Machine) -> list[Row]:
+    quota, limit = machine.cpu_quota, machine.memory_limit_bytes
+    name = machine.cpu_name or UNKNOWN
+    held = f"of {bytes_text(machine.memory_total_bytes)}; no limit for this process"
     if limit is not None:
+        installed = bytes_text(machine.memory_installed_bytes)
         held = f"limited to {bytes_text(limit)} (cgroup); {installed} installed"
     return [
-        ("cores", cores, name if quota is None else f"{name}; limited to {quota:g} (cgroup)"),
-        ("host memory", free, held),
+        (
+            "cores",
+            f"{machine.cores} ({machine.instruction_set})",
+            name if quota is None else f"{name}; limited to {quota:g} (cgroup)",
+        ),
+        ("host memory", f"{bytes_text(machine.memory_available_bytes)} free", held),
     ]
 
 
-def _gpu_rows(machine: Mapping[str, Any]) -> list[Row]:
-    if not machine:
-        return []
-    unknown = _table(machine, "unknown")
-    gpus = machine.get("gpus") or ()
-    if not gpus:
-        return [("GPU", "none", _reason(str(unknown.get("gpus") or "none is visible to us")))]
+def _gpu_rows(machine: Machine) -> list[Row]:
+    if not machine.gpus:
+        return [("GPU", "none", _reason(machine.unknown.get("gpus", "none is visible to us")))]
     rows: list[Row] = []
-    for gpu in gpus:
-        free, total = gpu.get("memory_free_bytes"), gpu.get("memory_total_bytes")
-        name = f"GPU {gpu.get('index', 0)}"
-        card = gpu.get("name") or "NVIDIA GPU"
-        rows.append((name, f"{bytes_text(free)} free", f"of {bytes_text(total)}; {card}"))
+    for gpu in machine.gpus:
+        name, total = f"GPU {gpu.index}", bytes_text(gpu.memory_total_bytes)
+        rows.append(
+            (name, f"{bytes_text(gpu.memory_free_bytes)} free", f"of {total}; {_name(gpu)}")
+        )
         rows.append((f"{name} users", *_users(gpu)))
     return rows
 
 
-def _users(gpu: Mapping[str, Any]) -> tuple[str, str]:
-    others = gpu.get("other_processes")
+def _name(gpu: Gpu) -> str:
+    return gpu.name or "NVIDIA GPU"
+
+
+def _users(gpu: Gpu) -> tuple[str, str]:
+    others = gpu.other_processes
     if others is None:
-        why = _table(gpu, "unknown").get("other_processes", "the driver does not say")
-        return UNKNOWN, str(why)
+        return UNKNOWN, gpu.unknown.get("other_processes", "the driver does not say")
     if not others:
         return "none", "no other program holds memory of it"
-    named = ", ".join(f"{one['pid']} ({bytes_text(one.get('used_bytes'))})" for one in others[:4])
+    named = ", ".join(f"{one.pid} ({bytes_text(one.used_bytes)})" for one in others[:4])
     return counted(len(others), "other"), f"process {named}"
 
 
-def _pinned_rows(machine: Mapping[str, Any], rates: Mapping[str, Any]) -> list[Row]:
-    if not machine:
-        return []
-    limit, pin = machine.get("memlock_limit_bytes"), _table(rates, "pin")
+def _pinned_row(machine: Machine, rates: Mapping[str, Rate]) -> Row:
+    limit, pin = machine.memlock_limit_bytes, rates.get("pin")
     allowed = "no limit" if limit is None else f"limit {bytes_text(limit)}"
-    if not machine.get("gpus"):
-        return [("pinnable", "not needed", f"memory is page-locked for a GPU alone; {allowed}")]
-    speed = f"pinned at {rate_text(pin['per_s'])}; " if pin.get("per_s") else ""
-    how = _reason(str(pin.get("how", ""))) or "not tried"
-    return [("pinnable", allowed, f"{speed}{how}")]
+    if not machine.gpus:
+        return ("pinnable", "not needed", f"memory is page-locked for a GPU alone; {allowed}")
+    if pin is None:
+        return ("pinnable", allowed, "not tried")
+    speed = f"pinned at {rate_text(pin.per_s)}; " if pin.per_s else ""
+    return ("pinnable", allowed, f"{speed}{_reason(pin.how)}")
 
 
-def _disk_rows(disk: Mapping[str, Any]) -> list[Row]:
-    if not disk:
-        return []
-    notes = [str(disk.get("path", "")), str(disk.get("file_system") or "")]
-    return [("disk", f"{bytes_text(disk.get('free_bytes'))} free", ", ".join(filter(None, notes)))]
+def _disk_row(disk: Disk) -> Row:
+    notes = filter(None, (disk.path, disk.file_system))
+    return ("disk", f"{bytes_text(disk.free_bytes)} free", ", ".join(notes))
 
 
-def _rate_rows(rates: Mapping[str, Any], has_gpu: bool) -> list[Row]:
+def _rate_rows(rates: Mapping[str, Rate], has_gpu: bool) -> list[Row]:
     """Measured rates; those that are missing for one reason share a row."""
     rows: list[Row] = []
     missing: dict[str, list[str]] = {}
     for name, title in _RATES.items():
-        rate = _table(rates, name)
-        if rate.get("per_s"):
-            rows.append((title, _rate(name, rate["per_s"]), str(rate.get("how", ""))))
-        elif rate:
-            missing.setdefault(str(rate.get("how", "")), []).append(title)
+        rate = rates.get(name)
+        if rate is None:
+            continue
+        if rate.per_s:
+            rows.append((title, _rate(name, rate.per_s), rate.how))
+        else:
+            missing.setdefault(rate.how, []).append(title)
     for why, titles in missing.items():
         if not has_gpu and "GPU arithmetic" in titles:
             rows.append(("not measured", UNKNOWN, f"{', '.join(_NEED_A_GPU)}: there is none"))
@@ -182,46 +175,15 @@ def _rate(name: str, per_s: float) -> str:
     return f"{count_text(per_s)} param/s" if name.startswith("adamw") else rate_text(per_s)
 
 
-def _warnings(machine: Mapping[str, Any], disk: Mapping[str, Any]) -> tuple[str, ...]:
-    warnings = []
-    for gpu in machine.get("gpus") or ():
-        if others := gpu.get("other_processes"):
-            warnings.append(
-                f"programs that use GPU {gpu.get('index', 0)} besides: {len(others)}; what they "
-                "take later is missing then"
-            )
-    if disk.get("in_memory"):
-        warnings.append(f"{disk.get('path')} lies in host memory: checkpoints take it away")
-    if disk.get("on_network"):
-        warnings.append(f"{disk.get('path')} is over the network: checkpoints may be slow")
-    return tuple(warnings)
-
-
-def _gpu(gpu: Mapping[str, Any]) -> str:
-    return f"{gpu.get('name') or 'NVIDIA GPU'} {bytes_text(gpu.get('memory_total_bytes'))}"
-
-
-def _rate_pairs(rates: Mapping[str, Any]) -> list[str]:
+def _rate_pairs(probe: ProbeAnswer) -> list[str]:
     """The rates that decide about streaming, as far as they were measured."""
-    known = {
-        name: rate["per_s"]
-        for name, rate in rates.items()
-        if isinstance(rate, Mapping) and rate.get("per_s")
-    }
     pairs = (
+        ("host copy {}", "host_copy"),
         ("bus {} to the GPU, {} back", "h2d_pinned", "d2h_pinned"),
         ("disk {} write, {} read", "disk_write", "disk_read"),
     )
-    lines = [
-        text.format(rate_text(known[one]), rate_text(known[other]))
-        for text, one, other in pairs
-        if one in known and other in known
+    return [
+        text.format(*(rate_text(probe.rate(name)) for name in names))
+        for text, *names in pairs
+        if all(probe.rate(name) for name in names)
     ]
-    if "host_copy" in known:
-        lines.insert(0, f"host copy {rate_text(known['host_copy'])}")
-    return lines
-
-
-def _table(probe: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    value = probe.get(name)
-    return value if isinstance(value, Mapping) else {}

@@ -9,15 +9,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from fluxtrain.client.asking import ask_engine
+from fluxtrain.client.plan import PlanAnswer, PlanOption
 from fluxtrain.errors import BadInput
 from fluxtui.wizard.answers import Answers
 from fluxtui.wizard.configuring import AGGRESSIVENESS, yaml_text
-from fluxtui.wizard.engine import ask_engine
 from fluxtui.wizard.launching import engine_arguments
-from fluxtui.wizard.plan_preview import RankedPlan, read_plan
+from fluxtui.wizard.plan_preview import unranked_because
 
 
-def dial_settings(cards: Sequence[RankedPlan], dial: str) -> dict[str, Any]:
+def dial_settings(cards: Sequence[PlanOption], dial: str) -> dict[str, Any]:
     """What the ranked plan of this name consists of; nothing for `auto`.
 
     The trainer's own dial decides about the offload itself; without a GPU there is none.
@@ -41,11 +42,11 @@ def with_settings_of_the_dial(answers: Answers, program: tuple[str, ...] = ()) -
     with tempfile.TemporaryDirectory(prefix="fluxtrain-wizard-") as folder:
         config = Path(folder) / "config.yaml"
         config.write_text(yaml_text(answers), encoding="utf-8")
-        arguments = ["plan", *engine_arguments(answers, config), "--json"]
-        plan = read_plan(asyncio.run(ask_engine(*arguments, program=program)))
-    settings = dial_settings(plan.ranked, answers.dial)
+        arguments = engine_arguments(answers, config)
+        plan = asyncio.run(ask_engine(PlanAnswer, *arguments, program=program))
+    settings = dial_settings(plan.plans, answers.dial)
     if not settings:
         raise BadInput(
-            f"--aggressiveness {answers.dial} cannot be planned: {plan.unranked_because}"
+            f"--aggressiveness {answers.dial} cannot be planned: {unranked_because(plan)}"
         )
     return dataclasses.replace(answers, dial_settings=settings)

@@ -7,6 +7,10 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from fluxtrain.client.dry_run import DryRunAnswer
+from fluxtrain.client.inspection import InspectionAnswer
+from fluxtrain.client.plan import PlanAnswer, PlanOption
+from fluxtrain.client.probe import ProbeAnswer
 from fluxtrain.telemetry.rundir import RunSummary
 from fluxtui.actions import find, joined
 from fluxtui.panels.machine import machine_line
@@ -16,10 +20,7 @@ from fluxtui.widgets.spans import Line
 from fluxtui.wizard.answers import Answers
 from fluxtui.wizard.asked import Asked
 from fluxtui.wizard.checks import Check
-from fluxtui.wizard.inspection import Inspection
-from fluxtui.wizard.machine import MachineFacts
-from fluxtui.wizard.plan_preview import PlanPreview, RankedPlan
-from fluxtui.wizard.trial import Trial
+from fluxtui.wizard.machine import machine_lines
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,11 +36,11 @@ class View:
 
     answers: Answers = dataclasses.field(default_factory=Answers)
     checks: Mapping[str, Check | None] = dataclasses.field(default_factory=dict)
-    probe: Asked[MachineFacts] = dataclasses.field(default_factory=Asked)
-    inspection: Asked[Inspection] = dataclasses.field(default_factory=Asked)
-    plan: Asked[PlanPreview] = dataclasses.field(default_factory=Asked)
-    trial: Asked[Trial] = dataclasses.field(default_factory=Asked)
-    cards: tuple[RankedPlan, ...] = ()
+    probe: Asked[ProbeAnswer] = dataclasses.field(default_factory=Asked)
+    inspection: Asked[InspectionAnswer] = dataclasses.field(default_factory=Asked)
+    plan: Asked[PlanAnswer] = dataclasses.field(default_factory=Asked)
+    trial: Asked[DryRunAnswer] = dataclasses.field(default_factory=Asked)
+    cards: tuple[PlanOption, ...] = ()
     cards_are_older: bool = False  # than the numbers that the user has set since
     runs: tuple[RunSummary, ...] = ()
     goes_on: bool = False
@@ -66,7 +67,7 @@ class View:
     def machine_lines(self) -> tuple[str, ...]:
         """This machine in a few words, or that it is being measured."""
         if self.probe.value is not None:
-            return self.probe.value.lines
+            return tuple(machine_lines(self.probe.value))
         if self.probe.refusal is not None:
             return ("not measured", self.probe.refusal)
         return (self.probe.said or "measuring ...",)

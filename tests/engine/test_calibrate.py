@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 import fluxtrain
+from fluxtrain.client.machine import Machine
 from fluxtrain.data.batches import Batch
 from fluxtrain.errors import DoesNotFit
 from fluxtrain.hardware.busy_bus import busy_bus
-from fluxtrain.hardware.machine import Machine, read_machine
+from fluxtrain.hardware.machine import read_machine
 from fluxtrain.hardware.rate import sustained_rate
 from fluxtrain.plan.facts import ModelFacts
 from fluxtrain.stream.engine import engine_of
@@ -321,5 +322,5 @@ def test_plan_says_where_its_constants_come_from(
     per_s = {"cpu_matmul": 1e11, "adamw": 1e9, "host_copy": 1e10}
     monkeypatch.setattr(preview_module, "_measured", lambda *_: (machine, per_s))
     plan = preview(demo_config())
-    assert plan["predicted"]["seconds_per_step"] > 0
-    assert "no block of this model was tried" in plan["predicted_because"]
+    assert plan.predicted.step_s > 0
+    assert "no block of this model was tried" in plan.predicted_because

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from fluxtrain.errors import EXIT_DOES_NOT_FIT, DoesNotFit
 from fluxtrain.hardware.disk import read_disk

@@ -226,10 +226,7 @@ def flow_matching() -> Case[Any]:
     seed_everything(3)
     model = FlowModel()
     batches = [torch.randn(rows, LATENT) for rows in _sizes()]
-    objective: Objective[Tensor] = FlowMatching()
-    return Case(
-        model, Task(objective=objective, data=Stream(batches), held_out=lambda: batches[:2])
-    )
+    return Case(model, FlowMatching(), Stream(batches))
 
 
 class NoChanges:

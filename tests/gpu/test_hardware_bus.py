@@ -13,6 +13,7 @@ from fluxtrain.hardware.device import check_accelerator
 from fluxtrain.hardware.machine import read_machine
 from fluxtrain.hardware.pinning import pin_rate
 from fluxtrain.hardware.probe import PROBE_LIMIT_S, probe
+from fluxtrain.hardware.probe_table import probe_text
 from fluxtrain.units import MIB
 
 pytestmark = [
@@ -69,4 +70,4 @@ def test_the_whole_probe_keeps_its_time(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     found = probe(tmp_path)
     assert found.measuring_s < PROBE_LIMIT_S
-    assert all(rate.per_s is not None for rate in found.rates.values()), found.text()
+    assert all(rate.per_s is not None for rate in found.rates.values()), probe_text(found)

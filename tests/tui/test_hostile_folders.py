@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from fluxtrain.client.dry_run import DryRunAnswer
 from fluxtrain.errors import BadInput
 from fluxtrain.telemetry.control import NotReachable, send_command
 from fluxtrain.telemetry.rundir import RunDir, list_runs
@@ -34,7 +35,6 @@ from fluxtui.wizard.asked import Question
 from fluxtui.wizard.checks import check_start
 from fluxtui.wizard.draft import answers_from_run, load_draft
 from fluxtui.wizard.model_facts import _licence
-from fluxtui.wizard.trial import read_trial
 
 SIZE = (120, 40)
 FILES = ("events.ndjson", "run.json", "result.json", "error.json", "pid", "engine.log")
@@ -208,15 +208,10 @@ def test_a_hostile_draft_is_no_draft(tmp_path: Path, text: str) -> None:
     assert load_draft(tmp_path / "draft.json") is None
 
 
-async def test_an_answer_of_the_engine_that_makes_no_sense_is_a_refusal(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    async def asked(*_: str, **__: Any) -> dict[str, Any]:
-        return {"eta_s": [], "steps": 3}
-
-    monkeypatch.setattr("fluxtui.wizard.asked.ask_engine", asked)
+async def test_an_answer_of_the_engine_that_makes_no_sense_is_a_refusal() -> None:
     changed: list[int] = []
-    question: Question[Any] = Question(Any, "trial", read_trial, lambda: changed.append(1))  # type: ignore[arg-type]
+    program = (sys.executable, "-c", """print('{"eta_s": [], "steps": 3}')""")
+    question = Question(Any, DryRunAnswer, lambda: changed.append(1), program)  # type: ignore[arg-type]
     await question._run((), {})
     assert question.state.value is None and changed
     assert "cannot be understood" in (question.state.refusal or "")

@@ -157,7 +157,7 @@ def test_a_text_file_is_described_with_a_sample(tmp_path: Path) -> None:
     facts = read_data_file(str(path))
     assert (facts.format, facts.documents, facts.counted) == ("text", 2, True)
     assert facts.samples[0][0].text == "Once upon a time."
-    assert facts.samples[0][0].trained
+    assert facts.samples[0][0].learnt
 
 
 @pytest.mark.parametrize(
@@ -186,7 +186,7 @@ def test_of_a_conversation_only_the_assistant_is_marked_as_learnt(tmp_path: Path
     facts = read_data_file(str(path))
     assert (facts.format, facts.documents) == ("jsonl-messages", 5)
     assert len(facts.samples) == 3
-    assert [piece.trained for piece in facts.samples[0]] == [False, False, True]
+    assert [piece.learnt for piece in facts.samples[0]] == [False, False, True]
     assert [piece.role for piece in facts.samples[0]] == ["system", "user", "assistant"]
 
 

@@ -108,4 +108,4 @@ def test_an_answer_of_the_engine_that_is_none_is_told_line_by_line_too(folder: P
         None, folder / "runs", ask=ask, say=said.append, draft=folder / "d.json", engine=engine
     )
     assert wizard.run() is None
-    assert any("its answer cannot be understood: KeyError" in line for line in said)
+    assert any("its answer cannot be understood: Object missing" in line for line in said)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 from textual.content import Content
@@ -12,15 +11,13 @@ from textual.content import Content
 from fluxtui.actions import ACTIONS, rebound
 from fluxtui.wizard.answers import Answers
 from fluxtui.wizard.asked import Asked
-from fluxtui.wizard.machine import MachineFacts
 from fluxtui.wizard.pages.hardware import hardware_page
 from fluxtui.wizard.pages.launch import launch_page
 from fluxtui.wizard.pages.method import method_page
 from fluxtui.wizard.pages.preview import preview_page
 from fluxtui.wizard.pages.strategy import strategy_page
-from fluxtui.wizard.plan_preview import read_plan
 from fluxtui.wizard.view import View
-from tests.tui.wizard_pilot import PLAN
+from tests.tui.wizard_pilot import planned, probed
 
 OWN = {
     action.id: f"f{number}"
@@ -30,9 +27,9 @@ OWN = {
 OWN_TEXTS = {action.id: action.key_text for action in rebound(OWN)}
 REFUSED: Asked[object] = Asked(asked_s=0.0, refusal="no room", exit_code=4)
 PENDING: Asked[object] = Asked(asked_s=0.0)
-PLANNED = Asked(value=read_plan(PLAN))
-TOO_LARGE = Asked(value=replace(read_plan(PLAN), device_bytes=2**31))
-PROBED = Asked(value=MachineFacts(rows=(), lines=(), warnings=(), measured_at_s=0.0))
+PLANNED = Asked(value=planned())
+TOO_LARGE = Asked(value=planned(device_bytes=2**31))
+PROBED = Asked(value=probed())
 
 Page = Callable[[View, int], Content]
 

@@ -4,13 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from fluxtrain.hardware.disk import Disk
-from fluxtrain.hardware.gpu import Gpu
-from fluxtrain.hardware.machine import Machine
-from fluxtrain.hardware.rate import Rate
-from fluxtrain.units import UNKNOWN, bytes_text, count_text, rate_text
+from fluxtrain.client.machine import Disk, Gpu, Machine, Rate
+from fluxtrain.client.probe import ProbeAnswer
+from fluxtrain.hardware.others import beside_text
+from fluxtrain.units import UNKNOWN, bytes_text, count_text, duration_text, rate_text
 
 Row = tuple[str, str, str]
+
+
+def probe_text(probe: ProbeAnswer) -> str:
+    """The table in columns, and the age of the rates."""
+    rows = probe_rows(probe)
+    widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
+    lines = [f"{a:<{widths[0]}}  {b:>{widths[1]}}  {c}".rstrip() for a, b, c in rows]
+    return "\n".join([*lines, f"rates {age_text(probe)}"])
+
+
+def probe_rows(probe: ProbeAnswer) -> list[Row]:
+    """Every fact and rate."""
+    return [*machine_rows(probe.machine), *disk_rows(probe.disk), *rate_rows(probe.rates)]
+
+
+def age_text(probe: ProbeAnswer) -> str:
+    """When the rates were measured, and how long that took."""
+    took = duration_text(probe.measuring_s)
+    again = not probe.from_cache and probe.tried_again_at_s is not None
+    when = f"{duration_text(probe.age_s)} ago" if probe.from_cache or again else "now"
+    beside = beside_text(probe.others_share, command="fluxtrain probe")
+    failed = ", what had failed again now" if again else ""
+    return f"measured {when} in {took}{failed}{beside}"
 
 
 def machine_rows(machine: Machine) -> list[Row]:

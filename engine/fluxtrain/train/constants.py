@@ -15,11 +15,11 @@ from typing import Any
 import msgspec
 import torch
 
+from fluxtrain.client.machine import Machine
 from fluxtrain.errors import FluxTrainError
 from fluxtrain.hardware.adamw_rate import LEAST_PARAMETERS, PARAMETERS, Part, adamw_rate
 from fluxtrain.hardware.bandwidth import bus_rates, host_copy_rate, sample_bytes
 from fluxtrain.hardware.cache import cache_file, is_fresh
-from fluxtrain.hardware.machine import Machine
 from fluxtrain.hardware.others import beside_text, is_calm_after
 from fluxtrain.hardware.probe import known_rates, sustained_threads
 from fluxtrain.optim.stepping import update_threads

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from fluxtrain.client.dry_run import DryRunAnswer, PeakBytes, RunSeconds, StepSeconds
 from fluxtrain.errors import EXIT_INTERRUPTED, Interrupted
 from fluxtrain.hardware.machine import read_machine
 from fluxtrain.plan.guard import UNKNOWN_DISK, DiskRoom
@@ -29,7 +30,7 @@ from fluxtrain.train.ingredients import DEMO
 from fluxtrain.train.keeping import CheckpointKeeper
 from fluxtrain.train.recovery import Target
 from fluxtrain.train.run import Run, train
-from fluxtrain.units import UNKNOWN, bytes_text, duration_text
+from fluxtrain.units import bytes_text, duration_text
 
 if TYPE_CHECKING:
     from fluxtrain.data.batches import Batch
@@ -82,7 +83,7 @@ class DryRun(Run):
         self._session.measured["steps_per_epoch"] = self.data.steps_per_epoch
 
 
-def dry_run(config: RunConfig) -> dict[str, Any]:
+def dry_run(config: RunConfig) -> DryRunAnswer:
     """Train `STEPS` steps as `config` says and compare; progress goes to standard error.
 
     Raises:
@@ -104,71 +105,76 @@ def dry_run(config: RunConfig) -> dict[str, Any]:
         steps_per_epoch=ending["steps_per_epoch"],
         fresh_weights=config.model.path == DEMO,
     )
-    found = told(events, ending, course.total_steps, host_limit_bytes)
-    return {**found, "seconds": time.monotonic() - started_s}
+    return compared(
+        events,
+        ending,
+        total_steps=course.total_steps,
+        host_limit_bytes=host_limit_bytes,
+        seconds=time.monotonic() - started_s,
+    )
 
 
-def told(
-    events: Iterable[AnyEvent],
+def compared(
+    events: list[AnyEvent],
     ending: Mapping[str, Any],
+    *,
     total_steps: int,
     host_limit_bytes: int | None,
-) -> dict[str, Any]:
-    """Predicted beside measured, as plain values; None is not known.
+    seconds: float,
+) -> DryRunAnswer:
+    """Put what was measured beside what the plan predicted.
 
     What is predicted is what the run itself plans. The first step also warms up caches and
     kernels, so a step's seconds are the median of the others, and the run's are between the
     fastest and the slowest of them.
     """
-    events = list(events)
     steps = [event for event in events if isinstance(event, StepFinished)]
     later_s = [step.step_s for step in steps[1:]]
     planned = next(event for event in events if isinstance(event, Planned))
     step_s = planned.step_s
-    return {
-        "steps": len(steps),
-        "total_steps": total_steps,
-        "loading_s": _loading_s(events),
-        "step_s": [step.step_s for step in steps],
-        "losses": [step.loss for step in steps],
-        "seconds_per_step": {
-            "predicted": step_s,
-            "measured": statistics.median(later_s),
-        },
-        "eta_s": {
-            "predicted": None if step_s is None else step_s * total_steps,
-            "low": min(later_s) * total_steps,
-            "high": max(later_s) * total_steps,
-        },
-        "device_bytes": {
-            "predicted": ending.get("predicted_device_peak_bytes"),
-            "measured": ending.get("measured_device_peak_bytes"),
-            "limit": planned.device_budget_bytes,
-        },
-        "host_bytes": {
-            "predicted": ending.get("predicted_host_peak_bytes"),
-            "measured": ending.get("measured_host_peak_bytes"),
-            "limit": host_limit_bytes,
-        },
-    }
+    return DryRunAnswer(
+        steps=len(steps),
+        total_steps=total_steps,
+        loading_s=_loading_s(events),
+        steps_s=tuple(step.step_s for step in steps),
+        losses=tuple(step.loss for step in steps),
+        step_s=StepSeconds(predicted=step_s, measured=statistics.median(later_s)),
+        eta_s=RunSeconds(
+            predicted=None if step_s is None else step_s * total_steps,
+            low=min(later_s) * total_steps,
+            high=max(later_s) * total_steps,
+        ),
+        device_bytes=PeakBytes(
+            predicted=ending.get("predicted_device_peak_bytes"),
+            measured=ending.get("measured_device_peak_bytes"),
+            limit=planned.device_budget_bytes,
+        ),
+        host_bytes=PeakBytes(
+            predicted=ending.get("predicted_host_peak_bytes"),
+            measured=ending.get("measured_host_peak_bytes"),
+            limit=host_limit_bytes,
+        ),
+        seconds=seconds,
+    )
 
 
-def table(found: Mapping[str, Any]) -> str:
+def table(found: DryRunAnswer) -> str:
     """What a dry run found, for people."""
-    lines = [f"{'':<16} {'predicted':>12} {'measured':>12}"]
-    for name, key, text in (
-        ("device memory", "device_bytes", bytes_text),
-        ("host memory", "host_bytes", bytes_text),
-        ("a step", "seconds_per_step", duration_text),
-    ):
-        pair = found[key]
-        lines.append(f"{name:<16} {text(pair['predicted']):>12} {text(pair['measured']):>12}")
-    eta = found["eta_s"]
-    between = f"{duration_text(eta['low'])} to {duration_text(eta['high'])}"
-    predicted = UNKNOWN if eta["predicted"] is None else duration_text(eta["predicted"])
-    lines.append(f"{found['total_steps']} steps take {between} (predicted {predicted})")
-    lines.append(f"loading took {duration_text(found['loading_s'])}; nothing was kept")
-    return "\n".join(lines)
+    device, host, step, eta = found.device_bytes, found.host_bytes, found.step_s, found.eta_s
+    rows = (
+        ("", "predicted", "measured"),
+        ("device memory", bytes_text(device.predicted), bytes_text(device.measured)),
+        ("host memory", bytes_text(host.predicted), bytes_text(host.measured)),
+        ("a step", duration_text(step.predicted), duration_text(step.measured)),
+    )
+    between = f"{duration_text(eta.low)} to {duration_text(eta.high)}"
+    return "\n".join(
+        [
+            *(f"{name:<16} {predicted:>12} {measured:>12}" for name, predicted, measured in rows),
+            f"{found.total_steps} steps take {between} (predicted {duration_text(eta.predicted)})",
+            f"loading took {duration_text(found.loading_s)}; nothing was kept",
+        ]
+    )
 
 
 def _shortened(config: RunConfig) -> RunConfig:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from fluxtrain.client.plan import PlanAnswer, PlannedTime, PlanOption
 from fluxtrain.plan.cost import Cost, cost
 from fluxtrain.plan.facts import ModelFacts, Room, Wishes
 from fluxtrain.plan.footprint import Layout, embedding_copied, head_copied, saving_bytes
@@ -33,47 +33,45 @@ class Forecast:
     keep_checkpoints: int
     constants: Constants
 
-    def told(self, steps: int) -> dict[str, Any]:
-        """Time and ranked plans as plain values; None and the reason where rates are missing.
+    def options(self, steps: int) -> tuple[PlanOption, ...]:
+        """The fast, balanced and fit plans; none where rates are missing.
 
         On a GPU with `max` as set the rule alone decides: no plan of the dial could be had.
         """
         rates = self._rates
-        undialed = self.room.has_gpu and self.wishes.offload == "max"
-        plans = () if undialed or isinstance(rates, str) else self._dial(rates).plans()
-        return {
-            "embedding": embedding_copied(self.facts, self._layout()),
-            "head": head_copied(self.facts, self._layout()),
-            "disk_bytes": self.disk_bytes,
-            "checkpoint_bytes": self.checkpoint_bytes,
-            **self.time(steps),
-            "plans": [self._ranked(plan, steps) for plan in plans],
-        }
+        if isinstance(rates, str) or (self.room.has_gpu and self.wishes.offload == "max"):
+            return ()
+        return tuple(self._option(plan, steps) for plan in self._dial(rates).plans())
 
-    def time(self, steps: int) -> dict[str, Any]:
-        """`predicted` time of the placement alone, with the reason."""
+    def time(self, steps: int) -> PlannedTime | None:
+        """Predict how long the placement takes; None where rates are missing."""
         rates = self._rates
         if isinstance(rates, str):
-            return {"predicted": None, "predicted_because": rates}
-        found = cost(self.facts, self._layout(), rates, exact=self.exact, passes=self.passes)
-        return {
-            "predicted": {**_time(found, steps), "parts_s": _parts(found)},
-            "predicted_because": self.constants.source,
-        }
+            return None
+        found = cost(self.facts, self.layout, rates, exact=self.exact, passes=self.passes)
+        return _time(found, steps)
+
+    @property
+    def because(self) -> str:
+        """Where the time comes from, or why there is none."""
+        rates = self._rates
+        return rates if isinstance(rates, str) else self.constants.source
+
+    @property
+    def layout(self) -> Layout:
+        """What is predicted."""
+        return self.placement.layout(passes=self.wishes.passes, eager=self.wishes.eager)
 
     @property
     def _rates(self) -> Rates | str:
         return self.constants.rates(has_gpu=self.room.has_gpu)
-
-    def _layout(self) -> Layout:
-        return self.placement.layout(passes=self.wishes.passes, eager=self.wishes.eager)
 
     def _dial(self, rates: Rates) -> Dial:
         wishes = replace(self.wishes, batch_rows=self.placement.batch_rows)
         search = Search(self.facts, self.room, wishes)
         return Dial(search, rates, exact=self.exact, passes=self.passes)
 
-    def _ranked(self, plan: RankedPlan, steps: int) -> dict[str, Any]:
+    def _option(self, plan: RankedPlan, steps: int) -> PlanOption:
         layout, need = plan.chosen.layout, plan.chosen.need
         saving = saving_bytes(self.facts, layout) if self.room.has_gpu else 0
         settings: dict[str, Any] = {"train.batch_rows": layout.batch_rows}
@@ -81,21 +79,26 @@ class Forecast:
             settings["placement.aggressiveness"] = plan.name
         else:
             settings["placement.chunk_rows"] = layout.chunk_rows
-        return {
-            "name": plan.name,
-            "share": plan.share,
-            **{
-                key: value
-                for key, value in asdict(layout).items()
-                if key not in ("passes", "eager", "slots")
-            },
-            "embedding": embedding_copied(self.facts, layout),
-            "head": head_copied(self.facts, layout),
-            "device_bytes": need.shown_device_bytes(has_gpu=self.room.has_gpu),
-            "host_bytes": need.host_bytes + self.placement.process_bytes + saving,
-            **_time(plan.chosen.cost, steps),
-            "settings": settings,
-        }
+        return PlanOption(
+            name=plan.name,
+            share=plan.share,
+            offload=layout.offload,
+            device_groups=layout.device_groups,
+            device_first=layout.device_first,
+            resident_blocks=layout.resident_blocks,
+            kept_blocks=layout.kept_blocks,
+            boundaries=layout.boundaries,
+            boundaries_on_device=layout.boundaries_on_device,
+            batch_rows=layout.batch_rows,
+            chunk_rows=layout.chunk_rows,
+            embedding=embedding_copied(self.facts, layout),
+            head=head_copied(self.facts, layout),
+            deferred_moments=layout.deferred_moments,
+            device_bytes=need.shown_device_bytes(has_gpu=self.room.has_gpu),
+            host_bytes=need.host_bytes + self.placement.process_bytes + saving,
+            predicted=_time(plan.chosen.cost, steps),
+            settings=settings,
+        )
 
     @property
     def disk_bytes(self) -> int:
@@ -135,49 +138,41 @@ def forecast_of(
     )
 
 
-def plan_lines(told: Mapping[str, Any]) -> list[str]:
+def plan_lines(plan: PlanAnswer) -> list[str]:
     """Time and ranked plans for people."""
-    disk = f"disk for checkpoints and the model {bytes_text(told['disk_bytes'])}"
-    if told["predicted"] is None:
-        return [f"{disk}; time is not predicted: {told['predicted_because']}"]
-    lines = [
-        f"{disk}; {_time_text(told['predicted'])}",
-        f"time from {told['predicted_because']}",
-    ]
-    if not told["plans"]:
+    disk = f"disk for checkpoints and the model {bytes_text(plan.disk_bytes)}"
+    if plan.predicted is None:
+        return [f"{disk}; time is not predicted: {plan.predicted_because}"]
+    lines = [f"{disk}; {_time_text(plan.predicted)}", f"time from {plan.predicted_because}"]
+    if not plan.plans:
         return lines
-    lines += ["", f"plans by their memory, each with {told['plans'][0]['batch_rows']} rows a step"]
-    for plan in told["plans"]:
-        where = f"{plan['offload']}, {plan['device_groups']}+{plan['resident_blocks']} on device"
+    lines += ["", f"plans by their memory, each with {plan.plans[0].batch_rows} rows a step"]
+    for one in plan.plans:
+        where = f"{one.offload}, {one.device_groups}+{one.resident_blocks} on device"
         lines.append(
-            f"  {plan['name']:<9} device {bytes_text(plan['device_bytes']):>9}  "
-            f"host {bytes_text(plan['host_bytes']):>9}  {_time_text(plan)}; "
-            f"{where}, chunk {plan['chunk_rows']}"
+            f"  {one.name:<9} device {bytes_text(one.device_bytes):>9}  "
+            f"host {bytes_text(one.host_bytes):>9}  {_time_text(one.predicted)}; "
+            f"{where}, chunk {one.chunk_rows}"
         )
     return lines
 
 
-def _time(found: Cost, steps: int) -> dict[str, Any]:
-    return {
-        "seconds_per_step": found.step_s,
-        "tokens_per_s": found.tokens_per_s,
-        "eta_s": found.step_s * steps,
-        "binds": found.binds,
-    }
-
-
-def _time_text(told: Mapping[str, Any]) -> str:
-    return (
-        f"{duration_text(told['seconds_per_step'])} a step, "
-        f"{count_text(round(told['tokens_per_s']))} tokens/s, {duration_text(told['eta_s'])} in "
-        f"all, bound by {told['binds']}"
+def _time(found: Cost, steps: int) -> PlannedTime:
+    return PlannedTime(
+        step_s=found.step_s,
+        tokens_per_s=found.tokens_per_s,
+        eta_s=found.step_s * steps,
+        binds=found.binds,
+        parts_s={
+            name.removesuffix("_s"): seconds
+            for name, seconds in asdict(found).items()
+            if name.endswith("_s") and name != "step_s"
+        },
     )
 
 
-def _parts(found: Cost) -> dict[str, float]:
-    """Seconds of what runs in a step, overlapping or not."""
-    return {
-        name.removesuffix("_s"): seconds
-        for name, seconds in asdict(found).items()
-        if name.endswith("_s") and name != "step_s"
-    }
+def _time_text(time: PlannedTime) -> str:
+    return (
+        f"{duration_text(time.step_s)} a step, {count_text(round(time.tokens_per_s))} tokens/s, "
+        f"{duration_text(time.eta_s)} in all, bound by {time.binds}"
+    )

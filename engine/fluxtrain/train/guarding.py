@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from transformers import PreTrainedModel
 
+from fluxtrain.client.machine import Machine
 from fluxtrain.hardware.disk import read_disk
-from fluxtrain.hardware.machine import Machine
 from fluxtrain.memory.mapped import cool, copied_bytes
 from fluxtrain.methods.copies import Copied
 from fluxtrain.methods.models import LoadedModel

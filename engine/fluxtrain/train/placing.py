@@ -6,15 +6,17 @@ from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
+import msgspec
 import psutil
 import torch
 from torch import nn
 
 import fluxtrain
+from fluxtrain.client.machine import Machine
 from fluxtrain.errors import BadInput
 from fluxtrain.hardware.device import check_accelerator
 from fluxtrain.hardware.gpu import Gpus
-from fluxtrain.hardware.machine import Machine, read_machine
+from fluxtrain.hardware.machine import read_machine
 from fluxtrain.memory.heap import trim_heap
 from fluxtrain.methods.precision import Capability, Precision
 from fluxtrain.optim.outside import check_outside
@@ -165,7 +167,7 @@ def as_it_is_now(machine: Machine, given_back_bytes: int) -> Machine:
     and what this process is going to give back of its own."""
     left = read_machine(gpus=Gpus(gpus=(), driver=None, reason="not asked")).memory_available_bytes
     available = None if left is None else max(0, left + given_back_bytes)
-    return replace(machine, memory_available_bytes=available)
+    return msgspec.structs.replace(machine, memory_available_bytes=available)
 
 
 def timing_of(

@@ -12,8 +12,9 @@ import msgspec
 import torch
 from torch import nn
 
+from fluxtrain.client.machine import Machine
 from fluxtrain.data.batches import Batch, BatchSource, first_batch, fullest_batch, in_order
-from fluxtrain.hardware.machine import Machine, read_machine
+from fluxtrain.hardware.machine import read_machine
 from fluxtrain.methods.export import save_model
 from fluxtrain.methods.kernels import choose_kernels
 from fluxtrain.methods.sampling import sample_text
@@ -268,7 +269,6 @@ class Run:
         plan = self.placement
         forecast = forecast_of(self._config, self._facts, plan, self._room, self._constants)
         time = forecast.time(self.course.total_steps)
-        told = time["predicted"] or {}
         planned = Planned(
             offload=plan.offload,
             batch_rows=plan.batch_rows,
@@ -284,14 +284,15 @@ class Run:
             device_budget_bytes=plan.budget_bytes,
             host_bytes=plan.host_bytes,
             choices=(*self._choices, *self.course.choices),
-            step_s=told.get("seconds_per_step"),
-            tokens_per_s=told.get("tokens_per_s"),
-            eta_s=told.get("eta_s"),
+            step_s=time.step_s if time else None,
+            tokens_per_s=time.tokens_per_s if time else None,
+            eta_s=time.eta_s if time else None,
             disk_bytes=forecast.disk_bytes,
-            binds=told.get("binds", ""),
-            constants=time["predicted_because"],
+            binds=time.binds if time else "",
+            constants=forecast.because,
         )
-        write_plan_file(session.run_dir, planned, plan, told.get("parts_s", {}), self._constants)
+        parts_s = time.parts_s if time else {}
+        write_plan_file(session.run_dir, planned, plan, parts_s, self._constants)
         session.announcer.emit(planned)
         self._planned = planned
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 import fluxtrain
-from fluxtrain.hardware.machine import Machine
+from fluxtrain.client.machine import Machine
 from fluxtrain.plan.placement import RunPlacement
 from fluxtrain.telemetry.events import Hello, Planned
 from fluxtrain.telemetry.process import ProcessMark

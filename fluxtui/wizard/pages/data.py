@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from textual.content import Content
 
+from fluxtrain.client.inspection import InspectionAnswer
 from fluxtui.wizard import drawing
 from fluxtui.wizard.checks import Check
-from fluxtui.wizard.inspection import Inspection, histogram, histogram_lines
+from fluxtui.wizard.inspection import histogram, histogram_lines, inspection_rows
 from fluxtui.wizard.pages.found import found_page
 from fluxtui.wizard.pages.waiting import pending
 from fluxtui.wizard.view import View
@@ -48,7 +49,7 @@ def _in_a_line(check: Check, width: int) -> Content:
     return Content("\n").join(lines)
 
 
-def _inspected(found: Inspection, width: int, short: bool) -> list[Content]:
+def _inspected(found: InspectionAnswer, width: int, short: bool) -> list[Content]:
     """Lengths, then samples; where the screen is low the first sample is in front of them."""
     if not short:
         samples = [_heading(width), *_samples(found, width, SAMPLE_LINES)]
@@ -62,16 +63,15 @@ def _heading(width: int) -> Content:
     return drawing.heading("As the model sees it", LEGEND, width)
 
 
-def _lengths(found: Inspection, width: int) -> Content:
+def _lengths(found: InspectionAnswer, width: int) -> Content:
     bars = histogram(found.lengths, found.sequence_length, min(width, 72))
     drawn = histogram_lines(bars, found.sequence_length, HISTOGRAM_LINES)
-    rows = [(name, value) for name, value in found.rows()]
     return Content("\n").join(
         [
             drawing.heading("Lengths", "documents by tokens", width),
             *(_bar_line(line, bars.marked) for line in drawn[:-1]),
             Content.styled(drawn[-1], drawing.MUTED),
-            drawing.pairs(rows, width),
+            drawing.pairs(inspection_rows(found), width),
         ]
     )
 
@@ -82,7 +82,7 @@ def _bar_line(line: str, marked: int) -> Content:
     )
 
 
-def _samples(found: Inspection, width: int, most_lines: int) -> list[Content]:
+def _samples(found: InspectionAnswer, width: int, most_lines: int) -> list[Content]:
     """Each with its title and at most so many lines."""
     return [
         Content("\n").join(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from textual.content import Content
 
 from fluxtui.wizard import drawing
+from fluxtui.wizard.machine import age_text, machine_table, machine_warnings
 from fluxtui.wizard.pages.waiting import pending, refused
 from fluxtui.wizard.view import View
 
@@ -26,13 +27,12 @@ def hardware_page(view: View, width: int) -> Content:
         return Content("\n").join(
             [head, *now_lines(view, width), Content(""), pending("Measuring", asked, width, note)]
         )
-    facts = asked.value
-    hint = f"{facts.age_text()}; {view.key('wizard_again')} measures again"
+    probe = asked.value
+    hint = f"{age_text(probe)}; {view.key('wizard_again')} measures again"
     title = drawing.heading("This machine", hint, width)
-    warnings = [drawing.caution(warning, width) for warning in facts.warnings]
-    return Content("\n").join(
-        [title, *now_lines(view, width), Content(""), *warnings, drawing.table(facts.rows, width)]
-    )
+    warnings = [drawing.caution(warning, width) for warning in machine_warnings(probe)]
+    table = drawing.table(machine_table(probe), width)
+    return Content("\n").join([title, *now_lines(view, width), Content(""), *warnings, table])
 
 
 def now_lines(view: View, width: int) -> list[Content]:

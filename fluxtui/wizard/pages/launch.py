@@ -58,9 +58,9 @@ def launch_rows(view: View) -> list[tuple[str, str]]:
 def summary_rows(view: View) -> list[tuple[str, str]]:
     """The answers in words."""
     answers, plan = view.answers, view.plan.value
-    steps = answers.steps if plan is None or plan.steps is None else plan.steps
+    steps = answers.steps if plan is None else plan.steps
     offload: str = answers.offload
-    if plan is not None and plan.offload and plan.offload != offload:
+    if plan is not None and plan.offload != offload:
         offload = f"{plan.offload} ({offload})"
     return [
         ("model", answers.model_path),

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from textual.content import Content
 
+from fluxtrain.client.plan import PlanAnswer
 from fluxtrain.errors import EXIT_DOES_NOT_FIT
 from fluxtrain.units import count_text, duration_text
 from fluxtui.wizard import drawing
 from fluxtui.wizard.pages.waiting import pending
-from fluxtui.wizard.plan_preview import PlanPreview
+from fluxtui.wizard.plan_preview import fit, model_line
 from fluxtui.wizard.questions import METHODS
 from fluxtui.wizard.view import View
 
@@ -34,14 +35,14 @@ def fit_words(view: View) -> str:
     """Whether the chosen method fits, in one line."""
     plan = view.plan.value
     if plan is not None:
-        return plan.fit
+        return fit(plan)
     if view.plan.refusal is not None:
         fits = view.plan.exit_code != EXIT_DOES_NOT_FIT
         return "not known" if fits else "does not fit"
     return "being planned"
 
 
-def numbers_line(plan: PlanPreview) -> str:
+def numbers_line(plan: PlanAnswer) -> str:
     """The predicted speed in one line, or why there is none."""
     told = plan.predicted
     if told is None:
@@ -72,6 +73,6 @@ def _card(view: View, width: int) -> Content:
         drawing.memory_bar("host", plan.host_bytes, plan.host_limit_bytes, width),
         Content(""),
         drawing.paragraph(numbers_line(plan), width),
-        drawing.paragraph(plan.model, width, drawing.MUTED),
+        drawing.paragraph(model_line(plan), width, drawing.MUTED),
     ]
     return Content("\n").join(lines)

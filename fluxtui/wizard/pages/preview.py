@@ -7,13 +7,14 @@ from typing import Any
 
 from textual.content import Content
 
+from fluxtrain.client.dry_run import DryRunAnswer
+from fluxtrain.client.plan import PlanAnswer
 from fluxtrain.units import bytes_text, duration_text
-from fluxtui.wizard import drawing
+from fluxtui.wizard import drawing, plan_preview
 from fluxtui.wizard.configuring import yaml_text
 from fluxtui.wizard.launching import command_text
 from fluxtui.wizard.pages.waiting import pending, refused
-from fluxtui.wizard.plan_preview import PlanPreview
-from fluxtui.wizard.trial import Trial
+from fluxtui.wizard.trial import eta_text, trial_rows
 from fluxtui.wizard.view import View
 
 
@@ -40,7 +41,7 @@ def preview_page(view: View, width: int) -> Content:
     return Content("\n\n").join(parts)
 
 
-def bar_rows(view: View, plan: PlanPreview) -> list[tuple[str, int | None, int | None]]:
+def bar_rows(view: View, plan: PlanAnswer) -> list[tuple[str, int | None, int | None]]:
     """Name, what is taken and what there is, of each memory."""
     device = "VRAM" if plan.device == "cuda" else "buffers"
     return [
@@ -61,19 +62,17 @@ def time_line(view: View) -> str:
     """The run's time as an interval, once three steps were tried; as predicted before."""
     plan, trial = view.plan.value, view.trial.value
     if trial is not None:
-        return f"time: {trial.eta}, by the speed of the dry run"
+        return f"time: {eta_text(trial)}, by the speed of the dry run"
     if plan is None or plan.predicted is None:
         why = plan.predicted_because if plan else "there is no plan yet"
         return f"time: not predicted: {why}"
     return f"time: about {duration_text(plan.predicted.eta_s)}, predicted; a dry run tells how far"
 
 
-def disk_line(plan: PlanPreview) -> str:
+def disk_line(plan: PlanAnswer) -> str:
     """What is written to the disk, and what of it stays."""
     stays = f"checkpoints and the trained model take {bytes_text(plan.disk_bytes)} at most"
-    count, each = plan.checkpoints, plan.checkpoint_bytes
-    if count is None or each is None:
-        return f"disk: {stays}"
+    count, each = plan_preview.checkpoints(plan), plan.checkpoint_bytes
     plural = "s" * (count != 1)
     return (
         f"disk: about {count} checkpoint{plural} of {bytes_text(each)} are written, "
@@ -109,11 +108,12 @@ def yaml_block(view: View) -> Content:
 def config_text(view: View) -> str:
     """The YAML of the run. The demo needs none, so its own settings come from the plan."""
     plan = view.plan.value
-    demo = view.answers.is_demo and plan is not None
-    return plan.config_text if demo and plan is not None else yaml_text(view.answers)
+    if view.answers.is_demo and plan is not None:
+        return plan_preview.config_text(plan)
+    return yaml_text(view.answers)
 
 
-def _bars(view: View, plan: PlanPreview, width: int) -> list[Content]:
+def _bars(view: View, plan: PlanAnswer, width: int) -> list[Content]:
     lines = []
     for name, used, limit in bar_rows(view, plan):
         bar = drawing.memory_bar(name, used, limit, width - 16)
@@ -141,9 +141,9 @@ def _trial(view: View, width: int) -> Content:
     return Content.styled("  not tried yet", drawing.MUTED)
 
 
-def _compared(trial: Trial, width: int) -> Content:
+def _compared(trial: DryRunAnswer, width: int) -> Content:
     lines = [Content.styled(f"  {'':<14}{'predicted':>12}{'measured':>12}  error", drawing.MUTED)]
-    for row in trial.rows:
+    for row in trial_rows(trial):
         lines.append(
             Content.assemble(
                 (f"  {row.name:<14}", drawing.MUTED),
@@ -152,12 +152,12 @@ def _compared(trial: Trial, width: int) -> Content:
                 (f"  {row.error}", drawing.MUTED),
             )
         )
-    if trial.over_limit:
+    if trial.is_over_limit:
         lines.append(drawing.problem("more than there is: turn the dial to fit", width))
     return Content("\n").join(lines)
 
 
-def _changed(plan: PlanPreview, width: int) -> Content:
+def _changed(plan: PlanAnswer, width: int) -> Content:
     rows = changed_rows(plan.changed)
     if not rows:
         return Content.styled("  everything is at its default", drawing.MUTED)

@@ -6,11 +6,13 @@ from collections.abc import Sequence
 
 from textual.content import Content
 
+from fluxtrain.client.plan import PlanAnswer, PlanOption
+from fluxtrain.telemetry.events import ChoiceMade
 from fluxtrain.units import bytes_text, count_text, duration_text
 from fluxtui.wizard import drawing
 from fluxtui.wizard.answers import DIAL
 from fluxtui.wizard.pages.waiting import pending, refused
-from fluxtui.wizard.plan_preview import PlanPreview, RankedPlan, ReasonedChoice
+from fluxtui.wizard.plan_preview import unranked_because
 from fluxtui.wizard.view import View
 
 CARD_LEAST = 22  # columns of a card with its border
@@ -35,7 +37,7 @@ def strategy_page(view: View, width: int, *, cursor: int = 0, why: bool = False)
         return Content("\n").join([*head, pending(what, asked, width, note)])
     plan = asked.value
     if not view.cards:
-        head += [Content.styled(f"no ranked plans: {plan.unranked_because}", drawing.MUTED)]
+        head += [Content.styled(f"no ranked plans: {unranked_because(plan)}", drawing.MUTED)]
     if not plan.fits:
         head += [drawing.problem(_over(view), width)]
     head += [numbers_line(view, plan, width), Content("")]
@@ -78,7 +80,7 @@ def cards(view: View, width: int) -> Content:
     return Content("\n").join(Content(" " * gap).join(lines) for lines in zip(*drawn, strict=True))
 
 
-def card_facts(card: RankedPlan, device: str) -> list[tuple[str, str]]:
+def card_facts(card: PlanOption, device: str) -> list[tuple[str, str]]:
     """What a card says: name and value."""
     told = card.predicted
     return [
@@ -91,7 +93,7 @@ def card_facts(card: RankedPlan, device: str) -> list[tuple[str, str]]:
     ]
 
 
-def numbers_line(view: View, plan: PlanPreview, width: int) -> Content:
+def numbers_line(view: View, plan: PlanAnswer, width: int) -> Content:
     """Batch, chunk, steps and offload with the keys that change them."""
     answers = view.answers
     entries = (
@@ -124,7 +126,7 @@ def numbers_line(view: View, plan: PlanPreview, width: int) -> Content:
 
 
 def _reasons(
-    view: View, choices: Sequence[ReasonedChoice], width: int, cursor: int, why: bool
+    view: View, choices: Sequence[ChoiceMade], width: int, cursor: int, why: bool
 ) -> list[Content]:
     """Every choice; the reason under the one with the cursor, or under all of them."""
     all_of_them = view.key("wizard_why")
@@ -148,7 +150,7 @@ def _reasons(
     return lines
 
 
-def _card(view: View, card: RankedPlan, width: int) -> list[Content]:
+def _card(view: View, card: PlanOption, width: int) -> list[Content]:
     """A card as lines with a border; a chosen one has a double border and a mark."""
     chosen = card.name == view.answers.dial
     corners = "╔═╗║╚╝" if chosen else "┌─┐│└┘"
@@ -168,7 +170,7 @@ def _card(view: View, card: RankedPlan, width: int) -> list[Content]:
     return [*lines, Content.styled(corners[4] + corners[1] * (width - 2) + corners[5], style)]
 
 
-def _card_row(view: View, card: RankedPlan, width: int) -> Content:
+def _card_row(view: View, card: PlanOption, width: int) -> Content:
     chosen = card.name == view.answers.dial
     told = card.predicted
     text = (

@@ -1,4 +1,4 @@
-"""Questions to the engine, asked in a subprocess so that torch never loads into the app."""
+"""Ask the engine in a subprocess, so that torch never loads into the process that asks."""
 
 from __future__ import annotations
 
@@ -9,10 +9,14 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TypeVar
 
+import msgspec
+
+from fluxtrain.client.answer import Answer
 from fluxtrain.errors import EXIT_BUG, FluxTrainError
 
+T = TypeVar("T", bound=Answer)
 _LINE_LIMIT_BYTES = 1 << 24  # of a line on standard error
 
 
@@ -25,20 +29,22 @@ class EngineRefused(FluxTrainError):
 
 
 async def ask_engine(
+    answer: type[T],
     *arguments: str,
     program: tuple[str, ...] = (),
     said: Callable[[str], None] = lambda line: None,
     environment: Mapping[str, str] | None = None,
-) -> dict[str, Any]:
-    """Run `fluxtrain ARGUMENTS` and return the JSON object it prints.
+) -> T:
+    """Run the command of `answer` with `--json` and `arguments`, and return what it prints.
 
     Cancelling the task ends the process. `said` gets every line of its standard error as it comes;
-    `environment` is added to ours; `program` replaces the engine in tests.
+    `environment` is added to ours; `program` replaces `python -m fluxtrain`.
 
     Raises:
-        EngineRefused: the process failed, or printed something else than a JSON object.
+        EngineRefused: the process failed, or printed something else than such an answer.
     """
-    command = (*(program or (sys.executable, "-P", "-m", "fluxtrain")), *arguments)
+    started_by = program or (sys.executable, "-P", "-m", "fluxtrain")
+    command = (*started_by, answer.COMMAND, "--json", *arguments)
     starting = asyncio.ensure_future(_started(command, {**os.environ, **(environment or {})}))
     ended = asyncio.ensure_future(_ended(starting, said))
     try:
@@ -51,13 +57,21 @@ async def ask_engine(
         raise
     if code:
         raise EngineRefused(last_words(errors, code), code)
+    return decoded(answer, output)
+
+
+def decoded(answer: type[T], output: str | bytes) -> T:
+    """Read what a command printed; fields that `answer` does not have are ignored.
+
+    Raises:
+        EngineRefused: it is not what an engine of this version answers.
+    """
     try:
-        answer = json.loads(output)
-    except ValueError:
+        return msgspec.convert(json.loads(output), answer)
+    except msgspec.ValidationError as error:
+        raise EngineRefused(f"its answer cannot be understood: {error}", EXIT_BUG) from error
+    except (ValueError, RecursionError):
         raise EngineRefused("the engine's answer is not JSON", EXIT_BUG) from None
-    if not isinstance(answer, dict):
-        raise EngineRefused("the engine's answer is not a JSON object", EXIT_BUG)
-    return answer
 
 
 async def _started(
