@@ -26,10 +26,11 @@ from fluxtrain.train.announce import Announcer
 from fluxtrain.train.cadence import Cadence
 from fluxtrain.train.calibrate import calibrate
 from fluxtrain.train.checkpoint import read_checkpoint
+from fluxtrain.train.checkpoint_writer import CheckpointWriter
 from fluxtrain.train.console import line
-from fluxtrain.train.keeping import CheckpointKeeper
 from fluxtrain.train.loop import LoopSettings, TrainingLoop
 from fluxtrain.train.objective import B, BoundBatch, Objective, Task
+from fluxtrain.train.optimizer import EngineAdamW
 from fluxtrain.train.randomness import seed_everything
 from fluxtrain.train.requests import Requests
 from fluxtrain.train.run_state import RunState
@@ -261,13 +262,13 @@ def trained(
     engine = engine_of(model)
     silent, unchanged, state = Silent(), NoChanges(), RunState()
     announcer = Announcer(silent, seen.append)  # type: ignore[arg-type]
-    keeper = CheckpointKeeper(
-        folder, Cadence(every=3, total_steps=steps, share=1.0), 9, announcer, {}
+    optimizer = EngineAdamW(engine, model.parameters(), lr=RATE)
+    writer = CheckpointWriter(
+        folder, Cadence(every=3, total_steps=steps, share=1.0), 9, announcer, {}, optimizer
     )
-    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
     seed_everything(5)
     if resumed_from is not None:
-        state = keeper.restore(read_checkpoint(resumed_from), engine, case.data)
+        state = writer.restore(read_checkpoint(resumed_from), engine, case.data)
     loop = TrainingLoop(
         model=model,
         optimizer=optimizer,
@@ -278,7 +279,7 @@ def trained(
             evaluations=Cadence(every=evaluate_every, total_steps=steps, share=1.0),
             learning_rate_at=lambda step: RATE / (1 + step),
         ),
-        keeper=keeper,
+        checkpoints=writer,
         announcer=announcer,
         requests=Requests(),
         changes=unchanged,  # type: ignore[arg-type]

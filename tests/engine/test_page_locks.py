@@ -18,7 +18,7 @@ from fluxtrain.memory import page_locks
 from fluxtrain.memory.page_locks import PageLocks
 from fluxtrain.memory.staging import Staging, host_copy
 from fluxtrain.stream.engine import engine_of
-from fluxtrain.train.guarding import page_locks_of
+from fluxtrain.train.preflight import page_locks_of
 
 KIB = 1 << 10
 

@@ -23,6 +23,7 @@ from fluxtrain.train.cadence import Cadence
 from fluxtrain.train.causal_lm import CausalLM
 from fluxtrain.train.loop import LoopSettings, TrainingLoop
 from fluxtrain.train.objective import Task
+from fluxtrain.train.optimizer import EngineAdamW
 from fluxtrain.train.requests import Requests
 from fluxtrain.train.run_state import RunState
 
@@ -106,7 +107,7 @@ class Training:
         nothing: Any = Nothing()
         self.loop = TrainingLoop(
             model=self.model,
-            optimizer=torch.optim.AdamW(self.model.parameters(), lr=1e-3),
+            optimizer=EngineAdamW(self.engine, self.model.parameters(), lr=1e-3),
             task=Task(objective=CausalLM(), data=self.batches, held_out=lambda: ()),
             settings=LoopSettings(
                 total_steps=steps,
@@ -114,7 +115,7 @@ class Training:
                 evaluations=Cadence(every="end", total_steps=steps + 1, share=1.0),
                 learning_rate_at=lambda _: 1e-3,
             ),
-            keeper=nothing,
+            checkpoints=nothing,
             announcer=Announcer(nothing, self._note),
             requests=Requests(),
             changes=nothing,

@@ -17,10 +17,10 @@ _WORDS = b"interrupted before anything was started\n"
 _EXIT_INTERRUPTED = 130  # as in fluxtrain.errors
 
 
-class Starting:
+class ImmediateInterrupts:
     """While it lasts, Ctrl-C ends the process at once; where it is ignored, it stays ignored."""
 
-    def __enter__(self) -> Starting:
+    def __enter__(self) -> ImmediateInterrupts:
         self._before = signal.getsignal(signal.SIGINT)
         if self._before is signal.default_int_handler:
             signal.signal(signal.SIGINT, _leave)

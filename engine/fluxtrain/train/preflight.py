@@ -30,6 +30,7 @@ from fluxtrain.plan.placement import RunPlacement
 from fluxtrain.telemetry.events import ChoiceMade
 from fluxtrain.telemetry.rundir import RunDir
 from fluxtrain.train.config import RunConfig
+from fluxtrain.train.method import method_of
 from fluxtrain.train.placing import decide, model_facts_for
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ def refuse_what_does_not_fit(
     steps = config.train.steps or 0
     files = disk_need(
         facts,
+        model_bytes=method_of(config).saved_bytes(facts),
         kept=config.train.keep_checkpoints,
         written=checkpoints_written(config, steps),
         steps=steps,
@@ -80,6 +82,7 @@ def refuse_before_loading(
 ) -> None:
     """The same from a model without its weights, with one row a step: the rows that are asked for
     are judged when the data is known."""
+    method_of(config).prepare(empty, config.method)
     facts = model_facts_for(config, empty, empty.config)
     placement = decide(config, facts, machine, device, batch_rows=1, data_rows=1)
     left = machine.memory_available_bytes

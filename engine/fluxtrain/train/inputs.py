@@ -22,7 +22,7 @@ PROMPT_CHARACTERS = 60
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ingredients:
+class Inputs:
     """Everything that is read from files before training starts."""
 
     loaded: LoadedModel
@@ -30,12 +30,12 @@ class Ingredients:
     prompt: str  # what the sample at the end continues
 
 
-def load_ingredients(
+def load_inputs(
     config: RunConfig,
     fits: Callable[[PreTrainedModel, Copied], None] | None = None,
     capability: Capability | None = None,
     tell: Callable[[str], None] | None = None,
-) -> Ingredients:
+) -> Inputs:
     """Read model and data; `fits` is asked before the weights are read. `capability` is that of the
     card that will compute, None for a processor; `tell` hears how far the data is.
 
@@ -71,7 +71,7 @@ def load_ingredients(
         ),
         tell,
     )
-    return Ingredients(loaded=loaded, data=data, prompt=_prompt(config.data.path, data))
+    return Inputs(loaded=loaded, data=data, prompt=_prompt(config.data.path, data))
 
 
 def _prompt(path: str, data: PreparedData) -> str:
