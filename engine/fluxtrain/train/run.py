@@ -25,6 +25,7 @@ from fluxtrain.train.choices import choose_schedule
 from fluxtrain.train.config import RunConfig
 from fluxtrain.train.fingerprint import fingerprint
 from fluxtrain.train.inputs import DEMO, Inputs, load_inputs
+from fluxtrain.train.live import LiveChanges
 from fluxtrain.train.live_setup import live_changes
 from fluxtrain.train.loop import LoopSettings, TrainingLoop
 from fluxtrain.train.method import method_of
@@ -36,7 +37,7 @@ from fluxtrain.train.preflight import disk_room, page_locks_of, refuse_before_lo
 from fluxtrain.train.randomness import seed_everything
 from fluxtrain.train.recovery import Target
 from fluxtrain.train.run_files import first_hello, full_hello, write_run_file
-from fluxtrain.train.run_plan import plan_run
+from fluxtrain.train.run_plan import RunPlan, plan_run
 from fluxtrain.train.session import Session
 
 EVALUATION_SHARE = 0.1  # of the time, at most, goes into evaluations that nobody set
@@ -106,60 +107,73 @@ class Run:
     ) -> None:
         self._config, self._inputs, self._session = config, inputs, session
         self._method = method_of(config)
-        objective = self._method.objective()
-        loaded, train = inputs.loaded, config.train
+        self._objective = self._method.objective()
         rows = _known_rows(config, checkpoint)
         data = None if rows is None else self._batches(rows)  # refuses a batch beyond the data
-        kernels = choose_kernels(config.model.kernels, loaded.model, device.value)
-        session.announcer.phase("loading", "timing one block")
-        plan = self._plan = plan_run(
-            config,
-            loaded,
-            inputs.data.trained,
-            objective,
-            machine=machine,
-            device=device.value,
-            batch_rows=rows,
-            disk=self.files(session),
-        )
-        self.batch_rows = plan.placement.batch_rows
+        kernels = choose_kernels(config.model.kernels, inputs.loaded.model, device.value)
+        self._plan = self._planned_for(machine, device.value, rows)
+        self.batch_rows = self._plan.placement.batch_rows
         self.data = data or self._batches(self.batch_rows)
         self.schedule = choose_schedule(
-            train,
+            config.train,
             steps_per_epoch=self.data.steps_per_epoch,
             fresh_weights=config.model.path == DEMO,
         )
         self.model, self.engine = wrapped(
-            config, loaded.model, device.value, plan.placement, plan.facts
+            config, inputs.loaded.model, device.value, self._plan.placement, self._plan.facts
         )
         self._choices = (
             device,
-            dtype_choice(loaded.precision),
+            dtype_choice(inputs.loaded.precision),
             ChoiceMade(name="model.kernels", value=kernels.value, because=kernels.because),
-            *plan.placement.choices,
-            *page_locks_of(self.engine, plan.constants.per_s),
+            *self._plan.placement.choices,
+            *page_locks_of(self.engine, self._plan.constants.per_s),
             *self.schedule.choices,
         )
-        optimizer = make_optimizer(train, self.model, self.schedule.learning_rate)
+        optimizer = make_optimizer(config.train, self.model, self.schedule.learning_rate)
         self.checkpoints = self.make_checkpoint_writer(optimizer)
         session.gauges.watch(self.engine, self.checkpoints)
         session.timeline.watch(self.engine.device.recorder)
         if checkpoint is not None:
             session.state = self.checkpoints.restore(checkpoint, self.engine, self.data)
             session.announcer.at_step(session.state.step)
-        self._changes = live_changes(
-            config,
+        self._changes = self._live_changes()
+        self.loop = self._training_loop(optimizer)
+
+    def _planned_for(self, machine: Machine, device: str, rows: int | None) -> RunPlan:
+        """Plan the run for a device; `rows` None: the plan chooses how many a batch takes."""
+        self._session.announcer.phase("loading", "timing one block")
+        return plan_run(
+            self._config,
+            self._inputs.loaded,
+            self._inputs.data.trained,
+            self._objective,
+            machine=machine,
+            device=device,
+            batch_rows=rows,
+            disk=self.files(self._session),
+        )
+
+    def _live_changes(self) -> LiveChanges:
+        """Let the control socket change the plan while the run trains."""
+        plan, session = self._plan, self._session
+        changes = live_changes(
+            self._config,
             plan.facts,
             plan.placement,
             self.engine,
             session.announcer,
             plan.constants.rates(has_gpu=plan.room.has_gpu),
         )
-        session.requests.changes_go_to(self._changes.ask)
-        self.loop = TrainingLoop(
+        session.requests.changes_go_to(changes.ask)
+        return changes
+
+    def _training_loop(self, optimizer: Optimizer) -> TrainingLoop[Batch]:
+        session = self._session
+        return TrainingLoop(
             model=self.model,
             optimizer=optimizer,
-            task=Task(objective=objective, data=self.data, held_out=self.held_out),
+            task=Task(objective=self._objective, data=self.data, held_out=self.held_out),
             settings=self._loop_settings(),
             checkpoints=self.checkpoints,
             announcer=session.announcer,
