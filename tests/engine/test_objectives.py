@@ -165,7 +165,7 @@ class FlowMatching:
         noise, times = torch.randn_like(batch), torch.rand(len(batch), 1)
         noised = (1 - times) * batch + times * noise
         velocity: Tensor = model(noised, times)
-        return (velocity - (noise - batch)).square().sum() / step_count
+        return (velocity - (noise - batch).to(velocity.device)).square().sum() / step_count
 
     def metrics(self, model: nn.Module, batch: Tensor) -> Mapping[str, float]:
         return {"loss": float(self.loss(model, batch, batch.numel()))}

@@ -120,6 +120,14 @@ def test_parts_on_the_host_are_refused(tiny: Any) -> None:
         made(fluxtrain.wrap(tiny("llama"), offload="weights"))
 
 
+def test_it_never_updates_in_the_backward_pass(tiny: Any, batch: Any) -> None:
+    model = fluxtrain.wrap(tiny("llama"), offload="none")
+    optimizer = made(model)
+    assert not optimizer.updates_in_backward
+    with pytest.raises(MisusedModel, match=r"AdamW cannot update.*train\.max_grad_norm"):
+        optimizer.begin_in_backward(model(**batch()).loss)
+
+
 def test_a_run_learns_and_a_stopped_one_goes_on_with_the_same_bits(
     run_config: MakeConfig, tmp_path: Path, stand_in: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

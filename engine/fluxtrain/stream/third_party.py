@@ -53,7 +53,7 @@ class ThirdPartyOptimizer:
 
     @property
     def param_groups(self) -> Groups:
-        """The optimizer's own."""
+        """Return the groups of the package's optimizer."""
         return self.inner.param_groups
 
     def begin_in_backward(self, loss: Tensor) -> None:
@@ -64,8 +64,10 @@ class ThirdPartyOptimizer:
         )
 
     def step(self) -> None:
-        """Clip by the norm that the engine measured, and step. Where norm or losses are not finite
-        nothing is done: whoever reads the norm says so."""
+        """Clip by the norm that the engine measured, and step.
+
+        Does nothing where norm or losses are not finite: reading the norm reports that.
+        """
         engine = self._engine
         norm, engine.norm = engine.norm, None
         scale = 1.0 if norm is None else norm.scale()

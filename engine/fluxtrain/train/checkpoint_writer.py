@@ -1,4 +1,4 @@
-"""When a checkpoint is due, what goes into it, and how a run comes back from one."""
+"""Write the checkpoints of a run when they are due, and restore the run from one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run starts from: the model with its tokenizer, and the packed rows of its data."""
+"""Load the inputs of a run: the model with its tokenizer, and the packed rows of its data."""
 
 from __future__ import annotations
 
@@ -36,12 +36,14 @@ def load_inputs(
     capability: Capability | None = None,
     tell: Callable[[str], None] | None = None,
 ) -> Inputs:
-    """Read model and data; `fits` is asked before the weights are read. `capability` is that of the
-    card that will compute, None for a processor; `tell` hears how far the data is.
+    """Read model and data.
+
+    `fits` is called before the weights are read. `capability` is the compute capability of the
+    card, None without one; `tell` is called with the progress of the data.
 
     Raises:
-        DoesNotFit: `fits` said so.
-        BadInput: whatever in the files a user can repair, each with its cure.
+        DoesNotFit: from `fits`.
+        BadInput: for what a user can repair in the files, with the cure.
     """
     loaded = load_model(
         ModelSource(

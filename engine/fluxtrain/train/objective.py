@@ -34,8 +34,11 @@ class Objective(Protocol[B]):
         """Compute the sum of the losses of all units of `batch`, divided by `step_count`.
 
         `step_count` is the count of all batches of the optimizer step, so that their losses add up
-        to the mean of the step, and their gradients to its gradient. Random numbers come from
-        torch's generators, which checkpoints keep.
+        to the mean of the step, and their gradients to its gradient.
+
+        `batch` is as the data made it, usually on the CPU: a wrapped model takes inputs from there,
+        and its outputs are on its device. Random numbers come from torch's, numpy's or Python's
+        global generators, whose states checkpoints keep.
         """
 
     def metrics(self, model: nn.Module, batch: B) -> Mapping[str, float]:

@@ -1,4 +1,4 @@
-"""One run from its configuration to its model: load, plan, train, evaluate, export."""
+"""The life of a run: load, calibrate, plan, wrap, resume, train, save."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def train(
 ) -> None:
     """Train as `config` says in the directory of `target`; returns when the model is exported.
 
-    `kind` is another run, such as one that keeps nothing. `opened` is called with the run directory
-    once that is this process's own.
+    `kind` is another class of run, such as one that writes no checkpoint. `opened` is called with
+    the run directory once this process holds its lock.
 
     Raises:
         FluxTrainError: with the exit code; the run directory holds the record of it.
@@ -93,7 +93,7 @@ class Run:
 
     @staticmethod
     def files(session: Session) -> DiskRoom:
-        """Where the run writes, for the guard."""
+        """Describe the disk that the run writes to, for the check before it starts."""
         return disk_room(session.run_dir.path)
 
     def __init__(
@@ -201,7 +201,7 @@ class Run:
         )
 
     def announce(self, hello: Hello) -> None:
-        """Tell what the model turned out to be, and the plan with its reasons."""
+        """Emit the facts of the loaded model, and the plan with its reasons."""
         session, loaded = self._session, self._inputs.loaded
         steps = self.schedule.total_steps
         session.announcer.emit(
@@ -218,7 +218,7 @@ class Run:
         session.announcer.emit(self._planned)
 
     def finish(self) -> None:
-        """Show what the model says now, and leave it where any program can load it."""
+        """Save the trained model, and show a sample of it."""
         session, loaded = self._session, self._inputs.loaded
         session.announcer.phase("saving", "the trained model")
         self._method.save(loaded.model, loaded.tokenizer, session.run_dir.model)
@@ -235,10 +235,9 @@ class Run:
         self.measure()
 
     def measure(self) -> None:
-        """Put what was predicted beside what was measured: journal, console and result.json.
+        """Report predicted beside measured values: journal, console and result.json.
 
-        After a change of the running training that is the prediction for what it was changed to,
-        and the steps since.
+        After a live change the prediction is that of the new settings, and the steps since count.
         """
         session, changes = self._session, self._changes
         plan = changes.promise or self._planned
@@ -269,7 +268,7 @@ class Run:
         )
 
     def held_out(self) -> Iterable[Batch]:
-        """The batches of an evaluation."""
+        """Yield the batches of an evaluation."""
         return in_order(self._inputs.data.held_out, self.batch_rows)
 
     def _loop_settings(self) -> LoopSettings:
@@ -294,7 +293,7 @@ class Run:
 
 
 def _checkpoint_of(target: Target, session: Session) -> Checkpoint | None:
-    """The checkpoint to go on from; None starts at the first step."""
+    """Find the checkpoint to resume from; None starts at the first step."""
     if not target.resumes:
         return None
     remove_unfinished(target.run_dir.checkpoints)
@@ -307,7 +306,7 @@ def _checkpoint_of(target: Target, session: Session) -> Checkpoint | None:
 
 
 def _known_rows(config: RunConfig, checkpoint: Checkpoint | None) -> int | None:
-    """Rows of a backward pass: as set, or as at the run's start; None is to be chosen."""
+    """Return the rows of a micro-batch: as set, or as in the checkpoint; None: the plan chooses."""
     if config.train.batch_rows != "auto":
         return config.train.batch_rows
     if checkpoint is None:
