@@ -63,8 +63,10 @@ def serial_losses(config: RunConfig, steps: int) -> tuple[list[float], list[floa
         for group in optimizer.param_groups:
             group["lr"] = 1e-3 * factor
         parts = []
-        for batch in data.next_step():
-            loss = model(**batch.inputs()).loss
+        batches = data.next_step()
+        labels = sum(batch.predicted for batch in batches)
+        for batch in batches:
+            loss = model(**batch.inputs(labels)).loss
             loss.backward()
             parts.append(float(loss.detach()))
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), settings.max_grad_norm or 0.0)
