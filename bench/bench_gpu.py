@@ -40,7 +40,9 @@ from fluxtrain.plan.footprint import boundaries_on_host, homes
 from fluxtrain.plan.moments import WISHES as MOMENTS_WISHES
 from fluxtrain.plan.placement import RunPlacement
 from fluxtrain.plan.timed import Timing, place_timed
+from fluxtrain.train.causal_lm import CausalLM
 from fluxtrain.train.constants import measured_constants
+from fluxtrain.train.objective import BoundBatch
 from fluxtrain.train.placing import model_facts
 
 ENGINES = ("flux", "resident", "resident-fp32", "deepspeed2", "deepspeed3")
@@ -199,13 +201,13 @@ def _available(model: Qwen2ForCausalLM) -> int | None:
     return None if free is None else free + there
 
 
-def trial_batch(options: argparse.Namespace, rows: int) -> Batch:
+def trial_batch(options: argparse.Namespace, rows: int) -> BoundBatch[Batch]:
     """Rows for the block that is tried before the plan."""
     ids = batch(corpus(SHAPES[options.shape]["vocab_size"]), 0, rows, options.sequence)
-    return Batch(
+    return BoundBatch(CausalLM(), Batch(
         input_ids=ids, labels=ids, position_ids=torch.zeros_like(ids), packed=False,
-        predicted=ids.numel(), step_predicted=ids.numel(), tokens=ids.numel(),
-    )  # fmt: skip
+        predicted=ids.numel(), tokens=ids.numel(),
+    ))  # fmt: skip
 
 
 class Losses:

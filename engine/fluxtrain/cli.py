@@ -19,8 +19,8 @@ from fluxtrain.errors import (
     NoSpace,
 )
 from fluxtrain.hardware import allocator, openmp
-from fluxtrain.spoken import complain, print_json, say, silent, tell
-from fluxtrain.starting import Starting
+from fluxtrain.interrupts import ImmediateInterrupts
+from fluxtrain.output import complain, print_json, say, silent, tell
 from fluxtrain.telemetry.standard_streams import open_standard_streams
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ def train(  # noqa: PLR0913, PLR0917 - typer reads the options from the signatur
         if not found.resumes:
             raise BadInput(f"{found.run_dir.path} holds no run: name a CONFIG.yaml, or use --demo")
         chosen = stored_config(found.run_dir, overrides)
-    with Starting():  # packages turn an interrupt while they are read into errors of theirs
+    with ImmediateInterrupts():  # packages turn an interrupt of their import into other errors
         from fluxtrain.train.run import train as train_run
     gc.freeze()  # packages stay with the process: 0.2 s less each time the collector is asked
 
@@ -143,7 +143,7 @@ def plan(  # noqa: PLR0917 - typer reads the options from the signature
 ) -> None:
     """Show what a run would do and need, how long it takes, and why."""
     chosen = _named_config("plan", config, demo, _overrides(sets, steps, device))
-    with Starting():
+    with ImmediateInterrupts():
         from fluxtrain.plan.machine_file import read_machine_file
         from fluxtrain.train.preview import preview, table
 
@@ -166,7 +166,7 @@ def inspect(
 ) -> None:
     """Show the data as the model will see it: samples, what is learnt of them, and lengths."""
     chosen = _named_config("inspect", config, demo, _overrides(sets, None, None))
-    with Starting():
+    with ImmediateInterrupts():
         from fluxtrain.train import inspection
 
     found = inspection.inspect(chosen)
@@ -187,7 +187,7 @@ def dry_run(
 ) -> None:
     """Train three real steps, show predicted against measured, and leave nothing behind."""
     chosen = _named_config("try", config, demo, _overrides(sets, None, device))
-    with Starting():
+    with ImmediateInterrupts():
         from fluxtrain.train import dry_run as trial
 
     found = trial.dry_run(chosen)
@@ -226,7 +226,7 @@ def doctor(
 
     Ends with exit code 0 when all self-tests pass, with 1 when one fails.
     """
-    with Starting():
+    with ImmediateInterrupts():
         from fluxtrain.doctor.examine import examine
         from fluxtrain.doctor.screen import screen
     from fluxtrain.telemetry.rundir import runs_root

@@ -18,7 +18,7 @@ from fluxtrain.device.staging import Staging, host_copy
 from fluxtrain.memory import page_locks
 from fluxtrain.memory.page_locks import PageLocks
 from fluxtrain.stream.engine import engine_of
-from fluxtrain.train.guarding import page_locks_of
+from fluxtrain.train.preflight import page_locks_of
 
 KIB = 1 << 10
 

@@ -206,7 +206,9 @@ def test_the_disk_that_is_told_is_the_one_that_a_run_is_judged_by() -> None:
         facts=facts, room=room, wishes=Wishes(), placement=place(facts, room, Wishes()), passes=1,
         exact=True, keep_checkpoints=2, constants=Constants(per_s={}, source=""),
     )  # fmt: skip
-    judged = disk_need(facts, kept=2, written=EVERY_CHECKPOINT, steps=0)
+    judged = disk_need(
+        facts, model_bytes=facts.weight_bytes, kept=2, written=EVERY_CHECKPOINT, steps=0
+    )
     assert forecast.checkpoint_bytes == judged.checkpoint_bytes
     assert forecast.disk_bytes == judged.total_bytes - judged.journal_bytes
 

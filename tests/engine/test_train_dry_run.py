@@ -72,11 +72,11 @@ def test_a_run_that_does_not_fit_says_so_and_leaves_nothing(
     assert list(own_folders.iterdir()) == []
 
 
-def test_a_keeper_of_a_dry_run_never_writes(tmp_path: Path) -> None:
-    keeper = trial.NothingKept(tmp_path, None, 1, None, {})  # type: ignore[arg-type]
-    assert not keeper.is_due(trial.STEPS)
+def test_a_dry_run_writes_no_checkpoint(tmp_path: Path) -> None:
+    writer = trial.NoCheckpoints(tmp_path, None, 1, None, {}, None)  # type: ignore[arg-type]
+    assert not writer.is_due(trial.STEPS)
     with pytest.raises(Interrupted):
-        keeper.write(None, None, None)  # type: ignore[arg-type]
+        writer.write(None, None, None)  # type: ignore[arg-type]
     assert [path.name for path in tmp_path.iterdir()] == ["temporary"]
 
 

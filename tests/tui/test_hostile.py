@@ -200,7 +200,7 @@ def test_no_number_in_a_journal_ends_the_app(made: ModuleType, seed: int) -> Non
 def test_a_curve_is_drawn_around_a_value_that_has_no_place(made: ModuleType, value: float) -> None:
     events = made.training(30)
     wrong = [msgspec.structs.replace(made.step(31), loss=value, grad_norm=value)]
-    wrong += [ev.EvaluationFinished(step=31, loss=value, seconds=1.0, tokens=1)]
+    wrong += [ev.EvaluationFinished(step=31, loss=value, seconds=1.0, count=1)]
     state = RunState().after_all([*events, *wrong])
     for log_scale in (False, True):
         view = View(state=state, wall_s=2e9, chart=ChartSettings(log_scale=log_scale))

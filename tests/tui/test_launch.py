@@ -230,7 +230,7 @@ def test_leaving_a_finished_run_says_how_it_ended(root: Path, tmp_path: Path) ->
     ("event", "said"),
     [
         (STEP, "step 3/4  loss 2.5000  100 tokens/s  left 1m 30s"),
-        (EvaluationFinished(step=3, loss=2.25, tokens=9, seconds=1.0), "loss 2.2500"),
+        (EvaluationFinished(step=3, loss=2.25, count=9, seconds=1.0), "loss 2.2500"),
         (Failed(exit_code=4, kind="Diverged", message="loss is nan"), "failed: loss is nan"),
         (DONE, "finished after step 4 in 1m 01s"),
         (HELLO, ""),

@@ -24,17 +24,19 @@ from fluxtrain.telemetry.journal import read_events
 from fluxtrain.telemetry.rundir import RunDir
 from fluxtrain.telemetry.storage import read_json
 from fluxtrain.train.cadence import Cadence
-from fluxtrain.train.choices import choose_course
+from fluxtrain.train.checkpoint_writer import CheckpointWriter
+from fluxtrain.train.choices import choose_schedule
 from fluxtrain.train.config import RunConfig, validate
-from fluxtrain.train.ingredients import DEMO
-from fluxtrain.train.keeping import CheckpointKeeper
+from fluxtrain.train.inputs import DEMO
 from fluxtrain.train.recovery import Target
 from fluxtrain.train.run import Run, train
 from fluxtrain.units import duration_text
 
 if TYPE_CHECKING:
-    from fluxtrain.data.batches import Batch, BatchSource
+    from fluxtrain.data.batches import Batch
     from fluxtrain.stream.engine import Engine
+    from fluxtrain.train.objective import Cursor
+    from fluxtrain.train.optimizer import Optimizer
     from fluxtrain.train.run_state import RunState
     from fluxtrain.train.session import Session
 
@@ -42,14 +44,14 @@ STEPS = 3
 _LEFT_NOTHING = "the dry run was stopped and left nothing"
 
 
-class NothingKept(CheckpointKeeper):
+class NoCheckpoints(CheckpointWriter):
     """Writes no checkpoint, whoever asks."""
 
     def is_due(self, step: int) -> bool:
         """Never."""
         return False
 
-    def write(self, state: RunState, engine: Engine, data: BatchSource) -> NoReturn:
+    def write(self, state: RunState, engine: Engine, data: Cursor) -> NoReturn:
         """A dry run that is stopped leaves nothing behind."""
         raise Interrupted(_LEFT_NOTHING, EXIT_INTERRUPTED)
 
@@ -62,14 +64,15 @@ class DryRun(Run):
         """None are written."""
         return UNKNOWN_DISK
 
-    def make_keeper(self) -> CheckpointKeeper:
+    def make_checkpoint_writer(self, optimizer: Optimizer) -> CheckpointWriter:
         """One that keeps nothing."""
-        return NothingKept(
+        return NoCheckpoints(
             self._session.run_dir.checkpoints,
             Cadence(every="end", total_steps=STEPS, share=1.0),
             1,
             self._session.announcer,
             {},
+            optimizer,
         )
 
     def held_out(self) -> Iterable[Batch]:
@@ -99,7 +102,7 @@ def dry_run(config: RunConfig) -> DryRunAnswer:
             raise Interrupted(_LEFT_NOTHING, stopped.exit_code) from None
         events = list(read_events(run.journal))
         ending = read_json(run.result) or {}
-    course = choose_course(
+    schedule = choose_schedule(
         config.train,
         steps_per_epoch=ending["steps_per_epoch"],
         fresh_weights=config.model.path == DEMO,
@@ -107,7 +110,7 @@ def dry_run(config: RunConfig) -> DryRunAnswer:
     return compared(
         events,
         ending,
-        total_steps=course.total_steps,
+        total_steps=schedule.total_steps,
         host_limit_bytes=host_limit_bytes,
         seconds=time.monotonic() - started_s,
     )

@@ -18,6 +18,7 @@ from fluxtrain.plan.rates import Rates
 from fluxtrain.plan.search import Search
 from fluxtrain.train.config import RunConfig
 from fluxtrain.train.constants import Constants
+from fluxtrain.train.method import method_of
 from fluxtrain.train.placing import wishes_of
 from fluxtrain.units import bytes_text, count_text, duration_text
 
@@ -33,6 +34,7 @@ class Forecast:
     passes: int  # batches a step
     exact: bool  # updates wait for the norm of all gradients
     keep_checkpoints: int
+    saved_bytes: int  # of the trained model on the disk
     constants: Constants
 
     def options(self, steps: int) -> tuple[PlanOption, ...]:
@@ -105,7 +107,8 @@ class Forecast:
     @property
     def _files(self) -> DiskNeed:
         kept = self.keep_checkpoints
-        return disk_need(self.facts, kept=kept, written=EVERY_CHECKPOINT, steps=0)
+        size = self.saved_bytes
+        return disk_need(self.facts, model_bytes=size, kept=kept, written=EVERY_CHECKPOINT, steps=0)
 
 
 def planned_layout(facts: ModelFacts, layout: Layout) -> PlannedLayout:
@@ -133,6 +136,7 @@ def forecast_of(
         passes=config.train.accumulation,
         exact=not wishes.eager,
         keep_checkpoints=config.train.keep_checkpoints,
+        saved_bytes=method_of(config).saved_bytes(facts),
         constants=constants,
     )
 

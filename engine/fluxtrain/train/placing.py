@@ -19,13 +19,13 @@ from fluxtrain.hardware.gpu import Gpus
 from fluxtrain.hardware.machine import read_machine
 from fluxtrain.memory.heap import trim_heap
 from fluxtrain.methods.precision import Capability, Precision
-from fluxtrain.optim.outside import check_outside
+from fluxtrain.optim.third_party import check_third_party
 from fluxtrain.plan.facts import ModelFacts, Room, RowFacts, Wishes, activation_estimate
 from fluxtrain.plan.footprint import saving_bytes
 from fluxtrain.plan.moments import WISHES as MOMENTS_WISHES
 from fluxtrain.plan.placement import RunPlacement
 from fluxtrain.plan.ranked import STOPS
-from fluxtrain.plan.states import OUTSIDE_FORMATS, StateFormat
+from fluxtrain.plan.states import THIRD_PARTY_FORMATS, StateFormat
 from fluxtrain.plan.timed import Timing, place_timed
 from fluxtrain.stream.grouping import facts_of
 from fluxtrain.telemetry.events import ChoiceMade
@@ -51,7 +51,7 @@ def choose_device(config: RunConfig) -> ChoiceMade:
         torch_cuda_version=torch.version.cuda,
     )
     if config.train.optimizer != "adamw":
-        check_outside(config.train.optimizer, device.value)
+        check_third_party(config.train.optimizer, device.value)
     return device
 
 
@@ -102,7 +102,7 @@ def model_facts_for(config: RunConfig, model: nn.Module, model_config: Any) -> M
             f"train.optimizer={name} keeps no fp32 masters, which fp16 needs (this card has no "
             "bf16): use model.dtype=float32, or FluxTrain's own adamw"
         )
-    return found.without_masters(OUTSIDE_FORMATS[name])
+    return found.without_masters(THIRD_PARTY_FORMATS[name])
 
 
 def decide(

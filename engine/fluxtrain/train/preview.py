@@ -34,12 +34,12 @@ from fluxtrain.plan.machine_file import PlannedMachine
 from fluxtrain.plan.placement import RunPlacement
 from fluxtrain.telemetry.events import ChoiceMade
 from fluxtrain.telemetry.rundir import runs_root
-from fluxtrain.train.choices import choose_course
+from fluxtrain.train.choices import choose_schedule
 from fluxtrain.train.config import RunConfig, settings
 from fluxtrain.train.constants import Constants, known_constants
 from fluxtrain.train.forecast import Forecast, forecast_of, plan_lines, planned_layout
-from fluxtrain.train.guarding import disk_room, page_locks_planned, refuse_what_does_not_fit
-from fluxtrain.train.ingredients import DEMO
+from fluxtrain.train.inputs import DEMO
+from fluxtrain.train.method import method_of
 from fluxtrain.train.placing import (
     card_capability,
     choose_device,
@@ -49,6 +49,7 @@ from fluxtrain.train.placing import (
     model_facts_for,
     room_of,
 )
+from fluxtrain.train.preflight import disk_room, page_locks_planned, refuse_what_does_not_fit
 from fluxtrain.units import bytes_text, count_text
 
 ASSUMED = "the rates in the file and constants of this class of machines"
@@ -75,6 +76,7 @@ def preview(
     room = _room(config, elsewhere, device.value)
     model, dtype, copied = _empty_model(config, elsewhere, device.value)
     wished_rows = None if config.train.batch_rows == "auto" else config.train.batch_rows
+    method_of(config).prepare(model, config.method)
     facts = model_facts_for(config, model, model.config)
     constants = Constants(per_s=per_s, source=ASSUMED)
     if elsewhere is None:
@@ -95,7 +97,7 @@ def preview(
     disk = elsewhere.disk if elsewhere else disk_room(run_dir or runs_root())
     refuse_what_does_not_fit(config, facts, placement, copied, where.host_available_bytes, disk)
     step_rows = placement.batch_rows * config.train.accumulation
-    course = choose_course(
+    schedule = choose_schedule(
         config.train,
         steps_per_epoch=max(1, -(-rows // step_rows)),
         fresh_weights=config.model.path == DEMO,
@@ -113,8 +115,8 @@ def preview(
         machine=elsewhere.line if elsewhere else machine.line(),
         host_limit_bytes=_host_limit(where, placement, None if elsewhere else machine),
         estimated_rows=rows,
-        steps=course.total_steps,
-        choices=(device, dtype, *placement.choices, *locks, *course.choices),
+        steps=schedule.total_steps,
+        choices=(device, dtype, *placement.choices, *locks, *schedule.choices),
     )
 
 

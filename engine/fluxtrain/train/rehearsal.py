@@ -19,12 +19,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from statistics import fmean
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from fluxtrain.data.batches import Batch
 from fluxtrain.errors import Diverged
 from fluxtrain.memory.recorder import Note
 from fluxtrain.plan.calibration import NotRehearsed, median
@@ -33,6 +32,7 @@ from fluxtrain.plan.states import StateFormat
 from fluxtrain.stream.blocks import take_apart
 from fluxtrain.stream.grouping import facts_of
 from fluxtrain.train.miniature import middle_block, miniature, wrapped
+from fluxtrain.train.objective import BoundBatch
 from fluxtrain.train.trial import give_back
 from fluxtrain.units import bytes_text
 
@@ -64,7 +64,7 @@ class Rehearsed:
 
 def rehearse(
     model: nn.Module,
-    batch: Batch,
+    batch: BoundBatch[Any],
     device: torch.device,
     states: StateFormat,
     host_available_bytes: int | None,
@@ -92,7 +92,7 @@ def rehearse(
 def _rehearsed(
     model: nn.Module,
     count: int,
-    batch: Batch,
+    batch: BoundBatch[Any],
     device: torch.device,
     states: StateFormat,
     *,
@@ -106,7 +106,7 @@ def _rehearsed(
         if id(parameter) not in within:
             parameter.requires_grad_(False)  # edges have their own part in a plan
     facts = next(group for group in facts_of(mini, states).groups if group.kind == "block")
-    rows = int(batch.input_ids.shape[0])
+    rows = batch.rows
     at_home = {"device_groups": 0, "resident_blocks": 0, "kept_blocks": 0, "embedding": "whole"}
     how = {**at_home, "states": states, "deferred_moments": True}
     with wrapped(mini, device, "weights", rows, **how) as engine:
@@ -162,14 +162,11 @@ class _Stage:
         mini: nn.Module,
         engine: Engine,
         blocks: Sequence[nn.Module],
-        batch: Batch,
+        batch: BoundBatch[Any],
         device: torch.device,
     ) -> None:
         self._mini, self._engine, self._blocks = mini, engine, blocks
-        self._inputs = {
-            name: value.to(device) if isinstance(value, Tensor) else value
-            for name, value in batch.inputs().items()
-        }
+        self._batch = batch.to(device)
         self._recorder = engine.device.recorder
         self._optimizer = torch.optim.AdamW([p for p in mini.parameters() if p.requires_grad], 1e-6)
         self._seen = _Seen()
@@ -205,7 +202,7 @@ class _Stage:
     def _step(self, kind: Kind) -> None:
         self._seen.forwards.append([])
         self._seen.backwards.append([])
-        loss = self._mini(**self._inputs).loss
+        loss = self._batch.loss(self._mini)
         if kind == "eager":
             self._engine.begin_eager_step(self._optimizer, loss)
         loss.backward()

@@ -1,4 +1,4 @@
-"""The keeper: what goes into a checkpoint comes back, and only into the run that made it."""
+"""The writer: what goes into a checkpoint comes back, and only into the run that made it."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from fluxtrain.errors import BadInput, NoSpace
 from fluxtrain.memory.recorder import HostClock, Recorder
 from fluxtrain.stream.engine import engine_of
 from fluxtrain.telemetry import events as ev
-from fluxtrain.train import keeping
+from fluxtrain.train import checkpoint_writer
 from fluxtrain.train.announce import Announcer
 from fluxtrain.train.cadence import Cadence
 from fluxtrain.train.checkpoint import Damaged, list_checkpoints, read_checkpoint, write_checkpoint
-from fluxtrain.train.keeping import TRAINER_BYTES, CheckpointKeeper
+from fluxtrain.train.checkpoint_writer import TRAINER_BYTES, CheckpointWriter
+from fluxtrain.train.optimizer import EngineAdamW
 from fluxtrain.train.run_state import RunState
 
 
@@ -71,14 +72,15 @@ class Kept:
 FINGERPRINT = {"model": "Tiny", "train.eps": 1e-8, "train.betas": [0.9, 0.999]}
 
 
-def keeper(root: Path, fingerprint: dict[str, Any] | None = None) -> tuple[Any, Kept]:
+def writer(root: Path, fingerprint: dict[str, Any] | None = None) -> tuple[Any, Kept]:
     kept: Any = Kept()
-    made = CheckpointKeeper(
+    made = CheckpointWriter(
         root,
         Cadence(every=5, total_steps=20, share=0.05),
         2,
         Announcer(kept, lambda _: None),
         FINGERPRINT if fingerprint is None else fingerprint,
+        EngineAdamW(kept, [torch.nn.Parameter(torch.zeros(1))]),
     )
     return made, kept
 
@@ -91,7 +93,7 @@ def state_at(step: int) -> RunState:
 
 
 def test_everything_of_a_run_comes_back(tmp_path: Path) -> None:
-    written, told = keeper(tmp_path)
+    written, told = writer(tmp_path)
     engine, data = FakeEngine(1), FakeData()
     engine.chunk_rows, data.position = 2, 17
     random.seed(3)
@@ -103,7 +105,7 @@ def test_everything_of_a_run_comes_back(tmp_path: Path) -> None:
     assert (event.step, event.bytes, event.path) == (5, checkpoint.bytes, str(checkpoint.path))
     assert written.written_bytes == checkpoint.bytes
 
-    restored, _ = keeper(tmp_path)
+    restored, _ = writer(tmp_path)
     other, cursor = FakeEngine(2), FakeData()
     state = restored.restore(read_checkpoint(checkpoint.path), other, cursor)
     assert state == state_at(5)
@@ -121,23 +123,23 @@ def test_everything_of_a_run_comes_back(tmp_path: Path) -> None:
 def test_a_trainers_state_that_was_never_written_so_is_damaged(
     tmp_path: Path, forged: dict[str, Any]
 ) -> None:
-    made, _ = keeper(tmp_path)
+    made, _ = writer(tmp_path)
     whole = made.write(state_at(5), FakeEngine(1), FakeData()).trainer_state()
     content = {**whole, **forged} if forged else {}
     forgery = write_checkpoint(tmp_path / "forged", 5, [], content)
     with pytest.raises(Damaged, match=r"step-00000005: trainer\.json"):
-        keeper(tmp_path)[0].restore(forgery, FakeEngine(2), FakeData())
+        writer(tmp_path)[0].restore(forgery, FakeEngine(2), FakeData())
 
 
 def test_a_step_that_is_saved_is_not_saved_again(tmp_path: Path) -> None:
-    made, told = keeper(tmp_path)
+    made, told = writer(tmp_path)
     first = made.write(state_at(5), FakeEngine(1), FakeData())
     assert made.write(state_at(5), FakeEngine(1), FakeData()) is first
     assert len(told.events) == 1
 
 
 def test_only_the_newest_are_kept(tmp_path: Path) -> None:
-    made, _ = keeper(tmp_path)
+    made, _ = writer(tmp_path)
     assert made.last_text() == "no checkpoint was written yet"
     for step in (5, 10, 15):
         assert made.is_due(step)
@@ -158,9 +160,9 @@ def test_only_the_newest_are_kept(tmp_path: Path) -> None:
 def test_another_run_is_refused_before_anything_changes(
     tmp_path: Path, key: str, value: object, words: str
 ) -> None:
-    made, _ = keeper(tmp_path)
+    made, _ = writer(tmp_path)
     checkpoint = made.write(state_at(5), FakeEngine(1), FakeData())
-    other, _ = keeper(tmp_path, {**FINGERPRINT, key: value})
+    other, _ = writer(tmp_path, {**FINGERPRINT, key: value})
     engine, data = FakeEngine(2), FakeData()
     before = {name: tensors["w"].clone() for name, tensors in engine.shards.items()}
     with pytest.raises(BadInput) as caught:
@@ -171,7 +173,7 @@ def test_another_run_is_refused_before_anything_changes(
 
 
 def test_damage_after_the_check_is_still_reported_as_damage(tmp_path: Path) -> None:
-    made, _ = keeper(tmp_path)
+    made, _ = writer(tmp_path)
     checkpoint = made.write(state_at(5), FakeEngine(1), FakeData())
     (checkpoint.path / "shard-00001.safetensors").write_bytes(b"cut")
     with pytest.raises(Damaged, match="step-00000005"):
@@ -189,13 +191,13 @@ def free(monkeypatch: pytest.MonkeyPatch, root: Path, room_for: int) -> None:
     def bytes_left(_: Path) -> int:
         return (room_for - len(list_checkpoints(root))) * NEED
 
-    monkeypatch.setattr(keeping, "free_bytes", bytes_left)
+    monkeypatch.setattr(checkpoint_writer, "free_bytes", bytes_left)
 
 
 def test_an_older_checkpoint_makes_room_for_the_next_and_that_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made, kept = keeper(tmp_path)
+    made, kept = writer(tmp_path)
     free(monkeypatch, tmp_path, 2)
     for step in (5, 10, 15):
         made.write(state_at(step), FakeEngine(step), FakeData())
@@ -207,10 +209,10 @@ def test_an_older_checkpoint_makes_room_for_the_next_and_that_is_said(
 def test_a_checkpoint_that_cannot_fit_is_refused_before_anything_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made, _ = keeper(tmp_path)
+    made, _ = writer(tmp_path)
     free(monkeypatch, tmp_path, 1)
     first = made.write(state_at(5), FakeEngine(1), FakeData())
-    monkeypatch.setattr(keeping, "write_checkpoint", None)  # would raise another error
+    monkeypatch.setattr(checkpoint_writer, "write_checkpoint", None)  # would raise another error
     with pytest.raises(NoSpace, match=r"needs 1.00 MiB and 0 B is free.*step-00000005") as raised:
         made.write(state_at(10), FakeEngine(1), FakeData())
     assert raised.value.exit_code == 5

@@ -1,4 +1,4 @@
-"""When a checkpoint is due, what goes into it, and how a run comes back from one."""
+"""Write the checkpoints of a run when they are due, and restore the run from one."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 
 from fluxtrain.errors import BadInput, NoSpace
-from fluxtrain.stream.outside import SHARD as OUTSIDE_SHARD
-from fluxtrain.stream.outside import OutsideOptimizer
 from fluxtrain.telemetry.events import CheckpointWritten
 from fluxtrain.telemetry.storage import free_bytes
 from fluxtrain.train.announce import Announcer
@@ -35,8 +33,9 @@ from fluxtrain.units import bytes_text
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from fluxtrain.data.batches import BatchSource
     from fluxtrain.stream.engine import Engine
+    from fluxtrain.train.objective import Cursor
+    from fluxtrain.train.optimizer import Optimizer
 
 PERIOD_S = 600.0
 _BEFORE = {
@@ -57,7 +56,7 @@ class _Content(msgspec.Struct):
     fingerprint: dict[str, Any]
 
 
-class CheckpointKeeper:
+class CheckpointWriter:
     """Writes, prunes and restores the checkpoints of one run."""
 
     def __init__(
@@ -67,13 +66,14 @@ class CheckpointKeeper:
         keep: int,
         announcer: Announcer,
         fingerprint: dict[str, Any],
+        optimizer: Optimizer,
     ) -> None:
         self._root = root
         self._cadence = cadence
         self._keep = keep
         self._announcer = announcer
         self._fingerprint = fingerprint
-        self.outside: OutsideOptimizer | None = None  # whose state belongs to the checkpoint
+        self._optimizer = optimizer
         self.last: Checkpoint | None = None
         self.read_bytes = 0
         self.written_bytes = 0
@@ -82,7 +82,7 @@ class CheckpointKeeper:
         """Whether the cadence asks for a checkpoint now."""
         return self._cadence.is_due(step)
 
-    def write(self, state: RunState, engine: Engine, data: BatchSource) -> Checkpoint:
+    def write(self, state: RunState, engine: Engine, data: Cursor) -> Checkpoint:
         """Save the run as it is between two steps; at a step that is saved already, do nothing.
 
         Raises NoSpace; the checkpoint before stays the last one.
@@ -116,7 +116,7 @@ class CheckpointKeeper:
         )
         return self.last
 
-    def restore(self, checkpoint: Checkpoint, engine: Engine, data: BatchSource) -> RunState:
+    def restore(self, checkpoint: Checkpoint, engine: Engine, data: Cursor) -> RunState:
         """Put engine, data and random generators where `checkpoint` was.
 
         Raises:
@@ -126,9 +126,7 @@ class CheckpointKeeper:
         _refuse_other_run(checkpoint.path, content["fingerprint"], self._fingerprint)
         data.load_state_dict(content["data"])
         for name, tensors in load_shard_tensors(checkpoint):
-            if self.outside is not None and name == OUTSIDE_SHARD:
-                self.outside.load_shard(tensors)
-            else:
+            if not self._optimizer.load_state_shard(name, tensors):
                 engine.load_state_shard(name, tensors)
         engine.chunk_rows = content["chunk_rows"]
         if engine.loss_scale is not None:
@@ -141,8 +139,7 @@ class CheckpointKeeper:
 
     def _shards(self, engine: Engine) -> Iterator[tuple[str, dict[str, Tensor]]]:
         yield from engine.state_shards()
-        if self.outside is not None:
-            yield self.outside.shard()
+        yield from self._optimizer.state_shards()
 
     def _make_room(self, needed_bytes: int) -> None:
         """Before anything is written: what does not fit is refused, or older checkpoints go first.
@@ -196,7 +193,7 @@ def newest_valid(root: Path, warn: Callable[[str], None]) -> Checkpoint | None:
 
 
 def trainer_content(checkpoint: Checkpoint) -> dict[str, Any]:
-    """What `CheckpointKeeper.write` gave. Raises Damaged for anything else."""
+    """What `CheckpointWriter.write` gave. Raises Damaged for anything else."""
     content = checkpoint.trainer_state()
     check_content(content, _Content, f"{checkpoint.path.name}: {TRAINER}")
     return content

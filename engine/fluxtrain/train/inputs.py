@@ -1,4 +1,4 @@
-"""What a run starts from: the model with its tokenizer, and the packed rows of its data."""
+"""Load the inputs of a run: the model with its tokenizer, and the packed rows of its data."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PROMPT_CHARACTERS = 60
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ingredients:
+class Inputs:
     """Everything that is read from files before training starts."""
 
     loaded: LoadedModel
@@ -30,18 +30,20 @@ class Ingredients:
     prompt: str  # what the sample at the end continues
 
 
-def load_ingredients(
+def load_inputs(
     config: RunConfig,
     fits: Callable[[PreTrainedModel, Copied], None] | None = None,
     capability: Capability | None = None,
     tell: Callable[[str], None] | None = None,
-) -> Ingredients:
-    """Read model and data; `fits` is asked before the weights are read. `capability` is that of the
-    card that will compute, None for a processor; `tell` hears how far the data is.
+) -> Inputs:
+    """Read model and data.
+
+    `fits` is called before the weights are read. `capability` is the compute capability of the
+    card, None without one; `tell` is called with the progress of the data.
 
     Raises:
-        DoesNotFit: `fits` said so.
-        BadInput: whatever in the files a user can repair, each with its cure.
+        DoesNotFit: from `fits`.
+        BadInput: for what a user can repair in the files, with the cure.
     """
     loaded = load_model(
         ModelSource(
@@ -71,7 +73,7 @@ def load_ingredients(
         ),
         tell,
     )
-    return Ingredients(loaded=loaded, data=data, prompt=_prompt(config.data.path, data))
+    return Inputs(loaded=loaded, data=data, prompt=_prompt(config.data.path, data))
 
 
 def _prompt(path: str, data: PreparedData) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from fluxtrain.errors import EXIT_INTERRUPTED, EXIT_TERMINATED
-from fluxtrain.starting import _EXIT_INTERRUPTED, Starting
+from fluxtrain.interrupts import _EXIT_INTERRUPTED, ImmediateInterrupts
 from fluxtrain.telemetry.rundir import RunDir
 
 ROOT = Path(__file__).parents[2]
@@ -102,7 +102,7 @@ def test_an_interrupt_is_told_as_such_whatever_packages_make_of_it(
 def test_what_is_started_to_ignore_an_interrupt_ignores_it(tmp_path: Path) -> None:
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        with Starting():
+        with ImmediateInterrupts():
             os.kill(os.getpid(), signal.SIGINT)
             assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     finally:
@@ -111,7 +111,7 @@ def test_what_is_started_to_ignore_an_interrupt_ignores_it(tmp_path: Path) -> No
 
 def test_afterwards_an_interrupt_is_the_commands_own_again() -> None:
     before = signal.getsignal(signal.SIGINT)
-    with Starting():
+    with ImmediateInterrupts():
         if before is signal.default_int_handler:
             assert signal.getsignal(signal.SIGINT) is not before
     assert signal.getsignal(signal.SIGINT) is before
@@ -180,7 +180,7 @@ def test_an_interrupt_before_anything_is_written_names_the_folder_that_the_user_
 def test_an_interrupt_while_a_run_is_loaded_names_its_folder_and_what_it_holds(
     tmp_path: Path,
 ) -> None:
-    ended = interrupted_at(tmp_path, "fluxtrain.train.run.load_ingredients", "train", "--demo")
+    ended = interrupted_at(tmp_path, "fluxtrain.train.run.load_inputs", "train", "--demo")
     (run,) = (tmp_path / "runs").iterdir()
     assert ended.stderr == (
         f"stopped before a step was made: {run} holds its configuration and its log alone\n"
@@ -239,7 +239,7 @@ def test_a_run_that_is_terminated_before_it_wrote_anything_leaves_no_folder(
 
 
 def test_a_dry_run_that_is_interrupted_leaves_nothing_and_says_so(tmp_path: Path) -> None:
-    ended = interrupted_at(tmp_path, "fluxtrain.train.run.load_ingredients", "dry-run", "--demo")
+    ended = interrupted_at(tmp_path, "fluxtrain.train.run.load_inputs", "dry-run", "--demo")
     assert ended.stderr.endswith("stopped: the dry run was stopped and left nothing\n")
     assert ended.returncode == EXIT_INTERRUPTED
     assert not (tmp_path / "runs").exists()

@@ -1,4 +1,4 @@
-"""Asks the guard for `train`, before anything is loaded, and for `plan`; tells what is locked."""
+"""Check that a run fits before anything is written: host memory, disk, page locks."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ from fluxtrain.plan.placement import RunPlacement
 from fluxtrain.telemetry.events import ChoiceMade
 from fluxtrain.telemetry.rundir import RunDir
 from fluxtrain.train.config import RunConfig
+from fluxtrain.train.method import method_of
 from fluxtrain.train.placing import decide, model_facts_for
 
 if TYPE_CHECKING:
@@ -44,13 +45,17 @@ def refuse_what_does_not_fit(
     available_bytes: int | None,
     disk: DiskRoom,
 ) -> None:
-    """Raise `DoesNotFit` when host memory or the disk cannot hold the run as it is placed.
+    """Refuse a placed run that host memory or the disk cannot hold.
 
-    available_bytes: of host memory, as if nothing of the model were loaded.
+    `available_bytes` is the free host memory if nothing of the model were loaded.
+
+    Raises:
+        DoesNotFit: says what the run needs and what there is.
     """
     steps = config.train.steps or 0
     files = disk_need(
         facts,
+        model_bytes=method_of(config).saved_bytes(facts),
         kept=config.train.keep_checkpoints,
         written=checkpoints_written(config, steps),
         steps=steps,
@@ -78,8 +83,11 @@ def refuse_before_loading(
     empty: PreTrainedModel,
     copied: Copied,
 ) -> None:
-    """The same from a model without its weights, with one row a step: the rows that are asked for
-    are judged when the data is known."""
+    """Refuse, from a model without its weights, a run that does not fit with one row a step.
+
+    The rows that the configuration asks for are checked when the data is known. Raises DoesNotFit.
+    """
+    method_of(config).prepare(empty, config.method)
     facts = model_facts_for(config, empty, empty.config)
     placement = decide(config, facts, machine, device, batch_rows=1, data_rows=1)
     left = machine.memory_available_bytes
@@ -87,7 +95,7 @@ def refuse_before_loading(
 
 
 def copied_now(loaded: LoadedModel) -> Copied:
-    """What of the weights on the host is no pages of a file; what is counts as available."""
+    """Measure the weights that are copies in host memory; mapped pages count as available."""
     cool(loaded.model)
     return Copied(weights_bytes=copied_bytes(loaded.model), merged_bytes=loaded.merged_bytes)
 
@@ -95,7 +103,7 @@ def copied_now(loaded: LoadedModel) -> Copied:
 def page_locks_planned(
     facts: ModelFacts, placement: RunPlacement, device: str, per_s: Mapping[str, float | None]
 ) -> tuple[ChoiceMade, ...]:
-    """What a run on a GPU will page-lock, as far as the probe knows."""
+    """Predict what a run on a GPU will page-lock, from the rates of the probe."""
     if device != "cuda":
         return ()
     wanted = wanted_bytes(facts, placement.layout())
@@ -103,7 +111,7 @@ def page_locks_planned(
 
 
 def page_locks_of(engine: Engine, per_s: Mapping[str, float | None]) -> tuple[ChoiceMade, ...]:
-    """What is page-locked of a wrapped model; gradients go the way of their weights."""
+    """Report what is page-locked of a wrapped model, weights and gradients."""
     if not engine.device.pins:
         return ()
     wanted = refused = 0
@@ -116,7 +124,7 @@ def page_locks_of(engine: Engine, per_s: Mapping[str, float | None]) -> tuple[Ch
 
 
 def disk_room(folder: Path) -> DiskRoom:
-    """The disk of a run directory, which need not be there yet, and what the run has on it."""
+    """Read the free space for a run directory, made or not, and what the run holds there."""
     disk, run = read_disk(folder), RunDir(folder)
     return DiskRoom(
         path=disk.path,
@@ -128,7 +136,7 @@ def disk_room(folder: Path) -> DiskRoom:
 
 
 def checkpoints_written(config: RunConfig, steps: int) -> int:
-    """How many checkpoints the whole run writes at most, unless somebody asks for more."""
+    """Count the checkpoints that a run of `steps` steps writes at most by its schedule."""
     every = config.train.checkpoint_every
     if every == "end":
         return 1
@@ -138,7 +146,7 @@ def checkpoints_written(config: RunConfig, steps: int) -> int:
 
 
 def _size_bytes(folder: Path) -> int:
-    """Of all files below a folder; 0 where there is none."""
+    """Add up the sizes of all files below a folder; 0 where there is none."""
     return sum(
         os.lstat(os.path.join(place, name)).st_size
         for place, _, names in os.walk(folder)

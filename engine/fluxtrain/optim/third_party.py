@@ -14,7 +14,7 @@ from fluxtrain.errors import BadInput
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outside:
+class ThirdParty:
     """Where an optimizer comes from, and what it takes beside rate, betas and epsilon."""
 
     package: str
@@ -25,18 +25,18 @@ class Outside:
     options: tuple[tuple[str, Any], ...] = ()
 
 
-OUTSIDE = {
-    "bnb-adamw-8bit": Outside(
+THIRD_PARTY = {
+    "bnb-adamw-8bit": ThirdParty(
         package="bitsandbytes", module="bitsandbytes.optim", name="AdamW8bit", extra="bitsandbytes"
     ),
-    "bnb-paged-adamw-8bit": Outside(
+    "bnb-paged-adamw-8bit": ThirdParty(
         package="bitsandbytes",
         module="bitsandbytes.optim",
         name="PagedAdamW8bit",
         extra="bitsandbytes",
         needs_gpu=True,
     ),
-    "torchao-adamw-4bit": Outside(
+    "torchao-adamw-4bit": ThirdParty(
         package="torchao",
         module="torchao.optim",
         name="AdamW4bit",
@@ -46,9 +46,9 @@ OUTSIDE = {
 }
 
 
-def check_outside(name: str, device: str) -> None:
+def check_third_party(name: str, device: str) -> None:
     """Raise BadInput where the optimizer `name` cannot be had on `device` (cpu, cuda)."""
-    found = OUTSIDE[name]
+    found = THIRD_PARTY[name]
     if importlib.util.find_spec(found.package) is None:
         raise BadInput(
             f"train.optimizer={name} needs the package {found.package}, which is not installed: "
@@ -58,7 +58,7 @@ def check_outside(name: str, device: str) -> None:
         raise BadInput(f"train.optimizer={name} pages between a GPU and the host: it needs a GPU")
 
 
-def outside_optimizer(
+def third_party_optimizer(
     name: str,
     groups: Iterable[dict[str, Any]],
     *,
@@ -70,7 +70,7 @@ def outside_optimizer(
 
     Raises BadInput when its package is too old or cannot be loaded.
     """
-    found = OUTSIDE[name]
+    found = THIRD_PARTY[name]
     try:
         kind = getattr(importlib.import_module(found.module), found.name)
         made: torch.optim.Optimizer = kind(

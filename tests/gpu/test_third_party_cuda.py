@@ -12,21 +12,21 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import fluxtrain
-from fluxtrain.optim.outside import OUTSIDE, outside_optimizer
-from fluxtrain.plan.states import OUTSIDE_FORMATS
+from fluxtrain.optim.third_party import THIRD_PARTY, third_party_optimizer
+from fluxtrain.plan.states import THIRD_PARTY_FORMATS
 from fluxtrain.stream.engine import engine_of
 from fluxtrain.stream.grouping import facts_of
-from fluxtrain.stream.outside import OutsideOptimizer
+from fluxtrain.stream.third_party import ThirdPartyOptimizer
 
 pytestmark = pytest.mark.gpu
-NAMES = pytest.mark.parametrize("name", list(OUTSIDE))
+NAMES = pytest.mark.parametrize("name", list(THIRD_PARTY))
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 RATE = 1e-3
 
 
 @pytest.fixture(autouse=True)
 def installed(name: str) -> None:
-    package = OUTSIDE[name].package
+    package = THIRD_PARTY[name].package
     if importlib.util.find_spec(package) is None:
         pytest.skip(f"{package} is not installed")
 
@@ -40,14 +40,14 @@ def plain(dtype: torch.dtype) -> nn.Module:
     return LlamaForCausalLM(config).to(dtype).train()
 
 
-def wrapped(dtype: torch.dtype, name: str) -> tuple[nn.Module, OutsideOptimizer]:
+def wrapped(dtype: torch.dtype, name: str) -> tuple[nn.Module, ThirdPartyOptimizer]:
     model = fluxtrain.wrap(plain(dtype), device="cuda", offload="none", chunk_rows=4)
     groups = [{"params": list(model.parameters()), "weight_decay": 0.1}]
-    make = partial(outside_optimizer, name, lr=RATE, betas=(0.9, 0.999), eps=1e-8)
-    return model, OutsideOptimizer(engine_of(model), groups, make)
+    make = partial(third_party_optimizer, name, lr=RATE, betas=(0.9, 0.999), eps=1e-8)
+    return model, ThirdPartyOptimizer(engine_of(model), groups, make)
 
 
-def step(model: nn.Module, optimizer: OutsideOptimizer, seed: int) -> float:
+def step(model: nn.Module, optimizer: ThirdPartyOptimizer, seed: int) -> float:
     torch.manual_seed(seed)  # of stochastic rounding too
     ids = torch.randint(0, 1024, (8, 64)).cuda()
     loss = model(input_ids=ids, labels=ids).loss
@@ -84,18 +84,18 @@ def test_its_state_comes_back_and_training_goes_on_with_the_same_losses(
         shard: {key: tensor.cpu().clone() for key, tensor in tensors.items()}
         for shard, tensors in engine_of(model).state_shards()
     }
-    _, state = optimizer.shard()
+    [(name, state)] = optimizer.state_shards()
     again, resumed = wrapped(dtype, name)
     for shard, tensors in shards.items():
         engine_of(again).load_state_shard(shard, tensors)
-    resumed.load_shard({key: tensor.clone() for key, tensor in state.items()})
+    assert resumed.load_state_shard(name, {key: t.clone() for key, t in state.items()})
     for seed in range(3, 6):
         assert step(model, optimizer, seed) == step(again, resumed, seed)
 
 
 @pytest.mark.parametrize("name", ["bnb-adamw-8bit", "torchao-adamw-4bit"])
 def test_the_device_holds_what_the_plan_counts(name: str) -> None:
-    facts = facts_of(plain(torch.bfloat16)).without_masters(OUTSIDE_FORMATS[name])
+    facts = facts_of(plain(torch.bfloat16)).without_masters(THIRD_PARTY_FORMATS[name])
     model, optimizer = wrapped(torch.bfloat16, name)
     step(model, optimizer, 0)  # compiles, and makes the states
     torch.cuda.synchronize()

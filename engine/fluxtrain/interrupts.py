@@ -1,7 +1,7 @@
-"""Ctrl-C while a command is still being read from its files: one line and exit code 130.
+"""Ctrl-C while the packages of a command are imported: one line and exit code 130.
 
-Python itself would show where it was in reading them. Imports nothing of its own package, and
-nothing that takes long: it is there before anything else is.
+Python would print a traceback into the imports. This module imports nothing of its own package and
+nothing slow, because it must be in place first.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ _WORDS = b"interrupted before anything was started\n"
 _EXIT_INTERRUPTED = 130  # as in fluxtrain.errors
 
 
-class Starting:
-    """While it lasts, Ctrl-C ends the process at once; where it is ignored, it stays ignored."""
+class ImmediateInterrupts:
+    """A context in which Ctrl-C ends the process at once; an ignored Ctrl-C stays ignored."""
 
-    def __enter__(self) -> Starting:
+    def __enter__(self) -> ImmediateInterrupts:
         self._before = signal.getsignal(signal.SIGINT)
         if self._before is signal.default_int_handler:
             signal.signal(signal.SIGINT, _leave)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
 
@@ -30,8 +30,10 @@ Groups = list[dict[str, Any]]
 Make = Callable[[Groups], torch.optim.Optimizer]
 
 
-class OutsideOptimizer:
-    """Steps the weights as they are, without masters; to the trainer it is an optimizer."""
+class ThirdPartyOptimizer:
+    """Steps the weights as they are, without masters."""
+
+    updates_in_backward = False
 
     def __init__(self, engine: Engine, groups: Groups, make: Make) -> None:
         """`make` gets `groups` with plain parameters in place of wrapped ones.
@@ -51,12 +53,21 @@ class OutsideOptimizer:
 
     @property
     def param_groups(self) -> Groups:
-        """The optimizer's own."""
+        """Return the groups of the package's optimizer."""
         return self.inner.param_groups
 
+    def begin_in_backward(self, loss: Tensor) -> None:
+        """Raise MisusedModel: the packages step all weights at once."""
+        raise MisusedModel(
+            f"{type(self.inner).__name__} cannot update in the backward pass: set "
+            "train.max_grad_norm, or use FluxTrain's own adamw"
+        )
+
     def step(self) -> None:
-        """Clip by the norm that the engine measured, and step. Where norm or losses are not finite
-        nothing is done: whoever reads the norm says so."""
+        """Clip by the norm that the engine measured, and step.
+
+        Does nothing where norm or losses are not finite: reading the norm reports that.
+        """
         engine = self._engine
         norm, engine.norm = engine.norm, None
         scale = 1.0 if norm is None else norm.scale()
@@ -84,16 +95,18 @@ class OutsideOptimizer:
         for parameter in self._loose:
             parameter.grad = None
 
-    def shard(self) -> tuple[str, dict[str, Tensor]]:
-        """The optimizer's state as bytes (n,) uint8: formats of other packages are their own."""
+    def state_shards(self) -> Iterator[tuple[str, dict[str, Tensor]]]:
+        """Yield the optimizer's state as bytes (n,) uint8, in its package's own format."""
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # paged states are read by the host
         file = io.BytesIO()
         torch.save(self.inner.state_dict(), file)
-        return SHARD, {"state_dict": torch.frombuffer(file.getbuffer(), dtype=torch.uint8)}
+        yield SHARD, {"state_dict": torch.frombuffer(file.getbuffer(), dtype=torch.uint8)}
 
-    def load_shard(self, tensors: dict[str, Tensor]) -> None:
-        """What `shard` gave, exactly. Raises BadInput for that of another optimizer."""
+    def load_state_shard(self, name: str, tensors: dict[str, Tensor]) -> bool:
+        """Load what `state_shards` gave. Raises BadInput for the state of another optimizer."""
+        if name != SHARD:
+            return False
         try:
             file = io.BytesIO(tensors["state_dict"].numpy().tobytes())
             state = torch.load(file, map_location="cpu", weights_only=True)
@@ -104,6 +117,7 @@ class OutsideOptimizer:
                 "resume with the train.optimizer and the package that it was made with"
             ) from error
         self._page_again()
+        return True
 
     def _page_again(self) -> None:
         """Loaded states of a paged optimizer go back to paged memory."""

@@ -1,4 +1,4 @@
-"""What the `fluxtrain` command says: answers to standard output, the rest to standard error."""
+"""Output of the `fluxtrain` command: answers to standard output, the rest to standard error."""
 
 from __future__ import annotations
 

@@ -17,12 +17,17 @@ from torch import nn
 import fluxtrain
 from fluxtrain.cli import main
 from fluxtrain.errors import EXIT_BAD_INPUT, BadInput, Diverged, Interrupted, MisusedModel
-from fluxtrain.optim import outside as outside_optimizers
-from fluxtrain.optim.outside import OUTSIDE, Outside, check_outside, outside_optimizer
-from fluxtrain.plan.states import OUTSIDE_FORMATS
+from fluxtrain.optim import third_party
+from fluxtrain.optim.third_party import (
+    THIRD_PARTY,
+    ThirdParty,
+    check_third_party,
+    third_party_optimizer,
+)
+from fluxtrain.plan.states import THIRD_PARTY_FORMATS
 from fluxtrain.stream.engine import engine_of
 from fluxtrain.stream.grouping import facts_of
-from fluxtrain.stream.outside import OutsideOptimizer
+from fluxtrain.stream.third_party import ThirdPartyOptimizer
 from fluxtrain.telemetry import events as ev
 from fluxtrain.telemetry.journal import read_events
 from fluxtrain.train.config import load_config, validate
@@ -34,7 +39,7 @@ MakeConfig = Callable[..., Path]
 NAME = "bnb-adamw-8bit"
 HERE = [
     name
-    for name, found in OUTSIDE.items()
+    for name, found in THIRD_PARTY.items()
     if importlib.util.find_spec(found.package) is not None and not found.needs_gpu
 ]
 REAL = pytest.mark.parametrize(
@@ -45,13 +50,13 @@ REAL = pytest.mark.parametrize(
 @pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's AdamW under the name of another."""
-    plain = Outside(package="torch", module="torch.optim", name="AdamW", extra="none")
-    monkeypatch.setitem(outside_optimizers.OUTSIDE, NAME, plain)
+    plain = ThirdParty(package="torch", module="torch.optim", name="AdamW", extra="none")
+    monkeypatch.setitem(third_party.THIRD_PARTY, NAME, plain)
 
 
-def made(model: nn.Module, **options: Any) -> OutsideOptimizer:
+def made(model: nn.Module, **options: Any) -> ThirdPartyOptimizer:
     groups = [{"params": list(model.parameters()), "weight_decay": 0.1}]
-    return OutsideOptimizer(
+    return ThirdPartyOptimizer(
         engine_of(model), groups, lambda plain: torch.optim.AdamW(plain, lr=2e-3, **options)
     )
 
@@ -115,6 +120,14 @@ def test_parts_on_the_host_are_refused(tiny: Any) -> None:
         made(fluxtrain.wrap(tiny("llama"), offload="weights"))
 
 
+def test_it_never_updates_in_the_backward_pass(tiny: Any, batch: Any) -> None:
+    model = fluxtrain.wrap(tiny("llama"), offload="none")
+    optimizer = made(model)
+    assert not optimizer.updates_in_backward
+    with pytest.raises(MisusedModel, match=r"AdamW cannot update.*train\.max_grad_norm"):
+        optimizer.begin_in_backward(model(**batch()).loss)
+
+
 def test_a_run_learns_and_a_stopped_one_goes_on_with_the_same_bits(
     run_config: MakeConfig, tmp_path: Path, stand_in: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -168,8 +181,8 @@ def test_a_divergence_ends_the_run(run_config: MakeConfig, tmp_path: Path, stand
 def test_a_missing_package_ends_with_its_cure(
     run_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    gone = replace(OUTSIDE[NAME], package="no_such_package")
-    monkeypatch.setitem(outside_optimizers.OUTSIDE, NAME, gone)
+    gone = replace(THIRD_PARTY[NAME], package="no_such_package")
+    monkeypatch.setitem(third_party.THIRD_PARTY, NAME, gone)
     config = run_config(train__optimizer=NAME)
     for command in (("train", "--run-dir", str(tmp_path / "run")), ("plan",)):
         with pytest.raises(SystemExit) as ended:
@@ -179,19 +192,19 @@ def test_a_missing_package_ends_with_its_cure(
 
 
 def test_a_package_that_is_too_old_says_so() -> None:
-    old = Outside(package="torch", module="torch.optim", name="NoSuchAdam", extra="torchao")
+    old = ThirdParty(package="torch", module="torch.optim", name="NoSuchAdam", extra="torchao")
     with pytest.MonkeyPatch.context() as patched:
-        patched.setitem(outside_optimizers.OUTSIDE, NAME, old)
+        patched.setitem(third_party.THIRD_PARTY, NAME, old)
         with pytest.raises(BadInput, match="--upgrade"):
-            outside_optimizer(NAME, [], lr=1e-3, betas=(0.9, 0.99), eps=1e-8)
+            third_party_optimizer(NAME, [], lr=1e-3, betas=(0.9, 0.99), eps=1e-8)
 
 
 def test_paging_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    here = replace(OUTSIDE["bnb-paged-adamw-8bit"], package="torch")
-    monkeypatch.setitem(outside_optimizers.OUTSIDE, "bnb-paged-adamw-8bit", here)
-    check_outside("bnb-paged-adamw-8bit", "cuda")
+    here = replace(THIRD_PARTY["bnb-paged-adamw-8bit"], package="torch")
+    monkeypatch.setitem(third_party.THIRD_PARTY, "bnb-paged-adamw-8bit", here)
+    check_third_party("bnb-paged-adamw-8bit", "cuda")
     with pytest.raises(BadInput, match="needs a GPU"):
-        check_outside("bnb-paged-adamw-8bit", "cpu")
+        check_third_party("bnb-paged-adamw-8bit", "cpu")
 
 
 @pytest.mark.parametrize(
@@ -213,12 +226,12 @@ def test_what_does_not_go_together_is_refused_with_the_cure(
 def test_without_masters_a_bf16_parameter_takes_fewer_bytes(name: str, bytes_each: float) -> None:
     layers = [nn.Linear(1024, 1024, bias=False, dtype=torch.bfloat16) for _ in range(3)]
     facts = facts_of(nn.ModuleDict({"blocks": nn.ModuleList(layers)}))
-    block = facts.without_masters(OUTSIDE_FORMATS[name]).groups[0]
+    block = facts.without_masters(THIRD_PARTY_FORMATS[name]).groups[0]
     assert block.home_bytes() == bytes_each * (1 << 20)
 
 
 def test_every_optimizer_of_the_configuration_is_known() -> None:
-    assert set(OUTSIDE) == set(OUTSIDE_FORMATS)
+    assert set(THIRD_PARTY) == set(THIRD_PARTY_FORMATS)
 
 
 # -- the packages themselves, where they are installed ---------------------------------------------
@@ -240,9 +253,9 @@ def test_a_run_with_the_real_optimizer_resumes_with_the_same_bits(
 def test_the_real_states_take_what_the_plan_counts(name: str) -> None:
     layers = [nn.Linear(256, 256, bias=False) for _ in range(3)]
     model = nn.ModuleDict({"blocks": nn.ModuleList(layers)})
-    planned = facts_of(model).without_masters(OUTSIDE_FORMATS[name])
+    planned = facts_of(model).without_masters(THIRD_PARTY_FORMATS[name])
     groups = [{"params": list(model.parameters()), "weight_decay": 0.0}]
-    optimizer = outside_optimizer(name, groups, lr=1e-3, betas=(0.9, 0.99), eps=1e-8)
+    optimizer = third_party_optimizer(name, groups, lr=1e-3, betas=(0.9, 0.99), eps=1e-8)
     for parameter in model.parameters():
         parameter.grad = torch.randn_like(parameter)
     optimizer.step()
