@@ -24,7 +24,7 @@ from fluxtrain.telemetry.printable import printable_lines
 from fluxtrain.telemetry.rundir import runs_root
 from fluxtrain.telemetry.storage import free_bytes
 from fluxtui.wizard import linear_lines
-from fluxtui.wizard.answers.answers import (
+from fluxtui.wizard.answers import questions
     DIAL,
     METHODS,
     OFFLOADS,
