@@ -25,13 +25,13 @@ from fluxtrain.telemetry.rundir import runs_root
 from fluxtrain.telemetry.storage import free_bytes
 from fluxtui.wizard import linear_lines
 from fluxtui.wizard.answers import questions
+from fluxtui.wizard.answers.answers import (
     DIAL,
     METHODS,
     OFFLOADS,
     Answers,
     StepName,
     neighbour,
-    questions,
 )
 from fluxtui.wizard.answers.configuring import yaml_text
 from fluxtui.wizard.answers.draft import draft_path, forget_draft, load_draft, save_draft
