@@ -45,10 +45,10 @@ class Tree:
             now is before for now, before in zip(leaves, self._filled(tensors), strict=True)
         )
 
-    def is_like(self, other: Tree) -> bool:
-        """Does it have the same structure, and its tensors at the same places?"""
-        same = self.tensor_at == other.tensor_at and self.which == other.which
-        return same and bool(self.spec == other.spec)
+    def structure(self) -> tuple[Any, ...]:
+        """Describe the nesting, and where its tensors are (hashable)."""
+        spec = self.spec
+        return self.shape or (spec.num_nodes, spec.num_leaves), self.tensor_at, self.which
 
     def choices(self) -> tuple[Any, ...]:
         """Its structure, and what among its leaves chooses rather than counts (hashable)."""
@@ -223,6 +223,13 @@ def to_device(value: Any, device: torch.device) -> tuple[Any, Moved]:
     there = [_moved(t, device) for t in tensors]
     moved = [(t, n, n._version) for t, n in zip(tensors, there, strict=True) if n is not t]
     return tree.fill(there), moved
+
+
+def write_back(moved: Moved) -> None:
+    """Copy what was written to a tensor on the device into the tensor that it was made of."""
+    for theirs, copy, version in moved:
+        if copy._version != version:
+            theirs.copy_(copy)
 
 
 def _moved(tensor: Tensor, device: torch.device) -> Tensor:

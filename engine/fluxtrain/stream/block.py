@@ -8,7 +8,7 @@ rows: the weights are loaded once, each chunk runs in turn.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +31,7 @@ from fluxtrain.stream.arguments import (
     splits,
     to_device,
     without_caches,
+    write_back,
 )
 from fluxtrain.stream.buffers import WrittenBuffers
 from fluxtrain.stream.call import Call, run_with, spans
@@ -38,7 +39,7 @@ from fluxtrain.stream.capture import Capture, active_collector
 from fluxtrain.stream.escapes import BoundWeights
 from fluxtrain.stream.head import LazyLogits
 from fluxtrain.stream.head_slices import sliced_logits
-from fluxtrain.stream.in_place import Habits, chunk_outputs, write_back
+from fluxtrain.stream.output_alias import chunk_outputs
 from fluxtrain.stream.rng import RandomState
 from fluxtrain.stream.rows import look_up
 
@@ -70,9 +71,9 @@ class Unit:
         self.keeps = False  # what its backward needs stays on the device: nothing is recomputed
         self.stays = False  # its inputs stay there though the plan has boundaries on the host
         self.records_again = False  # its graph cannot be filled again (see recompute.py)
-        self.traced: set[bool] = set()  # modes in which its graph was looked at for strangers
         self.draws_on_host = False  # from Python's or numpy's generators
-        self.habits = Habits()  # which arguments it writes to: x.add_(...), ReLU(inplace=True)
+        # positions of the arguments that it writes to in place, by kind of call
+        self.written_arguments: dict[Hashable, frozenset[int]] = {}
         self.checked = 0
 
     @property
@@ -219,14 +220,11 @@ class Unit:
             "backward pass: they keep views of weights, or their graph cannot be filled twice"
         )
 
-    def note_ever_other_arguments(self) -> None:
-        """Each structure of arguments is looked at anew, and there seems to be no end of them."""
-        self.engine.say(
-            f"blocks of {type(self.module).__name__} are called with arguments of ever other "
-            "structure (a dict with other keys, a longer list): all of them are copied in each "
-            "such call, because what a block writes to them is not known. Pass what changes as "
-            "values, not as keys"
-        )
+    def note_kind(self, kind: Hashable, written: frozenset[int]) -> None:
+        """Note which arguments the block wrote to when it was first called in a way."""
+        if len(self.written_arguments) >= _KEPT_TRIALS:
+            self.written_arguments.clear()
+        self.written_arguments[kind] = written
 
     def try_chunks(self, tree: Tree, tensors: Sequence[Tensor], rows: int) -> bool:
         """Do chunks give what the whole gives? Tried once for each mode, each way to cut, and each
@@ -272,17 +270,18 @@ class _Streamed(torch.autograd.Function):
             weights = BoundWeights(unit)
             call.buffers = buffers = unit.written.before(unit.module)
             call.find_ends()
+            call.watch_writes(tensors)
             for span in call.spans:
                 host = call.explores or unit.draws_on_host
                 call.random.append(RandomState.now(engine.device.torch_device, host=host))
-                parts.append(call.record(call.inputs(tensors, span)))
+                parts.append(call.record(call.inputs(tensors, span, again=False), span))
             weights.refuse_writes()
             if not unit.keeps and weights.are_referred_to():
                 unit.record_again_whole()
                 call.tapes.clear()
             call.buffers = unit.written.after(unit.module, buffers)
         engine.after_forward(unit)
-        call.settle(tensors, len(parts[0]))
+        call.finish_forward(tensors, len(parts[0]))
         ctx.save_for_backward(*call.boundary(tensors))
         call.boundary_bytes = sum(
             t.nbytes for i, t in enumerate(tensors) if call.needs[i] and i not in call.parked

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -14,29 +14,19 @@ from fluxtrain.errors import MisusedModel
 from fluxtrain.memory.boundary import Parked
 from fluxtrain.memory.group import Group
 from fluxtrain.memory.segment import Member
+from fluxtrain.stream.argument_writes import WRITES_TO_A_LEAF, ArgumentWrites, new_tensor
 from fluxtrain.stream.arguments import Tree, argument_name, batch_rows, flatten, piece, splits
 from fluxtrain.stream.buffers import Copies, as_before, put_back
 from fluxtrain.stream.capture import Capture
 from fluxtrain.stream.checks import Sums, checksum, sums_of
 from fluxtrain.stream.escapes import copied_out, refuse_strangers
-from fluxtrain.stream.in_place import (
-    Given,
-    Source,
-    merged_sources,
-    new_tensor,
-    overlap,
-    same_layout_copy,
-    sources_of,
-    version_counter,
-    version_of,
-)
+from fluxtrain.stream.output_alias import OutputAlias, find_aliases, merged_aliases
 from fluxtrain.stream.recompute import CannotRefill, Saved, Tape, aliased_leaf, gradient_ends
 from fluxtrain.stream.rng import Autocast, RandomState
+from fluxtrain.stream.shared_memory import version_counter, version_of
 
 if TYPE_CHECKING:
     from fluxtrain.stream.block import Unit
-
-_WRITES_TO_A_LEAF = "leaf Variable that requires grad is being used in an in-place operation"
 
 
 class Call:
@@ -61,13 +51,12 @@ class Call:
         self.parked: dict[int, Parked] = {}  # inputs that wait on the host
         self.buffers: Copies = {}  # before the forward, of those that it wrote to
         self.tapes: list[tuple[Tape, Saved]] = []  # a chunk each
-        known = unit.habits.of(self.training, tree)
-        self.explores = known is None  # the first call of this kind: all arguments are copied
-        self.written = known or frozenset[int]()  # arguments that it may write to in place
-        self.did_write = frozenset[int]()
-        self.uncounted = frozenset[int]()  # of those, by `.data` and the like
-        self.keeps = unit.keeps and not self.explores  # or the copies would be kept
-        self.sources: list[list[Source]] = []  # of each output; by chunk
+        self.kind = (self.training, tree.structure())
+        self.explores = self.kind not in unit.written_arguments  # the first call of this kind
+        self.writes: ArgumentWrites | None = None  # watches the arguments during the forward pass
+        self.copies: Mapping[int, Tensor] = {}  # of arguments before the block wrote to them
+        self.keeps = unit.keeps
+        self.aliases: list[list[OutputAlias]] = []  # of each output; by chunk
         self.returned: list[int] = []  # which results leave the autograd function
         self.results = 0  # how many there are
         self.watched: list[tuple[int, Tensor, int]] = []  # arguments, and their versions
@@ -86,41 +75,30 @@ class Call:
         self.spans = spans(rows, engine.chunk_rows)
         self.split = splits(tensors, rows)
 
-    def settle(self, tensors: Sequence[Tensor], results: int) -> None:
-        """All chunks have run: what leaves the autograd function, and what its arguments became."""
-        for i in sorted(self.did_write):
-            if any(j != i and overlap(tensors[i], other) for j, other in enumerate(tensors)):
-                raise MisusedModel(
-                    f"{self.unit.name} wrote to its argument {self._name(i)} in place, and another "
-                    "argument shares memory with it, which would not see that: hand the block "
-                    "a copy of one of the two (.clone())"
-                )
+    def watch_writes(self, tensors: Sequence[Tensor]) -> None:
+        """Before the block runs: note its arguments, which it may write to."""
+        unit = self.unit
+        known = unit.written_arguments.get(self.kind)
+        self.writes = ArgumentWrites(unit.name, unit.original, self.tree, tensors, known)
+
+    def finish_forward(self, tensors: Sequence[Tensor], results: int) -> None:
+        """All chunks have run: note what leaves the autograd function, and what the block did."""
+        assert self.writes is not None
+        self.copies, self.writes = self.writes.finish(tensors, self.split), None
         if self.explores:
-            if self.unit.habits.learn(self.training, self.tree, self.written):
-                self.unit.note_ever_other_arguments()
+            self.unit.note_kind(self.kind, frozenset(self.copies))
             self.unit.draws_on_host |= any(r.host and r.host.has_moved() for r in self.random)
-        self.sources = [merged_sources(self.sources)]
-        own = results - len(self.written)
-        needed = {s.result for s in self.sources[0] if s.result is not None}
-        self.returned = sorted(needed)
-        self.returned += [
-            own + place for place, i in enumerate(sorted(self.written)) if i in self.did_write
-        ]
+        self.aliases = [merged_aliases(self.aliases)]
+        self.returned = sorted({a.result for a in self.aliases[0] if a.result is not None})
         self.results = results
 
     def boundary(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """What the backward pass computes with again, but for what waits on the host: the inputs,
-        and copies of those whose memory is written to next."""
-        for i in self.did_write & self.parked.keys():
-            self.parked[i].ticket.wait_compute("activations")
+        """What the backward pass computes with again, but for what waits on the host: the inputs as
+        they were before the block wrote to them."""
         for i, tensor in enumerate(tensors):
-            if i not in self.did_write:
+            if i not in self.copies:
                 self.watched.append((i, version_counter(tensor), version_of(tensor)))
-        return [
-            same_layout_copy(tensor) if i in self.did_write else tensor
-            for i, tensor in enumerate(tensors)
-            if i not in self.parked
-        ]
+        return [self.copies.get(i, t) for i, t in enumerate(tensors) if i not in self.parked]
 
     def refuse_changed_arguments(self) -> None:
         """Raise MisusedModel when an argument was written to after the forward pass."""
@@ -134,16 +112,10 @@ class Call:
                 )
 
     def hand_out(self, flat: Sequence[Tensor], arguments: Sequence[Tensor]) -> Any:
-        """The block's outputs and captured tensors as its caller sees them; what it wrote to its
-        arguments is written to them."""
-        changed = sorted(self.did_write)
-        for i, values in zip(changed, flat[len(flat) - len(changed) :], strict=True):
-            theirs = arguments[i]
-            past = i in self.uncounted and theirs.is_leaf and theirs.requires_grad
-            (theirs.detach() if past else theirs).copy_(values)  # torch refuses to, with gradients
+        """The block's outputs and captured tensors as its caller sees them."""
         results = dict(zip(self.returned, flat, strict=True))
         assert self.out_tree is not None
-        return self.out_tree.fill([s.take(results, arguments) for s in self.sources[0]])
+        return self.out_tree.fill([alias.take(results, arguments) for alias in self.aliases[0]])
 
     def gradients_of_results(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """By result of the block: None where it did not leave the autograd function."""
@@ -158,9 +130,14 @@ class Call:
             park.fetch(parked[i]) if i in parked else next(stayed) for i in range(len(self.needs))
         ]
 
-    def inputs(self, tensors: Sequence[Tensor], span: tuple[int, int]) -> list[Tensor]:
-        """Inputs of one chunk, cut off, that ask for gradients where the caller's do."""
+    def inputs(
+        self, tensors: Sequence[Tensor], span: tuple[int, int], *, again: bool = True
+    ) -> list[Tensor]:
+        """Inputs of one chunk, cut off, that ask for gradients where the caller's do. Computed
+        again, a block writes to copies."""
         parts = piece(tensors, self.split, *span)
+        if again and self.copies:
+            parts = [part.clone() if i in self.copies else part for i, part in enumerate(parts)]
         with torch.enable_grad():
             return [
                 aliased_leaf(part) if needed else part.detach()
@@ -173,51 +150,51 @@ class Call:
         self.trained = [(g, m) for g, m in self.unit.members if m.parameter.requires_grad]
         self.ends = gradient_ends([m.parameter for _, m in self.trained])
 
-    def record(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """Run the block on one chunk for its results: what outputs and captured tensors are made
-        of, and the new values of the arguments that it writes to. Its graph is kept, and what it
-        saves only if that is wanted."""
+    def record(self, inputs: Sequence[Tensor], span: tuple[int, int]) -> list[Tensor]:
+        """Run the block on one chunk for its results, which outputs and captured tensors are made
+        of. Its graph is kept, and what it saves only if that is wanted."""
         before = sums_of(inputs) if self.verifies else []
         try:
-            results = self._record(inputs)
+            results = self._record(inputs, span)
         except RuntimeError as error:
-            if self.explores or _WRITES_TO_A_LEAF not in str(error):
+            if self.writes is None or WRITES_TO_A_LEAF not in str(error):
                 raise
-            self.explores, self.keeps = True, False
-            self._begin_again()
-            results = self._record(inputs)
-        if self.training not in self.unit.traced:
+            self.writes.refuse_write_to_leaf(self.needs, error)
+        if self.explores:
             refuse_strangers(self.unit, inputs, results, self.ends)
-            self.unit.traced.add(self.training)
         if self.verifies:
             self.sums.append(Sums(before, checksum(results)))
         return results
 
-    def _record(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        results = None if self.unit.records_again else self._record_to_refill(inputs)
+    def _record(self, inputs: Sequence[Tensor], span: tuple[int, int]) -> list[Tensor]:
+        results = None if self.unit.records_again else self._record_to_refill(inputs, span)
         if results is None:
             with torch.enable_grad(), self.autocast.again():
-                results = self._compute(inputs, nullcontext, forward=True)
+                results = self._compute(inputs, nullcontext)
         return results
 
-    def _begin_again(self) -> None:
-        """Everything is as before the chunk under way."""
+    def _begin_again(self, inputs: Sequence[Tensor], span: tuple[int, int]) -> None:
+        """Let everything be as before the chunk under way."""
+        assert self.writes is not None
+        self.writes.undo(inputs, slice(*span), self.split)
         self.random[-1].restore(self.unit.engine.device.torch_device)
         put_back(self.unit.module, self.buffers)
 
-    def _record_to_refill(self, inputs: Sequence[Tensor]) -> list[Tensor] | None:
+    def _record_to_refill(
+        self, inputs: Sequence[Tensor], span: tuple[int, int]
+    ) -> list[Tensor] | None:
         """As `record`; None, with everything as before, for a block that has to be recorded again
         in the backward pass."""
         saved = Saved(self.unit.name, keeps=self.keeps)
         try:
             with torch.enable_grad(), self.autocast.again():
-                results = self._compute(inputs, saved.recording, forward=True)
+                results = self._compute(inputs, saved.recording)
         except (CannotRefill, RuntimeError) as error:
             # what torch.func computes refuses hooks, ours and those of torch.utils.checkpoint
             if isinstance(error, RuntimeError) and "saved tensor hooks" not in str(error):
                 raise
             self.unit.record_again_whole()
-            self._begin_again()
+            self._begin_again(inputs, span)
             return None
         self.tapes.append((Tape(inputs, results), saved))
         return results
@@ -299,25 +276,6 @@ class Call:
             self.sums[index].compare(self.unit, self.tree, inputs, results)
         return Tape(inputs, results).backward(arriving, wanted, self.ends, again=False)
 
-    def _note_writes(self, written: frozenset[int]) -> None:
-        """The chunk under way wrote to these arguments."""
-        if self.explores and not self.sources:
-            self.written |= written
-        name = next((self._name(i) for i in sorted(written - self.written)), None)
-        if name is not None:
-            raise MisusedModel(
-                f"{self.unit.name} wrote to its argument {name} in place for some rows of the "
-                f"batch and not for others: {new_tensor(name)} instead"
-            )
-        shared = [i for i in sorted(written) if len(self.spans) > 1 and not self.split[i]]
-        if shared:
-            raise MisusedModel(
-                f"{self.unit.name} wrote in place to its argument {self._name(shared[0])}, which "
-                "all rows of the batch share, and would do so once for each chunk of rows: "
-                "compute a new tensor instead"
-            )
-        self.did_write |= written
-
     def _name(self, argument: int) -> str:
         return argument_name(self.unit.original, self.tree, argument)
 
@@ -344,7 +302,7 @@ class Call:
             if verifies:
                 self.sums[index].compare(self.unit, self.tree, inputs, results)
 
-        saved.fill(run, to_the_end=verifies or bool(self.uncounted))
+        saved.fill(run, to_the_end=verifies)
         after.restore(device)
         saved.check()
 
@@ -352,32 +310,20 @@ class Call:
         self,
         inputs: Sequence[Tensor],
         hooks: Callable[[], AbstractContextManager[None]],
-        *,
-        forward: bool = False,
     ) -> list[Tensor]:
         """Run the block on one chunk; its results (see `record`)."""
-        explores = forward and self.explores
-        copied = frozenset(range(len(inputs))) if explores else self.written
-        given = Given(self.tree, inputs, copied, explores=explores)
-        try:
-            with hooks(), self.capture.collecting() as extra:
-                out = run_with(self.unit.original, given.arguments)
-        except RuntimeError as error:
-            if _WRITES_TO_A_LEAF in str(error):
-                given.refuse_lost(self.unit)
-            raise
-        given.refuse_lost(self.unit)
+        arguments = self.tree.fill(inputs)
+        with hooks(), self.capture.collecting() as extra:
+            out = run_with(self.unit.original, arguments)
+        if self.writes is not None:
+            self.writes.refuse_change(arguments, inputs, self.needs)
         out_tree, outputs = flatten((out, extra))
         outputs = copied_out(self.unit, outputs)
-        if forward:
+        aliases, results = find_aliases(outputs, inputs, whole=len(self.spans) == 1)
+        if self.writes is not None:  # in the forward pass
             self.out_tree = out_tree
-            uncounted = given.uncounted()
-            self.uncounted |= uncounted
-            self._note_writes(given.counted() | uncounted)
-        sources, results = sources_of(outputs, given.tensors, whole=len(self.spans) == 1)
-        if forward:
-            self.sources.append(sources)
-        return results + [given.tensors[i] for i in sorted(self.written)]
+            self.aliases.append(aliases)
+        return results
 
 
 def spans(rows: int, chunk_rows: int) -> list[tuple[int, int]]:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from fluxtrain.errors import MisusedModel
+from fluxtrain.stream.argument_writes import new_tensor
 from fluxtrain.stream.arguments import Tree, argument_name
-from fluxtrain.stream.in_place import new_tensor
 
 if TYPE_CHECKING:
     from fluxtrain.stream.block import Unit

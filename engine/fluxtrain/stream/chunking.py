@@ -6,6 +6,7 @@ give other results on rows than on the whole; a loss over the whole batch cannot
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -16,8 +17,8 @@ from torch.overrides import TorchFunctionMode
 
 from fluxtrain.stream.arguments import Tree, batch_rows, flatten, opaque, piece, splits
 from fluxtrain.stream.capture import Capture, active_collector
-from fluxtrain.stream.in_place import is_same, overlap, same_elements
 from fluxtrain.stream.rng import randomness_kept
+from fluxtrain.stream.shared_memory import overlap, same_elements
 
 if TYPE_CHECKING:
     from fluxtrain.stream.block import Unit
@@ -121,16 +122,25 @@ def _run(
             return None  # a shape without a batch dimension does not broadcast
         if unit.written.after(unit.module, buffers):
             return None  # each chunk would write to them
-        if not all(is_same(tensor, before) for tensor, before in inside):
+        if not all(_is_same(tensor, before) for tensor, before in inside):
             return None
     uncut = [i for i, cut in enumerate(split) if not cut]
-    if not all(is_same(given[i], tensors[i]) for i in uncut):
+    if not all(_is_same(given[i], tensors[i]) for i in uncut):
         return None  # each chunk would write to the same tensor
     if tree.nests() and not tree.is_in((args, kwargs), given):
         return None  # each chunk would append to the same list
     if _share(flatten(out)[1], given):
         return None  # rows that are put together share no memory with anything
     return flatten((out, extra))[1]
+
+
+def _is_same(now: Tensor, before: Tensor) -> bool:
+    """Compare values, where a NaN equals a NaN."""
+    if not now.is_floating_point():
+        return torch.equal(now, before)
+    return torch.equal(now.isnan(), before.isnan()) and torch.equal(
+        now.nan_to_num(0.0, math.inf, -math.inf), before.nan_to_num(0.0, math.inf, -math.inf)
+    )
 
 
 def _share(outputs: Sequence[Tensor], given: Sequence[Tensor]) -> bool:

@@ -20,7 +20,7 @@ from fluxtrain.memory.page_locks import host_empty
 from fluxtrain.memory.rows import Brought, Places, RowBuffers, RowSum
 from fluxtrain.stream.arguments import flatten
 from fluxtrain.stream.grouping import is_table
-from fluxtrain.stream.in_place import version_of
+from fluxtrain.stream.shared_memory import version_of
 
 if TYPE_CHECKING:
     from fluxtrain.stream.block import Unit
