@@ -64,7 +64,9 @@ class ArgumentWrites:
         self._refuse_held()
         for i in counted:
             self._refuse_lost(i, tensors, cut)
-        return {i: self._copies[i] for i in counted}
+        copies = {i: self._copies[i] for i in counted}
+        self._copies, self._held = {}, []  # their memory is not held until the backward pass
+        return copies
 
     def undo(self, inputs: Sequence[Tensor], rows: slice, cut: Sequence[bool]) -> None:
         """Let the inputs of a chunk be as before the block ran on them; `rows`: its part of those

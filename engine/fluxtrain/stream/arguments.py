@@ -246,3 +246,11 @@ def _copied(tensor: Tensor, device: torch.device) -> Tensor:
     if from_host and not tensor.requires_grad and tensor.is_pinned():
         tensor = torch.empty_like(tensor, pin_memory=True).copy_(tensor)
     return tensor.to(device, non_blocking=True)
+
+
+def run_with(
+    function: Callable[..., Any], arguments: tuple[tuple[Any, ...], dict[str, Any]]
+) -> Any:
+    """Call it with flattened-and-filled positional and keyword arguments."""
+    args, kwargs = arguments
+    return function(*args, **kwargs)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -12,9 +11,7 @@ from torch import Tensor
 from fluxtrain.errors import MisusedModel
 from fluxtrain.stream.argument_writes import new_tensor
 from fluxtrain.stream.arguments import Tree, argument_name
-
-if TYPE_CHECKING:
-    from fluxtrain.stream.block import Unit
+from fluxtrain.stream.unit import Unit
 
 _TOLERANCE = 1e-3  # relative; other kernels may be chosen the second time
 

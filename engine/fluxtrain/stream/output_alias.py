@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from fluxtrain.stream.arguments import Tree
 from fluxtrain.stream.shared_memory import is_all_of, same_elements, storage_of
 
 Geometry = tuple[torch.Size, tuple[int, ...], int]  # size, stride, elements from the start
@@ -40,6 +42,39 @@ class OutputAlias:
             return source
         size, stride, start = self.view
         return source.as_strided(size, stride, source.storage_offset() + start)
+
+
+class CallOutputs:
+    """What a block returned in one call, by which of its results leave the autograd function."""
+
+    def __init__(self) -> None:
+        self._tree: Tree | None = None
+        self._by_chunk: list[list[OutputAlias]] = []  # a chunk each
+        self._aliases: list[OutputAlias] = []  # of the whole batch
+        self._count = 0  # of the results
+        self.returned: list[int] = []  # which of them are returned
+
+    def note_chunk(self, tree: Tree, aliases: list[OutputAlias], count: int) -> None:
+        """Note what one chunk returned in the forward pass."""
+        self._tree, self._count = tree, count
+        self._by_chunk.append(aliases)
+
+    def finish_forward(self) -> None:
+        """All chunks have run: decide which results leave the autograd function."""
+        self._aliases = merged_aliases(self._by_chunk)
+        self._by_chunk = []
+        self.returned = sorted({a.result for a in self._aliases if a.result is not None})
+
+    def hand_out(self, flat: Sequence[Tensor], arguments: Sequence[Tensor]) -> Any:
+        """Give the block's outputs and captured tensors as its caller sees them."""
+        results = dict(zip(self.returned, flat, strict=True))
+        assert self._tree is not None
+        return self._tree.fill([alias.take(results, arguments) for alias in self._aliases])
+
+    def gradients_of_results(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """List gradients by result of the block: None where it did not leave the function."""
+        found = dict(zip(self.returned, gradients, strict=True))
+        return [found.get(i) for i in range(self._count)]
 
 
 def find_aliases(
