@@ -14,7 +14,7 @@ from fluxtrain.plan.facts import RowFacts
 from fluxtrain.plan.footprint import Layout, boundaries_on_host, parked_count
 from fluxtrain.stream.engine import Engine, engine_of
 from fluxtrain.stream.grouping import facts_of
-from fluxtrain.stream.keepers import leave_boundaries
+from fluxtrain.stream.recompute_policy import leave_boundaries
 from fluxtrain.stream.resettle import resettle
 
 LAYERS = 6
@@ -50,13 +50,13 @@ class Training:
         for part in range(passes):
             before = self.engine.park.parked
             loss = self.loss(part)
-            held = self.engine.accounts.boundary_bytes, self.engine.park.parked - before
+            held = self.engine.counters.boundary_bytes, self.engine.park.parked - before
             loss.backward()
         self.engine.clip_grad_norm(1.0)
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.losses.append(float(loss.detach()))
-        assert self.engine.accounts.boundary_bytes == 0
+        assert self.engine.counters.boundary_bytes == 0
         return held[1], held[0]
 
     def turn(self, staying: int, kept: int = 0) -> None:

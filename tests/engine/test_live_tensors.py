@@ -19,8 +19,11 @@ import fluxtrain
 from fluxtrain.memory.boundary import BoundaryPark
 from fluxtrain.memory.boundary_homes import Home
 from fluxtrain.plan.footprint import BOUNDARIES_IN_FLIGHT, HIDDEN_AT_LOSS
-from fluxtrain.stream.block import Unit
-from fluxtrain.stream.engine import Engine, engine_of
+from fluxtrain.stream import block, head
+from fluxtrain.stream.context import Context
+from fluxtrain.stream.engine import engine_of
+from fluxtrain.stream.passes import bound
+from fluxtrain.stream.unit import Unit
 
 LAYERS, TOKENS, HIDDEN, CHUNK = 4, 16, 64, 2
 WARM_STEPS = 2
@@ -106,7 +109,7 @@ def peaks(rows: int, monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     config._attn_implementation = "sdpa"
     torch.manual_seed(0)
     model = Qwen2ForCausalLM(config).to(torch.bfloat16).train()
-    live, place, bound = Live(), BoundaryPark._place, Engine.bound
+    live, place = Live(), BoundaryPark._place
 
     def on_host(self: BoundaryPark, tensor: Tensor) -> tuple[Home | None, Tensor]:
         home, host = place(self, tensor)
@@ -114,14 +117,15 @@ def peaks(rows: int, monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
         return home, host
 
     @contextmanager
-    def watched(self: Engine, unit: Unit, does: str = "forward") -> Iterator[None]:
+    def watched(context: Context, unit: Unit, does: str = "forward") -> Iterator[None]:
         live.enters(f"{does} {unit.group.kind}")
-        with bound(self, unit, does):
+        with bound(context, unit, does):
             yield
         live.enters(f"after {does}")
 
     monkeypatch.setattr(BoundaryPark, "_place", on_host)
-    monkeypatch.setattr(Engine, "bound", watched)
+    for module in (block, head):
+        monkeypatch.setattr(module, "bound", watched)
     fluxtrain.wrap(model, device="cpu", offload="weights", boundaries="host", chunk_rows=CHUNK)
     engine = engine_of(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)

@@ -68,7 +68,7 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
 
 def past_the_checks(model: nn.Module) -> None:
     for unit in engine_of(model).units:
-        unit.checked = CHECKED_STEPS
+        unit.checked_recomputes = CHECKED_STEPS
 
 
 def test_the_last_product_is_computed_once_and_all_others_twice() -> None:
@@ -199,7 +199,7 @@ def test_kept_blocks_compute_nothing_again_and_give_the_same_bits() -> None:
     wanted = gradients(model)
     ran: list[str] = []
     for unit in engine_of(model).units:
-        unit.keeps = True
+        unit.recomputes = False
     model.blocks[1].norm.register_forward_hook(lambda *_: ran.append("norm"))
     found = gradients(model)
     assert ran == ["norm", "norm"]  # one for each chunk

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import fluxtrain
+from fluxtrain.stream import block
 from fluxtrain.stream.engine import engine_of
 from tests.engine.slow_device import scalers_on_a_gpu, slowed
 
@@ -172,14 +173,14 @@ def test_memory_of_a_boundary_that_nobody_fetched_is_kept_for_its_copy(
     kept.clear()
     loss = model(**batch()).loss
 
-    after_backward = engine.after_backward
+    end_backward = block.end_backward
 
-    def fail(unit: Any) -> None:
+    def fail(context: Any, unit: Any) -> None:
         if unit.group.kind == "block":
             raise ArithmeticError("on the way")
-        after_backward(unit)
+        end_backward(context, unit)
 
-    monkeypatch.setattr(engine, "after_backward", fail)
+    monkeypatch.setattr(block, "end_backward", fail)
     with pytest.raises(ArithmeticError):
         loss.backward()
     del loss

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -13,10 +12,6 @@ from fluxtrain.device.device import Device
 from fluxtrain.device.transfer import Transfer
 from fluxtrain.memory.page_locks import host_empty
 from fluxtrain.optim.clip import clip_scale, clip_scale_on_device
-from fluxtrain.stream.user_gradients import norm_of
-
-if TYPE_CHECKING:
-    from fluxtrain.stream.engine import Engine
 
 
 class GradNorm:
@@ -115,20 +110,3 @@ class GradNorm:
                 ratio = torch.where(self.all_finite(), ratio, torch.nan)
             self._on_device_scale = ratio
         return self._on_device_scale
-
-
-def norm_parts(engine: Engine) -> list[Tensor]:
-    """2-norms (scalars or vectors) whose squares sum up to that of all gradients there are."""
-    parts: list[Tensor] = []
-    for group in engine.groups:
-        members = [m for m in group.members if m.has_gradient]
-        arrival = engine.gradients.host.arrivals.get(group)
-        whole = arrival.norms if arrival is not None and arrival.is_of(members) else None
-        if whole is not None and all(m.gradient_scale == 1.0 for m in members):
-            parts.append(whole)
-        else:
-            parts += [norm_of(engine, group, m) for m in members]
-    for parameter in engine.loose:
-        if parameter.grad is not None:
-            parts.append(torch.linalg.vector_norm(parameter.grad, dtype=torch.float32))
-    return parts

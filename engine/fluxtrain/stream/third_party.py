@@ -23,7 +23,7 @@ from fluxtrain.stream.parameter import owner_of
 from fluxtrain.stream.writes import check_writes
 
 if TYPE_CHECKING:
-    from fluxtrain.stream.engine import Engine
+    from fluxtrain.stream.context import Context
 
 SHARD = "optimizer"
 Groups = list[dict[str, Any]]
@@ -35,18 +35,18 @@ class ThirdPartyOptimizer:
 
     updates_in_backward = False
 
-    def __init__(self, engine: Engine, groups: Groups, make: Make) -> None:
+    def __init__(self, context: Context, groups: Groups, make: Make) -> None:
         """`make` gets `groups` with plain parameters in place of wrapped ones.
 
         Raises MisusedModel when a part of the model does not live on the device.
         """
-        elsewhere = [group.name for group in engine.groups if group.home != "device"]
+        elsewhere = [group.name for group in context.groups if group.home != "device"]
         if elsewhere:
             raise MisusedModel(
                 f"{elsewhere[0]} and {len(elsewhere) - 1} more parts live on the host, where only "
                 "FluxTrain's own AdamW updates: use placement.offload=none, or train.states=8bit"
             )
-        self._engine = engine
+        self._context = context
         self._pairs: list[tuple[Group, Member, nn.Parameter]] = []
         self._loose: list[nn.Parameter] = []
         self.inner = make([{**g, "params": [self._plain(p) for p in g["params"]]} for g in groups])
@@ -68,13 +68,13 @@ class ThirdPartyOptimizer:
 
         Does nothing where norm or losses are not finite: reading the norm reports that.
         """
-        engine = self._engine
-        norm, engine.norm = engine.norm, None
+        context = self._context
+        norm, context.norm = context.norm, None
         scale = 1.0 if norm is None else norm.scale()
         if math.isnan(scale):
             return
-        for group in engine.groups:
-            check_writes(engine, group)
+        for group in context.groups:
+            check_writes(group)
             round_stored(group)
         for _, member, plain in self._pairs:
             plain.grad = _scaled(member, scale) if member.has_gradient else None
@@ -84,14 +84,14 @@ class ThirdPartyOptimizer:
         self.inner.step()
         for _, _, plain in self._pairs:
             plain.grad = None
-        for group in engine.groups:
+        for group in context.groups:
             group.version += 1
-        engine.accounts.step += 1
+        context.counters.step += 1
 
     def zero_grad(self) -> None:
         """Forget all gradients."""
-        for group in self._engine.groups:
-            self._engine.gradients.host.forget(group)
+        for group in self._context.groups:
+            self._context.gradients.host.forget(group)
         for parameter in self._loose:
             parameter.grad = None
 

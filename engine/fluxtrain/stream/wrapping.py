@@ -22,17 +22,20 @@ from fluxtrain.plan.spread import parted, spread_out
 from fluxtrain.plan.states import StateFormat
 from fluxtrain.stream.adoption import install as install_adoption
 from fluxtrain.stream.arguments import to_device
-from fluxtrain.stream.block import Unit
 from fluxtrain.stream.blocks import Parts, take_apart
+from fluxtrain.stream.context import Owner
 from fluxtrain.stream.engine import Engine, engine_of
 from fluxtrain.stream.grouping import Borrowed, group_parameters, is_head, model_facts
 from fluxtrain.stream.head_slices import choose_slices
-from fluxtrain.stream.keepers import choose_keepers
-from fluxtrain.stream.parameter import Owner, adopt_parameter, owner_of, release_parameter
+from fluxtrain.stream.parameter import adopt_parameter, owner_of, release_parameter
+from fluxtrain.stream.passes import take_in
 from fluxtrain.stream.plain_state import let_go
+from fluxtrain.stream.recompute_policy import choose_recompute
 from fluxtrain.stream.refusals import refuse_unsupported
 from fluxtrain.stream.rows import choose_rows, passes_in_parts
 from fluxtrain.stream.surface import guard_module, release_module, replace_forward
+from fluxtrain.stream.unit import Unit
+from fluxtrain.stream.unit_forward import UnitForward
 
 
 def wrap(  # noqa: PLR0913  # each is one choice of the user, by keyword
@@ -235,14 +238,14 @@ def _furnish(
     choose_rows(engine)
     choose_slices(engine)
     _make_slots(engine)
-    choose_keepers(engine)
+    choose_recompute(engine)
     _put_on(engine, model, parts)
 
 
 def _settle(engine: Engine, groups: dict[str, Group]) -> None:
     """Move every group's weights home, one group at a time, so that no second copy of the model
     ever exists."""
-    engine.groups = [g for g in groups.values() if g.members]
+    engine.groups += [g for g in groups.values() if g.members]
     plan = engine.plan
     on_device = set(parted(engine.groups, plan.device_groups, plan.device_first)[0])
     for group in engine.groups:
@@ -272,7 +275,7 @@ def _stray_gradient(parameter: Tensor) -> None:
     which held the parameter would keep it alive for ever."""
     owner = owner_of(parameter)
     if owner is not None:
-        owner.engine.take_in(owner, owner.member.parameter)
+        take_in(owner, owner.member.parameter)
 
 
 def _make_units(
@@ -281,7 +284,7 @@ def _make_units(
     order = {name: i for i, (name, _) in enumerate(model.named_modules())}
     named = sorted([*parts.edges, *parts.blocks], key=lambda part: order.get(part[0], 0))
     for position, (name, module) in enumerate(named):
-        unit = Unit(engine, name, module, position, groups[name])
+        unit = Unit(name, module, position, groups[name])
         for group, indices in borrowed.get(name, {}).items():
             unit.borrowed[group] = [group.members[i] for i in indices]
         members = {id(m.parameter): m for _, m in unit.members}
@@ -292,7 +295,7 @@ def _make_units(
             if parameter is not None and id(parameter) in members
         ]
         unit.is_head = is_head(model, module)
-        replace_forward(module, unit)
+        replace_forward(module, UnitForward(engine, unit))
         guard_module(module, engine)
         engine.units.append(unit)
 

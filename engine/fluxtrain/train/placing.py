@@ -231,8 +231,8 @@ def wrapped(
 ) -> tuple[nn.Module, Engine]:
     """The model as `placement` says, and its engine."""
     from fluxtrain.stream.engine import engine_of
-    from fluxtrain.stream.keepers import leave_boundaries
     from fluxtrain.stream.loss_scale import LossScale
+    from fluxtrain.stream.recompute_policy import leave_boundaries
 
     streamed = fluxtrain.wrap(
         model,

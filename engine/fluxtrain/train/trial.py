@@ -155,14 +155,14 @@ class Bench:
         """The same with the activations kept: only the backward pass differs, and what is held."""
         kept = self._trial = Trial(trial.rows)
         for unit in self._engine.units:
-            unit.keeps = unit.group.kind == "block"
+            unit.recomputes = unit.group.kind != "block"
         try:
             self._repeat(batch, 0.0, LIMIT_S / 2)
         except torch.OutOfMemoryError:
             return
         finally:
             for unit in self._engine.units:
-                unit.keeps = False
+                unit.recomputes = True
         trial.seconds["kept_backward"] = kept.seconds["backward"]
         trial.keeps, trial.kept_bytes = True, max(0, kept.held_bytes - trial.held_bytes)
 

@@ -10,19 +10,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from fluxtrain.errors import MisusedModel
-
-if TYPE_CHECKING:
-    from fluxtrain.memory.group import Group
-    from fluxtrain.memory.segment import Member
-    from fluxtrain.stream.block import Unit
-
+from fluxtrain.memory.group import Group
+from fluxtrain.memory.segment import Member
+from fluxtrain.stream.unit import Unit
 
 _MOMENT_S = 0.002
 
@@ -106,15 +103,19 @@ def copied_out(unit: Unit, outputs: Sequence[Tensor]) -> list[Tensor]:
         ]
 
 
-def refuse_strangers(
-    unit: Unit, inputs: Sequence[Tensor], outputs: Sequence[Tensor], ends: Sequence[GradientEdge]
+def refuse_foreign_inputs(
+    unit: Unit,
+    anchor: Tensor,
+    inputs: Sequence[Tensor],
+    outputs: Sequence[Tensor],
+    ends: Sequence[GradientEdge],
 ) -> None:
-    """Raise MisusedModel where the recorded graph leads to weights of others or to activations that
-    came in beside the arguments."""
+    """Raise MisusedModel where the recorded graph leads to weights of other modules or to
+    activations that came in beside the arguments. `anchor`: the leaf that all units' nodes lead to.
+    """
     known = {id(end.node) for end in ends}
     edges = [get_gradient_edge(tensor) for tensor in inputs if tensor.requires_grad]  # own nodes
     known |= {id(edge.node) for edge in edges}
-    anchor = unit.engine.anchor
     nodes: list[Any] = [output.grad_fn for output in outputs if output.grad_fn is not None]
     seen = {id(node): node for node in nodes}  # a node's id is its own as long as it is held
     while nodes:
