@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fluxtrain.device.transfer import Transfer
 from fluxtrain.gradients.host_gradients import Arrival, HostGradients
-from fluxtrain.gradients.rows import RowSum
+from fluxtrain.gradients.row_sum import RowSum
 from fluxtrain.gradients.views import MemberViews, apply_scales, norms_of
 from fluxtrain.memory.group import Group
 from fluxtrain.memory.segment import Member, Segment

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from fluxtrain.gradients.rows import RowSum
+from fluxtrain.gradients.row_sum import RowSum
 from fluxtrain.memory.group import Group
 from fluxtrain.memory.page_locks import host_empty
 from fluxtrain.memory.rows import Brought, Places, RowBuffers
