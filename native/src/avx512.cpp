@@ -1,6 +1,7 @@
 // Sixteen lanes; tails are masked.
 #include <immintrin.h>
 
+#include "adamw.h"
 #include "rows.h"
 
 namespace flux {
@@ -364,8 +365,7 @@ struct Avx512 {
 
 }  // namespace
 
-extern const Kernels kAvx512Kernels = KernelsOver<Avx512>::table();
-extern const StateKernels kAvx512StateKernels = StatesOver<Avx512>::table();
+extern const Kernels kAvx512Kernels = AdamWOver<Avx512>::table();
 extern const RowKernels kAvx512RowKernels = RowsOver<Avx512>::table();
 
 }  // namespace flux

@@ -1,4 +1,5 @@
 // The reference: one lane, plain C++. The wide sets must equal it bit for bit.
+#include "adamw.h"
 #include "rows.h"
 
 namespace flux {
@@ -110,8 +111,7 @@ struct Scalar {
 
 }  // namespace
 
-extern const Kernels kScalarKernels = KernelsOver<Scalar>::table();
-extern const StateKernels kScalarStateKernels = StatesOver<Scalar>::table();
+extern const Kernels kScalarKernels = AdamWOver<Scalar>::table();
 extern const RowKernels kScalarRowKernels = RowsOver<Scalar>::table();
 
 }  // namespace flux

@@ -328,47 +328,6 @@ struct StatesOver {
                                                  : map.template value<false>(code, Set::all(1)));
         });
     }
-
-    static void adamw8_split_bf16(uint16_t* hi, uint16_t* lo, flux_states8 s, const uint16_t* grad,
-                                  size_t n, const flux_adamw_step& step) {
-        adamw8(SplitWeights{hi, lo}, s, grad, n, step);
-    }
-    static void adamw8_split_f32(uint16_t* hi, uint16_t* lo, flux_states8 s, const float* grad,
-                                 size_t n, const flux_adamw_step& step) {
-        adamw8(SplitWeights{hi, lo}, s, grad, n, step);
-    }
-    static void adamw8_f32(float* p, flux_states8 s, const float* grad, size_t n,
-                           const flux_adamw_step& step) {
-        adamw8(WholeWeights{p}, s, grad, n, step);
-    }
-    static void adamw16_split_bf16(uint16_t* hi, uint16_t* lo, uint16_t* m, uint16_t* v,
-                                   const uint16_t* grad, size_t n, const flux_rounding& key,
-                                   const flux_adamw_step& step) {
-        States16<Set>::adamw16(SplitWeights{hi, lo}, m, v, grad, n, key, step);
-    }
-    static void adamw16_split_f32(uint16_t* hi, uint16_t* lo, uint16_t* m, uint16_t* v,
-                                  const float* grad, size_t n, const flux_rounding& key,
-                                  const flux_adamw_step& step) {
-        States16<Set>::adamw16(SplitWeights{hi, lo}, m, v, grad, n, key, step);
-    }
-    static void adamw16_f32(float* p, uint16_t* m, uint16_t* v, const float* grad, size_t n,
-                            const flux_rounding& key, const flux_adamw_step& step) {
-        States16<Set>::adamw16(WholeWeights{p}, m, v, grad, n, key, step);
-    }
-    static void stream8(uint16_t* hi, uint16_t* lo, uint8_t* m, uint8_t* v, const uint16_t* grad,
-                        size_t n) {
-        stream(SplitWeights{hi, lo}, m, v, grad, n);
-    }
-    static void stream16(uint16_t* hi, uint16_t* lo, uint16_t* m, uint16_t* v,
-                         const uint16_t* grad, size_t n) {
-        stream(SplitWeights{hi, lo}, m, v, grad, n);
-    }
-
-    static constexpr StateKernels table() {
-        return {adamw8_split_bf16, adamw8_split_f32, adamw8_f32, adamw16_split_bf16,
-                adamw16_split_f32, adamw16_f32,      stream8,    stream16,
-                quantise,          encode,  decode};
-    }
 };
 
 }  // namespace flux

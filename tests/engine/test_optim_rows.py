@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from fluxtrain.optim.hyper import Hyper
-from fluxtrain.optim.reference import rounding
+from fluxtrain.optim.flat import Flat
+from fluxtrain.optim.hyper import AdamWUpdate, Hyper
+from fluxtrain.optim.reference import encode, rounding
 from fluxtrain.optim.row_adamw import weights_of_rows
-from fluxtrain.optim.split_adamw import encode
-from fluxtrain.optim.stepping import Flat, step_on_host_
+from fluxtrain.optim.step import step_
 from fluxtrain.plan.states import STATE_BLOCK
 
 TABLE_ROWS, WIDTH = 700, 96
-HOW: dict[str, Any] = {"hyper": Hyper(lr=1e-2, weight_decay=0.1), "step": 3, "scale": 0.7}
+UPDATE = AdamWUpdate(hyper=Hyper(lr=1e-2, weight_decay=0.1), step=3, scale=0.7)
 MOMENTS = pytest.mark.parametrize("moments", ["fp32", "bf16", "8bit"])
 WEIGHTS = pytest.mark.parametrize("weights", [torch.bfloat16, torch.float32])
 
@@ -60,10 +59,10 @@ def test_rows_have_the_bits_of_their_tables_update_which_they_leave_to_it(
 ) -> None:
     flat = table(weights, moments)
     before, after = copied(flat), copied(flat)
-    step_on_host_(after, **HOW)
+    step_(after, UPDATE)
     rows = torch.tensor([699, 0, 3, 3, *range(10, 690)])
     found = into(flat, rows)
-    weights_of_rows(flat, rows, found, threads=threads, **HOW)
+    weights_of_rows(flat, rows, found, UPDATE, threads=threads)
     assert torch.equal(found, after.weights.view(-1, WIDTH)[rows])
     assert not torch.equal(found, before.weights.view(-1, WIDTH)[rows])
     kept = tensors(before)
@@ -74,22 +73,22 @@ def test_rows_have_the_bits_of_their_tables_update_which_they_leave_to_it(
 def test_gradients_may_be_sums_of_several_passes(moments: str) -> None:
     flat = table(torch.bfloat16, moments, torch.float32)
     after, rows = copied(flat), torch.arange(5, 400)
-    step_on_host_(after, **HOW)
+    step_(after, UPDATE)
     found = into(flat, rows)
-    weights_of_rows(flat, rows, found, **HOW)
+    weights_of_rows(flat, rows, found, UPDATE)
     assert torch.equal(found, after.weights.view(-1, WIDTH)[rows])
 
 
 def test_no_rows_are_none() -> None:
     flat, rows = table(torch.bfloat16, "fp32"), torch.zeros(0, dtype=torch.int64)
-    weights_of_rows(flat, rows, into(flat, rows), **HOW)
+    weights_of_rows(flat, rows, into(flat, rows), UPDATE)
 
 
 @pytest.mark.parametrize("row", [-1, TABLE_ROWS])
 def test_rows_that_the_table_does_not_have_are_refused(row: int) -> None:
     flat, rows = table(torch.bfloat16, "fp32"), torch.tensor([3, row])
     with pytest.raises(IndexError, match="of a table of 700"):
-        weights_of_rows(flat, rows, into(flat, rows), **HOW)
+        weights_of_rows(flat, rows, into(flat, rows), UPDATE)
 
 
 def test_what_would_corrupt_memory_is_refused() -> None:
@@ -106,4 +105,4 @@ def test_what_would_corrupt_memory_is_refused() -> None:
         ((replace(flat, master=flat.m), rows, found), TypeError),
     ):
         with pytest.raises(error):
-            weights_of_rows(*wrong, **HOW)
+            weights_of_rows(*wrong, UPDATE)

@@ -22,7 +22,7 @@ class FlatSum:
         """Padding and members without a gradient are zero, so that whole ranges can be updated."""
         end = base = 0
         for segment in group.trained:
-            for member in segment.members:
+            for member in segment.by_offset:
                 if member.index in self.touched:
                     if end < base + member.offset:
                         self.flat[end : base + member.offset].zero_()

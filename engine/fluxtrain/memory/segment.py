@@ -26,10 +26,10 @@ class Member:
     parameter: nn.Parameter
     name: str
     segment: Segment
-    offset: int  # elements from the segment's start
     count: int
     shape: torch.Size
     index: int  # position in Group.members
+    offset: int = 0  # elements from the segment's start; set by `Segment.lay_out`
     step: int = 0  # optimizer steps taken
     write_version: int = 0  # parameter._version when its bytes were last known
     has_gradient: bool = False
@@ -113,6 +113,19 @@ class Segment:
         if self.format == "8bit":
             wanted |= dict.fromkeys(SCALES, (torch.float32, -(-n // STATE_BLOCK)))
         return wanted
+
+    @property
+    def by_offset(self) -> list[Member]:
+        """The members in the order in which they lie: matrices, then vectors."""
+        return sorted(self.members, key=lambda member: len(member.shape) < 2)
+
+    def lay_out(self) -> None:
+        """Give each member its offset. Vectors (norms, biases) lie behind all matrices: they are
+        what users exempt from weight decay, and so each kind is one range of equal steps."""
+        offset = 0
+        for member in self.by_offset:
+            member.offset = offset
+            offset += self.allot(self.dtype.itemsize, member.count)
 
     def allot(self, itemsize: int, count: int) -> int:
         """Where the next member begins after one of `count` elements at the end of this."""

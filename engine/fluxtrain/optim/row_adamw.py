@@ -13,11 +13,9 @@ import torch
 from torch import Tensor
 
 from fluxtrain import _native
-from fluxtrain.optim.hyper import Hyper
-from fluxtrain.optim.split_adamw import HALVES, by_reference, flat_length
-from fluxtrain.optim.stepping import Flat
+from fluxtrain.optim.flat import Flat, check_flats
+from fluxtrain.optim.hyper import AdamWUpdate
 
-_GRADS = (torch.bfloat16, torch.float32)
 # Elements, some 3 ms: the update runs on all cores meanwhile, and all wait for the thread that gets
 # a core last.
 _LEAST_PER_THREAD = 1 << 22
@@ -27,18 +25,16 @@ def weights_of_rows(
     flat: Flat,
     rows: Tensor,
     into: Tensor,
+    update: AdamWUpdate,
     *,
-    hyper: Hyper,
-    step: int,
-    scale: float,
     threads: int | None = None,
 ) -> None:
-    """The weights after the step of `rows` (U,) int64 of the table that `flat` is, into `into`
+    """The weights after `update` of `rows` (U,) int64 of the table that `flat` is, into `into`
     (U, H) on the host, without the GIL.
 
-    Weights are bfloat16 with `lo`, or float32; moments have any format; gradients count times
-    `scale`. Rows may come in any order and more than once; raises IndexError for one that the table
-    does not have. threads None: as many as pay beside an update, torch's at most. The result does
+    Weights are bfloat16 with `lo`, or float32; moments have any format. Rows may come in any order
+    and more than once; raises IndexError for one that the table does not have. threads
+    None: as many as pay beside an update, torch's at most. The result does
     not depend on threads or on the instruction set.
     """
     width = _width(flat, rows, into)
@@ -48,8 +44,9 @@ def weights_of_rows(
     table_rows = flat.weights.numel() // width
     if least < 0 or most >= table_rows:
         raise IndexError(f"rows from {least} to {most} of a table of {table_rows}")
-    states8 = flat.states8
-    held = None if states8 is None else _native.States8(*(t.data_ptr() for t in states8))
+    held = None
+    if flat.state_format == "8bit":
+        held = _native.States8(*(t.data_ptr() for t in flat.states8))
     moments = (flat.m.data_ptr(), flat.v.data_ptr()) if held is None else (ctypes.byref(held),)
     bits = {torch.uint8: "8", torch.bfloat16: "16", torch.float32: ""}[flat.m.dtype]
     wide = "f32" if flat.lo is None else "split_f32"
@@ -60,7 +57,7 @@ def weights_of_rows(
         *moments,
         flat.gradient.data_ptr(),
         ctypes.byref(_native.Rows(rows.data_ptr(), len(rows), width)),
-        by_reference(hyper, step, scale),
+        ctypes.byref(_native.AdamWStep(*update.coefficients())),
         threads or min(torch.get_num_threads(), 1 + into.numel() // _LEAST_PER_THREAD),
     )
 
@@ -69,19 +66,10 @@ def _width(flat: Flat, rows: Tensor, into: Tensor) -> int:
     """Elements of a row; wrong tensors would corrupt memory in C, so they are refused here."""
     if flat.master is not None:
         raise TypeError("rows of fp16 weights are written with their masters")
-    flats = {"weights": flat.weights, "m": flat.m, "v": flat.v, "grad": flat.gradient}
-    split = flat.lo is not None
-    allowed: dict[str, tuple[torch.dtype, ...]] = {
-        "weights": HALVES if split else (torch.float32,),
-        "lo": HALVES,
-        "m": (flat.v.dtype,),
-        "v": (torch.uint8,) if flat.states8 is not None else _GRADS,
-        "grad": _GRADS if split else (torch.float32,),
-    }
-    n = flat_length(flats | ({"lo": flat.lo} if flat.lo is not None else {}), allowed)
+    n = flat.check()
     count, width = into.shape
-    flat_length({"rows": rows}, {"rows": (torch.int64,)})
-    flat_length({"into": into}, {"into": (flat.weights.dtype,)})
+    check_flats([("rows", rows, (torch.int64,))])
+    check_flats([("into", into, (flat.weights.dtype,))])
     if count != len(rows) or width == 0 or n % width:
         raise ValueError(f"{len(rows)} rows of {n} elements do not go into {tuple(into.shape)}")
     return width

@@ -23,7 +23,7 @@ from fluxtrain.hardware.cache import cache_file, is_fresh
 from fluxtrain.hardware.machine import Machine
 from fluxtrain.hardware.others import beside_text, is_calm_after
 from fluxtrain.hardware.probe import known_rates, sustained_threads
-from fluxtrain.optim.stepping import update_threads
+from fluxtrain.optim.native_adamw import update_threads
 from fluxtrain.plan.calibration import Calibration, trial_rows
 from fluxtrain.plan.facts import ModelFacts
 from fluxtrain.plan.ranked import GPU_CHUNK_TOKENS
