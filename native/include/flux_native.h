@@ -60,11 +60,6 @@
  * the nearest, v would stand still, because 1 - beta2 is less than the spacing of bf16. A random
  * number is the exclusive-or of two hashes with the step's two keys: of the element's number modulo
  * 1024, and of the complement of how many times 1024 it is. Low half m, high half v.
- *
- * flux_adamw*_rows_* compute the weights that some rows of a table will have after its update, with
- * its bits, into `out` (rows->count x rows->width), and write nothing of the table: its moments and the
- * lower halves of its masters stay as they are. A row may begin and end within a block of 8-bit
- * states. Rows may come in any order and more than once, and must be rows that the table has.
  */
 #ifndef FLUX_NATIVE_H
 #define FLUX_NATIVE_H
@@ -90,13 +85,6 @@ typedef struct flux_adamw_step {
     float rsqrt_correction2;
     float eps;
 } flux_adamw_step;
-
-typedef struct flux_states8 {
-    uint8_t* m;
-    uint8_t* v;
-    float* m_scale;
-    float* v_scale;
-} flux_states8;
 
 typedef struct flux_rounding {
     uint32_t first_element; /* number of the range's first element; counts on modulo 2^32 */
@@ -138,12 +126,6 @@ typedef struct flux_adamw_args {
     flux_adamw_step step;
 } flux_adamw_args;
 
-typedef struct flux_rows {
-    const int64_t* numbers;
-    size_t count; /* of the rows that are wanted */
-    size_t width; /* elements of one */
-} flux_rows;
-
 enum flux_isa_level { FLUX_SCALAR = 0, FLUX_AVX2 = 1, FLUX_AVX512 = 2 };
 
 FLUX_API int flux_abi_version(void);
@@ -163,40 +145,6 @@ FLUX_API int flux_adamw(const flux_adamw_args* args);
 /* For measurements: reads and writes what flux_adamw does with the same arguments, and computes
  * nothing. Split weights with a bf16 gradient alone; scales, a hundredth of it, are left out. */
 FLUX_API int flux_adamw_stream(const flux_adamw_args* args);
-
-FLUX_API void flux_adamw_rows_split_bf16(uint16_t* out, const uint16_t* hi, const uint16_t* lo,
-                                         const float* m, const float* v,
-                                         const uint16_t* grad_bf16, const flux_rows* rows,
-                                         const flux_adamw_step* step, int threads);
-FLUX_API void flux_adamw_rows_split_f32(uint16_t* out, const uint16_t* hi, const uint16_t* lo,
-                                        const float* m, const float* v, const float* grad,
-                                        const flux_rows* rows, const flux_adamw_step* step,
-                                        int threads);
-FLUX_API void flux_adamw_rows_f32(float* out, const float* p, const float* m, const float* v,
-                                  const float* grad, const flux_rows* rows,
-                                  const flux_adamw_step* step, int threads);
-FLUX_API void flux_adamw8_rows_split_bf16(uint16_t* out, const uint16_t* hi, const uint16_t* lo,
-                                          const flux_states8* states, const uint16_t* grad_bf16,
-                                          const flux_rows* rows, const flux_adamw_step* step,
-                                          int threads);
-FLUX_API void flux_adamw8_rows_split_f32(uint16_t* out, const uint16_t* hi, const uint16_t* lo,
-                                         const flux_states8* states, const float* grad,
-                                         const flux_rows* rows, const flux_adamw_step* step,
-                                         int threads);
-FLUX_API void flux_adamw8_rows_f32(float* out, const float* p, const flux_states8* states,
-                                   const float* grad, const flux_rows* rows,
-                                   const flux_adamw_step* step, int threads);
-FLUX_API void flux_adamw16_rows_split_bf16(uint16_t* out, const uint16_t* hi, const uint16_t* lo,
-                                           const uint16_t* m, const uint16_t* v,
-                                           const uint16_t* grad_bf16, const flux_rows* rows,
-                                           const flux_adamw_step* step, int threads);
-FLUX_API void flux_adamw16_rows_split_f32(uint16_t* out, const uint16_t* hi, const uint16_t* lo,
-                                          const uint16_t* m, const uint16_t* v, const float* grad,
-                                          const flux_rows* rows, const flux_adamw_step* step,
-                                          int threads);
-FLUX_API void flux_adamw16_rows_f32(float* out, const float* p, const uint16_t* m,
-                                    const uint16_t* v, const float* grad, const flux_rows* rows,
-                                    const flux_adamw_step* step, int threads);
 
 /* Codes and scales of fp32 moments, as an update leaves them: what is not finite is zero. The number of
  * the first element is a multiple of 256. */

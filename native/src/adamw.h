@@ -62,7 +62,7 @@ struct AdamWOver {
     }
     template <class Weights, class Grad>
     static void update_8bit(Args a) {
-        const flux_states8 states{m_of<uint8_t>(a), v_of<uint8_t>(a), a.m_scale, a.v_scale};
+        const States8 states{m_of<uint8_t>(a), v_of<uint8_t>(a), a.m_scale, a.v_scale};
         States::adamw8(Weights::of(a), states, gradient_of<Grad>(a), a.n, a.step);
     }
 

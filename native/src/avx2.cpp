@@ -2,7 +2,6 @@
 #include <immintrin.h>
 
 #include "adamw.h"
-#include "rows.h"
 
 namespace flux {
 namespace {
@@ -343,6 +342,5 @@ struct Avx2 {
 }  // namespace
 
 extern const Kernels kAvx2Kernels = AdamWOver<Avx2>::table();
-extern const RowKernels kAvx2RowKernels = RowsOver<Avx2>::table();
 
 }  // namespace flux

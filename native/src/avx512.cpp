@@ -2,7 +2,6 @@
 #include <immintrin.h>
 
 #include "adamw.h"
-#include "rows.h"
 
 namespace flux {
 namespace {
@@ -366,6 +365,5 @@ struct Avx512 {
 }  // namespace
 
 extern const Kernels kAvx512Kernels = AdamWOver<Avx512>::table();
-extern const RowKernels kAvx512RowKernels = RowsOver<Avx512>::table();
 
 }  // namespace flux

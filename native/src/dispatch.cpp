@@ -57,25 +57,6 @@ const Kernels& kernels() {
     return flux::kScalarKernels;
 }
 
-const flux::RowKernels& row_kernels() {
-#ifdef FLUX_X86
-    if (in_use == FLUX_AVX512) return flux::kAvx512RowKernels;
-    if (in_use == FLUX_AVX2) return flux::kAvx2RowKernels;
-#endif
-    return flux::kScalarRowKernels;
-}
-
-// run(out, ..., rows, count, width, step) for ranges of the rows.
-template <class Out, class Run, class... Arrays>
-void over_rows(Run run, Out* out, const flux_rows* rows, const flux_adamw_step* step, int threads,
-               Arrays... arrays) {
-    const size_t width = rows->width;
-    if (width == 0) return;
-    over_ranges(rows->count * width, threads, width, [&](size_t i, size_t count) {
-        run(out + i, arrays..., rows->numbers + i / width, count / width, width, *step);
-    });
-}
-
 // The arguments of the elements [first, first + count) of an update.
 flux_adamw_args part_of(const flux_adamw_args& whole, size_t first, size_t count) {
     constexpr size_t kWeightBytes[] = {4, 2}, kStateBytes[] = {4, 2, 1}, kGradientBytes[] = {4, 2};
@@ -196,58 +177,6 @@ double flux_sum_squares_bf16(const uint16_t* x, size_t n, int threads) {
 
 double flux_sum_squares_f32(const float* x, size_t n, int threads) {
     return sum_squares(x, n, threads, kernels().sum_squares_f32);
-}
-
-void flux_adamw_rows_split_bf16(uint16_t* out, const uint16_t* hi, const uint16_t* lo, const float*
-                                m, const float* v, const uint16_t* grad, const flux_rows* rows,
-                                const flux_adamw_step* step, int threads) {
-    over_rows(row_kernels().split_bf16, out, rows, step, threads, hi, lo, m, v, grad);
-}
-
-void flux_adamw_rows_split_f32(uint16_t* out, const uint16_t* hi, const uint16_t* lo, const float*
-                               m, const float* v, const float* grad, const flux_rows* rows, const
-                               flux_adamw_step* step, int threads) {
-    over_rows(row_kernels().split_f32, out, rows, step, threads, hi, lo, m, v, grad);
-}
-
-void flux_adamw_rows_f32(float* out, const float* p, const float* m, const float* v, const float*
-                         grad, const flux_rows* rows, const flux_adamw_step* step, int threads) {
-    over_rows(row_kernels().f32, out, rows, step, threads, p, m, v, grad);
-}
-
-void flux_adamw8_rows_split_bf16(uint16_t* out, const uint16_t* hi, const uint16_t* lo, const
-                                 flux_states8* states, const uint16_t* grad, const flux_rows* rows,
-                                 const flux_adamw_step* step, int threads) {
-    over_rows(row_kernels().split8_bf16, out, rows, step, threads, hi, lo, *states, grad);
-}
-
-void flux_adamw8_rows_split_f32(uint16_t* out, const uint16_t* hi, const uint16_t* lo, const
-                                flux_states8* states, const float* grad, const flux_rows* rows,
-                                const flux_adamw_step* step, int threads) {
-    over_rows(row_kernels().split8_f32, out, rows, step, threads, hi, lo, *states, grad);
-}
-
-void flux_adamw8_rows_f32(float* out, const float* p, const flux_states8* states, const float* grad,
-                          const flux_rows* rows, const flux_adamw_step* step, int threads) {
-    over_rows(row_kernels().f32_8, out, rows, step, threads, p, *states, grad);
-}
-
-void flux_adamw16_rows_split_bf16(uint16_t* out, const uint16_t* hi, const uint16_t* lo, const
-                                  uint16_t* m, const uint16_t* v, const uint16_t* grad, const
-                                  flux_rows* rows, const flux_adamw_step* step, int threads) {
-    over_rows(row_kernels().split16_bf16, out, rows, step, threads, hi, lo, m, v, grad);
-}
-
-void flux_adamw16_rows_split_f32(uint16_t* out, const uint16_t* hi, const uint16_t* lo, const
-                                 uint16_t* m, const uint16_t* v, const float* grad, const flux_rows*
-                                 rows, const flux_adamw_step* step, int threads) {
-    over_rows(row_kernels().split16_f32, out, rows, step, threads, hi, lo, m, v, grad);
-}
-
-void flux_adamw16_rows_f32(float* out, const float* p, const uint16_t* m, const uint16_t* v, const
-                           float* grad, const flux_rows* rows, const flux_adamw_step* step, int
-                           threads) {
-    over_rows(row_kernels().f32_16, out, rows, step, threads, p, m, v, grad);
 }
 
 void flux_quantise8(const float* x, uint8_t* codes, float* scales, size_t n, int is_signed,

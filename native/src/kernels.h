@@ -8,6 +8,12 @@ namespace flux {
 
 constexpr size_t kSumBlock = 16384;  // elements per partial sum; a multiple of 16
 
+// 8-bit block-wise states.
+struct States8 {
+    uint8_t *m, *v;
+    float *m_scale, *v_scale;
+};
+
 // One range of an update; the pointers of the arguments are those of its first element.
 using AdamW = void (*)(const flux_adamw_args&);
 
@@ -23,40 +29,13 @@ struct Kernels {
     void (*decode8)(const uint8_t*, float*, size_t, bool is_signed);
 };
 
-// The weights of some rows after AdamW: row numbers, how many, and elements a row.
-struct RowKernels {
-    void (*split_bf16)(uint16_t*, const uint16_t*, const uint16_t*, const float*, const float*,
-                       const uint16_t*, const int64_t*, size_t, size_t, const flux_adamw_step&);
-    void (*split_f32)(uint16_t*, const uint16_t*, const uint16_t*, const float*, const float*,
-                      const float*, const int64_t*, size_t, size_t, const flux_adamw_step&);
-    void (*f32)(float*, const float*, const float*, const float*, const float*, const int64_t*,
-                size_t, size_t, const flux_adamw_step&);
-    void (*split8_bf16)(uint16_t*, const uint16_t*, const uint16_t*, const flux_states8&,
-                        const uint16_t*, const int64_t*, size_t, size_t, const flux_adamw_step&);
-    void (*split8_f32)(uint16_t*, const uint16_t*, const uint16_t*, const flux_states8&,
-                       const float*, const int64_t*, size_t, size_t, const flux_adamw_step&);
-    void (*f32_8)(float*, const float*, const flux_states8&, const float*, const int64_t*, size_t,
-                  size_t, const flux_adamw_step&);
-    void (*split16_bf16)(uint16_t*, const uint16_t*, const uint16_t*, const uint16_t*,
-                         const uint16_t*, const uint16_t*, const int64_t*, size_t, size_t,
-                         const flux_adamw_step&);
-    void (*split16_f32)(uint16_t*, const uint16_t*, const uint16_t*, const uint16_t*,
-                        const uint16_t*, const float*, const int64_t*, size_t, size_t,
-                        const flux_adamw_step&);
-    void (*f32_16)(float*, const float*, const uint16_t*, const uint16_t*, const float*,
-                   const int64_t*, size_t, size_t, const flux_adamw_step&);
-};
-
 // Whether two or three streams are fetched far ahead too, as more of them are (lanes.h).
 extern const bool kFetchesFewFar;
 
 extern const Kernels kScalarKernels;
-extern const RowKernels kScalarRowKernels;
 #ifdef FLUX_X86
 extern const Kernels kAvx2Kernels;
-extern const RowKernels kAvx2RowKernels;
 extern const Kernels kAvx512Kernels;
-extern const RowKernels kAvx512RowKernels;
 #endif
 
 }  // namespace flux

@@ -1,6 +1,5 @@
 // The reference: one lane, plain C++. The wide sets must equal it bit for bit.
 #include "adamw.h"
-#include "rows.h"
 
 namespace flux {
 namespace {
@@ -112,6 +111,5 @@ struct Scalar {
 }  // namespace
 
 extern const Kernels kScalarKernels = AdamWOver<Scalar>::table();
-extern const RowKernels kScalarRowKernels = RowsOver<Scalar>::table();
 
 }  // namespace flux

@@ -181,13 +181,13 @@ struct StatesOver {
     static FLUX_INLINE void fetch_all(size_t i, size_t count, Streams... streams) {
         (fetch(from(streams, i), count), ...);
     }
-    static FLUX_INLINE flux_states8 from(flux_states8 at, size_t i) {
+    static FLUX_INLINE States8 from(States8 at, size_t i) {
         const size_t block = i / kStateBlock;
         return {at.m + i, at.v + i, at.m_scale + block, at.v_scale + block};
     }
 
     template <class Weights, class Grad>
-    static void adamw8(Weights weights, flux_states8 states, const Grad* grad, size_t n,
+    static void adamw8(Weights weights, States8 states, const Grad* grad, size_t n,
                        const flux_adamw_step& step) {
         size_t whole = 0;
         if constexpr (Set::width > 1) {
@@ -199,7 +199,7 @@ struct StatesOver {
     }
 
     template <class Weights, class Grad>
-    static void adamw8_by_block(Weights weights, flux_states8 states, const Grad* __restrict grad,
+    static void adamw8_by_block(Weights weights, States8 states, const Grad* __restrict grad,
                                 size_t n, const flux_adamw_step& step) {
         const NarrowCoefficients<Set> c(step);
         const MapOver<Set> map_m(kSignedMap), map_v(kUnsignedMap);

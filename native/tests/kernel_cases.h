@@ -166,29 +166,3 @@ inline flux_adamw_step any_step(std::mt19937& random) {
     step.rsqrt_correction2 = 1 / std::sqrt(1 - std::pow(0.999f, t));
     return step;
 }
-
-// Into `out` or `wide`, what `run` of the same kernel would make of the weights of some rows.
-inline void run_rows(Kernel kernel, const State& s, uint16_t* out, float* wide, const flux_rows& rows,
-                     const flux_adamw_step& step, int threads) {
-    const uint16_t *hi = s.hi.data(), *lo = s.lo.data(), *narrow = s.grad_bf16.data();
-    const uint16_t *m16 = s.m16.data(), *v16 = s.v16.data();
-    const float *p = s.p.data(), *m = s.m.data(), *v = s.v.data(), *grad = s.grad.data();
-    State held = s;
-    const flux_states8 states{held.m8.data(), held.v8.data(), held.m_scale.data(), held.v_scale.data()};
-    switch (kernel) {
-        case kSplitBf16:
-            return flux_adamw_rows_split_bf16(out, hi, lo, m, v, narrow, &rows, &step, threads);
-        case kSplitF32: return flux_adamw_rows_split_f32(out, hi, lo, m, v, grad, &rows, &step, threads);
-        case kF32: return flux_adamw_rows_f32(wide, p, m, v, grad, &rows, &step, threads);
-        case k8SplitBf16:
-            return flux_adamw8_rows_split_bf16(out, hi, lo, &states, narrow, &rows, &step, threads);
-        case k8SplitF32:
-            return flux_adamw8_rows_split_f32(out, hi, lo, &states, grad, &rows, &step, threads);
-        case k8F32: return flux_adamw8_rows_f32(wide, p, &states, grad, &rows, &step, threads);
-        case k16SplitBf16:
-            return flux_adamw16_rows_split_bf16(out, hi, lo, m16, v16, narrow, &rows, &step, threads);
-        case k16SplitF32:
-            return flux_adamw16_rows_split_f32(out, hi, lo, m16, v16, grad, &rows, &step, threads);
-        default: return flux_adamw16_rows_f32(wide, p, m16, v16, grad, &rows, &step, threads);
-    }
-}

@@ -100,35 +100,6 @@ void test_two_passes_are_the_update_in_one(int level, std::mt19937& random) {
     }
 }
 
-// Rows in any order, some of them twice; blocks of 8-bit states begin and end within them.
-void test_rows_have_the_weights_of_their_table(int level, std::mt19937& random) {
-    for (size_t width : {1, 7, 33, 256, 300, 512, 1111}) {
-        for (int kernel = kSplitBf16; kernel <= k16F32; ++kernel) {
-            const size_t table_rows = 61;
-            std::vector<int64_t> numbers(1 + random() % 99);
-            for (int64_t& number : numbers) number = static_cast<int64_t>(random() % table_rows);
-            const flux_rows rows{numbers.data(), numbers.size(), width};
-            const State before(table_rows * width, random, random() % 2);
-            State after = before;
-            const flux_adamw_step step = any_step(random);
-            flux_set_isa(FLUX_SCALAR);
-            run(static_cast<Kernel>(kernel), after, 0, table_rows * width, step, 1);
-            std::vector<uint16_t> out(rows.count * width), expected(out.size());
-            std::vector<float> wide(out.size()), expected_wide(out.size());
-            flux_set_isa(level);
-            run_rows(static_cast<Kernel>(kernel), before, out.data(), wide.data(), rows, step, 3);
-            const bool split = kernel % 3 != kF32;
-            for (size_t i = 0; i < out.size(); ++i) {
-                const size_t at = static_cast<size_t>(numbers[i / width]) * width + i % width;
-                if (split) expected[i] = after.hi[at];
-                else expected_wide[i] = after.p[at];
-            }
-            CHECK(same_bits(out, expected) && same_bits(wide, expected_wide),
-                  "kernel %d, set %d, width %zu: rows", kernel, level, width);
-        }
-    }
-}
-
 void test_sums_of_squares_are_the_same_everywhere(int level, std::mt19937& random) {
     for (size_t n : {0, 1, 15, 16, 17, 16384, 16385, 100001}) {
         std::vector<float> x(n);
@@ -317,7 +288,6 @@ int main(int count, char** arguments) {
         test_cuts_and_threads_do_not_matter(level, random);
         test_an_odd_block_leaves_its_neighbours_alone(level, random);
         test_two_passes_are_the_update_in_one(level, random);
-        test_rows_have_the_weights_of_their_table(level, random);
         test_sums_of_squares_are_the_same_everywhere(level, random);
         test_masters_survive_the_split(level, all ? 1 : 509);
         test_codes_are_those_of_the_reference(level, all ? 1 : 1009);

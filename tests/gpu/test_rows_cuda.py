@@ -102,7 +102,7 @@ def test_rows_give_the_bits_of_the_whole_table(
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("deferred", [False, True])
-def test_rows_that_are_computed_before_their_table_keep_the_bits(
+def test_rows_that_wait_for_their_table_keep_the_bits(
     tied: bool, deferred: bool, plainly: None
 ) -> None:
     torch.use_deterministic_algorithms(True, warn_only=True)

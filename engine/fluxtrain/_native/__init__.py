@@ -17,8 +17,6 @@ from fluxtrain._native.adamw_args import (
 from fluxtrain._native.library import (
     ISA_NAMES,
     ISA_VARIABLE,
-    Rows,
-    States8,
     adamw,
     end_threads,
     isa,
@@ -36,9 +34,7 @@ __all__ = [
     "GradientFormat",
     "Pass",
     "Rounding",
-    "Rows",
     "StateFormat",
-    "States8",
     "WeightFormat",
     "adamw",
     "end_threads",

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import fluxtrain._native
-from fluxtrain._native.adamw_args import STATUS_TEXT, AdamWArgs, AdamWStep
+from fluxtrain._native.adamw_args import STATUS_TEXT, AdamWArgs
 from fluxtrain.errors import BadInput, FluxTrainError
 
 LIBRARY = "libflux_native.so"
@@ -21,20 +21,6 @@ ISA_VARIABLE = "FLUXTRAIN_ISA"
 ISA_NAMES = ("scalar", "avx2", "avx512")
 
 
-class States8(ctypes.Structure):
-    """Addresses of 8-bit block-wise states (struct flux_states8)."""
-
-    _fields_ = (("m", c_void_p), ("v", c_void_p), ("m_scale", c_void_p), ("v_scale", c_void_p))
-
-
-class Rows(ctypes.Structure):
-    """Numbers of the rows that are wanted (int64), how many, and their width (struct flux_rows)."""
-
-    _fields_ = (("numbers", c_void_p), ("count", c_size_t), ("width", c_size_t))
-
-
-_STATES8 = POINTER(States8)
-_ROWS = (POINTER(Rows), POINTER(AdamWStep), c_int)
 _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "flux_abi_version": (c_int, ()),
     "flux_isa": (c_int, ()),
@@ -42,15 +28,6 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "flux_zero": (None, (c_void_p, c_size_t, c_int)),
     "flux_adamw": (c_int, (POINTER(AdamWArgs),)),
     "flux_adamw_stream": (c_int, (POINTER(AdamWArgs),)),
-    "flux_adamw_rows_split_bf16": (None, (c_void_p,) * 6 + _ROWS),
-    "flux_adamw_rows_split_f32": (None, (c_void_p,) * 6 + _ROWS),
-    "flux_adamw_rows_f32": (None, (c_void_p,) * 5 + _ROWS),
-    "flux_adamw8_rows_split_bf16": (None, (*(c_void_p,) * 3, _STATES8, c_void_p, *_ROWS)),
-    "flux_adamw8_rows_split_f32": (None, (*(c_void_p,) * 3, _STATES8, c_void_p, *_ROWS)),
-    "flux_adamw8_rows_f32": (None, (*(c_void_p,) * 2, _STATES8, c_void_p, *_ROWS)),
-    "flux_adamw16_rows_split_bf16": (None, (c_void_p,) * 6 + _ROWS),
-    "flux_adamw16_rows_split_f32": (None, (c_void_p,) * 6 + _ROWS),
-    "flux_adamw16_rows_f32": (None, (c_void_p,) * 5 + _ROWS),
     "flux_quantise8": (None, (c_void_p, c_void_p, c_void_p, c_size_t, c_int, c_int)),
     "flux_encode8": (None, (c_void_p, c_void_p, c_size_t, c_int)),
     "flux_decode8": (None, (c_void_p, c_void_p, c_size_t, c_int)),

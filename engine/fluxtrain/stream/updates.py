@@ -4,9 +4,6 @@ With deferred moments these jobs write the weights alone, all that the next forw
 one a group follows for m and v, the last group first: in that order the next backward overwrites
 the gradients, which both jobs read.
 
-A table whose rows are looked up is updated last: what the next forward needs of it is computed
-ahead of its job (`rows_ahead`).
-
 Who waits: a job waits for its group's gradients and for the norm; an upload of a group waits for
 that group's first job; other readers and writers of the group on the host wait for both jobs
 (`Group.wait`), the next backward when it has computed the group's gradients. Nobody else waits.
@@ -15,13 +12,10 @@ that group's first job; other readers and writers of the group on the host wait 
 from __future__ import annotations
 
 import math
-import threading
-from collections.abc import Iterable
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from fluxtrain import _native
@@ -35,7 +29,6 @@ from fluxtrain.memory.segment import Member
 from fluxtrain.memory.worker import Worker
 from fluxtrain.optim.hyper import Hyper
 from fluxtrain.optim.native_adamw import update_threads, zero_
-from fluxtrain.optim.row_adamw import weights_of_rows
 from fluxtrain.optim.step import Part, step_
 from fluxtrain.stream.norm import GradNorm
 from fluxtrain.stream.ranges import Range, flat_of, ranges, step_on_device
@@ -61,17 +54,15 @@ class Updates:
         self._worker = Worker("flux-update", _native.end_threads if self._shares_cores else None)
         self._refused = RefusedSteps()
         self._pending: dict[Group, None] = {}  # in the order of their updates
-        self._ahead: dict[Group, _Step] = {}  # of tables, the last one
         self.defers_moments = defers_moments  # of the steps that `submit` takes
         self.first_home: Group | None = None  # whose gradients come before those of groups after it
 
     def submit(self, work: dict[Group, dict[int, Hyper]], norm: GradNorm | None) -> None:
-        """Queue one step of all groups of `work` (in the order of the forward pass), a table whose
-        rows are computed ahead late."""
+        """Queue one step of all groups of `work`, in the order of the forward pass."""
         late: dict[Group, _Step] = {}
         try:
-            for group in _in_order(work):
-                step = self._queue(group, work[group], norm, defers=self.defers_moments)
+            for group, hypers in work.items():
+                step = self._queue(group, hypers, norm, defers=self.defers_moments)
                 if step is not None and step.defers:
                     late[group] = step
         finally:  # whose weights are on their way gets its moments too
@@ -120,23 +111,7 @@ class Updates:
         )
         group.pending = self._worker.submit(step.update)
         self._pending[group] = None
-        if _looks_ahead(group):
-            self._ahead[group] = step
         return step
-
-    def rows_ahead(self, group: Group, rows: Tensor, into: Tensor) -> bool:
-        """The weights that `rows` (U,) ascending of the group's table have after the update under
-        way, `into` (U, H); waits for the gradients and the norm. False where the table itself has
-        them, or will have when its update is done."""
-        step = self._ahead.pop(group, None)
-        if step is None:
-            return False
-        found = step.rows_ahead(rows, into)
-        if found:
-            self._ahead[group] = step
-        if self._shares_cores:
-            _native.end_threads()
-        return found
 
     def wait(self) -> None:
         """Block until all updates are done; raises the first error, once. After an interrupt
@@ -150,7 +125,6 @@ class Updates:
                 group.version += 1  # a copy that waited for it has failed, or is about to
             self._pending.pop(group, None)
         self._refused.settle(wait=True)
-        self._ahead.clear()  # the tables have it all, and the gradients may be given up
         if errors:  # one that was refused is no news beside one that failed
             raise next((e for e in errors if not isinstance(e, Diverged)), errors[0])
 
@@ -179,21 +153,11 @@ class _Step:
     threads: int | None  # None: all
     unwritten: list[Tensor]  # of the states
     clip: float | None = None  # the weights were written with it
-    its_turn: bool = False  # no other update runs: while rows are answered, none at all
-    begun: bool = False  # the weights are being written, or are written
-    lock: threading.Lock = field(default_factory=threading.Lock)  # held while rows are computed
 
     def update(self) -> None:
         """Update everything, or the weights, once the gradients and the norm are there."""
-        self.its_turn = True
-        try:
-            for flat in self.unwritten:  # while the gradients are on their way
-                zero_(flat, threads=self.threads)
-            self._update()
-        finally:
-            self.begun = True
-
-    def _update(self) -> None:
+        for state in self.unwritten:  # while the gradients are on their way
+            zero_(state, threads=self.threads)
         try:
             for job in self.earlier:
                 job.result()
@@ -206,34 +170,12 @@ class _Step:
             for member in self.stepped:  # nothing was written: this step did not happen
                 member.step -= 1
             raise
-        with self.lock:
-            self.begun = True
         with self.recorder.working("cpu", "update", self.name):
             for part in self.work:
                 flat = flat_of(part)
                 what: Part = "weights" if self.defers and flat.has_two_passes else "update"
                 step_(flat, part.update(clip), part=what, threads=self.threads)
         self.clip = clip
-
-    def rows_ahead(self, rows: Tensor, into: Tensor) -> bool:
-        """As `Updates.rows_ahead`."""
-        for job in self.earlier:  # they write what is read here
-            job.result()
-        if self.arrival is not None:
-            self.arrival.wait()
-        scale = 1.0 if self.norm is None else self.norm.scale()
-        if not math.isfinite(scale):
-            return False  # the update refuses the step, or leaves it out
-        with self.lock:
-            if self.begun or len(self.work) != 1:
-                return False
-            with self.recorder.working("cpu", "update", self.name):
-                part = self.work[0]
-                weights_of_rows(
-                    flat_of(part), rows, into, part.update(scale),
-                    threads=self.threads if self.its_turn else None,
-                )  # fmt: skip
-        return True
 
     def update_moments(self) -> None:
         """What `update` left; nothing where that left the step out or failed, which it tells."""
@@ -244,23 +186,6 @@ class _Step:
                 flat = flat_of(part)
                 if flat.has_two_passes:
                     step_(flat, part.update(self.clip), part="moments", threads=self.threads)
-
-
-def _in_order(work: Iterable[Group]) -> list[Group]:
-    """That of the forward pass, but a table whose rows are computed ahead comes last; one that the
-    head needs whole, early enough for its copy."""
-    order = list(work)
-    for group in [group for group in order if _looks_ahead(group)]:
-        order.remove(group)
-        order.insert(len(order) if group.by_rows else 3 * len(order) // 4, group)
-    return order
-
-
-def _looks_ahead(group: Group) -> bool:
-    """Does the forward read rows of it, which can be computed before its own turn? fp16 is rounded
-    from its masters when they are written."""
-    at_home = group.rows is not None and group.home != "device"
-    return at_home and group.members[0].segment.dtype is not torch.float16
 
 
 def _clip(norm: GradNorm | None) -> float:
