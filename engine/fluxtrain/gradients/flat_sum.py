@@ -134,7 +134,7 @@ class FlatSum:
         """Zero padding and members without a gradient, so that whole ranges can be updated."""
         end = base = 0
         for segment in self.group.trained:
-            for member in segment.members:
+            for member in segment.by_offset:
                 if member.index in self._touched:
                     if end < base + member.offset:
                         self.flat[end : base + member.offset].zero_()
