@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 import fluxtrain
 from fluxtrain.memory.segment import Member
-from fluxtrain.stream.engine import Engine, engine_of
-from fluxtrain.stream.loss_scale import FIRST, LossScale
+from fluxtrain.updates.loss_scale import FIRST, LossScale
+from fluxtrain.wrap.engine import Engine, engine_of
 
 HALF = torch.float16
 MAX_NORM = 0.3  # no power of two: then order and number of roundings show

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 import fluxtrain
+from fluxtrain.block.recompute_policy import leave_boundaries
+from fluxtrain.live.resettle import resettle
 from fluxtrain.plan.facts import RowFacts
 from fluxtrain.plan.footprint import Layout, boundaries_on_host, parked_count
-from fluxtrain.stream.engine import Engine, engine_of
-from fluxtrain.stream.grouping import facts_of
-from fluxtrain.stream.recompute_policy import leave_boundaries
-from fluxtrain.stream.resettle import resettle
+from fluxtrain.wrap.engine import Engine, engine_of
+from fluxtrain.wrap.grouping import facts_of
 
 LAYERS = 6
 BOUNDARY = 4 * 10 * 32 * 2  # rows, tokens, width, bf16

@@ -14,10 +14,10 @@ from torch import Tensor
 import fluxtrain
 from fluxtrain.device import cpu_device as devices
 from fluxtrain.device.cpu_device import CpuDevice
+from fluxtrain.live.resettle import resettle
 from fluxtrain.memory.boundary import BoundaryPark
 from fluxtrain.memory.boundary_homes import BoundaryHomes
-from fluxtrain.stream.engine import engine_of
-from fluxtrain.stream.resettle import resettle
+from fluxtrain.wrap.engine import engine_of
 from tests.engine.granted import Granted, granting
 
 

@@ -13,11 +13,11 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import fluxtrain
 from fluxtrain.errors import BadInput, MisusedModel
+from fluxtrain.live import resettle as resettling
+from fluxtrain.live.resettle import resettle
 from fluxtrain.memory.moving import new_home
 from fluxtrain.plan import heads
-from fluxtrain.stream import resettle as resettling
-from fluxtrain.stream.engine import Engine, engine_of
-from fluxtrain.stream.resettle import resettle
+from fluxtrain.wrap.engine import Engine, engine_of
 from tests.engine.row_models import HIDDEN, VOCABULARY, Result, inputs, trained
 
 WORDS = 128  # of a slice: five slices, the last one shorter

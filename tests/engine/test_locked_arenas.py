@@ -16,12 +16,12 @@ from torch import Tensor
 
 import fluxtrain
 from fluxtrain.device import cpu_device as devices
+from fluxtrain.device.arena import HostArena
 from fluxtrain.device.cpu_device import CpuDevice
+from fluxtrain.device.page_locks import PageLocks
 from fluxtrain.device.staging import Staging
 from fluxtrain.device.transfer import Transfer
-from fluxtrain.memory.arena import HostArena
-from fluxtrain.memory.page_locks import PageLocks
-from fluxtrain.stream.engine import engine_of
+from fluxtrain.wrap.engine import engine_of
 from tests.engine.granted import Granted, granting
 
 COUNT = 1000

@@ -13,10 +13,10 @@ from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 import fluxtrain
 from fluxtrain.plan import heads
+from fluxtrain.plan.choices.placement import RunPlacement, place
 from fluxtrain.plan.facts import Room, RowFacts, Wishes, activation_estimate
-from fluxtrain.plan.placement import RunPlacement, place
-from fluxtrain.stream.engine import Engine, engine_of
-from fluxtrain.stream.grouping import facts_of
+from fluxtrain.wrap.engine import Engine, engine_of
+from fluxtrain.wrap.grouping import facts_of
 
 ROWS, LENGTH = 4, 10
 Tiny = Callable[..., PreTrainedModel]

@@ -13,15 +13,15 @@ from torch import nn
 
 import fluxtrain
 from fluxtrain.errors import BadInput, DoesNotFit
+from fluxtrain.live.resettle import resettle
+from fluxtrain.live.settings import Ground, Knobs
 from fluxtrain.memory.group import Group
 from fluxtrain.memory.window import Window
 from fluxtrain.plan import states as state_formats
 from fluxtrain.plan.facts import RowFacts
 from fluxtrain.plan.footprint import Layout
-from fluxtrain.plan.live import Ground, Knobs
-from fluxtrain.stream.engine import Engine, engine_of
-from fluxtrain.stream.grouping import facts_of
-from fluxtrain.stream.resettle import resettle
+from fluxtrain.wrap.engine import Engine, engine_of
+from fluxtrain.wrap.grouping import facts_of
 
 LAYERS = 6
 PLANNED = Knobs(prefetch=2, resident_blocks=0, chunk_rows=2)

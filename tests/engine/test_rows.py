@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from fluxtrain.gradients.row_sum import Scatter
+from fluxtrain.live.resettle import resettle
 from fluxtrain.plan import depths
-from fluxtrain.stream.engine import engine_of
-from fluxtrain.stream.resettle import resettle
+from fluxtrain.wrap.engine import engine_of
 from tests.engine.row_models import (
     HIDDEN,
     VOCABULARY,

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import fluxtrain
-from fluxtrain.stream import updates
-from fluxtrain.stream.engine import Engine, engine_of
-from fluxtrain.stream.shards import state_shards
+from fluxtrain.optimizer.state_shards import state_shards
+from fluxtrain.updates import updates
+from fluxtrain.wrap.engine import Engine, engine_of
 
 pytestmark = [
     pytest.mark.gpu,

@@ -9,8 +9,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import fluxtrain
-from fluxtrain.methods.known_packing import known_packing
-from fluxtrain.stream.engine import engine_of
+from fluxtrain.models.known_packing import known_packing
+from fluxtrain.wrap.engine import engine_of
 
 pytestmark = [
     pytest.mark.gpu,

@@ -12,9 +12,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama import modeling_llama
 
 import fluxtrain
-from fluxtrain.methods.kernels import choose_kernels
-from fluxtrain.stream.engine import Engine, engine_of
+from fluxtrain.models.kernels import choose_kernels
 from fluxtrain.units import MIB
+from fluxtrain.wrap.engine import Engine, engine_of
 
 pytestmark = [
     pytest.mark.gpu,

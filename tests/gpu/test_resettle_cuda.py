@@ -14,13 +14,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import fluxtrain
 from fluxtrain.errors import DoesNotFit
+from fluxtrain.live.resettle import resettle
+from fluxtrain.live.settings import Ground, Knobs
 from fluxtrain.plan.facts import RowFacts
 from fluxtrain.plan.footprint import Layout
-from fluxtrain.plan.live import Ground, Knobs
-from fluxtrain.stream.engine import Engine, engine_of
-from fluxtrain.stream.grouping import facts_of
-from fluxtrain.stream.resettle import resettle
 from fluxtrain.units import MIB
+from fluxtrain.wrap.engine import Engine, engine_of
+from fluxtrain.wrap.grouping import facts_of
 
 pytestmark = [
     pytest.mark.gpu,

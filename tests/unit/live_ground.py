@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from fluxtrain.plan.advice import RunFacts, StepFacts
+from fluxtrain.live.advice import RunFacts, StepFacts
+from fluxtrain.live.settings import Ground, Use
+from fluxtrain.plan.cost.rates import Rates
 from fluxtrain.plan.facts import GroupFacts, ModelFacts, RowFacts
 from fluxtrain.plan.footprint import Layout
-from fluxtrain.plan.live import Ground, Use
-from fluxtrain.plan.rates import Rates
 from fluxtrain.units import GIB, MIB
 
 BLOCK_BYTES = 100 * MIB

@@ -9,8 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fluxtrain.plan.calibration import Calibration, HostTimes, Line
-from fluxtrain.plan.cost import cost, least_cost
+from fluxtrain.plan.choices.ranked import Dial
+from fluxtrain.plan.cost.calibration import Calibration, HostTimes, Line
+from fluxtrain.plan.cost.rates import Rates
+from fluxtrain.plan.cost.step import cost, least_cost
 from fluxtrain.plan.facts import (
     OFFLOADS,
     GroupFacts,
@@ -22,8 +24,6 @@ from fluxtrain.plan.facts import (
     Wishes,
 )
 from fluxtrain.plan.footprint import Layout
-from fluxtrain.plan.ranked import Dial
-from fluxtrain.plan.rates import Rates
 from fluxtrain.plan.search import MOST_COUNTS, SOME_COUNTS, Search, tried_counts
 from fluxtrain.units import GIB
 from tests.unit.test_plan_properties import even_models, models

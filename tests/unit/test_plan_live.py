@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fluxtrain.errors import BadInput, DoesNotFit
-from fluxtrain.plan.live import KNOBS, Change, Knobs, Use, knobs_after, parse_change
+from fluxtrain.live.settings import KNOBS, Change, Knobs, Use, knobs_after, parse_change
 from fluxtrain.units import GIB, MIB
 from tests.unit.live_ground import BLOCK_BYTES, BLOCKS, ground
 

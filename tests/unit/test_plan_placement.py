@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from fluxtrain.errors import EXIT_DOES_NOT_FIT, BadInput, DoesNotFit
+from fluxtrain.plan.choices.placement import Placement, place, place_for_any_rows
 from fluxtrain.plan.facts import GroupFacts, ModelFacts, Room, RowFacts, Wishes, activation_estimate
-from fluxtrain.plan.placement import Placement, place, place_for_any_rows
 from fluxtrain.plan.search import AUTO_SHARE, HOST_SHARE
 from fluxtrain.plan.spread import parted
 from fluxtrain.units import GIB
