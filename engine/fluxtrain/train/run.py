@@ -284,8 +284,7 @@ class Run:
             binds=time.binds if time else "",
             constants=forecast.because,
         )
-        parts_s = time.parts_s if time else {}
-        write_plan_file(session.run_dir, planned, plan, parts_s, self._constants)
+        write_plan_file(session.run_dir, planned, plan, time, self._constants)
         session.announcer.emit(planned)
         self._planned = planned
 
