@@ -49,7 +49,7 @@ def write_plan_file(
     run_dir: RunDir,
     planned: Planned,
     placement: RunPlacement,
-    parts_s: dict[str, float],
+    time: PlannedTime | None,
     constants: Constants,
 ) -> None:
     """plan.json: the whole plan, also where the event had to be shortened, frozen before the first
@@ -61,7 +61,7 @@ def write_plan_file(
         "need": asdict(placement.need),
         "process_bytes": placement.process_bytes,
         "saving_bytes": placement.saving_bytes,
-        "parts_s": parts_s,
+        "parts_s": time.parts_s if time else {},
         "per_s": dict(constants.per_s),
         "calibration": msgspec.to_builtins(constants.calibration),
     }
