@@ -204,7 +204,8 @@ def test_the_disk_that_is_told_is_the_one_that_a_run_is_judged_by() -> None:
     room = Room(device_free_bytes=None, host_available_bytes=None)
     forecast = Forecast(
         facts=facts, room=room, wishes=Wishes(), placement=place(facts, room, Wishes()), passes=1,
-        exact=True, keep_checkpoints=2, constants=Constants(per_s={}, source=""),
+        exact=True, keep_checkpoints=2, saved_bytes=facts.weight_bytes,
+        constants=Constants(per_s={}, source=""),
     )  # fmt: skip
     judged = disk_need(
         facts, model_bytes=facts.weight_bytes, kept=2, written=EVERY_CHECKPOINT, steps=0
