@@ -12,6 +12,7 @@ import msgspec
 import fluxtrain
 from fluxtrain.calibration.constants import Constants
 from fluxtrain.client.machine import Machine
+from fluxtrain.client.plan import PlannedTime
 from fluxtrain.config.schema import RunConfig
 from fluxtrain.plan.choices.placement import RunPlacement
 from fluxtrain.rundir.process import ProcessMark
