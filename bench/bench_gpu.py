@@ -115,7 +115,7 @@ def wrapped(
     is to be said of it. The model is on the host as a loaded one: the trial has the card alone."""
     import fluxtrain
     from fluxtrain.block.recompute_policy import leave_boundaries
-    from fluxtrain.wrap.engine import engine_of
+    from fluxtrain.wrapping.engine import engine_of
 
     budget_bytes = int((options.budget_gib - CONTEXT_GIB) * GIB)
     plan, told = planned(model, options, budget_bytes)

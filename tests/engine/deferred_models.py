@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import fluxtrain
 from fluxtrain.optimizer.state_shards import state_shards
 from fluxtrain.updates import updates
-from fluxtrain.wrap.engine import engine_of
+from fluxtrain.wrapping.engine import engine_of
 
 MAX_NORM = 0.3  # no power of two: then order and number of roundings show
 HOLD_S = 0.25  # far longer than a step of these models

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import fluxtrain
 from fluxtrain.memory.segment import Member
 from fluxtrain.updates.loss_scale import FIRST, LossScale
-from fluxtrain.wrap.engine import Engine, engine_of
+from fluxtrain.wrapping.engine import Engine, engine_of
 
 HALF = torch.float16
 MAX_NORM = 0.3  # no power of two: then order and number of roundings show

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import fluxtrain
-from fluxtrain.wrap.engine import Engine, engine_of
+from fluxtrain.wrapping.engine import Engine, engine_of
 
 VOCABULARY, HIDDEN = 600, 32
 Result = tuple[list[float], dict[str, Tensor], dict[str, Tensor]]

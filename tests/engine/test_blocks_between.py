@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import fluxtrain
-from fluxtrain.wrap.engine import engine_of
+from fluxtrain.wrapping.engine import engine_of
 
 LAYERS = 8
 HOMES = "GGCGCGCC"  # of the blocks, with four of them on the device

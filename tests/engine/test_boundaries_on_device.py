@@ -14,8 +14,8 @@ from fluxtrain.block.recompute_policy import leave_boundaries
 from fluxtrain.live.resettle import resettle
 from fluxtrain.plan.facts import RowFacts
 from fluxtrain.plan.footprint import Layout, boundaries_on_host, parked_count
-from fluxtrain.wrap.engine import Engine, engine_of
-from fluxtrain.wrap.grouping import facts_of
+from fluxtrain.wrapping.engine import Engine, engine_of
+from fluxtrain.wrapping.grouping import facts_of
 
 LAYERS = 6
 BOUNDARY = 4 * 10 * 32 * 2  # rows, tokens, width, bf16

@@ -12,7 +12,7 @@ from torch import Tensor
 import fluxtrain
 from fluxtrain.device.cpu_device import CpuDevice
 from fluxtrain.memory.boundary import LEAVING, BoundaryPark
-from fluxtrain.wrap.engine import engine_of
+from fluxtrain.wrapping.engine import engine_of
 
 
 class Uploads:

@@ -17,7 +17,7 @@ from fluxtrain.device.cpu_device import CpuDevice
 from fluxtrain.live.resettle import resettle
 from fluxtrain.memory.boundary import BoundaryPark
 from fluxtrain.memory.boundary_homes import BoundaryHomes
-from fluxtrain.wrap.engine import engine_of
+from fluxtrain.wrapping.engine import engine_of
 from tests.engine.granted import Granted, granting
 
 

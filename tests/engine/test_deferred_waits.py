@@ -17,7 +17,7 @@ import fluxtrain
 from fluxtrain.errors import Diverged
 from fluxtrain.live.resettle import resettle
 from fluxtrain.memory.group import Group
-from fluxtrain.wrap.engine import Engine, engine_of
+from fluxtrain.wrapping.engine import Engine, engine_of
 from tests.engine.deferred_models import HOLD_S, MAX_NORM, Hold, Training, assert_same_bits, build
 
 

@@ -14,8 +14,8 @@ from fluxtrain.memory.group import Group
 from fluxtrain.plan.depths import LARGE_GRADIENT_BYTES, ring_depth
 from fluxtrain.plan.facts import Room
 from fluxtrain.plan.footprint import Layout, footprint
-from fluxtrain.wrap.engine import Engine, engine_of
-from fluxtrain.wrap.grouping import facts_of
+from fluxtrain.wrapping.engine import Engine, engine_of
+from fluxtrain.wrapping.grouping import facts_of
 
 LAYERS = 8
 CONFIG = LlamaConfig(
@@ -72,7 +72,7 @@ def test_a_host_with_room_for_the_ring_alone_runs_eager_steps_only(
         for eager in (True, False)
     )
     room = Room(device_free_bytes=None, host_available_bytes=(ring + every) // 2)
-    monkeypatch.setattr("fluxtrain.wrap.wrapping._room", lambda *_: room)
+    monkeypatch.setattr("fluxtrain.wrapping.wrap._room", lambda *_: room)
     fluxtrain.wrap(
         LlamaForCausalLM(CONFIG).to(torch.bfloat16), device="cpu", offload="weights", eager=True
     )

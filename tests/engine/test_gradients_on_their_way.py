@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import fluxtrain
-from fluxtrain.wrap.engine import Engine, engine_of
+from fluxtrain.wrapping.engine import Engine, engine_of
 
 Make = Callable[..., Any]
 LIMIT_S = 20.0  # a test that waits for what does not come fails after that

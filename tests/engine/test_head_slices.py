@@ -17,7 +17,7 @@ from fluxtrain.live import resettle as resettling
 from fluxtrain.live.resettle import resettle
 from fluxtrain.memory.moving import new_home
 from fluxtrain.plan import heads
-from fluxtrain.wrap.engine import Engine, engine_of
+from fluxtrain.wrapping.engine import Engine, engine_of
 from tests.engine.row_models import HIDDEN, VOCABULARY, Result, inputs, trained
 
 WORDS = 128  # of a slice: five slices, the last one shorter

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import fluxtrain
-from fluxtrain.wrap.engine import engine_of
+from fluxtrain.wrapping.engine import engine_of
 from tests.engine.plain_models import Net
 
 Touch = Callable[[nn.Module], None]

@@ -15,8 +15,8 @@ import fluxtrain
 from fluxtrain.plan import heads
 from fluxtrain.plan.choices.placement import RunPlacement, place
 from fluxtrain.plan.facts import Room, RowFacts, Wishes, activation_estimate
-from fluxtrain.wrap.engine import Engine, engine_of
-from fluxtrain.wrap.grouping import facts_of
+from fluxtrain.wrapping.engine import Engine, engine_of
+from fluxtrain.wrapping.grouping import facts_of
 
 ROWS, LENGTH = 4, 10
 Tiny = Callable[..., PreTrainedModel]

@@ -20,8 +20,8 @@ from fluxtrain.memory.window import Window
 from fluxtrain.plan import states as state_formats
 from fluxtrain.plan.facts import RowFacts
 from fluxtrain.plan.footprint import Layout
-from fluxtrain.wrap.engine import Engine, engine_of
-from fluxtrain.wrap.grouping import facts_of
+from fluxtrain.wrapping.engine import Engine, engine_of
+from fluxtrain.wrapping.grouping import facts_of
 
 LAYERS = 6
 PLANNED = Knobs(prefetch=2, resident_blocks=0, chunk_rows=2)

@@ -18,8 +18,8 @@ from fluxtrain.memory.group import Group
 from fluxtrain.plan import states as state_formats
 from fluxtrain.plan.facts import GroupFacts
 from fluxtrain.updates.clip import clip_scale
-from fluxtrain.wrap.engine import engine_of
-from fluxtrain.wrap.grouping import facts_of
+from fluxtrain.wrapping.engine import engine_of
+from fluxtrain.wrapping.grouping import facts_of
 
 FORMATS = pytest.mark.parametrize("states", ["bf16", "8bit"])
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

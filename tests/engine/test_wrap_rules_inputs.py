@@ -14,7 +14,7 @@ from transformers import DynamicCache
 
 import fluxtrain
 from fluxtrain.errors import MisusedModel, UnsupportedModel
-from fluxtrain.wrap.engine import engine_of
+from fluxtrain.wrapping.engine import engine_of
 
 Grads = Callable[[nn.Module], dict[str, Tensor]]
 

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import fluxtrain
 from fluxtrain.optimizer.state_shards import state_shards
 from fluxtrain.updates import updates
-from fluxtrain.wrap.engine import Engine, engine_of
+from fluxtrain.wrapping.engine import Engine, engine_of
 
 pytestmark = [
     pytest.mark.gpu,

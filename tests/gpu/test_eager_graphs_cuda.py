@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import fluxtrain
 from fluxtrain.errors import Diverged
-from fluxtrain.wrap.engine import engine_of
+from fluxtrain.wrapping.engine import engine_of
 
 pytestmark = pytest.mark.gpu
 

@@ -18,7 +18,7 @@ from fluxtrain.adamw.fp32 import quiet
 from fluxtrain.adamw.hyper import AdamWUpdate, Hyper
 from fluxtrain.adamw.reference import encode, rounding
 from fluxtrain.adamw.step import backend_for, step_
-from fluxtrain.wrap.engine import engine_of
+from fluxtrain.wrapping.engine import engine_of
 
 pytestmark = pytest.mark.gpu
 HYPER = Hyper(lr=1e-2, weight_decay=0.1)

@@ -14,7 +14,7 @@ from transformers.models.llama import modeling_llama
 import fluxtrain
 from fluxtrain.models.kernels import choose_kernels
 from fluxtrain.units import MIB
-from fluxtrain.wrap.engine import Engine, engine_of
+from fluxtrain.wrapping.engine import Engine, engine_of
 
 pytestmark = [
     pytest.mark.gpu,

@@ -25,7 +25,7 @@ from fluxtrain.planning.placing import eager
 from fluxtrain.reporting.announce import Announcer
 
 if TYPE_CHECKING:
-    from fluxtrain.wrap.engine import Engine
+    from fluxtrain.wrapping.engine import Engine
 
 
 def live_changes(
