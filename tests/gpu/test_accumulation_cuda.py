@@ -288,7 +288,7 @@ def test_sums_whose_ways_home_are_late_are_right_and_nobody_waits(
             with torch.cuda.stream(device._down):
                 torch.cuda._sleep(LATE)
             torch.cuda.set_sync_debug_mode("error")
-        with known_packing(None):
+        with known_packing(mixes=False):
             loss = ours(input_ids=ids, labels=ids, use_cache=False).loss
         (loss / len(batches)).backward()
         torch.cuda.set_sync_debug_mode("default")

@@ -206,7 +206,7 @@ def test_a_step_in_slices_never_waits_for_the_gpu(tied: bool) -> None:
             torch.cuda.synchronize()
             engine.flush()
             torch.cuda.set_sync_debug_mode("error")
-        with known_packing(None):  # else transformers looks for several documents in a row
+        with known_packing(mixes=False):  # else transformers looks for several documents in a row
             loss = model(input_ids=ids, labels=ids, use_cache=False).loss
         loss.backward()
         torch.cuda.set_sync_debug_mode("default")

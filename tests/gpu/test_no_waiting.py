@@ -58,7 +58,7 @@ def test_no_operation_of_a_step_synchronises(
         if step == 5:  # the first steps look at what they computed
             torch.cuda.synchronize()
             torch.cuda.set_sync_debug_mode("error")
-        with known_packing(None):
+        with known_packing(mixes=False):
             loss = model(input_ids=ids, labels=ids, use_cache=False).loss
         if eager:
             engine.begin_eager_step(optimizer, loss)

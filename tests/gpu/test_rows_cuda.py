@@ -147,7 +147,7 @@ def test_no_operation_of_a_step_synchronises(given: str, eager: bool, plainly: N
             torch.cuda.set_sync_debug_mode("error")
         ids = batch(step % 2)
         ids = ids if given == "host" else ids.to("cuda", non_blocking=True)
-        with known_packing(None):
+        with known_packing(mixes=False):
             loss = model(input_ids=ids, labels=ids, use_cache=False).loss
         if eager:
             engine.begin_eager_step(optimizer, loss)
