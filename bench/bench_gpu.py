@@ -38,7 +38,7 @@ from fluxtrain.plan.cost import cost
 from fluxtrain.plan.facts import Room, Wishes
 from fluxtrain.plan.footprint import boundaries_on_host, homes
 from fluxtrain.plan.moments import WISHES as MOMENTS_WISHES
-from fluxtrain.plan.placement import RunPlacement
+from fluxtrain.plan.placement import Placement
 from fluxtrain.plan.timed import Timing, place_timed
 from fluxtrain.train.constants import measured_constants
 from fluxtrain.train.placing import model_facts
@@ -108,35 +108,16 @@ def cap_memory(budget_gib: float) -> None:
 
 def wrapped(
     model: Qwen2ForCausalLM, options: argparse.Namespace
-) -> tuple[Any, RunPlacement, dict[str, Any]]:
+) -> tuple[Any, Placement, dict[str, Any]]:
     """Wrap the model as a run with these rows would be; its engine, the plan for the rows, and what
     is to be said of it. The model is on the host as a loaded one: the trial has the card alone."""
     import fluxtrain
     from fluxtrain.stream.engine import engine_of
-    from fluxtrain.stream.keepers import leave_boundaries
 
     budget_bytes = int((options.budget_gib - CONTEXT_GIB) * GIB)
     plan, told = planned(model, options, budget_bytes)
-    fluxtrain.wrap(
-        model,
-        device="cuda",
-        offload=plan.offload,
-        resident_blocks=plan.resident_blocks,
-        device_groups=plan.device_groups,
-        device_first=plan.device_first,
-        chunk_rows=plan.chunk_rows,
-        boundaries=plan.boundaries,
-        kept_blocks=plan.kept_blocks,
-        budget_bytes=budget_bytes,
-        overlap=True,
-        states=options.states,
-        embedding=plan.embedding,
-        head=plan.head,
-        deferred_moments=plan.deferred_moments,
-        slots=plan.slots or None,
-    )
+    fluxtrain.wrap(model, device="cuda", placement=plan, states=options.states, overlap=True)
     engine = engine_of(model)
-    leave_boundaries(engine, plan.boundaries_on_device)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     return engine, plan, told
@@ -144,7 +125,7 @@ def wrapped(
 
 def planned(
     model: Qwen2ForCausalLM, options: argparse.Namespace, budget_bytes: int
-) -> tuple[RunPlacement, dict[str, Any]]:
+) -> tuple[Placement, dict[str, Any]]:
     """The plan for the rows, and what it rests on."""
     facts = model_facts(model, model.config, options.sequence, options.states)
     constants = measured_constants(
@@ -181,7 +162,7 @@ def planned(
         "sequence": options.sequence,
         "because": {choice.name: choice.because for choice in plan.choices},
     }
-    layout = plan.layout(passes=options.passes, eager=options.eager)
+    layout = plan.layout
     told["parameters_at_home"] = sum(group.trained for group in homes(facts, layout)[1])
     told["boundaries_on_host_gib"] = round(boundaries_on_host(facts, layout) / GIB, 2)
     if timing is not None:
@@ -280,7 +261,7 @@ def run(options: argparse.Namespace, watch: MemoryWatch) -> dict[str, Any]:
 
 def made(
     model: Qwen2ForCausalLM, options: argparse.Namespace
-) -> tuple[Loop, Any, RunPlacement | None, dict[str, Any]]:
+) -> tuple[Loop, Any, Placement | None, dict[str, Any]]:
     """The loop, FluxTrain's engine and plan where it is FluxTrain, and what is to be said: whose
     kernels run, and what the plan rests on."""
     rate = options.learning_rate
@@ -330,7 +311,7 @@ def report(
     options: argparse.Namespace,
     parameters: int,
     engine: Any,
-    plan: RunPlacement | None,
+    plan: Placement | None,
     times: list[float],
     losses: list[float],
 ) -> dict[str, Any]:
@@ -353,17 +334,17 @@ def report(
         engine.flush()
         row |= {
             "offload": plan.offload,
-            "resident_blocks": plan.resident_blocks,
-            "device_groups": plan.device_groups,
-            "device_first": plan.device_first,
+            "resident_blocks": plan.totals.resident_blocks,
+            "device_groups": plan.totals.device_groups,
+            "device_first": plan.totals.device_first,
             "blocks": "spread",  # where those on the device stand: compare_plan.py asks
             "chunk_rows": engine.chunk_rows,
-            "boundaries": plan.boundaries,
-            "boundaries_on_device": plan.boundaries_on_device,
-            "kept_blocks": plan.kept_blocks,
+            "boundaries": plan.layout.boundaries,
+            "boundaries_on_device": plan.layout.boundaries_on_device,
+            "kept_blocks": plan.totals.kept_blocks,
             "slots": plan.slots or None,
-            "embedding": plan.embedding,
-            "head": plan.head,
+            "embedding": plan.layout.embedding,
+            "head": plan.layout.head,
             "deferred_moments": plan.deferred_moments,
             "predicted_device_gib": round(plan.device_bytes / GIB, 2),
             "torch_peak_gib": round(torch.cuda.max_memory_allocated() / GIB, 2),

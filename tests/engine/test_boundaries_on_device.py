@@ -14,8 +14,7 @@ from fluxtrain.plan.facts import RowFacts
 from fluxtrain.plan.footprint import Layout, boundaries_on_host, parked_count
 from fluxtrain.stream.engine import Engine, engine_of
 from fluxtrain.stream.grouping import facts_of
-from fluxtrain.stream.keepers import leave_boundaries
-from fluxtrain.stream.resettle import resettle
+from tests.engine.placing_anew import turn_to
 
 LAYERS = 6
 BOUNDARY = 4 * 10 * 32 * 2  # rows, tokens, width, bf16
@@ -37,7 +36,7 @@ class Training:
         settings = {"offload": "weights", "boundaries": "host", "chunk_rows": 2, **where}
         self.model = fluxtrain.wrap(model, device="cpu", **settings)
         self.engine: Engine = engine_of(self.model)
-        leave_boundaries(self.engine, staying)
+        turn_to(self.engine, boundaries_on_device=staying)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         self.batch, self.losses = batch, list[float]()
 
@@ -60,12 +59,7 @@ class Training:
         return held[1], held[0]
 
     def turn(self, staying: int, kept: int = 0) -> None:
-        plan = self.engine.plan
-        resettle(
-            self.engine, device_groups=plan.device_groups, resident_blocks=plan.resident_blocks,
-            kept_blocks=kept, slots=plan.slots, chunk_rows=self.engine.chunk_rows, need=plan.need,
-            boundaries_on_device=staying,
-        )  # fmt: skip
+        turn_to(self.engine, kept_blocks=kept, boundaries_on_device=staying)
 
     def weights(self) -> list[torch.Tensor]:
         fluxtrain.sync(self.model)
@@ -125,7 +119,7 @@ def test_their_number_changes_between_two_steps(tiny: Any, batch: Any) -> None:
         sent, held = turned.step()
         assert sent == max(0, LAYERS - kept - staying) + (staying == 0)
         assert held == (LAYERS + 1 - sent) * BOUNDARY
-        assert turned.engine.plan.boundaries_on_device == staying
+        assert turned.engine.plan.layout.boundaries_on_device == staying
     assert same(every, turned)
 
 

@@ -17,8 +17,8 @@ from fluxtrain.memory.boundary import BoundaryPark
 from fluxtrain.memory.boundary_homes import BoundaryHomes
 from fluxtrain.memory.device import CpuDevice
 from fluxtrain.stream.engine import engine_of
-from fluxtrain.stream.resettle import resettle
 from tests.engine.granted import Granted, granting
+from tests.engine.placing_anew import turn_to
 
 
 @pytest.fixture
@@ -252,10 +252,7 @@ def test_blocks_that_keep_activations_from_now_on_leave_no_memory_behind(
     before, attempts = locks.locked_bytes, locks.attempts
     for kept in (0, 3):
         assert (locks.attempts, locks.locked_bytes) == (attempts, before)
-        resettle(
-            engine, device_groups=engine.plan.device_groups, resident_blocks=4, kept_blocks=kept,
-            slots=engine.plan.slots, chunk_rows=engine.chunk_rows, need=engine.plan.need,
-        )  # fmt: skip
+        turn_to(engine, resident_blocks=4, kept_blocks=kept)
         model(**batch()).loss.backward()
         engine.forget_gradients()
     assert [unit.keeps for unit in engine.units].count(True) == 3

@@ -18,7 +18,6 @@ from fluxtrain.plan import states as state_formats
 from fluxtrain.stream.engine import engine_of
 from fluxtrain.stream.grouping import facts_of
 from fluxtrain.stream.loss_scale import FIRST
-from fluxtrain.stream.resettle import resettle
 from tests.engine.half_models import (
     HALF,
     HOMES,
@@ -30,6 +29,7 @@ from tests.engine.half_models import (
     state,
     step,
 )
+from tests.engine.placing_anew import turn_to
 
 
 @HOMES
@@ -171,10 +171,8 @@ def test_moving_homes_in_between_changes_no_bit(half: Any, batch: Any, same: Any
         optimizer = adamw(model)
         for number in range(4):
             if moves and number in (1, 3):
-                resettle(
-                    engine, device_groups=2 if number == 1 else 0, resident_blocks=1, slots=2,
-                    kept_blocks=0, chunk_rows=engine.chunk_rows, need=engine.plan.need,
-                )  # fmt: skip
+                count = 2 if number == 1 else 0
+                turn_to(engine, device_groups=count, resident_blocks=1, kept_blocks=0, slots=2)
             step(model, optimizer, batch(seed=number))
         found.append(state(model))
     same(found[0], found[1])

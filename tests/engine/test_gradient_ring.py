@@ -14,6 +14,7 @@ from fluxtrain.memory.group import Group
 from fluxtrain.plan.depths import LARGE_GRADIENT_BYTES, ring_depth
 from fluxtrain.plan.facts import Room
 from fluxtrain.plan.footprint import Layout, footprint
+from fluxtrain.plan.group_placement import GroupPlacement
 from fluxtrain.stream.engine import Engine, engine_of
 from fluxtrain.stream.grouping import facts_of
 
@@ -121,7 +122,7 @@ def test_the_oldest_buffer_is_lent_on_once_its_update_is_done() -> None:
     for i in range(5):
         group = Group(f"block{i}", "block")
         group.add(nn.Parameter(torch.zeros(8)), "w")
-        group.settle("host", torch.device("cpu"), pin=False)
+        group.settle(GroupPlacement.on("host"), torch.device("cpu"), pin=False)
         groups.append(group)
     ring = GradientRing()
     waited: list[str] = []

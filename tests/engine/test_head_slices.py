@@ -13,11 +13,11 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import fluxtrain
 from fluxtrain.errors import BadInput, MisusedModel
-from fluxtrain.memory.moving import new_home
+from fluxtrain.memory.moving import prepare_move
 from fluxtrain.plan import heads
 from fluxtrain.stream import resettle as resettling
 from fluxtrain.stream.engine import Engine, engine_of
-from fluxtrain.stream.resettle import resettle
+from tests.engine.placing_anew import turn_to
 from tests.engine.row_models import HIDDEN, VOCABULARY, Result, inputs, trained
 
 WORDS = 128  # of a slice: five slices, the last one shorter
@@ -306,10 +306,7 @@ def test_a_head_that_moves_to_the_device_and_back_trains_on() -> None:
         told = []
         for step, count in enumerate((0, every, 0)):
             if moves:
-                resettle(
-                    engine, device_groups=count, resident_blocks=0, kept_blocks=0,
-                    slots=0 if count else 3, chunk_rows=2, need=engine.plan.need,
-                )  # fmt: skip
+                turn_to(engine, device_groups=count, slots=0 if count else 3)
                 slices = head_of(engine).slices
                 assert slices is not None and (count == 0 or slices.device_bytes == 0)
             loss = model(**inputs(step)).loss
@@ -345,15 +342,12 @@ def test_no_slice_is_on_its_way_when_the_head_moves(monkeypatch: pytest.MonkeyPa
 
     def checked(*args: Any, **options: Any) -> Any:
         moved.append([slices.is_there(index) for index in (0, 1)])
-        return new_home(*args, **options)
+        return prepare_move(*args, **options)
 
-    monkeypatch.setattr(resettling, "new_home", checked)
+    monkeypatch.setattr(resettling, "prepare_move", checked)
     device._up.submit(lambda: time.sleep(0.2))  # type: ignore[attr-defined]
     slices.prefetch(0)
     slices.prefetch(1)
     assert not slices.is_there(0)
-    resettle(
-        engine, device_groups=len(engine.groups), resident_blocks=0, kept_blocks=0, slots=0,
-        chunk_rows=2, need=engine.plan.need,
-    )  # fmt: skip
+    turn_to(engine, device_groups=len(engine.groups), resident_blocks=0, slots=0)
     assert moved and all(all(there) for there in moved)

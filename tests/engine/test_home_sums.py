@@ -16,6 +16,7 @@ from fluxtrain.memory.device import CpuDevice
 from fluxtrain.memory.gradients import Gradients
 from fluxtrain.memory.group import Group
 from fluxtrain.plan import heads
+from fluxtrain.plan.group_placement import GroupPlacement
 from fluxtrain.stream.engine import engine_of
 from tests.engine.row_models import inputs, llama, wrapped
 
@@ -54,7 +55,7 @@ def group(dtype: torch.dtype, *, kind: Any = "block", shapes: Any = SHAPES) -> G
     made.users = 1
     for i, shape in enumerate(shapes):
         made.add(nn.Parameter(torch.zeros(shape, dtype=dtype)), f"p{i}")
-    made.settle("host", CPU, pin=False)
+    made.settle(GroupPlacement.on("host"), CPU, pin=False)
     return made
 
 

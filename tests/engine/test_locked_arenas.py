@@ -92,7 +92,7 @@ def test_weights_stay_locked_while_they_are_copied_though_their_model_is_gone(
     model = fluxtrain.wrap(tiny("llama", num_hidden_layers=4), offload="weights", device_groups=0)
     engine = engine_of(model)
     engine.window.drain()
-    group = next(g for g in engine.groups if g.home == "host" and g.kind == "block")
+    group = next(g for g in engine.groups if g.placement.weights == "host" and g.kind == "block")
     engine.window.forget(group)
     worker = engine.device._up  # type: ignore[attr-defined]  # which ends with the model
     held(worker)

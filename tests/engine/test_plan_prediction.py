@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 import fluxtrain
 from fluxtrain.plan import heads
 from fluxtrain.plan.facts import Room, RowFacts, Wishes, activation_estimate
-from fluxtrain.plan.placement import RunPlacement, place
+from fluxtrain.plan.placement import Placement, place
 from fluxtrain.stream.engine import Engine, engine_of
 from fluxtrain.stream.grouping import facts_of
 
@@ -39,7 +39,7 @@ LAYOUTS = [
 ]
 
 
-def planned(model: Any, wishes: Wishes) -> RunPlacement:
+def planned(model: Any, wishes: Wishes) -> Placement:
     """The plan of a run without a GPU for the rows of these tests."""
     config = model.config
     dtype_bytes = next(model.parameters()).element_size()
@@ -57,20 +57,9 @@ def planned(model: Any, wishes: Wishes) -> RunPlacement:
     return place(replace(facts_of(model), row=row), room, wishes)
 
 
-def trained(model: nn.Module, plan: RunPlacement, batch: dict[str, Tensor], steps: int) -> Engine:
+def trained(model: nn.Module, plan: Placement, batch: dict[str, Tensor], steps: int) -> Engine:
     """The engine of the model, wrapped as planned, after `steps` optimizer steps."""
-    fluxtrain.wrap(
-        model,
-        device="cpu",
-        offload=plan.offload,
-        chunk_rows=plan.chunk_rows,
-        device_groups=plan.device_groups,
-        device_first=plan.device_first,
-        resident_blocks=plan.resident_blocks,
-        kept_blocks=plan.kept_blocks,
-        embedding=plan.embedding,
-        head=plan.head,
-    )
+    fluxtrain.wrap(model, device="cpu", placement=plan)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
     for _ in range(steps):
         model(**batch).loss.backward()
@@ -98,9 +87,8 @@ def test_the_predicted_bytes_are_those_that_training_holds(
     if wishes.offload == "max":  # two boundaries at a time on the device, held by nobody for long
         counted -= plan.need.boundaries_bytes
     assert memory.device_peak_bytes == pytest.approx(counted, rel=0.1)
-    assert engine.plan.slots == plan.slots == len([s for s in engine.window.slots if not s.owner])
-    if plan.embedding == "whole":  # rows depend on the batch, which `wrap` does not know
-        assert engine.plan.need.arena_bytes == plan.need.arena_bytes
+    assert engine.plan is plan
+    assert plan.slots == len([s for s in engine.window.slots if not s.owner])
 
 
 def test_several_backward_passes_a_step_are_in_the_plan(tiny: Tiny, batch: Batch) -> None:
@@ -154,7 +142,7 @@ def test_rows_that_a_tied_head_in_slices_keeps_are_planned_and_counted(
     )  # fmt: skip
     model = Qwen2ForCausalLM(config).to(dtype).train()
     plan = planned(model, Wishes(offload="weights", embedding="rows", head="slices"))
-    assert plan.head == "slices"
+    assert plan.layout.head == "slices"
     ids = torch.randperm(600)[: ROWS * LENGTH].view(ROWS, LENGTH)  # as many rows as there can be
     memory = trained(model, plan, {"input_ids": ids, "labels": ids}, steps=3).memory()
     assert memory.device_peak_bytes == plan.need.shown_device_bytes(has_gpu=False)

@@ -21,6 +21,7 @@ from fluxtrain.optim.split_adamw import (
     update_weights_,
     update_weights_f32_,
 )
+from fluxtrain.plan.group_placement import GroupPlacement
 from fluxtrain.plan.states import StateFormat
 from fluxtrain.stream.ranges import MOST_BORDERS, ranges, same_steps, stretches
 from fluxtrain.train.parameter_groups import parameter_groups
@@ -34,7 +35,7 @@ def group(count: int, states: StateFormat = "fp32", width: int = 40) -> Group:
     made = Group("block", "block", states)
     for i in range(count):
         made.add(nn.Parameter(torch.zeros(width, dtype=torch.bfloat16)), f"p{i}")
-    made.settle("device", torch.device("cpu"), pin=False)
+    made.settle(GroupPlacement.on("device"), torch.device("cpu"), pin=False)
     made.ensure_state()
     made.ensure_gradient()
     return made

@@ -17,8 +17,9 @@ from fluxtrain.memory.group import Group
 from fluxtrain.memory.window import Window
 from fluxtrain.plan import states as state_formats
 from fluxtrain.plan.facts import RowFacts
-from fluxtrain.plan.footprint import Layout
+from fluxtrain.plan.footprint import Layout, footprint
 from fluxtrain.plan.live import Ground, Knobs
+from fluxtrain.plan.placement import placement_of
 from fluxtrain.stream.engine import Engine, engine_of
 from fluxtrain.stream.grouping import facts_of
 from fluxtrain.stream.resettle import resettle
@@ -27,32 +28,19 @@ LAYERS = 6
 PLANNED = Knobs(prefetch=2, resident_blocks=0, chunk_rows=2)
 
 
-def ground_of(model: nn.Module, states: Any, offload: Any) -> Ground:
+def ground_of(model: nn.Module, states: Any, offload: Any, device_first: Any) -> Ground:
     """Facts of a model before it is wrapped, with a row's."""
     row = RowFacts(
         hidden=32, vocabulary=96, sequence_length=10, dtype_bytes=4, activation_bytes=1 << 16
     )
-    facts = facts_of(model, states)
-    return Ground(
-        facts=type(facts)(**{**vars(facts), "row": row}),
-        layout=Layout(offload=offload, batch_rows=4, chunk_rows=2),
-        has_gpu=False,
-        budget_bytes=None,
-    )
+    facts = replace(facts_of(model, states), row=row)
+    layout = Layout(offload=offload, batch_rows=4, chunk_rows=2, device_first=device_first)
+    placement = placement_of(facts, layout, footprint(facts, layout, has_gpu=False))
+    return Ground(facts=facts, placement=placement, has_gpu=False)
 
 
 def turn(engine: Engine, ground: Ground, knobs: Knobs) -> None:
-    layout = ground.layout_with(knobs)
-    resettle(
-        engine,
-        device_groups=layout.device_groups,
-        resident_blocks=layout.resident_blocks,
-        kept_blocks=layout.kept_blocks,
-        boundaries_on_device=layout.boundaries_on_device,
-        slots=ground.slots(knobs),
-        chunk_rows=layout.chunk_rows,
-        need=ground.need(knobs),
-    )
+    resettle(engine, ground.placement_with(knobs))
 
 
 class Training:
@@ -66,8 +54,7 @@ class Training:
         offload: Any = "weights",
         device_first: Any = "embedding",
     ) -> None:
-        found = ground_of(model, states, offload)
-        self.ground = replace(found, layout=replace(found.layout, device_first=device_first))
+        self.ground = ground_of(model, states, offload, device_first)
         self.model = fluxtrain.wrap(
             model, device="cpu", offload=offload, chunk_rows=2, overlap=True, states=states,
             device_first=device_first,
@@ -137,7 +124,7 @@ def test_the_window_the_accounts_and_the_residency_are_those_of_the_new_layout(
         with torch.no_grad():
             run.model(**run.batch())  # what is resident is there when it was used
         assert run.engine.residency().weights.startswith("G" * resident)
-        assert run.engine.plan.resident_blocks == resident
+        assert run.engine.plan.totals.resident_blocks == resident
         assert run.engine.plan.slots == len([s for s in run.engine.window.slots if not s.owner])
         assert run.engine.plan.need == run.ground.need(knobs)
     assert run.engine.memory().device_by["weights"] == before
@@ -263,7 +250,7 @@ def test_blocks_can_move_to_the_device_before_the_embedding_does(
         letters = turned.engine.residency().optimizer
         assert letters == ("G" * min(device_groups, LAYERS)).ljust(LAYERS, "C")
         embedding = turned.engine.groups[0]
-        assert embedding.home == ("device" if device_groups > LAYERS else "host")
+        assert embedding.placement.weights == ("device" if device_groups > LAYERS else "host")
     assert turned.losses == plain.losses
     assert all(torch.equal(a, b) for a, b in zip(turned.weights(), plain.weights(), strict=True))
 
@@ -273,7 +260,7 @@ def test_a_model_is_wrapped_with_its_first_blocks_on_the_device_and_the_embeddin
 ) -> None:
     model = tiny("llama", torch.bfloat16, num_hidden_layers=LAYERS)
     fluxtrain.wrap(model, device="cpu", offload="weights", device_groups=2, device_first="blocks")
-    homes = [group.home for group in engine_of(model).groups]
+    homes = [group.placement.weights for group in engine_of(model).groups]
     assert homes == ["host", "device", "device"] + ["host"] * (len(homes) - 3)
     with pytest.raises(BadInput, match=r"device_first is 'head': use embedding or blocks"):
         fluxtrain.wrap(tiny("llama", torch.bfloat16), device="cpu", device_first="head")
@@ -298,7 +285,7 @@ def test_no_room_for_a_part_leaves_every_part_where_it_was(
     plain.steps(4)
     run.steps(2)
     before = run.engine.memory().device_by
-    real, calls = Group._allocate, 0
+    real, calls = Group.allocate, 0
 
     def scarce(self: Group, *args: Any, **options: Any) -> Any:
         nonlocal calls
@@ -307,12 +294,12 @@ def test_no_room_for_a_part_leaves_every_part_where_it_was(
             raise torch.OutOfMemoryError("CUDA out of memory")
         return real(self, *args, **options)
 
-    monkeypatch.setattr(Group, "_allocate", scarce)
+    monkeypatch.setattr(Group, "allocate", scarce)
     knobs = Knobs(prefetch=1, resident_blocks=1, chunk_rows=2, device_groups=3)
     with pytest.raises(DoesNotFit, match="find no room"):
         turn(run.engine, run.ground, knobs)
     assert run.engine.memory().device_by == before
-    assert run.engine.plan.device_groups == 0
+    assert run.engine.plan.totals.device_groups == 0
     assert run.steps(2) == plain.losses
 
 

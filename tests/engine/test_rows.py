@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from fluxtrain.memory.rows import Scatter
 from fluxtrain.plan import depths
 from fluxtrain.stream.engine import engine_of
-from fluxtrain.stream.resettle import resettle
+from tests.engine.placing_anew import turn_to
 from tests.engine.row_models import (
     HIDDEN,
     VOCABULARY,
@@ -86,10 +86,7 @@ def test_moving_the_table_to_the_device_and_back_keeps_the_bits() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
     told = []
     for step, device_groups in enumerate((0, 2, 0, 1)):
-        resettle(
-            engine, device_groups=device_groups, resident_blocks=0, kept_blocks=0, slots=3,
-            chunk_rows=2, need=engine.plan.need,
-        )  # fmt: skip
+        turn_to(engine, device_groups=device_groups, resident_blocks=0, slots=3)
         rows = engine.groups[0].rows
         assert rows is not None
         if device_groups:

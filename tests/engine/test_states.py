@@ -18,6 +18,7 @@ from fluxtrain.optim.hyper import Hyper, coefficients
 from fluxtrain.optim.reference import States8, rounding
 from fluxtrain.plan import states as state_formats
 from fluxtrain.plan.facts import GroupFacts
+from fluxtrain.plan.group_placement import GroupPlacement
 from fluxtrain.stream.engine import engine_of
 from fluxtrain.stream.grouping import facts_of
 
@@ -265,7 +266,7 @@ def test_8_bit_states_take_two_bytes_and_a_scale_a_parameter(
     group = Group("block", "block", "8bit")
     group.add(nn.Parameter(torch.zeros(64, 1000, dtype=torch.bfloat16)), "weight")
     group.add(nn.Parameter(torch.zeros(1000, dtype=torch.bfloat16)), "norm")
-    group.settle("host", torch.device("cpu"), pin=False)
+    group.settle(GroupPlacement.on("host"), torch.device("cpu"), pin=False)
     group.ensure_state()
     n = 64_000
     assert [(s.format, s.elements) for s in group.trained] == [("8bit", n), ("fp32", 1024)]
@@ -300,7 +301,7 @@ def test_blocks_of_states_never_span_two_parameters() -> None:
     group = Group("block", "block", "8bit")
     for count in (300, 100, 1000, 257):
         group.add(nn.Parameter(torch.ones(count)), f"w{count}")
-    group.settle("host", torch.device("cpu"), pin=False)
+    group.settle(GroupPlacement.on("host"), torch.device("cpu"), pin=False)
     group.ensure_state()
     assert all(member.offset % 256 == 0 for member in group.members)
     scales = [member.states()["m_scale"] for member in group.members]

@@ -15,8 +15,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import fluxtrain
 from fluxtrain.errors import DoesNotFit
 from fluxtrain.plan.facts import RowFacts
-from fluxtrain.plan.footprint import Layout
+from fluxtrain.plan.footprint import Layout, footprint
 from fluxtrain.plan.live import Ground, Knobs
+from fluxtrain.plan.placement import placement_of
 from fluxtrain.stream.engine import Engine, engine_of
 from fluxtrain.stream.grouping import facts_of
 from fluxtrain.stream.resettle import resettle
@@ -61,7 +62,8 @@ class Training:
         )  # fmt: skip
         layout = Layout(offload="weights", batch_rows=8, chunk_rows=2)
         facts = replace(facts_of(model), row=row)
-        self.ground = Ground(facts=facts, layout=layout, has_gpu=True, budget_bytes=None)
+        placement = placement_of(facts, layout, footprint(facts, layout, has_gpu=True))
+        self.ground = Ground(facts=facts, placement=placement, has_gpu=True)
         self.model = fluxtrain.wrap(
             model.train(), device="cuda", offload="weights", chunk_rows=2, overlap=True,
             device_groups=0, resident_blocks=0,
@@ -83,17 +85,7 @@ class Training:
         return self.losses
 
     def turn(self, knobs: Knobs) -> None:
-        layout = self.ground.layout_with(knobs)
-        resettle(
-            self.engine,
-            device_groups=layout.device_groups,
-            resident_blocks=layout.resident_blocks,
-            kept_blocks=layout.kept_blocks,
-            boundaries_on_device=layout.boundaries_on_device,
-            slots=self.ground.slots(knobs),
-            chunk_rows=layout.chunk_rows,
-            need=self.ground.need(knobs),
-        )
+        resettle(self.engine, self.ground.placement_with(knobs))
 
     def weights_bytes(self) -> int:
         return self.engine.memory().device_by["weights"]

@@ -7,8 +7,9 @@ from typing import Any
 
 from fluxtrain.plan.advice import RunFacts, StepFacts
 from fluxtrain.plan.facts import GroupFacts, ModelFacts, RowFacts
-from fluxtrain.plan.footprint import Layout
+from fluxtrain.plan.footprint import Layout, footprint
 from fluxtrain.plan.live import Ground, Use
+from fluxtrain.plan.placement import placement_of
 from fluxtrain.plan.rates import Rates
 from fluxtrain.units import GIB, MIB
 
@@ -38,11 +39,13 @@ def ground(*, trained: bool = True, budget_bytes: int | None = 4 * GIB, **layout
         ),
     )  # fmt: skip
     settings = {"offload": "weights", "batch_rows": 8, "chunk_rows": 2, **layout}
+    planned, has_gpu = Layout(**settings), budget_bytes is not None
     return Ground(
         facts=facts,
-        layout=Layout(**settings),
-        has_gpu=budget_bytes is not None,
-        budget_bytes=budget_bytes,
+        placement=placement_of(
+            facts, planned, footprint(facts, planned, has_gpu=has_gpu), budget_bytes=budget_bytes
+        ),
+        has_gpu=has_gpu,
     )
 
 

@@ -100,14 +100,14 @@ def test_what_stays_is_all_that_fits_and_no_more(
 def test_a_plan_fills_what_is_left_says_the_number_and_is_faster(device_gib: float) -> None:
     facts, wishes = model(16), Wishes(batch_rows=64, device_groups=0, resident_blocks=0)
     plan = place_timed(facts, gpu(device_gib), wishes, SLOW_BUS)
-    assert 0 < plan.boundaries_on_device < 16
+    assert 0 < plan.layout.boundaries_on_device < 16
     told = {one.name: one for one in plan.choices}["placement.boundaries"]
     assert told.value == "host"
-    words = f"the last {plan.boundaries_on_device} of 16 blocks stay on the device"
+    words = f"the last {plan.layout.boundaries_on_device} of 16 blocks stay on the device"
     assert words in told.because
     assert plan.need == footprint(facts, replace(layout(plan), slots=plan.slots), has_gpu=True)
     every = place_timed(facts, gpu(device_gib), replace(wishes, boundaries="host"), SLOW_BUS)
-    assert every.boundaries_on_device == 0
+    assert every.layout.boundaries_on_device == 0
     assert step_s(plan, facts, SLOW_BUS) < 0.95 * step_s(every, facts, SLOW_BUS)
     assert plan.host_bytes < every.host_bytes
 
@@ -123,9 +123,9 @@ def test_where_copies_are_hidden_no_other_choice_is_given_up_for_them(
         with monkeypatch.context() as patched:
             patched.setattr(Search, "leaves_boundaries", lambda *_: False)
             bare = place_timed(facts, gpu(size), wishes, slow_gpu)
-        assert bare.boundaries_on_device == 0
+        assert bare.layout.boundaries_on_device == 0
         if step_s(plan, facts, slow_gpu) == pytest.approx(step_s(bare, facts, slow_gpu), rel=1e-9):
-            filled += plan.boundaries_on_device > 0
+            filled += plan.layout.boundaries_on_device > 0
             without = replace(layout(plan), boundaries_on_device=0)
             assert without == layout(bare)
     assert filled > 0
@@ -137,9 +137,9 @@ def test_without_time_the_last_resort_is_filled_with_them_too() -> None:
     for size in (4.4, 4.8, 5.2, 5.6):
         plan = place(facts, gpu(size), wishes)
         if plan.offload == "max":
-            counts.append(plan.boundaries_on_device)
+            counts.append(plan.layout.boundaries_on_device)
             told = {one.name: one.because for one in plan.choices}
-            assert ("placement.boundaries" in told) == (plan.boundaries_on_device > 0)
+            assert ("placement.boundaries" in told) == (plan.layout.boundaries_on_device > 0)
             assert plan.need == footprint(
                 facts, replace(layout(plan), slots=plan.slots), has_gpu=True
             )
@@ -153,8 +153,8 @@ def test_a_wish_for_the_host_sends_all_of_them(wish: dict[str, str]) -> None:
         place(model(8), gpu(20), wishes),
         place_timed(model(8), gpu(20), wishes, SLOW_BUS),
     ):
-        assert plan.boundaries_on_device == 0
-        assert plan.boundaries == "host"
+        assert plan.layout.boundaries_on_device == 0
+        assert plan.layout.boundaries == "host"
 
 
 @settings(max_examples=25, deadline=None)

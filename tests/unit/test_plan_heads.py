@@ -86,7 +86,7 @@ def chosen(facts: ModelFacts, wishes: Wishes, device: float | None = 80) -> tupl
     """The plan's word for the head and its reason; empty where it says none."""
     plan = place(facts, room(device), wishes)
     told = [c for c in plan.choices if c.name == "placement.head"]
-    return (told[0].value, told[0].because) if told else (plan.head, "")
+    return (told[0].value, told[0].because) if told else (plan.layout.head, "")
 
 
 def test_slices_are_of_whole_hundreds_of_words_and_no_more_than_the_head() -> None:
@@ -203,8 +203,8 @@ def test_a_timed_plan_says_how_the_head_is_copied() -> None:
     wishes = replace(HOME, device_groups=None, head="slices")
     timed = place_timed(model(), room(), wishes, Timing(rates=RATES))
     told = next(choice for choice in timed.choices if choice.name == "placement.head")
-    home = timed.device_groups < len(model().groups)
-    assert timed.head == "slices" and home
+    home = timed.layout.device_groups < len(model().groups)
+    assert timed.layout.head == "slices" and home
     assert told.value in ("slices", "whole")
 
 
@@ -262,7 +262,7 @@ def test_a_timed_plan_takes_slices_only_where_they_are_predicted_faster_by_the_m
 ) -> None:
     wishes, timing = Wishes(batch_rows=batch), Timing(rates=RATES)
     steps = {
-        word: cost(model(), place_timed(model(), room(device), one, timing).layout(), RATES).step_s
+        word: cost(model(), place_timed(model(), room(device), one, timing).layout, RATES).step_s
         for word, one in (
             ("auto", wishes),
             ("whole", replace(wishes, head="whole")),
@@ -271,11 +271,11 @@ def test_a_timed_plan_takes_slices_only_where_they_are_predicted_faster_by_the_m
     }
     plan = place_timed(model(), room(device), wishes, timing)
     better = steps["slices"] * SLICES_GAIN < steps["whole"]
-    assert plan.head == ("slices" if better else "whole")
-    assert steps["auto"] == pytest.approx(steps[plan.head])
+    assert plan.layout.head == ("slices" if better else "whole")
+    assert steps["auto"] == pytest.approx(steps[plan.layout.head])
     told = next(choice for choice in plan.choices if choice.name == "placement.head")
     other = "whole" if better else "slices"
-    assert told.value == plan.head and (other in told.because or "fits" in told.because)
+    assert told.value == plan.layout.head and (other in told.because or "fits" in told.because)
 
 
 @pytest.mark.parametrize("device", [16, 24, 48])
@@ -300,7 +300,7 @@ def test_no_other_choice_is_said_to_be_faster_for_a_head_in_slices_that_was_not_
 
 def test_both_ways_are_chosen_somewhere() -> None:
     found = {
-        place_timed(model(), room(16), Wishes(batch_rows=rows), Timing(rates=RATES)).head
+        place_timed(model(), room(16), Wishes(batch_rows=rows), Timing(rates=RATES)).layout.head
         for rows in (4, 32)
     }
     assert found == {"whole", "slices"}

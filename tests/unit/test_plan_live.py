@@ -27,7 +27,7 @@ def test_each_resident_block_takes_a_block_and_each_slot_too() -> None:
     assert on.device_growth_bytes(now, more) == 3 * BLOCK_BYTES
     ahead = knobs_after(on, now, Change(name="prefetch", value=4), Use())
     assert on.device_growth_bytes(now, ahead) == 2 * BLOCK_BYTES
-    assert on.slots(ahead) == 5
+    assert on.placement_with(ahead).slots == 5
 
 
 def test_a_part_on_the_device_takes_its_states_and_gradients_there_and_frees_the_host() -> None:
@@ -48,7 +48,7 @@ def test_slots_never_outnumber_the_blocks_that_stream() -> None:
     on = ground()
     for resident in range(BLOCKS + 1):
         knobs = Knobs(prefetch=4, resident_blocks=resident, chunk_rows=2)
-        assert on.slots(knobs) == min(5, BLOCKS - resident)
+        assert on.placement_with(knobs).slots == min(5, BLOCKS - resident)
         assert on.streamed(knobs) == BLOCKS - resident
 
 

@@ -16,7 +16,7 @@ from fluxtrain.plan.cost import cost
 from fluxtrain.plan.facts import GroupFacts, ModelFacts, Room, RowFacts, Wishes
 from fluxtrain.plan.footprint import Layout
 from fluxtrain.plan.moments import CLEARLY
-from fluxtrain.plan.placement import RunPlacement, place
+from fluxtrain.plan.placement import Placement, place
 from fluxtrain.plan.rates import Rates, rates_from
 from fluxtrain.plan.timed import Timing, place_timed
 from fluxtrain.train.config import demo_config
@@ -61,13 +61,13 @@ def rates(**tried: Any) -> Rates:
     return found
 
 
-def planned(tried: Rates, wishes: Wishes | None = None, exact: bool = True) -> RunPlacement:
+def planned(tried: Rates, wishes: Wishes | None = None, exact: bool = True) -> Placement:
     asked = wishes or Wishes(offload="weights", batch_rows=8, device_groups=0)
     room = Room(device_free_bytes=4 * GIB, host_available_bytes=64 * GIB)
     return place_timed(model(), room, asked, Timing(rates=tried, exact=exact))
 
 
-def choice(plan: RunPlacement) -> tuple[str, str]:
+def choice(plan: Placement) -> tuple[str, str]:
     return next((c.value, c.because) for c in plan.choices if c.name == "train.moments")
 
 

@@ -64,7 +64,7 @@ def test_a_smaller_card_offloads_more() -> None:
     cards = [place(qwen(), gpu(size), Wishes(batch_rows=32)) for size in (80, 40, 24, 16, 9, 6)]
     offloads = ["none", "none", "weights", "weights", "weights", "max"]
     assert [card.offload for card in cards] == offloads
-    counts = [card.device_groups for card in cards]
+    counts = [card.layout.device_groups for card in cards]
     assert counts[:2] == [30, 30]
     assert 30 > counts[2] > counts[3] > 1
     assert counts[4:] == [0, 0]  # the first group is the embedding: 3 GiB
@@ -74,7 +74,7 @@ def test_a_smaller_card_offloads_more() -> None:
 def test_more_kept_blocks_than_can_keep_are_told_with_the_numbers() -> None:
     wishes = Wishes(offload="weights", device_groups=0, resident_blocks=3, kept_blocks=99)
     placement = place(qwen(), gpu(80), wishes)
-    assert placement.kept_blocks == 3
+    assert placement.layout.kept_blocks == 3
     told = {choice.name: choice.value for choice in placement.choices}
     assert told["placement.kept_blocks"] == "3"
     reason = "99 as set, and the weights of 3 blocks stay on the device"
@@ -93,12 +93,12 @@ def test_spare_memory_goes_to_whole_groups_before_resident_weights() -> None:
     small, large = (
         place(qwen(), gpu(size), Wishes(offload="weights", batch_rows=8)) for size in (12, 15)
     )
-    assert 1 < small.device_groups < large.device_groups < 29
+    assert 1 < small.layout.device_groups < large.layout.device_groups < 29
     assert small.slots == large.slots == 3
     for placement, size in ((small, 12), (large, 15)):
         left = size * GIB * AUTO_SHARE - placement.device_bytes
         assert left < 2 * BLOCK_PARAMETERS  # no other block's weights
-        assert placement.resident_blocks * 2 < 14  # else one more group would have fitted
+        assert placement.layout.resident_blocks * 2 < 14  # else one more group would have fitted
 
 
 def test_a_host_that_is_too_small_for_the_rest_gets_a_smaller_batch() -> None:
@@ -107,7 +107,7 @@ def test_a_host_that_is_too_small_for_the_rest_gets_a_smaller_batch() -> None:
     tight = place(qwen(), gpu(15, host_gib=ample.host_bytes / GIB / HOST_SHARE - 1.0), Wishes())
     assert ample.batch_rows == 32
     assert tight.batch_rows < 32
-    assert tight.device_groups > ample.device_groups
+    assert tight.layout.device_groups > ample.layout.device_groups
     assert because(tight)["train.batch_rows"].startswith(f"{tight.batch_rows * 2} rows would need")
 
 
@@ -117,7 +117,7 @@ def test_reasons_carry_the_numbers_that_decided() -> None:
     assert "none would need" in reasons["placement.offload"]
     assert "of 14.4 GiB device memory" in reasons["placement.offload"]
     assert "of host memory" in reasons["placement.offload"]
-    count, first = placement.device_groups, placement.device_first
+    count, first = placement.layout.device_groups, placement.layout.device_first
     before, after = (set(parted(qwen().groups, n, first)[0]) for n in (count, count + 1))
     (following,) = (group.name for group in after - before)
     assert f"{following} as well would need" in reasons["placement.device_groups"]
@@ -140,10 +140,10 @@ def test_max_as_the_last_resort_still_fills_the_device() -> None:
     """128 rows of boundaries do not fit beside anything; once they are on the host much is free."""
     placement = place(qwen(sequence_length=4096), gpu(24), Wishes(batch_rows=128))
     assert placement.offload == "max"
-    assert placement.device_groups > 1
+    assert placement.layout.device_groups > 1
     assert 24 * GIB * AUTO_SHARE - placement.device_bytes < 2 * BLOCK_PARAMETERS
     asked = place(qwen(sequence_length=4096), gpu(24), Wishes(batch_rows=128, offload="max"))
-    assert (asked.device_groups, asked.resident_blocks) == (0, 0)
+    assert (asked.layout.device_groups, asked.layout.resident_blocks) == (0, 0)
     assert because(asked)["placement.resident_blocks"] == "max streams every block"
 
 
@@ -165,7 +165,8 @@ def test_without_a_gpu_blocks_stream_for_real() -> None:
     room = Room(device_free_bytes=None, host_available_bytes=64 * GIB)
     placement = place(qwen(sequence_length=256), room, Wishes())
     assert placement.offload == "weights"
-    assert (placement.device_groups, placement.resident_blocks, placement.slots) == (0, 0, 3)
+    layout = placement.layout
+    assert (layout.device_groups, layout.resident_blocks, layout.slots) == (0, 0, 3)
     assert placement.budget_bytes is None
     assert "without a GPU" in because(placement)["placement.offload"]
 
@@ -173,30 +174,31 @@ def test_without_a_gpu_blocks_stream_for_real() -> None:
 def test_residents_can_be_set() -> None:
     placement = place(qwen(), gpu(80), Wishes(device_groups=3, resident_blocks=5))
     assert placement.offload == "weights"
-    assert (placement.device_groups, placement.resident_blocks) == (3, 5)
+    assert (placement.layout.device_groups, placement.layout.resident_blocks) == (3, 5)
     assert because(placement)["placement.device_groups"] == "as set"
     assert because(placement)["placement.resident_blocks"] == "as set"
 
 
 def test_more_residents_than_there_are_means_all() -> None:
     placement = place(qwen(), gpu(80), Wishes(offload="weights", device_groups=99))
-    assert (placement.device_groups, placement.slots, placement.host_bytes) == (30, 0, 0)
+    assert (placement.layout.device_groups, placement.slots, placement.host_bytes) == (30, 0, 0)
     placement = place(qwen(), gpu(80), Wishes(device_groups=9, resident_blocks=99))
-    assert (placement.device_groups, placement.resident_blocks, placement.slots) == (9, 20, 0)
+    layout = placement.layout
+    assert (layout.device_groups, layout.resident_blocks, layout.slots) == (9, 20, 0)
 
 
 @pytest.mark.parametrize("offload", ["optimizer", "max"])
 def test_explicit_optimizer_and_max_keep_every_group_at_home(offload: str) -> None:
     placement = place(qwen(), gpu(80), Wishes(offload=offload))  # type: ignore[arg-type]
-    assert placement.device_groups == 0
-    assert placement.resident_blocks == (28 if offload == "optimizer" else 0)
+    assert placement.layout.device_groups == 0
+    assert placement.layout.resident_blocks == (28 if offload == "optimizer" else 0)
 
 
 def test_a_model_whose_rows_are_not_known_takes_half_of_the_budget() -> None:
     fixed = replace(qwen(), row=None)
     small, middle, large = (place_for_any_rows(fixed, gpu(s), Wishes()) for s in (5, 24, 80))
-    assert (small.offload, small.device_groups) == ("weights", 0)
-    assert small.resident_blocks == 0
+    assert (small.offload, small.layout.device_groups) == ("weights", 0)
+    assert small.layout.resident_blocks == 0
     assert small.device_bytes > 2.5 * GIB  # even the least takes more than half
     assert middle.offload == "weights"
     assert 12 * GIB - 14 * BLOCK_PARAMETERS < middle.device_bytes <= 12 * GIB

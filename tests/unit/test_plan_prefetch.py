@@ -258,14 +258,14 @@ def test_the_plan_counts_the_slots_that_it_chose_and_says_why() -> None:
     facts = model()
     wishes = Wishes(batch_rows=32, offload="weights", device_groups=0, resident_blocks=0)
     plan = place_timed(facts, gpu(12), wishes, Timing(rates=RATES))
-    assert plan.slots == slot_count(facts, plan.layout()) == FEWEST_SLOTS
-    assert plan.need == footprint(facts, plan.layout(), has_gpu=True)
+    assert plan.slots == slot_count(facts, plan.layout) == FEWEST_SLOTS
+    assert plan.need == footprint(facts, plan.layout, has_gpu=True)
     (told,) = (choice for choice in plan.choices if choice.name == "placement.prefetch")
     assert told.value == "1"
     assert "one more would take 76.3 MiB for no gain" in told.because
     ruled = place(facts, gpu(12), wishes)
     assert ruled.slots == SLOTS["weights"] == 3
-    assert plan.need.device_bytes == replace_slots(facts, plan.layout(), 3) - 2 * BLOCK
+    assert plan.need.device_bytes == replace_slots(facts, plan.layout, 3) - 2 * BLOCK
     (untimed,) = (choice for choice in ruled.choices if choice.name == "placement.prefetch")
     assert untimed.value == "2" and "no times" in untimed.because
 
@@ -282,7 +282,7 @@ def test_the_plan_takes_a_third_slot_where_it_is_predicted_to_pay() -> None:
     assert plan.slots == 3
     (told,) = (choice for choice in plan.choices if choice.name == "placement.prefetch")
     assert told.value == "2" and "a step is predicted, and" in told.because
-    layout = plan.layout()
+    layout = plan.layout
     rates = replace(RATES, h2d_bytes_per_s=20e9)
     assert cost(facts, layout, rates).step_s < cost(facts, replace(layout, slots=2), rates).step_s
 

@@ -21,7 +21,7 @@ from fluxtrain.plan.facts import (
     activation_estimate,
 )
 from fluxtrain.plan.footprint import Layout, footprint
-from fluxtrain.plan.placement import RunPlacement, place, place_for_any_rows
+from fluxtrain.plan.placement import Placement, place, place_for_any_rows
 from fluxtrain.plan.search import AUTO_SHARE, BATCH_LIMIT_ROWS, FIXED_SHARE, HOST_SHARE
 from fluxtrain.units import MIB
 
@@ -112,7 +112,7 @@ wishes = st.builds(
 )
 
 
-def placed(facts: ModelFacts, room: Room, wish: Wishes) -> RunPlacement | None:
+def placed(facts: ModelFacts, room: Room, wish: Wishes) -> Placement | None:
     try:
         return place(facts, room, wish)
     except DoesNotFit:
@@ -145,8 +145,8 @@ def test_what_is_predicted_is_the_footprint_of_what_is_decided(
     assert placement.chunk_rows is not None
     layout = Layout(
         offload=placement.offload,
-        device_groups=placement.device_groups,
-        resident_blocks=placement.resident_blocks,
+        device_groups=placement.layout.device_groups,
+        resident_blocks=placement.layout.resident_blocks,
         batch_rows=placement.batch_rows,
         chunk_rows=placement.chunk_rows,
         passes=wish.passes,
@@ -168,14 +168,14 @@ def test_wishes_are_kept_and_the_rest_is_in_range(
     assert placement.chunk_rows <= (wish.chunk_rows or placement.chunk_rows)
     every = len(facts.groups)
     if wish.device_groups is not None and placement.offload != "none":
-        assert placement.device_groups == min(wish.device_groups, every)
-    at_home = sum(g.kind == "block" for g in facts.groups[placement.device_groups :])
+        assert placement.layout.device_groups == min(wish.device_groups, every)
+    at_home = sum(g.kind == "block" for g in facts.groups[placement.layout.device_groups :])
     if wish.resident_blocks is not None and placement.offload in ("weights", "max"):
-        assert placement.resident_blocks == min(wish.resident_blocks, at_home)
-    assert 0 <= placement.device_groups <= every
-    assert 0 <= placement.resident_blocks <= at_home
-    assert placement.slots <= at_home - placement.resident_blocks
-    assert (placement.device_groups == every) or (placement.offload != "none")
+        assert placement.layout.resident_blocks == min(wish.resident_blocks, at_home)
+    assert 0 <= placement.layout.device_groups <= every
+    assert 0 <= placement.layout.resident_blocks <= at_home
+    assert placement.slots <= at_home - placement.layout.resident_blocks
+    assert (placement.layout.device_groups == every) or (placement.offload != "none")
     assert all(choice.because for choice in placement.choices)
     if wish.batch_rows is None:
         assert placement.batch_rows <= min(BATCH_LIMIT_ROWS, wish.data_rows or BATCH_LIMIT_ROWS)
@@ -196,7 +196,7 @@ def test_more_budget_never_gives_less(
     assert rank(after) >= rank(before)
 
 
-def rank(placement: RunPlacement) -> tuple[int, ...]:
+def rank(placement: Placement) -> tuple[int, ...]:
     """What the rule prefers, first things first."""
     assert placement.chunk_rows is not None
     return (
@@ -204,8 +204,8 @@ def rank(placement: RunPlacement) -> tuple[int, ...]:
         placement.batch_rows,
         placement.chunk_rows,
         -OFFLOADS.index(placement.offload),
-        placement.device_groups,
-        placement.resident_blocks,
+        placement.layout.device_groups,
+        placement.layout.resident_blocks,
     )
 
 
@@ -235,8 +235,8 @@ def test_what_is_left_on_the_device_would_not_hold_one_more(
     assert placement.chunk_rows is not None
     layout = Layout(
         offload="weights",
-        device_groups=placement.device_groups,
-        resident_blocks=placement.resident_blocks,
+        device_groups=placement.layout.device_groups,
+        resident_blocks=placement.layout.resident_blocks,
         batch_rows=placement.batch_rows,
         chunk_rows=placement.chunk_rows,
         passes=wish.passes,
@@ -321,7 +321,7 @@ def test_a_setting_that_fits_only_where_it_is_left_to_the_rule_is_not_named() ->
     room = Room(device_free_bytes=int(6.5 * size / AUTO_SHARE), host_available_bytes=None)
     wish = Wishes(offload="none", batch_rows=1)
     by_itself = place(facts, room, replace(wish, offload="auto"))
-    assert (by_itself.offload, by_itself.device_groups > 0) == ("max", True)
+    assert (by_itself.offload, by_itself.layout.device_groups > 0) == ("max", True)
     with pytest.raises(DoesNotFit):
         place(facts, room, replace(wish, offload="max"))
     with pytest.raises(DoesNotFit, match="placement.offload left out fits"):
@@ -372,7 +372,7 @@ def test_without_rows_what_is_chosen_leaves_half_of_the_budget(
         return
     assert placement.device_bytes <= placement.budget_bytes
     if wish.device_groups is None and wish.resident_blocks is None and wish.offload == "auto":
-        chosen = placement.device_groups + placement.resident_blocks > 0
+        chosen = placement.layout.device_groups + placement.layout.resident_blocks > 0
         half = placement.budget_bytes * FIXED_SHARE
         host = room.host_available_bytes
         if chosen and host is None:

@@ -69,7 +69,7 @@ def chosen(facts: ModelFacts, wishes: Wishes, device: float | None = 80) -> tupl
     """The plan's word for the embedding and its reason; empty where it says none."""
     plan = place(facts, room(device), wishes)
     told = [c for c in plan.choices if c.name == "placement.embedding"]
-    return (plan.embedding, told[0].because) if told else (plan.embedding, "")
+    return (plan.layout.embedding, told[0].because) if told else (plan.layout.embedding, "")
 
 
 @pytest.mark.parametrize("device", [80, None])
@@ -141,7 +141,7 @@ def test_rows_that_nobody_knows_count_as_none() -> None:
     whole = place_for_any_rows(
         facts, room(), Wishes(offload="weights", device_groups=0, embedding="whole")
     )
-    assert (plan.embedding, whole.embedding) == ("rows", "whole")
+    assert (plan.layout.embedding, whole.layout.embedding) == ("rows", "whole")
     assert plan.device_bytes < whole.device_bytes
 
 
@@ -194,13 +194,13 @@ def test_fewer_bytes_cross_and_no_step_is_slower() -> None:
     assert rows.download_s < whole.download_s
     assert rows.step_s <= whole.step_s
     timed = place_timed(model(), room(20), HOME, Timing(rates=RATES))
-    assert timed.embedding == "rows"
+    assert timed.layout.embedding == "rows"
     assert timed.need == footprint(
         model(),
         replace(
-            layout, embedding="rows", resident_blocks=timed.resident_blocks,
-            boundaries=timed.boundaries, chunk_rows=timed.chunk_rows or 0,
-            kept_blocks=timed.kept_blocks,
+            layout, embedding="rows", resident_blocks=timed.layout.resident_blocks,
+            boundaries=timed.layout.boundaries, chunk_rows=timed.chunk_rows or 0,
+            kept_blocks=timed.layout.kept_blocks,
         ),
         has_gpu=True,
     )  # fmt: skip

@@ -13,7 +13,7 @@ from fluxtrain.plan.calibration import Calibration, Line
 from fluxtrain.plan.cost import cost
 from fluxtrain.plan.facts import GroupFacts, ModelFacts, Room, RowFacts, Wishes, activation_estimate
 from fluxtrain.plan.footprint import Layout, footprint
-from fluxtrain.plan.placement import RunPlacement, place
+from fluxtrain.plan.placement import Placement, place
 from fluxtrain.plan.rates import Rates
 from fluxtrain.plan.search import AUTO_SHARE, HOST_SHARE
 from fluxtrain.plan.timed import HIDDEN_SHARE, Timing, place_timed
@@ -87,11 +87,11 @@ def test_what_is_left_of_the_device_keeps_activations() -> None:
     again = place_timed(facts, gpu(14), wishes, TIMING)
     some = place_timed(facts, gpu(14), wishes, TIMING_KEEPING)
     every = place_timed(facts, gpu(40), wishes, TIMING_KEEPING)
-    assert again.kept_blocks == 0
-    assert 0 < some.kept_blocks < 8
-    assert every.kept_blocks == 8
-    assert some.need.kept_bytes == some.kept_blocks * 8 * KEPT_BYTES
-    one_more = replace(layout(some), kept_blocks=some.kept_blocks + 1)
+    assert again.layout.kept_blocks == 0
+    assert 0 < some.layout.kept_blocks < 8
+    assert every.layout.kept_blocks == 8
+    assert some.need.kept_bytes == some.layout.kept_blocks * 8 * KEPT_BYTES
+    one_more = replace(layout(some), kept_blocks=some.layout.kept_blocks + 1)
     assert footprint(facts, one_more, has_gpu=True).device_bytes > 14 * GIB * AUTO_SHARE
     saved_s = 8 * (TRIED.backward.at(8) - KEEPING.kept_backward.at(8))  # type: ignore[union-attr]
     faster = step_s(again, facts) - step_s(every, facts, TIMING_KEEPING)
@@ -101,7 +101,7 @@ def test_what_is_left_of_the_device_keeps_activations() -> None:
 def test_asking_for_no_kept_blocks_keeps_none() -> None:
     facts, wishes = measured(model()), Wishes(batch_rows=8, kept_blocks=0)
     plan = place_timed(facts, gpu(40), wishes, TIMING_KEEPING)
-    assert plan.kept_blocks == 0
+    assert plan.layout.kept_blocks == 0
     assert {c.name: c.because for c in plan.choices}["placement.kept_blocks"] == "as set"
 
 
@@ -115,24 +115,12 @@ def test_a_timed_plan_keeps_as_many_blocks_as_can_keep_and_says_so() -> None:
     )
 
 
-def step_s(plan: RunPlacement, facts: ModelFacts, timing: Timing = TIMING) -> float:
+def step_s(plan: Placement, facts: ModelFacts, timing: Timing = TIMING) -> float:
     return cost(facts, layout(plan), timing.rates, exact=timing.exact, passes=timing.passes).step_s
 
 
-def layout(plan: RunPlacement) -> Layout:
-    return Layout(
-        offload=plan.offload,
-        device_groups=plan.device_groups,
-        device_first=plan.device_first,
-        resident_blocks=plan.resident_blocks,
-        boundaries=plan.boundaries,
-        boundaries_on_device=plan.boundaries_on_device,
-        kept_blocks=plan.kept_blocks,
-        batch_rows=plan.batch_rows,
-        chunk_rows=plan.chunk_rows or 0,
-        deferred_moments=plan.deferred_moments,
-        slots=plan.slots or None,
-    )
+def layout(plan: Placement) -> Layout:
+    return replace(plan.layout, passes=1, eager=False, embedding="whole", head="whole")
 
 
 @settings(max_examples=15)
@@ -208,8 +196,8 @@ def test_wishes_are_kept() -> None:
         batch_rows=8, chunk_rows=2, device_groups=3, resident_blocks=1, boundaries="device"
     )
     plan = place_timed(facts, gpu(16), wishes, TIMING)
-    assert (plan.device_groups, plan.resident_blocks, plan.chunk_rows) == (3, 1, 2)
-    assert plan.boundaries == "device"
+    assert (plan.layout.device_groups, plan.layout.resident_blocks, plan.chunk_rows) == (3, 1, 2)
+    assert plan.layout.boundaries == "device"
     assert {c.name: c.because for c in plan.choices}["placement.device_groups"] == "as set"
     streamed = place_timed(facts, gpu(16), Wishes(batch_rows=8, offload="weights"), TIMING)
     assert streamed.offload == "weights"

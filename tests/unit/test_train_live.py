@@ -11,6 +11,7 @@ import pytest
 from fluxtrain.errors import DoesNotFit
 from fluxtrain.plan.effect import STEPS
 from fluxtrain.plan.live import Knobs, Use
+from fluxtrain.plan.placement import Placement
 from fluxtrain.plan.prediction import Promise
 from fluxtrain.telemetry import events as ev
 from fluxtrain.train.adviser import Setup
@@ -51,21 +52,16 @@ class Run:
 
     gauge = emit
 
-    def turn(
-        self,
-        *,
-        device_groups: int,
-        resident_blocks: int,
-        kept_blocks: int,
-        boundaries_on_device: int,
-        slots: int,
-        chunk_rows: int,
-        need: Any,
-    ) -> None:
+    def turn(self, placement: Placement) -> None:
         if self.refuse:
             raise DoesNotFit("CUDA out of memory")
-        self.chunk_rows = chunk_rows
-        now = {"slots": slots, "resident_blocks": resident_blocks, "chunk_rows": chunk_rows}
+        assert placement.chunk_rows is not None
+        self.chunk_rows = placement.chunk_rows
+        now = {
+            "slots": placement.slots,
+            "resident_blocks": placement.totals.resident_blocks,
+            "chunk_rows": placement.chunk_rows,
+        }
         self.turned.append(now)
 
     def steps(self, count: int) -> None:

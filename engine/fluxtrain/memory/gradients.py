@@ -193,7 +193,7 @@ class Gradients:
             return
         total.clear_untouched(group)
         self._take_memory(group, passing=passing)
-        if group.home == "device":
+        if group.placement.gradients == "device":
             self._keep(group, total)
         else:
             self._send(group, total)
@@ -201,7 +201,7 @@ class Gradients:
             group.members[index].has_gradient = True
 
     def _take_memory(self, group: Group, *, passing: bool) -> None:
-        if passing and group.home == "host":
+        if passing and group.placement.gradients != "device":
             self._ring.lend(group)
         else:
             self.keep_memory(group)

@@ -45,7 +45,7 @@ class HomeSums:
     def expect(self, group: Group, arrival: Arrival | None) -> None:
         """A backward pass of the group begins: bring up as much as there are buffers for."""
         taken: Counter[int] = Counter()
-        for segment in group.trained if group.home == "host" else ():
+        for segment in group.trained if group.placement.gradients != "device" else ():
             size = segment.size_bytes
             if not any(member.has_gradient for member in segment.members):
                 continue

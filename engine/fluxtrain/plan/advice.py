@@ -230,7 +230,7 @@ def _rows(facts: RunFacts) -> Advice | None:
     """More rows a pass: each copy serves more tokens."""
     steps, layout = facts.steps, facts.ground.layout
     weights_s, all_s = steps.stall_s("weights"), sum(steps.stalls_s.values())
-    larger = replace(facts.ground, layout=replace(layout, batch_rows=2 * layout.batch_rows))
+    larger = facts.ground.planned_as(replace(layout, batch_rows=2 * layout.batch_rows))
     now, then = facts.ground.need(facts.knobs), larger.need(facts.knobs)
     available = facts.use.host_available_bytes
     host_holds = available is None or then.host_bytes - now.host_bytes <= available
@@ -275,7 +275,7 @@ def _memory(facts: RunFacts) -> Advice | None:
     less = layout.batch_rows // 2
     setting = "close other programs, or add host memory"
     if holds_rows and less:
-        smaller = replace(facts.ground, layout=replace(layout, batch_rows=less))
+        smaller = facts.ground.planned_as(replace(layout, batch_rows=less))
         freed = facts.ground.need(facts.knobs).host_bytes - smaller.need(facts.knobs).host_bytes
         setting = (
             f"train.batch_rows={less} train.accumulation={2 * facts.passes} (frees "
@@ -317,7 +317,8 @@ def _fits(facts: RunFacts, change: Change) -> bool:
     """Whether the change is possible and leaves the reserve that automatic choices leave."""
     ground = facts.ground
     if ground.budget_bytes is not None:
-        ground = replace(ground, budget_bytes=int(ground.budget_bytes * ROOM_SHARE))
+        share = int(ground.budget_bytes * ROOM_SHARE)
+        ground = replace(ground, placement=replace(ground.placement, budget_bytes=share))
     try:
         knobs_after(ground, facts.knobs, change, facts.use)
     except FluxTrainError:

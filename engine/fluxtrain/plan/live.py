@@ -28,6 +28,7 @@ from fluxtrain.plan.footprint import (
     slot_count,
     streamed_count,
 )
+from fluxtrain.plan.placement import Placement
 from fluxtrain.telemetry.choices import setting_name
 from fluxtrain.units import bytes_text
 
@@ -73,12 +74,26 @@ class Use:
 
 @dataclass(frozen=True, kw_only=True)
 class Ground:
-    """The run that changes are judged for; `layout` is as it was planned."""
+    """The run that changes are judged for; `placement` is as it was planned."""
 
     facts: ModelFacts
-    layout: Layout
+    placement: Placement
     has_gpu: bool
-    budget_bytes: int | None
+
+    @property
+    def layout(self) -> Layout:
+        """As it was planned."""
+        return self.placement.layout
+
+    @property
+    def budget_bytes(self) -> int | None:
+        """Of the device."""
+        return self.placement.budget_bytes
+
+    def planned_as(self, layout: Layout) -> Ground:
+        """The same run planned with another layout."""
+        placement = self.placement.with_layout(self.facts, layout, has_gpu=self.has_gpu)
+        return replace(self, placement=placement)
 
     @property
     def planned(self) -> Knobs:
@@ -112,9 +127,10 @@ class Ground:
         planned = footprint(self.facts, self.layout, has_gpu=has_gpu).device_bytes
         return left_on_device(self.facts, layout, planned, most=most, has_gpu=has_gpu)
 
-    def slots(self, knobs: Knobs) -> int:
-        """Slots that the streamed blocks share."""
-        return slot_count(self.facts, self.layout_with(knobs))
+    def placement_with(self, knobs: Knobs) -> Placement:
+        """The placement that `knobs` make."""
+        layout = self.layout_with(knobs)
+        return self.placement.with_layout(self.facts, layout, has_gpu=self.has_gpu)
 
     def streamed(self, knobs: Knobs) -> int:
         """Blocks that stream."""

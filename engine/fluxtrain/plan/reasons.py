@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -80,6 +81,17 @@ def head_choice(search: Search, layout: Layout) -> tuple[ChoiceMade, ...]:
     by_rows = embedding_copied(facts, layout) == "rows"
     because = head_reason(facts, wishes, layout.head, at_home=at_home, by_rows=by_rows)
     return (ChoiceMade(name="placement.head", value=head_copied(facts, layout), because=because),)
+
+
+def without_effect(wishes: Wishes, choices: Iterable[ChoiceMade]) -> list[str]:
+    """Say which ways of copying were asked for and are not taken, and why."""
+    parts = {"placement.embedding": wishes.embedding, "placement.head": wishes.head}
+    return [
+        f"{choice.name.removeprefix('placement.')}={parts[choice.name]!r} has no effect: "
+        f"{choice.because}"
+        for choice in choices
+        if choice.value == "whole" and parts.get(choice.name, "auto") in ("rows", "slices")
+    ]
 
 
 def refusal(search: Search) -> str:

@@ -21,7 +21,7 @@ from fluxtrain.plan.facts import ModelFacts, Room, Wishes
 from fluxtrain.plan.footprint import Layout, head_copied, kept_count, slot_count
 from fluxtrain.plan.heads import SLICES_GAIN
 from fluxtrain.plan.moments import moments_choice
-from fluxtrain.plan.placement import RunPlacement, place
+from fluxtrain.plan.placement import Placement, place, placement_of
 from fluxtrain.plan.prefetch import prefetch_choice, without_times
 from fluxtrain.plan.ranked import Dial, TimedLayout
 from fluxtrain.plan.rates import Rates
@@ -46,9 +46,7 @@ class Timing:
     share: float = 1.0  # 1: all that may be used; 0: the least that runs
 
 
-def place_timed(
-    facts: ModelFacts, room: Room, wishes: Wishes, timing: Timing | None
-) -> RunPlacement:
+def place_timed(facts: ModelFacts, room: Room, wishes: Wishes, timing: Timing | None) -> Placement:
     """Decide for rows as `facts.row` says; `timing` None leaves it to the rule.
 
     Raises as `place` does.
@@ -68,23 +66,11 @@ def place_timed(
         rows for rows, stop in stops.items() if stop.cost.tokens_per_s >= HIDDEN_SHARE * best
     )
     chosen, dial = stops[batch], dials[batch]
-    layout = chosen.layout
-    return replace(
-        ruled,
-        offload=layout.offload,
-        device_groups=layout.device_groups,
-        device_first=layout.device_first,
-        boundaries="host" if layout.parks else "device",
-        boundaries_on_device=layout.boundaries_on_device,
-        resident_blocks=layout.resident_blocks,
-        kept_blocks=kept_count(facts, layout),
-        embedding=layout.embedding,
-        head=layout.head,
-        deferred_moments=layout.deferred_moments,
-        slots=slot_count(facts, layout),
-        need=chosen.need,
-        chunk_rows=layout.chunk_rows,
-        batch_rows=batch,
+    return placement_of(
+        facts,
+        chosen.layout,
+        chosen.need,
+        budget_bytes=ruled.budget_bytes,
         choices=_choices(dial, chosen, timing.share, _batch_reason(wishes, stops, batch)),
     )
 

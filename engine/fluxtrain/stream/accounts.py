@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,7 @@ from fluxtrain.memory import page_locks
 from fluxtrain.memory.device import Ticket
 from fluxtrain.memory.group import Group
 from fluxtrain.memory.rows import RowBuffers
+from fluxtrain.plan.group_placement import Tier
 from fluxtrain.stream.block_runs import runs_of
 from fluxtrain.telemetry.events import BlockRun, Move
 
@@ -153,11 +155,11 @@ class Accounts:
 
     def memory(self) -> MemoryUse:
         engine = self._engine
-        at_device = [g for g in engine.groups if g.home == "device"]
+        weights, gradients, states = _bytes_in("device", engine.groups)
         by = {
-            "weights": self._copied_bytes() + sum(g.wire_bytes for g in at_device),
-            "gradients": engine.gradients.device_bytes + sum(g.gradient_bytes for g in at_device),
-            "optimizer": sum(g.state_bytes for g in at_device),
+            "weights": self._copied_bytes() + weights,
+            "gradients": engine.gradients.device_bytes + gradients,
+            "optimizer": states,
             "activations": max(0, self.boundary_bytes),
             "workspace": 0,
             "cache": 0,
@@ -172,14 +174,13 @@ class Accounts:
             self._peak_bytes = self.device_peaks()[1]
         used = sum(by.values())
         self._peak_bytes = max(self._peak_bytes, used)
-        at_host = [g for g in engine.groups if g.home == "host"]
         return MemoryUse(
             total,
             used,
             self._peak_bytes,
             engine.plan.budget_bytes,
             by,
-            sum(g.wire_bytes + g.state_bytes + g.gradient_bytes for g in at_host)
+            sum(_bytes_in("host", engine.groups))
             + sum(rows.host_bytes for rows in self._row_buffers()),
             page_locks.LOCKS.held_bytes,
         )
@@ -212,11 +213,7 @@ class Accounts:
         """Keep the peak of what is held (on CUDA the allocator keeps it)."""
         engine = self._engine
         if engine.device.torch_device.type != "cuda":
-            at_device = sum(
-                g.wire_bytes + g.state_bytes + g.gradient_bytes
-                for g in engine.groups
-                if g.home == "device"
-            )
+            at_device = sum(_bytes_in("device", engine.groups))
             held = self._copied_bytes() + engine.gradients.device_bytes + at_device
             self._peak_bytes = max(self._peak_bytes, held + self.boundary_bytes)
 
@@ -227,7 +224,7 @@ class Accounts:
         self._move_count += 1
 
     def _weights_letter(self, group: Group) -> str:
-        if group.home == "device":
+        if group.placement.weights == "device":
             return "G"
         slot = self._engine.window.holds(group)
         if slot is None or slot.ticket is None:
@@ -240,7 +237,7 @@ class Accounts:
         if not group.has_gradient:
             return "."
         arrival = self._engine.gradients.arrivals.get(group)
-        if group.home == "device":
+        if group.placement.gradients == "device":
             return "G"
         under_way = arrival is not None and not all(t.done() for t in arrival.tickets)
         return "<" if under_way else "C"
@@ -261,7 +258,17 @@ def _held_by_torch(device: torch.device) -> tuple[dict[str, int], dict[str, int]
 def _state_letter(group: Group) -> str:
     if not group.has_state:
         return "."
-    return "G" if group.home == "device" else "C"
+    return "G" if group.placement.state == "device" else "C"
+
+
+def _bytes_in(tier: Tier, groups: Iterable[Group]) -> tuple[int, int, int]:
+    """Bytes of weights, gradients and optimizer states that live in a tier."""
+    there = [(g, g.placement) for g in groups]
+    return (
+        sum(g.wire_bytes for g, placed in there if placed.weights == tier),
+        sum(g.gradient_bytes for g, placed in there if placed.gradients == tier),
+        sum(g.state_bytes for g, placed in there if placed.state == tier),
+    )
 
 
 class Boundary:

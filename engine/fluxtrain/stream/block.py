@@ -68,7 +68,7 @@ class Unit:
         self.chunkable: dict[tuple[Any, ...], bool] = {}  # by mode, what carries the batch, choices
         self.written = WrittenBuffers()
         self.keeps = False  # what its backward needs stays on the device: nothing is recomputed
-        self.stays = False  # its inputs stay there though the plan has boundaries on the host
+        self.parks = False  # its inputs wait on the host
         self.records_again = False  # its graph cannot be filled again (see recompute.py)
         self.traced: set[bool] = set()  # modes in which its graph was looked at for strangers
         self.draws_on_host = False  # from Python's or numpy's generators
@@ -102,7 +102,7 @@ class Unit:
     @property
     def in_slices(self) -> bool:
         """Is this a head that computes with two slices of its weight at a time?"""
-        return self.slices is not None and self.slices.group.home == "host"
+        return self.slices is not None and self.slices.group.placement.weights != "device"
 
     @cached_property
     def members(self) -> list[tuple[Group, Member]]:
@@ -144,7 +144,7 @@ class Unit:
         engine = self.engine
         self._refuse_nesting()
         engine.before(self)
-        if self.group.rows is not None and self.group.home == "host":
+        if self.group.rows is not None and self.group.placement.weights != "device":
             found = look_up(self, args, kwargs)
             if found is not None:
                 return found
@@ -264,7 +264,7 @@ class _Streamed(torch.autograd.Function):
         engine.begin_forward(ctx, call)
         ctx.set_materialize_grads(False)
         call.parked = {}
-        if engine.plan.parks and not (unit.keeps or unit.stays):
+        if unit.parks and not unit.keeps:
             call.parked = engine.park.park(tensors, call.needs)
         call.verifies = unit.checked < _CHECKED_RECOMPUTES and not call.keeps
         parts: list[list[Tensor]] = []

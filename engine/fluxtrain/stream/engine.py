@@ -101,7 +101,8 @@ class Engine:
         self.use.begin()
         try:
             for group in unit.groups:
-                views = self.window.take(group) if group.home == "host" else None
+                is_copied = group.placement.weights != "device"
+                views = self.window.take(group) if is_copied else None
                 taken.append(group)
                 for member in unit.members_of(group):
                     parameter = member.parameter
@@ -114,12 +115,13 @@ class Engine:
         finally:
             self.use.end()
             for group in taken:
+                is_copied = group.placement.weights != "device"
                 for member in unit.members_of(group):
-                    if group.home == "host":
+                    if is_copied:
                         member.parameter.data = group.home_views[member.index]
                     member.write_version = member.parameter._version
                     member.parameter.__class__ = HostParameter
-                if group.home == "host":
+                if is_copied:
                     self.window.release(group)
 
     def chunks(self, unit: Unit, rows: int, tree: Tree, tensors: Sequence[Tensor]) -> bool:
@@ -327,7 +329,7 @@ class Engine:
             self._copy_ahead("forward", None)
 
     def _copy_ahead(self, direction: str, unit: Unit | None) -> None:
-        if all(group.home == "device" for group in self.groups):
+        if all(group.placement.weights == "device" for group in self.groups):
             return
         near = set(unit.groups) if unit is not None else set()
         seen: list[Unit] = [] if unit is None else [unit]
@@ -340,7 +342,7 @@ class Engine:
             if unit.in_slices and unit.slices is not None and direction == "forward":
                 unit.slices.prefetch(0)
                 unit.slices.prefetch(1)
-            copied = [group for group in unit.copied if group.home != "device"]
+            copied = [group for group in unit.copied if group.placement.weights != "device"]
             near.update(copied)
             started = [self.window.prefetch(group, near) for group in copied]
             if not all(started):

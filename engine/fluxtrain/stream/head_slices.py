@@ -32,14 +32,11 @@ Slope = Callable[[Tensor, Words, slice], Tensor]  # hidden (n, H), words, which 
 
 
 def choose_slices(engine: Engine) -> None:
-    """Let the head's weight come in slices where the plan says so."""
-    if engine.plan.head != "slices":
+    """Let the head's weight come in slices where its row of the table says so."""
+    if not any("vocabulary_chunks" in row.transfers for row in engine.plan.groups):
         return
     unit = next((unit for unit in engine.units if unit.is_head and _comes_apart(unit)), None)
     if unit is None:
-        told = {choice.name: choice.value for choice in engine.plan.choices}
-        if told.get("placement.head") == "whole":
-            return  # `wrap` says why
         engine.say("no head comes in slices: none is known whose weight can be cut apart")
         return
     linear: Any = unit.module

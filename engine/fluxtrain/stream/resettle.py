@@ -9,18 +9,17 @@ of a run that has that chunk, within rounding of this one.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from fluxtrain.errors import DoesNotFit
 from fluxtrain.memory.group import Group
-from fluxtrain.memory.moving import new_home
+from fluxtrain.memory.moving import moves, prepare_move
 from fluxtrain.memory.window import Slot
-from fluxtrain.plan.footprint import Footprint
-from fluxtrain.plan.spread import parted, spread_out
-from fluxtrain.stream.keepers import choose_keepers
+from fluxtrain.plan.group_placement import GroupPlacement, check_groups, refuse_unused
+from fluxtrain.plan.placement import Placement
+from fluxtrain.stream.keepers import place_activations
 from fluxtrain.stream.optimizer_state import renew_state
 from fluxtrain.stream.rows import passes_in_parts
 
@@ -28,42 +27,32 @@ if TYPE_CHECKING:
     from fluxtrain.stream.engine import Engine
 
 
-def resettle(
-    engine: Engine,
-    *,
-    device_groups: int,
-    resident_blocks: int,
-    kept_blocks: int,
-    slots: int,
-    chunk_rows: int,
-    need: Footprint,
-    boundaries_on_device: int = 0,
-) -> None:
-    """Give `engine` this placement and chunk; between two steps, by the thread that drives it.
+def resettle(engine: Engine, placement: Placement) -> None:
+    """Give `engine` this placement; between two steps, by the thread that drives it.
 
-    device_groups: so many groups live on the device, those that `engine.plan.device_first` takes
-    first; resident_blocks: of so many blocks at home on the host the weights stay there too; slots:
-    shared by the other blocks; kept_blocks: the first so many with weights on the device keep their
-    activations; need: the predicted peaks of all that, for the accounts; boundaries_on_device: the
-    inputs of so many last blocks stay on the device where the others' wait on the host.
-
-    New memory is taken before any is given back, so that running out of it leaves everything as it
-    was. Raises DoesNotFit then.
+    Groups move whose rows say other tiers than before; then blocks get the slots, activations and
+    chunk that the placement says. New memory is taken before any is given back, so that running out
+    of it leaves everything as it was. Raises DoesNotFit then.
     """
+    check_groups(placement.groups, engine.groups)
+    refuse_unused(placement.groups)
     _come_to_rest(engine)
-    device, at_home = parted(engine.groups, device_groups, engine.plan.device_first)
-    blocks = [group for group in at_home if group.kind == "block"]
-    resident, streamed = spread_out(blocks, resident_blocks)
-    edges = [g for g in at_home if g.kind == "edge" and not passes_in_parts(engine, g)]
+    moving = [
+        (group, row)
+        for group, row in zip(engine.groups, placement.groups, strict=True)
+        if moves(group, row)
+    ]
+    owners, streamed = slots_for(engine, placement.groups)
     fresh: list[Slot] = []
-    if any(g.home == "host" for g in device) or any(g.home == "device" for g in at_home):
+    if moving:
         engine.gradients.give_ring_back(engine.groups)  # it lends from one host group to another
     try:
-        gone = _owned(engine, [*edges, *resident], fresh)
-        gone += _shared(engine, streamed, slots, fresh)
-        moves = [new_home(g, "device", pin=False) for g in device if g.home == "host"]
-        pin = engine.device.pins
-        moves += [new_home(g, "host", pin=pin) for g in at_home if g.home == "device"]
+        gone = _owned(engine, owners, fresh)
+        gone += _shared(engine, streamed, placement.slots, fresh)
+        prepared = [
+            prepare_move(group, row, pin=engine.device.pins and row.weights != "device")
+            for group, row in moving
+        ]
     except DoesNotFit:
         for slot in fresh:
             engine.window.remove_slot(slot)
@@ -72,19 +61,40 @@ def resettle(
         raise
     for slot in gone:
         engine.window.remove_slot(slot)
-    for move in moves:
+    for move in prepared:
         move()
-    if moves:
+    if prepared:
         renew_state(owner for owners in engine.owners.values() for owner in owners.values())
     gone.clear()
-    moves.clear()
-    _tidy(engine, at_home, kept_blocks, boundaries_on_device)
-    placed = {"device_groups": device_groups, "resident_blocks": resident_blocks, "slots": slots}
-    placed |= {"kept_blocks": kept_blocks, "boundaries_on_device": boundaries_on_device}
-    engine.plan = replace(engine.plan, **placed, need=need)  # type: ignore[arg-type]
-    engine.chunk_rows = chunk_rows
-    choose_keepers(engine)
+    prepared.clear()
+    before, engine.plan = engine.plan, placement
+    for group, row in zip(engine.groups, placement.groups, strict=True):
+        group.placement = row
+    _tidy(engine, fewer_wait=_waiting(placement) < _waiting(before))
+    engine.chunk_rows = placement.chunk_rows or engine.chunk_rows
+    place_activations(engine)
     engine.copy_ahead_for_the_next_step()
+
+
+def slots_for(engine: Engine, rows: Sequence[GroupPlacement]) -> tuple[list[Group], list[Group]]:
+    """The groups that have a slot of their own with these rows, one a group, and the blocks that
+    share slots."""
+    copied = [
+        (group, row)
+        for group, row in zip(engine.groups, rows, strict=True)
+        if row.weights != "device"
+    ]
+    owners = [
+        group
+        for group, row in copied
+        if (row.resident if group.kind == "block" else not passes_in_parts(engine, group))
+    ]
+    return owners, [g for g, row in copied if g.kind == "block" and not row.resident]
+
+
+def _waiting(placement: Placement) -> int:
+    """How many groups' inputs wait on the host."""
+    return sum(row.activations == "inputs_on_host" for row in placement.groups)
 
 
 def _come_to_rest(engine: Engine) -> None:
@@ -97,19 +107,19 @@ def _come_to_rest(engine: Engine) -> None:
     engine.gradients.drain()
 
 
-def _tidy(engine: Engine, at_home: Sequence[Group], kept_blocks: int, staying: int) -> None:
-    """After the moves: no memory stays for what is gone, and peaks are those of the new layout."""
+def _tidy(engine: Engine, *, fewer_wait: bool) -> None:
+    """After the moves: free the memory of what is gone, and measure peaks anew. `fewer_wait`: of
+    inputs on the host."""
     for group in engine.groups:
-        if group.rows is not None and group.home == "device":
+        if group.rows is not None and group.placement.weights == "device":
             group.rows.give_back()
     for unit in engine.units:
         if unit.slices is not None and not unit.in_slices:
             unit.slices.give_back()
-    before = engine.plan
-    if kept_blocks > before.kept_blocks or staying > before.boundaries_on_device:
-        # fewer wait on the host from now on
+    if fewer_wait:
         engine.park.give_back()
-    engine.gradients.stage_only({s.size_bytes for group in at_home for s in group.trained})
+    sent = [group for group in engine.groups if group.placement.gradients != "device"]
+    engine.gradients.stage_only({s.size_bytes for group in sent for s in group.trained})
     _give_back(engine)
     engine.accounts.measure_peaks_anew()
 

@@ -107,7 +107,7 @@ class Updates:
         unwritten = group.ensure_state()
         work = ranges(group, hypers)
         group.version += 1
-        if group.home == "device":
+        if group.placement.state == "device":
             start = self._recorder.instant()
             for flat in unwritten:  # where the processor is the device
                 zero_(flat, threads=self._threads)
@@ -315,7 +315,7 @@ def _in_order(work: Iterable[Group]) -> list[Group]:
 def _looks_ahead(group: Group) -> bool:
     """Does the forward read rows of it, which can be computed before its own turn? fp16 is rounded
     from its masters when they are written."""
-    at_home = group.rows is not None and group.home != "device"
+    at_home = group.rows is not None and group.placement.weights != "device"
     return at_home and group.members[0].segment.dtype is not torch.float16
 
 

@@ -17,8 +17,9 @@ from fluxtrain.memory.group import Group
 from fluxtrain.memory.heap import trim_heap
 from fluxtrain.memory.mapped import cool, copied_bytes
 from fluxtrain.plan.facts import Room, Wishes
-from fluxtrain.plan.placement import place_for_any_rows
-from fluxtrain.plan.spread import parted, spread_out
+from fluxtrain.plan.group_placement import check_groups, refuse_unused
+from fluxtrain.plan.placement import Placement, place_for_any_rows
+from fluxtrain.plan.reasons import without_effect
 from fluxtrain.plan.states import StateFormat
 from fluxtrain.stream.adoption import install as install_adoption
 from fluxtrain.stream.arguments import to_device
@@ -27,11 +28,12 @@ from fluxtrain.stream.blocks import Parts, take_apart
 from fluxtrain.stream.engine import Engine, engine_of
 from fluxtrain.stream.grouping import Borrowed, group_parameters, is_head, model_facts
 from fluxtrain.stream.head_slices import choose_slices
-from fluxtrain.stream.keepers import choose_keepers
+from fluxtrain.stream.keepers import place_activations
 from fluxtrain.stream.parameter import Owner, adopt_parameter, owner_of, release_parameter
 from fluxtrain.stream.plain_state import let_go
 from fluxtrain.stream.refusals import refuse_unsupported
-from fluxtrain.stream.rows import choose_rows, passes_in_parts
+from fluxtrain.stream.resettle import slots_for
+from fluxtrain.stream.rows import choose_rows
 from fluxtrain.stream.surface import guard_module, release_module, replace_forward
 
 
@@ -54,6 +56,7 @@ def wrap(  # noqa: PLR0913  # each is one choice of the user, by keyword
     head: str = "auto",
     deferred_moments: bool = False,
     slots: int | None = None,
+    placement: Placement | None = None,
 ) -> nn.Module:
     """Let the blocks of `model` stream through `device`; returns the same object.
 
@@ -91,7 +94,7 @@ def wrap(  # noqa: PLR0913  # each is one choice of the user, by keyword
     words |= {"device_groups": device_groups, "resident_blocks": resident_blocks, "slots": slots}
     words |= {"chunk_rows": chunk_rows, "kept_blocks": kept_blocks, "eager": eager}
     wishes = Wishes(**words, budget_bytes=budget_bytes, deferred_moments=deferred_moments or None)
-    _put_engine(model, _compute_device(device), wishes, states, overlap=overlap)
+    _put_engine(model, _compute_device(device), placement or wishes, states, overlap=overlap)
     return model
 
 
@@ -101,25 +104,28 @@ auto_wrap = wrap  # the same under another name
 def _put_engine(
     model: nn.Module,
     torch_device: torch.device,
-    wishes: Wishes,
+    asked: Wishes | Placement,
     states: StateFormat,
     *,
     overlap: bool,
 ) -> None:
-    """Place the model's parts and give them an engine, which adopts optimizers."""
-    _refuse_fractions(wishes)
+    """Give the model's parts an engine, which adopts optimizers; plan only what is not placed."""
     parts = _parts_of(model)
     groups, borrowed = group_parameters(model, parts, states)
-    facts = model_facts(model, parts, groups, borrowed)
-    placement = place_for_any_rows(facts, _room(model, torch_device), wishes)
+    if isinstance(asked, Placement):
+        placement, told = asked, list[str]()
+        check_groups(placement.groups, [group for group in groups.values() if group.members])
+        refuse_unused(placement.groups)
+    else:
+        _refuse_fractions(asked)
+        facts = model_facts(model, parts, groups, borrowed)
+        placement = place_for_any_rows(facts, _room(model, torch_device), asked)
+        told = without_effect(asked, placement.choices)
     with torch.inference_mode(False), torch.enable_grad():  # whatever the caller is in
         engine = Engine(open_device(torch_device), placement, overlap=overlap)
         _furnish(engine, model, parts, groups, borrowed)
-    for choice in placement.choices:
-        for name, part in (("embedding", "rows"), ("head", "slices")):
-            undone = (choice.name, choice.value) == (f"placement.{name}", "whole")
-            if undone and getattr(wishes, name) == part:
-                engine.say(f"{name}={part!r} has no effect: {choice.because}")
+    for text in told:
+        engine.say(text)
     install_adoption()
 
 
@@ -235,7 +241,7 @@ def _furnish(
     choose_rows(engine)
     choose_slices(engine)
     _make_slots(engine)
-    choose_keepers(engine)
+    place_activations(engine)
     _put_on(engine, model, parts)
 
 
@@ -243,15 +249,9 @@ def _settle(engine: Engine, groups: dict[str, Group]) -> None:
     """Move every group's weights home, one group at a time, so that no second copy of the model
     ever exists."""
     engine.groups = [g for g in groups.values() if g.members]
-    plan = engine.plan
-    on_device = set(parted(engine.groups, plan.device_groups, plan.device_first)[0])
-    for group in engine.groups:
-        at_device = group in on_device
-        group.settle(
-            "device" if at_device else "host",
-            engine.device.torch_device,
-            pin=engine.device.pins and not at_device,
-        )
+    for group, row in zip(engine.groups, engine.plan.groups, strict=True):
+        pin = engine.device.pins and row.weights != "device"
+        group.settle(row, engine.device.torch_device, pin=pin)
         engine.owners[group] = {}
         for member in group.members:
             owner = Owner(engine, group, member)
@@ -299,13 +299,9 @@ def _make_units(
 
 def _make_slots(engine: Engine) -> None:
     """Edges and resident blocks get a slot of their own, the other blocks share."""
-    at_home = [g for g in engine.groups if g.home == "host"]
-    blocks = [g for g in at_home if g.kind == "block"]
-    resident, streamed = spread_out(blocks, engine.plan.resident_blocks)
-    for group in at_home:
-        slotless = passes_in_parts(engine, group)
-        if (group.kind == "edge" and not slotless) or group in resident:
-            engine.window.add_slot(group.wire_bytes, owner=group)
+    owners, streamed = slots_for(engine, [group.placement for group in engine.groups])
+    for group in owners:
+        engine.window.add_slot(group.wire_bytes, owner=group)
     largest = max((group.wire_bytes for group in streamed), default=0)
     for _ in range(engine.plan.slots):
         engine.window.add_slot(largest)

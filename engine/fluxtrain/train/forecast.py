@@ -8,9 +8,9 @@ from typing import Any
 
 from fluxtrain.plan.cost import Cost, cost
 from fluxtrain.plan.facts import ModelFacts, Room, Wishes
-from fluxtrain.plan.footprint import Layout, embedding_copied, head_copied, saving_bytes
+from fluxtrain.plan.footprint import embedding_copied, head_copied, saving_bytes
 from fluxtrain.plan.guard import EVERY_CHECKPOINT, DiskNeed, disk_need
-from fluxtrain.plan.placement import RunPlacement
+from fluxtrain.plan.placement import Placement
 from fluxtrain.plan.ranked import Dial, RankedPlan
 from fluxtrain.plan.rates import Rates
 from fluxtrain.plan.search import Search
@@ -27,7 +27,7 @@ class Forecast:
     facts: ModelFacts
     room: Room
     wishes: Wishes
-    placement: RunPlacement
+    placement: Placement
     passes: int  # batches a step
     exact: bool  # updates wait for the norm of all gradients
     keep_checkpoints: int
@@ -42,8 +42,8 @@ class Forecast:
         undialed = self.room.has_gpu and self.wishes.offload == "max"
         plans = () if undialed or isinstance(rates, str) else self._dial(rates).plans()
         return {
-            "embedding": embedding_copied(self.facts, self._layout()),
-            "head": head_copied(self.facts, self._layout()),
+            "embedding": embedding_copied(self.facts, self.placement.layout),
+            "head": head_copied(self.facts, self.placement.layout),
             "disk_bytes": self.disk_bytes,
             "checkpoint_bytes": self.checkpoint_bytes,
             **self.time(steps),
@@ -55,7 +55,7 @@ class Forecast:
         rates = self._rates
         if isinstance(rates, str):
             return {"predicted": None, "predicted_because": rates}
-        found = cost(self.facts, self._layout(), rates, exact=self.exact, passes=self.passes)
+        found = cost(self.facts, self.placement.layout, rates, exact=self.exact, passes=self.passes)
         return {
             "predicted": {**_time(found, steps), "parts_s": _parts(found)},
             "predicted_because": self.constants.source,
@@ -64,9 +64,6 @@ class Forecast:
     @property
     def _rates(self) -> Rates | str:
         return self.constants.rates(has_gpu=self.room.has_gpu)
-
-    def _layout(self) -> Layout:
-        return self.placement.layout(passes=self.wishes.passes, eager=self.wishes.eager)
 
     def _dial(self, rates: Rates) -> Dial:
         wishes = replace(self.wishes, batch_rows=self.placement.batch_rows)
@@ -117,7 +114,7 @@ class Forecast:
 def forecast_of(
     config: RunConfig,
     facts: ModelFacts,
-    placement: RunPlacement,
+    placement: Placement,
     room: Room,
     constants: Constants,
 ) -> Forecast:

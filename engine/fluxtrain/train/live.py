@@ -10,11 +10,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from fluxtrain.errors import BadInput, DoesNotFit, FluxTrainError
 from fluxtrain.plan.effect import STEPS, Effect
-from fluxtrain.plan.footprint import Footprint
 from fluxtrain.plan.live import (
     Change,
     Knobs,
@@ -24,6 +23,7 @@ from fluxtrain.plan.live import (
     refuse_without_room,
     rungs,
 )
+from fluxtrain.plan.placement import Placement
 from fluxtrain.plan.prediction import Promise
 from fluxtrain.telemetry.events import (
     ChangeApplied,
@@ -42,20 +42,7 @@ SAME_BITS = frozenset(
 )
 
 
-class Turn(Protocol):
-    """Gives the engine another window and chunk; raises DoesNotFit and leaves it as it was."""
-
-    def __call__(
-        self,
-        *,
-        device_groups: int,
-        resident_blocks: int,
-        kept_blocks: int,
-        boundaries_on_device: int,
-        slots: int,
-        chunk_rows: int,
-        need: Footprint,
-    ) -> None: ...
+Turn = Callable[[Placement], None]  # raises DoesNotFit and leaves the engine as it was
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,16 +207,7 @@ class LiveChanges:
         return True
 
     def _turn_to(self, new: Knobs) -> None:
-        layout = self._ground.layout_with(new)
-        self._turn(
-            device_groups=layout.device_groups,
-            resident_blocks=layout.resident_blocks,
-            kept_blocks=layout.kept_blocks,
-            boundaries_on_device=layout.boundaries_on_device,
-            slots=self._ground.slots(new),
-            chunk_rows=layout.chunk_rows,
-            need=self._ground.need(new),
-        )
+        self._turn(self._ground.placement_with(new))
         before = self.promise or self._promise_of(self._ground.planned)
         self.promise, self.steps_since = self._promise_of(new).after(before), 0
         self._knobs, self._peak_is_known = new, False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
@@ -21,8 +21,9 @@ from fluxtrain.optim.outside import check_outside
 from fluxtrain.plan.facts import ModelFacts, Room, RowFacts, Wishes, activation_estimate
 from fluxtrain.plan.footprint import saving_bytes
 from fluxtrain.plan.moments import WISHES as MOMENTS_WISHES
-from fluxtrain.plan.placement import RunPlacement
+from fluxtrain.plan.placement import Placement
 from fluxtrain.plan.ranked import STOPS
+from fluxtrain.plan.reasons import without_effect
 from fluxtrain.plan.states import OUTSIDE_FORMATS, StateFormat
 from fluxtrain.plan.timed import Timing, place_timed
 from fluxtrain.stream.grouping import facts_of
@@ -114,7 +115,7 @@ def decide(
     loaded_bytes: int = 0,
     room: Room | None = None,
     constants: Constants | None = None,
-) -> RunPlacement:
+) -> Placement:
     """Where the bytes go and how many rows a step takes.
 
     `batch_rows` None leaves it to the rule; `data_rows` are those of one epoch; `loaded_bytes` of
@@ -141,7 +142,7 @@ def decide(
         placement,
         choices=(*placement.choices, *dial_choice(config, device, timed=timing is not None)),
         process_bytes=max(0, psutil.Process().memory_info().rss - loaded_bytes),
-        saving_bytes=saving_bytes(facts, placement.layout()) if device == "cuda" else 0,
+        saving_bytes=saving_bytes(facts, placement.layout) if device == "cuda" else 0,
     )
 
 
@@ -224,47 +225,23 @@ def wrapped(
     config: RunConfig,
     model: nn.Module,
     device: str,
-    placement: RunPlacement,
+    placement: Placement,
     facts: ModelFacts,
 ) -> tuple[nn.Module, Engine]:
     """The model as `placement` says, and its engine."""
     from fluxtrain.stream.engine import engine_of
-    from fluxtrain.stream.keepers import leave_boundaries
     from fluxtrain.stream.loss_scale import LossScale
 
+    states = config.train.states
     streamed = fluxtrain.wrap(
-        model,
-        device=device,
-        offload=placement.offload,
-        chunk_rows=placement.chunk_rows,
-        overlap=True,
-        budget_bytes=placement.budget_bytes,
-        device_groups=placement.device_groups,
-        device_first=placement.device_first,
-        resident_blocks=placement.resident_blocks,
-        kept_blocks=placement.kept_blocks,
-        boundaries=placement.boundaries,
-        embedding=_asked_embedding(config, placement),
-        head=placement.head,
-        states=config.train.states,
-        eager=eager(config, facts),
-        deferred_moments=placement.deferred_moments,
-        slots=placement.slots or None,
+        model, device=device, placement=placement, states=states, overlap=True
     )
     engine = engine_of(streamed)
-    leave_boundaries(engine, placement.boundaries_on_device)
+    for text in without_effect(wishes_of(config, facts, None, None), placement.choices):
+        engine.say(text)
     if facts.scales_its_loss:
         engine.loss_scale = LossScale(engine.device.torch_device)
     return streamed, engine
-
-
-def _asked_embedding(
-    config: RunConfig, placement: RunPlacement
-) -> Literal["auto", "whole", "rows"]:
-    """Rows that nobody asked for are `auto`, of which nothing is said where the embedding lives on
-    the device."""
-    chosen = config.placement.embedding == "auto" and placement.embedding == "rows"
-    return "auto" if chosen else placement.embedding
 
 
 def _usual_dtype_bytes(model: nn.Module) -> int:

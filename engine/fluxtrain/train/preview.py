@@ -30,7 +30,7 @@ from fluxtrain.methods.models import refuse_missing_folder, unloadable
 from fluxtrain.methods.precision import choose_dtype, demo_dtype, with_odd_tensors
 from fluxtrain.plan.facts import ModelFacts, Room
 from fluxtrain.plan.machine_file import PlannedMachine
-from fluxtrain.plan.placement import RunPlacement
+from fluxtrain.plan.placement import Placement
 from fluxtrain.telemetry.events import ChoiceMade
 from fluxtrain.telemetry.rundir import runs_root
 from fluxtrain.train.choices import choose_course
@@ -146,15 +146,12 @@ def _rows_within(config: RunConfig) -> int:
     return rows
 
 
-def _placed(config: RunConfig, placement: RunPlacement, device: str) -> dict[str, Any]:
+def _placed(config: RunConfig, placement: Placement, device: str) -> dict[str, Any]:
     """Where the bytes go, and what that takes."""
     return {
         "offload": placement.offload,
-        "device_groups": placement.device_groups,
-        "device_first": placement.device_first,
-        "resident_blocks": placement.resident_blocks,
-        "kept_blocks": placement.kept_blocks,
-        "boundaries_on_device": placement.boundaries_on_device,
+        **asdict(placement.totals),
+        "boundaries_on_device": placement.layout.boundaries_on_device,
         "batch_rows": placement.batch_rows,
         "chunk_rows": placement.chunk_rows,
         "accumulation": config.train.accumulation,
@@ -297,7 +294,7 @@ def _setting(setting: Any) -> dict[str, Any]:
     }
 
 
-def _host_limit(room: Room, placement: RunPlacement, here: Machine | None) -> int | None:
+def _host_limit(room: Room, placement: Placement, here: Machine | None) -> int | None:
     """What the whole process may take; on this machine it holds a part of that already."""
     available = room.host_available_bytes
     if here is None or available is None:

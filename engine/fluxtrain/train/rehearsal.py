@@ -16,7 +16,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import fmean
 from typing import TYPE_CHECKING, Literal
@@ -32,6 +32,7 @@ from fluxtrain.plan.facts import GroupFacts
 from fluxtrain.plan.states import StateFormat
 from fluxtrain.stream.blocks import take_apart
 from fluxtrain.stream.grouping import facts_of
+from fluxtrain.stream.keepers import place_activations
 from fluxtrain.train.miniature import middle_block, miniature, wrapped
 from fluxtrain.train.trial import give_back
 from fluxtrain.units import bytes_text
@@ -183,7 +184,11 @@ class _Stage:
         """Some steps of a kind behind one that does not count."""
         engine = self._engine
         engine.updates.defers_moments = kind == "passes"
-        engine.plan = replace(engine.plan, boundaries="host" if kind == "parked" else "device")
+        parked = kind == "parked"
+        engine.plan = engine.plan.with_activations(
+            "inputs_on_host" if parked else "inputs_on_device"
+        )
+        place_activations(engine)
         self._step(kind)
         self._engine.flush()
         self._seen = _Seen()

@@ -20,6 +20,7 @@ from fluxtrain.methods.sampling import sample_text
 from fluxtrain.optim import schedule
 from fluxtrain.optim.outside import outside_optimizer
 from fluxtrain.plan.facts import ModelFacts
+from fluxtrain.plan.group_placement import alike
 from fluxtrain.plan.guard import DiskRoom
 from fluxtrain.plan.prediction import compared, steady_step_s
 from fluxtrain.stream.engine import engine_of
@@ -268,10 +269,8 @@ class Run:
             chunk_rows=self.engine.chunk_rows,
             accumulation=self._config.train.accumulation,
             sequence_length=self._config.data.sequence_length,
-            device_groups=plan.device_groups,
-            device_first=plan.device_first,
-            resident_blocks=plan.resident_blocks,
-            kept_blocks=plan.kept_blocks,
+            **vars(plan.totals),
+            placement=alike(plan.groups),
             slots=plan.slots,
             device_bytes=plan.need.shown_device_bytes(has_gpu=self._room.has_gpu),
             device_budget_bytes=plan.budget_bytes,

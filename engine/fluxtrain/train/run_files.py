@@ -11,7 +11,7 @@ import msgspec
 
 import fluxtrain
 from fluxtrain.hardware.machine import Machine
-from fluxtrain.plan.placement import RunPlacement
+from fluxtrain.plan.placement import Placement
 from fluxtrain.telemetry.events import Hello, Planned
 from fluxtrain.telemetry.process import ProcessMark
 from fluxtrain.telemetry.rundir import RunDir
@@ -48,7 +48,7 @@ def _version(name: str) -> str:
 def write_plan_file(
     run_dir: RunDir,
     planned: Planned,
-    placement: RunPlacement,
+    placement: Placement,
     parts_s: dict[str, float],
     constants: Constants,
 ) -> None:
@@ -58,6 +58,7 @@ def write_plan_file(
     for stamp in ("seq", "t_s", "wall_s", "dropped", "event"):
         content.pop(stamp, None)
     content |= {
+        "placement": [msgspec.structs.asdict(alike) for alike in planned.placement],
         "need": asdict(placement.need),
         "process_bytes": placement.process_bytes,
         "saving_bytes": placement.saving_bytes,
