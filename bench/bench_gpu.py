@@ -35,10 +35,11 @@ from fluxtrain.data.batches import Batch
 from fluxtrain.hardware.machine import read_machine
 from fluxtrain.methods.kernels import choose_kernels
 from fluxtrain.plan.cost import cost
-from fluxtrain.plan.facts import Room, Wishes
+from fluxtrain.plan.facts import Capacity
 from fluxtrain.plan.footprint import boundaries_on_host, homes
-from fluxtrain.plan.moments import WISHES as MOMENTS_WISHES
+from fluxtrain.plan.moments import DEFERS as DEFERS_MOMENTS
 from fluxtrain.plan.placement import Placement
+from fluxtrain.plan.request import Auto, RunRequest
 from fluxtrain.plan.timed import Timing, place_timed
 from fluxtrain.train.constants import measured_constants
 from fluxtrain.train.placing import model_facts
@@ -68,12 +69,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--engine", default="flux", choices=ENGINES)
     parser.add_argument("--offload", default="auto")
-    parser.add_argument("--resident-blocks", type=int)
-    parser.add_argument("--device-groups", type=int)
-    parser.add_argument("--kept-blocks", type=int)
-    parser.add_argument("--chunk-rows", type=int)
+    parser.add_argument("--resident-blocks", type=count, default="auto")
+    parser.add_argument("--device-groups", type=count, default="auto")
+    parser.add_argument("--blocks-without-recompute", type=count, default="auto")
+    parser.add_argument("--chunk-rows", type=count, default="auto")
     parser.add_argument("--states", default="fp32", choices=("fp32", "bf16", "8bit"))
-    parser.add_argument("--moments", default="auto", choices=MOMENTS_WISHES)
+    parser.add_argument("--moments", default="auto", choices=DEFERS_MOMENTS)
     parser.add_argument("--eager", action="store_true", help="no clipping, update at once")
     parser.add_argument("--unclipped", action="store_true", help="resident-fp32 does not clip")
     parser.add_argument(
@@ -82,8 +83,8 @@ def main() -> None:
     parser.add_argument("--budget-gib", type=float, default=23.0)
     parser.add_argument("--learning-rate", type=float, default=2e-4)
     parser.add_argument("--kernels", default="auto", choices=("auto", "liger", "torch"))
-    parser.add_argument("--boundaries", default="auto", choices=("auto", "device", "host"))
-    parser.add_argument("--head", default="auto", choices=("auto", "whole", "slices"))
+    parser.add_argument("--activations", default="auto", choices=("auto", "device", "host"))
+    parser.add_argument("--head", default="auto", choices=("auto", "whole", "chunks"))
     parser.add_argument("--profile", type=Path, help="write a torch profile of one step there")
     parser.add_argument(
         "--trace", type=Path, help="write a Perfetto trace of the median step there"
@@ -98,6 +99,11 @@ def main() -> None:
     print(json.dumps({**row, "losses": [round(loss, 3) for loss in row["losses"][:20]]}))
     if options.json:
         options.json.write_text(json.dumps(row, indent=1))
+
+
+def count(text: str) -> int | Auto:
+    """A number, or `auto`."""
+    return "auto" if text == "auto" else int(text)
 
 
 def cap_memory(budget_gib: float) -> None:
@@ -134,23 +140,23 @@ def planned(
     )  # fmt: skip
     rates = constants.rates(has_gpu=True)
     facts = constants.applied(facts)
-    exact, passes = not options.eager, options.passes
-    timing = None if isinstance(rates, str) else Timing(rates=rates, exact=exact, passes=passes)
+    clips, passes = not options.eager, options.passes
+    timing = None if isinstance(rates, str) else Timing(rates=rates, clips=clips, passes=passes)
     plan = place_timed(
         facts,
-        Room(device_free_bytes=budget_bytes, host_available_bytes=_available(model)),
-        Wishes(
+        Capacity(device_free_bytes=budget_bytes, host_available_bytes=_available(model)),
+        RunRequest(
             offload=options.offload,
             batch_rows=options.batch,
             chunk_rows=options.chunk_rows,
             device_groups=options.device_groups,
             resident_blocks=options.resident_blocks,
-            boundaries=options.boundaries,
+            activations=options.activations,
             head=options.head,
-            kept_blocks=options.kept_blocks,
+            blocks_without_recompute=options.blocks_without_recompute,
             passes=options.passes,
-            eager=options.eager,
-            deferred_moments=MOMENTS_WISHES[options.moments],
+            optimizer_in_backward=options.eager,
+            deferred_moments=DEFERS_MOMENTS[options.moments],
         ),
         timing,
     )
@@ -166,7 +172,7 @@ def planned(
     told["parameters_at_home"] = sum(group.trained for group in homes(facts, layout)[1])
     told["boundaries_on_host_gib"] = round(boundaries_on_host(facts, layout) / GIB, 2)
     if timing is not None:
-        predicted = cost(facts, layout, timing.rates, exact=exact, passes=passes)
+        predicted = cost(facts, layout, timing.rates, clips=clips, passes=passes)
         told["predicted_step_s"] = round(predicted.step_s, 3)
         told["calibration"] = msgspec.to_builtins(timing.rates.calibration)
     return plan, told
@@ -339,9 +345,9 @@ def report(
             "device_first": plan.totals.device_first,
             "blocks": "spread",  # where those on the device stand: compare_plan.py asks
             "chunk_rows": engine.chunk_rows,
-            "boundaries": plan.layout.boundaries,
-            "boundaries_on_device": plan.layout.boundaries_on_device,
-            "kept_blocks": plan.totals.kept_blocks,
+            "activations": plan.layout.activations,
+            "activations_on_device": plan.layout.activations_on_device,
+            "blocks_without_recompute": plan.totals.blocks_without_recompute,
             "slots": plan.slots or None,
             "embedding": plan.layout.embedding,
             "head": plan.layout.head,

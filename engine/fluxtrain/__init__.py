@@ -11,12 +11,14 @@ TYPE_CHECKING = False  # as `typing` would say, which takes longer than all else
 if TYPE_CHECKING:
     from typing import Any
 
+    from fluxtrain.plan.request import PlacementRequest
     from fluxtrain.stream.grad_scaler import GradScaler
     from fluxtrain.stream.plain_state import plain_optimizer_state
     from fluxtrain.stream.wrapping import auto_wrap, sync, unwrap, wrap
 
 __all__ = [
     "GradScaler",
+    "PlacementRequest",
     "__version__",
     "auto_wrap",
     "plain_optimizer_state",
@@ -26,6 +28,7 @@ __all__ = [
 ]
 
 _LAZY = dict.fromkeys(("auto_wrap", "sync", "unwrap", "wrap"), "fluxtrain.stream.wrapping")
+_LAZY["PlacementRequest"] = "fluxtrain.plan.request"
 _LAZY["GradScaler"] = "fluxtrain.stream.grad_scaler"
 _LAZY["plain_optimizer_state"] = "fluxtrain.stream.plain_state"
 

@@ -89,7 +89,9 @@ def a_loaded_model(training: Training) -> object:
 
 
 def another_placement(training: Training) -> object:
-    return turn_to(training.engine, device_groups=2, resident_blocks=1, kept_blocks=0, slots=2)
+    return turn_to(
+        training.engine, device_groups=2, resident_blocks=1, blocks_without_recompute=0, slots=2
+    )
 
 
 def an_unwrapped_model(training: Training) -> object:

@@ -172,7 +172,13 @@ def test_moving_homes_in_between_changes_no_bit(half: Any, batch: Any, same: Any
         for number in range(4):
             if moves and number in (1, 3):
                 count = 2 if number == 1 else 0
-                turn_to(engine, device_groups=count, resident_blocks=1, kept_blocks=0, slots=2)
+                turn_to(
+                    engine,
+                    device_groups=count,
+                    resident_blocks=1,
+                    blocks_without_recompute=0,
+                    slots=2,
+                )
             step(model, optimizer, batch(seed=number))
         found.append(state(model))
     same(found[0], found[1])

@@ -12,11 +12,12 @@ from fluxtrain.errors import DoesNotFit, MisusedModel
 from fluxtrain.memory.gradient_ring import GradientRing
 from fluxtrain.memory.group import Group
 from fluxtrain.plan.depths import LARGE_GRADIENT_BYTES, ring_depth
-from fluxtrain.plan.facts import Room
+from fluxtrain.plan.facts import Capacity
 from fluxtrain.plan.footprint import Layout, footprint
 from fluxtrain.plan.group_placement import GroupPlacement
 from fluxtrain.stream.engine import Engine, engine_of
 from fluxtrain.stream.grouping import facts_of
+from tests.wrap_with import wrap_with
 
 LAYERS = 8
 CONFIG = LlamaConfig(
@@ -56,7 +57,7 @@ def test_a_few_blocks_hold_gradients_and_the_plan_knows(states: str) -> None:
         assert len(held(engine)) == ring_depth(1) < LAYERS
     engine.flush()
     facts = facts_of(LlamaForCausalLM(CONFIG).to(torch.bfloat16), states)  # type: ignore[arg-type]
-    layout = Layout(offload="weights", eager=True)
+    layout = Layout(offload="weights", optimizer_in_backward=True)
     predicted = footprint(facts, layout, has_gpu=True).arena_bytes
     assert engine.memory().host_arena_bytes == predicted
     block = next(g for g in facts.groups if g.kind == "block").rounded_bytes
@@ -69,13 +70,18 @@ def test_a_host_with_room_for_the_ring_alone_runs_eager_steps_only(
 ) -> None:
     facts = facts_of(LlamaForCausalLM(CONFIG).to(torch.bfloat16))
     ring, every = (
-        footprint(facts, Layout(offload="weights", eager=eager), has_gpu=False).host_bytes
+        footprint(
+            facts, Layout(offload="weights", optimizer_in_backward=eager), has_gpu=False
+        ).host_bytes
         for eager in (True, False)
     )
-    room = Room(device_free_bytes=None, host_available_bytes=(ring + every) // 2)
-    monkeypatch.setattr("fluxtrain.stream.wrapping._room", lambda *_: room)
-    fluxtrain.wrap(
-        LlamaForCausalLM(CONFIG).to(torch.bfloat16), device="cpu", offload="weights", eager=True
+    room = Capacity(device_free_bytes=None, host_available_bytes=(ring + every) // 2)
+    monkeypatch.setattr("fluxtrain.stream.wrapping._capacity", lambda *_: room)
+    wrap_with(
+        LlamaForCausalLM(CONFIG).to(torch.bfloat16),
+        device="cpu",
+        offload="weights",
+        optimizer_in_backward=True,
     )
     with pytest.raises(DoesNotFit, match="host memory"):
         fluxtrain.wrap(LlamaForCausalLM(CONFIG).to(torch.bfloat16), device="cpu", offload="weights")

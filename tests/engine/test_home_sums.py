@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import fluxtrain
 from fluxtrain.memory.arrival import Arrival
 from fluxtrain.memory.cuts import stored
 from fluxtrain.memory.device import CpuDevice
@@ -19,6 +18,7 @@ from fluxtrain.plan import heads
 from fluxtrain.plan.group_placement import GroupPlacement
 from fluxtrain.stream.engine import engine_of
 from tests.engine.row_models import inputs, llama, wrapped
+from tests.wrap_with import wrap_with
 
 CPU = torch.device("cpu")
 SHAPES = ((33, 7), (5,), (64, 3))
@@ -254,7 +254,7 @@ def test_forgotten_rows_leave_no_memory_on_the_device() -> None:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("head", ["whole", "slices"])
+@pytest.mark.parametrize("head", ["whole", "chunks"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gradients_of_passes_are_those_of_everything_on_the_device(
     dtype: torch.dtype, head: str, tied: bool, monkeypatch: pytest.MonkeyPatch
@@ -266,9 +266,9 @@ def test_gradients_of_passes_are_those_of_everything_on_the_device(
     for offload in ("none", "weights"):
         model = llama(dtype, tie_word_embeddings=tied)
         placed = {"embedding": "rows", "head": head} if offload == "weights" else {}
-        fluxtrain.wrap(model, device="cpu", offload=offload, **placed)
+        wrap_with(model, device="cpu", offload=offload, **placed)
         engine = engine_of(model)
-        assert any(unit.in_slices for unit in engine.units) == (placed.get("head") == "slices")
+        assert any(unit.in_slices for unit in engine.units) == (placed.get("head") == "chunks")
         with monkeypatch.context() as patch:
             patch.setattr(Arrival, "wait", lambda self: pytest.fail("the host waits"))
             passes_of(model, 3)

@@ -37,6 +37,7 @@ from tests.engine.in_place_models import (
     writes_to_the_output_and_reads_the_input,
     writes_without_gradients,
 )
+from tests.wrap_with import wrap_with
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -248,7 +249,7 @@ def test_an_input_that_the_caller_changes_before_backward_is_refused_by_name(lay
         x += block(x)
         return x
 
-    wrapped = fluxtrain.wrap(Model(lambda block, x: block.linear(x), around), **LAYOUTS[layout])
+    wrapped = wrap_with(Model(lambda block, x: block.linear(x), around), **LAYOUTS[layout])
     loss = wrapped(torch.randn(5, 6, 8)).sum()
     with pytest.raises(MisusedModel, match=r"blocks.2 was given as x was changed.*x = x \+ 1"):
         loss.backward()
@@ -268,7 +269,7 @@ def test_an_output_that_is_changed_before_backward_is_right_or_refused(layout: s
         return torch.tanh(block.linear(x))
 
     plain = Model(inside, apart)
-    wrapped = fluxtrain.wrap(copy.deepcopy(Model(inside, around)), **LAYOUTS[layout])
+    wrapped = wrap_with(copy.deepcopy(Model(inside, around)), **LAYOUTS[layout])
     try:
         found = passes(wrapped, nothing)
     except MisusedModel as refused:
@@ -290,4 +291,4 @@ def test_a_block_that_spoils_what_it_saved_is_refused_as_torch_does() -> None:
         passes(plain, nothing)
     for layout in LAYOUTS.values():
         with pytest.raises(MisusedModel, match="changed in place"):
-            passes(fluxtrain.wrap(copy.deepcopy(plain), **layout), nothing)
+            passes(wrap_with(copy.deepcopy(plain), **layout), nothing)

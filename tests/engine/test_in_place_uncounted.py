@@ -24,6 +24,7 @@ from tests.engine.in_place_models import (
     passes,
     same,
 )
+from tests.wrap_with import wrap_with
 
 Writes = Callable[[Tensor, Tensor], None]
 
@@ -94,7 +95,7 @@ def test_an_input_with_gradients_is_written_to_past_the_count(layout: str) -> No
         return x + block(x)
 
     plain = Model(inside, around)
-    wrapped = fluxtrain.wrap(copy.deepcopy(plain), **LAYOUTS[layout])
+    wrapped = wrap_with(copy.deepcopy(plain), **LAYOUTS[layout])
     for _ in range(3):  # past the steps in which what is computed again is compared
         same(passes(wrapped, lambda: ((), {})), passes(plain, lambda: ((), {})), layout)
 

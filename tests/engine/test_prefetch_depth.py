@@ -13,14 +13,16 @@ import fluxtrain
 from fluxtrain.errors import BadInput
 from fluxtrain.memory.group import Group
 from fluxtrain.stream.engine import Engine, engine_of
+from tests.wrap_with import wrap_with
 
 LAYERS = 8
 
 
 def wrapped(tiny: Any, slots: int | None, **placed: Any) -> tuple[nn.Module, Engine]:
-    model = fluxtrain.wrap(
+    model = wrap_with(
         tiny("llama", torch.bfloat16, num_hidden_layers=LAYERS),
-        device="cpu", offload="weights", chunk_rows=2, overlap=True, slots=slots, **placed,
+        device="cpu", offload="weights", chunk_rows=2, overlap=True,
+        prefetch=None if slots is None else slots - 1, **placed,
     )  # fmt: skip
     return model, engine_of(model)
 
@@ -45,7 +47,7 @@ def trained(
 @pytest.mark.parametrize("eager", [False, True])
 @pytest.mark.parametrize(
     "placed",
-    [{}, {"device_groups": 4, "resident_blocks": 2}, {"boundaries": "host", "resident_blocks": 3}],
+    [{}, {"device_groups": 4, "resident_blocks": 2}, {"activations": "host", "resident_blocks": 3}],
     ids=["all stream", "some on the device, some resident", "some resident, boundaries away"],
 )
 def test_any_number_of_slots_gives_the_same_bits(

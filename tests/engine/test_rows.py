@@ -31,7 +31,7 @@ from tests.engine.row_models import (
         {"eager": True},
         {"states": "8bit"},
         {"states": "bf16"},
-        {"boundaries": "host"},
+        {"activations": "host"},
         {"offload": "max"},
         {"offload": "optimizer"},
         {"overlap": False},

@@ -21,6 +21,7 @@ from fluxtrain.plan.facts import GroupFacts
 from fluxtrain.plan.group_placement import GroupPlacement
 from fluxtrain.stream.engine import engine_of
 from fluxtrain.stream.grouping import facts_of
+from tests.wrap_with import wrap_with
 
 FORMATS = pytest.mark.parametrize("states", ["bf16", "8bit"])
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -152,7 +153,7 @@ def test_every_placement_trains_to_the_same_bits(
         {"offload": "none"},
         {"offload": "max", "overlap": True},
     ):
-        model = fluxtrain.wrap(tiny("llama", dtype), chunk_rows=2, states=states, **options)
+        model = wrap_with(tiny("llama", dtype), chunk_rows=2, states=states, **options)
         losses = train(model, adamw(model), batch, range(5))
         results.append((losses, weights_of(model)))
     for losses, weights in results[1:]:

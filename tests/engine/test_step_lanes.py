@@ -14,7 +14,6 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-import fluxtrain
 from fluxtrain.memory.recorder import Border, HostClock, Note, Recorder
 from fluxtrain.memory.step_cutter import StepCutter
 from fluxtrain.stream.engine import Engine, engine_of
@@ -28,6 +27,7 @@ from fluxtrain.train.evaluate import evaluate
 from fluxtrain.train.recovery import locate
 from fluxtrain.train.run import train
 from fluxtrain.train.timeline import TimelineThread
+from tests.wrap_with import wrap_with
 
 BLOCKS = ("model.layers.0", "model.layers.1", "model.layers.2")
 Make = Callable[..., PreTrainedModel]
@@ -39,7 +39,7 @@ def recorded(
 ) -> tuple[list[StepLanes], Engine]:
     """Some steps of a loop whose borders are told to the recorder."""
     options = {"device": "cpu", "offload": "weights", **options}
-    wrapped = fluxtrain.wrap(model, **options)
+    wrapped = wrap_with(model, **options)
     engine = engine_of(wrapped)
     recorder = engine.device.recorder
     cutter = StepCutter(recorder)

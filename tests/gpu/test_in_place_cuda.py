@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import fluxtrain
 from fluxtrain.stream.engine import engine_of
+from tests.wrap_with import wrap_with
 
 pytestmark = [
     pytest.mark.gpu,
@@ -20,7 +20,7 @@ pytestmark = [
 WIDTH, ROWS, TOKENS = 512, 16, 256
 LAYOUTS: list[dict[str, Any]] = [
     {"offload": "none"},
-    {"offload": "none", "kept_blocks": 9},
+    {"offload": "none", "blocks_without_recompute": 9},
     {"offload": "weights"},
     {"offload": "max"},
     {"offload": "max", "chunk_rows": 4},
@@ -84,7 +84,7 @@ def test_writes_to_arguments_are_those_of_the_plain_model(
     """A mask in host memory is copied to the device for each block, and what a block wrote to the
     copy is written to the mask."""
     plain = Stack()
-    wrapped = fluxtrain.wrap(copy.deepcopy(plain), device="cuda", **layout)
+    wrapped = wrap_with(copy.deepcopy(plain), device="cuda", **layout)
     for unit in engine_of(wrapped).units:
         assert unit.group.kind == "block"
     ours = passes(wrapped, mask_device)
@@ -111,7 +111,7 @@ def test_writes_that_torch_does_not_count_are_those_of_the_plain_model(
 ) -> None:
     plain = Stack()
     plain.blocks = nn.ModuleList(AddsPastTheCount() for _ in range(6))
-    wrapped = fluxtrain.wrap(copy.deepcopy(plain), device="cuda", **layout)
+    wrapped = wrap_with(copy.deepcopy(plain), device="cuda", **layout)
     ours, theirs = passes(wrapped, "cuda"), passes(plain.cuda(), "cuda")
     assert len(ours) == len(theirs)
     for one, other in zip(ours, theirs, strict=True):

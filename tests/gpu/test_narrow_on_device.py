@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-import fluxtrain
 from fluxtrain.optim import fused_narrow, reference
 from fluxtrain.optim.hyper import Hyper
 from fluxtrain.optim.narrow_adamw import update8_, update16_
 from fluxtrain.optim.reference import States8, rounding
 from fluxtrain.optim.split_adamw import encode
 from fluxtrain.stream.engine import engine_of
+from tests.wrap_with import wrap_with
 
 pytestmark = pytest.mark.gpu
 HYPER = Hyper(lr=1e-2, weight_decay=0.1)
@@ -107,7 +107,7 @@ def test_every_placement_trains_to_the_same_bits(states: Any, dtype: torch.dtype
         ):
             torch.manual_seed(0)
             model = LlamaForCausalLM(config).to(dtype)
-            fluxtrain.wrap(model, device="cuda", chunk_rows=2, states=states, **options)  # type: ignore[arg-type]
+            wrap_with(model, device="cuda", chunk_rows=2, states=states, **options)  # type: ignore[arg-type]
             formats = {s.format for g in engine_of(model).groups for s in g.trained}
             assert formats == {states, "fp32"}
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

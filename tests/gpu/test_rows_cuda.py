@@ -10,12 +10,12 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-import fluxtrain
 from fluxtrain.methods.known_packing import known_packing
 from fluxtrain.stream import updates
 from fluxtrain.stream.engine import engine_of
 from tests.engine.deferred_models import GIVEN_UP_S
 from tests.engine.row_models import Watch
+from tests.wrap_with import wrap_with
 
 pytestmark = [
     pytest.mark.gpu,
@@ -65,9 +65,9 @@ def trained(
 ) -> Trained:
     """Losses and norms of some steps, clipped where they are not eager, and the weights after."""
     model = build(dtype, tied=tied)
-    fluxtrain.wrap(
+    wrap_with(
         model, device="cuda", offload="weights", device_groups=0, resident_blocks=0, chunk_rows=4,
-        overlap=True, embedding=embedding, deferred_moments=deferred, eager=eager,
+        overlap=True, embedding=embedding, deferred_moments=deferred, optimizer_in_backward=eager,
     )  # fmt: skip
     engine = engine_of(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -134,9 +134,9 @@ def test_the_forward_after_an_eager_step_waits_for_one_piece_of_the_table(
     """The second of its update ends when the forward has asked; its rows are of all pieces."""
     monkeypatch.setattr(updates, "FIRST_PIECE_ELEMENTS", 1)
     model = build()
-    fluxtrain.wrap(
+    wrap_with(
         model, device="cuda", offload="weights", device_groups=0, resident_blocks=0, chunk_rows=4,
-        overlap=True, embedding="rows", eager=True,
+        overlap=True, embedding="rows", optimizer_in_backward=True,
     )  # fmt: skip
     engine, ids = engine_of(model), batch(0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -167,7 +167,7 @@ def test_ids_that_only_the_device_has_give_the_same_bits(plainly: None) -> None:
 @pytest.mark.parametrize("eager", [False, True])
 def test_no_operation_of_a_step_synchronises(given: str, eager: bool, plainly: None) -> None:
     model = build()
-    fluxtrain.wrap(
+    wrap_with(
         model, device="cuda", offload="weights", device_groups=0, resident_blocks=0, chunk_rows=4,
         overlap=True, embedding="rows",
     )  # fmt: skip
@@ -213,7 +213,7 @@ def test_the_device_never_holds_the_whole_table() -> None:
         torch.cuda.empty_cache()
         before = torch.cuda.memory_allocated()
         model = build()
-        fluxtrain.wrap(
+        wrap_with(
             model, device="cuda", offload="weights", device_groups=0, resident_blocks=0,
             chunk_rows=4, embedding=embedding,
         )  # fmt: skip
@@ -237,6 +237,6 @@ def test_generation_gives_the_tokens_of_the_whole_table() -> None:
     found = []
     for embedding in ("whole", "rows"):
         model = build().eval()
-        fluxtrain.wrap(model, device="cuda", offload="weights", embedding=embedding)
+        wrap_with(model, device="cuda", offload="weights", embedding=embedding)
         found.append(model.generate(ids, max_new_tokens=12, do_sample=False))  # type: ignore[operator]
     assert torch.equal(*found)

@@ -10,13 +10,13 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-import fluxtrain
 from fluxtrain.memory.device import CudaDevice
 from fluxtrain.memory.recorder import CudaClock, Recorder
 from fluxtrain.memory.step_cutter import StepCutter
 from fluxtrain.stream.engine import Engine, engine_of
 from fluxtrain.telemetry.attribution import attribute
 from fluxtrain.telemetry.lanes import BUSY_LANES, Interval, StepLanes
+from tests.wrap_with import wrap_with
 
 pytestmark = [
     pytest.mark.gpu,
@@ -55,7 +55,7 @@ def trained(offload: str, steps: int = 5) -> tuple[list[StepLanes], Engine]:
     )  # fmt: skip
     model = LlamaForCausalLM(config).to(torch.bfloat16).train()
     streamed = {"device_groups": 0, "resident_blocks": 0} if offload == "weights" else {}
-    model = fluxtrain.wrap(model, device="cuda", offload=offload, overlap=True, **streamed)
+    model = wrap_with(model, device="cuda", offload=offload, overlap=True, **streamed)
     engine = engine_of(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     recorder, cutter = engine.device.recorder, StepCutter(engine.device.recorder)

@@ -8,10 +8,10 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-import fluxtrain
 from fluxtrain.optim import fused_device
 from fluxtrain.stream.engine import engine_of
 from fluxtrain.train.parameter_groups import parameter_groups
+from tests.wrap_with import wrap_with
 
 pytestmark = pytest.mark.gpu
 CONFIG = {
@@ -26,7 +26,7 @@ def trained(dtype: torch.dtype, **options: Any) -> tuple[list[torch.Tensor], Any
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
             torch.nn.init.normal_(parameter)
-    fluxtrain.wrap(model, device="cuda", chunk_rows=2, **options)
+    wrap_with(model, device="cuda", chunk_rows=2, **options)
     kinds = ("norms", "biases", "embeddings")
     groups = parameter_groups(model, learning_rate=1e-2, weight_decay=0.5, no_decay=kinds)
     optimizer = torch.optim.AdamW(groups)

@@ -8,7 +8,7 @@ from typing import Any
 from fluxtrain.plan.advice import RunFacts, StepFacts
 from fluxtrain.plan.facts import GroupFacts, ModelFacts, RowFacts
 from fluxtrain.plan.footprint import Layout, footprint
-from fluxtrain.plan.live import Ground, Use
+from fluxtrain.plan.live import LiveContext, Use
 from fluxtrain.plan.placement import placement_of
 from fluxtrain.plan.rates import Rates
 from fluxtrain.units import GIB, MIB
@@ -26,7 +26,9 @@ def group(name: str, weight_bytes: int, *, trained: bool = True) -> GroupFacts:
     )
 
 
-def ground(*, trained: bool = True, budget_bytes: int | None = 4 * GIB, **layout: Any) -> Ground:
+def ground(
+    *, trained: bool = True, budget_bytes: int | None = 4 * GIB, **layout: Any
+) -> LiveContext:
     facts = ModelFacts(
         groups=(
             group("embedding", 10 * MIB),
@@ -40,7 +42,7 @@ def ground(*, trained: bool = True, budget_bytes: int | None = 4 * GIB, **layout
     )  # fmt: skip
     settings = {"offload": "weights", "batch_rows": 8, "chunk_rows": 2, **layout}
     planned, has_gpu = Layout(**settings), budget_bytes is not None
-    return Ground(
+    return LiveContext(
         facts=facts,
         placement=placement_of(
             facts, planned, footprint(facts, planned, has_gpu=has_gpu), budget_bytes=budget_bytes
@@ -62,9 +64,9 @@ def steps(**changes: Any) -> StepFacts:
     return replace(calm, **changes)
 
 
-def facts(of: Ground | None = None, **changes: Any) -> RunFacts:
+def facts(of: LiveContext | None = None, **changes: Any) -> RunFacts:
     on = of or ground()
     known = RunFacts(
-        ground=on, knobs=on.planned, steps=steps(), use=Use(), rates=RATES, passes=1, clips=True
+        context=on, settings=on.planned, steps=steps(), use=Use(), rates=RATES, passes=1, clips=True
     )
     return replace(known, **changes)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from fluxtrain.errors import EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_NO_SPACE
-from fluxtrain.plan.live import KNOBS
+from fluxtrain.plan.live import LIVE_SETTINGS
 from fluxtrain.spoken import say
 from fluxtrain.telemetry.rundir import RunDir
 from fluxtrain.telemetry.typed import typed_line
@@ -39,7 +39,7 @@ def test_the_help_documents_every_exit_code(tmp_path: Path, arguments: list[str]
 
 def test_the_help_of_apply_names_everything_that_can_change(tmp_path: Path) -> None:
     words = " ".join(command("apply", "--help", folder=tmp_path).stdout.split())
-    assert [knob for knob in KNOBS if knob not in words] == []
+    assert [knob for knob in LIVE_SETTINGS if knob not in words] == []
 
 
 def test_the_help_comes_at_once(tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ def _transfers(facts: ModelFacts, layout: Layout, group: GroupFacts) -> tuple[Tr
     head = facts.head
     by_rows = layout.embedding == "rows" and group is facts.table
     is_head = head is not None and head.group == group.name
-    in_chunks = is_head and layout.head == "slices" and comes_apart(facts)
+    in_chunks = is_head and layout.head == "chunks" and comes_apart(facts)
     in_chunks = in_chunks and (by_rows or not (head is not None and head.tied))
     found: list[Transfer] = ["rows"] if by_rows else []
     if in_chunks:
@@ -95,11 +95,11 @@ def _with_activations(
     rows: Sequence[GroupPlacement], layout: Layout, kept: int
 ) -> tuple[GroupPlacement, ...]:
     """The first `kept` blocks whose weights stay on the device keep their activations. Of the
-    other inputs those of the last `boundaries_on_device` blocks, and of what follows them, stay on
+    other inputs those of the last `activations_on_device` blocks, and of what follows them, stay on
     the device where the others wait on the host."""
     blocks = [at for at, row in enumerate(rows) if row.kind == "block"]
     keeping = [at for at in blocks if rows[at].resident or rows[at].weights == "device"][:kept]
-    staying = layout.boundaries_on_device
+    staying = layout.activations_on_device
     others = [at for at in blocks if at not in keeping]
     first = others[-staying:][0] if staying and others else len(rows)
 

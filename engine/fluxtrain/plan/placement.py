@@ -1,6 +1,7 @@
 """The placement rule: facts in, placement with reasons out. No torch, no device.
 
-    placement = place(facts, Room(device_free_bytes=..., host_available_bytes=...), Wishes())
+    capacity = Capacity(device_free_bytes=..., host_available_bytes=...)
+    placement = place(facts, capacity, RunRequest())
 
 The rule, in this order:
 
@@ -31,11 +32,9 @@ from typing import Any
 from fluxtrain.errors import BadInput, DoesNotFit
 from fluxtrain.plan.boundaries import left_on_device
 from fluxtrain.plan.facts import (
-    OFFLOADS,
+    Capacity,
     ModelFacts,
     Offload,
-    Room,
-    Wishes,
 )
 from fluxtrain.plan.footprint import (
     Footprint,
@@ -47,11 +46,12 @@ from fluxtrain.plan.footprint import (
 )
 from fluxtrain.plan.group_placement import Activations, GroupPlacement, table_of
 from fluxtrain.plan.reasons import choices_of, refusal
+from fluxtrain.plan.request import RunRequest, check, count_or
 from fluxtrain.plan.search import AUTO_SHARE, Search
 from fluxtrain.plan.spread import DeviceFirst
 from fluxtrain.telemetry.events import ChoiceMade
 
-__all__ = ["ModelFacts", "Placement", "Room", "Wishes", "place", "place_for_any_rows",
+__all__ = ["Capacity", "ModelFacts", "Placement", "RunRequest", "place", "place_for_any_rows",
            "placement_of"]  # fmt: skip
 
 SMALLEST_ACTIVATION_BYTES = 1 << 20
@@ -99,7 +99,7 @@ class Placement:
     @property
     def optimizer_in_backward(self) -> bool:
         """Is each group updated as soon as its gradients are there?"""
-        return self.layout.eager
+        return self.layout.optimizer_in_backward
 
     @property
     def totals(self) -> PlacementTotals:
@@ -108,7 +108,7 @@ class Placement:
             device_groups=sum(row.state == "device" for row in self.groups),
             device_first=self.layout.device_first,
             resident_blocks=sum(row.resident for row in self.groups if row.kind == "block"),
-            kept_blocks=sum(row.activations == "kept" for row in self.groups),
+            blocks_without_recompute=sum(row.activations == "kept" for row in self.groups),
         )
 
     @property
@@ -151,7 +151,7 @@ class PlacementTotals:
     device_groups: int  # groups with weights, states and gradients on the device
     device_first: DeviceFirst  # which groups those are
     resident_blocks: int  # of the other blocks, those whose weights stay there too
-    kept_blocks: int  # blocks whose activations stay there
+    blocks_without_recompute: int  # blocks whose activations stay there
 
 
 def placement_of(
@@ -171,27 +171,27 @@ def _laid_out(facts: ModelFacts, layout: Layout) -> dict[str, Any]:
     """The table, and the layout in the numbers that hold for this model."""
     exact = replace(
         layout,
-        boundaries="host" if layout.parks else "device",
-        kept_blocks=kept_count(facts, layout),
+        activations="host" if layout.parks else "device",
+        blocks_without_recompute=kept_count(facts, layout),
         slots=slot_count(facts, layout),
     )
     return {"groups": table_of(facts, layout), "layout": exact}
 
 
-def place(facts: ModelFacts, room: Room, wishes: Wishes) -> Placement:
+def place(facts: ModelFacts, capacity: Capacity, request: RunRequest) -> Placement:
     """Decide for rows as `facts.row` says.
 
-    Raises `BadInput` for wishes that make no sense, `DoesNotFit` when nothing fits.
+    Raises `BadInput` for request that make no sense, `DoesNotFit` when nothing fits.
     """
     assert facts.row is not None, "without a row: place_for_any_rows"
-    return _placement(*_found(facts, room, wishes))
+    return _placement(*_found(facts, capacity, request))
 
 
-def place_for_any_rows(facts: ModelFacts, room: Room, wishes: Wishes) -> Placement:
-    """Decide without knowing rows; `wishes.chunk_rows` is handed on. Raises as `place` does."""
+def place_for_any_rows(facts: ModelFacts, capacity: Capacity, request: RunRequest) -> Placement:
+    """Decide without knowing rows; `request.chunk_rows` is handed on. Raises as `place` does."""
     assert facts.row is None, "with a row: place"
-    search, layout = _found(facts, room, wishes)
-    return _placement(search, replace(layout, chunk_rows=wishes.chunk_rows or 0))
+    search, layout = _found(facts, capacity, request)
+    return _placement(search, replace(layout, chunk_rows=count_or(request.chunk_rows, 0)))
 
 
 def _placement(search: Search, layout: Layout) -> Placement:
@@ -204,28 +204,11 @@ def _placement(search: Search, layout: Layout) -> Placement:
     )
 
 
-def _found(facts: ModelFacts, room: Room, wishes: Wishes) -> tuple[Search, Layout]:
-    if wishes.offload not in ("auto", *OFFLOADS):
-        raise BadInput(f"offload is {wishes.offload!r}: use one of auto, {', '.join(OFFLOADS)}")
-    counts = {"batch_rows": 1, "chunk_rows": 1, "budget_bytes": 1, "slots": 1}
-    for name, least in {
-        **counts,
-        "device_groups": 0,
-        "resident_blocks": 0,
-        "kept_blocks": 0,
-    }.items():
-        value = getattr(wishes, name)
-        if value is not None and value < least:
-            raise BadInput(f"{name} is {value}: use at least {least}, or leave it out")
-    if wishes.boundaries not in ("auto", "device", "host"):
-        raise BadInput(f"boundaries is {wishes.boundaries!r}: use auto, device or host")
-    if wishes.device_first not in (None, "embedding", "blocks"):
-        raise BadInput(f"device_first is {wishes.device_first!r}: use embedding or blocks")
-    if wishes.embedding not in ("auto", "whole", "rows"):
-        raise BadInput(f"embedding is {wishes.embedding!r}: use auto, whole or rows")
-    if wishes.head not in ("auto", "whole", "slices"):
-        raise BadInput(f"head is {wishes.head!r}: use auto, whole or slices")
-    search = Search(facts, room, wishes)
+def _found(facts: ModelFacts, capacity: Capacity, request: RunRequest) -> tuple[Search, Layout]:
+    check(request)
+    if request.batch_rows is not None and request.batch_rows < 1:
+        raise BadInput(f"batch_rows is {request.batch_rows}: use at least 1, or leave it out")
+    search = Search(facts, capacity, request)
     layout = search.find()
     if layout is None:
         raise DoesNotFit(refusal(search))

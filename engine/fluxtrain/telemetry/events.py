@@ -100,7 +100,9 @@ class Planned(Event, frozen=True, kw_only=True, tag="planned"):
     device_budget_bytes: int | None
     host_bytes: int | None  # predicted peak
     choices: tuple[ChoiceMade, ...] = ()
-    kept_blocks: int = 0  # blocks that keep their activations instead of computing them again
+    blocks_without_recompute: int = (
+        0  # blocks that keep their activations instead of computing them again
+    )
     device_groups: int = 0  # parts of the model that live on the device with their states
     device_first: str = "embedding"  # which of them do first: embedding (forward order), blocks
     step_s: float | None = None  # predicted, as the next three; None where rates are not known

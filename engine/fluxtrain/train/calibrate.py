@@ -37,6 +37,7 @@ from fluxtrain.plan.calibration import (
     line_through,
 )
 from fluxtrain.plan.facts import GroupFacts
+from fluxtrain.plan.request import PlacementRequest
 from fluxtrain.plan.states import StateFormat
 from fluxtrain.plan.updates import rate_of_update
 from fluxtrain.stream.blocks import take_apart
@@ -222,8 +223,9 @@ class _Way:
         how: dict[str, Any] = {"states": self.states}
         if self.edges == "device":
             return wrapped(mini, device, "none", max(self.rows), **how)
-        how |= {"device_groups": COPIES, "device_first": "blocks"}
-        how |= {"embedding": "whole", "head": "whole"}
+        how["placement"] = PlacementRequest(
+            device_groups=COPIES, device_first="blocks", embedding="whole", head="whole"
+        )
         return wrapped(mini, device, "weights", max(self.rows), **how)
 
 

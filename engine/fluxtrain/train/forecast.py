@@ -7,29 +7,30 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from fluxtrain.plan.cost import Cost, cost
-from fluxtrain.plan.facts import ModelFacts, Room, Wishes
+from fluxtrain.plan.facts import Capacity, ModelFacts
 from fluxtrain.plan.footprint import embedding_copied, head_copied, saving_bytes
 from fluxtrain.plan.guard import EVERY_CHECKPOINT, DiskNeed, disk_need
 from fluxtrain.plan.placement import Placement
-from fluxtrain.plan.ranked import Dial, RankedPlan
+from fluxtrain.plan.ranked import Frontier, RankedPlan
 from fluxtrain.plan.rates import Rates
+from fluxtrain.plan.request import RunRequest
 from fluxtrain.plan.search import Search
 from fluxtrain.train.config import RunConfig
 from fluxtrain.train.constants import Constants
-from fluxtrain.train.placing import wishes_of
-from fluxtrain.units import bytes_text, count_text, duration_text
+from fluxtrain.train.placing import request_of
+from fluxtrain.units import GIB, bytes_text, count_text, duration_text
 
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """What is asked: a placement of a model in a room."""
+    """What is asked: a placement of a model on a machine."""
 
     facts: ModelFacts
-    room: Room
-    wishes: Wishes
+    capacity: Capacity
+    request: RunRequest
     placement: Placement
     passes: int  # batches a step
-    exact: bool  # updates wait for the norm of all gradients
+    clips: bool  # updates wait for the norm of all gradients
     keep_checkpoints: int
     constants: Constants
 
@@ -39,8 +40,8 @@ class Forecast:
         On a GPU with `max` as set the rule alone decides: no plan of the dial could be had.
         """
         rates = self._rates
-        undialed = self.room.has_gpu and self.wishes.offload == "max"
-        plans = () if undialed or isinstance(rates, str) else self._dial(rates).plans()
+        undialed = self.capacity.has_gpu and self.request.offload == "max"
+        plans = () if undialed or isinstance(rates, str) else self._frontier(rates).plans()
         return {
             "embedding": embedding_copied(self.facts, self.placement.layout),
             "head": head_copied(self.facts, self.placement.layout),
@@ -55,7 +56,7 @@ class Forecast:
         rates = self._rates
         if isinstance(rates, str):
             return {"predicted": None, "predicted_because": rates}
-        found = cost(self.facts, self.placement.layout, rates, exact=self.exact, passes=self.passes)
+        found = cost(self.facts, self.placement.layout, rates, clips=self.clips, passes=self.passes)
         return {
             "predicted": {**_time(found, steps), "parts_s": _parts(found)},
             "predicted_because": self.constants.source,
@@ -63,18 +64,18 @@ class Forecast:
 
     @property
     def _rates(self) -> Rates | str:
-        return self.constants.rates(has_gpu=self.room.has_gpu)
+        return self.constants.rates(has_gpu=self.capacity.has_gpu)
 
-    def _dial(self, rates: Rates) -> Dial:
-        wishes = replace(self.wishes, batch_rows=self.placement.batch_rows)
-        search = Search(self.facts, self.room, wishes)
-        return Dial(search, rates, exact=self.exact, passes=self.passes)
+    def _frontier(self, rates: Rates) -> Frontier:
+        request = replace(self.request, batch_rows=self.placement.batch_rows)
+        search = Search(self.facts, self.capacity, request)
+        return Frontier(search, rates, clips=self.clips, passes=self.passes)
 
     def _ranked(self, plan: RankedPlan, steps: int) -> dict[str, Any]:
         layout, need = plan.chosen.layout, plan.chosen.need
-        saving = saving_bytes(self.facts, layout) if self.room.has_gpu else 0
+        saving = saving_bytes(self.facts, layout) if self.capacity.has_gpu else 0
         settings: dict[str, Any] = {"train.batch_rows": layout.batch_rows}
-        if self.room.has_gpu:
+        if self.capacity.has_gpu:
             settings["placement.aggressiveness"] = plan.name
         else:
             settings["placement.chunk_rows"] = layout.chunk_rows
@@ -84,11 +85,11 @@ class Forecast:
             **{
                 key: value
                 for key, value in asdict(layout).items()
-                if key not in ("passes", "eager", "slots")
+                if key not in ("passes", "optimizer_in_backward", "slots")
             },
             "embedding": embedding_copied(self.facts, layout),
             "head": head_copied(self.facts, layout),
-            "device_bytes": need.shown_device_bytes(has_gpu=self.room.has_gpu),
+            "device_bytes": need.shown_device_bytes(has_gpu=self.capacity.has_gpu),
             "host_bytes": need.host_bytes + self.placement.process_bytes + saving,
             **_time(plan.chosen.cost, steps),
             "settings": settings,
@@ -115,18 +116,19 @@ def forecast_of(
     config: RunConfig,
     facts: ModelFacts,
     placement: Placement,
-    room: Room,
+    capacity: Capacity,
     constants: Constants,
 ) -> Forecast:
     """What is asked for a run as `config` says."""
-    wishes = wishes_of(config, facts, placement.batch_rows, None)
+    request = request_of(config, facts, placement.batch_rows, None)
+    budget = placement.budget_bytes
     return Forecast(
         facts=facts,
-        room=room,
-        wishes=replace(wishes, budget_bytes=placement.budget_bytes),
+        capacity=capacity,
+        request=request if budget is None else replace(request, budget_gib=budget / GIB),
         placement=placement,
         passes=config.train.accumulation,
-        exact=not wishes.eager,
+        clips=not request.optimizer_in_backward,
         keep_checkpoints=config.train.keep_checkpoints,
         constants=constants,
     )

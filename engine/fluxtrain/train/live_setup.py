@@ -12,7 +12,7 @@ from fluxtrain.hardware.gpu import Gpus
 from fluxtrain.hardware.machine import read_machine
 from fluxtrain.plan.cost import cost
 from fluxtrain.plan.facts import ModelFacts
-from fluxtrain.plan.live import Ground, Knobs, Use
+from fluxtrain.plan.live import LiveContext, LiveSettings, Use
 from fluxtrain.plan.placement import Placement
 from fluxtrain.plan.prediction import Promise
 from fluxtrain.plan.rates import Rates
@@ -38,9 +38,9 @@ def live_changes(
     has_gpu = engine.device.torch_device.type == "cuda"
     layout = replace(placement.layout, chunk_rows=engine.chunk_rows)
     placement = replace(placement, layout=layout)
-    ground = Ground(facts=facts, placement=placement, has_gpu=has_gpu)
+    context = LiveContext(facts=facts, placement=placement, has_gpu=has_gpu)
     setup = Setup(
-        ground=ground,
+        context=context,
         passes=config.train.accumulation,
         clips=config.train.max_grad_norm is not None or facts.scales_its_loss,
         rates=None if isinstance(rates, str) else rates,
@@ -55,17 +55,17 @@ def live_changes(
     )
 
 
-def promise_of(setup: Setup, knobs: Knobs) -> Promise:
-    """Predict what the run takes with `knobs`."""
-    ground, placement = setup.ground, setup.ground.placement_with(knobs)
+def promise_of(setup: Setup, settings: LiveSettings) -> Promise:
+    """Predict what the run takes with `settings`."""
+    context, placement = setup.context, setup.context.placement_with(settings)
     promise = Promise(
-        device_bytes=placement.need.shown_device_bytes(has_gpu=ground.has_gpu),
+        device_bytes=placement.need.shown_device_bytes(has_gpu=context.has_gpu),
         host_bytes=placement.host_bytes,
     )
     if setup.rates is None:
         return promise
-    exact = setup.clips or setup.passes > 1
-    took = cost(ground.facts, placement.layout, setup.rates, exact=exact, passes=setup.passes)
+    clips = setup.clips or setup.passes > 1
+    took = cost(context.facts, placement.layout, setup.rates, clips=clips, passes=setup.passes)
     return replace(promise, step_s=took.step_s, tokens_per_s=took.tokens_per_s, binds=took.binds)
 
 

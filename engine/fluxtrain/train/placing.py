@@ -18,12 +18,13 @@ from fluxtrain.hardware.machine import Machine, read_machine
 from fluxtrain.memory.heap import trim_heap
 from fluxtrain.methods.precision import Capability, Precision
 from fluxtrain.optim.outside import check_outside
-from fluxtrain.plan.facts import ModelFacts, Room, RowFacts, Wishes, activation_estimate
+from fluxtrain.plan.facts import Capacity, ModelFacts, RowFacts, activation_estimate
 from fluxtrain.plan.footprint import saving_bytes
-from fluxtrain.plan.moments import WISHES as MOMENTS_WISHES
+from fluxtrain.plan.moments import DEFERS as DEFERS_MOMENTS
 from fluxtrain.plan.placement import Placement
 from fluxtrain.plan.ranked import STOPS
 from fluxtrain.plan.reasons import without_effect
+from fluxtrain.plan.request import RunRequest
 from fluxtrain.plan.states import OUTSIDE_FORMATS, StateFormat
 from fluxtrain.plan.timed import Timing, place_timed
 from fluxtrain.stream.grouping import facts_of
@@ -64,9 +65,9 @@ def dtype_choice(found: Precision) -> ChoiceMade:
     return ChoiceMade(name="model.dtype", value=found.dtype, because=found.because)
 
 
-def eager(config: RunConfig, facts: ModelFacts) -> bool:
+def optimizer_in_backward(config: RunConfig, facts: ModelFacts) -> bool:
     """Is each group updated as soon as its gradients arrive? Not where they may overflow."""
-    return config.train.updates_eagerly and not facts.scales_its_loss
+    return config.train.optimizer_in_backward and not facts.scales_its_loss
 
 
 def model_facts(
@@ -113,28 +114,29 @@ def decide(
     batch_rows: int | None,
     data_rows: int | None,
     loaded_bytes: int = 0,
-    room: Room | None = None,
+    capacity: Capacity | None = None,
     constants: Constants | None = None,
 ) -> Placement:
     """Where the bytes go and how many rows a step takes.
 
     `batch_rows` None leaves it to the rule; `data_rows` are those of one epoch; `loaded_bytes` of
-    this process are weights that move to where the plan puts them; `room` None is this machine's.
+    this process are weights that move to where the plan puts them; `capacity` None is that of this
+    machine.
     `constants` None, or too few of them, leaves the layout to the rule that knows no time.
 
     Raises:
         DoesNotFit: no layout does; says what it needs and what there is.
     """
     budget_bytes = None
-    if device == "cuda" and room is None:
+    if device == "cuda" and capacity is None:
         budget_bytes = hold_to_budget(config.placement.budget_gib)
-    wishes = wishes_of(config, facts, batch_rows, data_rows)
+    request = request_of(config, facts, batch_rows, data_rows)
     has_gpu = device == "cuda"
     timing = None if constants is None else timing_of(config, facts, constants, has_gpu)
     placement = place_timed(
         facts,
-        room or room_of(machine, device),
-        wishes if budget_bytes is None else replace(wishes, budget_bytes=budget_bytes),
+        capacity or capacity_of(machine, device),
+        request if budget_bytes is None else replace(request, budget_gib=budget_bytes / GIB),
         timing,
     )
     trim_heap()  # what is kept of freed memory is used again: it is no part of the process
@@ -179,40 +181,31 @@ def timing_of(
     wished = config.placement.aggressiveness
     return Timing(
         rates=rates,
-        exact=not eager(config, facts),
+        clips=not optimizer_in_backward(config, facts),
         passes=config.train.accumulation,
         share=STOPS.get(wished, STOPS["fast"]) if isinstance(wished, str) else wished,
     )
 
 
-def room_of(machine: Machine, device: str) -> Room:
+def capacity_of(machine: Machine, device: str) -> Capacity:
     """What this machine has now."""
     free = torch.cuda.mem_get_info()[0] if device == "cuda" else None
-    return Room(device_free_bytes=free, host_available_bytes=machine.memory_available_bytes)
+    return Capacity(device_free_bytes=free, host_available_bytes=machine.memory_available_bytes)
 
 
-def wishes_of(
+def request_of(
     config: RunConfig, facts: ModelFacts, batch_rows: int | None, data_rows: int | None
-) -> Wishes:
+) -> RunRequest:
     """What a configuration asks of the placement."""
-    wished = config.placement
-    return Wishes(
-        offload=wished.offload if config.train.optimizer == "adamw" else "none",
-        boundaries=wished.boundaries,
-        embedding=wished.embedding,
-        head=wished.head,
+    own = config.train.optimizer == "adamw"
+    asked = config.placement if own else replace(config.placement, offload="none")
+    return RunRequest.of(
+        asked,
         batch_rows=batch_rows,
-        chunk_rows=None if wished.chunk_rows == "auto" else wished.chunk_rows,
-        device_groups=None if wished.device_groups == "auto" else wished.device_groups,
-        device_first=None if wished.device_first == "auto" else wished.device_first,
-        resident_blocks=None if wished.resident_blocks == "auto" else wished.resident_blocks,
-        kept_blocks=None if wished.kept_blocks == "auto" else wished.kept_blocks,
-        slots=None if wished.prefetch == "auto" else wished.prefetch + 1,
-        budget_bytes=None if wished.budget_gib is None else max(1, int(wished.budget_gib * GIB)),
         data_rows=data_rows,
         passes=config.train.accumulation,
-        eager=eager(config, facts),
-        deferred_moments=MOMENTS_WISHES[config.train.moments],
+        optimizer_in_backward=optimizer_in_backward(config, facts),
+        deferred_moments=DEFERS_MOMENTS[config.train.moments],
     )
 
 
@@ -237,7 +230,7 @@ def wrapped(
         model, device=device, placement=placement, states=states, overlap=True
     )
     engine = engine_of(streamed)
-    for text in without_effect(wishes_of(config, facts, None, None), placement.choices):
+    for text in without_effect(request_of(config, facts, None, None), placement.choices):
         engine.say(text)
     if facts.scales_its_loss:
         engine.loss_scale = LossScale(engine.device.torch_device)

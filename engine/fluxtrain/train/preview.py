@@ -28,7 +28,7 @@ from fluxtrain.methods.model_files import (
 )
 from fluxtrain.methods.models import refuse_missing_folder, unloadable
 from fluxtrain.methods.precision import choose_dtype, demo_dtype, with_odd_tensors
-from fluxtrain.plan.facts import ModelFacts, Room
+from fluxtrain.plan.facts import Capacity, ModelFacts
 from fluxtrain.plan.machine_file import PlannedMachine
 from fluxtrain.plan.placement import Placement
 from fluxtrain.telemetry.events import ChoiceMade
@@ -40,13 +40,13 @@ from fluxtrain.train.forecast import forecast_of, plan_lines
 from fluxtrain.train.guarding import disk_room, page_locks_planned, refuse_what_does_not_fit
 from fluxtrain.train.ingredients import DEMO
 from fluxtrain.train.placing import (
+    capacity_of,
     card_capability,
     choose_device,
     decide,
     dtype_choice,
-    eager,
     model_facts_for,
-    room_of,
+    optimizer_in_backward,
 )
 from fluxtrain.units import bytes_text, count_text
 
@@ -71,7 +71,7 @@ def preview(
     """
     device = choose_device(config) if elsewhere is None else _device_of(config, elsewhere)
     machine, per_s = _measured(elsewhere, report)
-    room = _room(config, elsewhere, device.value)
+    capacity = _capacity(config, elsewhere, device.value)
     model, dtype, copied = _empty_model(config, elsewhere, device.value)
     wished_rows = None if config.train.batch_rows == "auto" else config.train.batch_rows
     facts = model_facts_for(config, model, model.config)
@@ -87,10 +87,10 @@ def preview(
         device.value,
         batch_rows=wished_rows,
         data_rows=max(1, rows // config.train.accumulation),
-        room=room,
+        capacity=capacity,
         constants=constants,
     )
-    where = room or room_of(machine, device.value)
+    where = capacity or capacity_of(machine, device.value)
     disk = elsewhere.disk if elsewhere else disk_room(run_dir or runs_root())
     refuse_what_does_not_fit(config, facts, placement, copied, where.host_available_bytes, disk)
     step_rows = placement.batch_rows * config.train.accumulation
@@ -130,7 +130,9 @@ def _known(
     per_s: Mapping[str, float | None],
 ) -> Constants:
     rows = None if config.train.batch_rows == "auto" else config.train.batch_rows
-    return known_constants(facts, machine, device, rows, per_s, eager=eager(config, facts))
+    return known_constants(
+        facts, machine, device, rows, per_s, eager=optimizer_in_backward(config, facts)
+    )
 
 
 def _rows_within(config: RunConfig) -> int:
@@ -151,7 +153,7 @@ def _placed(config: RunConfig, placement: Placement, device: str) -> dict[str, A
     return {
         "offload": placement.offload,
         **asdict(placement.totals),
-        "boundaries_on_device": placement.layout.boundaries_on_device,
+        "activations_on_device": placement.layout.activations_on_device,
         "batch_rows": placement.batch_rows,
         "chunk_rows": placement.chunk_rows,
         "accumulation": config.train.accumulation,
@@ -199,18 +201,22 @@ def _measured(
 def _device_of(config: RunConfig, elsewhere: PlannedMachine) -> ChoiceMade:
     """What would compute on a machine that is not here."""
     wished = config.placement.device
-    if wished != "cpu" and elsewhere.room.has_gpu:
+    if wished != "cpu" and elsewhere.capacity.has_gpu:
         return ChoiceMade(name="placement.device", value="cuda", because="the machine has a GPU")
     if wished == "cuda":
         raise BadInput("placement.device=cuda, but the machine has no GPU: set it to cpu or auto")
     return ChoiceMade(name="placement.device", value="cpu", because="as set or without a GPU")
 
 
-def _room(config: RunConfig, elsewhere: PlannedMachine | None, device: str) -> Room | None:
-    """Another machine's room; None is this machine's."""
+def _capacity(config: RunConfig, elsewhere: PlannedMachine | None, device: str) -> Capacity | None:
+    """Another machine's capacity; None is this machine's."""
     if elsewhere is None:
         return None
-    return elsewhere.room if device == "cuda" else replace(elsewhere.room, device_free_bytes=None)
+    return (
+        elsewhere.capacity
+        if device == "cuda"
+        else replace(elsewhere.capacity, device_free_bytes=None)
+    )
 
 
 def _empty_model(
@@ -294,9 +300,9 @@ def _setting(setting: Any) -> dict[str, Any]:
     }
 
 
-def _host_limit(room: Room, placement: Placement, here: Machine | None) -> int | None:
+def _host_limit(capacity: Capacity, placement: Placement, here: Machine | None) -> int | None:
     """What the whole process may take; on this machine it holds a part of that already."""
-    available = room.host_available_bytes
+    available = capacity.host_available_bytes
     if here is None or available is None:
         return available
     may_take = available + placement.process_bytes

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import fmean
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,7 @@ from fluxtrain.errors import Diverged
 from fluxtrain.memory.recorder import Note
 from fluxtrain.plan.calibration import NotRehearsed, median
 from fluxtrain.plan.facts import GroupFacts
+from fluxtrain.plan.request import PlacementRequest
 from fluxtrain.plan.states import StateFormat
 from fluxtrain.stream.blocks import take_apart
 from fluxtrain.stream.grouping import facts_of
@@ -108,8 +109,8 @@ def _rehearsed(
             parameter.requires_grad_(False)  # edges have their own part in a plan
     facts = next(group for group in facts_of(mini, states).groups if group.kind == "block")
     rows = int(batch.input_ids.shape[0])
-    at_home = {"device_groups": 0, "resident_blocks": 0, "kept_blocks": 0, "embedding": "whole"}
-    how = {**at_home, "states": states, "deferred_moments": True}
+    at_home = PlacementRequest(device_groups=0, resident_blocks=0, embedding="whole")
+    how: dict[str, Any] = {"placement": at_home, "states": states, "deferred_moments": True}
     with wrapped(mini, device, "weights", rows, **how) as engine:
         stage = _Stage(mini, engine, blocks, batch, device)
         kinds: list[Kind] = ["alone", "parked", "eager" if eager else "whole"]

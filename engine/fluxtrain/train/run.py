@@ -56,14 +56,14 @@ from fluxtrain.train.parameter_groups import parameter_groups
 from fluxtrain.train.peaks import host_peak_bytes, measured_peaks
 from fluxtrain.train.placing import (
     as_it_is_now,
+    capacity_of,
     card_capability,
     choose_device,
     decide,
     dtype_choice,
-    eager,
     loaded_bytes,
     model_facts_for,
-    room_of,
+    optimizer_in_backward,
     wrapped,
 )
 from fluxtrain.train.randomness import seed_everything
@@ -169,7 +169,7 @@ class Run:
         if checkpoint is not None:
             session.state = self.keeper.restore(checkpoint, self.engine, self.data)
             session.announcer.at_step(session.state.step)
-        rates = self._constants.rates(has_gpu=self._room.has_gpu)
+        rates = self._constants.rates(has_gpu=self._capacity.has_gpu)
         changes = live_changes(
             config, self._facts, self.placement, self.engine, session.announcer, rates
         )
@@ -210,8 +210,8 @@ class Run:
             constants=self._constants,
         )
         self.placement = replace(self.placement, reached_bytes=host_peak_bytes())
-        room = self._room = room_of(machine, device)
-        left, files = room.host_available_bytes, self.files(self._session)
+        capacity = self._capacity = capacity_of(machine, device)
+        left, files = capacity.host_available_bytes, self.files(self._session)
         refuse_what_does_not_fit(config, facts, self.placement, copied, left, files)
 
     def _measured(
@@ -226,7 +226,7 @@ class Run:
         def batch_of(count: int) -> Batch:
             return next(iter(in_order(data, count)))
 
-        where, kind = (machine, device, rows), eager(self._config, facts)
+        where, kind = (machine, device, rows), optimizer_in_backward(self._config, facts)
         return measured_constants(facts, *where, model, batch_of, fullest(data), eager=kind)
 
     def make_keeper(self) -> CheckpointKeeper:
@@ -260,7 +260,7 @@ class Run:
             )
         )
         plan = self.placement
-        forecast = forecast_of(self._config, self._facts, plan, self._room, self._constants)
+        forecast = forecast_of(self._config, self._facts, plan, self._capacity, self._constants)
         time = forecast.time(self.course.total_steps)
         told = time["predicted"] or {}
         planned = Planned(
@@ -272,7 +272,7 @@ class Run:
             **vars(plan.totals),
             placement=alike(plan.groups),
             slots=plan.slots,
-            device_bytes=plan.need.shown_device_bytes(has_gpu=self._room.has_gpu),
+            device_bytes=plan.need.shown_device_bytes(has_gpu=self._capacity.has_gpu),
             device_budget_bytes=plan.budget_bytes,
             host_bytes=plan.host_bytes,
             choices=(*self._choices, *self.course.choices),
