@@ -34,11 +34,12 @@ native: $(STAMPS)/runtime ## rebuild the native library
 
 check: lint test ## lint and test, as continuous integration does
 
-lint: dev ## ruff, mypy --strict, import contracts
+lint: dev ## ruff, mypy --strict, import contracts and circles
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python .ci/check_imports.py fluxtui
 
 test: dev test-native ## native tests, then pytest without gpu and slow tests
 	$(PYTEST) -n 3 -m "not gpu and not slow" $(TESTS)

@@ -41,7 +41,9 @@ from fluxtrain.plan.moments import DEFERS as DEFERS_MOMENTS
 from fluxtrain.plan.placement import Placement
 from fluxtrain.plan.request import Auto, RunRequest
 from fluxtrain.plan.timed import Timing, place_timed
+from fluxtrain.train.causal_lm import CausalLM
 from fluxtrain.train.constants import measured_constants
+from fluxtrain.train.objective import BoundBatch
 from fluxtrain.train.placing import model_facts
 
 ENGINES = ("flux", "resident", "resident-fp32", "deepspeed2", "deepspeed3")
@@ -186,13 +188,13 @@ def _available(model: Qwen2ForCausalLM) -> int | None:
     return None if free is None else free + there
 
 
-def trial_batch(options: argparse.Namespace, rows: int) -> Batch:
+def trial_batch(options: argparse.Namespace, rows: int) -> BoundBatch[Batch]:
     """Rows for the block that is tried before the plan."""
     ids = batch(corpus(SHAPES[options.shape]["vocab_size"]), 0, rows, options.sequence)
-    return Batch(
+    return BoundBatch(CausalLM(), Batch(
         input_ids=ids, labels=ids, position_ids=torch.zeros_like(ids), packed=False,
-        predicted=ids.numel(), step_predicted=ids.numel(), tokens=ids.numel(),
-    )  # fmt: skip
+        predicted=ids.numel(), tokens=ids.numel(),
+    ))  # fmt: skip
 
 
 class Losses:

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from children import Stopped, run_python, stoppable
 
-from fluxtrain.optim.outside import OUTSIDE
+from fluxtrain.optim.third_party import THIRD_PARTY
 from fluxtrain.telemetry.events import StepFinished
 from fluxtrain.telemetry.journal import read_events
 
@@ -62,7 +62,7 @@ def cases(dtypes: list[str], device: str) -> list[Case]:
     """Every choice that can be made here; the first is what the others are compared with."""
     others = [
         name
-        for name, outside in OUTSIDE.items()
+        for name, outside in THIRD_PARTY.items()
         if importlib.util.find_spec(outside.package) is not None
         and not (outside.needs_gpu and device == "cpu")
     ]

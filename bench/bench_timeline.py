@@ -20,7 +20,7 @@ from step_timeline import StepTimeline
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import fluxtrain
-from fluxtrain.memory.device import open_device
+from fluxtrain.device.device import open_device
 from fluxtrain.memory.step_cutter import StepCutter
 from fluxtrain.stream.engine import Engine, engine_of
 from fluxtrain.telemetry.ring import RingWriter

@@ -18,7 +18,7 @@ from wizard_pages import PAGES, draw_page
 
 from fluxtrain.telemetry.reader import JournalFollower
 from fluxtui.app import FluxApp
-from fluxtui.shell import StartScreen
+from fluxtui.app_base import StartScreen
 from fluxtui.sources.replay import ReplaySource
 
 ROOT = Path(__file__).parent.parent

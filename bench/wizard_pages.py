@@ -9,7 +9,7 @@ from pathlib import Path
 from textual.pilot import Pilot
 
 from fluxtui.app import FluxApp
-from fluxtui.wizard.answers import Answers, StepName
+from fluxtui.wizard.answers.answers import Answers, StepName
 from fluxtui.wizard.screen import WizardScreen
 
 

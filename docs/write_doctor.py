@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import msgspec
+from msgspec.structs import replace
 
-from fluxtrain.doctor.report import Report, findings
+from fluxtrain.client.doctor import DoctorAnswer
+from fluxtrain.doctor.findings import findings
 from fluxtrain.doctor.screen import screen
 
 PAGE = Path(__file__).with_name("doctor.md")
@@ -50,7 +51,8 @@ It ends with exit code 0 when all self-tests pass and with 1 when one fails; fin
 def page() -> str:
     """The whole page: one section for each recorded machine, the smallest first."""
     reports = [
-        msgspec.json.decode(path.read_bytes(), type=Report) for path in RECORDED.glob("*.json")
+        msgspec.json.decode(path.read_bytes(), type=DoctorAnswer)
+        for path in RECORDED.glob("*.json")
     ]
     reports.sort(key=lambda report: (len(report.probe.machine.gpus), report.probe.machine.cores))
     parts = [HEAD]
@@ -73,7 +75,8 @@ def record(name: str) -> None:
     )
     RECORDED.mkdir(exist_ok=True)
     kept = replace(told, probe=nameless, findings=findings(nameless))
-    (RECORDED / f"{name}.json").write_text(kept.to_json() + "\n", encoding="utf-8")
+    written = msgspec.json.format(msgspec.json.encode(kept), indent=2)
+    (RECORDED / f"{name}.json").write_bytes(written + b"\n")
 
 
 if __name__ == "__main__":

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import sys
 
-from fluxtrain.starting import Starting
+from fluxtrain.interrupts import ImmediateInterrupts
 
 
 def main() -> int:
     """Read the command, then run it; returns its exit code."""
-    with Starting():
+    with ImmediateInterrupts():
         from fluxtui.launch import main as command
     return command()
 

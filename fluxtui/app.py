@@ -1,26 +1,25 @@
-"""The Textual application: its screens, and the actions of the registry put together."""
+"""The Textual application: its screens, and the actions that work on all of them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import Any, ClassVar
 
 from textual.app import SystemCommand
 from textual.binding import BindingType
 from textual.screen import Screen
 
-from fluxtui.actions import EVERYWHERE, bindings, screens_of_actions
-from fluxtui.commands import palette_commands
+from fluxtui.actions.action_screen import ActionScreen
+from fluxtui.actions.key_map import app_bindings
+from fluxtui.actions.new_run import open_wizard
+from fluxtui.actions.palette import palette_commands
+from fluxtui.actions.table import PAGES
+from fluxtui.app_base import AppBase
+from fluxtui.screens.panel_screen import PanelScreen
 from fluxtui.screens.run_screen import RunScreen
-from fluxtui.verbs.advice import AdviceVerbs
-from fluxtui.verbs.runs import RunsVerbs
-from fluxtui.verbs.saving import SavingVerbs
-from fluxtui.verbs.views import ViewVerbs
-
-if TYPE_CHECKING:
-    from fluxtui.wizard.frame import WizardFrame
+from fluxtui.terminal import TerminalDriver
 
 SCREENS: dict[str, tuple[str, str]] = {
     "dashboard": ("fluxtui.screens.charts", "Dashboard"),
@@ -35,6 +34,7 @@ SCREENS: dict[str, tuple[str, str]] = {
 
 
 MADE_READY = ("loss", "log", "plan", "memory", "transfer", "runs")
+QUIT_KEY = "ctrl+q"
 AT_REST_S = 0.3  # between two screens that are made ready before they are asked for
 FIRST_AT_REST_S = 1.2  # by then the first screen is whole
 
@@ -46,12 +46,12 @@ def make_screen(name: str) -> Screen[Any]:
     return made
 
 
-class FluxApp(AdviceVerbs, RunsVerbs, ViewVerbs, SavingVerbs):
-    """Draws a run. Leaving it never touches the training."""
+class FluxApp(AppBase):
+    """Draws a run, with help, palette and suspending; leaving it never touches the training."""
 
     TITLE = "FluxTrain"
     ENABLE_COMMAND_PALETTE = True
-    BINDINGS: ClassVar[list[BindingType]] = [*bindings()]
+    BINDINGS: ClassVar[list[BindingType]] = app_bindings()
     CSS = """
     RunScreen { background: $background; color: $foreground; }
     Toast { max-width: 70; }
@@ -69,11 +69,10 @@ class FluxApp(AdviceVerbs, RunsVerbs, ViewVerbs, SavingVerbs):
         self.set_keymap(dict(self.settings.keys))
         self.tell_what_was_left_out()
         if self._start_screen == "wizard":
-            self.action_new_run()  # the dashboard comes with the run
+            open_wizard(self)  # the dashboard comes with the run
         else:
             self.push_screen(self._start_screen)
-        if self._source is not None:
-            self._follow(self._source)
+        self.followed.begin()
         self.call_after_refresh(self.watch_machine)
         self.set_timer(FIRST_AT_REST_S, self._make_ready)
 
@@ -98,26 +97,42 @@ class FluxApp(AdviceVerbs, RunsVerbs, ViewVerbs, SavingVerbs):
         return isinstance(made, Screen) and made.is_running
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """Keys of the registry work on the screens they are for, and not behind a dialog."""
-        if action in EVERYWHERE:
-            return True
-        on_screens = _SCREENS_OF.get(action)
-        if on_screens is not None:
-            screen = self.screen
-            if hasattr(screen, "place"):  # the wizard, whose module is not read for this
-                return action in ("help", "command_palette")
-            if not isinstance(screen, RunScreen) or (on_screens and screen.NAME not in on_screens):
-                return False
+        """Leave ctrl+q, with which Textual quits, to an action that the user gave this key."""
+        own_keys = (key for keys in self.settings.keys.values() for key in keys.split(","))
+        if action == "quit" and QUIT_KEY in own_keys:
+            return False
         return super().check_action(action, parameters)
 
     def get_system_commands(self, screen: Screen[Any]) -> Iterable[SystemCommand]:
-        """The palette: the registry, and each theme by its title."""
-        name = screen.NAME if isinstance(screen, RunScreen) else ""
-        run = partial(self.call_later, self.run_action)
-        if hasattr(screen, "place"):
-            wizard = cast("WizardFrame", screen)
-            name, run = wizard.place, partial(self.call_later, wizard.do)
-        return palette_commands(self.actions, name, self._themes, run, self.choose_theme)
+        """List the palette's entries: the table of actions, and each theme by its title."""
+        if not isinstance(screen, ActionScreen):
+            return ()  # a dialog: the palette does not open there
+        run = partial(self.call_later, screen.do)
+        return palette_commands(
+            self.actions, screen.place, self.theme_files, run, self.choose_theme
+        )
 
+    def action_suspend(self) -> None:
+        """Leave the terminal to the shell until it continues the app."""
+        driver = self._driver
+        if not isinstance(driver, TerminalDriver) or not driver.to_the_shell():
+            key = next(action.key_text for action in self.actions if action.id == "detach")
+            self.notify(
+                f"no shell waits for this app: {key} leaves it", title="Cannot stop here",
+                severity="warning",
+            )  # fmt: skip
 
-_SCREENS_OF = screens_of_actions()
+    def action_help_quit(self) -> None:
+        """Ctrl-C, which copies in a field and ends nothing: what leaves, and what stops a run."""
+        keys = {action.id: action.key_text for action in self.actions}
+        words = f"{keys['detach']} leaves, the training goes on; {keys['stop']} stops it"
+        if self.place in PAGES:  # the wizard: nothing trains yet
+            words = f"{keys['wizard_back']} goes a step back, before the first one out"
+        self.notify(words, title="Ctrl-C ends nothing here")
+
+    def action_help(self) -> None:
+        """The keys and the panels of the screen in front."""
+        from fluxtui.screens.dialogs import HelpScreen
+
+        panels = self.screen.SHOWN if isinstance(self.screen, PanelScreen) else ()
+        self.push_screen(HelpScreen(self.place, panels))

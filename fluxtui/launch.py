@@ -24,7 +24,7 @@ from fluxtrain.telemetry.printable import printable, printable_lines
 from fluxtrain.telemetry.rundir import RunDir, runs_root
 from fluxtrain.telemetry.standard_streams import open_standard_streams
 from fluxtrain.telemetry.typed import typed
-from fluxtui.wizard.answers import (
+from fluxtui.wizard.answers.answers import (
     DIAL,
     METHODS,
     OFFLOADS,
@@ -32,7 +32,7 @@ from fluxtui.wizard.answers import (
     with_data,
     with_model,
 )
-from fluxtui.wizard.configuring import SETTINGS, answers_from_file
+from fluxtui.wizard.answers.configuring import SETTINGS, answers_from_file
 
 if TYPE_CHECKING:
     from textual.screen import Screen
@@ -111,8 +111,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _new_run(options: argparse.Namespace) -> int:
-    from fluxtui.wizard.launching import begin, prepare
-    from fluxtui.wizard.ranked import with_settings_of_the_dial
+    from fluxtui.wizard.answers.launching import begin, prepare
+    from fluxtui.wizard.engine.ranked import with_settings_of_the_dial
 
     answers = answers_of(options)
     if not options.headless and wants_lines():
@@ -163,8 +163,8 @@ def answers_of(options: argparse.Namespace) -> Answers | None:
 
 def _train_headless(answers: Answers) -> int:
     from fluxtui.headless import train_in_foreground
-    from fluxtui.wizard.launching import prepare
-    from fluxtui.wizard.ranked import with_settings_of_the_dial
+    from fluxtui.wizard.answers.launching import prepare
+    from fluxtui.wizard.engine.ranked import with_settings_of_the_dial
 
     launch = prepare(with_settings_of_the_dial(answers))
     return train_in_foreground([*launch.arguments, "--run-dir", str(launch.run_dir)])
@@ -173,9 +173,9 @@ def _train_headless(answers: Answers) -> int:
 def _line_by_line(answers: Answers | None, at_once: bool) -> int:
     """The wizard without a screen; then the run's progress in lines."""
     from fluxtui.headless import follow_lines
-    from fluxtui.wizard.launching import Attach, begin, prepare
+    from fluxtui.wizard.answers.launching import Attach, begin, prepare
+    from fluxtui.wizard.engine.ranked import with_settings_of_the_dial
     from fluxtui.wizard.linear import LinearWizard
-    from fluxtui.wizard.ranked import with_settings_of_the_dial
 
     if at_once:
         outcome: Any = prepare(with_settings_of_the_dial(answers or Answers()))

@@ -25,7 +25,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fluxtui.actions import ACTIONS, find, key_names, overlap
+from fluxtui.actions.key_map import key_names, overlap
+from fluxtui.actions.table import ACTIONS, find
 from fluxtui.home import home_folder
 from fluxtui.themes import DEFAULT_THEME
 

@@ -23,7 +23,7 @@ from textual import events
 from textual.drivers.linux_driver import LinuxDriver
 from textual.geometry import Size
 
-from fluxtui.widgets.updates import shorter
+from fluxtui.widgets.screen_updates import shorter
 
 if TYPE_CHECKING:
     from textual.app import App

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from fluxtrain.starting import Starting
+from fluxtrain.interrupts import ImmediateInterrupts
 
 
 def main() -> None:
     """Read the command, then run it; it ends the process."""
-    with Starting():
+    with ImmediateInterrupts():
         from fluxtrain.cli import main as command
     command()
 

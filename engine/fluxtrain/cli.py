@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import json as json_module
 import shlex
 import sys
 from pathlib import Path
@@ -20,8 +19,8 @@ from fluxtrain.errors import (
     NoSpace,
 )
 from fluxtrain.hardware import allocator, openmp
-from fluxtrain.spoken import complain, print_json, say, silent, tell
-from fluxtrain.starting import Starting
+from fluxtrain.interrupts import ImmediateInterrupts
+from fluxtrain.output import complain, print_json, say, silent, tell
 from fluxtrain.telemetry.standard_streams import open_standard_streams
 
 if TYPE_CHECKING:
@@ -106,7 +105,7 @@ def train(  # noqa: PLR0913, PLR0917 - typer reads the options from the signatur
         if not found.resumes:
             raise BadInput(f"{found.run_dir.path} holds no run: name a CONFIG.yaml, or use --demo")
         chosen = stored_config(found.run_dir, overrides)
-    with Starting():  # packages turn an interrupt while they are read into errors of theirs
+    with ImmediateInterrupts():  # packages turn an interrupt of their import into other errors
         from fluxtrain.train.run import train as train_run
     gc.freeze()  # packages stay with the process: 0.2 s less each time the collector is asked
 
@@ -144,7 +143,7 @@ def plan(  # noqa: PLR0917 - typer reads the options from the signature
 ) -> None:
     """Show what a run would do and need, how long it takes, and why."""
     chosen = _named_config("plan", config, demo, _overrides(sets, steps, device))
-    with Starting():
+    with ImmediateInterrupts():
         from fluxtrain.plan.machine_file import read_machine_file
         from fluxtrain.train.preview import preview, table
 
@@ -167,7 +166,7 @@ def inspect(
 ) -> None:
     """Show the data as the model will see it: samples, what is learnt of them, and lengths."""
     chosen = _named_config("inspect", config, demo, _overrides(sets, None, None))
-    with Starting():
+    with ImmediateInterrupts():
         from fluxtrain.train import inspection
 
     found = inspection.inspect(chosen)
@@ -188,7 +187,7 @@ def dry_run(
 ) -> None:
     """Train three real steps, show predicted against measured, and leave nothing behind."""
     chosen = _named_config("try", config, demo, _overrides(sets, None, device))
-    with Starting():
+    with ImmediateInterrupts():
         from fluxtrain.train import dry_run as trial
 
     found = trial.dry_run(chosen)
@@ -207,14 +206,14 @@ def probe(
 ) -> None:
     """Measure this machine and the disk of the runs."""
     from fluxtrain.hardware.probe import probe as measure
+    from fluxtrain.hardware.probe_table import probe_text
     from fluxtrain.telemetry.rundir import runs_root
 
     found = measure(runs_root(), fresh=fresh, report=None if json and not progress else complain)
     if json:
-        lines = [" ".join(part for part in row if part) for row in found.table()]
-        print_json({"lines": lines, **json_module.loads(found.to_json())})
+        print_json(found)
     else:
-        say(found.text())
+        say(probe_text(found))
 
 
 @app.command()
@@ -227,13 +226,16 @@ def doctor(
 
     Ends with exit code 0 when all self-tests pass, with 1 when one fails.
     """
-    with Starting():
+    with ImmediateInterrupts():
         from fluxtrain.doctor.examine import examine
         from fluxtrain.doctor.screen import screen
     from fluxtrain.telemetry.rundir import runs_root
 
     report = examine(runs_root(), fresh=fresh, say=silent if json else complain)
-    say(report.to_json() if json else screen(report))
+    if json:
+        print_json(report)
+    else:
+        say(screen(report))
     if report.failed:
         names = ", ".join(test.name for test in report.failed)
         raise FluxTrainError(f"self-tests failed: {names}: please report what stands above")
@@ -274,8 +276,6 @@ def schema() -> None:
 @app.command()
 def runs(json: Json = False, debug: Debug = False) -> None:
     """List the runs, newest first ($FLUXTRAIN_RUNS, or ./runs)."""
-    import msgspec
-
     from fluxtrain.telemetry.printable import printable
     from fluxtrain.telemetry.rundir import list_runs, runs_root
 
@@ -283,7 +283,7 @@ def runs(json: Json = False, debug: Debug = False) -> None:
         raise BadInput(f"{runs_root()} is a file: set FLUXTRAIN_RUNS to the folder of the runs")
     found = list_runs()
     if json:
-        print_json([msgspec.to_builtins(run) for run in found])
+        print_json(found)
         return
     if not found:
         say(f"no runs below {printable(str(runs_root()))}")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from fluxtrain.telemetry.events import StepFinished, TrafficSampled
 from fluxtrain.units import UNKNOWN, bytes_text, duration_text, rate_text
 from fluxtui.panels.panel import Panel, pair, share_text, stale_note, whole_share
+from fluxtui.plots.bars import sparks
 from fluxtui.state.view import View
-from fluxtui.widgets.bars import sparks
 from fluxtui.widgets.spans import BLANK, Line, dropped_to_fit, fitted, joined, spread, width_of
 
 NUMBER_CELLS = 14  # a rate and an unknown ceiling

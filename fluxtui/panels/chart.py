@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from fluxtrain.units import count_text
+from fluxtui.plots.braille import Canvas, Series, Window, rounded_ticks
 from fluxtui.state.history import DRAWABLE, Bucket, drawable
 from fluxtui.state.run import RunState
 from fluxtui.state.view import ChartSettings
-from fluxtui.widgets.braille import Canvas, Series, Window, rounded_ticks
 from fluxtui.widgets.spans import Line, fitted, line, wrapped
 
 AXIS_CELLS = 7  # " 1.234 ┤"

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from fluxtrain.units import UNKNOWN, bytes_text
 from fluxtui.panels.panel import whole_share
-from fluxtui.state.machine import GpuSample
-from fluxtui.widgets.bars import meter
+from fluxtui.plots.bars import meter
+from fluxtui.state.machine_sample import GpuSample
 from fluxtui.widgets.spans import Line, dropped_to_fit, fitted, joined, width_of
 
 TRAINERS = "▸"  # stands before the GPU that the trainer uses

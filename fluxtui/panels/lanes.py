@@ -12,9 +12,9 @@ from fluxtrain.units import duration_text
 from fluxtui.panels.panel import Panel, pair, share_text, stale_note
 from fluxtui.panels.step import body as phases_body
 from fluxtui.panels.step import heading as phases_heading
+from fluxtui.plots.lane_bars import Kind, bar, cells_of, ruler
 from fluxtui.state.timeline import chosen
 from fluxtui.state.view import View
-from fluxtui.widgets.lane_bars import Kind, bar, cells_of, ruler
 from fluxtui.widgets.spans import BLANK, Line, dropped_to_fit, fitted, wrapped
 
 BOUND = ("bound ", "dim")

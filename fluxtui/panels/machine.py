@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from fluxtrain.units import UNKNOWN, bytes_text
 from fluxtui.panels.gpus import TRAINERS, gpu_lines, of_limit, short
 from fluxtui.panels.panel import Panel, pair, stale_note, whole_share
-from fluxtui.state.machine import GpuProcess, GpuSample, MachineSample
+from fluxtui.plots.bars import meter
+from fluxtui.state.machine_sample import GpuProcess, GpuSample, MachineSample
 from fluxtui.state.view import View
-from fluxtui.widgets.bars import meter
 from fluxtui.widgets.spans import Line, dropped_to_fit, spread
 from fluxtui.words import counted
 

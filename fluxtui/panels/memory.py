@@ -5,8 +5,8 @@ from __future__ import annotations
 from fluxtrain.telemetry.events import MemorySampled
 from fluxtrain.units import UNKNOWN, bytes_text
 from fluxtui.panels.panel import Panel, pair, share_text, stale_note
+from fluxtui.plots.bars import Part, partition
 from fluxtui.state.view import View
-from fluxtui.widgets.bars import Part, partition
 from fluxtui.widgets.spans import Line, dropped_to_fit
 
 CATEGORIES = ("weights", "gradients", "optimizer", "activations", "workspace", "cache")

@@ -5,9 +5,9 @@ from __future__ import annotations
 from fluxtrain.units import bytes_text
 from fluxtui.panels.memory import CATEGORIES, LETTERS
 from fluxtui.panels.panel import Panel
+from fluxtui.plots.stack import Layer, stacked
 from fluxtui.state.view import View
 from fluxtui.widgets.spans import Line, dropped_to_fit
-from fluxtui.widgets.stack import Layer, stacked
 
 NOTHING: list[Line] = [((" no sample so far", "dim"),)]
 TWO_FROM_ROWS = 10

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from fluxtrain.units import UNKNOWN, duration_text
-from fluxtui.actions import find
+from fluxtui.actions.table import find
 from fluxtui.state.view import ChartSettings, View
 from fluxtui.widgets.spans import Line
 

@@ -7,8 +7,8 @@ import time
 from fluxtrain.telemetry.events import StepFinished
 from fluxtrain.units import UNKNOWN, count_text, duration_text
 from fluxtui.panels.panel import Panel, number_text, pair, power_text, time_left_s, whole_text
+from fluxtui.plots.bars import gauge
 from fluxtui.state.view import View
-from fluxtui.widgets.bars import gauge
 from fluxtui.widgets.spans import Line, dropped_to_fit, spread, width_of
 
 ETA_PARTS = 2  # the word and the time

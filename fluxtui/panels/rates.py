@@ -6,9 +6,9 @@ from fluxtrain.units import rate_text
 from fluxtui.panels.bus import LABELS, ROLES, ceiling_of, rate_of, uses_disk
 from fluxtui.panels.memory_history import NOTHING
 from fluxtui.panels.panel import Panel, pair
+from fluxtui.plots.timeline import Track, timeline
 from fluxtui.state.view import View
 from fluxtui.widgets.spans import Line, dropped_to_fit
-from fluxtui.widgets.timeline import Track, timeline
 
 LETTERS = {"h2d": "H", "d2h": "D", "disk_read": "R", "disk_written": "W"}
 

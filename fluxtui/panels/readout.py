@@ -10,7 +10,7 @@ from fluxtui.panels.loss import OTHER
 from fluxtui.panels.panel import Panel, key_of, number_text, pair, power_text
 from fluxtui.state.history import Bucket, Curve
 from fluxtui.state.run import RunState
-from fluxtui.state.view import Compared, View
+from fluxtui.state.view import ComparedRun, View
 from fluxtui.widgets.spans import Line, dropped_to_fit
 
 
@@ -78,7 +78,7 @@ def _evaluation(found: tuple[int, float] | None) -> Line:
     return (*pair("eval", number_text(found[1]), "evaluation"), (f" @{found[0]}", "dim"))
 
 
-def _missing(other: Compared, step: int, width: int) -> Line:
+def _missing(other: ComparedRun, step: int, width: int) -> Line:
     """The other run was never there."""
     buckets = other.state.loss.buckets
     last = f", its last is {buckets[-1].last}" if buckets else ""

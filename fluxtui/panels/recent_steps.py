@@ -9,8 +9,8 @@ from fluxtrain.units import duration_text
 from fluxtui.panels.panel import Panel, number_text
 from fluxtui.panels.step import LETTERS, parts_of
 from fluxtui.panels.step import ROLES as PHASE_ROLES
+from fluxtui.plots.bars import Part, partition
 from fluxtui.state.view import View
-from fluxtui.widgets.bars import Part, partition
 from fluxtui.widgets.spans import Line, dropped_to_fit, fitted
 
 TEXT_CELLS = 25

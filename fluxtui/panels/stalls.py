@@ -5,8 +5,8 @@ from __future__ import annotations
 from fluxtrain.units import UNKNOWN, duration_text
 from fluxtui.panels.bus import totals_line
 from fluxtui.panels.panel import Panel, pair, share_text
+from fluxtui.plots.bars import gauge
 from fluxtui.state.view import View
-from fluxtui.widgets.bars import gauge
 from fluxtui.widgets.spans import BLANK, Line, dropped_to_fit, fitted
 
 BAR_FROM_CELLS = 44

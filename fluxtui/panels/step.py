@@ -8,8 +8,8 @@ from fluxtrain.telemetry.events import StepFinished
 from fluxtrain.units import UNKNOWN, duration_text
 from fluxtui.panels.bus import stall_line
 from fluxtui.panels.panel import Panel, pair, stale_note
+from fluxtui.plots.bars import Part, partition
 from fluxtui.state.view import View
-from fluxtui.widgets.bars import Part, partition
 from fluxtui.widgets.spans import Line, dropped_to_fit, line
 
 ROLES = {"data": "data", "forward": "forward", "backward": "backward", "optimizer": "update"}

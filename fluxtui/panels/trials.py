@@ -5,7 +5,7 @@ from __future__ import annotations
 from fluxtrain.telemetry.events import AdviceGiven
 from fluxtrain.units import duration_text
 from fluxtui.panels.panel import gain_text, key_of
-from fluxtui.state.changes import Trial, ranked
+from fluxtui.state.changes import TriedChange, ranked
 from fluxtui.state.view import View
 from fluxtui.widgets.spans import Line, Span, fitted
 
@@ -42,14 +42,14 @@ def promise(view: View, given: AdviceGiven) -> Line:
     return tuple(part for text, role in spans if text for part in ((text, role), ("  ", "text")))
 
 
-def trial_line(trial: Trial) -> Line:
+def trial_line(trial: TriedChange) -> Line:
     """A change and what became of it."""
     change = trial.change
     head: Line = ((f"{change.name} {change.before} → {change.after}  ", "strong"),)
     return (*head, _outcome(trial))
 
 
-def _outcome(trial: Trial) -> Span:
+def _outcome(trial: TriedChange) -> Span:
     change, found, undone = trial.change, trial.measured, trial.undone
     if change.why == "memory":
         return f"device memory ran out after step {change.step}", "warn"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 from textual.app import ComposeResult
 from textual.binding import Binding
@@ -13,15 +13,13 @@ from textual.widgets import Static
 
 from fluxtrain.telemetry.printable import printable
 from fluxtrain.units import bytes_text
-from fluxtui.actions import ACTIONS, GROUPS, Action
+from fluxtui.actions.table import ACTIONS, GROUPS, Action
+from fluxtui.app_base import AppBase
 from fluxtui.panels import PANELS
 from fluxtui.panels.panel import key_of
 from fluxtui.widgets.scrolling import ScrollingLines
 from fluxtui.widgets.spans import BLANK, Line, Span, width_of, wrapped
 from fluxtui.words import counted
-
-if TYPE_CHECKING:
-    from fluxtui.app import FluxApp
 
 WIDEST_PERCENT, HIGHEST_PERCENT = 96, 94  # of the screen, as in the style below
 HELP_CELLS = 78
@@ -47,7 +45,7 @@ class StopDialog(ModalScreen[bool]):
     ]
 
     def compose(self) -> ComposeResult:
-        leave = key_of(cast("FluxApp", self.app).view, "detach")
+        leave = key_of(cast("AppBase", self.app).view, "detach")
         with Vertical(classes="dialog"):
             yield Static("[b]Stop this run?[/b]\n")
             yield Static(
@@ -121,13 +119,13 @@ class HelpScreen(ModalScreen[None]):
 
     def draw(self) -> None:
         """Draw what fits; the rest scrolls."""
-        palette = cast("FluxApp", self.app).palette.over("surface")
+        palette = cast("AppBase", self.app).palette.over("surface")
         self.query_one("#help", ScrollingLines).show_all(self._lines, palette)
 
     @property
     def _lines(self) -> list[Line]:
         width = min(HELP_CELLS, self.size.width * WIDEST_PERCENT // 100) - AROUND_HELP_CELLS
-        return help_lines(cast("FluxApp", self.app).actions, self._of, self._panels, width)
+        return help_lines(cast("AppBase", self.app).actions, self._of, self._panels, width)
 
 
 def help_lines(

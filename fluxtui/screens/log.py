@@ -5,10 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import ClassVar
 
 from textual.app import ComposeResult
+from textual.binding import BindingType
 from textual.widgets import Input
 
+from fluxtui.actions.key_map import screen_bindings
 from fluxtui.panels.log import rows
 from fluxtui.screens.run_screen import RunScreen
 from fluxtui.state.held_log import HeldLog
@@ -29,6 +32,7 @@ class LogScreen(RunScreen):
 
     NAME = "log"
     AUTO_FOCUS = "#body"
+    BINDINGS: ClassVar[list[BindingType]] = screen_bindings("log")
     DEFAULT_CSS = """
     LogScreen > Input { display: none; height: 1; border: none; padding: 0 1; }
     LogScreen > Input.-open { display: block; }
@@ -72,26 +76,30 @@ class LogScreen(RunScreen):
         self._held = HeldLog.of(log) if self._held is None else self._held.after(log)
         return self._held.lines, self._held.newer(log)
 
-    def open_filter(self) -> None:
+    def action_filter(self) -> None:
         """Let the user type a filter; Enter keeps it, Escape drops it."""
         field = self.query_one("#wanted", Input)
         field.add_class("-open")
         field.focus()
 
-    def next_level(self) -> None:
-        """Only lines from one level higher up."""
+    def action_log_level(self) -> None:
+        """Show only lines from one level higher up, then all again."""
         self.wanted = self.wanted.next_level()
         self.draw()
 
-    def next_kind(self) -> None:
-        """Only lines of the next kind."""
+    def action_log_kind(self) -> None:
+        """Show only lines of the next kind, then all again."""
         self.wanted = self.wanted.next_kind(self.flux.view.state.log)
         self.draw()
 
-    def toggle_following(self) -> None:
-        """Stay at the newest line, or stay where one reads."""
+    def action_follow(self) -> None:
+        """Stay at the newest line, or let go of it."""
         self.following = not self.following
         self.draw()
+
+    def text_to_copy(self) -> str:
+        """Return the newest line that is shown, else what all screens copy."""
+        return self.newest or super().text_to_copy()
 
     def on_input_changed(self, event: Input.Changed) -> None:
         self.wanted = replace(self.wanted, text=event.value)

@@ -11,6 +11,7 @@ from textual.geometry import Offset, Region, Size, Spacing
 from textual.layout import ArrangeResult, Layout, WidgetPlacement
 from textual.widget import Widget
 
+from fluxtui.actions.saving import run_name, save
 from fluxtui.panels import PANELS
 from fluxtui.panels.panel import Panel
 from fluxtui.screens.arrangement import Arrangement, Frame, Place, Rect
@@ -66,7 +67,7 @@ class PanelLines(Lines, can_focus=True):
 
     def on_click(self, event: Click) -> None:
         if event.chain == 2:
-            self.app.run_worker(self.app.run_action("maximise"), exclusive=False)
+            self.app.run_worker(self.app.run_action("maximise", self.screen), exclusive=False)
         elif self.panel.pick is not None and isinstance(self.screen, RunScreen):
             inset = 0 if self._frame == "bare" else 1
             sides = 2 if self._frame == "box" else 0
@@ -160,8 +161,8 @@ class PanelScreen(RunScreen):
         focused = self.focused
         return maximised or (focused.panel.id if isinstance(focused, PanelLines) else None)
 
-    def toggle_maximised(self) -> None:
-        """The focused panel gets the whole screen, or gives it back."""
+    def action_maximise(self) -> None:
+        """Give the focused panel the whole screen, or take it back."""
         grid = self.query_one(PanelGrid)
         if grid.maximised is not None:
             grid.maximised = None
@@ -170,3 +171,17 @@ class PanelScreen(RunScreen):
             grid.maximised = focused.panel.id if isinstance(focused, PanelLines) else self.MAIN
         grid.children[0].refresh(layout=True)  # a child's: it makes the grid arrange anew
         self.call_after_refresh(self.draw)
+
+    def action_export(self) -> None:
+        """Save the panel in focus as SVG, else the whole screen."""
+        name = self.panel_in_focus
+        if name is None:
+            super().action_export()
+            return
+        from fluxtui.widgets.picture import svg_of
+
+        app, panel = self.flux, PANELS[name]
+        size = self.query_one(f"#{name}").size
+        lines = framed(panel, app.view, size.width, size.height, "box")
+        title = f"{run_name(app)} {panel.title}"
+        save(app, f"{name}.svg", svg_of(lines, app.palette, size.width, title))

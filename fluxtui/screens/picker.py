@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 from textual.app import ComposeResult
 from textual.binding import Binding
@@ -17,13 +17,11 @@ from textual.screen import ModalScreen
 from textual.widgets import Static
 
 from fluxtrain.telemetry.rundir import RunSummary, list_runs
+from fluxtui.app_base import AppBase
 from fluxtui.screens.dialogs import DIALOG_CSS
 from fluxtui.widgets.run_rows import run_row
 from fluxtui.widgets.scrolling import ScrollingLines
 from fluxtui.widgets.spans import Line
-
-if TYPE_CHECKING:
-    from fluxtui.app import FluxApp
 
 MOST_ROWS = 12
 
@@ -79,7 +77,7 @@ class RunPicker(ModalScreen["RunPicker.Picked | None"]):
         alone: Line = (("   no other run", "dim" if self._runs else "text"),)
         now_s, width = time.time(), others.size.width
         lines = [alone, *(run_row(run, None, now_s, width) for run in self._runs)]
-        others.show_all(lines, cast("FluxApp", self.app).palette.over("surface"))
+        others.show_all(lines, cast("AppBase", self.app).palette.over("surface"))
 
     def on_scrolling_lines_chosen(self, event: ScrollingLines.Chosen) -> None:
         chosen = Path(self._runs[event.index - 1].path) if event.index else None

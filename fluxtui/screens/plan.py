@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from statistics import median
+from typing import ClassVar
 
 from textual.app import ComposeResult
+from textual.binding import BindingType
 
 from fluxtrain.telemetry.events import Planned
 from fluxtrain.units import UNKNOWN, bytes_text, duration_text
+from fluxtui.actions.key_map import screen_bindings
+from fluxtui.actions.trainer_commands import apply_advice, send
 from fluxtui.panels.advice import rows as advice_rows
 from fluxtui.panels.trials import asked_line, no_advice, trial_line, why_not
 from fluxtui.screens.run_screen import RunScreen
@@ -32,6 +37,7 @@ class PlanScreen(RunScreen):
 
     NAME = "plan"
     AUTO_FOCUS = "#body"
+    BINDINGS: ClassVar[list[BindingType]] = screen_bindings("plan")
 
     def compose_body(self) -> ComposeResult:
         yield ScrollingLines(id="body")
@@ -39,6 +45,25 @@ class PlanScreen(RunScreen):
     def draw_body(self, view: View, palette: Palette) -> None:
         body = self.query_one("#body", ScrollingLines)
         body.show_all(plan_lines(view, min(WIDEST_TEXT, body.size.width - 4)), palette)
+
+    def action_select_advice(self, by: int) -> None:
+        """Select the next piece of advice, in the order from the best on."""
+        app = self.flux
+        held = ranked(app.view.state.advice)
+        if held:
+            at = max(0, min(len(held) - 1, app.view.advice_at + by))
+            app.view = replace(app.view, advice_at=at)
+            app.redraw()
+
+    def action_apply_advice(self) -> None:
+        """Apply the selected piece of advice."""
+        held = ranked(self.flux.view.state.advice)
+        selected = held[: self.flux.view.advice_at + 1][-1:]
+        apply_advice(self.flux, selected[0] if selected else None)
+
+    def action_undo_change(self) -> None:
+        """Take back the newest change."""
+        send(self.flux, "undo")
 
 
 def plan_lines(view: View, width: int) -> list[Line]:

@@ -1,13 +1,21 @@
-"""What all screens that show a run share: a header, a footer, and `draw`."""
+"""What all screens that show a run share: header and footer, `draw`, and the keys of the run."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, cast
+import shlex
+from typing import ClassVar, cast
 
 from textual.app import ComposeResult
+from textual.binding import BindingType
 from textual.geometry import Size
-from textual.screen import Screen
 
+from fluxtrain.telemetry.typed import typed
+from fluxtui.actions.action_screen import ActionScreen
+from fluxtui.actions.key_map import screen_bindings
+from fluxtui.actions.new_run import open_wizard
+from fluxtui.actions.saving import run_name, save
+from fluxtui.actions.trainer_commands import may_command, send
+from fluxtui.app_base import AppBase
 from fluxtui.panels.trials import why_not
 from fluxtui.screens.arrangement import too_small
 from fluxtui.state.view import View
@@ -18,14 +26,12 @@ from fluxtui.widgets.ground import Ground
 from fluxtui.widgets.lines import Lines
 from fluxtui.widgets.spans import Line
 
-if TYPE_CHECKING:
-    from fluxtui.app import FluxApp
 
-
-class RunScreen(Ground, Screen[None]):
-    """A screen that draws the app's view. `NAME` is its name in the registry of actions."""
+class RunScreen(Ground, ActionScreen[None]):
+    """A screen that draws the app's view. `NAME` is its name in the table of actions."""
 
     NAME: ClassVar[str] = ""
+    BINDINGS: ClassVar[list[BindingType]] = screen_bindings()
     DEFAULT_CSS = """
     RunScreen { layout: vertical; overflow: hidden; }
     RunScreen > .chrome { height: 1; width: 1fr; }
@@ -49,9 +55,13 @@ class RunScreen(Ground, Screen[None]):
         yield Lines(id="body")
 
     @property
-    def flux(self) -> FluxApp:
+    def flux(self) -> AppBase:
         """The app, by its own type."""
-        return cast("FluxApp", self.app)
+        return cast("AppBase", self.app)
+
+    @property
+    def place(self) -> str:
+        return self.NAME
 
     def draw(self) -> None:
         """Draw the app's present view; cheap when little of it changed."""
@@ -121,3 +131,71 @@ class RunScreen(Ground, Screen[None]):
         if self.is_mounted and self.is_current:
             self._compositor.update_widgets(set(self._compositor.visible_widgets))
             self._compositor_refresh()
+
+    # --- actions ------------------------------------------------------------------------------
+
+    def action_show(self, name: str) -> None:
+        """Bring another screen to the front."""
+        self.flux.show_screen(name)
+
+    def action_detach(self) -> None:
+        """Leave the app; the trainer is a process of its own and goes on."""
+        self.app.exit()
+
+    def action_new_run(self) -> None:
+        """Set up a new run in the wizard."""
+        open_wizard(self.flux)
+
+    def action_pause(self) -> None:
+        """Pause the run, or go on when it is paused."""
+        send(self.flux, "resume" if self.flux.view.status.kind == "paused" else "pause")
+
+    def action_command(self, command: str) -> None:
+        """Send a command to the trainer."""
+        send(self.flux, command)
+
+    def action_stop(self) -> None:
+        """Ask, then stop the run after a checkpoint."""
+        if may_command(self.flux, "stop"):
+            from fluxtui.screens.dialogs import StopDialog
+
+            self.app.push_screen(StopDialog(), self._stop_if)
+
+    def _stop_if(self, stop: bool | None) -> None:
+        if stop:
+            send(self.flux, "stop")
+
+    def action_next_theme(self) -> None:
+        """Draw in the next theme."""
+        self.flux.next_theme()
+
+    def action_copy(self) -> None:
+        """Copy to the terminal's clipboard (OSC 52: it works over SSH too)."""
+        text = self.text_to_copy()
+        if text:
+            self.app.copy_to_clipboard(text)
+            self.app.notify(text, title="Copied")
+
+    def text_to_copy(self) -> str:
+        """Return what is copied from here: the command that attaches to this run."""
+        run_dir = self.flux.run_dir
+        if run_dir is None:
+            return ""
+        return f"{typed('fluxtrain-tui')} --attach {shlex.quote(str(run_dir))}"
+
+    @property
+    def panel_in_focus(self) -> str | None:
+        """The panel that is saved; None where the whole screen is."""
+        return None
+
+    def action_table(self) -> None:
+        """Save the numbers behind the panel in focus, else behind the screen, as CSV."""
+        from fluxtui.csv_tables import csv_of, rows_held
+
+        name, view = self.panel_in_focus or self.NAME, self.flux.view
+        save(self.flux, f"{name}.csv", csv_of(name, view), rows_held(name, view))
+
+    def action_export(self) -> None:
+        """Save the whole screen as SVG."""
+        app = self.flux
+        save(app, f"{self.NAME}.svg", app.export_screenshot(title=run_name(app)))

@@ -1,18 +1,27 @@
-"""Screen 7: the runs of this machine; Enter attaches."""
+"""Screen 7: the runs of this machine: attach to one, resume, compare, clone or delete it."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
 
 from textual.app import ComposeResult
+from textual.binding import BindingType
 
-from fluxtrain.telemetry.rundir import RunSummary, list_runs
+from fluxtrain.errors import FluxTrainError
+from fluxtrain.telemetry.rundir import RunDir, RunSummary, list_runs
+from fluxtrain.telemetry.storage import read_json
+from fluxtrain.units import bytes_text
+from fluxtui.actions.key_map import screen_bindings
+from fluxtui.actions.new_run import take_launch
 from fluxtui.panels.machine import machine_line
 from fluxtui.panels.panel import key_of
 from fluxtui.screens.run_screen import RunScreen
+from fluxtui.sources.removal import check_removable, contents, remove_run
 from fluxtui.state.link import Link
 from fluxtui.state.view import View
 from fluxtui.themes import Palette
@@ -21,6 +30,10 @@ from fluxtui.widgets.run_rows import columns, run_detail, run_row
 from fluxtui.widgets.scrolling import ScrollingLines
 from fluxtui.widgets.spans import BLANK, Line
 
+if TYPE_CHECKING:
+    from fluxtui.wizard.answers.launching import Outcome
+
+RESUME = ("--resume", "auto")
 REFRESH_PERIOD_S = 3.0
 NO_RUNS = "no runs here yet"
 LOOKING = "looking ..."
@@ -31,6 +44,7 @@ class RunsScreen(RunScreen):
 
     NAME = "runs"
     AUTO_FOCUS = "#body"
+    BINDINGS: ClassVar[list[BindingType]] = screen_bindings("runs")
     DEFAULT_CSS = "RunsScreen > #detail { height: 4; }"
 
     def __init__(self) -> None:
@@ -45,13 +59,14 @@ class RunsScreen(RunScreen):
         yield Lines(id="machine", classes="chrome")
 
     def on_mount(self) -> None:
-        self._look()
-        self.set_interval(REFRESH_PERIOD_S, self._look)
+        self.look_again()
+        self.set_interval(REFRESH_PERIOD_S, self.look_again)
 
     def on_screen_resume(self) -> None:
-        self._look()
+        self.look_again()
 
-    def _look(self) -> None:
+    def look_again(self) -> None:
+        """Read the folder in a thread, if this screen is in front."""
         if self.is_current:
             self.run_worker(self._read, thread=True, exclusive=True, group="runs")
 
@@ -79,10 +94,6 @@ class RunsScreen(RunScreen):
         at = self.query_one("#body", ScrollingLines).cursor or 0
         return self.runs[at] if at < len(self.runs) else None
 
-    def look_again(self) -> None:
-        """Read the folder now: something in it has changed."""
-        self._look()
-
     def draw_body(self, view: View, palette: Palette) -> None:
         body = self.query_one("#body", ScrollingLines)
         width = body.size.width
@@ -104,3 +115,123 @@ class RunsScreen(RunScreen):
     def on_scrolling_lines_chosen(self, event: ScrollingLines.Chosen) -> None:
         if event.index < len(self.runs):
             self.flux.attach_to(Path(self.runs[event.index].path))
+
+    # --- actions on the run under the cursor --------------------------------------------------
+
+    def _refused(self, what: str, reason: str) -> None:
+        self.flux.notify(reason, title=f"Cannot {what}", severity="warning")
+
+    def action_resume_run(self) -> None:
+        """Start the trainer on a run that stopped or died, from its newest checkpoint."""
+        run = self.selected
+        if run is None:
+            return
+        reason = cannot_resume(run, self.flux.view)
+        if self.flux.view.read_only:
+            reason = "this view is read-only"
+        if reason:
+            self._refused("resume", reason)
+            return
+        from fluxtrain.telemetry.launch import start_trainer
+
+        try:
+            self.flux.trainer = start_trainer(RESUME, run.path)
+        except FluxTrainError as error:
+            self.flux.notify(str(error), title="Not resumed", severity="error")
+            return
+        self.flux.attach_to(Path(run.path))
+        told = "is tried again" if run.state == "refused" else "goes on from its newest checkpoint"
+        self.flux.notify(f"{run.run_id} {told}", title="Resumed")
+
+    def action_compare_run(self) -> None:
+        """Draw the selected run's curves beside those of the run on screen."""
+        run = self.selected
+        if run is None:
+            return
+        if self.flux.run_dir is None:
+            self._refused(
+                "compare",
+                f"no run is on screen: press {key_of(self.flux.view, 'list_choose')} on one first",
+            )
+        elif Path(run.path) == self.flux.run_dir:
+            self._refused("compare", "this is the run on screen: choose another one")
+        else:
+            self.flux.compare_with(Path(run.path))
+            self.flux.show_screen("loss")
+
+    def action_clone_run(self) -> None:
+        """The wizard, filled with the selected run's configuration."""
+        from fluxtui.wizard.answers.draft import answers_from_run
+        from fluxtui.wizard.screen import WizardScreen
+
+        run = self.selected
+        if run is None:
+            return
+        config = (read_json(RunDir(run.path).run) or {}).get("config")
+        if self.flux.view.read_only:
+            self._refused("clone", "this view is read-only")
+        elif not isinstance(config, dict):
+            self._refused("clone", f"{run.run_id} has no readable run.json")
+        else:
+            try:
+                answers = answers_from_run(config)
+            except FluxTrainError as error:
+                self._refused("clone", f"{run.run_id}: {error}")
+                return
+            self.app.push_screen(WizardScreen(answers, self.flux.runs_folder), self._cloned)
+
+    def _cloned(self, launch: Outcome | None) -> None:
+        if launch is not None:  # without one the list is still behind the wizard
+            take_launch(self.flux, launch)
+
+    def action_delete_run(self) -> None:
+        """Ask with the size, then delete the selected run."""
+        run = self.selected
+        if run is None:
+            return
+        if self.flux.view.read_only:
+            self._refused("delete", "this view is read-only")
+        elif Path(run.path) == self.flux.run_dir:
+            self._refused("delete", "this is the run on screen: attach to another one first")
+        else:
+            self.app.run_worker(
+                partial(self._weigh, run), thread=True, group="delete", exclusive=True
+            )
+
+    def _weigh(self, run: RunSummary) -> None:
+        """Large runs take a moment to add up, so this happens in a thread."""
+        from fluxtui.screens.dialogs import DeleteDialog
+
+        try:
+            check_removable(Path(run.path), self.flux.runs_folder)
+        except FluxTrainError as error:
+            self.app.call_from_thread(self._refused, "delete", str(error))
+            return
+        found = contents(Path(run.path))
+        dialog = DeleteDialog(run.run_id, found.own_bytes, run.step, found.kept_text)
+        self.app.call_from_thread(self.app.push_screen, dialog, partial(self._delete_if, run))
+
+    def _delete_if(self, run: RunSummary, delete: bool | None) -> None:
+        if delete:
+            self.app.run_worker(partial(self._delete, run), thread=True, group="delete")
+
+    def _delete(self, run: RunSummary) -> None:
+        kept = contents(Path(run.path)).kept_text
+        try:
+            freed = bytes_text(remove_run(Path(run.path), self.flux.runs_folder))
+        except FluxTrainError as error:
+            self.app.call_from_thread(self._refused, "delete", str(error))
+        else:
+            said = f"{run.run_id}, {freed}" + (f"; {kept}" if kept else "")
+            self.app.call_from_thread(self.flux.notify, said, title="Deleted")
+        self.app.call_from_thread(self.look_again)
+
+
+def cannot_resume(run: RunSummary, view: View) -> str:
+    """Why a run cannot be gone on with; "" when it can."""
+    if run.state == "running":
+        return f"{run.run_id} is running: {key_of(view, 'list_choose')} attaches to it"
+    if run.state == "finished":
+        clone = key_of(view, "clone_run")
+        return f"{run.run_id} has finished: {clone} makes a new run with its settings"
+    return ""

@@ -8,9 +8,10 @@ from typing import ClassVar
 from textual.app import ComposeResult
 from textual.binding import BindingType
 
-from fluxtui.actions import Action, own_bindings
+from fluxtui.actions.key_map import own_bindings
+from fluxtui.actions.table import Action
 from fluxtui.screens.run_screen import RunScreen
-from fluxtui.settings import Settings
+from fluxtui.settings import CHOICES, Settings
 from fluxtui.state.view import View
 from fluxtui.themes import Palette
 from fluxtui.widgets.lines import Lines
@@ -44,12 +45,11 @@ class SettingsScreen(RunScreen):
 
     def draw_body(self, view: View, palette: Palette) -> None:
         body = self.query_one("#body", ScrollingLines)
-        choices = self.flux.setting_choices()
-        body.styles.height = len(choices)
+        body.styles.height = len(CHOICES)
         width = body.size.width
-        rows = [setting_row(self.flux.settings, name, width) for name in choices]
+        rows = [setting_row(self.flux.settings, name, width) for name in CHOICES]
         body.show_all(rows, palette)
-        selected = list(choices.values())[min(body.cursor or 0, len(choices) - 1)]
+        selected = list(CHOICES.values())[min(body.cursor or 0, len(CHOICES) - 1)]
         told = [(("  ", "text"), (part, "text")) for part in wrapped(selected.about, width - 4)]
         self.query_one("#about", Lines).show([BLANK, *told], palette)
         place = str(self.flux.settings_file or "nowhere: this app keeps no settings")
@@ -58,7 +58,7 @@ class SettingsScreen(RunScreen):
 
     def action_turn(self, by: int) -> None:
         """The next or the last value of the setting under the cursor."""
-        names = list(self.flux.setting_choices())
+        names = list(CHOICES)
         at = self.query_one("#body", ScrollingLines).cursor or 0
         self.flux.turn_setting(names[min(at, len(names) - 1)], by)
 

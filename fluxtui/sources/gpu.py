@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 
 from fluxtrain.telemetry.printable import printable
-from fluxtui.state.machine import GpuProcess, GpuSample
+from fluxtui.state.machine_sample import GpuProcess, GpuSample
 
 # Bits of nvmlDeviceGetCurrentClocksEventReasons (nvml.h). Idle (0x1), clocks that the user set
 # (0x2, 0x100) and sync boost (0x10) are no throttling.

@@ -13,7 +13,7 @@ _BACK = ("undo", "wrong")
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class TriedChange:
     """One change, from being made to its verdict."""
 
     change: ev.ChangeApplied
@@ -27,13 +27,13 @@ class Trial:
 class Changes:
     """Changes of the newest process; a new one starts from its configuration."""
 
-    trials: tuple[Trial, ...] = ()  # oldest first
+    trials: tuple[TriedChange, ...] = ()  # oldest first
     asked: ev.CommandAnswered | None = None  # accepted, and not made yet
     refused: ev.ChangeRefused | None = None  # the newest that could not be made after all
     last_step: int = 0  # the last one before the newest change, or before it was taken back
 
     @property
-    def newest(self) -> Trial | None:
+    def newest(self) -> TriedChange | None:
         """The trial that was made last."""
         return self.trials[-1] if self.trials else None
 
@@ -56,13 +56,13 @@ class Changes:
         """A change was made, or taken back."""
         cleared = replace(self, asked=None, refused=None, last_step=event.step)
         if event.why not in _BACK:
-            return replace(cleared, trials=(*self.trials, Trial(event))[-TRIALS_LIMIT:])
+            return replace(cleared, trials=(*self.trials, TriedChange(event))[-TRIALS_LIMIT:])
         for at in reversed(range(len(self.trials))):
             change = self.trials[at].change
             open_still = self.trials[at].undone is None
             if open_still and (change.name, change.after) == (event.name, event.before):
                 return replace(cleared, trials=self._with(at, undone=event))
-        return replace(cleared, trials=(*self.trials, Trial(event))[-TRIALS_LIMIT:])
+        return replace(cleared, trials=(*self.trials, TriedChange(event))[-TRIALS_LIMIT:])
 
     def not_made(self, event: ev.ChangeRefused) -> Changes:
         """It could not be made after all."""
@@ -84,7 +84,7 @@ class Changes:
                 return replace(self, trials=self._with(at, measured=event))
         return self
 
-    def _with(self, at: int, **changes: object) -> tuple[Trial, ...]:
+    def _with(self, at: int, **changes: object) -> tuple[TriedChange, ...]:
         trials = list(self.trials)
         trials[at] = replace(trials[at], **changes)  # type: ignore[arg-type]
         return tuple(trials)

@@ -10,7 +10,7 @@ from typing import TypeVar
 from fluxtrain.telemetry.events import Event
 from fluxtui.state.freshness import age_s, fresh, limit_s
 from fluxtui.state.link import Link
-from fluxtui.state.machine import MachineSample
+from fluxtui.state.machine_sample import MachineSample
 from fluxtui.state.run import RunState
 from fluxtui.state.status import Status, status_of
 from fluxtui.state.timeline import Timeline
@@ -33,7 +33,7 @@ class ChartSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class Compared:
+class ComparedRun:
     """Another run whose curves are drawn beside this one's."""
 
     name: str
@@ -51,7 +51,7 @@ class View:
     chart: ChartSettings = field(default_factory=ChartSettings)
     read_only: bool = False
     advice_at: int = 0  # which piece of advice is selected, the best first
-    compared: Compared | None = None
+    compared: ComparedRun | None = None
     timeline: Timeline = field(default_factory=Timeline)
     key_texts: Mapping[str, str] = field(default_factory=dict)  # the user's own, by action
 

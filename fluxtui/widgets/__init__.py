@@ -1,1 +1,1 @@
-"""What panels draw with: spans, bars, sparklines, charts, and the widget that diffs lines."""
+"""What screens are put together from: lines of spans, lists, fields, header and footer."""

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from textual.events import Click
 
-from fluxtui.actions import ACTIONS, Action, footer_actions
+from fluxtui.actions.action_screen import ActionScreen
+from fluxtui.actions.table import ACTIONS, Action, footer_actions
 from fluxtui.themes import Palette
 from fluxtui.widgets.lines import Lines
 from fluxtui.widgets.spans import Line, Span, width_of
@@ -40,8 +41,8 @@ class Footer(Lines):
 
     def on_click(self, event: Click) -> None:
         action = action_at(self._shown, self._of, self._paused, event.x)
-        if action is not None and action.do:
-            self.app.run_worker(self.app.run_action(action.do), exclusive=False)
+        if action is not None and action.do and isinstance(self.screen, ActionScreen):
+            self.app.run_worker(self.screen.do(action.do), exclusive=False)
 
 
 def footer_line(

@@ -9,7 +9,7 @@ from textual.binding import BindingType
 from textual.events import Click, MouseScrollDown, MouseScrollUp
 from textual.message import Message
 
-from fluxtui.actions import own_bindings
+from fluxtui.actions.key_map import own_bindings
 from fluxtui.themes import Palette
 from fluxtui.widgets.lines import Lines
 from fluxtui.widgets.spans import Line

@@ -1,5 +1,5 @@
 """The wizard: a few questions, checked as they are answered, that end in a `Launch`.
 
-`answers`, `model_facts`, `data_facts`, `plan_preview`, `draft` and `launching` know nothing of
-Textual; the screen and its steps only draw what those say.
+`answers` and `checks` know nothing of Textual. `engine` asks the trainer. `pages` are functions of
+one `WizardView`; `screen` (with its `steps`) shows them, and `linear` asks the same line by line.
 """

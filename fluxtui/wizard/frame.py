@@ -13,28 +13,31 @@ from textual.binding import BindingType
 from textual.containers import Horizontal, VerticalScroll
 from textual.content import Content
 from textual.css.query import NoMatches
-from textual.screen import Screen
+from textual.dom import DOMNode
 from textual.signal import Signal
 from textual.widgets import ContentSwitcher
 
 from fluxtrain.telemetry.rundir import RunSummary, runs_root
-from fluxtui.actions import ACTIONS, Action, own_bindings
-from fluxtui.shell import Shell
-from fluxtui.state.machine import MachineSample
-from fluxtui.wizard import drawing, questions
-from fluxtui.wizard.answers import Answers, route
-from fluxtui.wizard.asking import Option
-from fluxtui.wizard.background import Background
-from fluxtui.wizard.checks import Check
-from fluxtui.wizard.keys import key_hints
-from fluxtui.wizard.known_runs import (
+from fluxtui.actions.action_screen import ActionScreen
+from fluxtui.actions.key_map import own_bindings
+from fluxtui.actions.table import ACTIONS, Action
+from fluxtui.app_base import AppBase
+from fluxtui.state.machine_sample import MachineSample
+from fluxtui.wizard.answers import questions
+from fluxtui.wizard.answers.answers import Answers, route
+from fluxtui.wizard.answers.launching import Outcome
+from fluxtui.wizard.answers.question import Option
+from fluxtui.wizard.checks.answer_checks import Check
+from fluxtui.wizard.checks.known_runs import (
     known_runs,
     recent_models,
     run_option,
     runs_to_resume,
     runs_to_watch,
 )
-from fluxtui.wizard.launching import Outcome
+from fluxtui.wizard.engine.background import Background
+from fluxtui.wizard.keys import key_hints
+from fluxtui.wizard.pages import drawing
 from fluxtui.wizard.pages.aside import aside
 from fluxtui.wizard.pages.data import data_page
 from fluxtui.wizard.pages.found import found_page
@@ -42,14 +45,14 @@ from fluxtui.wizard.pages.hardware import hardware_page
 from fluxtui.wizard.pages.launch import launch_page
 from fluxtui.wizard.pages.method import method_page
 from fluxtui.wizard.pages.preview import preview_page
-from fluxtui.wizard.steps.source import SourceStep
+from fluxtui.wizard.pages.wizard_view import WizardView
+from fluxtui.wizard.steps.source_step import SourceStep
 from fluxtui.wizard.steps.step import DrawnStep, Step
-from fluxtui.wizard.steps.strategy import StrategyStep
-from fluxtui.wizard.view import View
-from fluxtui.wizard.widgets import Drawn
+from fluxtui.wizard.steps.strategy_step import StrategyStep
+from fluxtui.wizard.steps.widgets import Drawn
 
 
-class WizardFrame(Screen[Outcome | None]):
+class WizardFrame(ActionScreen[Outcome | None]):
     """Holds the answers and what is known about them, and draws the step that they are at."""
 
     DEFAULT_CSS = """
@@ -129,18 +132,17 @@ class WizardFrame(Screen[Outcome | None]):
     @property
     def registry(self) -> tuple[Action, ...]:
         """The actions, with the user's own keys where the app has them."""
-        return self.app.actions if isinstance(self.app, Shell) else ACTIONS
+        return self.app.actions if isinstance(self.app, AppBase) else ACTIONS
 
     @property
     def place(self) -> str:
         """The page on screen, by its name in the registry of actions."""
         return f"wizard.{self.answers.step}"
 
-    async def do(self, action: str) -> None:
-        """Run an action of the registry where it belongs: on the page, the wizard or the app."""
-        method = f"action_{action.split('(', maxsplit=1)[0]}"
-        holders = (self.current, self, self.app)
-        await self.app.run_action(action, next(one for one in holders if hasattr(one, method)))
+    @property
+    def holders(self) -> tuple[DOMNode, ...]:
+        """The page on screen has actions of its own, before the wizard and the app."""
+        return (self.current, self, self.app)
 
     @property
     def current(self) -> Step:
@@ -148,10 +150,10 @@ class WizardFrame(Screen[Outcome | None]):
         return self.query_one(f"#{self.answers.step}", Step)
 
     @property
-    def view(self) -> View:
+    def view(self) -> WizardView:
         """What the pages draw."""
         asked = self.background
-        return View(
+        return WizardView(
             answers=self.answers,
             checks=self.checks,
             probe=asked.probe.state,

@@ -13,35 +13,50 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from fluxtrain.client.answer import Answer
+from fluxtrain.client.asking import EngineRefused, ask_engine
+from fluxtrain.client.dry_run import DryRunAnswer
+from fluxtrain.client.inspection import InspectionAnswer
+from fluxtrain.client.plan import PlanAnswer
+from fluxtrain.client.probe import ProbeAnswer
 from fluxtrain.errors import FluxTrainError
 from fluxtrain.telemetry.printable import printable_lines
 from fluxtrain.telemetry.rundir import runs_root
 from fluxtrain.telemetry.storage import free_bytes
-from fluxtui.wizard import lines, questions
-from fluxtui.wizard.answers import DIAL, METHODS, OFFLOADS, Answers, StepName, neighbour
-from fluxtui.wizard.asked import Asked, understood
-from fluxtui.wizard.asking import Field, Option, SourceQuestion
-from fluxtui.wizard.checks import Check, checked
-from fluxtui.wizard.configuring import yaml_text
-from fluxtui.wizard.draft import draft_path, forget_draft, load_draft, save_draft
-from fluxtui.wizard.engine import EngineRefused, ask_engine
-from fluxtui.wizard.inspection import read_inspection
-from fluxtui.wizard.known_runs import (
+from fluxtui.wizard import linear_lines
+from fluxtui.wizard.answers import questions
+from fluxtui.wizard.answers.answers import (
+    DIAL,
+    METHODS,
+    OFFLOADS,
+    Answers,
+    StepName,
+    neighbour,
+)
+from fluxtui.wizard.answers.configuring import yaml_text
+from fluxtui.wizard.answers.draft import draft_path, forget_draft, load_draft, save_draft
+from fluxtui.wizard.answers.launching import (
+    Attach,
+    Outcome,
+    command_text,
+    engine_arguments,
+    prepare,
+)
+from fluxtui.wizard.answers.question import Field, Option, SourceQuestion
+from fluxtui.wizard.checks.answer_checks import Check, checked
+from fluxtui.wizard.checks.known_runs import (
     known_runs,
     recent_models,
     run_option,
     runs_to_resume,
     runs_to_watch,
 )
-from fluxtui.wizard.launching import Attach, Outcome, command_text, engine_arguments, prepare
-from fluxtui.wizard.machine import read_machine_facts
+from fluxtui.wizard.engine.asked import Asked
+from fluxtui.wizard.engine.ranked import dial_settings
 from fluxtui.wizard.pages.preview import config_text
-from fluxtui.wizard.plan_preview import read_plan
-from fluxtui.wizard.ranked import dial_settings
-from fluxtui.wizard.trial import read_trial
-from fluxtui.wizard.view import View
+from fluxtui.wizard.pages.wizard_view import WizardView
 
-T = TypeVar("T")
+T = TypeVar("T", bound=Answer)
 Ask = Callable[[str], str]
 Say = Callable[[str], None]
 GREETING = "FluxTrain. Enter takes the answer in brackets, b goes back, q leaves."
@@ -69,7 +84,7 @@ class LinearWizard:
         engine: tuple[str, ...] = (),
     ) -> None:
         """Start with `answers`, or with the defaults and an offered draft."""
-        self.view = View(answers=answers or Answers(), root=root or runs_root())
+        self.view = WizardView(answers=answers or Answers(), root=root or runs_root())
         self._fresh = answers is None
         self._engine = engine
         self._ask: Ask = lambda prompt: ask(printable_lines(prompt))
@@ -140,7 +155,7 @@ class LinearWizard:
             if question.number is not None:
                 self._number(question.number.name, question.number.title, at_least=2)
             check = checked(question.step, self.view.answers)
-            self._tell(lines.check_lines(check))
+            self._tell(linear_lines.check_lines(check))
             if check.error is None:
                 self._loaded(check)
                 return
@@ -153,17 +168,17 @@ class LinearWizard:
     def _data(self) -> None:
         self._source(questions.DATA)
         self._say("the engine reads the first documents")
-        found = self._engine_says(read_inspection, "inspect", *self._arguments())
+        found = self._engine_says(InspectionAnswer, *self._arguments())
         self._know(inspection=found)
         if found.value is not None:
-            self._tell(lines.inspection_lines(found.value))
+            self._tell(linear_lines.inspection_lines(found.value))
         else:
             self._say(f"error: {found.refusal}")
             raise GoBack
 
     def _method(self) -> None:
         self._plan()
-        self._tell(lines.method_lines(self.view))
+        self._tell(linear_lines.method_lines(self.view))
         self._say("How shall it learn?")
         method = self._choose(questions.METHODS, METHODS[0])
         self._answer(method=method)
@@ -173,15 +188,12 @@ class LinearWizard:
         while True:
             if self.view.probe.value is None or fresh:
                 self._say("measuring this machine: about 20 seconds the first time")
-                asked = self._engine_says(
-                    read_machine_facts, "probe", *fresh, "--json", "--progress"
-                )
-                self._know(probe=asked)
+                self._know(probe=self._engine_says(ProbeAnswer, *fresh, "--progress"))
             probe = self.view.probe
             self._tell(
                 [f"error: {probe.refusal}"]
                 if probe.value is None
-                else lines.machine_rows(probe.value)
+                else linear_lines.machine_rows(probe.value)
             )
             if self._read("Enter to go on, r to measure again: ") != "r":
                 return
@@ -194,9 +206,9 @@ class LinearWizard:
             self._say(f"error: {self.view.plan.refusal}")
             raise GoBack
         if not self.view.answers.dial_settings:
-            self._know(cards=plan.ranked)
+            self._know(cards=plan.plans)
         cards = self.view.cards
-        self._tell([lines.card_line(card, plan.device) for card in cards])
+        self._tell([linear_lines.card_line(card, plan.device) for card in cards])
         if cards:
             self._say("Which strategy, from fast to fit?")
             names = [stop for stop in DIAL if stop == "auto" or stop in {c.name for c in cards}]
@@ -213,10 +225,10 @@ class LinearWizard:
         self._answer(offload=offload)
         self._plan()
         if self.view.plan.value is None or not self.view.plan.value.fits:
-            self._tell(lines.method_lines(self.view))
+            self._tell(linear_lines.method_lines(self.view))
             raise GoBack
         if self._read("Enter to go on, w for why: ") == "w":
-            self._tell(lines.choice_lines(self.view.plan.value))
+            self._tell(linear_lines.choice_lines(self.view.plan.value))
 
     def _preview(self) -> None:
         self._plan()
@@ -225,7 +237,7 @@ class LinearWizard:
             self._say(f"error: {self.view.plan.refusal}")
             raise GoBack
         self._know(free_disk_bytes=free_bytes(self.view.root))
-        self._tell(lines.preview_lines(self.view, plan))
+        self._tell(linear_lines.preview_lines(self.view, plan))
         while True:
             wish = self._read("Enter to go on, d for a dry run of three steps, y for the YAML: ")
             if wish == "y":
@@ -238,16 +250,18 @@ class LinearWizard:
     def _try(self) -> None:
         self._say("training three steps; Ctrl-C ends them, nothing is kept")
         try:
-            asked = self._engine_says(read_trial, "dry-run", *self._arguments())
+            asked = self._engine_says(DryRunAnswer, *self._arguments())
         except KeyboardInterrupt:
             self._say("the dry run was ended")
             return
         self._know(trial=asked)
         found = asked.value
-        self._tell([f"error: {asked.refusal}"] if found is None else lines.trial_lines(found))
+        self._tell(
+            [f"error: {asked.refusal}"] if found is None else linear_lines.trial_lines(found)
+        )
 
     def _launch(self) -> None:
-        self._tell([*lines.launch_lines(self.view), command_text(self.view.answers)])
+        self._tell([*linear_lines.launch_lines(self.view), command_text(self.view.answers)])
         self._read("Enter starts it: ")
 
     # --- asking and telling -------------------------------------------------------------------
@@ -315,7 +329,7 @@ class LinearWizard:
         draft = load_draft(self._draft) if self._fresh else None
         if draft is None:
             return
-        self._tell(["There are unfinished answers.", *lines.draft_lines(draft)])
+        self._tell(["There are unfinished answers.", *linear_lines.draft_lines(draft)])
         if self._ask("Go on with them? y or n [y]: ").strip() in ("", "y"):
             late = draft.step in ("preview", "launch") and draft.start != "resume"
             step: StepName = "strategy" if late else draft.step
@@ -341,22 +355,22 @@ class LinearWizard:
         if wanted == self._planned_for:
             return
         self._say("the engine plans the run")
-        asked = self._engine_says(read_plan, "plan", *self._arguments())
+        asked = self._engine_says(PlanAnswer, *self._arguments())
         self._know(plan=asked, trial=Asked())
         self._planned_for = wanted
 
     def _arguments(self) -> list[str]:
-        """What follows the engine's command."""
+        """Configuration and settings, for the engine's command."""
         config = Path(self._scratch.name) / "config.yaml"
         config.write_text(yaml_text(self.view.answers), encoding="utf-8")
-        return [*engine_arguments(self.view.answers, config), "--json"]
+        return engine_arguments(self.view.answers, config)
 
-    def _engine_says(self, read: Callable[[Mapping[str, Any]], T], *arguments: str) -> Asked[T]:
+    def _engine_says(self, answer: type[T], *arguments: str) -> Asked[T]:
         """Ask the engine and wait."""
         asking = ask_engine(
-            *arguments, program=self._engine, environment={"TMPDIR": self._scratch.name}
+            answer, *arguments, program=self._engine, environment={"TMPDIR": self._scratch.name}
         )
         try:
-            return Asked(value=understood(read, asyncio.run(asking)))
+            return Asked(value=asyncio.run(asking))
         except EngineRefused as error:
             return Asked(refusal=str(error), exit_code=error.exit_code)

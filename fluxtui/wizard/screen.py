@@ -11,16 +11,16 @@ from textual.widgets import ContentSwitcher, Input
 
 from fluxtrain.errors import EXIT_BAD_INPUT, FluxTrainError
 from fluxtrain.telemetry.storage import free_bytes
-from fluxtui.shell import Shell
-from fluxtui.wizard.answers import Answers, StepName, neighbour
-from fluxtui.wizard.checks import checked
-from fluxtui.wizard.draft import draft_path, forget_draft, load_draft, save_draft
+from fluxtui.app_base import AppBase
+from fluxtui.wizard.answers.answers import Answers, StepName, neighbour
+from fluxtui.wizard.answers.draft import draft_path, forget_draft, load_draft, save_draft
+from fluxtui.wizard.answers.launching import Attach, command_text, prepare
+from fluxtui.wizard.checks.answer_checks import checked
+from fluxtui.wizard.draft_offer import DraftOffer
+from fluxtui.wizard.engine.ranked import dial_settings
 from fluxtui.wizard.frame import WizardFrame
-from fluxtui.wizard.launching import Attach, command_text, prepare
-from fluxtui.wizard.offer import DraftOffer
 from fluxtui.wizard.pages.preview import config_text
-from fluxtui.wizard.ranked import dial_settings
-from fluxtui.wizard.steps.source import SourceStep
+from fluxtui.wizard.steps.source_step import SourceStep
 from fluxtui.wizard.steps.step import Answered, Wished
 
 _TYPING_PAUSE_S = 0.2
@@ -50,7 +50,7 @@ class WizardScreen(WizardFrame):
     def on_mount(self) -> None:
         """Begin, and offer kept answers."""
         self.begin()
-        if isinstance(self.app, Shell):
+        if isinstance(self.app, AppBase):
             self.watch_machine(self.app.machine_signal)
         draft = load_draft(self._draft) if self._fresh else None
         if draft is not None:

@@ -26,8 +26,9 @@ from transformers import (
 )
 
 from fluxtrain import _native
+from fluxtrain.client.machine import Machine
 from fluxtrain.data.demo import train_tokenizer
-from fluxtrain.hardware.machine import Machine, read_machine
+from fluxtrain.hardware.machine import read_machine
 from fluxtrain.stream import updates
 from fluxtrain.stream.engine import Engine
 from fluxtrain.train import preview

@@ -18,12 +18,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from fluxtrain.memory import device as devices
+from fluxtrain.device import cuda_device as devices
+from fluxtrain.device.stalls import Stalls
+from fluxtrain.device.worker import Worker
 from fluxtrain.memory import page_locks
 from fluxtrain.memory.page_locks import PageLocks
 from fluxtrain.memory.recorder import HostClock, Recorder
-from fluxtrain.memory.stalls import Stalls
-from fluxtrain.memory.worker import Worker
 from fluxtrain.stream import wrapping
 
 _PAUSES_S = (0.0, 0.0, 0.0, 0.003)  # of a copy

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from fluxtrain.device.cpu_device import CpuDevice
 from fluxtrain.memory import page_locks
-from fluxtrain.memory.device import CpuDevice
 from fluxtrain.memory.page_locks import PageLocks
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from fluxtrain.memory.arrival import Arrival
+from fluxtrain.gradients.host_gradients import Arrival
 from fluxtrain.optim.row_adamw import weights_of_rows
 from fluxtrain.optim.stepping import Flat
 from fluxtrain.stream import updates

@@ -20,15 +20,16 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import _MultiDeviceReplicator
 
-from fluxtrain.memory.device import CpuDevice, Ticket
-from fluxtrain.memory.staging import host_copy
-from fluxtrain.memory.stalls import Stalls
+from fluxtrain.device.cpu_device import CpuDevice
+from fluxtrain.device.staging import host_copy
+from fluxtrain.device.stalls import Stalls
+from fluxtrain.device.transfer import Transfer
 from fluxtrain.stream import updates, wrapping
 
 _LONGEST_S = 0.004  # of a delay; a step of the tests' models takes some 0.02
 
 
-class SlowTicket:
+class SlowTransfer:
     """A copy that is first issued, then made."""
 
     def __init__(self, stalls: Stalls) -> None:
@@ -70,7 +71,7 @@ class SlowDevice(CpuDevice):
     def __init__(self, seed: int = 0) -> None:
         super().__init__()
         self._random = random.Random(seed)
-        self.asked: list[SlowTicket] = []  # uploads, by whom it may concern
+        self.asked: list[SlowTransfer] = []  # uploads, by whom it may concern
 
     def delay(self) -> None:
         """Now and then none, or a short or a long one."""
@@ -78,31 +79,31 @@ class SlowDevice(CpuDevice):
 
     def upload(
         self, to: Tensor, source: Tensor, after: Future[None] | None, free: Any,
-        follows: Sequence[Ticket] = (), *, urgent: bool = False,
-    ) -> Ticket:  # fmt: skip
-        ticket = SlowTicket(self.stalls)
-        self.asked.append(ticket)
+        follows: Sequence[Transfer] = (), *, urgent: bool = False,
+    ) -> Transfer:  # fmt: skip
+        transfer = SlowTransfer(self.stalls)
+        self.asked.append(transfer)
         worker = self._up if all(one.done() for one in follows) else self._behind
 
         def issue(done: Future[None] | None) -> None:
             error = None if done is None else done.exception()
             if error is not None:
-                ticket.fail(error)
+                transfer.fail(error)
             else:
-                ticket.issue(lambda: worker.submit(lambda: self._copy(to, source, follows)))
+                transfer.issue(lambda: worker.submit(lambda: self._copy(to, source, follows)))
 
         if after is None or after.done():
             issue(after)
         else:
             after.add_done_callback(issue)
-        return ticket
+        return transfer
 
-    def download(self, to: Tensor, source: Tensor) -> Ticket:
-        ticket = SlowTicket(self.stalls)
-        ticket.issue(lambda: self._down.submit(lambda: self._copy(to, source, ())))
-        return ticket
+    def download(self, to: Tensor, source: Tensor) -> Transfer:
+        transfer = SlowTransfer(self.stalls)
+        transfer.issue(lambda: self._down.submit(lambda: self._copy(to, source, ())))
+        return transfer
 
-    def _copy(self, to: Tensor, source: Tensor, follows: Sequence[Ticket]) -> tuple[float, float]:
+    def _copy(self, to: Tensor, source: Tensor, follows: Sequence[Transfer]) -> tuple[float, float]:
         for earlier in follows:
             earlier.wait_host()
         self.delay()

@@ -50,13 +50,13 @@ class Training:
         for part in range(passes):
             before = self.engine.park.parked
             loss = self.loss(part)
-            held = self.engine.accounts.boundary_bytes, self.engine.park.parked - before
+            held = self.engine.counters.boundary_bytes, self.engine.park.parked - before
             loss.backward()
         self.engine.clip_grad_norm(1.0)
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.losses.append(float(loss.detach()))
-        assert self.engine.accounts.boundary_bytes == 0
+        assert self.engine.counters.boundary_bytes == 0
         return held[1], held[0]
 
     def turn(self, staying: int, kept: int = 0) -> None:
@@ -132,9 +132,9 @@ def test_the_ones_sent_last_are_still_there_behind_those_that_stay(
     download = some.engine.device.download
 
     def late(*args: Any) -> Any:
-        ticket = download(*args)
-        monkeypatch.setattr(ticket, "done", lambda: False, raising=False)
-        return ticket
+        transfer = download(*args)
+        monkeypatch.setattr(transfer, "done", lambda: False, raising=False)
+        return transfer
 
     monkeypatch.setattr(some.engine.device, "download", late)
     loss = some.loss()

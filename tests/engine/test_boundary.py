@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from fluxtrain.device.cpu_device import CpuDevice
 from fluxtrain.memory.boundary import LEAVING, BoundaryPark
-from fluxtrain.memory.device import CpuDevice
 from fluxtrain.stream.engine import engine_of
 from tests.wrap_with import wrap_with
 
@@ -27,15 +27,15 @@ class Uploads:
             return upload(to, source, *args, **options)
 
         def late(to: Tensor, source: Tensor) -> Any:
-            ticket = download(to, source)
-            wait = ticket.wait_compute
+            transfer = download(to, source)
+            wait = transfer.wait_compute
 
             def waited(cause: str) -> None:
                 self.waited += 1
                 wait(cause)
 
-            ticket.wait_compute, ticket.done = waited, lambda: False
-            return ticket
+            transfer.wait_compute, transfer.done = waited, lambda: False
+            return transfer
 
         monkeypatch.setattr(device, "upload", counted)
         monkeypatch.setattr(device, "download", late)
@@ -72,7 +72,7 @@ def test_one_that_was_written_to_comes_from_the_host(
 ) -> None:
     uploads, park = Uploads(device, monkeypatch), BoundaryPark(device)
     (_, first), (written, last) = parked(park, 2)
-    last.ticket.wait_host()
+    last.transfer.wait_host()
     written.add_(9.0)
     assert bool((park.fetch(last) == 1.0).all())
     assert bool((park.fetch(first) == 0.0).all())

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 import fluxtrain
-from fluxtrain.memory import device as devices
+from fluxtrain.device import cpu_device as devices
+from fluxtrain.device.cpu_device import CpuDevice
 from fluxtrain.memory.boundary import BoundaryPark
 from fluxtrain.memory.boundary_homes import BoundaryHomes
-from fluxtrain.memory.device import CpuDevice
 from fluxtrain.stream.engine import engine_of
 from tests.engine.granted import Granted, granting
 from tests.engine.placing_anew import turn_to
@@ -256,5 +256,5 @@ def test_blocks_that_keep_activations_from_now_on_leave_no_memory_behind(
         turn_to(engine, resident_blocks=4, blocks_without_recompute=kept)
         model(**batch()).loss.backward()
         engine.forget_gradients()
-    assert [unit.keeps for unit in engine.units].count(True) == 3
+    assert [unit.recomputes for unit in engine.units].count(False) == 3
     assert before - locks.locked_bytes == 3 * 4 * 10 * 32 * 2  # blocks, rows, tokens, bf16

@@ -16,18 +16,21 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 import fluxtrain
+from fluxtrain.client.machine import Machine
 from fluxtrain.data.batches import Batch
 from fluxtrain.errors import DoesNotFit
 from fluxtrain.hardware.busy_bus import busy_bus
-from fluxtrain.hardware.machine import Machine, read_machine
+from fluxtrain.hardware.machine import read_machine
 from fluxtrain.hardware.rate import sustained_rate
 from fluxtrain.plan.facts import ModelFacts
 from fluxtrain.stream.engine import engine_of
 from fluxtrain.train import constants as constants_module
 from fluxtrain.train import preview as preview_module
 from fluxtrain.train.calibrate import calibrate
+from fluxtrain.train.causal_lm import CausalLM
 from fluxtrain.train.config import demo_config
 from fluxtrain.train.constants import known_constants, measured_constants
+from fluxtrain.train.objective import BoundBatch
 from fluxtrain.train.peaks import (
     host_peak_bytes,
     measure_host_peak_anew,
@@ -36,7 +39,7 @@ from fluxtrain.train.peaks import (
 from fluxtrain.train.placing import model_facts
 from fluxtrain.train.preview import preview
 from fluxtrain.train.trial import COPIES, NotCalibrated
-from tests.engine.trial_rows import LENGTH, batch_of
+from tests.engine.trial_rows import LENGTH, batch_of, plain_batch
 
 Tiny = Callable[..., PreTrainedModel]
 
@@ -201,7 +204,7 @@ def test_a_block_tried_beside_other_programs_is_tried_again_when_those_are_gone(
     assert "other programs" not in again.source
 
 
-def _never(_: int) -> Batch:
+def _never(_: int) -> BoundBatch[Batch]:
     raise AssertionError("a block was tried a second time")
 
 
@@ -267,12 +270,12 @@ def test_what_a_block_holds_is_weighed_without_a_gpu(tiny: Tiny) -> None:
     model = tiny("llama", torch.float32)
     length = 128
 
-    def long_rows(count: int) -> Batch:
+    def long_rows(count: int) -> BoundBatch[Batch]:
         ids = torch.zeros(count, length, dtype=torch.int64)
-        return replace(
-            batch_of(count), input_ids=ids, labels=ids, tokens=ids.numel(),
+        return BoundBatch(CausalLM(), replace(
+            plain_batch(count), input_ids=ids, labels=ids, tokens=ids.numel(),
             position_ids=torch.arange(length).expand(count, length),
-        )  # fmt: skip
+        ))  # fmt: skip
 
     tried = calibrate(model, long_rows, torch.device("cpu"), (8, 128))
     row = model_facts(model, model.config, length).row
@@ -319,5 +322,5 @@ def test_plan_says_where_its_constants_come_from(
     per_s = {"cpu_matmul": 1e11, "adamw": 1e9, "host_copy": 1e10}
     monkeypatch.setattr(preview_module, "_measured", lambda *_: (machine, per_s))
     plan = preview(demo_config())
-    assert plan["predicted"]["seconds_per_step"] > 0
-    assert "no block of this model was tried" in plan["predicted_because"]
+    assert plan.predicted.step_s > 0
+    assert "no block of this model was tried" in plan.predicted_because

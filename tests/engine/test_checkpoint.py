@@ -26,7 +26,7 @@ from fluxtrain.train.checkpoint import (
     remove_unfinished,
     write_checkpoint,
 )
-from fluxtrain.train.keeping import newest_valid
+from fluxtrain.train.checkpoint_writer import newest_valid
 from fluxtrain.train.randomness import random_state, restore_random_state, seed_everything
 from fluxtrain.train.run_state import RunState
 from fluxtrain.train.shard_file import hash_file, write_tensors

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from fluxtrain.memory.cuda_ticket import CudaTicket
-from fluxtrain.memory.current_stream import CurrentStream
-from fluxtrain.memory.stalls import Stalls
+from fluxtrain.device.cuda_device import CudaTransfer
+from fluxtrain.device.stalls import Stalls
+from fluxtrain.hardware.current_gpu import CurrentStream
 
 
 class FakeStream:
@@ -49,10 +49,10 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return state
 
 
-def issued(stream: CurrentStream) -> CudaTicket:
-    ticket = CudaTicket(Stalls(), stream)
-    ticket._issued.set()
-    return ticket
+def issued(stream: CurrentStream) -> CudaTransfer:
+    transfer = CudaTransfer(Stalls(), stream)
+    transfer._issued.set()
+    return transfer
 
 
 def test_the_current_stream_is_that_of_the_moment(driver: dict[str, Any]) -> None:
@@ -69,37 +69,37 @@ def test_the_current_stream_is_that_of_the_moment(driver: dict[str, Any]) -> Non
 def test_a_copy_that_was_seen_to_have_arrived_is_not_asked_about_again(
     driver: dict[str, Any],
 ) -> None:
-    ticket = issued(CurrentStream(torch.device("cuda", 0)))
-    end: Any = ticket.end
-    assert not ticket.done() and not ticket.done()
+    transfer = issued(CurrentStream(torch.device("cuda", 0)))
+    end: Any = transfer.end
+    assert not transfer.done() and not transfer.done()
     assert end.asked == 2
     end.passed = True
-    assert ticket.done()
-    ticket.wait_host()
-    ticket.wait_compute("weights")
-    assert ticket.done() and end.asked == 3
+    assert transfer.done()
+    transfer.wait_host()
+    transfer.wait_compute("weights")
+    assert transfer.done() and end.asked == 3
 
 
 def test_a_copy_that_was_waited_for_has_arrived(driver: dict[str, Any]) -> None:
-    ticket = issued(CurrentStream(torch.device("cuda", 0)))
-    end: Any = ticket.end
+    transfer = issued(CurrentStream(torch.device("cuda", 0)))
+    end: Any = transfer.end
     for _ in range(3):
-        ticket.wait_host()
-    assert ticket.done() and end.asked == 1
+        transfer.wait_host()
+    assert transfer.done() and end.asked == 1
 
 
 def test_the_computation_waits_for_a_copy_under_way(driver: dict[str, Any]) -> None:
     stream = CurrentStream(torch.device("cuda", 0))
-    ticket = issued(stream)
-    ticket.wait_compute("weights")
+    transfer = issued(stream)
+    transfer.wait_compute("weights")
     waiting: Any = stream()
-    assert waiting.waited == [ticket.end]
+    assert waiting.waited == [transfer.end]
 
 
 def test_a_copy_that_failed_says_so_whoever_waits(driver: dict[str, Any]) -> None:
-    ticket = CudaTicket(Stalls(), CurrentStream(torch.device("cuda", 0)))
-    ticket.fail(RuntimeError("the update failed"))
-    assert ticket.failed() and not ticket.done()
-    for wait in (ticket.wait_host, lambda: ticket.wait_compute("weights")):
+    transfer = CudaTransfer(Stalls(), CurrentStream(torch.device("cuda", 0)))
+    transfer.fail(RuntimeError("the update failed"))
+    assert transfer.failed() and not transfer.done()
+    for wait in (transfer.wait_host, lambda: transfer.wait_compute("weights")):
         with pytest.raises(RuntimeError, match="the update failed"):
             wait()

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from fluxtrain.data.batches import BatchSource, fullest, in_order
+from fluxtrain.data.batches import BatchSource, fullest_batch, in_order
 from fluxtrain.data.packing import IGNORED, PackedRows
 from fluxtrain.data.prepare import DataSource, ModelLimits, prepare
 from fluxtrain.data.splitting import Spans
@@ -90,15 +90,15 @@ def test_there_is_no_cursor_in_the_middle_of_a_step() -> None:
     assert source.state_dict()["position"] == 4
 
 
-def test_the_batches_of_a_step_know_the_labels_of_the_whole_step() -> None:
+def test_the_batches_of_a_step_count_their_labels() -> None:
     tokens = Tokens(np.arange(1, 25, dtype=np.uint32), np.array([0, 3, 11, 13, 21, 24]))
     rows = PackedRows(tokens, Spans(tokens.starts[:-1], np.diff(tokens.starts)), 8, pack=False)
     batches = BatchSource(rows, 1, 5).next_step()
     assert sorted(batch.predicted for batch in batches) == [1, 2, 2, 7, 7]
     for batch in batches:
         assert batch.predicted == int((batch.labels != IGNORED).sum())
-        assert batch.step_predicted == 19
-        assert batch.inputs()["num_items_in_batch"] == 19
+        assert batch.inputs()["num_items_in_batch"] == batch.predicted
+        assert batch.inputs(19)["num_items_in_batch"] == 19
 
 
 def test_evaluation_serves_every_row_once_in_order() -> None:
@@ -106,7 +106,6 @@ def test_evaluation_serves_every_row_once_in_order() -> None:
     assert [len(batch.input_ids) for batch in batches] == [3, 3, 1]
     first = torch.cat([batch.input_ids[:, 0] for batch in batches])
     assert first.tolist() == list(range(1, 29, 4))
-    assert all(batch.step_predicted == batch.predicted for batch in batches)
 
 
 def test_steps_per_epoch_cover_all_rows() -> None:
@@ -190,12 +189,12 @@ def test_settings_that_do_not_go_with_the_model_are_refused(
 
 
 def test_batches_with_the_most_documents_are_given_where_a_row_holds_several() -> None:
-    assert fullest(_rows(5)) is None
+    assert fullest_batch(_rows(5), 1) is None
     ids, starts = np.arange(1, 21, dtype=np.uint32), np.asarray([0, 8, 12, 16, 20])
     rows = PackedRows(Tokens(ids, starts), Spans(starts[:-1], np.diff(starts)), 8)
-    given = fullest(rows)
+    given = fullest_batch(rows, 1)
     assert given is not None
-    assert given(1).mixes
-    assert given(1).position_ids.tolist() == [[0, 1, 2, 3, 0, 1, 2, 3]]
+    assert given.mixes
+    assert given.position_ids.tolist() == [[0, 1, 2, 3, 0, 1, 2, 3]]
     usual = next(iter(in_order(rows, 3)))
     assert usual.mixes == any(len(set(row)) < 8 for row in usual.position_ids.tolist())

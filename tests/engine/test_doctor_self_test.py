@@ -17,15 +17,15 @@ import torch
 from torch import Tensor, nn
 
 from fluxtrain import _native
+from fluxtrain.client.doctor import DoctorAnswer, SelfTest
+from fluxtrain.client.probe import ProbeAnswer
 from fluxtrain.doctor import examine as examine_module
 from fluxtrain.doctor import kernel_test, self_test
 from fluxtrain.doctor.examine import examine
-from fluxtrain.doctor.report import Report, SelfTest
 from fluxtrain.doctor.same import Mismatch, same_bits
 from fluxtrain.doctor.self_test import check_checkpoint, check_streaming, run_check, self_tests
 from fluxtrain.hardware.disk import read_disk
 from fluxtrain.hardware.machine import read_machine
-from fluxtrain.hardware.probe import Probe
 from tests.engine import forked
 
 FAST_SETS = [name for name in _native.ISA_NAMES[1:] if _native.set_isa(name) == name]
@@ -68,8 +68,12 @@ def test_cublas_sums_in_one_order_while_the_machine_is_examined_and_not_after(
     monkeypatch.delenv(name, raising=False)
     if set_by_user is not None:
         monkeypatch.setenv(name, set_by_user)
-    measured = Probe(
-        machine=read_machine(), disk=read_disk(tmp_path), measured_at_s=0.0, measuring_s=0.0
+    measured = ProbeAnswer(
+        machine=read_machine(),
+        disk=read_disk(tmp_path),
+        rates={},
+        measured_at_s=0.0,
+        measuring_s=0.0,
     )
     meanwhile: list[str | None] = []
 
@@ -224,7 +228,7 @@ def test_the_command_ends_with_0_when_all_pass_and_with_1_when_one_fails(tmp_pat
     sound = doctor(tmp_path, "--json")
     assert sound.returncode == 0, sound.stderr
     assert sound.stderr == ""
-    report = msgspec.json.decode(sound.stdout, type=Report)
+    report = msgspec.json.decode(sound.stdout, type=DoctorAnswer)
     assert not report.failed and not report.probe.from_cache
     broken = doctor(tmp_path, "break")
     assert broken.returncode == 1

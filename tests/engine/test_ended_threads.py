@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from fluxtrain.memory.worker import Worker
+from fluxtrain.device.worker import Worker
 
 counts_threads = pytest.mark.skipif(
     not Path("/proc/self/task").is_dir(), reason="the threads of a process are counted in /proc"

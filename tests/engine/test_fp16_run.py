@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from fluxtrain.client.plan import PlanAnswer
 from fluxtrain.errors import Diverged, Interrupted
 from fluxtrain.stream import loss_scale
 from fluxtrain.stream.loss_scale import LossScale
@@ -60,7 +61,7 @@ def test_an_fp16_run_learns_and_says_what_it_chose(run_config: MakeConfig, tmp_p
     hello = [event for event in events if isinstance(event, ev.Hello)][-1]
     assert hello.dtype == "float16"
     plan = json.loads((tmp_path / "run" / "plan.json").read_text())
-    chosen = {choice["name"]: choice for choice in plan["choices"]}["model.dtype"]
+    chosen = {choice.name: choice for choice in plan.choices}["model.dtype"]
     assert (chosen["value"], chosen["because"]) == ("float16", "model.dtype says so")
     saved = load_file(tmp_path / "run" / "model" / "model.safetensors")
     assert {tensor.dtype for tensor in saved.values()} == {torch.float16}
@@ -156,7 +157,7 @@ def test_a_plan_for_an_old_card_is_fp16_and_counts_its_masters(
 ) -> None:
     from fluxtrain.plan.machine_file import read_machine_file
 
-    def planned(capability: str) -> dict[str, Any]:
+    def planned(capability: str) -> PlanAnswer:
         gpu = {"memory_total_bytes": 16 << 30, "compute_capability": capability}
         machine = {"memory_total_bytes": 32 << 30, "gpus": [gpu]}
         place = tmp_path / "machine.json"
@@ -165,8 +166,8 @@ def test_a_plan_for_an_old_card_is_fp16_and_counts_its_masters(
         return preview(config, read_machine_file(place))
 
     old, new = planned("7.5"), planned("8.6")
-    assert (old["model"]["dtype"], new["model"]["dtype"]) == ("float16", "bfloat16")
-    reasons = {choice["name"]: choice["because"] for choice in old["choices"]}
+    assert (old.model.dtype, new.model.dtype) == ("float16", "bfloat16")
+    reasons = {choice.name: choice.because for choice in old.choices}
     assert "7.5" in reasons["model.dtype"]
-    states = [plan["need"]["arena_bytes"] + plan["need"]["optimizer_bytes"] for plan in (old, new)]
+    states = [plan.need["arena_bytes"] + plan.need["optimizer_bytes"] for plan in (old, new)]
     assert states[0] > states[1]

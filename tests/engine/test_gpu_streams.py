@@ -137,12 +137,12 @@ def test_who_waits_for_a_copy_of_what_never_comes_is_told(
     arenas = (HostArena(512, pin=True) for _ in range(100))
     arena = next(arena for arena in arenas if arena.pinned_bytes)
     update = Future[None]()
-    ticket = device.upload(torch.empty(128), arena.tensor(torch.float32, 128, 0), update, None)
-    assert not ticket.failed()
+    transfer = device.upload(torch.empty(128), arena.tensor(torch.float32, 128, 0), update, None)
+    assert not transfer.failed()
     if how is CancelledError:
         update.cancel()
     else:
         update.set_exception(how("the norm is not finite"))
-    assert ticket.failed()
+    assert transfer.failed()
     with pytest.raises(how):
-        ticket.wait_host()
+        transfer.wait_host()

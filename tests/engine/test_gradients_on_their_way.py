@@ -49,8 +49,8 @@ class Held:
 
     @property
     def under_way(self) -> bool:
-        arrival = self.engine.gradients.arrivals[self.last]
-        return not all(ticket.done() for ticket in arrival.tickets)
+        arrival = self.engine.gradients.host.arrivals[self.last]
+        return not all(transfer.done() for transfer in arrival.transfers)
 
 
 @pytest.fixture
@@ -64,15 +64,15 @@ def held(new_model: Make, monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
 @pytest.mark.parametrize("of", ["optimizer", "model", "engine"])
 def test_gradients_are_forgotten_while_they_are_on_their_way(held: Held, of: str) -> None:
     held.backward()
-    tickets = held.engine.gradients.arrivals[held.last].tickets
+    transfers = held.engine.gradients.host.arrivals[held.last].transfers
     held.engine.clip_grad_norm(1.0)
     held.optimizer.step()
     if of == "engine":
         held.engine.forget_gradients()
     else:
         {"optimizer": held.optimizer, "model": held.model}[of].zero_grad()
-    assert not all(ticket.done() for ticket in tickets)
-    assert not held.engine.gradients.arrivals
+    assert not all(transfer.done() for transfer in transfers)
+    assert not held.engine.gradients.host.arrivals
     held.let_go()
     assert all(parameter.grad is None for parameter in held.model.parameters())
 

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from fluxtrain.errors import EXIT_DOES_NOT_FIT, DoesNotFit
 from fluxtrain.hardware.disk import read_disk
 from fluxtrain.hardware.machine import read_machine
 from fluxtrain.methods import models
-from fluxtrain.train import guarding, run
+from fluxtrain.train import preflight, run
 from fluxtrain.train.config import RunConfig, load_config
-from fluxtrain.train.guarding import checkpoints_written, disk_room
+from fluxtrain.train.preflight import checkpoints_written, disk_room
 from fluxtrain.train.preview import preview
 from fluxtrain.train.recovery import locate
 from fluxtrain.train.run import train
@@ -51,7 +51,7 @@ def test_a_disk_too_small_for_the_checkpoints_is_refused_before_the_weights_are_
     def small(folder: Path) -> Any:
         return replace(read_disk(folder), free_bytes=12 * MIB, in_memory=False)
 
-    monkeypatch.setattr(guarding, "read_disk", small)
+    monkeypatch.setattr(preflight, "read_disk", small)
     path = run_config(train__keep_checkpoints=50, train__steps=1000)
     text, same = refused_by_both(path, tmp_path / "run")
     assert text == same
@@ -68,7 +68,7 @@ def test_a_run_on_a_ram_disk_counts_its_files_as_host_memory(
         return replace(read_disk(folder), file_system="tmpfs", in_memory=True, free_bytes=1 << 40)
 
     machine = replace(read_machine(), memory_available_bytes=12 * MIB)
-    monkeypatch.setattr(guarding, "read_disk", ram)
+    monkeypatch.setattr(preflight, "read_disk", ram)
     monkeypatch.setattr(run, "read_machine", lambda: machine)
     monkeypatch.setattr("fluxtrain.train.preview._measured", lambda *_: (machine, {}))
     path = run_config(train__keep_checkpoints=50, train__steps=1000)

@@ -158,7 +158,7 @@ def test_the_weight_goes_up_twice_and_its_gradient_comes_home_once() -> None:
         model = qwen()
         engine = in_slices(model, head)
         model(**inputs(0)).loss.backward()
-        engine.gradients.drain()
+        engine.gradients.host.drain()
         moved[head] = engine.traffic().h2d_bytes, engine.traffic().d2h_bytes
     last_two = (VOCABULARY % WORDS + WORDS) * HIDDEN * 4  # are there still
     assert moved["chunks"][0] - moved["whole"][0] == 4 * HEAD_ELEMENTS - last_two

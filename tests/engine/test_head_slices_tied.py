@@ -92,7 +92,7 @@ def test_the_rows_that_were_looked_up_come_home_once_more_and_nothing_else() -> 
     model = tied()
     engine = sliced(model)
     model(**inputs(0)).loss.backward()
-    engine.gradients.drain()
+    engine.gradients.host.drain()
     blocks = sum(s.size_bytes for g in engine.groups for s in g.trained) - 4 * VOCABULARY * HIDDEN
     rows = len(inputs(0)["input_ids"].unique())
     assert engine.traffic().d2h_bytes == blocks + 4 * HIDDEN * (VOCABULARY + rows)

@@ -21,17 +21,17 @@ def test_the_logits_are_those_of_transformers_own_search(tiny: Any, positions: A
     asked = {"input_ids": ids, "position_ids": positions, "use_cache": False}
     with torch.no_grad():
         expected = model(**asked).logits
-        with known_packing(positions):
+        with known_packing(mixes=positions is PACKED):
             told = model(**asked).logits
         if positions is PACKED:
-            with known_packing(None):
+            with known_packing(mixes=False):
                 assert not torch.equal(model(**asked).logits, expected)
     assert torch.equal(told, expected)
 
 
 def test_the_library_is_left_as_it_was() -> None:
     found = masking_utils.find_packed_sequence_indices
-    with pytest.raises(RuntimeError), known_packing(PACKED):
+    with pytest.raises(RuntimeError), known_packing(mixes=True):
         documents = masking_utils.find_packed_sequence_indices(PACKED)
         assert torch.equal(documents, found(PACKED))
         assert masking_utils.find_packed_sequence_indices is not found
@@ -41,6 +41,6 @@ def test_the_library_is_left_as_it_was() -> None:
 
 def test_another_version_of_the_library_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(masking_utils, "find_packed_sequence_indices")
-    with known_packing(PACKED):
+    with known_packing(mixes=True):
         assert not hasattr(masking_utils, "find_packed_sequence_indices")
     assert not hasattr(masking_utils, "find_packed_sequence_indices")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from fluxtrain.memory.current_device import launching_on
+from fluxtrain.hardware.current_gpu import launching_on
 from fluxtrain.optim import dynamic_map, fused_device, fused_narrow
 from fluxtrain.optim.hyper import Hyper, Turns
 from fluxtrain.stream import chunk_loss, slice_loss

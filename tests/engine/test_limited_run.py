@@ -68,7 +68,7 @@ def test_a_plan_in_a_group_stays_inside_its_limit(inside: Callable[..., Any]) ->
     assert plan["host_limit_bytes"] <= LIMIT_BYTES
     # pages of libraries count to the process, and to no group or another one
     assert plan["host_bytes"] <= 1.05 * LIMIT_BYTES
-    assert plan["batch_rows"] < BATCH_LIMIT_ROWS, "what a machine with room would take"
+    assert plan["layout"]["batch_rows"] < BATCH_LIMIT_ROWS, "what a machine with room would take"
     assert peak_bytes() < LIMIT_BYTES, "the measurements of the probe too"
 
 

@@ -19,8 +19,11 @@ import fluxtrain
 from fluxtrain.memory.boundary import BoundaryPark
 from fluxtrain.memory.boundary_homes import Home
 from fluxtrain.plan.footprint import BOUNDARIES_IN_FLIGHT, HIDDEN_AT_LOSS
-from fluxtrain.stream.block import Unit
-from fluxtrain.stream.engine import Engine, engine_of
+from fluxtrain.stream import block, head
+from fluxtrain.stream.context import Context
+from fluxtrain.stream.engine import engine_of
+from fluxtrain.stream.passes import bound
+from fluxtrain.stream.unit import Unit
 from tests.wrap_with import wrap_with
 
 LAYERS, TOKENS, HIDDEN, CHUNK = 4, 16, 64, 2
@@ -65,19 +68,19 @@ class WayHome:
     """A copy that has ended when the next one begins, and not before: neither faster than the
     blocks nor slower."""
 
-    def __init__(self, ticket: Any) -> None:
-        self._ticket = ticket
+    def __init__(self, transfer: Any) -> None:
+        self._transfer = transfer
         self._ended = False
 
     def ends(self) -> None:
-        self._ticket.wait_host()
+        self._transfer.wait_host()
         self._ended = True
 
     def done(self) -> bool:
         return self._ended
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._ticket, name)
+        return getattr(self._transfer, name)
 
 
 @pytest.fixture
@@ -89,7 +92,7 @@ def copies_keep_up(monkeypatch: pytest.MonkeyPatch) -> None:
         device: Any = self._device
         download = device.download
         for parked in self._leaving:
-            cast(WayHome, parked.ticket).ends()
+            cast(WayHome, parked.transfer).ends()
         with monkeypatch.context() as patch:
             patch.setattr(device, "download", lambda *copied: WayHome(download(*copied)))
             return park(self, *arguments)
@@ -107,7 +110,7 @@ def peaks(rows: int, monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     config._attn_implementation = "sdpa"
     torch.manual_seed(0)
     model = Qwen2ForCausalLM(config).to(torch.bfloat16).train()
-    live, place, bound = Live(), BoundaryPark._place, Engine.bound
+    live, place = Live(), BoundaryPark._place
 
     def on_host(self: BoundaryPark, tensor: Tensor) -> tuple[Home | None, Tensor]:
         home, host = place(self, tensor)
@@ -115,14 +118,15 @@ def peaks(rows: int, monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
         return home, host
 
     @contextmanager
-    def watched(self: Engine, unit: Unit, does: str = "forward") -> Iterator[None]:
+    def watched(context: Context, unit: Unit, does: str = "forward") -> Iterator[None]:
         live.enters(f"{does} {unit.group.kind}")
-        with bound(self, unit, does):
+        with bound(context, unit, does):
             yield
         live.enters(f"after {does}")
 
     monkeypatch.setattr(BoundaryPark, "_place", on_host)
-    monkeypatch.setattr(Engine, "bound", watched)
+    for module in (block, head):
+        monkeypatch.setattr(module, "bound", watched)
     wrap_with(model, device="cpu", offload="weights", activations="host", chunk_rows=CHUNK)
     engine = engine_of(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)

@@ -14,11 +14,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from fluxtrain.memory import device as devices
+from fluxtrain.device import cpu_device as devices
+from fluxtrain.device.cpu_device import CpuDevice
+from fluxtrain.device.staging import Staging
+from fluxtrain.device.transfer import Transfer
 from fluxtrain.memory.arena import HostArena
-from fluxtrain.memory.device import CpuDevice, Ticket
 from fluxtrain.memory.page_locks import PageLocks
-from fluxtrain.memory.staging import Staging
 from fluxtrain.stream.engine import engine_of
 from tests.engine.granted import Granted, granting
 from tests.wrap_with import wrap_with
@@ -66,7 +67,7 @@ def unlocked_early(
     return early
 
 
-def begin(device: CpuDevice, home: Tensor, way: str, after: Any = None) -> Ticket:
+def begin(device: CpuDevice, home: Tensor, way: str, after: Any = None) -> Transfer:
     other = torch.ones(home.numel(), dtype=home.dtype)
     return device.download(home, other) if way == "d2h" else device.upload(other, home, after, None)
 
@@ -77,8 +78,8 @@ def test_an_arena_is_unlocked_after_its_copies_when_a_collection_finds_all_at_on
 ) -> None:
     arena = HostArena(4 * COUNT, pin=True)
     held(device._up if way == "h2d" else device._down)
-    ticket = begin(device, arena.tensor(torch.float32, COUNT, 0), way)
-    early = unlocked_early(locks, monkeypatch, ticket.done)
+    transfer = begin(device, arena.tensor(torch.float32, COUNT, 0), way)
+    early = unlocked_early(locks, monkeypatch, transfer.done)
     address, everything = arena.address, [arena]
     everything.append(everything)  # type: ignore[arg-type]  # only a collection frees it
     del arena, everything
@@ -98,8 +99,8 @@ def test_weights_stay_locked_while_they_are_copied_though_their_model_is_gone(
     held(worker)
     assert engine.window.prefetch(group)
     slot = engine.window.holds(group)
-    assert slot is not None and slot.ticket is not None and not slot.ticket.done()
-    early = unlocked_early(locks, monkeypatch, slot.ticket.done)
+    assert slot is not None and slot.transfer is not None and not slot.transfer.done()
+    early = unlocked_early(locks, monkeypatch, slot.transfer.done)
     address = group._arenas[0].address
     assert address in locks._sizes
     del model, engine, group, slot
@@ -128,10 +129,10 @@ def test_a_ring_that_is_dropped_waits_for_the_pieces_that_cross(
     ring = Staging(4096, 2)
     memory = torch.zeros(3 * 4096, dtype=torch.uint8)
     if way == "h2d":
-        ring.up(memory, torch.ones_like(memory), send)
+        ring.upload(memory, torch.ones_like(memory), send)
     else:
         with pytest.raises(InterruptedError):
-            ring.down(memory, torch.ones_like(memory), send)
+            ring.download(memory, torch.ones_like(memory), send)
     crosses = set(range(1, sent[0] + 1)) - set(crossed) - {breaks}
     assert crosses
     early = unlocked_early(locks, monkeypatch, lambda: crosses <= set(crossed))
@@ -148,10 +149,10 @@ def test_a_thread_that_lets_go_of_what_it_is_to_copy_does_not_wait_for_itself(
     arenas, begins = [HostArena(4 * COUNT, pin=True)], threading.Event()
     device._up.submit(begins.wait)
     dropped = device._up.submit(arenas.clear)
-    ticket = begin(device, arenas[0].tensor(torch.float32, COUNT, 0), "h2d")
+    transfer = begin(device, arenas[0].tensor(torch.float32, COUNT, 0), "h2d")
     begins.set()
     dropped.result(timeout=5)
-    ticket.wait_host()
+    transfer.wait_host()
     assert not arenas
 
 
@@ -163,7 +164,7 @@ def test_memory_whose_copy_waits_for_an_update_is_let_go_at_once(
     home = arena.tensor(torch.float32, COUNT, 0).fill_(7.0)
     there = torch.zeros(COUNT)
     before = locks.locked_bytes
-    ticket = device.upload(there, home, update, None)
+    transfer = device.upload(there, home, update, None)
     dropping = threading.Thread(target=[arena].clear, daemon=True)
     del arena, home
     dropping.start()
@@ -172,7 +173,7 @@ def test_memory_whose_copy_waits_for_an_update_is_let_go_at_once(
     del dropping
     assert before - locks.locked_bytes == 4 * COUNT
     update.set_result(None)
-    ticket.wait_host()
+    transfer.wait_host()
     assert bool((there == 7.0).all())
 
 

@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from fluxtrain.memory.device import CpuDevice
-from fluxtrain.memory.rows import Gather, Places, RowBuffers, RowTicket, Scatter, norm_by_rows
+from fluxtrain.device.cpu_device import CpuDevice
+from fluxtrain.gradients.rows import RowTransfer, Scatter
+from fluxtrain.gradients.views import norm_by_rows
+from fluxtrain.memory.rows import Gather, Places, RowBuffers
 
 
 def table_of(flat: Tensor) -> Tensor:
@@ -33,9 +35,9 @@ def test_rows_are_brought_as_they_are() -> None:
     buffers = RowBuffers(device, 50, 4, torch.float32)
     for seed in range(3):
         ids = torch.randint(0, 50, (20 + seed,), generator=torch.Generator().manual_seed(seed))
-        brought, tickets = buffers.bring(Places.of(ids), gather(table))
-        for ticket in tickets:
-            ticket.wait_compute("weights")
+        brought, transfers = buffers.bring(Places.of(ids), gather(table))
+        for transfer in transfers:
+            transfer.wait_compute("weights")
         assert torch.equal(brought.rows[brought.of_tokens], table[ids])
         buffers.release()
     buffers.give_back()
@@ -46,9 +48,9 @@ def test_rows_are_brought_as_they_are() -> None:
 def test_more_tokens_than_rows_need_no_more_than_the_table() -> None:
     device = CpuDevice()
     buffers = RowBuffers(device, 50, 4, torch.float32)
-    _, tickets = buffers.bring(Places.of(torch.arange(50).repeat(9)), gather(torch.randn(50, 4)))
-    for ticket in tickets:
-        ticket.wait_host()
+    _, transfers = buffers.bring(Places.of(torch.arange(50).repeat(9)), gather(torch.randn(50, 4)))
+    for transfer in transfers:
+        transfer.wait_host()
     assert buffers.capacity == 50
     device.close()
 
@@ -133,13 +135,13 @@ def test_rows_of_zeros_change_no_bit_of_the_norm() -> None:
 def test_a_gradient_lands_once_whoever_waits() -> None:
     landed: list[int] = []
     device = CpuDevice()
-    ticket = RowTicket(device.download(torch.zeros(4), torch.ones(4)), lambda: landed.append(1))
-    ticket.wait_host()
-    ticket.wait_host()
-    ticket.wait_compute("gradients")
-    assert ticket.done()
-    assert not ticket.failed()
-    assert ticket.instants() is not None
-    assert ticket.duration_s is not None
+    transfer = RowTransfer(device.download(torch.zeros(4), torch.ones(4)), lambda: landed.append(1))
+    transfer.wait_host()
+    transfer.wait_host()
+    transfer.wait_compute("gradients")
+    assert transfer.done()
+    assert not transfer.failed()
+    assert transfer.instants() is not None
+    assert transfer.duration_s is not None
     assert landed == [1]
     device.close()

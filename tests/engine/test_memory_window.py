@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from fluxtrain.memory.device import CpuDevice
+from fluxtrain.device.cpu_device import CpuDevice
+from fluxtrain.device.stalls import Stalls
 from fluxtrain.memory.group import Group
-from fluxtrain.memory.stalls import Stalls
 from fluxtrain.memory.window import Window
 from fluxtrain.plan.group_placement import GroupPlacement
 from tests.engine.slow_device import SlowDevice
@@ -86,7 +86,7 @@ def group(value: int, elements: int = SIZE) -> Group:
 
 def window(slots: int, device: Any = None) -> tuple[Window, list[tuple[str, str]]]:
     moves: list[tuple[str, str]] = []
-    made = Window(device or LazyDevice(), lambda g, cause, ticket: moves.append((g.name, cause)))
+    made = Window(device or LazyDevice(), lambda g, cause, transfer: moves.append((g.name, cause)))
     for _ in range(slots):
         made.add_slot(4 * SIZE)
     return made, moves
@@ -188,7 +188,7 @@ def test_an_upload_waits_for_the_groups_own_update() -> None:
     made.forget(g)
     assert made.prefetch(g)
     slot = made.holds(g)
-    assert slot is not None and slot.ticket is not None and not slot.ticket.done()
+    assert slot is not None and slot.transfer is not None and not slot.transfer.done()
     g.home_views[0].fill_(9.0)
     g.pending.set_result(None)
     assert made.take(g)[0][0] == 9.0

@@ -128,8 +128,8 @@ def test_tensors_in_another_dtype_than_most_are_converted_and_told(
     config = demo_config(
         [f"model.path={folder}", "data.sequence_length=32", "placement.device=cpu"]
     )
-    shown = next(c for c in preview(config)["choices"] if c["name"] == "model.dtype")
-    assert shown["because"] == loaded.precision.because
+    shown = next(c for c in preview(config).choices if c.name == "model.dtype")
+    assert shown.because == loaded.precision.because
 
 
 def test_the_demo_is_the_same_for_the_same_seed(

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 import fluxtrain
-from fluxtrain.memory import device as devices
+from fluxtrain.device import cpu_device as devices
+from fluxtrain.device.staging import Staging, host_copy
 from fluxtrain.memory import page_locks
 from fluxtrain.memory.page_locks import PageLocks
-from fluxtrain.memory.staging import Staging, host_copy
 from fluxtrain.stream.engine import engine_of
-from fluxtrain.train.guarding import page_locks_of
+from fluxtrain.train.preflight import page_locks_of
 
 KIB = 1 << 10
 
@@ -148,9 +148,9 @@ def test_the_ring_copies_every_byte_of_any_size(size: int, pieces: int, system: 
     ring = Staging(4096, pieces)
     source = torch.randint(0, 255, (size,), dtype=torch.uint8)
     up, down = torch.zeros_like(source), torch.zeros_like(source)
-    ring.up(up, source, send)
+    ring.upload(up, source, send)
     for passed in ring._arena.under_way.values():
         passed()
     assert torch.equal(up, source)
-    ring.down(down, source, send)
+    ring.download(down, source, send)
     assert not late and torch.equal(down, source)

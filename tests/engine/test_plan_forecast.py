@@ -54,17 +54,17 @@ def test_a_model_without_weights_is_planned_for_a_machine_that_is_not_here(
     large: RunConfig, tmp_path: Path
 ) -> None:
     plan = preview(large, machine(tmp_path, 24, 160))
-    assert plan["model"]["parameters"] == pytest.approx(8.03e9, rel=0.01)
-    assert plan["device"] == "cuda"
-    assert plan["device_bytes"] <= 24 * GIB * 0.9
-    assert plan["need"]["host_bytes"] <= 160 * GIB * 0.9 == plan["host_limit_bytes"] * 0.9
+    assert plan.model.parameters == pytest.approx(8.03e9, rel=0.01)
+    assert plan.device == "cuda"
+    assert plan.device_bytes <= 24 * GIB * 0.9
+    assert plan.need["host_bytes"] <= 160 * GIB * 0.9 == plan.host_limit_bytes * 0.9
     # the states of what is at home pass through the optimizer, in two passes of 18 of 26 bytes
-    parts, home = plan["predicted"]["parts_s"], plan["need"]["arena_bytes"] / 14
+    parts, home = plan.predicted.parts_s, plan.need["arena_bytes"] / 14
     once_s = home / RATES["adamw"]
     assert parts["host_update"] == pytest.approx(once_s * 18 / 26, rel=0.01)
     assert parts["deferred_moments"] == parts["host_update"]
-    assert plan["predicted"]["seconds_per_step"] >= parts["host_update"]
-    assert [one["name"] for one in plan["plans"]] == ["fast", "balanced", "fit"]
+    assert plan.predicted.step_s >= parts["host_update"]
+    assert [one.name for one in plan.plans] == ["fast", "balanced", "fit"]
     text = table(plan)
     assert "bound by" in text
     assert "balanced" in text
@@ -80,17 +80,17 @@ def test_when_moments_are_updated_is_predicted_chosen_and_said(
             update={"train": large.train.model_copy(update={"moments": moments})}
         )
         told[moments] = preview(asked, machine(tmp_path, 24, 160))
-    seconds = {name: plan["predicted"]["seconds_per_step"] for name, plan in told.items()}
+    seconds = {name: plan.predicted.step_s for name, plan in told.items()}
     assert seconds["auto"] == seconds["deferred"] < seconds["with_weights"]
     whole = told["with_weights"]
-    home = whole["need"]["arena_bytes"] / 14
-    parts = whole["predicted"]["parts_s"]
+    home = whole.need["arena_bytes"] / 14
+    parts = whole.predicted.parts_s
     assert parts["host_update"] == pytest.approx(home / RATES["adamw"], rel=0.01)
     assert parts["deferred_moments"] == 0
     for name, plan in told.items():
-        choice = next(one for one in plan["choices"] if one["name"] == "train.moments")
-        assert choice["value"] == ("with_weights" if name == "with_weights" else "deferred")
-        assert (choice["because"] == "as set") == (name != "auto")
+        choice = next(one for one in plan.choices if one.name == "train.moments")
+        assert choice.value == ("with_weights" if name == "with_weights" else "deferred")
+        assert (choice.because == "as set") == (name != "auto")
 
 
 def test_a_host_that_is_too_small_is_refused_with_the_numbers(
@@ -104,9 +104,9 @@ def test_a_model_that_is_larger_than_the_host_fits_where_its_files_are_only_mapp
     large: RunConfig, tmp_path: Path
 ) -> None:
     plan = preview(large, machine(tmp_path, 160, 8))
-    weights = 2 * plan["model"]["parameters"]
-    assert plan["offload"] == "none" and weights > plan["host_limit_bytes"] == 8 * GIB
-    assert 4e9 <= plan["host_bytes"] < 8 * GIB, "weights of one file, while the model is saved"
+    weights = 2 * plan.model.parameters
+    assert plan.layout.offload == "none" and weights > plan.host_limit_bytes == 8 * GIB
+    assert 4e9 <= plan.host_bytes < 8 * GIB, "weights of one file, while the model is saved"
     with pytest.raises(DoesNotFit, match=r"while they are saved 3.73 GiB need .* is available"):
         preview(large, machine(tmp_path, 160, 3.5))
 
@@ -116,7 +116,7 @@ def test_a_model_whose_weights_loading_converts_must_fit_the_host_as_a_whole(
 ) -> None:
     shape = Path(large.model.path) / "config.json"
     shape.write_text(json.dumps({**json.loads(shape.read_text()), "dtype": "float32"}))
-    assert preview(large, machine(tmp_path, 160, 24))["model"]["dtype"] == "bfloat16"
+    assert preview(large, machine(tmp_path, 160, 24)).model.dtype == "bfloat16"
     machine(tmp_path, 160, 8)
     asked = [f"--set={setting}" for setting in (f"model.path={shape.parent}",
              "data.sequence_length=1024", "train.batch_rows=8")]  # fmt: skip
@@ -145,9 +145,9 @@ def test_another_machine_trains_no_model_that_this_one_refuses(
 
 def test_a_machine_without_rates_has_a_plan_but_no_time(large: RunConfig, tmp_path: Path) -> None:
     plan = preview(large, machine(tmp_path, 24, 160, rates={"adamw": 1e9}))
-    assert plan["predicted"] is None
-    assert plan["plans"] == []
-    assert "gpu_matmul" in plan["predicted_because"]
+    assert plan.predicted is None
+    assert plan.plans == ()
+    assert "gpu_matmul" in plan.predicted_because
     assert "time is not predicted: not measured on this machine" in table(plan)
 
 
@@ -156,22 +156,22 @@ def test_no_plans_are_offered_where_the_least_of_the_device_is_asked_for(
 ) -> None:
     placement = large.placement.model_copy(update={"offload": "max"})
     plan = preview(large.model_copy(update={"placement": placement}), machine(tmp_path, 24, 160))
-    assert plan["offload"] == "max" and plan["predicted"] is not None
-    assert plan["plans"] == [], "no setting of the dial leads to another plan"
+    assert plan.layout.offload == "max" and plan.predicted is not None
+    assert plan.plans == (), "no setting of the dial leads to another plan"
     assert "plans by their memory" not in table(plan)
 
 
 def test_without_a_gpu_an_offload_as_set_leaves_plans_to_choose_from(tmp_path: Path) -> None:
     rates = {"cpu_matmul": 1e11, "adamw": 1e9, "host_copy": 1e10}
     asked = demo_config(["placement.offload=max"])
-    assert preview(asked, machine(tmp_path, 0, 8, rates))["plans"]
+    assert preview(asked, machine(tmp_path, 0, 8, rates)).plans
 
 
 def test_a_gpu_is_not_invented(tmp_path: Path) -> None:
     rates = {"cpu_matmul": 1e11, "adamw": 1e9, "host_copy": 1e10}
     plan = preview(demo_config(), machine(tmp_path, 0, 8, rates))
-    assert plan["device"] == "cpu"
-    assert plan["predicted"]["seconds_per_step"] > 0
+    assert plan.device == "cpu"
+    assert plan.predicted.step_s > 0
     with pytest.raises(BadInput, match="has no GPU"):
         preview(demo_config(["placement.device=cuda"]), machine(tmp_path, 0, 8, rates))
 
@@ -180,14 +180,14 @@ def test_with_the_settings_of_a_plan_train_takes_just_that_plan(
     large: RunConfig, tmp_path: Path
 ) -> None:
     elsewhere = machine(tmp_path, 24, 160)
-    for one in preview(large, elsewhere)["plans"]:
-        sets = [f"{key}={value}" for key, value in one["settings"].items()]
+    for one in preview(large, elsewhere).plans:
+        sets = [f"{key}={value}" for key, value in one.settings.items()]
         asked = demo_config([*sets, "data.sequence_length=1024", f"model.path={large.model.path}"])
         again = preview(asked, elsewhere)
-        for key in ("offload", "device_groups", "resident_blocks", "chunk_rows", "device_bytes"):
-            assert again[key] == one[key]
-        seconds = again["predicted"]["seconds_per_step"]
-        assert seconds == pytest.approx(one["seconds_per_step"])
+        assert again.layout == one.layout
+        assert again.device_bytes == one.device_bytes
+        seconds = again.predicted.step_s
+        assert seconds == pytest.approx(one.predicted.step_s)
 
 
 def test_a_configuration_of_ten_million_layers_is_refused_and_not_planned(
@@ -208,7 +208,9 @@ def test_the_disk_that_is_told_is_the_one_that_a_run_is_judged_by() -> None:
         placement=place(facts, room, RunRequest()), passes=1,
         clips=True, keep_checkpoints=2, constants=Constants(per_s={}, source=""),
     )  # fmt: skip
-    judged = disk_need(facts, kept=2, written=EVERY_CHECKPOINT, steps=0)
+    judged = disk_need(
+        facts, model_bytes=facts.weight_bytes, kept=2, written=EVERY_CHECKPOINT, steps=0
+    )
     assert forecast.checkpoint_bytes == judged.checkpoint_bytes
     assert forecast.disk_bytes == judged.total_bytes - judged.journal_bytes
 
@@ -217,6 +219,6 @@ def test_an_unclipped_run_is_predicted_to_overlap_more(large: RunConfig, tmp_pat
     elsewhere = machine(tmp_path, 24, 160)
     settings = large.model_dump()
     settings["train"]["max_grad_norm"] = None
-    eager = preview(RunConfig.model_validate(settings), elsewhere)["predicted"]
-    exact = preview(large, elsewhere)["predicted"]
-    assert eager["seconds_per_step"] < exact["seconds_per_step"]
+    eager = preview(RunConfig.model_validate(settings), elsewhere).predicted
+    exact = preview(large, elsewhere).predicted
+    assert eager.step_s < exact.step_s

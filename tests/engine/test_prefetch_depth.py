@@ -92,7 +92,7 @@ def test_with_two_slots_the_next_streamed_block_is_asked_for_past_a_resident_one
     monkeypatch.setattr(engine.window, "prefetch", noted)
     for unit, later in pairs:
         asked.clear()
-        engine._copy_ahead("forward", unit)
+        engine.ahead._copy("forward", unit, engine.plan.slots)
         assert later.group in asked
         assert [group for group in asked if group not in own] == [later.group]
     fluxtrain.sync(model)

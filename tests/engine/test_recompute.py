@@ -28,10 +28,10 @@ class Block(nn.Module):
         super().__init__()
         self.norm = nn.LayerNorm(width)
         self.inside = nn.Linear(width, 2 * width)
-        self.outside = nn.Linear(2 * width, width)
+        self.third_party = nn.Linear(2 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.outside(nn.functional.silu(self.inside(self.norm(x))))
+        return x + self.third_party(nn.functional.silu(self.inside(self.norm(x))))
 
 
 class Stack(nn.Module):
@@ -69,7 +69,7 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
 
 def past_the_checks(model: nn.Module) -> None:
     for unit in engine_of(model).units:
-        unit.checked = CHECKED_STEPS
+        unit.checked_recomputes = CHECKED_STEPS
 
 
 def test_the_last_product_is_computed_once_and_all_others_twice() -> None:
@@ -200,7 +200,7 @@ def test_kept_blocks_compute_nothing_again_and_give_the_same_bits() -> None:
     wanted = gradients(model)
     ran: list[str] = []
     for unit in engine_of(model).units:
-        unit.keeps = True
+        unit.recomputes = False
     model.blocks[1].norm.register_forward_hook(lambda *_: ran.append("norm"))
     found = gradients(model)
     assert ran == ["norm", "norm"]  # one for each chunk
@@ -243,7 +243,7 @@ class StoresOnContext(torch.autograd.Function):
 class Storing(Block):
     def forward(self, x: Tensor) -> Tensor:
         inside = StoresOnContext.apply(x, self.inside.weight)
-        return x + self.outside(nn.functional.silu(inside))  # type: ignore[no-any-return]
+        return x + self.third_party(nn.functional.silu(inside))  # type: ignore[no-any-return]
 
 
 class ItsOwnHooks(Block):
@@ -274,7 +274,7 @@ def test_a_block_may_keep_views_of_its_weights_between_the_passes(block: type[Bl
 
 class ReturnsAWeight(Block):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        return super().forward(x), self.outside.weight.t()
+        return super().forward(x), self.third_party.weight.t()
 
 
 class Penalized(Stack):

@@ -108,11 +108,11 @@ def test_losses_and_weights_keep_their_bits_through_changes_of_residency_and_pre
     turned.steps(2)
     plain.steps(2)
     assert turned.losses == plain.losses
-    assert [unit.keeps for unit in turned.engine.units].count(True) == 0  # all of them stream
+    assert all(unit.recomputes for unit in turned.engine.units)  # all of them stream
     assert all(torch.equal(a, b) for a, b in zip(turned.weights(), plain.weights(), strict=True))
 
 
-def test_the_window_the_accounts_and_the_residency_are_those_of_the_new_layout(
+def test_the_window_the_counters_and_the_residency_are_those_of_the_new_layout(
     training: Callable[[], Training],
 ) -> None:
     run = training()

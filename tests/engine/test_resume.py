@@ -252,13 +252,13 @@ def test_an_evaluation_that_a_stop_cut_short_is_done_when_the_run_goes_on(
     config = run_config(train__steps=4, train__evaluate_every=2)
     reference(config, tmp_path / "whole")
 
-    def interrupted(model: Any, batches: Any, stop: Callable[[], bool]) -> Any:
+    def interrupted(objective: Any, model: Any, batches: Any, stop: Callable[[], bool]) -> Any:
         if not evaluated:
             evaluated.append(True)
-            return evaluate(model, batches, stop)
+            return evaluate(objective, model, batches, stop)
         signal.raise_signal(signal.SIGTERM)
         assert stop()
-        return evaluate(model, batches, stop)
+        return evaluate(objective, model, batches, stop)
 
     evaluated: list[bool] = []
     run_dir = tmp_path / "stopped"

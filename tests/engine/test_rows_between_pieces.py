@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from fluxtrain.memory.arrival import Arrival
+from fluxtrain.gradients.embedding_sum import EmbeddingSum
+from fluxtrain.gradients.host_gradients import Arrival
 from fluxtrain.memory.group import Group
 from fluxtrain.stream import updates
 from fluxtrain.stream.updates import Updates
@@ -163,10 +164,8 @@ def test_whoever_asks_while_an_eager_steps_last_gradients_come_home_goes_first(
     model = llama()
     engine = wrapped(model, "rows", eager=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    gradients: Any = engine.gradients
     device: Any = engine.device
-    rows_home: Any = gradients._table_rows
-    wait, send, driver = Arrival.wait, rows_home.send, threading.current_thread()
+    wait, send, driver = Arrival.wait, EmbeddingSum._download, threading.current_thread()
     come, waits, has_them = threading.Event(), threading.Event(), threading.Event()
     held: list[Arrival] = []
 
@@ -190,7 +189,7 @@ def test_whoever_asks_while_an_eager_steps_last_gradients_come_home_goes_first(
 
     loss = model(**inputs(0)).loss
     engine.begin_eager_step(optimizer, loss)
-    monkeypatch.setattr(rows_home, "send", sent)
+    monkeypatch.setattr(EmbeddingSum, "_download", sent)
     monkeypatch.setattr(Arrival, "wait", waited)
     loss.backward()
     watch = Watch(engine, monkeypatch)

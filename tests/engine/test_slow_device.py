@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import fluxtrain
+from fluxtrain.stream import block
 from fluxtrain.stream.engine import engine_of
 from tests.engine.slow_device import scalers_on_a_gpu, slowed
 from tests.wrap_with import wrap_with
@@ -154,7 +155,7 @@ def test_a_gradient_that_is_set_is_not_overwritten_by_one_that_was_dropped(
         parameter.grad = None  # unread: its bytes are on their way home
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
-    engine.gradients.drain()
+    engine.gradients.host.drain()
     differ = [n for n, p in model.named_parameters() if not bool((p.grad == 1).all())]
     assert not differ
 
@@ -173,14 +174,14 @@ def test_memory_of_a_boundary_that_nobody_fetched_is_kept_for_its_copy(
     kept.clear()
     loss = model(**batch()).loss
 
-    after_backward = engine.after_backward
+    end_backward = block.end_backward
 
-    def fail(unit: Any) -> None:
+    def fail(context: Any, unit: Any) -> None:
         if unit.group.kind == "block":
             raise ArithmeticError("on the way")
-        after_backward(unit)
+        end_backward(context, unit)
 
-    monkeypatch.setattr(engine, "after_backward", fail)
+    monkeypatch.setattr(block, "end_backward", fail)
     with pytest.raises(ArithmeticError):
         loss.backward()
     del loss

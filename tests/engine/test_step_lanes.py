@@ -337,9 +337,9 @@ def test_a_trained_run_gives_a_summary_and_a_trace_and_train_writes_one_itself(
 def test_what_an_evaluation_waited_for_is_no_stall_of_the_next_step(
     run_config: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def waiting(model: torch.nn.Module, *arguments: Any) -> Any:
+    def waiting(objective: Any, model: torch.nn.Module, *arguments: Any) -> Any:
         engine_of(model).device.stalls.add("weights", 1000.0)
-        return evaluate(model, *arguments)
+        return evaluate(objective, model, *arguments)
 
     monkeypatch.setattr("fluxtrain.train.loop.evaluate", waiting)
     config = load_config(run_config(train__steps=3, train__evaluate_every=1), [])

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import fluxtrain
+from fluxtrain.device.transfer import Transfer
 from fluxtrain.errors import BadInput
-from fluxtrain.memory.device import Ticket
 from fluxtrain.stream.engine import Engine, engine_of
 from tests.wrap_with import wrap_with
 
@@ -54,8 +54,8 @@ def test_a_move_is_given_once_when_it_has_ended(tiny: Any) -> None:
 
     slow, quick = Copy(), Copy()
     quick.duration_s = 0.25
-    engine.accounts.uploaded(engine.groups[0], "demand", cast(Ticket, slow))
-    engine.accounts.uploaded(engine.groups[1], "prefetch", cast(Ticket, quick))
+    engine.counters.uploaded(engine.groups[0], "demand", cast(Transfer, slow))
+    engine.counters.uploaded(engine.groups[1], "prefetch", cast(Transfer, quick))
     moves, started = engine.take_moves(10)
     assert [(m.cause, m.duration_s) for m in moves] == [("prefetch", 0.25)] and started == 2
     slow.duration_s = 0.5

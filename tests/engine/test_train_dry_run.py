@@ -34,7 +34,7 @@ def test_three_steps_are_those_of_the_run_and_nothing_is_left(
 ) -> None:
     config = run_config(train__steps=50, train__warmup_steps=10, train__max_grad_norm=1.0)
     found = trial.dry_run(load_config(config))
-    assert (found["steps"], found["total_steps"]) == (trial.STEPS, 50)
+    assert (found.steps, found.total_steps) == (trial.STEPS, 50)
     assert list(own_folders.iterdir()) == []
     assert not (tmp_path / "runs").exists()
     assert capsys.readouterr().out == "", "standard output is for the answer"
@@ -43,18 +43,18 @@ def test_three_steps_are_those_of_the_run_and_nothing_is_left(
     run = RunDir(tmp_path / "real")
     train(real, trial.Target(run_dir=run, resumes=False))
     result = json.loads(run.result.read_text())
-    assert found["losses"][-1] == result["loss"]
-    assert found["losses"][0] == result["first_loss"]
+    assert found.losses[-1] == result["loss"]
+    assert found.losses[0] == result["first_loss"]
 
 
 def test_measured_stands_beside_predicted(run_config: MakeConfig) -> None:
     found = trial.dry_run(load_config(run_config(train__steps=50)))
-    assert found["host_bytes"]["measured"] > 0
-    assert found["host_bytes"]["predicted"] > 0
-    later_s = found["step_s"][1:]
-    assert min(later_s) <= found["seconds_per_step"]["measured"] <= max(later_s)
-    eta = found["eta_s"]
-    assert (eta["low"], eta["high"]) == (min(later_s) * 50, max(later_s) * 50)
+    assert found.host_bytes.measured > 0
+    assert found.host_bytes.predicted > 0
+    later_s = found.steps_s[1:]
+    assert min(later_s) <= found.step_s.measured <= max(later_s)
+    eta = found.eta_s
+    assert (eta.low, eta.high) == (min(later_s) * 50, max(later_s) * 50)
     shown = trial.table(found)
     assert "host memory" in shown
     assert "nothing was kept" in shown
@@ -72,11 +72,11 @@ def test_a_run_that_does_not_fit_says_so_and_leaves_nothing(
     assert list(own_folders.iterdir()) == []
 
 
-def test_a_keeper_of_a_dry_run_never_writes(tmp_path: Path) -> None:
-    keeper = trial.NothingKept(tmp_path, None, 1, None, {})  # type: ignore[arg-type]
-    assert not keeper.is_due(trial.STEPS)
+def test_a_dry_run_writes_no_checkpoint(tmp_path: Path) -> None:
+    writer = trial.NoCheckpoints(tmp_path, None, 1, None, {}, None)  # type: ignore[arg-type]
+    assert not writer.is_due(trial.STEPS)
     with pytest.raises(Interrupted):
-        keeper.write(None, None, None)  # type: ignore[arg-type]
+        writer.write(None, None, None)  # type: ignore[arg-type]
     assert [path.name for path in tmp_path.iterdir()] == ["temporary"]
 
 

@@ -6,17 +6,18 @@ import json
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
+from fluxtrain.client.asking import decoded
+from fluxtrain.client.inspection import InspectedSample, InspectionAnswer
 from fluxtrain.data.packing import IGNORED
 from fluxtrain.errors import BadInput
 from fluxtrain.train import inspection
 from fluxtrain.train.config import load_config
-from fluxtrain.train.ingredients import load_ingredients
+from fluxtrain.train.inputs import load_inputs
 
 MakeConfig = Callable[..., Path]
 TURNS = [
@@ -27,12 +28,12 @@ TURNS = [
 ]
 
 
-def inspected(config: Path) -> dict[str, Any]:
+def inspected(config: Path) -> InspectionAnswer:
     return inspection.inspect(load_config(config))
 
 
-def learnt(sample: dict[str, Any]) -> list[str]:
-    return [piece["text"] for piece in sample["pieces"] if piece["learnt"]]
+def learnt(sample: InspectedSample) -> list[str]:
+    return [piece.text for piece in sample.pieces if piece.learnt]
 
 
 @pytest.fixture
@@ -46,11 +47,11 @@ def test_of_a_conversation_the_assistants_words_are_learnt_and_the_template_is_s
     run_config: MakeConfig, talks: Path
 ) -> None:
     found = inspected(run_config(data__path=str(talks), data__sequence_length=64))
-    [first, *_] = found["samples"]
+    [first, *_] = found.samples
     assert learnt(first) == ["it is four<|im_end|>", "six<|im_end|>"]
-    whole = "".join(piece["text"] for piece in first["pieces"])
+    whole = "".join(piece.text for piece in first.pieces)
     assert whole.startswith("<|im_start|>user\nwhat is two and two?<|im_end|>")
-    assert found["format"] == "jsonl-messages"
+    assert found.format == "jsonl-messages"
 
 
 def test_what_is_shown_as_learnt_has_exactly_the_labels_of_the_run(
@@ -58,22 +59,22 @@ def test_what_is_shown_as_learnt_has_exactly_the_labels_of_the_run(
 ) -> None:
     config = run_config(data__path=str(talks), data__sequence_length=64, data__held_out=0.0)
     found = inspected(config)
-    data = load_ingredients(load_config(config)).data
+    data = load_inputs(load_config(config)).data
     rows = data.trained
     labels = np.concatenate([rows[index].labels.ravel() for index in range(len(rows))])
     learnt_tokens = int((labels != IGNORED).sum())
-    assert sum(found["lengths"]) == data.tokens
-    assert found["learnt_share"] == pytest.approx(learnt_tokens / data.tokens)
-    assert found["estimated_rows"] == len(rows)
+    assert sum(found.lengths) == data.tokens
+    assert found.learnt_share == pytest.approx(learnt_tokens / data.tokens)
+    assert found.estimated_rows == len(rows)
 
 
 def test_of_a_text_all_but_the_first_token_is_learnt(run_config: MakeConfig) -> None:
     found = inspected(run_config(data__sequence_length=64))
-    for sample in found["samples"]:
-        seen, rest = sample["pieces"]
-        assert (seen["learnt"], rest["learnt"]) == (False, True)
-        assert rest["text"].endswith("<|endoftext|>")
-        assert sample["learnt_tokens"] == sample["tokens"] - 1
+    for sample in found.samples:
+        seen, rest = sample.pieces
+        assert (seen.learnt, rest.learnt) == (False, True)
+        assert rest.text.endswith("<|endoftext|>")
+        assert sample.learnt_tokens == sample.tokens - 1
 
 
 def test_a_document_longer_than_a_row_is_shown_as_far_as_its_first_row(
@@ -82,9 +83,9 @@ def test_a_document_longer_than_a_row_is_shown_as_far_as_its_first_row(
     path = tmp_path / "long.txt"
     path.write_text("the fox jumps over the dog " * 60)
     found = inspected(run_config(data__path=str(path), data__sequence_length=16))
-    [sample] = found["samples"]
-    assert (sample["shown_tokens"], sample["rows"]) == (16, -(-sample["tokens"] // 16))
-    assert found["cut_documents_share"] == found["cut_tokens_share"] == 1.0
+    [sample] = found.samples
+    assert (sample.shown_tokens, sample.rows) == (16, -(-sample.tokens // 16))
+    assert found.cut_documents_share == found.cut_tokens_share == 1.0
 
 
 def test_of_a_large_file_a_part_is_read_and_the_rest_estimated(
@@ -94,10 +95,10 @@ def test_of_a_large_file_a_part_is_read_and_the_rest_estimated(
     path = tmp_path / "many.jsonl"
     path.write_text('{"text": "the fox jumps over the dog"}\n' * 200)
     found = inspected(run_config(data__path=str(path)))
-    assert found["sampled_documents"] == 10
-    assert found["sampled_share"] == pytest.approx(0.05)
-    assert found["estimated_documents"] == 200
-    assert found["estimated_tokens"] == 200 * found["lengths"][0]
+    assert found.sampled_documents == 10
+    assert found.sampled_share == pytest.approx(0.05)
+    assert found.estimated_documents == 200
+    assert found.estimated_tokens == 200 * found.lengths[0]
     assert "estimated from the first 10 (5.0% of the file)" in inspection.page(found)
 
 
@@ -106,8 +107,8 @@ def test_stretches_put_together_are_the_whole_text(tokenizer_folder: Path) -> No
     ids = tokenizer("the fox – and 犬 – jumps over it")["input_ids"]
     marks = [index % 3 == 1 for index in range(len(ids))]
     pieces = inspection.stretches(ids, marks, tokenizer)
-    assert [piece["learnt"] for piece in pieces[:4]] == [False, True, False, True]
-    assert "the fox" in "".join(piece["text"] for piece in pieces)
+    assert [piece.learnt for piece in pieces[:4]] == [False, True, False, True]
+    assert "the fox" in "".join(piece.text for piece in pieces)
 
 
 def test_a_tokenizer_without_a_chat_template_is_refused_as_in_the_run(
@@ -131,8 +132,9 @@ def test_the_command_prints_json_for_programs_and_words_for_people(
     config = run_config(data__path=str(talks), data__sequence_length=64)
     answer = fluxtrain("inspect", config, "--json")
     assert answer.returncode == 0, answer.stderr
-    assert len(json.loads(answer.stdout)["samples"]) == inspection.SAMPLES
-    shown = inspection.page(json.loads(answer.stdout))
+    found = decoded(InspectionAnswer, answer.stdout)
+    assert len(found.samples) == inspection.SAMPLES
+    shown = inspection.page(found)
     assert "  learnt | it is four<|im_end|>" in shown.splitlines()
     assert "  seen   | and three?<|im_end|>" in shown.splitlines()
     refused = fluxtrain("inspect")

@@ -22,9 +22,10 @@ from fluxtrain.stream.engine import Engine, engine_of
 from fluxtrain.telemetry import events as ev
 from fluxtrain.telemetry.control import send_command
 from fluxtrain.telemetry.journal import read_events
+from fluxtrain.train.causal_lm import CausalLM
 from fluxtrain.train.config import RunConfig, load_config
 from fluxtrain.train.evaluate import evaluate
-from fluxtrain.train.ingredients import load_ingredients
+from fluxtrain.train.inputs import load_inputs
 from fluxtrain.train.loop import TrainingLoop
 from fluxtrain.train.parameter_groups import parameter_groups
 from fluxtrain.train.recovery import locate
@@ -46,8 +47,8 @@ MakeConfig = Callable[..., Path]
 
 def serial_losses(config: RunConfig, steps: int) -> tuple[list[float], list[float]]:
     """The textbook loop over a wrapped model whose every step waits for its update."""
-    ingredients = load_ingredients(config)
-    model = fluxtrain.wrap(ingredients.loaded.model, device="cpu", offload="weights", chunk_rows=4)
+    inputs = load_inputs(config)
+    model = fluxtrain.wrap(inputs.loaded.model, device="cpu", offload="weights", chunk_rows=4)
     assert not engine_of(model).overlap
     settings = config.train
     optimizer = torch.optim.AdamW(
@@ -55,15 +56,17 @@ def serial_losses(config: RunConfig, steps: int) -> tuple[list[float], list[floa
                          no_decay=settings.no_decay),
         betas=settings.betas, eps=settings.eps,
     )  # fmt: skip
-    data = BatchSource(ingredients.data.trained, 4, settings.accumulation, 0)
+    data = BatchSource(inputs.data.trained, 4, settings.accumulation, 0)
     losses, norms = [], []
     for step in range(steps):
         factor = schedule.factor("cosine", step, warmup_steps=1, total_steps=steps)
         for group in optimizer.param_groups:
             group["lr"] = 1e-3 * factor
         parts = []
-        for batch in data.next_step():
-            loss = model(**batch.inputs()).loss
+        batches = data.next_step()
+        labels = sum(batch.predicted for batch in batches)
+        for batch in batches:
+            loss = model(**batch.inputs(labels)).loss
             loss.backward()
             parts.append(float(loss.detach()))
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), settings.max_grad_norm or 0.0)
@@ -157,8 +160,8 @@ def test_a_finished_run_leaves_a_model_that_evaluates_the_same_without_fluxtrain
     }
     assert "config" in json.loads((tmp_path / "run" / "run.json").read_text())
     model = AutoModelForCausalLM.from_pretrained(done.model_path)
-    ingredients = load_ingredients(load_config(config))
-    plain = evaluate(model, in_order(ingredients.data.held_out, 4))
+    inputs = load_inputs(load_config(config))
+    plain = evaluate(CausalLM(), model, in_order(inputs.data.held_out, 4))
     assert plain is not None
     assert plain.loss == pytest.approx(done.evaluation_loss, rel=2e-3)
 
@@ -201,7 +204,7 @@ def test_a_divergence_stops_before_the_update_and_names_the_last_checkpoint(
         return real(self, max_norm, losses)
 
     monkeypatch.setattr(Engine, "clip_grad_norm", clip)
-    monkeypatch.setattr("fluxtrain.memory.gradient_ring.ring_depth", lambda _: depth)
+    monkeypatch.setattr("fluxtrain.gradients.buffers.ring_depth", lambda _: depth)
     rates = ["train.learning_rate=1e15", "train.warmup_steps=0"] if what == "loss" else []
     rates.append(f"train.max_grad_norm={limit}")
     with pytest.raises(Diverged) as caught:

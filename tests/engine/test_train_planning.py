@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -13,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
+from fluxtrain.client.machine import Rate
 from fluxtrain.errors import BadInput, DoesNotFit
 from fluxtrain.hardware.machine import read_machine
-from fluxtrain.hardware.rate import Rate
 from fluxtrain.methods.demo_model import demo_model
 from fluxtrain.telemetry import events as ev
 from fluxtrain.telemetry.choices import SETTINGS, setting_name
@@ -38,12 +37,12 @@ MakeConfig = Callable[..., Path]
 def test_the_plan_names_every_setting_and_gives_every_choice_a_reason() -> None:
     config = demo_config()
     plan = preview(config)
-    assert [s["key"] for s in plan["settings"]] == [s.key for s in settings(config)]
-    names = {choice["name"] for choice in plan["choices"]}
+    assert [s.key for s in plan.settings] == [s.key for s in settings(config)]
+    names = {choice.name for choice in plan.choices}
     assert {"placement.offload", "train.batch_rows", "placement.chunk_rows"} <= names
     assert names <= {setting.key for setting in settings(config)}, "what a user can write"
-    assert all(choice["because"] for choice in plan["choices"])
-    assert json.loads(json.dumps(plan))["steps"] == 400
+    assert all(choice.because for choice in plan.choices)
+    assert plan.steps == 400
     text = table(plan)
     for setting in settings(config):
         assert setting.key in text
@@ -64,9 +63,9 @@ def test_every_name_that_a_plan_may_have_is_one_of_the_configuration() -> None:
 def test_text_and_values_of_a_plan_say_the_same_of_the_embedding(offload: str, wish: str) -> None:
     request = [f"placement.offload={offload}", f"placement.embedding={wish}"]
     plan = preview(demo_config([*request, "placement.device=cpu"]))
-    told = next(choice for choice in plan["choices"] if choice["name"] == "placement.embedding")
-    assert plan["embedding"] == told["value"] == (wish if offload == "weights" else "whole")
-    assert {one["embedding"] for one in plan["plans"]} <= {told["value"]}
+    told = next(choice for choice in plan.choices if choice.name == "placement.embedding")
+    assert plan.layout.embedding == told.value == (wish if offload == "weights" else "whole")
+    assert {one.layout.embedding for one in plan.plans} <= {told.value}
 
 
 def test_the_plan_of_a_run_is_what_was_shown_before(run_config: MakeConfig, tmp_path: Path) -> None:
@@ -76,15 +75,17 @@ def test_the_plan_of_a_run_is_what_was_shown_before(run_config: MakeConfig, tmp_
     train(config, locate(None, tmp_path / "run", config))
     planned = next(e for e in read_events(tmp_path / "run" / "events.ndjson")
                    if isinstance(e, ev.Planned))  # fmt: skip
-    for name in ("offload", "resident_blocks", "device_groups", "sequence_length", "accumulation"):
-        assert getattr(planned, name) == shown[name]
+    for name in ("offload", "resident_blocks", "device_groups"):
+        assert getattr(planned, name) == getattr(shown.layout, name)
+    assert planned.sequence_length == shown.sequence_length
+    assert planned.accumulation == shown.accumulation
     # the data was only glanced at, so the batch may differ by a power of two
-    assert planned.batch_rows / shown["batch_rows"] in (0.5, 1, 2)
+    assert planned.batch_rows / shown.layout.batch_rows in (0.5, 1, 2)
     hello = [e for e in read_events(tmp_path / "run" / "events.ndjson")
              if isinstance(e, ev.Hello)][-1]  # fmt: skip
-    assert hello.parameters == shown["model"]["parameters"]
-    assert hello.blocks == shown["model"]["blocks"]
-    assert hello.dtype == shown["model"]["dtype"]
+    assert hello.parameters == shown.model.parameters
+    assert hello.blocks == shown.model.blocks
+    assert hello.dtype == shown.model.dtype
 
 
 def test_the_plan_reads_no_weights(run_config: MakeConfig, tmp_path: Path) -> None:
@@ -93,7 +94,7 @@ def test_the_plan_reads_no_weights(run_config: MakeConfig, tmp_path: Path) -> No
     header_bytes = 8 + int.from_bytes(weights.read_bytes()[:8], "little")
     kept = weights.read_bytes()
     weights.write_bytes(kept[:header_bytes] + b"\xff" * (len(kept) - header_bytes))  # all NaN
-    assert preview(load_config(path))["model"]["parameters"] > 10_000
+    assert preview(load_config(path)).model.parameters > 10_000
 
 
 def test_the_plan_reads_data_in_the_format_that_is_set(tmp_path: Path) -> None:
@@ -101,7 +102,7 @@ def test_the_plan_reads_data_in_the_format_that_is_set(tmp_path: Path) -> None:
     log = tmp_path / "log.jsonl"
     log.write_text('{"event": "something that was long to tell"}\n' * 2000)
     sets = [f"data.path={log}", "train.steps=2"]
-    assert preview(demo_config([*sets, "data.format=text"]))["estimated_rows"] > 100
+    assert preview(demo_config([*sets, "data.format=text"])).estimated_rows > 100
     with pytest.raises(BadInput, match="has no `text` or `messages`"):
         preview(demo_config(sets))
 

@@ -79,7 +79,7 @@ def test_resume_auto_finds_the_newest_unfinished_run_of_the_same_configuration(
         raise RuntimeError("the plug was pulled")
 
     with monkeypatch.context() as patch:
-        patch.setattr("fluxtrain.train.run.save_model", broken)
+        patch.setattr("fluxtrain.train.method.save_model", broken)
         assert trained(config) == 1
     (run_dir,) = (tmp_path / "runs").iterdir()
     assert RunDir(run_dir).liveness() == "failed"

@@ -14,7 +14,9 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 from fluxtrain.data.batches import Batch
 from fluxtrain.hardware.machine import read_machine
 from fluxtrain.train.calibrate import calibrate
+from fluxtrain.train.causal_lm import CausalLM
 from fluxtrain.train.constants import known_constants, measured_constants
+from fluxtrain.train.objective import BoundBatch
 from fluxtrain.train.placing import model_facts
 
 LENGTH = 16
@@ -58,33 +60,34 @@ def model() -> Qwen2ForCausalLM:
     return Qwen2ForCausalLM(config).train()
 
 
-def rows_of(rows: int, documents: int = 1) -> Batch:
+def rows_of(rows: int, documents: int = 1) -> BoundBatch[Batch]:
     ids = torch.randint(0, 60, (rows, LENGTH), generator=torch.Generator().manual_seed(0))
     positions = torch.arange(LENGTH // documents).repeat(documents).expand(rows, LENGTH)
     count = rows * (LENGTH - documents)
-    return Batch(
-        input_ids=ids, labels=ids, position_ids=positions, predicted=count, step_predicted=count,
-        tokens=ids.numel(),
-    )  # fmt: skip
+    return BoundBatch(CausalLM(), Batch(
+        input_ids=ids, labels=ids, position_ids=positions, predicted=count, tokens=ids.numel(),
+    ))  # fmt: skip
 
 
-def mixed_of(rows: int) -> Batch:
+def mixed_of(rows: int) -> BoundBatch[Batch]:
     return rows_of(rows, documents=4)
 
 
-def _never(rows: int) -> Batch:
+def _never(rows: int) -> BoundBatch[Batch]:
     raise AssertionError(f"{rows} rows were asked for")
 
 
 def test_what_rows_of_several_documents_hold_counts() -> None:
     one = calibrate(model(), rows_of, CPU, (1, 4))
     assert one.activation_bytes < HELD_BYTES / 2
-    both = calibrate(model(), rows_of, CPU, (1, 4), mixed_of=mixed_of)
+    both = calibrate(model(), rows_of, CPU, (1, 4), heavier_of=mixed_of)
     assert 0.9 * HELD_BYTES < both.activation_bytes < 1.5 * HELD_BYTES
 
 
-def test_where_the_usual_rows_hold_several_no_others_are_tried() -> None:
-    calibrate(model(), mixed_of, CPU, (2, 4), mixed_of=_never)
+def test_where_no_rows_are_heavier_no_others_are_tried() -> None:
+    asked: list[int] = []
+    calibrate(model(), mixed_of, CPU, (2, 4), heavier_of=asked.append)
+    assert asked == [2, 4]
 
 
 def test_what_was_tried_with_rows_of_one_document_does_not_serve_the_others(

@@ -65,7 +65,7 @@ def bench(tiny: Any, card: Card) -> Iterator[tuple[Bench, Engine]]:
     fluxtrain.wrap(model, device="cpu", offload="none", chunk_rows=4)
     engine = engine_of(model)
     for unit in engine.units:
-        unit.checked = ALL_CHECKED
+        unit.checked_recomputes = ALL_CHECKED
     blocks = [module for _, module in take_apart(model).blocks]
     made = Bench(model, engine, blocks, torch.device("cpu"))
     made._on_gpu = True

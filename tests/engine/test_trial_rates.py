@@ -7,14 +7,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from transformers import PreTrainedModel
 
+from fluxtrain.client.machine import Machine, Rate
 from fluxtrain.hardware import adamw_rate as adamw_rate_module
 from fluxtrain.hardware.busy_bus import HostBytes, busy_bus
-from fluxtrain.hardware.machine import Machine, read_machine
-from fluxtrain.hardware.rate import TOO_LITTLE, Rate
+from fluxtrain.hardware.machine import read_machine
+from fluxtrain.hardware.rate import TOO_LITTLE
 from fluxtrain.plan.calibration import NotRehearsed
 from fluxtrain.plan.facts import ModelFacts
 from fluxtrain.plan.rates import rates_from
@@ -141,7 +143,8 @@ def test_a_rehearsal_that_failed_is_told_and_tried_again_once_it_may_succeed(
     monkeypatch.setattr(constants_module, "calibrate", lambda *_, **__: answers.pop(0))
     monkeypatch.setattr(constants_module, "_missing_rates", lambda *_: {})
     monkeypatch.setattr(constants_module, "_adamw_rates", lambda *_, **__: {})
-    small, large = (replace(machine, memory_available_bytes=n << 30) for n in (35, 36))
+    changed = msgspec.structs.replace
+    small, large = (changed(machine, memory_available_bytes=n << 30) for n in (35, 36))
     for is_new in (True, False):
         caplog.clear()
         found = measured_constants(facts, small, "cuda", 4, model, batch_of)

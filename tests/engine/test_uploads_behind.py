@@ -15,14 +15,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from fluxtrain.device.cpu_device import CpuDevice
+from fluxtrain.device.cuda_device import CudaDevice, CudaTransfer
+from fluxtrain.device.transfer import Transfer
+from fluxtrain.gradients.gradients import Gradients
 from fluxtrain.memory.arena import HostArena
-from fluxtrain.memory.cuda_ticket import CudaTicket
-from fluxtrain.memory.device import CpuDevice, CudaDevice, Ticket
-from fluxtrain.memory.gradients import Gradients
 from fluxtrain.memory.group import Group
 from tests.engine.granted import Granted, granting
 from tests.engine.slow_device import SlowDevice
-from tests.engine.test_home_sums import Told, group, of, one_pass
+from tests.engine.test_host_gradients import Told, group, of, one_pass
 
 COUNT, LIMIT_S = 1000, 10.0
 
@@ -47,12 +48,12 @@ def host(value: float) -> Tensor:
     return torch.full((COUNT,), value)
 
 
-def arrives(ticket: Ticket) -> bool:
+def arrives(transfer: Transfer) -> bool:
     """In time?"""
     until_s = time.monotonic() + LIMIT_S / 2
-    while not ticket.done() and time.monotonic() < until_s:
+    while not transfer.done() and time.monotonic() < until_s:
         time.sleep(0.001)
-    return ticket.done()
+    return transfer.done()
 
 
 def test_weights_overtake_a_sum_that_waits_for_its_way_home(
@@ -150,7 +151,7 @@ def test_sums_are_right_however_late_their_copies_come(seed: int) -> None:
     for number in range(20):
         g = drawn.choice(groups)
         if drawn.random() < 0.2 and g in totals:
-            gradients.expect(g)
+            gradients.prefetch(g)
             gradients.discard()
         taken = device.upload(slot, weights[number], None, device.mark())
         values = one_pass(gradients, g, number)
@@ -229,11 +230,11 @@ def test_the_stream_of_weights_waits_for_no_way_home(gpu: CudaDevice) -> None:
     down = gpu.download(home, host(3.0))
     free = gpu.mark()
     late = gpu.upload(host(0.0), home, None, free, [down])
-    assert isinstance(down, CudaTicket) and behind.did == [free, down.end] and up.did == []
+    assert isinstance(down, CudaTransfer) and behind.did == [free, down.end] and up.did == []
     weights = gpu.upload(host(0.0), home, None, free)
     assert up.did == [free]
     assert set(arena.under_way) == {gpu._down, gpu._behind, gpu._up}
-    assert isinstance(late, CudaTicket) and isinstance(weights, CudaTicket)
+    assert isinstance(late, CudaTransfer) and isinstance(weights, CudaTransfer)
     weights.end.passed = True  # type: ignore[attr-defined]
     del home
     arena.__del__()  # of what was locked
@@ -245,7 +246,7 @@ def test_a_sum_that_is_home_goes_up_with_the_weights(gpu: CudaDevice) -> None:
     down = gpu.download(home, host(3.0))
     down.wait_host()
     gpu.upload(host(0.0), home, None, None, [down])
-    assert isinstance(down, CudaTicket)
+    assert isinstance(down, CudaTransfer)
     assert faked(gpu._up).did == [down.end] and faked(gpu._behind).did == []
     assert arena.pinned_bytes
 
@@ -256,19 +257,19 @@ def test_what_is_not_locked_waits_for_its_way_home_on_a_thread_of_its_own(gpu: C
     down = gpu.download(home, host(3.0))
     late = gpu.upload(back, home, None, None, [down])
     weights = gpu.upload(host(0.0), host(5.0), None, None)
-    assert isinstance(weights, CudaTicket) and weights._issued.wait(LIMIT_S / 2)
+    assert isinstance(weights, CudaTransfer) and weights._issued.wait(LIMIT_S / 2)
     assert late.instants() is None
     come.set()
     late.wait_host()
     assert torch.equal(back, host(3.0))
 
 
-def tells(ticket: Ticket) -> bool:
+def tells(transfer: Transfer) -> bool:
     """Does it raise what went wrong, to one who does not wait for ever?"""
-    assert isinstance(ticket, CudaTicket) and ticket._issued.wait(LIMIT_S / 2)
+    assert isinstance(transfer, CudaTransfer) and transfer._issued.wait(LIMIT_S / 2)
     with pytest.raises(RuntimeError, match="went wrong"):
-        ticket.wait_host()
-    return ticket.failed() and not ticket.done()
+        transfer.wait_host()
+    return transfer.failed() and not transfer.done()
 
 
 def wrong(*_: object) -> None:

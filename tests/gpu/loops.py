@@ -20,7 +20,10 @@ from fluxtrain.stream.loss_scale import LossScale
 from fluxtrain.telemetry.events import StepFinished
 from fluxtrain.train.announce import Announcer
 from fluxtrain.train.cadence import Cadence
+from fluxtrain.train.causal_lm import CausalLM
 from fluxtrain.train.loop import LoopSettings, TrainingLoop
+from fluxtrain.train.objective import Task
+from fluxtrain.train.optimizer import EngineAdamW
 from fluxtrain.train.requests import Requests
 from fluxtrain.train.run_state import RunState
 from tests.wrap_with import wrap_with
@@ -105,16 +108,15 @@ class Training:
         nothing: Any = Nothing()
         self.loop = TrainingLoop(
             model=self.model,
-            optimizer=torch.optim.AdamW(self.model.parameters(), lr=1e-3),
-            data=self.batches,
-            held_out=lambda: (),
+            optimizer=EngineAdamW(self.engine, self.model.parameters(), lr=1e-3),
+            task=Task(objective=CausalLM(), data=self.batches, held_out=lambda: ()),
             settings=LoopSettings(
                 total_steps=steps,
                 max_grad_norm=max_grad_norm,
                 evaluations=Cadence(every="end", total_steps=steps + 1, share=1.0),
                 learning_rate_at=lambda _: 1e-3,
             ),
-            keeper=nothing,
+            checkpoints=nothing,
             announcer=Announcer(nothing, self._note),
             requests=Requests(),
             changes=nothing,

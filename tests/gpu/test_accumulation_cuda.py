@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import fluxtrain
+from fluxtrain.device.cuda_device import CudaDevice, CudaTransfer
 from fluxtrain.memory.arena import HostArena
-from fluxtrain.memory.cuda_ticket import CudaTicket
-from fluxtrain.memory.device import CudaDevice
 from fluxtrain.memory.page_locks import LOCKS
 from fluxtrain.methods.known_packing import known_packing
 from fluxtrain.plan import heads
@@ -228,7 +227,7 @@ def test_weights_overtake_a_sum_that_waits_for_its_way_home(device: CudaDevice) 
     behind.wait_compute("gradients")
     assert int(back.min()) == int(back.max()) == 3
     assert int(weights.min()) == int(weights.max()) == 5
-    assert isinstance(down, CudaTicket) and isinstance(behind, CudaTicket)
+    assert isinstance(down, CudaTransfer) and isinstance(behind, CudaTransfer)
     assert down.end.elapsed_time(behind._start) >= 0
     assert sums.size_bytes == others.size_bytes
 

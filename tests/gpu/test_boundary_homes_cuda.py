@@ -11,8 +11,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import fluxtrain
+from fluxtrain.device.cuda_device import CudaDevice
 from fluxtrain.memory.boundary import BoundaryPark
-from fluxtrain.memory.device import CudaDevice
 from fluxtrain.memory.page_locks import LOCKS
 from fluxtrain.stream.engine import engine_of
 from tests.wrap_with import wrap_with

@@ -15,17 +15,19 @@ from fluxtrain.hardware.adamw_rate import adamw_rate
 from fluxtrain.hardware.busy_bus import HostBytes, busy_bus
 from fluxtrain.methods.demo_model import demo_model
 from fluxtrain.train.calibrate import calibrate
+from fluxtrain.train.causal_lm import CausalLM
+from fluxtrain.train.objective import BoundBatch
 
 pytestmark = pytest.mark.gpu
 
 
-def batch_of(rows: int) -> Batch:
+def batch_of(rows: int) -> BoundBatch[Batch]:
     ids = torch.randint(0, 256, (rows, 128))
     count = rows * 127
-    return Batch(
+    return BoundBatch(CausalLM(), Batch(
         input_ids=ids, labels=ids, position_ids=torch.arange(128).expand(rows, 128),
-        predicted=count, step_predicted=count, tokens=ids.numel(),
-    )  # fmt: skip
+        predicted=count, tokens=ids.numel(),
+    ))  # fmt: skip
 
 
 def test_a_block_is_tried_on_the_gpu_and_leaves_nothing_there() -> None:

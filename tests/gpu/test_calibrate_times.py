@@ -24,6 +24,8 @@ from fluxtrain.plan.rates import Rates, rates_from
 from fluxtrain.plan.states import StateFormat
 from fluxtrain.stream.engine import engine_of
 from fluxtrain.train.calibrate import calibrate
+from fluxtrain.train.causal_lm import CausalLM
+from fluxtrain.train.objective import BoundBatch
 from fluxtrain.train.placing import model_facts
 from tests.gpu.test_calibrate import batch_of
 
@@ -49,12 +51,12 @@ def test_steps_take_what_the_trial_of_their_block_said(states: StateFormat) -> N
     )  # fmt: skip
     model = Qwen2ForCausalLM(config).to(torch.bfloat16).train()
 
-    def rows_of(rows: int) -> Batch:
+    def rows_of(rows: int) -> BoundBatch[Batch]:
         ids = torch.randint(0, 8192, (rows, 1024))
-        return Batch(
+        return BoundBatch(CausalLM(), Batch(
             input_ids=ids, labels=ids, position_ids=torch.arange(1024).expand(rows, 1024),
-            predicted=ids.numel(), step_predicted=ids.numel(), tokens=ids.numel(), packed=False,
-        )  # fmt: skip
+            predicted=ids.numel(), tokens=ids.numel(), packed=False,
+        ))  # fmt: skip
 
     tried = calibrate(model, rows_of, torch.device("cuda"), (4, 16), states=states)
     facts = model_facts(model, config, 1024, states)
@@ -66,7 +68,8 @@ def test_steps_take_what_the_trial_of_their_block_said(states: StateFormat) -> N
         model, device="cuda", offload="none", chunk_rows=16, overlap=True, states=states
     )
     optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-6)
-    inputs = {name: value for name, value in rows_of(16).inputs().items() if name != "use_cache"}
+    given = rows_of(16).batch.inputs()
+    inputs = {name: value for name, value in given.items() if name != "use_cache"}
     inputs |= {name: inputs[name].cuda() for name in ("input_ids", "labels")}
     ends = [torch.cuda.Event(enable_timing=True) for _ in range(16)]
     for end in ends:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from msgspec.structs import asdict
 
 from fluxtrain.doctor.self_test import check_streaming
 from fluxtrain.hardware.bandwidth import BUS_RATES, bus_rates, matmul_rate
@@ -13,6 +14,7 @@ from fluxtrain.hardware.device import check_accelerator
 from fluxtrain.hardware.machine import read_machine
 from fluxtrain.hardware.pinning import pin_rate
 from fluxtrain.hardware.probe import PROBE_LIMIT_S, probe
+from fluxtrain.hardware.probe_table import probe_text
 from fluxtrain.units import MIB
 
 pytestmark = [
@@ -57,7 +59,7 @@ def test_cuda_locks_a_sample_and_gives_it_back() -> None:
 def test_the_slot_and_the_power_of_a_card_are_known_or_say_why_not() -> None:
     for gpu in read_machine().gpus:
         assert gpu.bf16 is (torch.cuda.get_device_capability() >= (8, 0))
-        for name, value in vars(gpu).items():
+        for name, value in asdict(gpu).items():
             assert value is not None or gpu.unknown[name], name
 
 
@@ -69,4 +71,4 @@ def test_the_whole_probe_keeps_its_time(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     found = probe(tmp_path)
     assert found.measuring_s < PROBE_LIMIT_S
-    assert all(rate.per_s is not None for rate in found.rates.values()), found.text()
+    assert all(rate.per_s is not None for rate in found.rates.values()), probe_text(found)

@@ -9,10 +9,10 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import fluxtrain
+from fluxtrain.device.cuda_device import CudaDevice
 from fluxtrain.memory import page_locks
 from fluxtrain.memory.arena import HostArena
 from fluxtrain.memory.boundary import BoundaryPark
-from fluxtrain.memory.device import CudaDevice
 from fluxtrain.memory.window import Window
 
 pytestmark = pytest.mark.gpu
@@ -68,13 +68,13 @@ def test_a_copy_waits_for_its_update_and_the_computation_for_the_copy() -> None:
     home = arena.tensor(torch.uint8, SIZE, 0)
     wire = device.for_copies(torch.zeros(SIZE, dtype=torch.uint8, device="cuda"))
     update: Future[None] = Future()
-    ticket = device.upload(wire, home, update, device.mark())
-    assert ticket.instants() is None and not ticket.done()
+    transfer = device.upload(wire, home, update, device.mark())
+    assert transfer.instants() is None and not transfer.done()
     home.fill_(7)
     with torch.cuda.stream(device._up):
         torch.cuda._sleep(LATE)
     update.set_result(None)
-    ticket.wait_compute("weights")
+    transfer.wait_compute("weights")
     assert int(wire.min()) == 7
     device.close()
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from fluxtrain.memory.device import CudaDevice
+from fluxtrain.device.cuda_device import CudaDevice
+from fluxtrain.hardware.current_gpu import CurrentStream
 from fluxtrain.memory.recorder import CudaClock, Recorder
 from fluxtrain.memory.step_cutter import StepCutter
 from fluxtrain.stream.engine import Engine, engine_of
@@ -79,7 +80,7 @@ def of(step: StepLanes, lane: str, kind: str, name: str) -> list[Interval]:
 
 
 def test_a_computation_is_where_the_host_saw_it() -> None:
-    recorder = Recorder(CudaClock(DEVICE))
+    recorder = Recorder(CudaClock(CurrentStream(DEVICE)))
     cutter = StepCutter(recorder)
     torch.cuda._sleep(1000)
     torch.cuda.synchronize()
@@ -108,7 +109,7 @@ def test_a_computation_is_where_the_host_saw_it() -> None:
 
 
 def test_recording_and_cutting_never_synchronise(no_synchronisation: None) -> None:
-    recorder = Recorder(CudaClock(DEVICE))
+    recorder = Recorder(CudaClock(CurrentStream(DEVICE)))
     cutter = StepCutter(recorder)
     recorder.begin_step(1)
     start = recorder.instant()
@@ -123,7 +124,7 @@ def test_recording_and_cutting_never_synchronise(no_synchronisation: None) -> No
 
 
 def test_the_events_of_a_step_are_used_again() -> None:
-    clock = CudaClock(DEVICE)
+    clock = CudaClock(CurrentStream(DEVICE))
     recorder, held = Recorder(clock), []
     cutter = StepCutter(recorder)
     for step in range(1, 8):

@@ -11,6 +11,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 TORCH = {"torch", "transformers", "peft", "accelerate", "numpy", "safetensors", "tokenizers"}
 APP = {"textual", "fluxtui"}
@@ -54,7 +56,7 @@ def test_a_command_looks_after_ctrl_c_before_python_has_read_much() -> None:
         text=True,
     )  # fmt: skip
     brought = set(finished.stdout.split())
-    assert "fluxtrain.starting" in brought
+    assert "fluxtrain.interrupts" in brought
     assert not brought & {"typing", "enum", "re", "signal"}
 
 
@@ -64,8 +66,9 @@ def test_units_and_errors_are_of_the_standard_library_alone() -> None:
     assert third_party == set()
 
 
-def test_telemetry_needs_no_torch_and_no_configuration_library() -> None:
-    brought = brought_in_by(*modules_of("fluxtrain.telemetry"))
+@pytest.mark.parametrize("package", ["telemetry", "client"])
+def test_a_package_for_programs_needs_no_torch_and_no_configuration_library(package: str) -> None:
+    brought = brought_in_by(*modules_of(f"fluxtrain.{package}"))
     assert "msgspec" in brought
     assert not brought & (TORCH | APP | {"pydantic"})
 

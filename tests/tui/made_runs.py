@@ -133,7 +133,7 @@ def training(steps: int = 80, total: int = 200) -> list[ev.AnyEvent]:
                    moves(number), ev.Heartbeat(phase="training", step=number)]  # fmt: skip
         if number % 40 == 0:
             loss = 3.2 + 5.2 * math.exp(-number / 40)
-            events.append(ev.EvaluationFinished(step=number, loss=loss, tokens=8192, seconds=1.2))
+            events.append(ev.EvaluationFinished(step=number, loss=loss, count=8192, seconds=1.2))
             events.append(
                 ev.CheckpointWritten(step=number, path="checkpoints/x", bytes=60 << 20, seconds=0.3)
             )

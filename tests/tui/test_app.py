@@ -10,8 +10,8 @@ import pytest
 from textual.binding import BindingType
 from textual.screen import Screen
 
-from fluxtui.actions import ACTIONS, find
-from fluxtui.app import FluxApp
+from fluxtui.actions.table import ACTIONS, RUN_SCREENS, find
+from fluxtui.app import FluxApp, make_screen
 from fluxtui.screens.dialogs import HelpScreen
 from fluxtui.screens.log import LogScreen
 from fluxtui.screens.panel_screen import PanelGrid, PanelScreen
@@ -22,7 +22,7 @@ from fluxtui.themes import load_themes
 from fluxtui.widgets.scrolling import ScrollingLines
 from fluxtui.wizard.screen import WizardScreen
 from fluxtui.wizard.steps.step import DrawnStep
-from fluxtui.wizard.steps.strategy import StrategyStep
+from fluxtui.wizard.steps.strategy_step import StrategyStep
 from tests.tui.app_pilot import SIZE, app_on, drawn, notes, text_of, until
 
 
@@ -61,14 +61,24 @@ async def test_detaching_leaves_the_app_alone(run: Path, made: ModuleType, key: 
     assert app.return_code == 0
 
 
-async def test_every_action_of_the_registry_exists_in_the_app(run: Path, made: ModuleType) -> None:
-    app = app_on(run, made)
+@pytest.mark.parametrize("name", RUN_SCREENS)
+def test_a_screen_and_the_app_bind_and_make_the_actions_of_that_screen(name: str) -> None:
+    owners = (type(make_screen(name)), FluxApp)
+    bound = {binding.id for owner in owners for _, binding in owner._merged_bindings or ()}
+    here = [action for action in ACTIONS if action.works_on(name) and not action.in_lists]
+    assert {one for one in bound if one and not find(one).in_lists} == {one.id for one in here}
+    for action in here:
+        method = f"action_{action.do.split('(')[0]}"
+        assert any(hasattr(owner, method) for owner in owners), method
+
+
+def test_every_action_of_lists_and_of_the_wizard_is_made_by_a_widget_or_a_page() -> None:
     for action in ACTIONS:
-        name = action.do.split("(")[0]
-        holders = (ScrollingLines, SettingsScreen) if action.in_lists else (app,)
+        method = f"action_{action.do.split('(')[0]}"
+        holders = (ScrollingLines, SettingsScreen) if action.in_lists else ()
         if action.in_wizard:
             holders = (WizardScreen, StrategyStep, DrawnStep)
-        assert any(hasattr(holder, f"action_{name}") for holder in holders), name
+        assert not holders or any(hasattr(holder, method) for holder in holders), method
 
 
 async def test_chart_keys_change_the_chart(run: Path, made: ModuleType) -> None:
@@ -99,6 +109,19 @@ async def test_f_gives_the_focused_panel_the_screen_and_takes_it_back(
         await pilot.press("f")
         assert grid.maximised is None
         await until(pilot, lambda: app.screen.query_one("#memory").size.height == 5)
+
+
+async def test_a_double_click_gives_a_panel_the_screen_and_takes_it_back(
+    run: Path, made: ModuleType
+) -> None:
+    app = app_on(run, made)
+    async with app.run_test(size=SIZE) as pilot:
+        await drawn(pilot)
+        grid = app.screen.query_one(PanelGrid)
+        await pilot.double_click("#moves")
+        await until(pilot, lambda: grid.maximised == "moves")
+        await pilot.double_click("#moves")
+        await until(pilot, lambda: grid.maximised is None)
 
 
 async def test_the_theme_key_goes_through_all_themes_and_back(run: Path, made: ModuleType) -> None:

@@ -164,7 +164,7 @@ async def test_the_first_paint_brings_no_torch_and_nothing_of_later_screens() ->
     later = (
         "torch", "transformers", "pynvml", "psutil", "statistics", "importlib.metadata",
         "fluxtui.wizard.screen", "fluxtui.screens.log", "fluxtui.screens.plan",
-        "fluxtui.screens.dialogs", "fluxtui.screens.settings", "fluxtui.tables",
+        "fluxtui.screens.dialogs", "fluxtui.screens.settings", "fluxtui.csv_tables",
     )  # fmt: skip
     code = (
         "import sys, fluxtui.launch, fluxtui.app, fluxtui.screens.charts, fluxtui.sources.journal\n"

@@ -19,7 +19,7 @@ from fluxtui.app import FluxApp
 from fluxtui.panels.trials import headline, trial_line, why_not
 from fluxtui.screens.plan import plan_lines
 from fluxtui.sources.replay import ReplaySource
-from fluxtui.state.changes import Changes, Trial, ranked
+from fluxtui.state.changes import Changes, TriedChange, ranked
 from fluxtui.state.link import Link
 from fluxtui.state.run import RunState
 from fluxtui.state.view import View
@@ -135,22 +135,27 @@ def test_changes_are_in_the_log_with_their_numbers(made: ModuleType) -> None:
 @pytest.mark.parametrize(
     ("trial", "said"),
     [
-        (Trial(MADE), "made after step 80"),
-        (Trial(MADE, counted=7, wanted=20), "made after step 80, measuring 7/20"),
-        (Trial(MADE, measured=measured(0.06)), "gained +6.0% of +8.0% predicted (1.00 s → 940 ms"),
-        (Trial(MADE, measured=measured(None, "unknown")), "too few steady steps"),
+        (TriedChange(MADE), "made after step 80"),
+        (TriedChange(MADE, counted=7, wanted=20), "made after step 80, measuring 7/20"),
         (
-            Trial(MADE, measured=measured(0.01, "wrong"), undone=undone()),
+            TriedChange(MADE, measured=measured(0.06)),
+            "gained +6.0% of +8.0% predicted (1.00 s → 940 ms",
+        ),
+        (TriedChange(MADE, measured=measured(None, "unknown")), "too few steady steps"),
+        (
+            TriedChange(MADE, measured=measured(0.01, "wrong"), undone=undone()),
             "wrong: gained +1.0% of +8.0% predicted, undone after step 101",
         ),
-        (Trial(MADE, undone=undone("undo", 83)), "not measured, undone after step 83"),
+        (TriedChange(MADE, undone=undone("undo", 83)), "not measured, undone after step 83"),
         (
-            Trial(ev.ChangeApplied(step=5, name="chunk_rows", before=8, after=4, why="memory")),
+            TriedChange(
+                ev.ChangeApplied(step=5, name="chunk_rows", before=8, after=4, why="memory")
+            ),
             "chunk_rows 8 → 4  device memory ran out after step 5",
         ),
     ],
 )
-def test_a_trial_says_where_it_is(trial: Trial, said: str) -> None:
+def test_a_trial_says_where_it_is(trial: TriedChange, said: str) -> None:
     assert said in words(trial_line(trial))
 
 

@@ -18,7 +18,7 @@ from fluxtui.panels.loss import pick, traces
 from fluxtui.screens.panel_screen import PanelLines
 from fluxtui.state.history import Curve
 from fluxtui.state.run import RunState
-from fluxtui.state.view import ChartSettings, Compared, View
+from fluxtui.state.view import ChartSettings, ComparedRun, View
 from fluxtui.widgets.spans import Line
 
 
@@ -175,7 +175,7 @@ def test_a_click_before_there_is_a_curve_does_nothing() -> None:
 
 
 def test_the_other_run_is_named_and_its_difference_told(state: RunState, made: ModuleType) -> None:
-    view = View(state=state, compared=Compared("slower", slower(made)))
+    view = View(state=state, compared=ComparedRun("slower", slower(made)))
     view = changed(view, chart=ChartSettings(crosshair=30))
     heading = whole([PANELS["loss"].heading(view, 120)])
     assert "slower" in heading
@@ -187,7 +187,7 @@ def test_the_other_run_is_named_and_its_difference_told(state: RunState, made: M
 
 def test_by_tokens_a_run_is_compared_at_as_many_tokens(state: RunState, made: ModuleType) -> None:
     other = slower(made)  # twice the tokens a step: half the steps to the same place
-    view = View(state=state, compared=Compared("slower", other))
+    view = View(state=state, compared=ComparedRun("slower", other))
     view = changed(view, chart=ChartSettings(crosshair=60, by_tokens=True))
     ours, theirs = drawn(view, "readout", 160, 2).splitlines()
     assert "step 60" in ours and "step 30" in theirs
@@ -197,7 +197,7 @@ def test_by_tokens_a_run_is_compared_at_as_many_tokens(state: RunState, made: Mo
 
 
 def test_a_run_that_never_came_so_far_says_so(state: RunState, made: ModuleType) -> None:
-    view = View(state=state, compared=Compared("short", slower(made, 20)))
+    view = View(state=state, compared=ComparedRun("short", slower(made, 20)))
     text = drawn(changed(view, chart=ChartSettings(crosshair=70)), "readout", 120, 2)
     assert "short has no step 70, its last is 20" in text
 

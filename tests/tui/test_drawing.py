@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fluxtui.plots.bars import LEVELS, Part, cells_of, gauge, partition, sparks
+from fluxtui.plots.braille import DOTS, Canvas, Series, Window, rounded_ticks
+from fluxtui.plots.timeline import Track, timeline
 from fluxtui.screens import arrangement
 from fluxtui.screens.arrangement import Arrangement, too_small
-from fluxtui.widgets.bars import LEVELS, Part, cells_of, gauge, partition, sparks
-from fluxtui.widgets.braille import DOTS, Canvas, Series, Window, rounded_ticks
 from fluxtui.widgets.spans import (
     Line,
     dropped_to_fit,
@@ -24,7 +25,6 @@ from fluxtui.widgets.spans import (
     width_of,
     wrapped,
 )
-from fluxtui.widgets.timeline import Track, timeline
 
 texts = st.text("ab ⇅é漢", max_size=12)
 lines = st.lists(st.tuples(texts, st.sampled_from(["dim", "text"])), max_size=6).map(tuple)

@@ -16,7 +16,7 @@ from fluxtrain.telemetry import events as ev
 from fluxtui.app import FluxApp
 from fluxtui.sources.journal import JournalSource
 from fluxtui.sources.source import Batch
-from fluxtui.state.machine import GpuSample, MachineSample
+from fluxtui.state.machine_sample import GpuSample, MachineSample
 from fluxtui.state.run import LOG_LIMIT, MOVES_LIMIT, RATES_LIMIT
 
 SIZE = (120, 40)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fluxtui.actions import ACTIONS
+from fluxtui.actions.table import ACTIONS
 from fluxtui.panels import PANELS
 from fluxtui.screens.dialogs import HelpScreen, help_lines
 from fluxtui.widgets.spans import width_of

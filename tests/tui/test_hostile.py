@@ -18,7 +18,7 @@ from fluxtrain.telemetry import events as ev
 from fluxtrain.telemetry.frames import Skipped, classify_line, encode_frame
 from fluxtrain.telemetry.printable import printable, printable_lines, printable_texts
 from fluxtrain.telemetry.reader import JournalFollower
-from fluxtui import tables
+from fluxtui import csv_tables
 from fluxtui.app import FluxApp
 from fluxtui.panels import PANELS
 from fluxtui.screens.plan import plan_lines
@@ -29,7 +29,7 @@ from fluxtui.state.view import ChartSettings, View
 from fluxtui.themes import DEFAULT_THEME, load_themes
 from fluxtui.widgets.chrome import header_line, notice_lines, status_line
 from fluxtui.widgets.framed import framed
-from fluxtui.wizard.answers import Answers
+from fluxtui.wizard.answers.answers import Answers
 
 ESCAPE = "\x1b]0;owned\x07\x1b[2J\x1b[31m[bold]evil[/\u202e\x9b5m\r\x00"
 SIZE = (120, 40)
@@ -193,14 +193,14 @@ def test_no_number_in_a_journal_ends_the_app(made: ModuleType, seed: int) -> Non
         for draw in (header_line, notice_lines, status_line, plan_lines):
             draw(view, width)
     for name in PANELS:
-        tables.csv_of(name, view)
+        csv_tables.csv_of(name, view)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e-320, 1e308])
 def test_a_curve_is_drawn_around_a_value_that_has_no_place(made: ModuleType, value: float) -> None:
     events = made.training(30)
     wrong = [msgspec.structs.replace(made.step(31), loss=value, grad_norm=value)]
-    wrong += [ev.EvaluationFinished(step=31, loss=value, seconds=1.0, tokens=1)]
+    wrong += [ev.EvaluationFinished(step=31, loss=value, seconds=1.0, count=1)]
     state = RunState().after_all([*events, *wrong])
     for log_scale in (False, True):
         view = View(state=state, wall_s=2e9, chart=ChartSettings(log_scale=log_scale))
@@ -210,7 +210,7 @@ def test_a_curve_is_drawn_around_a_value_that_has_no_place(made: ModuleType, val
 
 @pytest.mark.parametrize("pid", [-1, 0, 2**62])
 def test_a_process_number_that_none_has_is_no_trainer(pid: int) -> None:
-    from fluxtui.sources.machine import MachineSampler
+    from fluxtui.sources.machine_sampler import MachineSampler
 
     MachineSampler().sample(pid)
 

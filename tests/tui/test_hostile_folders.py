@@ -18,23 +18,24 @@ from typing import Any
 import msgspec
 import pytest
 
+from fluxtrain.client.dry_run import DryRunAnswer
 from fluxtrain.errors import BadInput
 from fluxtrain.telemetry.control import NotReachable, send_command
 from fluxtrain.telemetry.rundir import RunDir, list_runs
 from fluxtrain.telemetry.storage import read_json
 from fluxtui.app import FluxApp
+from fluxtui.screens.picker import RunPicker
 from fluxtui.screens.runs import RunsScreen
 from fluxtui.sources.journal import JournalSource
 from fluxtui.sources.replay import ReplaySource
 from fluxtui.state.link import Link
 from fluxtui.state.run import RunState
 from fluxtui.state.view import View
-from fluxtui.wizard.answers import Answers
-from fluxtui.wizard.asked import Question
-from fluxtui.wizard.checks import check_start
-from fluxtui.wizard.draft import answers_from_run, load_draft
-from fluxtui.wizard.model_facts import _licence
-from fluxtui.wizard.trial import read_trial
+from fluxtui.wizard.answers.answers import Answers
+from fluxtui.wizard.answers.draft import answers_from_run, load_draft
+from fluxtui.wizard.checks.answer_checks import check_start
+from fluxtui.wizard.checks.model_facts import _licence
+from fluxtui.wizard.engine.asked import Question
 
 SIZE = (120, 40)
 FILES = ("events.ndjson", "run.json", "result.json", "error.json", "pid", "engine.log")
@@ -132,7 +133,7 @@ async def test_a_folder_of_runs_that_cannot_be_read_is_said(
     app = FluxApp(None, start_screen="runs", runs_folder=tmp_path, sample_machine=False)
     async with app.run_test(size=SIZE) as pilot:
         await app_pilot.until(pilot, lambda: "cannot be read: Permission" in app_pilot.text_of(app))
-        app.action_compare()
+        app.push_screen(RunPicker(tmp_path, None))
         await app_pilot.until(pilot, lambda: "no other run" in app_pilot.text_of(app))
 
 
@@ -208,15 +209,10 @@ def test_a_hostile_draft_is_no_draft(tmp_path: Path, text: str) -> None:
     assert load_draft(tmp_path / "draft.json") is None
 
 
-async def test_an_answer_of_the_engine_that_makes_no_sense_is_a_refusal(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    async def asked(*_: str, **__: Any) -> dict[str, Any]:
-        return {"eta_s": [], "steps": 3}
-
-    monkeypatch.setattr("fluxtui.wizard.asked.ask_engine", asked)
+async def test_an_answer_of_the_engine_that_makes_no_sense_is_a_refusal() -> None:
     changed: list[int] = []
-    question: Question[Any] = Question(Any, "trial", read_trial, lambda: changed.append(1))  # type: ignore[arg-type]
+    program = (sys.executable, "-c", """print('{"eta_s": [], "steps": 3}')""")
+    question = Question(Any, DryRunAnswer, lambda: changed.append(1), program)  # type: ignore[arg-type]
     await question._run((), {})
     assert question.state.value is None and changed
     assert "cannot be understood" in (question.state.refusal or "")

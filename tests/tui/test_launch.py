@@ -21,7 +21,7 @@ from fluxtrain.telemetry.rundir import RunDir
 from fluxtrain.telemetry.typed import typed
 from fluxtui import launch
 from fluxtui.headless import event_line, follow_lines
-from fluxtui.wizard.answers import Answers
+from fluxtui.wizard.answers.answers import Answers
 
 HELLO = Hello(
     run_id="r", run_dir="r", pid=1, pid_start_s=0.0, version="0", model="demo", method="full",
@@ -230,7 +230,7 @@ def test_leaving_a_finished_run_says_how_it_ended(root: Path, tmp_path: Path) ->
     ("event", "said"),
     [
         (STEP, "step 3/4  loss 2.5000  100 tokens/s  left 1m 30s"),
-        (EvaluationFinished(step=3, loss=2.25, tokens=9, seconds=1.0), "loss 2.2500"),
+        (EvaluationFinished(step=3, loss=2.25, count=9, seconds=1.0), "loss 2.2500"),
         (Failed(exit_code=4, kind="Diverged", message="loss is nan"), "failed: loss is nan"),
         (DONE, "finished after step 4 in 1m 01s"),
         (HELLO, ""),

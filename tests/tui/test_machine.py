@@ -13,9 +13,9 @@ import pytest
 from fluxtui.panels import PANELS
 from fluxtui.panels.machine import machine_line
 from fluxtui.sources.gpu import GpuReader, processes_of, throttling
-from fluxtui.sources.machine import MachineSampler, watch
+from fluxtui.sources.machine_sampler import MachineSampler, watch
 from fluxtui.state.link import Link
-from fluxtui.state.machine import GpuProcess, GpuSample, MachineSample
+from fluxtui.state.machine_sample import GpuProcess, GpuSample, MachineSample
 from fluxtui.state.view import View
 from fluxtui.widgets.framed import framed
 from fluxtui.widgets.spans import width_of

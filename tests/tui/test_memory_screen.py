@@ -16,10 +16,10 @@ from fluxtrain.units import bytes_text
 from fluxtui.panels import PANELS
 from fluxtui.panels.block import bytes_of, name_of
 from fluxtui.panels.residency import pick, tiles
+from fluxtui.plots.stack import Layer, stacked
 from fluxtui.state.run import RunState
 from fluxtui.state.view import ChartSettings, View
 from fluxtui.widgets.spans import Line, width_of
-from fluxtui.widgets.stack import Layer, stacked
 
 MIB = 1 << 20
 

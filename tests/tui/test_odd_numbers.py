@@ -11,16 +11,16 @@ import pytest
 from msgspec.structs import replace
 
 from fluxtrain.telemetry import events as ev
-from fluxtui import tables
+from fluxtui import csv_tables
 from fluxtui.panels import PANELS
 from fluxtui.panels.memory import heading as memory_heading
 from fluxtui.panels.panel import gain_text, power_text, share_text, whole_share, whole_text
 from fluxtui.panels.progress import clock_text, eta
+from fluxtui.plots.bars import gauge
 from fluxtui.state.link import Link
-from fluxtui.state.machine import GpuProcess, GpuSample, MachineSample
+from fluxtui.state.machine_sample import GpuProcess, GpuSample, MachineSample
 from fluxtui.state.run import RunState
 from fluxtui.state.view import View
-from fluxtui.widgets.bars import gauge
 from fluxtui.widgets.chrome import header_line
 from fluxtui.widgets.framed import framed
 from fluxtui.widgets.spans import Line
@@ -155,7 +155,7 @@ def test_the_machine_is_a_table_with_columns_for_each_gpu() -> None:
         GpuSample(name="NVIDIA H200", index=1, throttled_by=("heat", "power limit")),
     )
     sample = MachineSample(10.0, 0.5, 2, 1 << 30, 2 << 30, None, 1.5, gpus)
-    written = tables.csv_of("machine", View(machine_sample=sample, wall_s=10.5))
+    written = csv_tables.csv_of("machine", View(machine_sample=sample, wall_s=10.5))
     [row] = csv.DictReader(written.splitlines())
     assert (row["cpu"], row["memory_total_bytes"], row["trainer_cpu"]) == (
         "0.5",
@@ -168,5 +168,5 @@ def test_the_machine_is_a_table_with_columns_for_each_gpu() -> None:
 
 def test_a_machine_without_gpus_is_a_table_too() -> None:
     sample = MachineSample(10.0, None, 2, None, None, None, None)
-    written = tables.csv_of("machine", View(machine_sample=sample, wall_s=10.5))
+    written = csv_tables.csv_of("machine", View(machine_sample=sample, wall_s=10.5))
     assert [row["cores"] for row in csv.DictReader(written.splitlines())] == ["2"]

@@ -12,15 +12,8 @@ from msgspec.structs import replace
 
 from fluxtrain.telemetry import events as ev
 from fluxtrain.telemetry.rundir import RunSummary
-from fluxtui.actions import (
-    ACTIONS,
-    PAGES,
-    RUN_SCREENS,
-    bindings,
-    find,
-    footer_actions,
-    own_bindings,
-)
+from fluxtui.actions.key_map import app_bindings, own_bindings, screen_bindings
+from fluxtui.actions.table import ACTIONS, PAGES, RUN_SCREENS, find, footer_actions
 from fluxtui.headless import event_line
 from fluxtui.panels import PANELS
 from fluxtui.panels.memory import parts_of
@@ -42,7 +35,7 @@ from fluxtui.widgets.spans import Line, width_of
 from fluxtui.wizard.frame import WizardFrame
 from fluxtui.wizard.screen import WizardScreen
 from fluxtui.wizard.steps.step import DrawnStep
-from fluxtui.wizard.steps.strategy import StrategyStep
+from fluxtui.wizard.steps.strategy_step import StrategyStep
 
 STATES = ("waiting", "running", "stale", "failed", "finished")
 SIZES = [(1, 1), (12, 2), (38, 7), (76, 3), (118, 12), (198, 30)]
@@ -301,8 +294,9 @@ def test_ids_and_keys_are_unique_on_every_screen() -> None:
 
 def test_keymap_footer_and_help_come_from_the_registry() -> None:
     of_wizard = (*WizardScreen.BINDINGS, *DrawnStep.BINDINGS, *StrategyStep.BINDINGS)
-    made = (*bindings(), *SettingsScreen.BINDINGS, *own_bindings(), *WizardFrame.BINDINGS)
-    bound = [binding.id for binding in (*made, *of_wizard)]
+    made = (*app_bindings(), *SettingsScreen.BINDINGS, *own_bindings(), *WizardFrame.BINDINGS)
+    on_screens = [binding for name in ("", *RUN_SCREENS) for binding in screen_bindings(name)]
+    bound = [binding.id for binding in (*made, *of_wizard, *on_screens)]
     assert set(bound) == {action.id for action in ACTIONS}
     text = whole(help_lines())
     assert all(action.about in text for action in ACTIONS)

@@ -15,14 +15,13 @@ import pytest
 from fluxtrain.errors import BadInput
 from fluxtrain.telemetry.rundir import RunDir, RunSummary, list_runs
 from fluxtui.screens.dialogs import DeleteDialog
-from fluxtui.screens.runs import RunsScreen
+from fluxtui.screens.runs import RunsScreen, cannot_resume
 from fluxtui.sources.removal import check_removable, contents, remove_run, size_bytes
 from fluxtui.state.view import View
-from fluxtui.verbs.runs import cannot_resume
 from fluxtui.widgets.run_rows import columns, left_text, run_detail, run_row
 from fluxtui.widgets.spans import width_of
-from fluxtui.wizard.answers import Answers
-from fluxtui.wizard.launching import prepare
+from fluxtui.wizard.answers.answers import Answers
+from fluxtui.wizard.answers.launching import prepare
 
 SIZE = (120, 40)
 

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from fluxtui.actions import find
+from fluxtui.actions.saving import free_path
+from fluxtui.actions.table import find
+from fluxtui.csv_tables import csv_of, rows_held
 from fluxtui.panels import PANELS
 from fluxtui.state.run import RunState
 from fluxtui.state.view import View
-from fluxtui.tables import csv_of, rows_held
 from fluxtui.themes import PLAIN, load_themes
-from fluxtui.verbs.saving import free_path
 from fluxtui.widgets.framed import framed
 from fluxtui.widgets.picture import svg_of
 
@@ -134,7 +134,7 @@ async def test_a_folder_that_cannot_be_written_is_told(
     def refuse(*arguments: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("fluxtui.verbs.saving.Path.write_text", refuse)
+    monkeypatch.setattr("fluxtui.actions.saving.Path.write_text", refuse)
     app = app_pilot.app_on(run, made)
     async with app.run_test(size=SIZE) as pilot:
         await app_pilot.drawn(pilot)
@@ -152,7 +152,7 @@ async def test_copying_takes_the_newest_line_of_the_log_else_how_to_attach(
         await pilot.press(key)
         assert app.clipboard == f"fluxtrain-tui --attach {run}"
         await pilot.press("5")
-        await app_pilot.until(pilot, lambda: app.log_screen() is not None)
+        await app_pilot.until(pilot, lambda: app.screen_name == "log")
         await app_pilot.still(pilot)
         await pilot.press(key)
         assert app.clipboard == list(app.view.state.log)[-1].text

@@ -15,7 +15,7 @@ from fluxtrain.telemetry import events as ev
 from fluxtrain.telemetry.reader import PipeReader
 from fluxtui.sources.following import News, follow
 from fluxtui.sources.journal import JournalSource
-from fluxtui.sources.machine import MachineSampler
+from fluxtui.sources.machine_sampler import MachineSampler
 from fluxtui.sources.replay import ReplaySource
 from fluxtui.sources.source import Batch
 from fluxtui.state.link import Link

@@ -291,7 +291,7 @@ def test_a_killed_runs_samples_turn_stale(made: ModuleType) -> None:
 
 
 def test_a_machine_sample_is_shown_for_seconds_only(made: ModuleType) -> None:
-    from fluxtui.state.machine import MachineSample
+    from fluxtui.state.machine_sample import MachineSample
 
     sample = MachineSample(100.0, 0.5, 2, 1, 2, None, None)
     assert View(machine_sample=sample, wall_s=104.0).machine is sample
@@ -307,7 +307,7 @@ def test_a_machine_sample_is_shown_for_seconds_only(made: ModuleType) -> None:
     [
         (ev.PhaseChanged(phase="saving", detail="the trained model"), "info",
          "saving: the trained model"),
-        (ev.EvaluationFinished(step=4, loss=2.5, tokens=9, seconds=2.0), "info",
+        (ev.EvaluationFinished(step=4, loss=2.5, count=9, seconds=2.0), "info",
          "step 4: held-out loss 2.5000 in 2.00 s"),
         (ev.CheckpointWritten(step=4, path="x", bytes=1 << 20, seconds=0.5), "info",
          "step 4: checkpoint of 1.00 MiB in 500 ms"),

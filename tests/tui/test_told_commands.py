@@ -12,13 +12,13 @@ import pytest
 
 from fluxtrain.telemetry.events import Done
 from fluxtui import launch
-from fluxtui.actions import find
+from fluxtui.actions.table import find
 from fluxtui.state.run import RunState
 from fluxtui.state.view import View
 from fluxtui.widgets.chrome import COMMAND_ROWS, NOTICE_ROWS, notice_lines
 from fluxtui.widgets.spans import width_of
-from fluxtui.wizard.answers import Answers
-from fluxtui.wizard.launching import command_text
+from fluxtui.wizard.answers.answers import Answers
+from fluxtui.wizard.answers.launching import command_text
 
 
 @pytest.fixture

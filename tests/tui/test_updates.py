@@ -18,8 +18,8 @@ from rich.style import Style
 from textual._compositor import ChopsUpdate
 from textual.strip import Strip
 
+from fluxtui.widgets.screen_updates import PartsUpdate, shorter
 from fluxtui.widgets.spans import JUMP_CELLS, Line, differing, fitted, width_of
-from fluxtui.widgets.updates import PartsUpdate, shorter
 from tests.tui.desk import Desk
 
 ROLES = ("text", "dim", "good")

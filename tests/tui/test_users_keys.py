@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from fluxtrain.telemetry import events as ev
 from fluxtui.panels import PANELS
+from fluxtui.screens.dialogs import StopDialog
 from fluxtui.screens.runs import RunsScreen
 from fluxtui.settings import load_settings, save_settings
 from fluxtui.state.link import Link
@@ -82,6 +83,41 @@ async def test_the_app_tells_its_screens_the_users_keys(
         await pilot.press("escape", "7")
         await app_pilot.until(pilot, lambda: isinstance(app.screen, RunsScreen))
         await app_pilot.until(pilot, lambda: "no runs here yet: N makes" in app_pilot.text_of(app))
+
+
+async def test_the_key_that_textual_quits_with_can_be_given_to_an_action(
+    tmp_path: Path, made: ModuleType, app_pilot: Any
+) -> None:
+    file, run = tmp_path / "app.toml", tmp_path / "runs" / "demo"
+    file.write_text('[keys]\nstop = "ctrl+q"\n')
+    made.write(run / "events.ndjson", made.training(80))
+    app = app_pilot.app_on(run, made, settings_file=file)
+    async with app.run_test(size=(120, 40)) as pilot:
+        await app_pilot.drawn(pilot)
+        await pilot.press("ctrl+q")
+        await app_pilot.until(pilot, lambda: isinstance(app.screen, StopDialog))
+        assert app.is_running and not app._exit
+
+
+async def test_another_key_on_one_screen_leaves_the_old_one_to_the_other_screens(
+    tmp_path: Path, made: ModuleType, app_pilot: Any
+) -> None:
+    file, run = tmp_path / "app.toml", tmp_path / "runs" / "demo"
+    file.write_text('[keys]\ncrosshair_back = "z"\n')
+    made.write(run / "events.ndjson", made.training(80))
+    app = app_pilot.app_on(run, made, settings_file=file)
+    async with app.run_test(size=(120, 40)) as pilot:
+        await app_pilot.drawn(pilot)
+        await pilot.press("4")
+        await app_pilot.until(pilot, lambda: app.screen_name == "loss")
+        await pilot.press("left")
+        assert app.view.chart.crosshair is None
+        await pilot.press("z")
+        assert app.view.chart.crosshair is not None
+        await pilot.press("2")
+        await app_pilot.until(pilot, lambda: app.screen_name == "memory")
+        await pilot.press("left")
+        assert app.view.chart.block is not None
 
 
 def test_a_setting_in_quotes_is_changed_in_its_place(tmp_path: Path) -> None:

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 from rich.cells import cell_len
 
+from fluxtrain.client.inspection import TextPiece
 from fluxtrain.telemetry.rundir import RunSummary
 from fluxtui.panels.log import rows
 from fluxtui.panels.moves import short_name
 from fluxtui.state.run import LogLine
 from fluxtui.widgets.run_rows import run_row
 from fluxtui.widgets.spans import cut, cut_in_front, width_of, wrapped
-from fluxtui.wizard import drawing
-from fluxtui.wizard.data_facts import Piece
+from fluxtui.wizard.pages import drawing
 
 CHINESE = "模型训练正在进行中这是一个很长的句子没有空格"
 TEXTS = (
@@ -74,7 +74,7 @@ def test_the_columns_of_a_list_of_runs_stand_below_each_other() -> None:
 
 @pytest.mark.parametrize("text", [CHINESE * 8, "한국어 문장 " * 30])
 def test_a_sample_of_the_data_keeps_to_its_column(text: str) -> None:
-    content = drawing.samples([(Piece(text),)], 60, 4)
+    content = drawing.samples([(TextPiece(text, True),)], 60, 4)
     lines = content.plain.split("\n")
     assert len(lines) == 4 and lines[-1].endswith(" …")
     assert all(cell_len(line) <= 60 and line.startswith("▌ ") for line in lines)

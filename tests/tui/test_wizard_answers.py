@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from fluxtrain.train.config import demo_config, load_config, validate
 from fluxtrain.train.config import settings as all_settings
-from fluxtui.wizard.answers import (
+from fluxtui.wizard.answers.answers import (
     OFFLOADS,
     STEPS,
     Answers,
@@ -22,16 +22,21 @@ from fluxtui.wizard.answers import (
     with_data,
     with_model,
 )
-from fluxtui.wizard.checks import check_data
-from fluxtui.wizard.configuring import (
+from fluxtui.wizard.answers.configuring import (
     answers_from_config,
     chosen_settings,
     configuration,
     set_arguments,
     yaml_text,
 )
-from fluxtui.wizard.draft import draft_path, forget_draft, load_draft, save_draft
-from fluxtui.wizard.launching import command_text, engine_arguments, prepare, run_name
+from fluxtui.wizard.answers.draft import draft_path, forget_draft, load_draft, save_draft
+from fluxtui.wizard.answers.launching import (
+    command_text,
+    engine_arguments,
+    prepare,
+    run_name,
+)
+from fluxtui.wizard.checks.answer_checks import check_data
 
 NAMES = st.text("abcXYZ0189._- '\"#:{}&*äß", min_size=1, max_size=30)
 ANSWERS = st.builds(

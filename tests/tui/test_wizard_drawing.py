@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fluxtui.wizard import drawing
-from fluxtui.wizard.answers import STEPS, StepName
-from fluxtui.wizard.data_facts import Piece
-from fluxtui.wizard.engine import EngineRefused, ask_engine, last_words
-from fluxtui.wizard.machine import machine_lines
-from fluxtui.wizard.plan_preview import PlanPreview, read_plan
+from fluxtrain.client.inspection import TextPiece
+from fluxtui.wizard.answers.answers import STEPS, StepName
+from fluxtui.wizard.engine.machine import machine_lines
+from fluxtui.wizard.pages import drawing
 
 WIDTHS = st.integers(48, 200)
 TEXTS = st.text(st.characters(codec="ascii", categories=("L", "N", "P")), max_size=200)
@@ -20,14 +20,6 @@ BYTES = st.none() | st.integers(0, 1 << 44)
 
 def widest(text: str) -> int:
     return max(len(line) for line in text.split("\n"))
-
-
-def plan(**changes: object) -> PlanPreview:
-    answer = {
-        "offload": "weights", "steps": 10, "device": "cpu", "device_bytes": 10,
-        "device_budget_bytes": 100, "host_bytes": 20, "host_limit_bytes": 100,
-    }  # fmt: skip
-    return read_plan({**answer, **changes})
 
 
 @pytest.mark.parametrize("step", STEPS)
@@ -87,7 +79,7 @@ def test_a_shortened_text_fits_and_keeps_its_ends(text: str, width: int) -> None
 
 
 def test_samples_mark_what_is_learnt_and_only_that() -> None:
-    sample = (Piece("Why?", trained=False, role="user"), Piece("So.", role="assistant"))
+    sample = (TextPiece("user: Why?", False), TextPiece("assistant: So.", True))
     asked, answered = drawing.samples([sample], 60, 4).plain.split("\n")
     assert asked == "  user: Why?"
     assert answered == "▌ assistant: So."
@@ -95,7 +87,7 @@ def test_samples_mark_what_is_learnt_and_only_that() -> None:
 
 @given(text=TEXTS, lines=st.integers(1, 6))
 def test_a_sample_keeps_to_its_lines(text: str, lines: int) -> None:
-    drawn = drawing.samples([(Piece(text),)], 40, lines).plain
+    drawn = drawing.samples([(TextPiece(text, True),)], 40, lines).plain
     assert drawn.count("\n") < lines
     assert widest(drawn) <= 40
 
@@ -110,78 +102,24 @@ def test_a_footer_gives_up_the_machine_before_the_keys() -> None:
     assert "cores" not in narrow
 
 
-def test_a_choice_without_a_reason_is_the_default() -> None:
-    made = plan(choices=[{"name": "train.batch_rows", "value": 8}])
-    assert [(c.name, c.value, c.because) for c in made.choices] == [
-        ("train.batch_rows", "8", "the default")
-    ]
-
-
-@pytest.mark.parametrize("key", ["device_bytes", "host_bytes"])
-def test_a_plan_over_a_limit_does_not_fit(key: str) -> None:
-    assert plan().fits
-    assert not plan(**{key: 101}).fits
-    assert plan(**{key: None}).fits, "what is not known is not held against it"
-
-
-def test_a_machine_that_said_nothing_has_no_lines_made_up() -> None:
-    assert machine_lines({}) == []
-
-
-def test_a_machine_is_told_by_what_decides_about_streaming() -> None:
-    probe = {
-        "machine": {
-            "cores": 16,
-            "instruction_set": "avx512",
-            "memory_total_bytes": 128 << 30,
-            "memory_available_bytes": 120 << 30,
-            "gpus": [{"name": "NVIDIA GeForce RTX 4090", "memory_total_bytes": 24 << 30}],
-        },
-        "disk": {"free_bytes": 900 << 30},
-        "rates": {
-            "h2d_pinned": {"per_s": 24.9e9, "how": "256 MiB"},
-            "d2h_pinned": {"per_s": 24.6e9, "how": "256 MiB"},
-            "host_copy": {"per_s": 40e9, "how": "256 MiB"},
-            "disk_write": {"per_s": None, "how": "not measured: no space"},
-            "disk_read": {"per_s": 3e9, "how": "256 MiB"},
-        },
-    }
-    assert machine_lines(probe) == [
+def test_a_machine_is_told_by_what_decides_about_streaming(wizard_pilot: ModuleType) -> None:
+    machine = {
+        **wizard_pilot.MACHINE, "cores": 16, "instruction_set": "avx512", "gpus": [wizard_pilot.GPU]
+    }  # fmt: skip
+    rates = {
+        name: {"per_s": per_s, "how": "256 MiB"}
+        for name, per_s in (("h2d_pinned", 24.9e9), ("d2h_pinned", 24.6e9), ("host_copy", 40e9),
+                            ("disk_write", None), ("disk_read", 3e9))
+    }  # fmt: skip
+    assert machine_lines(wizard_pilot.probed(machine=machine, rates=rates)) == [
         "16 cores (avx512)",
-        "128 GiB memory, 120 GiB free",
+        "8.00 GiB memory, 4.00 GiB free",
         "NVIDIA GeForce RTX 4090 24.0 GiB",
         "host copy 40.0 GB/s",
         "bus 24.9 GB/s to the GPU, 24.6 GB/s back",
-        "900 GiB free disk",
+        "1.00 TiB free disk",
     ]
 
 
-def test_a_machine_without_a_gpu_says_so() -> None:
-    assert "no GPU" in machine_lines({"machine": {"cores": 2, "gpus": []}})
-
-
-def test_an_answer_of_another_shape_is_no_crash() -> None:
-    assert machine_lines({"machine": None, "rates": [], "disk": "none"}) == []
-
-
-@pytest.mark.parametrize(
-    ("errors", "said"),
-    [
-        (b"", "exit code 3"),
-        (b"warning: x\nerror: too big\n", "too big"),
-        (b"this is a bug of FluxTrain: X\nrun it again with --debug\n", "a bug of FluxTrain: X"),
-        (b"\xff last words \n\n", "last words"),
-    ],
-)
-def test_the_last_words_of_the_engine_are_its_reason(errors: bytes, said: str) -> None:
-    assert said in last_words(errors, 3)
-
-
-async def test_the_engine_answers_with_an_object_or_is_refused() -> None:
-    assert await ask_engine('{"a": 1}', program=("echo",)) == {"a": 1}
-    for output in ("no json", "[1]"):
-        with pytest.raises(EngineRefused):
-            await ask_engine(output, program=("echo",))
-    with pytest.raises(EngineRefused) as refused:
-        await ask_engine("-c", "echo 'error: full' >&2; exit 5", program=("sh",))
-    assert (str(refused.value), refused.value.exit_code) == ("full", 5)
+def test_a_machine_without_a_gpu_says_so(wizard_pilot: ModuleType) -> None:
+    assert "no GPU" in machine_lines(wizard_pilot.probed())

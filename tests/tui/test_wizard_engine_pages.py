@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import dataclasses
-import gc
 import json
-import os
 import sys
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
@@ -15,13 +10,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import psutil
+import msgspec
 import pytest
 
-from fluxtui.wizard.answers import Answers
-from fluxtui.wizard.engine import EngineRefused, ask_engine
-from fluxtui.wizard.plan_preview import read_plan
-from fluxtui.wizard.ranked import dial_settings, with_settings_of_the_dial
+from fluxtrain.client.asking import EngineRefused
+from fluxtui.wizard.answers.answers import Answers
+from fluxtui.wizard.engine.ranked import dial_settings, with_settings_of_the_dial
 
 Opened = Callable[..., AbstractAsyncContextManager[Any]]
 
@@ -139,9 +133,9 @@ async def test_a_dial_from_the_command_line_is_turned_when_the_plans_are_there(
 
 
 def test_the_trainers_own_dial_decides_about_the_offload(wizard_pilot: ModuleType) -> None:
-    [fast, *_] = read_plan(wizard_pilot.PLAN).ranked
+    [fast, *_] = wizard_pilot.planned().plans
     assert dial_settings([fast], "fast")["placement.offload"] == "weights"
-    own = dataclasses.replace(fast, settings={"placement.aggressiveness": "fast"})
+    own = msgspec.structs.replace(fast, settings={"placement.aggressiveness": "fast"})
     assert dial_settings([own], "fast") == {"placement.aggressiveness": "fast"}
     assert dial_settings([own], "auto") == {}
 
@@ -202,39 +196,3 @@ async def test_command_and_yaml_are_copied(folder: Path, opened: Opened) -> None
         assert wizard.app.clipboard == "fluxtrain train --demo --set train.steps=5"
         await wizard.press("y")
         assert "path: demo" in wizard.app.clipboard
-
-
-async def asked_and_dropped() -> tuple[asyncio.Future[Any], int]:
-    """A question to an engine that answers nothing, cancelled, and the engine's process."""
-    script = "import os, sys, time; print(os.getpid(), file=sys.stderr, flush=True); time.sleep(60)"
-    pids: list[int] = []
-    asking = asyncio.ensure_future(
-        ask_engine(
-            "-c", script, program=(sys.executable,), said=lambda line: pids.append(int(line))
-        )
-    )
-    while not pids:
-        await asyncio.sleep(0.02)
-    asking.cancel()
-    return asking, pids[0]
-
-
-async def test_a_question_that_is_dropped_ends_its_process() -> None:
-    asking, pid = await asked_and_dropped()
-    with pytest.raises(asyncio.CancelledError):
-        await asking
-    with pytest.raises(ProcessLookupError):
-        os.kill(pid, 0)
-
-
-def test_a_question_that_is_dropped_as_the_app_ends_leaves_nothing_open(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """An app that ends cancels what it asked, and its loop whatever still ends: twice."""
-    left: list[Any] = []
-    monkeypatch.setattr("sys.unraisablehook", left.append)
-    _, pid = asyncio.run(asked_and_dropped())
-    gc.collect()
-    assert [str(one.exc_value) for one in left] == []
-    with contextlib.suppress(psutil.NoSuchProcess):
-        psutil.Process(pid).wait(60)

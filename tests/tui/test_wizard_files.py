@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from fluxtrain.errors import BadInput
-from fluxtui.wizard.answers import Answers
-from fluxtui.wizard.checks import check_data, check_model
-from fluxtui.wizard.data_facts import read_data_file
-from fluxtui.wizard.model_facts import cached_hub_folder, read_model_folder
+from fluxtui.wizard.answers.answers import Answers
+from fluxtui.wizard.checks.answer_checks import check_data, check_model
+from fluxtui.wizard.checks.data_facts import read_data_file
+from fluxtui.wizard.checks.model_facts import cached_hub_folder, read_model_folder
 
 CONFIG = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -157,7 +157,7 @@ def test_a_text_file_is_described_with_a_sample(tmp_path: Path) -> None:
     facts = read_data_file(str(path))
     assert (facts.format, facts.documents, facts.counted) == ("text", 2, True)
     assert facts.samples[0][0].text == "Once upon a time."
-    assert facts.samples[0][0].trained
+    assert facts.samples[0][0].learnt
 
 
 @pytest.mark.parametrize(
@@ -186,7 +186,7 @@ def test_of_a_conversation_only_the_assistant_is_marked_as_learnt(tmp_path: Path
     facts = read_data_file(str(path))
     assert (facts.format, facts.documents) == ("jsonl-messages", 5)
     assert len(facts.samples) == 3
-    assert [piece.trained for piece in facts.samples[0]] == [False, False, True]
+    assert [piece.learnt for piece in facts.samples[0]] == [False, False, True]
     assert [piece.role for piece in facts.samples[0]] == ["system", "user", "assistant"]
 
 
@@ -233,7 +233,8 @@ def test_the_demo_shows_documents_of_the_kind_it_learns() -> None:
 
 def test_looking_at_files_loads_neither_torch_nor_textual() -> None:
     code = (
-        "import sys, fluxtui.wizard.checks, fluxtui.wizard.launching, fluxtui.launch\n"
+        "import sys, fluxtui.wizard.checks.answer_checks, fluxtui.wizard.answers.launching\n"
+        "import fluxtui.launch\n"
         "heavy = {'torch', 'transformers', 'textual', 'pydantic', 'numpy'} & set(sys.modules)\n"
         "sys.exit(', '.join(sorted(heavy)) or 0)\n"
     )

@@ -20,9 +20,9 @@ from fluxtrain.train.config import load_config
 from fluxtui.app import FluxApp
 from fluxtui.screens.panel_screen import PanelScreen
 from fluxtui.themes import load_themes
-from fluxtui.wizard import launching
-from fluxtui.wizard.answers import Answers
-from fluxtui.wizard.draft import save_draft
+from fluxtui.wizard.answers import launching
+from fluxtui.wizard.answers.answers import Answers
+from fluxtui.wizard.answers.draft import save_draft
 from fluxtui.wizard.screen import WizardScreen
 
 Opened = Callable[..., AbstractAsyncContextManager[Any]]

@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 
-from fluxtui.actions import ACTIONS, PAGES, rebound
+from fluxtui.actions.key_map import rebound
+from fluxtui.actions.table import ACTIONS, PAGES
 from fluxtui.app import FluxApp
 from fluxtui.screens.dialogs import HelpScreen, help_lines
 from fluxtui.settings import load_settings
-from fluxtui.wizard.answers import STEPS, Answers
+from fluxtui.wizard.answers.answers import STEPS, Answers
+from fluxtui.wizard.answers.launching import Launch
 from fluxtui.wizard.keys import HINTS, key_hints
-from fluxtui.wizard.launching import Launch
 from fluxtui.wizard.screen import WizardScreen
 
 SIZE = (120, 40)

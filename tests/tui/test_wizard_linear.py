@@ -17,9 +17,9 @@ import pytest
 from fluxtrain.telemetry.rundir import RunDir
 from fluxtrain.train.config import load_config
 from fluxtui import launch
-from fluxtui.wizard.answers import Answers
-from fluxtui.wizard.draft import load_draft, save_draft
-from fluxtui.wizard.launching import Attach, Launch
+from fluxtui.wizard.answers.answers import Answers
+from fluxtui.wizard.answers.draft import load_draft, save_draft
+from fluxtui.wizard.answers.launching import Attach, Launch
 from fluxtui.wizard.linear import GREETING, LinearWizard
 
 PATIENCE_S = 120.0

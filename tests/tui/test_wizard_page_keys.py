@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 from textual.content import Content
 
-from fluxtui.actions import ACTIONS, rebound
-from fluxtui.wizard.answers import Answers
-from fluxtui.wizard.asked import Asked
-from fluxtui.wizard.machine import MachineFacts
+from fluxtui.actions.table import ACTIONS, rebound
+from fluxtui.wizard.answers.answers import Answers
+from fluxtui.wizard.engine.asked import Asked
 from fluxtui.wizard.pages.hardware import hardware_page
 from fluxtui.wizard.pages.launch import launch_page
 from fluxtui.wizard.pages.method import method_page
 from fluxtui.wizard.pages.preview import preview_page
 from fluxtui.wizard.pages.strategy import strategy_page
-from fluxtui.wizard.plan_preview import read_plan
-from fluxtui.wizard.view import View
-from tests.tui.wizard_pilot import PLAN
+from fluxtui.wizard.pages.wizard_view import WizardView
+from tests.tui.wizard_pilot import planned, probed
 
 OWN = {
     action.id: f"f{number}"
@@ -30,14 +27,14 @@ OWN = {
 OWN_TEXTS = {action.id: action.key_text for action in rebound(OWN)}
 REFUSED: Asked[object] = Asked(asked_s=0.0, refusal="no room", exit_code=4)
 PENDING: Asked[object] = Asked(asked_s=0.0)
-PLANNED = Asked(value=read_plan(PLAN))
-TOO_LARGE = Asked(value=replace(read_plan(PLAN), device_bytes=2**31))
-PROBED = Asked(value=MachineFacts(rows=(), lines=(), warnings=(), measured_at_s=0.0))
+PLANNED = Asked(value=planned())
+TOO_LARGE = Asked(value=planned(device_bytes=2**31))
+PROBED = Asked(value=probed())
 
-Page = Callable[[View, int], Content]
+Page = Callable[[WizardView, int], Content]
 
 
-def explained(view: View, width: int) -> Content:
+def explained(view: WizardView, width: int) -> Content:
     return strategy_page(view, width, why=True)
 
 
@@ -71,7 +68,7 @@ def test_a_page_names_the_keys_that_the_user_has_bound(
     page: Page, state: dict[str, Asked[object]], told: str
 ) -> None:
     def text(**changes: object) -> str:
-        view = View(answers=Answers(), **state, **changes)  # type: ignore[arg-type]
+        view = WizardView(answers=Answers(), **state, **changes)  # type: ignore[arg-type]
         return " ".join(page(view, 120).plain.split())
 
     default = {action.id: action.key_text for action in ACTIONS}
@@ -80,8 +77,8 @@ def test_a_page_names_the_keys_that_the_user_has_bound(
 
 
 def test_two_keys_that_stand_together_are_told_as_the_footer_tells_them() -> None:
-    assert View().key("list_up", "list_down") == "↑↓"
-    assert View(key_texts=OWN_TEXTS).key("list_up", "list_down") == " ".join(
+    assert WizardView().key("list_up", "list_down") == "↑↓"
+    assert WizardView(key_texts=OWN_TEXTS).key("list_up", "list_down") == " ".join(
         OWN_TEXTS[name] for name in ("list_up", "list_down")
     )
-    assert re.fullmatch(r"f\d+", View(key_texts=OWN_TEXTS).key("wizard_next"))
+    assert re.fullmatch(r"f\d+", WizardView(key_texts=OWN_TEXTS).key("wizard_next"))

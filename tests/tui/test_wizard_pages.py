@@ -10,16 +10,20 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import convert
+from msgspec.structs import replace
 from textual.content import Content
 
+from fluxtrain.client.dry_run import DryRunAnswer
+from fluxtrain.client.inspection import InspectionAnswer
 from fluxtrain.errors import EXIT_BUG, EXIT_DOES_NOT_FIT
-from fluxtui.state.machine import GpuProcess, GpuSample, MachineSample
-from fluxtui.wizard.answers import Answers
-from fluxtui.wizard.asked import Asked
-from fluxtui.wizard.checks import Check
-from fluxtui.wizard.data_facts import Piece
-from fluxtui.wizard.inspection import histogram, histogram_lines, read_inspection
-from fluxtui.wizard.machine import read_machine_facts
+from fluxtui.state.machine_sample import GpuProcess, GpuSample, MachineSample
+from fluxtui.wizard.answers.answers import Answers
+from fluxtui.wizard.checks.answer_checks import Check
+from fluxtui.wizard.engine.asked import Asked
+from fluxtui.wizard.engine.inspection import histogram, histogram_lines
+from fluxtui.wizard.engine.machine import age_text, machine_table
+from fluxtui.wizard.engine.plan_preview import checkpoints
 from fluxtui.wizard.pages.aside import aside
 from fluxtui.wizard.pages.data import data_page
 from fluxtui.wizard.pages.hardware import hardware_page
@@ -27,25 +31,24 @@ from fluxtui.wizard.pages.launch import launch_page
 from fluxtui.wizard.pages.method import fit_words, method_page
 from fluxtui.wizard.pages.preview import preview_page
 from fluxtui.wizard.pages.strategy import strategy_page
-from fluxtui.wizard.plan_preview import read_plan
-from fluxtui.wizard.trial import read_trial
-from fluxtui.wizard.view import View
+from fluxtui.wizard.pages.wizard_view import WizardView
+from tests.tui.wizard_pilot import LAYOUT
 
 WIDTHS = (56, 76, 92, 160)
 PAGES = (data_page, hardware_page, launch_page, method_page, preview_page, strategy_page)
 
 
 @pytest.fixture
-def known(wizard_pilot: ModuleType) -> View:
+def known(wizard_pilot: ModuleType) -> WizardView:
     """Everything was asked and answered."""
-    plan = read_plan(wizard_pilot.PLAN)
-    return View(
+    plan = wizard_pilot.planned()
+    return WizardView(
         checks={"data": Check(facts=(("format", "jsonl"),))},
-        probe=Asked(value=read_machine_facts(wizard_pilot.PROBE)),
-        inspection=Asked(value=read_inspection(wizard_pilot.INSPECTION)),
+        probe=Asked(value=wizard_pilot.probed()),
+        inspection=Asked(value=convert(wizard_pilot.INSPECTION, InspectionAnswer)),
         plan=Asked(value=plan),
-        trial=Asked(value=read_trial(wizard_pilot.TRIAL)),
-        cards=plan.ranked,
+        trial=Asked(value=convert(wizard_pilot.TRIAL, DryRunAnswer)),
+        cards=plan.plans,
         answers=Answers(step="data"),
         free_disk_bytes=1 << 40,
     )
@@ -57,15 +60,15 @@ def widest(content: Content) -> int:
 
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("page", PAGES)
-def test_every_page_keeps_its_width(page: Any, width: int, known: View) -> None:
+def test_every_page_keeps_its_width(page: Any, width: int, known: WizardView) -> None:
     assert widest(page(known, width)) <= width
-    assert page(View(), width).plain, "and says something when nothing is known"
+    assert page(WizardView(), width).plain, "and says something when nothing is known"
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_a_refusal_is_told_on_every_page_that_needs_the_answer(page: Any) -> None:
     refused: Asked[Any] = Asked(refusal="the model needs 80 GiB", exit_code=EXIT_DOES_NOT_FIT)
-    view = View(
+    view = WizardView(
         answers=Answers(step="data"), checks={"data": Check()}, plan=refused, inspection=refused,
         probe=refused, trial=refused,
     )  # fmt: skip
@@ -75,7 +78,7 @@ def test_a_refusal_is_told_on_every_page_that_needs_the_answer(page: Any) -> Non
 # --- data -----------------------------------------------------------------------------------------
 
 
-def test_what_is_learnt_is_marked_by_a_bar_and_the_rest_is_not(known: View) -> None:
+def test_what_is_learnt_is_marked_by_a_bar_and_the_rest_is_not(known: WizardView) -> None:
     lines = [line.rstrip() for line in data_page(known, 80).plain.split("\n")]
     assert "▌ So it is.<|end|>" in lines
     assert "  <|user|>Why?" in lines
@@ -83,7 +86,9 @@ def test_what_is_learnt_is_marked_by_a_bar_and_the_rest_is_not(known: View) -> N
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_on_a_low_screen_the_first_sample_stands_above_the_lengths(known: View, width: int) -> None:
+def test_on_a_low_screen_the_first_sample_stands_above_the_lengths(
+    known: WizardView, width: int
+) -> None:
     short = dataclasses.replace(known, short=True)
     lines = [line.rstrip() for line in data_page(short, width).plain.split("\n")]
     assert lines.index("▌ So it is.<|end|>") < 8, "below the question and its fields"
@@ -93,20 +98,20 @@ def test_on_a_low_screen_the_first_sample_stands_above_the_lengths(known: View, 
     assert "✓ format" in shown
 
 
-def test_what_the_machine_does_now_is_told_beside_what_was_measured(known: View) -> None:
+def test_what_the_machine_does_now_is_told_beside_what_was_measured(known: WizardView) -> None:
     gpu = GpuSample(name="card", utilisation=0.5, processes=(GpuProcess(pid=7),))
     sample = MachineSample(time.time(), 0.25, 8, 1 << 30, 4 << 30, None, None, (gpu,))
     live = dataclasses.replace(known, machine=sample)
     for page in (hardware_page, aside):
         shown = page(live, 80).plain
         assert "GPU 50%" in shown and "CPU 25%" in shown and "1 other on the GPU" in shown
-    waiting = View(machine=sample)
+    waiting = WizardView(machine=sample)
     assert "CPU 25%" in hardware_page(waiting, 80).plain, "also while it is being measured"
     old = dataclasses.replace(known, machine=dataclasses.replace(sample, wall_s=1.0))
     assert "CPU 25%" not in hardware_page(old, 80).plain
 
 
-def test_the_share_that_is_cut_and_the_estimate_are_told(known: View) -> None:
+def test_the_share_that_is_cut_and_the_estimate_are_told(known: WizardView) -> None:
     shown = data_page(known, 80).plain
     assert "25% of the documents are longer than a row" in shown
     assert "about 13 rows of 128, 90% full" in shown
@@ -140,9 +145,9 @@ def test_a_length_beyond_the_last_column_is_told_with_a_plus() -> None:
 
 
 def test_samples_keep_their_stretches(wizard_pilot: ModuleType) -> None:
-    [sample] = read_inspection(wizard_pilot.INSPECTION).samples
-    assert sample.pieces == (Piece("<|user|>Why?", False), Piece("So it is.<|end|>", True))
-    part = dataclasses.replace(sample, tokens=5000, shown_tokens=2048)
+    [sample] = convert(wizard_pilot.INSPECTION, InspectionAnswer).samples
+    assert [piece.learnt for piece in sample.pieces] == [False, True]
+    part = replace(sample, tokens=5000, shown_tokens=2048)
     assert part.title == "5,000 tokens, 4 learnt, the first 2,048 shown"
 
 
@@ -152,66 +157,59 @@ def test_samples_keep_their_stretches(wizard_pilot: ModuleType) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"device": "cpu", "offload": "weights"}, "fits"),
-        ({"device": "cuda", "offload": "none"}, "fits"),
-        ({"device": "cuda", "offload": "weights"}, "fits with offload"),
+        ({"device": "cpu"}, "fits"),
+        ({"device": "cuda", "layout": {**LAYOUT, "offload": "none"}}, "fits"),
+        ({"device": "cuda", "layout": {**LAYOUT, "offload": "weights"}}, "fits with offload"),
         ({"device": "cuda", "device_bytes": 1 << 40}, "does not fit"),
     ],
 )
 def test_a_card_says_whether_the_method_fits(
     changes: dict[str, Any], words: str, wizard_pilot: ModuleType
 ) -> None:
-    view = View(plan=Asked(value=read_plan({**wizard_pilot.PLAN, **changes})))
+    view = WizardView(plan=Asked(value=wizard_pilot.planned(**changes)))
     assert fit_words(view) == words
     assert words.upper() in method_page(view, 80).plain
 
 
 def test_a_model_that_does_not_fit_is_told_from_an_engine_that_failed() -> None:
-    needs = View(plan=Asked(refusal="needs 80 GiB", exit_code=EXIT_DOES_NOT_FIT))
-    broken = View(plan=Asked(refusal="a bug", exit_code=EXIT_BUG))
+    needs = WizardView(plan=Asked(refusal="needs 80 GiB", exit_code=EXIT_DOES_NOT_FIT))
+    broken = WizardView(plan=Asked(refusal="a bug", exit_code=EXIT_BUG))
     assert fit_words(needs) == "does not fit"
     assert fit_words(broken) == "not known"
 
 
-def test_the_machine_is_told_with_its_limits_and_who_else_uses_the_gpu() -> None:
-    gpu = {
-        "index": 0, "name": "RTX 4090", "memory_total_bytes": 24 << 30,
-        "memory_free_bytes": 20 << 30, "other_processes": [{"pid": 77, "used_bytes": 3 << 30}],
+def test_the_machine_is_told_with_its_limits_and_who_else_uses_the_gpu(
+    wizard_pilot: ModuleType,
+) -> None:
+    gpu = {**wizard_pilot.GPU, "other_processes": [{"pid": 77, "used_bytes": 3 << 30}]}
+    machine = {
+        **wizard_pilot.MACHINE, "cpu_quota": 4, "cpu_name": "EPYC", "gpus": [gpu],
+        "memory_limit_bytes": 64 << 30, "memory_installed_bytes": 128 << 30,
+        "memlock_limit_bytes": 8 << 20,
     }  # fmt: skip
-    facts = read_machine_facts({
-        "machine": {
-            "cores": 8, "cpu_quota": 4, "cpu_name": "EPYC", "memory_total_bytes": 64 << 30,
-            "memory_available_bytes": 60 << 30, "memory_limit_bytes": 64 << 30,
-            "memory_installed_bytes": 128 << 30, "gpus": [gpu], "memlock_limit_bytes": 8 << 20,
-        },
-        "rates": {"pin": {"per_s": 2.1e9, "how": "1.00 GiB locked"}},
-        "measured_at_s": 1000.0,
-    })  # fmt: skip
-    shown = hardware_page(View(probe=Asked(value=facts)), 120).plain
+    rates = {"pin": {"per_s": 2.1e9, "how": "1.00 GiB locked"}}
+    probe = wizard_pilot.probed(machine=machine, rates=rates, measured_at_s=time.time() - 60)
+    shown = hardware_page(WizardView(probe=Asked(value=probe)), 120).plain
     for text in (
         "EPYC; limited to 4 (cgroup)", "limited to 64.0 GiB (cgroup); 128 GiB installed",
         "20.0 GiB free", "process 77 (3.00 GiB)", "limit 8.00 MiB", "pinned at 2.10 GB/s",
         "programs that use GPU 0 besides: 1",
     ):  # fmt: skip
         assert text in shown
-    assert facts.age_text(1060.0) == "rates measured 1m 00s ago"
+    assert age_text(probe) == "rates measured 1m 00s ago"
 
 
-def test_a_rate_that_was_not_measured_says_why_and_shows_no_number(known: View) -> None:
-    row = next(row for row in known.probe.value.rows if row[0] == "not measured")  # type: ignore[union-attr]
+def test_a_rate_that_was_not_measured_says_why_and_shows_no_number(
+    wizard_pilot: ModuleType,
+) -> None:
+    row = next(row for row in machine_table(wizard_pilot.probed()) if row[0] == "not measured")
     assert row[1:] == ("-", "bus to the GPU: no driver")
-
-
-def test_a_machine_that_did_not_say_anything_has_no_rows() -> None:
-    facts = read_machine_facts({})
-    assert facts.rows == ()
-    assert facts.age_text() == "the rates were not measured"
 
 
 # --- strategy and preview -------------------------------------------------------------------------
 
 
-def test_the_cards_show_speed_memory_time_and_what_binds(known: View) -> None:
+def test_the_cards_show_speed_memory_time_and_what_binds(known: WizardView) -> None:
     shown = strategy_page(known, 92).plain
     for text in ("fast", "2.00 k", "1.00 MiB", "1m 40s", "processor", "balanced", "fit"):
         assert text in shown
@@ -219,7 +217,7 @@ def test_the_cards_show_speed_memory_time_and_what_binds(known: View) -> None:
     assert "balanced  1.00 k tokens/s" in narrow, "under each other where there is no room"
 
 
-def test_the_chosen_card_is_marked_without_colour(known: View) -> None:
+def test_the_chosen_card_is_marked_without_colour(known: WizardView) -> None:
     chosen = dataclasses.replace(known, answers=Answers(dial="balanced"))
     shown = strategy_page(chosen, 92).plain
     assert "‹ balanced ›" in shown
@@ -227,7 +225,7 @@ def test_the_chosen_card_is_marked_without_colour(known: View) -> None:
     assert "╔" in shown
 
 
-def test_a_number_that_was_set_is_told_from_a_chosen_one(known: View) -> None:
+def test_a_number_that_was_set_is_told_from_a_chosen_one(known: WizardView) -> None:
     mine = dataclasses.replace(known, answers=Answers(batch_rows=16))
     shown = strategy_page(mine, 92).plain
     assert "b batch 16 set" in shown
@@ -235,28 +233,28 @@ def test_a_number_that_was_set_is_told_from_a_chosen_one(known: View) -> None:
 
 
 def test_without_rates_there_are_no_cards_and_the_reason_is_told(
-    known: View, wizard_pilot: ModuleType
+    known: WizardView, wizard_pilot: ModuleType
 ) -> None:
-    answer = {**wizard_pilot.PLAN, "predicted": None, "predicted_because": "adamw is unknown",
-              "plans": []}  # fmt: skip
-    view = dataclasses.replace(known, plan=Asked(value=read_plan(answer)), cards=())
+    plan = wizard_pilot.planned(predicted=None, predicted_because="adamw is unknown", plans=[])
+    view = dataclasses.replace(known, plan=Asked(value=plan), cards=())
     assert "no ranked plans: adamw is unknown" in strategy_page(view, 92).plain
     untried = dataclasses.replace(view, trial=Asked())
     assert "not predicted: adamw is unknown" in preview_page(untried, 92).plain
 
 
 def test_where_the_dial_has_no_effect_the_reason_is_not_that_of_the_time(
-    known: View, wizard_pilot: ModuleType
+    known: WizardView, wizard_pilot: ModuleType
 ) -> None:
-    wish = {"key": "placement.offload", "value": "max", "default": "auto", "changed": True}
-    answer = {**wizard_pilot.PLAN, "plans": [], "settings": [wish]}
-    view = dataclasses.replace(known, plan=Asked(value=read_plan(answer)), cards=())
+    wish = {"key": "placement.offload", "value": "max", "default": "auto", "changed": True,
+            "description": ""}  # fmt: skip
+    plan = wizard_pilot.planned(plans=[], settings=[wish])
+    view = dataclasses.replace(known, plan=Asked(value=plan), cards=())
     shown = strategy_page(view, 92).plain
     assert "no ranked plans: placement.offload=max takes the least of the GPU" in shown
 
 
 def test_the_preview_has_margins_and_the_time_as_an_interval_once_it_was_tried(
-    known: View,
+    known: WizardView,
 ) -> None:
     shown = preview_page(known, 92).plain
     assert "1.00 TiB left" in shown
@@ -273,41 +271,42 @@ def test_the_preview_has_margins_and_the_time_as_an_interval_once_it_was_tried(
 def test_the_preview_says_how_much_is_written_to_the_disk(
     every: str | int, eta_s: float, count: int, wizard_pilot: ModuleType
 ) -> None:
-    plan = read_plan({
-        **wizard_pilot.PLAN,
-        "predicted": {**wizard_pilot.PLAN["predicted"], "eta_s": eta_s},
-        "config": {"train": {"checkpoint_every": every}},
-    })  # fmt: skip
-    assert plan.checkpoints == count
-    shown = " ".join(preview_page(View(plan=Asked(value=plan)), 92).plain.split())
+    plan = wizard_pilot.planned(
+        predicted={**wizard_pilot.PLAN["predicted"], "eta_s": eta_s},
+        config={"train": {"checkpoint_every": every}},
+    )
+    assert checkpoints(plan) == count
+    shown = " ".join(preview_page(WizardView(plan=Asked(value=plan)), 92).plain.split())
     assert f"about {count} checkpoint" in shown
     assert "take 4.00 MiB at most" in shown
 
 
-def test_measured_stands_beside_predicted_with_the_error_of_the_prediction(known: View) -> None:
+def test_measured_stands_beside_predicted_with_the_error_of_the_prediction(
+    known: WizardView,
+) -> None:
     shown = preview_page(known, 92).plain
     assert "host memory       2.00 MiB    4.00 MiB  -50%" in shown
     assert "more than there is" not in shown
 
 
-def test_a_trial_over_the_limit_says_so(known: View, wizard_pilot: ModuleType) -> None:
+def test_a_trial_over_the_limit_says_so(known: WizardView, wizard_pilot: ModuleType) -> None:
     host = {"predicted": 1, "measured": 10, "limit": 5}
-    trial = read_trial({**wizard_pilot.TRIAL, "host_bytes": host})
+    trial = convert({**wizard_pilot.TRIAL, "host_bytes": host}, DryRunAnswer)
     shown = preview_page(dataclasses.replace(known, trial=Asked(value=trial)), 92).plain
     assert "more than there is" in shown
 
 
-def test_the_yaml_is_in_the_column_beside_where_there_is_one(known: View) -> None:
+def test_the_yaml_is_in_the_column_beside_where_there_is_one(known: WizardView) -> None:
     answers = Answers(step="preview", data_source="path", data_path="/d.txt")
     wide = dataclasses.replace(known, wide=True, answers=answers)
     assert "config.yaml" not in preview_page(wide, 92).plain
     assert "path: /d.txt" in aside(wide, 40).plain
     assert "path: /d.txt" in preview_page(dataclasses.replace(wide, wide=False), 92).plain
-    assert "Your run" in aside(View(), 40).plain
+    assert "Your run" in aside(WizardView(), 40).plain
 
 
 def test_data_that_the_engine_refuses_is_told_at_the_launch() -> None:
-    view = View(inspection=Asked(refusal="has no chat template"))
+    view = WizardView(inspection=Asked(refusal="has no chat template"))
     assert "has no chat template" in launch_page(view, 80).plain
     going_on = dataclasses.replace(view, answers=Answers(start="resume", resume_run="/runs/a"))
     assert "has no chat template" not in launch_page(going_on, 80).plain
@@ -315,7 +314,9 @@ def test_data_that_the_engine_refuses_is_told_at_the_launch() -> None:
 
 
 @pytest.mark.parametrize("width", [56, 76, 92])
-def test_a_machine_without_a_gpu_is_told_in_words_and_without_repeating_why(width: int) -> None:
+def test_a_machine_without_a_gpu_is_told_in_words_and_without_repeating_why(
+    width: int, wizard_pilot: ModuleType
+) -> None:
     none = "not measured: NVML says: NVML Shared Library Not Found"
     rates: dict[str, Any] = {
         name: {"per_s": None, "how": none}
@@ -323,11 +324,11 @@ def test_a_machine_without_a_gpu_is_told_in_words_and_without_repeating_why(widt
     }
     rates["host_copy"] = {"per_s": 1e10, "how": "256 MiB"}
     machine = {
-        "cores": 1, "gpus": [], "memlock_limit_bytes": 8 << 20,
+        **wizard_pilot.MACHINE, "cores": 1, "memlock_limit_bytes": 8 << 20,
         "unknown": {"gpus": "NVML says: NVML Shared Library Not Found"},
     }  # fmt: skip
-    facts = read_machine_facts({"machine": machine, "disk": {}, "rates": rates})
-    shown = hardware_page(View(probe=Asked(value=facts)), width).plain
+    probe = wizard_pilot.probed(machine=machine, rates=rates)
+    shown = hardware_page(WizardView(probe=Asked(value=probe)), width).plain
     words = " ".join(shown.split())
     assert "NVML" not in words and "no NVIDIA driver is installed here" in words
     assert "not needed memory is page-locked for a GPU alone; limit 8.00 MiB" in words

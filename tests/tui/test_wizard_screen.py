@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from textual.widgets import Input
 
-from fluxtui.wizard.answers import STEPS, Answers
-from fluxtui.wizard.draft import load_draft, save_draft
-from fluxtui.wizard.offer import DraftOffer
+from fluxtui.wizard.answers.answers import STEPS, Answers
+from fluxtui.wizard.answers.draft import load_draft, save_draft
+from fluxtui.wizard.draft_offer import DraftOffer
 from fluxtui.wizard.steps.paths import complete_path
-from fluxtui.wizard.steps.strategy import StrategyStep
+from fluxtui.wizard.steps.strategy_step import StrategyStep
 
 Opened = Callable[..., AbstractAsyncContextManager[Any]]
 

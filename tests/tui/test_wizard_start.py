@@ -12,11 +12,16 @@ import pytest
 from textual.widgets import Input
 
 from fluxtrain.telemetry.rundir import RunDir, list_runs
-from fluxtui.wizard.answers import Answers
-from fluxtui.wizard.draft import load_draft, save_draft
-from fluxtui.wizard.known_runs import recent_models, run_option, runs_to_resume, runs_to_watch
-from fluxtui.wizard.launching import Attach
-from fluxtui.wizard.widgets import ChoiceList
+from fluxtui.wizard.answers.answers import Answers
+from fluxtui.wizard.answers.draft import load_draft, save_draft
+from fluxtui.wizard.answers.launching import Attach
+from fluxtui.wizard.checks.known_runs import (
+    recent_models,
+    run_option,
+    runs_to_resume,
+    runs_to_watch,
+)
+from fluxtui.wizard.steps.widgets import ChoiceList
 
 Opened = Callable[..., AbstractAsyncContextManager[Any]]
 

@@ -10,10 +10,10 @@ from typing import Any
 from textual.events import Key
 from textual.widgets import Input
 
-from fluxtui.wizard.answers import Answers
-from fluxtui.wizard.steps.source import SourceStep
+from fluxtui.wizard.answers.answers import Answers
+from fluxtui.wizard.steps.source_step import SourceStep
 from fluxtui.wizard.steps.step import Answered
-from fluxtui.wizard.widgets import ChoiceList
+from fluxtui.wizard.steps.widgets import ChoiceList
 
 Opened = Callable[..., AbstractAsyncContextManager[Any]]
 FOLDER = Answers(model_source="folder", step="model")

@@ -13,7 +13,7 @@ from msgspec.structs import replace as changed
 from fluxtrain.telemetry import events as ev
 from fluxtrain.telemetry.reader import JournalFollower
 from fluxtrain.telemetry.rundir import RunSummary
-from fluxtui.actions import ACTIONS
+from fluxtui.actions.table import ACTIONS
 from fluxtui.panels import PANELS
 from fluxtui.panels.advice import PANEL as ADVICE
 from fluxtui.panels.bus import totals_line
@@ -30,8 +30,8 @@ from fluxtui.widgets.chrome import header_line, notice_lines, status_line
 from fluxtui.widgets.footer import footer_line, shown_actions
 from fluxtui.widgets.run_rows import columns, run_detail, run_row
 from fluxtui.widgets.spans import Line, width_of
-from fluxtui.wizard import drawing
-from fluxtui.wizard.asked import Asked
+from fluxtui.wizard.engine.asked import Asked
+from fluxtui.wizard.pages import drawing
 from fluxtui.wizard.pages.waiting import pending
 from fluxtui.words import counted
 

@@ -10,11 +10,14 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from textual.app import App
 from textual.pilot import Pilot
 
-from fluxtui.wizard.answers import Answers
-from fluxtui.wizard.launching import Launch
+from fluxtrain.client.plan import PlanAnswer
+from fluxtrain.client.probe import ProbeAnswer
+from fluxtui.wizard.answers.answers import Answers
+from fluxtui.wizard.answers.launching import Launch
 from fluxtui.wizard.screen import WizardScreen
 
 # Stands in for the engine's answers; what it was asked is kept beside it. The real engine is
@@ -35,24 +38,34 @@ if not answer.exists():
     sys.exit("error: the model needs 80 GiB and 24 GiB is free")
 print(answer.read_text())
 """
+LAYOUT = {
+    "offload": "none", "device_groups": 0, "device_first": "embedding", "resident_blocks": 0,
+    "blocks_without_recompute": 0, "activations": "device", "activations_on_device": 0,
+    "batch_rows": 8, "chunk_rows": 4, "embedding": "whole", "head": "whole", "deferred_moments": False,
+}  # fmt: skip
 PLAN = {
-    "offload": "none", "steps": 200, "device": "cpu", "device_bytes": 2**20,
+    "layout": LAYOUT, "steps": 200, "device": "cpu", "device_bytes": 2**20,
     "device_budget_bytes": 2**30, "host_bytes": 2**21, "host_limit_bytes": 2**31,
-    "model": {"name": "demo", "parameters": 5_800_000, "blocks": 6},
-    "settings": [{"key": "model.path", "value": "demo", "changed": False}],
+    "need": {}, "process_bytes": 2**20, "accumulation": 1, "sequence_length": 128,
+    "estimated_rows": 4000, "machine": "2 cores", "predicted_because": "a probe",
+    "model": {"name": "demo", "parameters": 5_800_000, "blocks": 6, "dtype": "float32"},
+    "settings": [{"key": "model.path", "value": "demo", "default": "", "changed": False,
+                  "description": ""}],
     "choices": [
         {"name": "train.batch_rows", "value": "8", "because": "1,024 tokens make a step"},
         {"name": "placement.chunk_rows", "value": "4",
          "because": "two chunks keep the device busy"},
     ],
-    "batch_rows": 8, "chunk_rows": 4, "disk_bytes": 2**22,
-    "checkpoint_bytes": 2**20, "config": {"train": {"checkpoint_every": "auto"}},
-    "predicted": {"seconds_per_step": 0.5, "tokens_per_s": 2000.0, "eta_s": 100.0,
-                  "binds": "the processor"},
+    "disk_bytes": 2**22, "checkpoint_bytes": 2**20,
+    "config": {"train": {"checkpoint_every": "auto"}},
+    "predicted": {"step_s": 0.5, "tokens_per_s": 2000.0, "eta_s": 100.0,
+                  "binds": "the processor", "parts_s": {}},
     "plans": [
-        {"name": name, "offload": offload, "batch_rows": 8, "chunk_rows": chunk,
-         "device_bytes": size, "host_bytes": 2**21, "seconds_per_step": 0.5 / chunk,
-         "tokens_per_s": 500.0 * chunk, "eta_s": 400.0 / chunk, "binds": "the processor",
+        {"name": name, "share": 0.5,
+         "layout": {**LAYOUT, "offload": offload, "chunk_rows": chunk},
+         "device_bytes": size, "host_bytes": 2**21,
+         "predicted": {"step_s": 0.5 / chunk, "tokens_per_s": 500.0 * chunk,
+                       "eta_s": 400.0 / chunk, "binds": "the processor", "parts_s": {}},
          "settings": {"train.batch_rows": 8, "placement.chunk_rows": chunk}}
         for name, offload, chunk, size in (("fast", "weights", 4, 2**20),
                                            ("balanced", "weights", 2, 2**19),
@@ -60,31 +73,53 @@ PLAN = {
     ],
 }  # fmt: skip
 INSPECTION = {
-    "sequence_length": 128, "sampled_documents": 4, "sampled_share": 0.25,
-    "estimated_documents": 16, "estimated_tokens": 1600, "estimated_rows": 13,
-    "learnt_share": 0.5, "cut_documents_share": 0.25, "padding_share": 0.1,
-    "lengths": [10, 40, 150, 200],
+    "path": "/talks.jsonl", "format": "jsonl-messages", "because": "its first line",
+    "sequence_length": 128, "max_positions": 512, "sampled_documents": 4, "sampled_share": 0.25,
+    "sampled_tokens": 400, "estimated_documents": 16, "estimated_tokens": 1600,
+    "estimated_rows": 13, "learnt_share": 0.5, "cut_documents_share": 0.25,
+    "cut_tokens_share": 0.5, "padding_share": 0.1, "lengths": [10, 40, 150, 200],
     "samples": [
-        {"tokens": 10, "shown_tokens": 10, "learnt_tokens": 4,
+        {"tokens": 10, "shown_tokens": 10, "learnt_tokens": 4, "rows": 1,
          "pieces": [{"text": "<|user|>Why?", "learnt": False},
                     {"text": "So it is.<|end|>", "learnt": True}]},
     ],
 }  # fmt: skip
 TRIAL = {
     "steps": 3, "total_steps": 200, "eta_s": {"predicted": 100.0, "low": 90.0, "high": 120.0},
-    "seconds_per_step": {"predicted": 0.5, "measured": 0.55},
+    "loading_s": 1.0, "steps_s": [0.9, 0.5, 0.6], "losses": [3.0, 2.0, 1.0], "seconds": 5.0,
+    "step_s": {"predicted": 0.5, "measured": 0.55},
     "device_bytes": {"predicted": 2**20, "measured": 2**20, "limit": 2**30},
     "host_bytes": {"predicted": 2**21, "measured": 2**22, "limit": 2**31},
 }  # fmt: skip
+MACHINE = {
+    "cores": 2, "cpu_quota": None, "cpu_name": None, "instruction_set": "avx2",
+    "memory_total_bytes": 2**33, "memory_available_bytes": 2**32, "memory_limit_bytes": None,
+    "gpus": [], "driver": None, "unknown": {"gpus": "no driver"},
+}  # fmt: skip
+GPU = {
+    "index": 0, "name": "NVIDIA GeForce RTX 4090", "uuid": None, "memory_total_bytes": 24 << 30,
+    "memory_free_bytes": 20 << 30, "other_processes": [], "compute_capability": "8.9",
+    "pcie_generation": 4, "pcie_width": 16,
+}  # fmt: skip
+DISK = {
+    "path": "/runs", "total_bytes": 2**41, "free_bytes": 2**40, "file_system": "ext4",
+    "in_memory": False, "on_network": False,
+}  # fmt: skip
 PROBE = {
-    "machine": {"cores": 2, "instruction_set": "avx2", "memory_total_bytes": 2**33,
-                "memory_available_bytes": 2**32, "memory_limit_bytes": None, "gpus": [],
-                "unknown": {"gpus": "no driver"}},
-    "disk": {"path": "/runs", "free_bytes": 2**40, "file_system": "ext4"},
+    "machine": MACHINE, "disk": DISK, "measured_at_s": 0.0, "measuring_s": 9.0,
     "rates": {"host_copy": {"per_s": 1e10, "how": "256 MiB"},
               "h2d_pinned": {"per_s": None, "how": "not measured: no driver"}},
-    "measured_at_s": 0.0,
 }  # fmt: skip
+
+
+def planned(**changes: Any) -> PlanAnswer:
+    """The engine's answer to `plan`, with other fields in the place of some."""
+    return msgspec.convert({**PLAN, **changes}, PlanAnswer)
+
+
+def probed(**changes: Any) -> ProbeAnswer:
+    """The engine's answer to `probe`, with other fields in the place of some."""
+    return msgspec.convert({**PROBE, **changes}, ProbeAnswer)
 
 
 class Host(App[None]):

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from fluxtrain.errors import EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_NO_SPACE
+from fluxtrain.output import say
 from fluxtrain.plan.live import LIVE_SETTINGS
-from fluxtrain.spoken import say
 from fluxtrain.telemetry.rundir import RunDir
 from fluxtrain.telemetry.typed import typed_line
 from fluxtrain.train.config import json_schema

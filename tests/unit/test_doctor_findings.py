@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
-from fluxtrain.doctor.finding import LEVELS, Finding, ranked
-from fluxtrain.doctor.report import findings
+from fluxtrain.client.doctor import Finding
+from fluxtrain.client.machine import Disk, Gpu, GpuProcess, Machine, Rate
+from fluxtrain.client.probe import ProbeAnswer
+from fluxtrain.doctor.findings import LEVELS, findings, ranked
 from fluxtrain.hardware.bandwidth import BUS_RATES
-from fluxtrain.hardware.disk import Disk
-from fluxtrain.hardware.gpu import Gpu, GpuProcess
-from fluxtrain.hardware.machine import Machine
-from fluxtrain.hardware.probe import Probe
-from fluxtrain.hardware.rate import Rate
 from fluxtrain.units import GIB
 
 SOUND_RATES = {
@@ -57,12 +54,12 @@ def storage(**facts: Any) -> Disk:
 
 def probe_of(
     machine: Machine | None = None, disk: Disk | None = None, **rates: float | None
-) -> Probe:
+) -> ProbeAnswer:
     measured = {
         name: Rate(per_s, "timed" if per_s else "not measured: why")
         for name, per_s in (SOUND_RATES | rates).items()
     }
-    return Probe(
+    return ProbeAnswer(
         machine=machine or host(),
         disk=disk or storage(),
         rates=measured,
@@ -71,13 +68,13 @@ def probe_of(
     )
 
 
-def found(probe: Probe) -> dict[str, Finding]:
+def found(probe: ProbeAnswer) -> dict[str, Finding]:
     by_name = {one.name: one for one in findings(probe)}
     assert all(one.numbers and one.cure and one.factor >= 1 for one in by_name.values())
     return by_name
 
 
-def only(probe: Probe) -> Finding:
+def only(probe: ProbeAnswer) -> Finding:
     (name,) = found(probe)
     return found(probe)[name]
 
@@ -269,7 +266,7 @@ def test_a_probe_in_which_nothing_is_known_breaks_no_finding() -> None:
     bare = Machine(
         cores=1, cpu_quota=None, cpu_name=None, instruction_set="scalar", memory_total_bytes=None,
         memory_available_bytes=None, memory_limit_bytes=None, driver=None,
-        gpus=(replace(card(), **{name: None for name in vars(card()) if name not in
+        gpus=(replace(card(), **{name: None for name in card().__struct_fields__ if name not in
                                  ("index", "unknown")}),),
     )  # fmt: skip
     disk = storage(free_bytes=None, file_system=None, in_memory=None, on_network=None)

@@ -11,7 +11,7 @@ from types import ModuleType
 import msgspec
 import pytest
 
-from fluxtrain.doctor.report import Report
+from fluxtrain.client.doctor import DoctorAnswer
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 RECORDED = sorted((DOCS / "doctor").glob("*.json"))
@@ -36,7 +36,7 @@ def test_the_page_shows_a_machine_of_two_cores_without_a_gpu() -> None:
 
 @pytest.mark.parametrize("path", RECORDED, ids=lambda path: path.stem)
 def test_a_recorded_report_is_whole_passed_and_names_no_machine(path: Path) -> None:
-    report = msgspec.json.decode(path.read_bytes(), type=Report)
+    report = msgspec.json.decode(path.read_bytes(), type=DoctorAnswer)
     assert not report.failed and not report.probe.from_cache
     assert report.probe.disk.path == "runs"
     assert all(gpu.uuid is None for gpu in report.probe.machine.gpus)

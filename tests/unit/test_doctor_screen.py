@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import replace
 from typing import Any
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
-from fluxtrain.doctor.report import Report, SelfTest, findings
+from fluxtrain.client.doctor import DoctorAnswer, SelfTest
+from fluxtrain.client.machine import Disk, Gpu, Machine, Rate
+from fluxtrain.client.probe import ProbeAnswer
+from fluxtrain.doctor.findings import findings
 from fluxtrain.doctor.screen import screen
 from fluxtrain.doctor.versions import versions
-from fluxtrain.hardware.disk import Disk
-from fluxtrain.hardware.gpu import Gpu
-from fluxtrain.hardware.machine import Machine
-from fluxtrain.hardware.probe import Probe
-from fluxtrain.hardware.rate import Rate
 from fluxtrain.units import GIB
 
 CARD = Gpu(
@@ -42,11 +40,11 @@ TESTS = (
 )
 
 
-def report_of(*tests: SelfTest, from_cache: bool = False, **facts: Any) -> Report:
+def report_of(*tests: SelfTest, from_cache: bool = False, **facts: Any) -> DoctorAnswer:
     machine = replace(BASE, **facts)
     disk = Disk(path="runs", total_bytes=GIB, free_bytes=90 * GIB, file_system="ext4",
                 in_memory=False, on_network=False)  # fmt: skip
-    probe = Probe(
+    probe = ProbeAnswer(
         machine=machine,
         disk=disk,
         rates={name: Rate(rate, "timed") for name, rate in RATES.items()},
@@ -54,7 +52,7 @@ def report_of(*tests: SelfTest, from_cache: bool = False, **facts: Any) -> Repor
         measuring_s=5.0,
         from_cache=from_cache,
     )
-    return Report(
+    return DoctorAnswer(
         probe=probe,
         findings=findings(probe),
         self_tests=tests or TESTS,
@@ -120,7 +118,7 @@ def test_the_age_of_the_rates_is_told(cached: bool, words: str) -> None:
 
 def test_the_form_for_programs_can_be_read_back() -> None:
     report = report_of(gpus=(CARD,), driver="580")
-    assert msgspec.json.decode(report.to_json(), type=Report) == report
+    assert msgspec.json.decode(msgspec.json.encode(report), type=DoctorAnswer) == report
 
 
 def test_the_versions_are_those_of_a_bug_report_and_name_no_host() -> None:

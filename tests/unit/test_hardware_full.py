@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from msgspec.structs import replace
 
+from fluxtrain.client.machine import Gpu, Machine, Rate
 from fluxtrain.hardware import probe as probing
-from fluxtrain.hardware.gpu import Gpu
-from fluxtrain.hardware.machine import Machine, read_machine
+from fluxtrain.hardware.machine import read_machine
 from fluxtrain.hardware.probe import FAILED_AGE_S, probe
-from fluxtrain.hardware.rate import TOO_LITTLE, Rate, failed
+from fluxtrain.hardware.probe_table import age_text
+from fluxtrain.hardware.rate import TOO_LITTLE, failed
 from fluxtrain.units import GIB
 
 FULL = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 256.00 MiB.")
@@ -127,7 +128,7 @@ def test_what_failed_is_tried_again_by_itself_and_all_else_stays_as_it_was(
     assert found.rate("h2d_pinned") == 5e10
     assert found.rate("host_copy") == first.rate("host_copy") and ground.copied == 1
     assert found.age_s >= 4 * FAILED_AGE_S, "the week is that of the oldest"
-    assert "what had failed again now" in found.age_text()
+    assert "what had failed again now" in age_text(found)
     again = probe(tmp_path)
     assert again.from_cache and again.rates == found.rates
 

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
+from fluxtrain.client.machine import Gpu, GpuProcess
 from fluxtrain.errors import EXIT_BAD_INPUT, BadInput
 from fluxtrain.hardware.device import check_accelerator
-from fluxtrain.hardware.gpu import Gpu, GpuProcess, Gpus, read_gpus
+from fluxtrain.hardware.gpu import Gpus, read_gpus
 from fluxtrain.units import GIB
 
 
@@ -180,8 +181,8 @@ def test_a_broken_library_does_not_hide_the_cards_that_the_kernel_drives(
     driver.refuses = ("nvmlDeviceGetCount",)
     (tmp_path / "0000:01:00.0").mkdir()
     (gpu,) = read_gpus(driver, tmp_path).gpus
-    nameless = {name for name in vars(gpu) if getattr(gpu, name) is None}
-    assert nameless == set(gpu.unknown) == set(vars(gpu)) - {"index", "unknown"}
+    nameless = {name for name in gpu.__struct_fields__ if getattr(gpu, name) is None}
+    assert nameless == set(gpu.unknown) == set(gpu.__struct_fields__) - {"index", "unknown"}
     assert gpu.unknown["memory_total_bytes"] == "NVML says: Not Supported"
     assert driver.open_count == 0
 

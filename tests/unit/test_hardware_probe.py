@@ -5,22 +5,30 @@ from __future__ import annotations
 import json
 import os
 import time
-from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
+from msgspec.structs import asdict, replace
 
+from fluxtrain.client.machine import Gpu, GpuProcess, Rate, rate_value_text
+from fluxtrain.client.probe import ProbeAnswer
 from fluxtrain.hardware import disk_rate
 from fluxtrain.hardware import probe as probing
 from fluxtrain.hardware.adamw_rate import PARAMETER_BYTES, PARAMETERS, adamw_rate
 from fluxtrain.hardware.bandwidth import BUS_RATES
 from fluxtrain.hardware.disk import read_disk
 from fluxtrain.hardware.disk_rate import disk_rates
-from fluxtrain.hardware.gpu import Gpu, GpuProcess, Gpus
+from fluxtrain.hardware.gpu import Gpus
 from fluxtrain.hardware.machine import read_machine
-from fluxtrain.hardware.probe import Probe, probe, sustained_threads
-from fluxtrain.hardware.probe_table import machine_rows, value_text
-from fluxtrain.hardware.rate import TOO_LITTLE, Rate, best_rate
+from fluxtrain.hardware.probe import probe, sustained_threads
+from fluxtrain.hardware.probe_table import (
+    age_text,
+    machine_rows,
+    probe_rows,
+    probe_text,
+)
+from fluxtrain.hardware.rate import TOO_LITTLE, best_rate
 from fluxtrain.units import GIB, MIB
 
 
@@ -76,7 +84,7 @@ def test_rates_taken_beside_other_programs_say_so_and_are_taken_again_when_those
 ) -> None:
     monkeypatch.setattr(probing, "others_share", lambda _: 0.42)
     first = probe(tmp_path)
-    assert "while other programs used 42% of the processors" in first.age_text()
+    assert "while other programs used 42% of the processors" in age_text(first)
     monkeypatch.setattr(probing, "is_calm_after", lambda share: False)
     assert probe(tmp_path).from_cache
     assert len(counted) == 5
@@ -85,7 +93,7 @@ def test_rates_taken_beside_other_programs_say_so_and_are_taken_again_when_those
     again = probe(tmp_path)
     assert not again.from_cache
     assert len(counted) == 10
-    assert "other programs" not in again.age_text()
+    assert "other programs" not in age_text(again)
     assert probe(tmp_path).from_cache
 
 
@@ -184,7 +192,7 @@ def test_every_rate_that_needs_a_gpu_says_that_there_is_none(
     found = probe(tmp_path)
     for name in (*BUS_RATES, "gpu_matmul", "pin"):
         assert found.rates[name] == Rate(None, "not measured: none here")
-    rows = [row for row in found.table() if row[0].startswith("h2d pinned")]
+    rows = [row for row in probe_rows(found) if row[0].startswith("h2d pinned")]
     assert rows == [("h2d pinned and 7 more", "-", "not measured: none here")]
     assert counted
 
@@ -192,13 +200,13 @@ def test_every_rate_that_needs_a_gpu_says_that_there_is_none(
 def test_every_fact_is_there_or_says_why_not(tmp_path: Path) -> None:
     machine = read_machine()
     may_be_without = {"cpu_quota", "memory_limit_bytes", "memlock_limit_bytes", "threads_wished"}
-    for name, value in vars(machine).items():
+    for name, value in asdict(machine).items():
         if value is None and name not in may_be_without:
             assert machine.unknown[name], name
     for gpu in machine.gpus:
-        assert all(gpu.unknown[name] for name, value in vars(gpu).items() if value is None)
+        assert all(gpu.unknown[name] for name, value in asdict(gpu).items() if value is None)
     disk = read_disk(tmp_path)
-    assert all(disk.unknown[name] for name, value in vars(disk).items() if value is None)
+    assert all(disk.unknown[name] for name, value in asdict(disk).items() if value is None)
 
 
 def test_the_table_shows_a_card_with_its_slot_its_power_and_its_users() -> None:
@@ -230,7 +238,7 @@ def test_the_table_shows_a_card_with_its_slot_its_power_and_its_users() -> None:
     ],
 )
 def test_each_rate_has_the_unit_it_is_rated_in(name: str, per_s: float | None, text: str) -> None:
-    assert value_text(name, per_s) == text
+    assert rate_value_text(name, per_s) == text
 
 
 @pytest.mark.parametrize(
@@ -265,17 +273,17 @@ def test_the_native_adamw_takes_an_eighth_of_the_memory_at_most() -> None:
 
 def test_the_two_forms_say_the_same(counted: list[str], tmp_path: Path) -> None:
     found = probe(tmp_path)
-    told = json.loads(found.to_json())
+    told = msgspec.to_builtins(found)
     assert told["rates"]["host_copy"] == {"per_s": 71e9, "how": "copy timed"}
     assert told["machine"]["cores"] == found.machine.cores
-    text = found.text()
+    text = probe_text(found)
     assert "71.0 GB/s  copy timed" in text
     assert "1.5 TFLOP/s" in text
     assert "too small" in text
     assert "none here" in text
     assert "measured now" in text
-    assert "ago" in probe(tmp_path).text()
-    assert isinstance(found, Probe) and counted
+    assert "ago" in probe_text(probe(tmp_path))
+    assert isinstance(found, ProbeAnswer) and counted
 
 
 def test_a_disk_is_measured_with_a_file_that_is_gone_afterwards(tmp_path: Path) -> None:

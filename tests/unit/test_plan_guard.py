@@ -48,7 +48,7 @@ def refusal(need: DiskNeed, free: DiskRoom) -> str:
 def test_a_checkpoint_is_weights_and_states_and_one_is_written_beside_the_kept_ones() -> None:
     group = GroupFacts(name="b", kind="block", weight_bytes=2 * 1000, trained_bf16=1000)
     facts = ModelFacts(groups=(group, group), loose_bytes=500)
-    need = disk_need(facts, kept=2, written=100, steps=50)
+    need = disk_need(facts, model_bytes=facts.weight_bytes, kept=2, written=100, steps=50)
     assert need.checkpoint_bytes == 2 * 12 * 1000 + 500
     assert need.model_bytes == 2 * 2 * 1000 + 500
     assert need.journal_bytes == JOURNAL_BYTES + 50 * STEP_BYTES

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from fluxtrain.errors import DoesNotFit, Interrupted, NoSpace
 from fluxtrain.telemetry import events as ev
 from fluxtrain.train.cadence import Cadence
-from fluxtrain.train.choices import choose_course
+from fluxtrain.train.choices import choose_schedule
 from fluxtrain.train.config import TrainSettings
 from fluxtrain.train.console import PlainConsole, line
 from fluxtrain.train.failures import as_told
@@ -100,11 +100,11 @@ def test_the_estimate_is_the_mean_of_recent_steps(times_s: list[float], remainin
 
 
 def test_each_automatic_number_of_the_course_has_its_reason() -> None:
-    course = choose_course(TrainSettings(epochs=2.5), steps_per_epoch=100, fresh_weights=False)
-    assert course.total_steps == 250
-    assert course.warmup_steps == 8
-    assert course.learning_rate == 2e-5
-    reasons = {choice.name: choice.because for choice in course.choices}
+    schedule = choose_schedule(TrainSettings(epochs=2.5), steps_per_epoch=100, fresh_weights=False)
+    assert schedule.total_steps == 250
+    assert schedule.warmup_steps == 8
+    assert schedule.learning_rate == 2e-5
+    reasons = {choice.name: choice.because for choice in schedule.choices}
     assert "2.5 epochs of 100 steps" in reasons["train.steps"]
     assert "trained already" in reasons["train.learning_rate"]
     assert "3% of 250" in reasons["train.warmup_steps"]
@@ -112,16 +112,16 @@ def test_each_automatic_number_of_the_course_has_its_reason() -> None:
 
 def test_what_was_set_is_kept() -> None:
     settings = TrainSettings(steps=7, learning_rate=0.5, warmup_steps=0)
-    course = choose_course(settings, steps_per_epoch=100, fresh_weights=True)
-    assert (course.total_steps, course.learning_rate, course.warmup_steps) == (7, 0.5, 0)
-    assert [choice.name for choice in course.choices] == ["train.steps"]
+    schedule = choose_schedule(settings, steps_per_epoch=100, fresh_weights=True)
+    assert (schedule.total_steps, schedule.learning_rate, schedule.warmup_steps) == (7, 0.5, 0)
+    assert [choice.name for choice in schedule.choices] == ["train.steps"]
 
 
 @given(st.integers(1, 10**7))
 def test_the_warm_up_is_short_and_never_longer_than_the_run(steps: int) -> None:
     settings = TrainSettings(steps=steps)
-    course = choose_course(settings, steps_per_epoch=10, fresh_weights=True)
-    assert 1 <= course.warmup_steps <= min(100, steps)
+    schedule = choose_schedule(settings, steps_per_epoch=10, fresh_weights=True)
+    assert 1 <= schedule.warmup_steps <= min(100, steps)
 
 
 # --- requests and signals -------------------------------------------------------------------------

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
 from collections.abc import Callable
 from ctypes import POINTER, c_double, c_float, c_int, c_size_t, c_uint32, c_void_p
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import fluxtrain._native
 from fluxtrain.errors import BadInput, FluxTrainError
 
 LIBRARY = "libflux_native.so"
@@ -115,7 +115,7 @@ def library_path() -> Path:
 
     In an editable install the package has two folders: the sources and the one with the library.
     """
-    folders = [Path(folder) for folder in fluxtrain._native.__path__]
+    folders = [Path(folder) for folder in sys.modules["fluxtrain._native"].__path__]
     for folder in folders:
         if (folder / LIBRARY).is_file():
             return folder / LIBRARY

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -23,24 +23,25 @@ class Batch:
     labels: Tensor  # (B, T), not shifted; -100 where not trained
     position_ids: Tensor  # (B, T), restart with every document
     predicted: int  # labels in this batch
-    step_predicted: int  # labels in all batches of this optimizer step: what the loss is divided by
     tokens: int  # not padding
     packed: bool = True
+    mixes: bool = field(init=False)  # a row holds several documents, which must not see each other
 
-    @property
-    def mixes(self) -> bool:
-        """Does a row hold several documents, which must not see each other?"""
-        return self.packed and bool((torch.diff(self.position_ids, dim=-1) != 1).any())
+    def __post_init__(self) -> None:
+        restarts = torch.diff(self.position_ids, dim=-1) != 1
+        object.__setattr__(self, "mixes", self.packed and bool(restarts.any()))
 
-    def inputs(self) -> dict[str, Any]:
-        """Keyword arguments for a Hugging Face causal model, the loss weighted by tokens.
+    def inputs(self, step_predicted: int | None = None) -> dict[str, Any]:
+        """Return keyword arguments for a Hugging Face causal model.
 
-        The cache is off because with one the model no longer separates packed documents.
+        The summed loss is divided by `step_predicted`, the labels of all batches of an optimizer
+        step; None: by the labels of this batch. The cache is off because with one the model no
+        longer separates packed documents.
         """
         arguments: dict[str, Any] = {
             "input_ids": self.input_ids,
             "labels": self.labels,
-            "num_items_in_batch": self.step_predicted,
+            "num_items_in_batch": self.predicted if step_predicted is None else step_predicted,
             "use_cache": False,
         }
         if self.packed:
@@ -144,8 +145,7 @@ class BatchSource:
 
     def _step(self) -> list[Batch]:
         parts = [self.rows.take(self._next_indices()) for _ in range(self.accumulation)]
-        predicted = sum(part.predicted for part in parts)
-        return [_batch(part, predicted, self.rows.packed) for part in parts]
+        return [_batch(part, self.rows.packed) for part in parts]
 
     def _next_indices(self) -> Ints:
         taken = self._order[self._position : self._position + self.batch_rows]
@@ -159,32 +159,33 @@ class BatchSource:
 
 
 def in_order(rows: PackedRows, batch_rows: int) -> Iterator[Batch]:
-    """Every row once in a fixed order, for evaluation; the last batch may be smaller.
-
-    Each batch's loss is divided by its own `predicted`, which is also its weight in a mean.
-    """
+    """Yield every row once in a fixed order, for evaluation; the last batch may be smaller."""
     for first in range(0, len(rows), batch_rows):
         part = rows.take(np.arange(first, min(first + batch_rows, len(rows))))
-        yield _batch(part, part.predicted, rows.packed)
+        yield _batch(part, rows.packed)
 
 
-def fullest(rows: PackedRows) -> Callable[[int], Batch] | None:
-    """Gives a batch of so many of the rows with the most documents; None where none has several."""
-
-    def of(count: int) -> Batch:
-        part = rows.take(rows.fullest(count))
-        return _batch(part, part.predicted, rows.packed)
-
-    return of if rows.mixes else None
+def first_batch(rows: PackedRows, count: int) -> Batch:
+    """Return the first `count` rows, or all there are."""
+    return next(in_order(rows, count))
 
 
-def _batch(rows: Rows, step_predicted: int, packed: bool) -> Batch:
+def fullest_batch(rows: PackedRows, count: int) -> Batch | None:
+    """Return the `count` rows with the most documents, whose attention masks take memory.
+
+    None where the first rows hold several documents themselves, or no rows do.
+    """
+    if not rows.mixes or first_batch(rows, count).mixes:
+        return None
+    return _batch(rows.take(rows.fullest(count)), rows.packed)
+
+
+def _batch(rows: Rows, packed: bool) -> Batch:
     return Batch(
         input_ids=torch.from_numpy(rows.input_ids),
         labels=torch.from_numpy(rows.labels),
         position_ids=torch.from_numpy(rows.position_ids),
         predicted=rows.predicted,
-        step_predicted=step_predicted,
         tokens=rows.tokens,
         packed=packed,
     )

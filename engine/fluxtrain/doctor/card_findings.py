@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from fluxtrain.doctor.finding import Finding
-from fluxtrain.hardware.gpu import Gpu
+from fluxtrain.client.doctor import Finding
+from fluxtrain.client.machine import Gpu
+from fluxtrain.client.probe import ProbeAnswer
 from fluxtrain.hardware.pinning import SAMPLE_BYTES
-from fluxtrain.hardware.probe import Probe
 from fluxtrain.hardware.probe_table import link_text
 from fluxtrain.units import bytes_text, duration_text, rate_text
 
@@ -20,7 +20,7 @@ BUSY_SHARE = 0.05  # of a card's memory: a desktop's own windows take less
 EXAMPLE_PARAMETERS, EXAMPLE_TOKENS = 0.5e9, 2048  # a small model and a small batch
 
 
-def card_findings(probe: Probe) -> Iterator[Finding]:
+def card_findings(probe: ProbeAnswer) -> Iterator[Finding]:
     """All about the cards, in no order."""
     if not probe.machine.gpus:
         yield _no_card(probe)
@@ -35,7 +35,7 @@ def card_findings(probe: Probe) -> Iterator[Finding]:
     yield from _both_ways(probe)
 
 
-def _no_card(probe: Probe) -> Finding:
+def _no_card(probe: ProbeAnswer) -> Finding:
     per_s = probe.rate("cpu_matmul")
     speed = "an unknown time"
     if per_s is not None:
@@ -49,7 +49,7 @@ def _no_card(probe: Probe) -> Finding:
     )
 
 
-def _unusable(probe: Probe) -> Finding:
+def _unusable(probe: ProbeAnswer) -> Finding:
     names = ", ".join(gpu.name or "NVIDIA GPU" for gpu in probe.machine.gpus)
     found = probe.rates.get("gpu_matmul")
     reason = "not measured" if found is None else found.how
@@ -62,7 +62,7 @@ def _unusable(probe: Probe) -> Finding:
     )
 
 
-def _page_locks(probe: Probe) -> Iterator[Finding]:
+def _page_locks(probe: ProbeAnswer) -> Iterator[Finding]:
     """Copies from memory that is not page-locked pass through a small buffer of the driver's."""
     machine, pageable = probe.machine, probe.rate("h2d_pageable")
     limit, total = machine.memlock_limit_bytes, machine.memory_total_bytes
@@ -92,7 +92,7 @@ def _page_locks(probe: Probe) -> Iterator[Finding]:
         )
 
 
-def _refused(probe: Probe, name: str) -> bool:
+def _refused(probe: ProbeAnswer, name: str) -> bool:
     return name in probe.rates and probe.rates[name].per_s is None
 
 
@@ -128,7 +128,7 @@ def _card(gpu: Gpu) -> Iterator[Finding]:
         )
 
 
-def _slot(probe: Probe) -> Iterator[Finding]:
+def _slot(probe: ProbeAnswer) -> Iterator[Finding]:
     """The bus is measured for the first card.
 
     A link saves power while idle, so a narrow one counts only when the measured rate agrees.
@@ -164,7 +164,7 @@ def _slot(probe: Probe) -> Iterator[Finding]:
         )
 
 
-def _both_ways(probe: Probe) -> Iterator[Finding]:
+def _both_ways(probe: ProbeAnswer) -> Iterator[Finding]:
     one, back = probe.rate("h2d_pinned"), probe.rate("d2h_pinned")
     up, down = probe.rate("h2d_both_ways"), probe.rate("d2h_both_ways")
     if None in (one, back, up, down):

@@ -7,14 +7,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from fluxtrain.doctor.report import Report, findings
+from fluxtrain.client.doctor import DoctorAnswer
+from fluxtrain.doctor.findings import findings
 from fluxtrain.doctor.versions import versions
 from fluxtrain.hardware.probe import probe
 
 
 def examine(
     run_dir: Path, *, fresh: bool = False, say: Callable[[str], None] = lambda _: None
-) -> Report:
+) -> DoctorAnswer:
     """The report on this machine and on the disk that holds `run_dir`; `say` hears the progress."""
     with _one_order_of_sums():
         measured = probe(run_dir, fresh=fresh, report=say)
@@ -27,7 +28,7 @@ def examine(
         folder = next(one for one in (run_dir, *run_dir.absolute().parents) if one.is_dir())
         with quiet_transformers():
             tests = self_tests(folder, say)
-    return Report(
+    return DoctorAnswer(
         probe=measured,
         findings=findings(measured),
         self_tests=tests,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from fluxtrain.doctor.finding import Finding
-from fluxtrain.hardware.machine import Machine
-from fluxtrain.hardware.probe import Probe
+from fluxtrain.client.doctor import Finding
+from fluxtrain.client.machine import Machine
+from fluxtrain.client.probe import ProbeAnswer
 from fluxtrain.units import bytes_text, count_text, duration_text, rate_text
 
 # One core copies 2.4 to 8 GB/s on sound machines; from four on the memory itself binds, and two
@@ -18,7 +18,7 @@ DISK_BYTES_PER_S = 0.3e9  # hard disks and small cloud volumes are below
 CHECKPOINT_BYTES = 12e9  # of a model with 1 B parameters, and two are kept
 
 
-def host_findings(probe: Probe) -> Iterator[Finding]:
+def host_findings(probe: ProbeAnswer) -> Iterator[Finding]:
     """All about the host, in no order."""
     yield from _cores(probe)
     yield from _kernels(probe)
@@ -27,7 +27,7 @@ def host_findings(probe: Probe) -> Iterator[Finding]:
     yield from _disk(probe)
 
 
-def _cores(probe: Probe) -> Iterator[Finding]:
+def _cores(probe: ProbeAnswer) -> Iterator[Finding]:
     machine = probe.machine
     cores, installed, threads = machine.cores, machine.cores_installed, machine.threads_wished
     if installed is not None and cores < installed:
@@ -51,7 +51,7 @@ def _cores(probe: Probe) -> Iterator[Finding]:
         )
 
 
-def _kernels(probe: Probe) -> Iterator[Finding]:
+def _kernels(probe: ProbeAnswer) -> Iterator[Finding]:
     machine = probe.machine
     if machine.instruction_set == "scalar":
         yield Finding(
@@ -69,7 +69,7 @@ def _kernels(probe: Probe) -> Iterator[Finding]:
         )
 
 
-def _system(probe: Probe) -> Iterator[Finding]:
+def _system(probe: ProbeAnswer) -> Iterator[Finding]:
     machine = probe.machine
     if machine.power_saving:
         yield Finding(
@@ -98,7 +98,7 @@ def _system(probe: Probe) -> Iterator[Finding]:
         )
 
 
-def _memory(probe: Probe) -> Iterator[Finding]:
+def _memory(probe: ProbeAnswer) -> Iterator[Finding]:
     machine, copies = probe.machine, probe.rate("host_copy")
     usual = COPY_BYTES_PER_S * min(machine.cores, COPYING_CORES)
     if copies is not None and copies < usual:
@@ -135,7 +135,7 @@ def _memory_size(machine: Machine) -> Iterator[Finding]:
         )
 
 
-def _disk(probe: Probe) -> Iterator[Finding]:
+def _disk(probe: ProbeAnswer) -> Iterator[Finding]:
     disk, rate = probe.disk, probe.rate("disk_write")
     elsewhere = "set FLUXTRAIN_RUNS to a folder on a local SSD"
     if disk.in_memory:
@@ -175,7 +175,7 @@ def _disk(probe: Probe) -> Iterator[Finding]:
         )
 
 
-def _adamw_text(probe: Probe) -> str:
+def _adamw_text(probe: ProbeAnswer) -> str:
     """What the optimizer reaches, and what that means for a step."""
     rate = probe.rate("adamw")
     if rate is None:

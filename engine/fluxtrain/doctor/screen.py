@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import textwrap
 
-from fluxtrain.doctor.report import Report
-from fluxtrain.hardware.gpu import Gpu
-from fluxtrain.hardware.machine import Machine
-from fluxtrain.hardware.probe import Probe
-from fluxtrain.hardware.probe_table import link_text, no_gpu_reason, value_text
+from fluxtrain.client.doctor import DoctorAnswer
+from fluxtrain.client.machine import Gpu, Machine, rate_value_text
+from fluxtrain.client.probe import ProbeAnswer
+from fluxtrain.hardware.probe_table import age_text, link_text, no_gpu_reason
 from fluxtrain.units import UNKNOWN, bytes_text, rate_text
 
 COLUMNS = 80
@@ -16,7 +15,7 @@ _LABEL = 10
 _VERDICTS = {True: "pass", False: "FAIL", None: "none"}
 
 
-def screen(report: Report) -> str:
+def screen(report: DoctorAnswer) -> str:
     """The verdict, what was measured, what to change, the self-tests and the versions."""
     lines = [_verdict(report), *_measured(report.probe)]
     if report.findings:
@@ -35,7 +34,7 @@ def screen(report: Report) -> str:
     return "\n".join([*lines, *_wrapped("versions", told)])
 
 
-def _verdict(report: Report) -> str:
+def _verdict(report: DoctorAnswer) -> str:
     ran = [test for test in report.self_tests if test.passed is not None]
     passed = len(ran) - len(report.failed)
     count = len(report.findings)
@@ -43,7 +42,7 @@ def _verdict(report: Report) -> str:
     return f"fluxtrain doctor: {passed} of {len(ran)} self-tests pass, {advice}"
 
 
-def _measured(probe: Probe) -> list[str]:
+def _measured(probe: ProbeAnswer) -> list[str]:
     machine = probe.machine
     lines = _wrapped("processor", _processor_text(probe))
     lines += _wrapped("memory", _memory_text(probe))
@@ -55,10 +54,10 @@ def _measured(probe: Probe) -> list[str]:
         lines += _wrapped("GPU", f"none: {no_gpu_reason(machine)}")
     lines += _wrapped("disk", _disk_text(probe))
     again = ", --fresh measures again" if probe.from_cache else ""
-    return lines + _wrapped("rates", f"{probe.age_text()}{again}")
+    return lines + _wrapped("rates", f"{age_text(probe)}{again}")
 
 
-def _processor_text(probe: Probe) -> str:
+def _processor_text(probe: ProbeAnswer) -> str:
     machine = probe.machine
     parts = [
         f"{machine.cpu_name or UNKNOWN}: {_count(machine.cores, 'core')}",
@@ -70,7 +69,7 @@ def _processor_text(probe: Probe) -> str:
     return ", ".join(parts)
 
 
-def _memory_text(probe: Probe) -> str:
+def _memory_text(probe: ProbeAnswer) -> str:
     machine = probe.machine
     limit = machine.memory_limit_bytes
     parts = [
@@ -95,7 +94,7 @@ def _gpu_text(gpu: Gpu) -> str:
     return ", ".join(parts)
 
 
-def _bus_text(probe: Probe) -> str:
+def _bus_text(probe: ProbeAnswer) -> str:
     """Each rate as it was measured, for the first card."""
     return (
         f"pinned {_rate(probe, 'h2d_pinned')} up and {_rate(probe, 'd2h_pinned')} down, both at "
@@ -105,7 +104,7 @@ def _bus_text(probe: Probe) -> str:
     )
 
 
-def _disk_text(probe: Probe) -> str:
+def _disk_text(probe: ProbeAnswer) -> str:
     disk = probe.disk
     parts = [
         disk.file_system or "unknown file system",
@@ -122,8 +121,8 @@ def _locks(machine: Machine) -> str:
     return "unlimited" if limit is None else bytes_text(limit)
 
 
-def _rate(probe: Probe, name: str) -> str:
-    return value_text(name, probe.rate(name))
+def _rate(probe: ProbeAnswer, name: str) -> str:
+    return rate_value_text(name, probe.rate(name))
 
 
 def _count(count: int, what: str) -> str:

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from fluxtrain.client.doctor import SelfTest
 from fluxtrain.doctor.kernel_test import check_kernels
-from fluxtrain.doctor.report import SelfTest
 from fluxtrain.doctor.same import Mismatch, same_bits
 from fluxtrain.errors import NoSpace
 from fluxtrain.stream.engine import engine_of

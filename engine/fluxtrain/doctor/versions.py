@@ -6,7 +6,7 @@ import platform
 from importlib import metadata
 
 import fluxtrain
-from fluxtrain.hardware.machine import Machine
+from fluxtrain.client.machine import Machine
 
 _PACKAGES = ("torch", "transformers", "peft", "safetensors", "tokenizers", "textual")
 

@@ -8,9 +8,10 @@ from functools import partial
 from typing import Any, Literal
 
 from fluxtrain import _native
+from fluxtrain.client.machine import Rate
 from fluxtrain.hardware.busy_bus import HostBytes, busy_bus
 from fluxtrain.hardware.fresh_memory import fresh
-from fluxtrain.hardware.rate import TOO_LITTLE, Rate, best_rate, sustained_rate
+from fluxtrain.hardware.rate import TOO_LITTLE, best_rate, sustained_rate
 
 PARAMETERS = 128 << 20  # 1.75 GiB: server processors have caches of half a gigabyte
 LEAST_PARAMETERS = 1 << 20

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from fluxtrain.hardware.rate import TOO_LITTLE, Rate, best_rate
+from fluxtrain.client.machine import Rate
+from fluxtrain.hardware.rate import TOO_LITTLE, best_rate
 from fluxtrain.units import MIB, bytes_text
 
 if TYPE_CHECKING:

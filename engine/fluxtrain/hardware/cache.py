@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from fluxtrain.hardware.machine import Machine
+from fluxtrain.client.machine import Machine
 from fluxtrain.units import GIB
 
 MAX_AGE_S = 7 * 86_400.0

@@ -3,26 +3,14 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
 from pathlib import Path
+
+from fluxtrain.client.machine import Disk
 
 MEMORY_FILE_SYSTEMS = frozenset({"tmpfs", "ramfs", "devtmpfs"})
 NETWORK_FILE_SYSTEMS = frozenset(
     {"nfs", "nfs4", "cifs", "smb3", "9p", "ceph", "lustre", "gpfs", "beegfs", "afs", "virtiofs"}
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Disk:
-    """Facts about the file system that holds `path`; `unknown` has the reason of every None."""
-
-    path: str
-    total_bytes: int | None
-    free_bytes: int | None  # for this user
-    file_system: str | None
-    in_memory: bool | None  # what is written there takes host memory
-    on_network: bool | None
-    unknown: dict[str, str] = field(default_factory=dict)
 
 
 def read_disk(path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> Disk:

@@ -10,7 +10,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from fluxtrain.hardware.rate import Rate
+from fluxtrain.client.machine import Rate
 from fluxtrain.telemetry.storage import free_bytes
 from fluxtrain.units import MIB, bytes_text
 

@@ -4,40 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-
-@dataclass(frozen=True, kw_only=True)
-class GpuProcess:
-    """A program that holds memory of a GPU; bytes are None where the driver hides them."""
-
-    pid: int
-    used_bytes: int | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Gpu:
-    """Facts about one card; `unknown` has the reason of every None."""
-
-    index: int  # in the driver's order (PCI bus), which may not be torch's
-    name: str | None
-    uuid: str | None
-    memory_total_bytes: int | None
-    memory_free_bytes: int | None
-    other_processes: tuple[GpuProcess, ...] | None  # not this process
-    compute_capability: str | None  # "9.0"
-    pcie_generation: int | None  # that card and slot reach together; an idle link is slower
-    pcie_width: int | None  # lanes in use
-    bf16: bool | None = None  # arithmetic in bf16: compute capability 8.0 and above
-    pcie_card_generation: int | None = None  # what the card could do in another slot
-    pcie_card_width: int | None = None
-    power_limit_w: float | None = None
-    power_default_w: float | None = None  # as the card was sold
-    numa_node: int | None = None  # whose memory is near
-    unknown: dict[str, str] = field(default_factory=dict)
+from fluxtrain.client.machine import Gpu, GpuProcess
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,60 +7,20 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 
 from fluxtrain._native import ISA_VARIABLE, refuse_unknown_isa
+from fluxtrain.client.machine import Machine
 from fluxtrain.hardware.cgroup import cgroup_limits
-from fluxtrain.hardware.gpu import Gpu, Gpus, read_gpus
+from fluxtrain.hardware.gpu import Gpus, read_gpus
 from fluxtrain.hardware.system import read_system, wished_threads
-from fluxtrain.units import bytes_text
-
-InstructionSet = Literal["avx512", "avx2", "scalar"]
 
 # What the native update needs of each; source: the compiler flags of its variants.
-_LEVELS: tuple[tuple[InstructionSet, frozenset[str]], ...] = (
+_LEVELS: tuple[tuple[str, frozenset[str]], ...] = (
     ("avx512", frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl"})),
     ("avx2", frozenset({"avx2", "fma"})),
     ("scalar", frozenset()),
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Machine:
-    """Facts; `unknown` has the reason of every None."""
-
-    cores: int  # that this process may use: affinity and CPU quota
-    cpu_quota: float | None  # cores; None without a quota
-    cpu_name: str | None
-    instruction_set: InstructionSet  # that FLUXTRAIN_ISA and the processor allow
-    memory_total_bytes: int | None  # the smaller of the machine's and the container's
-    memory_available_bytes: int | None
-    memory_limit_bytes: int | None  # the container's; None without one
-    gpus: tuple[Gpu, ...]
-    driver: str | None
-    cores_installed: int | None = None  # of the whole machine
-    threads_wished: int | None = None  # OMP_NUM_THREADS; None when it is not set
-    memory_installed_bytes: int | None = None
-    memlock_limit_bytes: int | None = None  # of page locks for this user; None without one
-    huge_pages: str | None = None  # always, madvise or never
-    numa_nodes: int | None = None
-    wsl: bool | None = None
-    power_mode: str | None = None
-    power_saving: tuple[str, ...] = ()  # what slows the machine down to save power
-    unknown: dict[str, str] = field(default_factory=dict)
-
-    def line(self) -> str:
-        """One line for people: 16 cores (avx512), 128 GiB, NVIDIA GeForce RTX 4090 24.0 GiB."""
-        parts = [
-            f"{self.cores} core{'s' * (self.cores != 1)} ({self.instruction_set})",
-            bytes_text(self.memory_total_bytes),
-        ]
-        parts += [
-            f"{gpu.name or 'NVIDIA GPU'} {bytes_text(gpu.memory_total_bytes)}" for gpu in self.gpus
-        ]
-        return ", ".join(parts if self.gpus else [*parts, "no GPU"])
 
 
 def read_machine(root: Path = Path("/"), gpus: Gpus | None = None) -> Machine:
@@ -137,7 +97,7 @@ def _cpu(root: Path) -> tuple[str | None, frozenset[str]]:
     return facts.get("model name"), frozenset(facts.get("flags", "").split())
 
 
-def _instruction_set(flags: frozenset[str]) -> InstructionSet:
+def _instruction_set(flags: frozenset[str]) -> str:
     """The best whole set of the processor, which FLUXTRAIN_ISA may lower.
 
     Raises BadInput for a set that there is not.

@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from fluxtrain.client.machine import Rate
 from fluxtrain.hardware.fresh_memory import fresh, touch
-from fluxtrain.hardware.rate import TOO_LITTLE, Rate
+from fluxtrain.hardware.rate import TOO_LITTLE
 from fluxtrain.units import GIB, MIB, bytes_text
 
 SAMPLE_BYTES = GIB

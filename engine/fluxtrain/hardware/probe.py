@@ -12,12 +12,14 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Container, Mapping
-from dataclasses import dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
 
 import msgspec
+from msgspec.structs import replace
 
+from fluxtrain.client.machine import Disk, Machine, Rate
+from fluxtrain.client.probe import ProbeAnswer
 from fluxtrain.errors import FluxTrainError
 from fluxtrain.hardware.adamw_rate import adamw_rate
 from fluxtrain.hardware.bandwidth import (
@@ -28,15 +30,15 @@ from fluxtrain.hardware.bandwidth import (
     sample_bytes,
 )
 from fluxtrain.hardware.cache import cache_file, is_fresh
-from fluxtrain.hardware.disk import Disk, read_disk
+from fluxtrain.hardware.disk import read_disk
 from fluxtrain.hardware.disk_rate import disk_rates
-from fluxtrain.hardware.machine import Machine, read_machine
-from fluxtrain.hardware.others import beside_text, is_calm_after, others_share, read_use
+from fluxtrain.hardware.machine import read_machine
+from fluxtrain.hardware.others import is_calm_after, others_share, read_use
 from fluxtrain.hardware.pinning import pin_rate
-from fluxtrain.hardware.probe_table import Row, disk_rows, machine_rows, no_gpu_reason, rate_rows
-from fluxtrain.hardware.rate import Rate, failed
+from fluxtrain.hardware.probe_table import no_gpu_reason
+from fluxtrain.hardware.rate import failed
 from fluxtrain.telemetry.storage import write_json
-from fluxtrain.units import GIB, duration_text
+from fluxtrain.units import GIB
 
 PROBE_LIMIT_S = 20.0
 LAST_START_S = 15.0  # each measurement takes 5 s at most, but the bus, which is the first
@@ -50,55 +52,7 @@ Report = Callable[[str], None]
 Measurement = Callable[[], Mapping[str, Rate]]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Probe:
-    """The machine, the disk of the runs, and measured rates by name."""
-
-    machine: Machine
-    disk: Disk
-    rates: dict[str, Rate] = field(default_factory=dict)
-    measured_at_s: float  # Unix time of the rates
-    measuring_s: float  # what that took
-    others_share: float | None = None  # of all processors, used by other programs meanwhile
-    tried_again_at_s: float | None = None  # Unix time: rates that had failed, by themselves
-    from_cache: bool = False
-
-    def rate(self, name: str) -> float | None:
-        """Bytes a second (for a matmul: operations, for AdamW: parameters); None: not measured."""
-        found = self.rates.get(name)
-        return None if found is None else found.per_s
-
-    @property
-    def age_s(self) -> float:
-        """How old the rates are."""
-        return max(0.0, time.time() - self.measured_at_s)
-
-    def to_json(self) -> str:
-        """All of it, for programs."""
-        return msgspec.json.format(msgspec.json.encode(self), indent=2).decode()
-
-    def table(self) -> list[Row]:
-        """(what, value, how it is known) for people."""
-        return [*machine_rows(self.machine), *disk_rows(self.disk), *rate_rows(self.rates)]
-
-    def text(self) -> str:
-        """The table in columns, and the age of the rates."""
-        rows = self.table()
-        widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
-        lines = [f"{a:<{widths[0]}}  {b:>{widths[1]}}  {c}".rstrip() for a, b, c in rows]
-        return "\n".join([*lines, f"rates {self.age_text()}"])
-
-    def age_text(self) -> str:
-        """When the rates were measured, and how long that took."""
-        took = duration_text(self.measuring_s)
-        again = not self.from_cache and self.tried_again_at_s is not None
-        when = f"{duration_text(self.age_s)} ago" if self.from_cache or again else "now"
-        beside = beside_text(self.others_share, command="fluxtrain probe")
-        failed = ", what had failed again now" if again else ""
-        return f"measured {when} in {took}{failed}{beside}"
-
-
-def probe(run_dir: Path | str, fresh: bool = False, report: Report | None = None) -> Probe:
+def probe(run_dir: Path | str, fresh: bool = False, report: Report | None = None) -> ProbeAnswer:
     """Facts and rates of this machine and of the disk that holds `run_dir`.
 
     `report` is told what is being measured. What does not fit in 20 s is left out and says so.
@@ -122,13 +76,13 @@ def probe(run_dir: Path | str, fresh: bool = False, report: Report | None = None
     return measured
 
 
-def _measured(machine: Machine, disk: Disk, folder: Path, say: Report) -> Probe:
+def _measured(machine: Machine, disk: Disk, folder: Path, say: Report) -> ProbeAnswer:
     start_s, before = time.monotonic(), read_use()
     rates = {
         **_unmeasurable(machine),
         **_measure(_measurements(machine, folder), start_s + LAST_START_S, say),
     }
-    return Probe(
+    return ProbeAnswer(
         machine=machine,
         disk=disk,
         rates=rates,
@@ -139,8 +93,8 @@ def _measured(machine: Machine, disk: Disk, folder: Path, say: Report) -> Probe:
 
 
 def _tried_again(
-    cached: Probe, names: Container[str], machine: Machine, folder: Path, say: Report
-) -> Probe:
+    cached: ProbeAnswer, names: Container[str], machine: Machine, folder: Path, say: Report
+) -> ProbeAnswer:
     """With what had failed (`names`) measured anew, as far as that goes; all else stays, and its
     age."""
     start_s, before = time.monotonic(), read_use()
@@ -166,7 +120,7 @@ def known_rates(run_dir: Path | str) -> dict[str, Rate]:
     return {} if cached is None else dict(cached.rates)
 
 
-def _worth_another_try(cached: Probe, machine: Machine) -> frozenset[str]:
+def _worth_another_try(cached: ProbeAnswer, machine: Machine) -> frozenset[str]:
     """The rates that could not be measured and may be now: all of them after some minutes, those
     that no memory was free for as soon as there is more."""
     missing = {
@@ -250,7 +204,7 @@ def _measure(
     return rates
 
 
-def _cached(place: Path) -> Probe | None:
+def _cached(place: Path) -> ProbeAnswer | None:
     try:
         kept = msgspec.json.decode(place.read_bytes(), type=_Kept)
     except (OSError, msgspec.DecodeError, UnicodeDecodeError):
@@ -261,10 +215,10 @@ def _cached(place: Path) -> Probe | None:
 
 class _Kept(msgspec.Struct, frozen=True):
     format: int
-    probe: Probe
+    probe: ProbeAnswer
 
 
-def _keep(place: Path, measured: Probe, say: Report) -> None:
+def _keep(place: Path, measured: ProbeAnswer, say: Report) -> None:
     """A cache that cannot be written costs a new measurement next time, no more."""
     try:
         place.parent.mkdir(parents=True, exist_ok=True)

@@ -4,13 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from fluxtrain.hardware.disk import Disk
-from fluxtrain.hardware.gpu import Gpu
-from fluxtrain.hardware.machine import Machine
-from fluxtrain.hardware.rate import Rate
-from fluxtrain.units import UNKNOWN, bytes_text, count_text, rate_text
+from fluxtrain.client.machine import Disk, Gpu, Machine, Rate, rate_value_text
+from fluxtrain.client.probe import ProbeAnswer
+from fluxtrain.hardware.others import beside_text
+from fluxtrain.units import UNKNOWN, bytes_text, duration_text
 
 Row = tuple[str, str, str]
+
+
+def probe_text(probe: ProbeAnswer) -> str:
+    """The table in columns, and the age of the rates."""
+    rows = probe_rows(probe)
+    widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
+    lines = [f"{a:<{widths[0]}}  {b:>{widths[1]}}  {c}".rstrip() for a, b, c in rows]
+    return "\n".join([*lines, f"rates {age_text(probe)}"])
+
+
+def probe_rows(probe: ProbeAnswer) -> list[Row]:
+    """Every fact and rate."""
+    return [*machine_rows(probe.machine), *disk_rows(probe.disk), *rate_rows(probe.rates)]
+
+
+def age_text(probe: ProbeAnswer) -> str:
+    """When the rates were measured, and how long that took."""
+    took = duration_text(probe.measuring_s)
+    again = not probe.from_cache and probe.tried_again_at_s is not None
+    when = f"{duration_text(probe.age_s)} ago" if probe.from_cache or again else "now"
+    beside = beside_text(probe.others_share, command="fluxtrain probe")
+    failed = ", what had failed again now" if again else ""
+    return f"measured {when} in {took}{failed}{beside}"
 
 
 def machine_rows(machine: Machine) -> list[Row]:
@@ -74,28 +96,11 @@ def rate_rows(rates: Mapping[str, Rate]) -> list[Row]:
     rows = []
     for name, rate in rates.items():
         if rate.per_s is not None:
-            rows.append((name.replace("_", " "), value_text(name, rate.per_s), rate.how))
+            rows.append((name.replace("_", " "), rate_value_text(name, rate.per_s), rate.how))
         elif names := reasons.pop(rate.how, None):
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             rows.append((names[0].replace("_", " ") + more, UNKNOWN, rate.how))
     return rows
-
-
-def value_text(name: str, per_s: float | None) -> str:
-    """A rate in the unit that people rate such a thing in."""
-    if per_s is None:
-        return UNKNOWN
-    if name.endswith("matmul"):
-        return operations_text(per_s)
-    return f"{count_text(per_s)} param/s" if name.startswith("adamw") else rate_text(per_s)
-
-
-def operations_text(per_s: float | None) -> str:
-    """Decimal, as processors are rated: 744 TFLOP/s."""
-    if per_s is None:
-        return UNKNOWN
-    unit, scale = ("TFLOP/s", 1e12) if per_s >= 1e12 else ("GFLOP/s", 1e9)
-    return f"{per_s / scale:.3g} {unit}"
 
 
 def link_text(generation: int | None, width: int | None) -> str:

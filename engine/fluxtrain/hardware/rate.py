@@ -4,33 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+
+from fluxtrain.client.machine import TOO_LITTLE_MEMORY, Rate
 
 _NO_MEMORY = ("out of memory", "can't allocate memory", "ALLOC_FAILED")  # torch, CUDA, cuBLAS
-_LACKING = "not measured: too little memory is free"
 
-
-@dataclass(frozen=True)
-class Rate:
-    """`per_s` in bytes or operations a second; `how` says what was timed, or why nothing was."""
-
-    per_s: float | None
-    how: str
-
-    @property
-    def lacked_memory(self) -> bool:
-        """Whether there is none because of what other programs held, which they may give back."""
-        return self.per_s is None and self.how.startswith(_LACKING)
-
-
-TOO_LITTLE = Rate(None, _LACKING)
+TOO_LITTLE = Rate(None, TOO_LITTLE_MEMORY)
 
 
 def failed(error: Exception) -> Rate:
     """The rate of a measurement that ended with `error`."""
     why = str(error).partition("\n")[0] or type(error).__name__
     if isinstance(error, MemoryError) or any(word in str(error) for word in _NO_MEMORY):
-        return Rate(None, f"{_LACKING}: {why}")
+        return Rate(None, f"{TOO_LITTLE_MEMORY}: {why}")
     return Rate(None, f"not measured: {why}")
 
 

@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from fluxtrain.device.device import Device
+from fluxtrain.device.transfer import Transfer
 from fluxtrain.memory.boundary_homes import BoundaryHomes, Home
-from fluxtrain.memory.device import Device, Ticket
 
 LEAVING = 2  # at most so many on their way home: the host must not run further ahead of the copies
 _AHEAD = 1  # brought back before they are asked for
@@ -27,7 +28,7 @@ class Parked:
     """One tensor's bytes on the host."""
 
     host: Tensor
-    ticket: Ticket  # of the way home
+    transfer: Transfer  # of the way home
     source: Tensor | None  # kept until the copy has been made, or its memory would be reused
     version: int  # of `source`: another one is not what was sent home
     before: Callable[[], Parked | None]  # parked just before this one, while it lives
@@ -35,7 +36,7 @@ class Parked:
     home: Home | None  # that `host` is in, where it is page-locked
     give_back: Callable[[Home], None]
     back: Tensor | None = None  # on the device again, arrived once `returned` is
-    returned: Ticket | None = field(default=None)
+    returned: Transfer | None = field(default=None)
 
     @property
     def stays(self) -> Tensor | None:
@@ -72,17 +73,17 @@ class BoundaryPark:
             if needed and tensor.is_contiguous():
                 home, host = self._place(tensor)
                 source = tensor.detach()
-                ticket = self._device.download(host, source)
-                self._device.recorder.copied("d2h", "activations", "", ticket)
+                transfer = self._device.download(host, source)
+                self._device.recorder.copied("d2h", "activations", "", transfer)
                 gone[i] = Parked(
-                    host, ticket, source, source._version, self._last, self._device.for_copies,
+                    host, transfer, source, source._version, self._last, self._device.for_copies,
                     home, self._homes.give_back,
                 )  # fmt: skip
                 self._last = weakref.ref(gone[i])
                 self.parked += 1
                 self._leaving.append(gone[i])
-        while self._leaving and (len(self._leaving) > LEAVING or self._leaving[0].ticket.done()):
-            self._leaving[0].ticket.wait_host()
+        while self._leaving and (len(self._leaving) > LEAVING or self._leaving[0].transfer.done()):
+            self._leaving[0].transfer.wait_host()
             self._leaving.popleft().source = None
         return gone
 
@@ -91,11 +92,12 @@ class BoundaryPark:
         one that the backward pass needs next."""
         self._bring_back(parked)
         if parked.back is not None and parked.returned is not None:
-            back, ticket = parked.back, parked.returned  # which came after the way home
+            back, transfer = parked.back, parked.returned  # which came after the way home
         else:
             assert parked.source is not None
-            back, ticket = parked.source, parked.ticket  # whose memory the computation reuses next
-        ticket.wait_compute("activations")
+            # the computation reuses this memory next, so it waits for the download
+            back, transfer = parked.source, parked.transfer
+        transfer.wait_compute("activations")
         parked.back = parked.source = None
         if parked in self._leaving:
             self._leaving.remove(parked)
@@ -127,6 +129,6 @@ class BoundaryPark:
             return
         parked.back = torch.empty_like(parked.host, device=self._device.torch_device)
         parked.returned = self._device.upload(
-            parked.back, parked.host, None, self._device.mark(), follows=[parked.ticket]
+            parked.back, parked.host, None, self._device.mark(), follows=[parked.transfer]
         )
         self._device.recorder.copied("h2d", "activations", "", parked.returned)

@@ -19,7 +19,7 @@ _WASTE = 8  # times: one so much larger is left to what needs it, if a smaller o
 
 
 class Copy(Protocol):
-    """A ticket of a copy from or to a home."""
+    """A transfer of a copy from or to a home."""
 
     def wait_host(self) -> None:
         """Until it has been made."""

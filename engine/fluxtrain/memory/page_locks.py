@@ -12,7 +12,8 @@ import bisect
 import logging
 import threading
 import weakref
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Hashable
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -20,10 +21,13 @@ from torch import Tensor
 from fluxtrain.hardware.pinning import forget_cuda_error, lock_limit_text
 from fluxtrain.units import bytes_text
 
-if TYPE_CHECKING:
-    from fluxtrain.memory.arena import HostArena
-
 _LOG = logging.getLogger("fluxtrain")
+
+
+class Arena(Protocol):
+    """Host memory that notes the copies from and to it (`HostArena`)."""
+
+    under_way: dict[Hashable, Callable[[], None]]
 
 
 class PageLocks:
@@ -35,7 +39,7 @@ class PageLocks:
         self.refused_bytes = 0
         self._sizes: dict[int, int] = {}  # by address
         self._starts: list[int] = []  # addresses in order
-        self._arenas: dict[int, weakref.ref[HostArena]] = {}  # by address, of those that have one
+        self._arenas: dict[int, weakref.ref[Arena]] = {}  # by address, of those that have one
         self._guard = threading.RLock()  # the collector may free an arena while another is locked
 
     @property
@@ -47,7 +51,7 @@ class PageLocks:
         """Is there no reason yet to expect a refusal?"""
         return not self.refused_bytes and self._within(size_bytes)
 
-    def lock(self, address: int, size_bytes: int, arena: HostArena | None = None) -> bool:
+    def lock(self, address: int, size_bytes: int, arena: Arena | None = None) -> bool:
         """Lock a range, of `arena`; False when the system refuses, now or before."""
         with self._guard:
             if self.may_lock(size_bytes) and self._register(address, size_bytes):
@@ -93,7 +97,7 @@ class PageLocks:
                 return True
         return self._locked_by_torch(memory)
 
-    def arena_of(self, memory: Tensor) -> HostArena | None:
+    def arena_of(self, memory: Tensor) -> Arena | None:
         """The arena whose locked memory this is. Whoever copies holds it until the copy is queued,
         and notes the copy in `under_way`."""
         with self._guard:

@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-
-from fluxtrain.memory.current_stream import CurrentStream
 
 Instant = Any  # host seconds (time.perf_counter), or a torch.cuda.Event
 
@@ -93,8 +91,8 @@ class CudaClock:
 
     on_host = False
 
-    def __init__(self, device: torch.device) -> None:
-        self._current = CurrentStream(device)
+    def __init__(self, current: Callable[[], torch.cuda.Stream]) -> None:
+        self._current = current  # the stream that the calling thread queues the computation on
         self._pool: list[torch.cuda.Event] = []
         self._unseen: Border | None = None
         self._anchor: torch.cuda.Event | None = None

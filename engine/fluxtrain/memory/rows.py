@@ -6,21 +6,17 @@ to the device, and their gradients alone come home; the gradients of all other r
 
 from __future__ import annotations
 
-import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import chain
 from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
+from fluxtrain.device.device import Device
+from fluxtrain.device.transfer import Transfer
 from fluxtrain.memory.arena import HostArena, aligned, device_flat
-from fluxtrain.memory.device import Device, Ticket
-from fluxtrain.memory.page_locks import host_empty
-from fluxtrain.memory.recorder import Instant
 
 _INDEX = torch.int64
 Gather = Callable[[Tensor, Tensor], object]  # rows (U,), and (U, H) on the host for their weights
@@ -75,9 +71,9 @@ class RowBuffers:
         self._tokens = 0
         self._arenas: tuple[HostArena, HostArena] | None = None  # rows, indices
         self._landing: HostArena | None = None
-        self._arriving: list[tuple[Ticket, HostArena]] = []  # copies to it, and to smaller ones
+        self._arriving: list[tuple[Transfer, HostArena]] = []  # copies to it, and to smaller ones
         self._on_device: tuple[Tensor, Tensor] | None = None
-        self._tickets: tuple[Ticket, ...] = ()
+        self._transfers: tuple[Transfer, ...] = ()
         self._free: object = None
         self.awaited: weakref.WeakSet[Awaited] = weakref.WeakSet()  # lookups to be differentiated
 
@@ -94,9 +90,9 @@ class RowBuffers:
         arenas = (*(self._arenas or ()), self._landing)
         return sum(arena.size_bytes for arena in arenas if arena is not None)
 
-    def bring(self, places: Places, gather: Gather) -> tuple[Brought, tuple[Ticket, Ticket]]:
+    def bring(self, places: Places, gather: Gather) -> tuple[Brought, tuple[Transfer, Transfer]]:
         """Gather the rows on the host and start to copy them to the device; the computation has to
-        wait for both tickets, and to `release` what it was given.
+        wait for both transfers, and to `release` what it was given.
 
         Waits for the copies of the rows before, which leave from the same memory. Raises IndexError
         for a row that the table does not have.
@@ -106,8 +102,8 @@ class RowBuffers:
                 f"ids from {int(places.rows[0])} to {int(places.rows[-1])} are looked up in an "
                 f"embedding of {self.table_rows} rows"
             )
-        for ticket in self._tickets:
-            ticket.wait_host()
+        for transfer in self._transfers:
+            transfer.wait_host()
         self._grow(places)
         assert self._arenas is not None
         assert self._on_device is not None
@@ -119,7 +115,7 @@ class RowBuffers:
         indices[count:] = places.of_tokens
         to_rows = self._on_device[0][: rows.nbytes].view(self.dtype).view(count, self.width)
         to_indices = self._on_device[1][: indices.nbytes].view(_INDEX)
-        self._tickets = found = (
+        self._transfers = found = (
             self._device.upload(to_indices, indices, None, self._free, urgent=True),
             self._device.upload(to_rows, rows, None, self._free, urgent=True),
         )
@@ -137,20 +133,20 @@ class RowBuffers:
         flat = self._landing.tensor(values.dtype, values.numel(), 0)
         return flat.view(values.shape), self._landing
 
-    def arrives(self, ticket: Ticket) -> None:
+    def arrives(self, transfer: Transfer) -> None:
         """A copy to the landing memory was started, which stays until it has ended, also where a
         larger one takes its place."""
         assert self._landing is not None
         under_way = [(t, arena) for t, arena in self._arriving if not (t.done() or t.failed())]
-        self._arriving = [*under_way, (ticket, self._landing)]
+        self._arriving = [*under_way, (transfer, self._landing)]
 
     def give_back(self) -> None:
         """Free everything; what comes next allocates anew. Copies under way are waited for."""
-        for ticket in self._tickets:
-            ticket.wait_host()
-        for ticket, _ in self._arriving:
-            ticket.wait_host()
-        self._tickets, self._arriving = (), []
+        for transfer in self._transfers:
+            transfer.wait_host()
+        for transfer, _ in self._arriving:
+            transfer.wait_host()
+        self._transfers, self._arriving = (), []
         self._arenas = self._landing = self._on_device = None
         self.capacity = self._tokens = 0
 
@@ -176,121 +172,3 @@ class RowBuffers:
             fresh = (self._device.for_copies(device_flat(target, size)) for size in sizes)
             self._on_device = (next(fresh), next(fresh))
         self._free = self._device.mark()
-
-
-@dataclass(eq=False)
-class RowSum:
-    """The gradient of a table's rows after one backward pass; zero for all that are not here."""
-
-    places: Places
-    on_device: Tensor  # (U,) int64
-    values: Tensor  # (U, H) on the device, in the table's dtype; of several passes in fp32
-
-    def plus(self, more: RowSum, device: Device, scale: float) -> RowSum:
-        """This times `scale`, and more, in fp32; nobody waits."""
-        mine, others = self.places.rows, more.places.rows
-        rows = torch.unique(torch.cat([mine, others]))
-        parts = [rows, torch.searchsorted(rows, mine), torch.searchsorted(rows, others)]
-        host = host_empty((sum(map(len, parts)),), _INDEX, pin=device.pins)
-        places = torch.cat(parts, out=host).to(device.torch_device, non_blocking=True)
-        on_device, mine_at, others_at = places.split([len(part) for part in parts])
-        shape = len(rows), self.values.shape[1]
-        total = torch.zeros(shape, dtype=torch.float32, device=device.torch_device)
-        before = self.values if scale == 1.0 else self.values * scale
-        total.index_copy_(0, mine_at, before.float()).index_add_(0, others_at, more.values.float())
-        return RowSum(Places(rows, rows[:0]), on_device, total)
-
-    def norm(self, table_rows: int) -> Tensor:
-        """2-norm (1,) in fp32 with the bits of `norm_by_rows` over the whole gradient."""
-        return norm_by_rows(self.values, self.on_device, table_rows)
-
-
-def norm_by_rows(
-    values: Tensor, places: Tensor | None = None, table_rows: int | None = None
-) -> Tensor:
-    """2-norm (1,) in fp32 of (U, H): each row's first, so that rows of zeros elsewhere in a table
-    of `table_rows`, where the rows stand at `places`, change no bit."""
-    norms = torch.linalg.vector_norm(values, dim=1, dtype=torch.float32)
-    if places is not None and table_rows is not None:
-        norms = torch.zeros(table_rows, device=norms.device).index_copy_(0, places, norms)
-    whole: Tensor = torch.linalg.vector_norm(norms)
-    return whole.view(1)
-
-
-class Scatter:
-    """Puts rows into tables of zeros, and remembers which rows are not zero there, so that the next
-    ones need not clear the whole table. One that anybody has seen is cleared whole each time:
-    `.data`, numpy and collectives write without a trace, also to what was handed out long ago."""
-
-    def __init__(self) -> None:
-        self._filled: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-        self._seen: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-
-    def fill(self, flat: Tensor, rows: Tensor, values: Tensor, table_rows: int) -> None:
-        """`flat` (elements,) becomes the table (table_rows, H) with `values` (U, H) at `rows` and
-        zero elsewhere."""
-        table = flat[: table_rows * values.shape[1]].view(table_rows, values.shape[1])
-        if values.shape[1] * values.itemsize % _INDEX.itemsize == 0:  # in words: half the time
-            table, values = table.view(_INDEX), values.view(_INDEX)
-        before = self._rows_in(flat)
-        if before is None or flat in self._seen:
-            flat.zero_()
-        else:
-            table.index_fill_(0, before, 0)
-        table.index_copy_(0, rows, values)
-        self._filled[flat] = rows, flat._version
-
-    def clear_ahead(self, flat: Tensor, on_their_way: Iterable[Iterable[Ticket]]) -> None:
-        """Let the next `fill` find zeros where it would have to clear the whole table, as long as
-        the rows to fill it with are still to come; waits for what may be on its way there."""
-        if self._rows_in(flat) is None and flat not in self._seen:
-            for ticket in chain.from_iterable(on_their_way):
-                ticket.wait_host()
-            flat.zero_()
-            self._filled[flat] = torch.empty(0, dtype=_INDEX), flat._version
-
-    def _rows_in(self, flat: Tensor) -> Tensor | None:
-        """All rows of it that may not be zero; None where others wrote to it."""
-        before: tuple[Tensor, int] | None = self._filled.get(flat)
-        return before[0] if before is not None and before[1] == flat._version else None
-
-    def handed_out(self, flat: Tensor) -> None:
-        """Somebody outside the engine has it, or a view of it."""
-        self._seen[flat] = True
-
-    def forget(self, flat: Tensor) -> None:
-        """Something else is copied there."""
-        self._filled.pop(flat, None)
-
-
-class RowTicket:
-    """Rows of a gradient on their way home; they have arrived when they stand in the table."""
-
-    def __init__(self, ticket: Ticket, land: Callable[[], None]) -> None:
-        self._ticket = ticket
-        self._land: Callable[[], None] | None = land
-        self._lock = threading.Lock()
-
-    @property
-    def duration_s(self) -> float | None:
-        return self._ticket.duration_s
-
-    def instants(self) -> tuple[Instant, Instant] | None:
-        return self._ticket.instants()
-
-    def done(self) -> bool:
-        return self._ticket.done()
-
-    def failed(self) -> bool:
-        return self._ticket.failed()
-
-    def wait_host(self) -> None:
-        """Block until the bytes have crossed; the first who waits puts them into the table."""
-        self._ticket.wait_host()
-        with self._lock:
-            land, self._land = self._land, None
-            if land is not None:
-                land()
-
-    def wait_compute(self, cause: str) -> None:
-        self._ticket.wait_compute(cause)

@@ -13,12 +13,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fluxtrain.device.device import Device
+from fluxtrain.device.transfer import Transfer
 from fluxtrain.memory.arena import aligned, device_flat
-from fluxtrain.memory.device import Device, Ticket
 from fluxtrain.memory.group import Group
 from fluxtrain.memory.segment import Member
 
-Report = Callable[[Group, str, Ticket, int], None]  # group, cause, the copy, bytes
+Report = Callable[[Group, str, Transfer, int], None]  # group, cause, the copy, bytes
 _PLACES = 2
 
 
@@ -29,7 +30,7 @@ class _Place:
     flat: Tensor  # (bytes,) uint8
     index: int = -1  # of the slice that is there, or on its way
     version: int = -1  # of the group's weights
-    tickets: tuple[Ticket, ...] = ()
+    transfers: tuple[Transfer, ...] = ()
     used: bool = False  # a computation uses it now
     awaited: bool = False  # its copy was started, and nobody has used it yet
     free: object = None  # the point after which it may be overwritten
@@ -76,15 +77,15 @@ class WeightSlices:
             free = [place for place in self._memory() if not place.used]
             place = min(free, key=self._wanted)
             self._fill(place, index, "demand")
-        for ticket in place.tickets:
-            ticket.wait_compute("weights")
+        for transfer in place.transfers:
+            transfer.wait_compute("weights")
         place.used, place.awaited = True, False
         return [view for view, _ in self._views(place, index)]
 
     def is_there(self, index: int) -> bool:
         """Has the slice arrived, with the weights as they are now?"""
         place = self._holding(index)
-        return place is not None and all(ticket.done() for ticket in place.tickets)
+        return place is not None and all(transfer.done() for transfer in place.transfers)
 
     def release(self, index: int) -> None:
         """The computation with it is queued: once that has run, its place may be overwritten."""
@@ -101,14 +102,14 @@ class WeightSlices:
     def drain(self) -> None:
         """Wait for all copies under way; what made one fail is told to whoever takes its slice."""
         for place in self._places:
-            for ticket in place.tickets:
+            for transfer in place.transfers:
                 with contextlib.suppress(Exception):
-                    ticket.wait_host()
+                    transfer.wait_host()
 
     def _holding(self, index: int) -> _Place | None:
         for place in self._places:
             current = (place.index, place.version) == (index, self.group.version)
-            if current and not any(ticket.failed() for ticket in place.tickets):
+            if current and not any(transfer.failed() for transfer in place.transfers):
                 return place
         return None
 
@@ -128,17 +129,17 @@ class WeightSlices:
         return sorted(self._places, key=lambda place: place.used)
 
     def _fill(self, place: _Place, index: int, cause: str) -> None:
-        for before in place.tickets:
+        for before in place.transfers:
             if not before.failed() and before.instants() is None:  # it still waits for an update
                 with contextlib.suppress(Exception):  # and would come after this one
                     before.wait_host()
         place.index, place.version, place.awaited = index, self.group.version, True
-        tickets: list[Ticket] = []
+        transfers: list[Transfer] = []
         for view, home in self._views(place, index):
-            ticket = self._device.upload(view, home, self.group.pending, place.free)
-            self._report(self.group, cause, ticket, view.nbytes)
-            tickets.append(ticket)
-        place.tickets = tuple(tickets)
+            transfer = self._device.upload(view, home, self.group.pending, place.free)
+            self._report(self.group, cause, transfer, view.nbytes)
+            transfers.append(transfer)
+        place.transfers = tuple(transfers)
 
     def _views(self, place: _Place, index: int) -> list[tuple[Tensor, Tensor]]:
         """Each member's slice on the device and at home."""

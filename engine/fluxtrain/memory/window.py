@@ -15,13 +15,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from fluxtrain.device.device import Device
+from fluxtrain.device.transfer import Transfer
 from fluxtrain.errors import DoesNotFit
 from fluxtrain.memory.arena import device_flat
-from fluxtrain.memory.device import Device, Ticket
 from fluxtrain.memory.group import Group
 from fluxtrain.units import bytes_text
 
-Report = Callable[[Group, str, Ticket], None]  # group, cause, the copy
+Report = Callable[[Group, str, Transfer], None]  # group, cause, the copy
 
 
 @dataclass(eq=False)
@@ -32,7 +33,7 @@ class Slot:
     owner: Group | None = None  # set for a resident slot: nobody else may use it
     group: Group | None = None
     version: int = -1  # of the group's weights that are in (or on their way into) this slot
-    ticket: Ticket | None = None
+    transfer: Transfer | None = None
     users: int = 0  # computations that are using it now
     free: object = None  # the point after which it may be overwritten
     used_at: int = 0
@@ -86,8 +87,8 @@ class Window:
     def remove_slot(self, slot: Slot) -> None:
         """Give the slot's memory back; a copy under way into it is waited for."""
         assert slot.users == 0, "a computation uses this slot"
-        if slot.ticket is not None:
-            slot.ticket.wait_host()
+        if slot.transfer is not None:
+            slot.transfer.wait_host()
         if slot.group is not None and self._where.get(slot.group) is slot:
             del self._where[slot.group]
         self.slots = [other for other in self.slots if other is not slot]
@@ -99,7 +100,7 @@ class Window:
         slot = self._where.get(group)
         if slot is None or slot.version != group.version:
             return None
-        return None if slot.ticket is not None and slot.ticket.failed() else slot
+        return None if slot.transfer is not None and slot.transfer.failed() else slot
 
     def is_shared_by(self, groups: Collection[Group]) -> bool:
         """Does one of these groups take a slot from the others? None that has its own does."""
@@ -134,8 +135,8 @@ class Window:
             if slot is None:
                 raise RuntimeError(f"no device slot is free for {group.name}")
             self._fill(slot, group, "demand")
-        assert slot.ticket is not None
-        slot.ticket.wait_compute("weights")
+        assert slot.transfer is not None
+        slot.transfer.wait_compute("weights")
         slot.users += 1
         self._clock += 1
         slot.used_at = self._clock
@@ -155,9 +156,9 @@ class Window:
     def drain(self) -> None:
         """Wait for all copies under way; what made one fail is told to whoever takes its group."""
         for slot in self.slots:
-            if slot.ticket is not None:
+            if slot.transfer is not None:
                 with contextlib.suppress(Exception):
-                    slot.ticket.wait_host()
+                    slot.transfer.wait_host()
 
     def _free_slot(
         self, group: Group, keep: Collection[Group] = (), *, steal: bool = False
@@ -181,19 +182,19 @@ class Window:
         return slot.used_at < 0 and slot.group is not None and self.holds(slot.group) is slot
 
     def _fill(self, slot: Slot, group: Group, cause: str) -> None:
-        self._let_pass(slot.ticket)
+        self._let_pass(slot.transfer)
         if slot.group is not None and self._where.get(slot.group) is slot:
             del self._where[slot.group]
         slot.group, slot.version = group, group.version
         slot.used_at = -1
         self._where[group] = slot
         assert group.wire is not None
-        slot.ticket = self.device.upload(
+        slot.transfer = self.device.upload(
             slot.wire[: group.wire_bytes], group.wire[: group.wire_bytes], group.pending, slot.free
         )
-        self._report(group, cause, slot.ticket)
+        self._report(group, cause, slot.transfer)
 
-    def _let_pass(self, before: Ticket | None) -> None:
+    def _let_pass(self, before: Transfer | None) -> None:
         """A copy into the same slot that nobody wants any more, and that still waits for an update,
         would overwrite the next one: a device queues copies when what they wait for is done."""
         if before is None or before.failed() or before.instants() is not None:

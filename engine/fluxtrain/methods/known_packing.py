@@ -18,8 +18,8 @@ _NAME = "find_packed_sequence_indices"
 
 
 @contextmanager
-def known_packing(position_ids: Tensor | None) -> Iterator[None]:
-    """Inside, masks are built for rows with these positions (B, T) on the CPU, None: 0, 1, 2 ...
+def known_packing(*, mixes: bool) -> Iterator[None]:
+    """Build masks inside for rows of several documents (`mixes`), or for rows of one each.
 
     Does nothing with a version of transformers that asks in another way.
     """
@@ -28,8 +28,7 @@ def known_packing(position_ids: Tensor | None) -> Iterator[None]:
     if asked is None:
         yield
         return
-    packed = position_ids is not None and bool(_documents(position_ids)[:, -1].any())
-    setattr(library, _NAME, _documents if packed else _none)
+    setattr(library, _NAME, _documents if mixes else _none)
     try:
         yield
     finally:

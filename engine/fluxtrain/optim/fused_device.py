@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fluxtrain.memory.current_device import launching_on
+from fluxtrain.hardware.current_gpu import launching_on
 from fluxtrain.memory.page_locks import host_empty
 from fluxtrain.optim.hyper import Hyper, Turns, coefficients, decay
 from fluxtrain.optim.split_adamw import update_on_device_

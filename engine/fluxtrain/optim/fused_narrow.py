@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fluxtrain.memory.current_device import launching_on
+from fluxtrain.hardware.current_gpu import launching_on
 from fluxtrain.optim import dynamic_map
 from fluxtrain.optim.hyper import Hyper, coefficients, narrow_coefficients
 from fluxtrain.optim.narrow_adamw import update8_by_torch_, update16_by_torch_

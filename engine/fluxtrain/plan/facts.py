@@ -292,6 +292,11 @@ class ModelFacts:
         return Groups(group for group in self.groups if group.users > 1)
 
     @cached_property
+    def weight_bytes(self) -> int:
+        """Bytes of all weights."""
+        return sum(group.weight_bytes for group in self.groups) + self.loose_bytes
+
+    @cached_property
     def layers(self) -> int:
         """Number of blocks."""
         return len(self.blocks)

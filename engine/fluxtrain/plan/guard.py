@@ -92,15 +92,16 @@ def loading_bytes(
     return copied_bytes + max(sources_bytes, arenas) + largest
 
 
-def disk_need(facts: ModelFacts, *, kept: int, written: int, steps: int) -> DiskNeed:
-    """Sizes of a run's files from those of its model."""
-    weights = sum(group.weight_bytes for group in facts.groups) + facts.loose_bytes
+def disk_need(
+    facts: ModelFacts, *, model_bytes: int, kept: int, written: int, steps: int
+) -> DiskNeed:
+    """Compute the sizes of a run's files; the saved model takes `model_bytes`."""
     states = sum(group.state_bytes for group in facts.groups)
     return DiskNeed(
-        checkpoint_bytes=weights + states,
+        checkpoint_bytes=facts.weight_bytes + states,
         kept=kept,
         written=written,
-        model_bytes=weights,
+        model_bytes=model_bytes,
         journal_bytes=JOURNAL_BYTES + STEP_BYTES * steps,
         parameters=parameters_of(facts),
     )

@@ -18,7 +18,7 @@ _BLOCK_4BIT = 128  # elements of torchao's 4-bit states that share one scale
 OptimizerName = Literal["adamw", "bnb-adamw-8bit", "bnb-paged-adamw-8bit", "torchao-adamw-4bit"]
 
 # How other packages keep their moments. They update the weights as they are, without masters.
-OUTSIDE_FORMATS: dict[str, MomentFormat] = {
+THIRD_PARTY_FORMATS: dict[str, MomentFormat] = {
     "bnb-adamw-8bit": "8bit",
     "bnb-paged-adamw-8bit": "8bit",
     "torchao-adamw-4bit": "4bit",

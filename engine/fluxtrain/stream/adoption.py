@@ -12,7 +12,7 @@ import functools
 import gc
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.optim import Adam, AdamW, Optimizer
@@ -22,9 +22,10 @@ from torch.optim.optimizer import (
 )
 
 from fluxtrain.errors import MisusedModel
-from fluxtrain.memory.cuts import round_at_home
+from fluxtrain.gradients.views import round_stored
 from fluxtrain.memory.group import Group
 from fluxtrain.optim.split_adamw import Hyper
+from fluxtrain.stream.context import Context, Owner, UpdatesInBackward
 from fluxtrain.stream.norm import GradNorm
 from fluxtrain.stream.optimizer_state import (
     Entries,
@@ -34,14 +35,9 @@ from fluxtrain.stream.optimizer_state import (
     import_state,
     wrapped_parameters,
 )
-from fluxtrain.stream.parameter import Owner
 from fluxtrain.stream.plain_state import make_plain
-from fluxtrain.stream.user_gradients import replace, settle
+from fluxtrain.stream.user_gradients import replace, resolve
 from fluxtrain.stream.writes import check_writes
-
-if TYPE_CHECKING:
-    from fluxtrain.stream.eager_step import EagerStep
-    from fluxtrain.stream.engine import Engine
 
 
 @functools.cache
@@ -120,7 +116,7 @@ def _claim(optimizer: Optimizer, entries: Entries) -> None:
                 "live with the parameter), or delete the first"
             )
     for owner in anew:
-        owner.engine.flush()
+        owner.context.flush()
         owner.group.forget_moments(owner.member)
     for owner, _, _ in entries:
         if owner.stepper is None or owner.stepper() is not optimizer:
@@ -140,17 +136,17 @@ def _one_of_each_group(entries: Entries) -> list[Owner]:
     return list({id(owner.group): owner for owner, _, _ in entries}.values())
 
 
-def _engines(entries: Entries) -> list[Engine]:
-    return list({id(o.engine): o.engine for o in _one_of_each_group(entries)}.values())
+def _contexts(entries: Entries) -> list[Context]:
+    return list({id(o.context): o.context for o in _one_of_each_group(entries)}.values())
 
 
 def _adopted_step(optimizer: Optimizer, entries: Entries) -> None:
-    engines = _engines(entries)
-    refuse_broken_step(engines)
-    for engine in engines:
-        if engine.loss_scale is not None:
-            engine.loss_scale.settle()
-    own = [engine for engine in engines if own_step(engine, optimizer)]
+    contexts = _contexts(entries)
+    refuse_broken_step(contexts)
+    for context in contexts:
+        if context.loss_scale is not None:
+            context.loss_scale.settle()
+    own = [context for context in contexts if own_step(context, optimizer)]
     if own and getattr(optimizer, "grad_scale", None) is not None:
         raise MisusedModel(
             "an eager step has updated weights with gradients that a GradScaler was still to "
@@ -165,25 +161,25 @@ def _adopted_step(optimizer: Optimizer, entries: Entries) -> None:
         owner.hidden = True
 
 
-def own_step(engine: Engine, optimizer: Optimizer) -> EagerStep | None:
+def own_step(context: Context, optimizer: Optimizer) -> UpdatesInBackward | None:
     """The eager step under way that this optimizer began."""
-    engine.forget_orphaned_step()
-    step = engine.eager
+    context.forget_orphaned_step()
+    step = context.eager
     return step if step is not None and step.is_of(optimizer) else None
 
 
-def refuse_broken_step(engines: list[Engine]) -> None:
+def refuse_broken_step(contexts: list[Context]) -> None:
     """Raise MisusedModel where the backward pass of an eager step has raised: the rest of the model
     must not be stepped as if it had not."""
-    if not any(engine.eager is not None and engine.graphs.broke_off for engine in engines):
+    if not any(context.eager is not None and context.graphs.broke_off for context in contexts):
         return
-    steps = [engine.eager for engine in engines if engine.eager is not None]
+    steps = [context.eager for context in contexts if context.eager is not None]
     updated = sum(len(step.updated) for step in steps if not step.was_refused())
-    for engine in engines:
-        engine.abandon_backward()
+    for context in contexts:
+        context.abandon_backward()
     raise MisusedModel(
         f"the backward pass of this eager step raised an error when {updated} of "
-        f"{sum(len(engine.groups) for engine in engines)} parts of the model were updated: "
+        f"{sum(len(context.groups) for context in contexts)} parts of the model were updated: "
         + ("go on from a checkpoint" if updated else "call zero_grad() and compute it again")
     )
 
@@ -194,7 +190,7 @@ def prepare(optimizer: Optimizer, entries: Entries) -> None:
     check_state(optimizer, entries)
     _claim(optimizer, entries)
     for owner in _one_of_each_group(entries):
-        check_writes(owner.engine, owner.group)
+        check_writes(owner.group)
     import_state(optimizer, entries)
 
 
@@ -203,8 +199,8 @@ def _submit(optimizer: Optimizer, entries: Entries) -> None:
     factor = _unscale_factor(optimizer)
     work: dict[Group, dict[int, Hyper]] = {}
     by_options = hypers_of(optimizer)
-    engines = _engines(entries)
-    own = {engine: step for engine in engines if (step := own_step(engine, optimizer))}
+    contexts = _contexts(entries)
+    own = {context: step for context in contexts if (step := own_step(context, optimizer))}
     updated = {group for step in own.values() for group in step.updated}
     for owner, options, _ in entries:
         member = owner.member
@@ -213,47 +209,47 @@ def _submit(optimizer: Optimizer, entries: Entries) -> None:
         member.step += 1
         member.gradient_scale *= factor
         work.setdefault(owner.group, {})[member.index] = by_options[id(options)]
-    for engine in engines:
-        eager, norm = own.get(engine), _guarding_norm(engine)
-        mine = {group: work[group] for group in engine.groups if group in work}
+    for context in contexts:
+        eager, norm = own.get(context), _guarding_norm(context)
+        mine = {group: work[group] for group in context.groups if group in work}
         if eager is None:
-            engine.updates.submit(mine, norm)
+            context.updates.submit(mine, norm)
         else:
-            engine.eager = None
+            context.eager = None
             for group, hypers in mine.items():
-                engine.updates.submit_one(group, hypers, norm)
-        if engine.norm is not None and engine.loss_scale is not None:
-            stepped = [g.members[i] for g in engine.groups for i in work.get(g, ())]
-            engine.loss_scale.after(engine.norm, stepped)
+                context.updates.submit_one(group, hypers, norm)
+        if context.norm is not None and context.loss_scale is not None:
+            stepped = [g.members[i] for g in context.groups for i in work.get(g, ())]
+            context.loss_scale.after(context.norm, stepped)
         if eager is not None:
             eager.end()
-        engine.graphs.end_step()
-        _clip_others(engine, {id(o.member) for o, _, _ in entries}, norm)
-        engine.norm = None
-        engine.accounts.step += 1
-        engine.copy_ahead_for_the_next_step()
-    for engine in engines:  # once all are submitted: one that was refused raises here
-        if not engine.overlap:
-            engine.flush()
+        context.graphs.end_step()
+        _clip_others(context, {id(o.member) for o, _, _ in entries}, norm)
+        context.norm = None
+        context.counters.step += 1
+        context.ahead.begin_next_step(context.plan.slots)
+    for context in contexts:  # once all are submitted: one that was refused raises here
+        if not context.overlap:
+            context.flush()
 
 
-def _guarding_norm(engine: Engine) -> GradNorm | None:
+def _guarding_norm(context: Context) -> GradNorm | None:
     """That the step goes by: of an eager step under way, whoever began it, the loss at least."""
-    norm, eager = engine.norm, engine.eager
+    norm, eager = context.norm, context.eager
     unguarded = norm is None or not norm.guards
     return eager.guard or norm if eager is not None and unguarded else norm
 
 
-def _clip_others(engine: Engine, stepped: set[int], norm: GradNorm | None) -> None:
+def _clip_others(context: Context, stepped: set[int], norm: GradNorm | None) -> None:
     """The global norm holds for gradients too that this step does not take: those of parameters
     outside all groups, and those that another optimizer is going to step. Where it refuses the step
     they are dropped; the host waits for it there, and few models have such parameters."""
     if norm is None or not norm.guards:
         return
-    loose = [parameter for parameter in engine.loose if parameter.grad is not None]
+    loose = [parameter for parameter in context.loose if parameter.grad is not None]
     others = [
         (group, member)
-        for group in engine.groups
+        for group in context.groups
         for member in group.members
         if member.has_gradient and id(member) not in stepped
     ]
@@ -265,7 +261,7 @@ def _clip_others(engine: Engine, stepped: set[int], norm: GradNorm | None) -> No
             parameter.grad.mul_(norm.device_scale())
     for group, member in others:
         if refused:
-            replace(engine, group, member, None)
+            replace(context, group, member, None)
         else:
             member.gradient_scale *= norm.scale()
 
@@ -300,18 +296,18 @@ def _unscale_factor(optimizer: Optimizer) -> float:
 def _foreign_step(optimizer: Optimizer, entries: Entries) -> None:
     """Let another optimizer work on the host tensors; writes are noticed at the next forward."""
     make_plain(optimizer)
-    for engine in _engines(entries):
-        engine.flush()
-        _clip_others(engine, {id(o.member) for o, _, _ in entries}, engine.norm)
-        norm, engine.norm = engine.norm, None
+    for context in _contexts(entries):
+        context.flush()
+        _clip_others(context, {id(o.member) for o, _, _ in entries}, context.norm)
+        norm, context.norm = context.norm, None
         factor = 1.0 if norm is None else norm.scale()
         for owner, _, _ in entries:
-            if owner.engine is engine:
-                round_at_home(owner.group)
+            if owner.context is context:
+                round_stored(owner.group)
                 if owner.member.has_gradient:
                     owner.member.gradient_scale *= factor
-                    settle(engine, owner.group, owner.member)
-        engine.say(
+                    resolve(context, owner.group, owner.member)
+        context.say(
             f"{type(optimizer).__name__} runs on the host, on the weights as they are (no fp32 "
             "masters): torch.optim.AdamW is updated by FluxTrain's own kernels"
         )

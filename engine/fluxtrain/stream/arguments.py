@@ -45,10 +45,10 @@ class Tree:
             now is before for now, before in zip(leaves, self._filled(tensors), strict=True)
         )
 
-    def is_like(self, other: Tree) -> bool:
-        """Does it have the same structure, and its tensors at the same places?"""
-        same = self.tensor_at == other.tensor_at and self.which == other.which
-        return same and bool(self.spec == other.spec)
+    def structure(self) -> tuple[Any, ...]:
+        """Describe the nesting, and where its tensors are (hashable)."""
+        spec = self.spec
+        return self.shape or (spec.num_nodes, spec.num_leaves), self.tensor_at, self.which
 
     def choices(self) -> tuple[Any, ...]:
         """Its structure, and what among its leaves chooses rather than counts (hashable)."""
@@ -225,6 +225,13 @@ def to_device(value: Any, device: torch.device) -> tuple[Any, Moved]:
     return tree.fill(there), moved
 
 
+def write_back(moved: Moved) -> None:
+    """Copy what was written to a tensor on the device into the tensor that it was made of."""
+    for theirs, copy, version in moved:
+        if copy._version != version:
+            theirs.copy_(copy)
+
+
 def _moved(tensor: Tensor, device: torch.device) -> Tensor:
     if not torch.is_inference_mode_enabled():
         return _copied(tensor, device)
@@ -239,3 +246,11 @@ def _copied(tensor: Tensor, device: torch.device) -> Tensor:
     if from_host and not tensor.requires_grad and tensor.is_pinned():
         tensor = torch.empty_like(tensor, pin_memory=True).copy_(tensor)
     return tensor.to(device, non_blocking=True)
+
+
+def run_with(
+    function: Callable[..., Any], arguments: tuple[tuple[Any, ...], dict[str, Any]]
+) -> Any:
+    """Call it with flattened-and-filled positional and keyword arguments."""
+    args, kwargs = arguments
+    return function(*args, **kwargs)

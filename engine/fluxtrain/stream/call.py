@@ -1,257 +1,192 @@
-"""One forward of a unit: its chunks, their graphs, and what runs them again."""
+"""One forward of a streamed block: its chunks, their graphs, and what runs them again."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from fluxtrain.errors import MisusedModel
-from fluxtrain.memory.boundary import Parked
 from fluxtrain.memory.group import Group
 from fluxtrain.memory.segment import Member
-from fluxtrain.stream.arguments import Tree, argument_name, batch_rows, flatten, piece, splits
+from fluxtrain.stream.argument_writes import WRITES_TO_A_LEAF
+from fluxtrain.stream.arguments import Tree, batch_rows, flatten, piece, run_with, splits
 from fluxtrain.stream.buffers import Copies, as_before, put_back
+from fluxtrain.stream.call_arguments import CallArguments
 from fluxtrain.stream.capture import Capture
 from fluxtrain.stream.checks import Sums, checksum, sums_of
-from fluxtrain.stream.escapes import copied_out, refuse_strangers
-from fluxtrain.stream.in_place import (
-    Given,
-    Source,
-    merged_sources,
-    new_tensor,
-    overlap,
-    same_layout_copy,
-    sources_of,
-    version_counter,
-    version_of,
-)
-from fluxtrain.stream.recompute import CannotRefill, Saved, Tape, aliased_leaf, gradient_ends
+from fluxtrain.stream.chunking import chunks, spans
+from fluxtrain.stream.context import Context
+from fluxtrain.stream.leaks import copied_out, refuse_foreign_inputs
+from fluxtrain.stream.output_alias import CallOutputs, find_aliases
+from fluxtrain.stream.passes import UnitCall
+from fluxtrain.stream.recompute import CannotRefill, Saved, Tape, gradient_ends
 from fluxtrain.stream.rng import Autocast, RandomState
+from fluxtrain.stream.unit import Unit
 
-if TYPE_CHECKING:
-    from fluxtrain.stream.block import Unit
-
-_WRITES_TO_A_LEAF = "leaf Variable that requires grad is being used in an in-place operation"
+_CHECKED_RECOMPUTES = 3
 
 
-class Call:
-    """One forward of a unit: what its backward needs besides the saved tensors."""
+@dataclass(eq=False)
+class Chunk:
+    """Some rows of a batch, and their graph."""
 
-    def __init__(self, unit: Unit, tree: Tree, capture: Capture) -> None:
-        self.unit = unit
-        self.tree = tree
+    span: tuple[int, int]
+    random: RandomState | None = None  # before the forward
+    tape: Tape | None = None
+    saved: Saved | None = None  # what the graph saves; None: it is recorded again
+    sums: Sums | None = None  # with which what is computed again is compared
+    result_rows: list[int] = field(default_factory=list)  # of each result
+
+
+class Call(UnitCall):
+    """One forward of a block: what its backward needs besides the saved tensors."""
+
+    def __init__(
+        self,
+        context: Context,
+        unit: Unit,
+        tree: Tree,
+        tensors: Sequence[Tensor],
+        capture: Capture,
+    ) -> None:
+        super().__init__(context, unit)
+        self.given = CallArguments(unit, tree, tensors)
+        self.outputs = CallOutputs()
         self.capture = capture
-        self.autocast = Autocast.now(unit.engine.device.torch_device)
-        self.training = unit.module.training
-        self.versions = {g: g.version for g in unit.groups}
-        self.spans: list[tuple[int, int]] = [(0, 1)]
-        self.split: tuple[bool, ...] = ()
-        self.needs: tuple[bool, ...] = ()  # which inputs ask for a gradient
-        self.random: list[RandomState] = []
-        self.out_tree: Tree | None = None
-        self.out_rows: list[list[int]] = []  # per chunk and output: rows of the output
-        self.verifies = False  # what is computed again is compared
-        self.sums: list[Sums] = []
-        self.boundary_bytes = 0
-        self.parked: dict[int, Parked] = {}  # inputs that wait on the host
-        self.buffers: Copies = {}  # before the forward, of those that it wrote to
-        self.tapes: list[tuple[Tape, Saved]] = []  # a chunk each
-        known = unit.habits.of(self.training, tree)
-        self.explores = known is None  # the first call of this kind: all arguments are copied
-        self.written = known or frozenset[int]()  # arguments that it may write to in place
-        self.did_write = frozenset[int]()
-        self.uncounted = frozenset[int]()  # of those, by `.data` and the like
-        self.keeps = unit.keeps and not self.explores  # or the copies would be kept
-        self.sources: list[list[Source]] = []  # of each output; by chunk
-        self.returned: list[int] = []  # which results leave the autograd function
-        self.results = 0  # how many there are
-        self.watched: list[tuple[int, Tensor, int]] = []  # arguments, and their versions
-        self.trained: list[tuple[Group, Member]] = []
-        self.ends: list[GradientEdge] = []  # where the gradients of `trained` arrive
+        self.chunks = self._cut(context, tensors)
+        self._device = context.device.torch_device
+        self._autocast = Autocast.now(self._device)
+        self._recomputes = unit.recomputes
+        self._verifies = unit.recomputes and unit.checked_recomputes < _CHECKED_RECOMPUTES
+        self._forward = True  # is under way
+        self._buffers: Copies = {}  # before the forward, of those that it wrote to
+        self._trained: list[tuple[Group, Member]] = []
+        self._ends: list[GradientEdge] = []  # where the gradients of these arrive
 
-    def cut(self, tensors: Sequence[Tensor]) -> None:
-        """Decide on the chunks of this call."""
+    def _cut(self, context: Context, tensors: Sequence[Tensor]) -> list[Chunk]:
         rows = batch_rows(tensors)
-        engine = self.unit.engine
-        self.split = tuple(False for _ in tensors)
-        self.spans = [(0, rows or 1)]
-        self.needs = tuple(t.requires_grad for t in tensors)
-        if rows is None or not engine.chunks(self.unit, rows, self.tree, tensors):
-            return
-        self.spans = spans(rows, engine.chunk_rows)
-        self.split = splits(tensors, rows)
+        if rows is None or not chunks(context, self.unit, rows, self.given.tree, tensors):
+            return [Chunk((0, rows or 1))]
+        self.given.cut = splits(tensors, rows)
+        return [Chunk(span) for span in spans(rows, context.chunk_rows)]
 
-    def settle(self, tensors: Sequence[Tensor], results: int) -> None:
-        """All chunks have run: what leaves the autograd function, and what its arguments became."""
-        for i in sorted(self.did_write):
-            if any(j != i and overlap(tensors[i], other) for j, other in enumerate(tensors)):
-                raise MisusedModel(
-                    f"{self.unit.name} wrote to its argument {self._name(i)} in place, and another "
-                    "argument shares memory with it, which would not see that: hand the block "
-                    "a copy of one of the two (.clone())"
-                )
-        if self.explores:
-            if self.unit.habits.learn(self.training, self.tree, self.written):
-                self.unit.note_ever_other_arguments()
-            self.unit.draws_on_host |= any(r.host and r.host.has_moved() for r in self.random)
-        self.sources = [merged_sources(self.sources)]
-        own = results - len(self.written)
-        needed = {s.result for s in self.sources[0] if s.result is not None}
-        self.returned = sorted(needed)
-        self.returned += [
-            own + place for place, i in enumerate(sorted(self.written)) if i in self.did_write
-        ]
-        self.results = results
+    # -- forward -----------------------------------------------------------------------------------
 
-    def boundary(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """What the backward pass computes with again, but for what waits on the host: the inputs,
-        and copies of those whose memory is written to next."""
-        for i in self.did_write & self.parked.keys():
-            self.parked[i].ticket.wait_compute("activations")
-        for i, tensor in enumerate(tensors):
-            if i not in self.did_write:
-                self.watched.append((i, version_counter(tensor), version_of(tensor)))
-        return [
-            same_layout_copy(tensor) if i in self.did_write else tensor
-            for i, tensor in enumerate(tensors)
-            if i not in self.parked
-        ]
+    def record(self, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+        """Run the block on all chunks (weights bound) for their results, which outputs and captured
+        tensors are made of. The graphs are kept, and what they save only if that is wanted."""
+        unit, host = self.unit, self.given.explores or self.unit.draws_on_host
+        self._buffers = unit.buffers.before(unit.module)
+        self._find_ends()
+        found: list[list[Tensor]] = []
+        for chunk in self.chunks:
+            chunk.random = RandomState.now(self._device, host=host)
+            results = self._record(chunk, self.given.inputs(tensors, chunk.span, again=False))
+            chunk.result_rows = [r.shape[0] if r.dim() else 1 for r in results]
+            found.append(results)
+        self._buffers = unit.buffers.after(unit.module, self._buffers)
+        return found
 
-    def refuse_changed_arguments(self) -> None:
-        """Raise MisusedModel when an argument was written to after the forward pass."""
-        for i, counter, version in self.watched:
-            if version_of(counter) != version:
-                name = self._name(i)
-                raise MisusedModel(
-                    f"the tensor that {self.unit.name} was given as {name} was changed in place "
-                    "after its forward pass, and the backward pass computes with it again: "
-                    f"{new_tensor(name)} there, or hand the block a copy (.clone())"
-                )
+    def finish_forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """All chunks have run: list the inputs that the backward pass computes with again."""
+        kept = self.given.finish_forward(tensors)
+        if self.given.explores:
+            states = [chunk.random.host for chunk in self.chunks if chunk.random is not None]
+            self.unit.draws_on_host |= any(host and host.has_moved() for host in states)
+        self.outputs.finish_forward()
+        self._forward = False
+        return kept
 
-    def hand_out(self, flat: Sequence[Tensor], arguments: Sequence[Tensor]) -> Any:
-        """The block's outputs and captured tensors as its caller sees them; what it wrote to its
-        arguments is written to them."""
-        changed = sorted(self.did_write)
-        for i, values in zip(changed, flat[len(flat) - len(changed) :], strict=True):
-            theirs = arguments[i]
-            past = i in self.uncounted and theirs.is_leaf and theirs.requires_grad
-            (theirs.detach() if past else theirs).copy_(values)  # torch refuses to, with gradients
-        results = dict(zip(self.returned, flat, strict=True))
-        assert self.out_tree is not None
-        return self.out_tree.fill([s.take(results, arguments) for s in self.sources[0]])
+    def record_again_whole(self) -> None:
+        """From now on the backward pass records the block anew, from its beginning to its end."""
+        self.unit.records_again = True
+        for chunk in self.chunks:
+            chunk.tape = chunk.saved = None
+        self.context.say(
+            f"blocks of {type(self.unit.module).__name__} are computed again to their end in the "
+            "backward pass: they keep views of weights, or their graph cannot be filled twice"
+        )
 
-    def gradients_of_results(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """By result of the block: None where it did not leave the autograd function."""
-        found = dict(zip(self.returned, gradients, strict=True))
-        return [found.get(i) for i in range(self.results)]
-
-    def brought_back(self, saved: Sequence[Tensor]) -> list[Tensor]:
-        """The inputs of this call: those that stayed, and those that waited on the host."""
-        stayed = iter(saved)
-        park, parked = self.unit.engine.park, self.parked
-        return [
-            park.fetch(parked[i]) if i in parked else next(stayed) for i in range(len(self.needs))
-        ]
-
-    def inputs(self, tensors: Sequence[Tensor], span: tuple[int, int]) -> list[Tensor]:
-        """Inputs of one chunk, cut off, that ask for gradients where the caller's do."""
-        parts = piece(tensors, self.split, *span)
-        with torch.enable_grad():
-            return [
-                aliased_leaf(part) if needed else part.detach()
-                for part, needed in zip(parts, self.needs, strict=True)
-            ]
-
-    def find_ends(self) -> None:
-        """Where the weights' gradients will arrive, while the weights are on the device: torch
+    def _find_ends(self) -> None:
+        """Find where the weights' gradients will arrive, while the weights are on the device: torch
         makes other ends once a parameter's data is in another device's memory."""
-        self.trained = [(g, m) for g, m in self.unit.members if m.parameter.requires_grad]
-        self.ends = gradient_ends([m.parameter for _, m in self.trained])
+        self._trained = [(g, m) for g, m in self.unit.members if m.parameter.requires_grad]
+        self._ends = gradient_ends([m.parameter for _, m in self._trained])
 
-    def record(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """Run the block on one chunk for its results: what outputs and captured tensors are made
-        of, and the new values of the arguments that it writes to. Its graph is kept, and what it
-        saves only if that is wanted."""
-        before = sums_of(inputs) if self.verifies else []
+    def _record(self, chunk: Chunk, inputs: Sequence[Tensor]) -> list[Tensor]:
+        before = sums_of(inputs) if self._verifies else []
         try:
-            results = self._record(inputs)
+            results = self._record_graph(chunk, inputs)
         except RuntimeError as error:
-            if self.explores or _WRITES_TO_A_LEAF not in str(error):
+            if WRITES_TO_A_LEAF not in str(error):
                 raise
-            self.explores, self.keeps = True, False
-            self._begin_again()
-            results = self._record(inputs)
-        if self.training not in self.unit.traced:
-            refuse_strangers(self.unit, inputs, results, self.ends)
-            self.unit.traced.add(self.training)
-        if self.verifies:
-            self.sums.append(Sums(before, checksum(results)))
+            self.given.writes.refuse_write_to_leaf(self.given.needs, error)
+        if self.given.explores:
+            refuse_foreign_inputs(self.unit, self.context.anchor, inputs, results, self._ends)
+        if self._verifies:
+            chunk.sums = Sums(before, checksum(results))
         return results
 
-    def _record(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        results = None if self.unit.records_again else self._record_to_refill(inputs)
-        if results is None:
-            with torch.enable_grad(), self.autocast.again():
-                results = self._compute(inputs, nullcontext, forward=True)
-        return results
-
-    def _begin_again(self) -> None:
-        """Everything is as before the chunk under way."""
-        self.random[-1].restore(self.unit.engine.device.torch_device)
-        put_back(self.unit.module, self.buffers)
-
-    def _record_to_refill(self, inputs: Sequence[Tensor]) -> list[Tensor] | None:
-        """As `record`; None, with everything as before, for a block that has to be recorded again
-        in the backward pass."""
-        saved = Saved(self.unit.name, keeps=self.keeps)
+    def _record_graph(self, chunk: Chunk, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """Run one chunk so that its graph can be filled again, or as it is for a block whose graph
+        is recorded again in the backward pass."""
+        if self.unit.records_again:
+            return self._compute(inputs, nullcontext)
+        saved = Saved(self.unit.name, keeps=not self._recomputes)
         try:
-            with torch.enable_grad(), self.autocast.again():
-                results = self._compute(inputs, saved.recording, forward=True)
+            results = self._compute(inputs, saved.recording)
         except (CannotRefill, RuntimeError) as error:
             # what torch.func computes refuses hooks, ours and those of torch.utils.checkpoint
             if isinstance(error, RuntimeError) and "saved tensor hooks" not in str(error):
                 raise
-            self.unit.record_again_whole()
-            self._begin_again()
-            return None
-        self.tapes.append((Tape(inputs, results), saved))
+            self.record_again_whole()
+            self._begin_again(chunk, inputs)
+            return self._compute(inputs, nullcontext)
+        chunk.tape, chunk.saved = Tape(inputs, results), saved
         return results
+
+    def _begin_again(self, chunk: Chunk, inputs: Sequence[Tensor]) -> None:
+        """Let everything be as before the chunk under way."""
+        self.given.writes.undo(inputs, slice(*chunk.span), self.given.cut)
+        assert chunk.random is not None
+        chunk.random.restore(self._device)
+        put_back(self.unit.module, self._buffers)
+
+    # -- backward ----------------------------------------------------------------------------------
 
     def backward(
         self,
-        index: int,
-        span: tuple[int, int],
+        chunk: Chunk,
         tensors: Sequence[Tensor],
         wanted: Sequence[int],
         gradients: Sequence[Tensor | None],
     ) -> list[Tensor]:
         """Give one chunk's weight gradients to the engine; its gradients of the inputs `wanted`.
 
-        gradients: of the loss by each output, of the whole batch.
+        gradients: of the loss by each result, of the whole batch.
         """
         arriving = [
-            None if gradient is None else self._rows_of(gradient, index, position)
+            None if gradient is None else self._rows_of(gradient, chunk, position)
             for position, gradient in enumerate(gradients)
         ]
         found, module = None, self.unit.module
-        if not self.unit.records_again:
-            with as_before(module, {} if self.keeps else self.buffers):
-                found = self._backward_refilled(index, span, tensors, wanted, arriving)
+        if not self.unit.records_again and chunk.saved is not None:
+            with as_before(module, self._buffers if self._recomputes else {}):
+                found = self._backward_refilled(chunk, tensors, wanted, arriving)
         if found is None:
-            with as_before(module, self.buffers):
-                found = self._backward_recorded_again(index, span, tensors, wanted, arriving)
-        arrived = zip(self.trained, found[len(wanted) :], strict=True)
-        self.unit.engine.gradients.add_all(
+            with as_before(module, self._buffers):
+                found = self._backward_recorded_again(chunk, tensors, wanted, arriving)
+        arrived = zip(self._trained, found[len(wanted) :], strict=True)
+        self.context.gradients.add_all(
             (group, member, gradient)
             for (group, member), gradient in arrived
             if gradient is not None
         )
-        parts = piece(tensors, self.split, *span)
+        parts = piece(tensors, self.given.cut, *chunk.span)
         return [
             g if g is not None else torch.zeros_like(parts[i])
             for i, g in zip(wanted, found[: len(wanted)], strict=True)
@@ -259,135 +194,87 @@ class Call:
 
     def _backward_refilled(
         self,
-        index: int,
-        span: tuple[int, int],
+        chunk: Chunk,
         tensors: Sequence[Tensor],
         wanted: Sequence[int],
         arriving: Sequence[Tensor | None],
     ) -> list[Tensor | None] | None:
-        """By the graph of the forward pass; None if that cannot be, now and from now on."""
-        tape, saved = self.tapes[index]
-        self._refill(index, span, tensors)
+        """Run the graph of the forward pass; None if that cannot be, now and from now on."""
+        assert chunk.tape is not None and chunk.saved is not None
+        self._refill(chunk, chunk.saved, tensors)
         try:
-            with saved.giving():
-                return tape.backward(arriving, wanted, self.ends, again=True)
+            with chunk.saved.giving():
+                return chunk.tape.backward(arriving, wanted, self._ends, again=True)
         except (CannotRefill, RuntimeError) as error:
             # a compiled block may overwrite what it saved unless its graph ends with this pass
             if isinstance(error, RuntimeError) and "donated buffers" not in str(error):
                 raise
-        self.unit.record_again_whole()
+        self.record_again_whole()
         return None
+
+    def _refill(self, chunk: Chunk, saved: Saved, tensors: Sequence[Tensor]) -> None:
+        """Compute one chunk again, as far as its backward needs, with the random state it had."""
+        if saved.is_full() and chunk.sums is None:
+            return
+        after = self._restore_random(chunk)
+        inputs = self.given.inputs(tensors, chunk.span, again=True)
+
+        def run() -> None:
+            results = self._compute(inputs, saved.again)
+            if chunk.sums is not None:
+                chunk.sums.compare(self.unit, self.given.tree, inputs, results)
+
+        saved.fill(run, to_the_end=chunk.sums is not None)
+        after.restore(self._device)
+        saved.check()
 
     def _backward_recorded_again(
         self,
-        index: int,
-        span: tuple[int, int],
+        chunk: Chunk,
         tensors: Sequence[Tensor],
         wanted: Sequence[int],
         arriving: Sequence[Tensor | None],
     ) -> list[Tensor | None]:
-        """By a second graph, recorded from the beginning of the block to its end."""
-        device = self.unit.engine.device.torch_device
-        after = RandomState.now(device, host=self.random[index].host is not None)
-        self.random[index].restore(device)
-        inputs = self.inputs(tensors, span)
-        self.find_ends()
-        with torch.enable_grad(), self.autocast.again():
-            results = self._compute(inputs, nullcontext)
-        after.restore(device)
-        if index < len(self.sums):
-            self.sums[index].compare(self.unit, self.tree, inputs, results)
-        return Tape(inputs, results).backward(arriving, wanted, self.ends, again=False)
+        """Run a second graph, recorded from the beginning of the block to its end."""
+        after = self._restore_random(chunk)
+        inputs = self.given.inputs(tensors, chunk.span, again=True)
+        self._find_ends()
+        results = self._compute(inputs, nullcontext)
+        after.restore(self._device)
+        if chunk.sums is not None:
+            chunk.sums.compare(self.unit, self.given.tree, inputs, results)
+        return Tape(inputs, results).backward(arriving, wanted, self._ends, again=False)
 
-    def _note_writes(self, written: frozenset[int]) -> None:
-        """The chunk under way wrote to these arguments."""
-        if self.explores and not self.sources:
-            self.written |= written
-        name = next((self._name(i) for i in sorted(written - self.written)), None)
-        if name is not None:
-            raise MisusedModel(
-                f"{self.unit.name} wrote to its argument {name} in place for some rows of the "
-                f"batch and not for others: {new_tensor(name)} instead"
-            )
-        shared = [i for i in sorted(written) if len(self.spans) > 1 and not self.split[i]]
-        if shared:
-            raise MisusedModel(
-                f"{self.unit.name} wrote in place to its argument {self._name(shared[0])}, which "
-                "all rows of the batch share, and would do so once for each chunk of rows: "
-                "compute a new tensor instead"
-            )
-        self.did_write |= written
+    def _restore_random(self, chunk: Chunk) -> RandomState:
+        """Draw what the chunk drew in the forward pass; returns the state to go on from."""
+        assert chunk.random is not None
+        after = RandomState.now(self._device, host=chunk.random.host is not None)
+        chunk.random.restore(self._device)
+        return after
 
-    def _name(self, argument: int) -> str:
-        return argument_name(self.unit.original, self.tree, argument)
-
-    def _rows_of(self, gradient: Tensor, chunk: int, output: int) -> Tensor:
-        """This chunk's rows of the gradient of one output."""
-        if len(self.spans) == 1:
+    def _rows_of(self, gradient: Tensor, chunk: Chunk, result: int) -> Tensor:
+        """Take this chunk's rows of the gradient of one result."""
+        if len(self.chunks) == 1:
             return gradient
-        start = sum(rows[output] for rows in self.out_rows[:chunk])
-        return gradient[start : start + self.out_rows[chunk][output]]
-
-    def _refill(self, index: int, span: tuple[int, int], tensors: Sequence[Tensor]) -> None:
-        """Compute one chunk again, as far as its backward needs, with the random state it had."""
-        device, saved = self.unit.engine.device.torch_device, self.tapes[index][1]
-        verifies = index < len(self.sums)
-        if saved.is_full() and not verifies:
-            return
-        after = RandomState.now(device, host=self.random[index].host is not None)
-        self.random[index].restore(device)
-        inputs = self.inputs(tensors, span)
-
-        def run() -> None:
-            with torch.enable_grad(), self.autocast.again():
-                results = self._compute(inputs, saved.again)
-            if verifies:
-                self.sums[index].compare(self.unit, self.tree, inputs, results)
-
-        saved.fill(run, to_the_end=verifies or bool(self.uncounted))
-        after.restore(device)
-        saved.check()
+        start = 0
+        for before in self.chunks:
+            if before is chunk:
+                break
+            start += before.result_rows[result]
+        return gradient[start : start + chunk.result_rows[result]]
 
     def _compute(
-        self,
-        inputs: Sequence[Tensor],
-        hooks: Callable[[], AbstractContextManager[None]],
-        *,
-        forward: bool = False,
+        self, inputs: Sequence[Tensor], hooks: Callable[[], AbstractContextManager[None]]
     ) -> list[Tensor]:
-        """Run the block on one chunk; its results (see `record`)."""
-        explores = forward and self.explores
-        copied = frozenset(range(len(inputs))) if explores else self.written
-        given = Given(self.tree, inputs, copied, explores=explores)
-        try:
+        """Run the block on one chunk; its results."""
+        with torch.enable_grad(), self._autocast.again():
+            arguments = self.given.tree.fill(inputs)
             with hooks(), self.capture.collecting() as extra:
-                out = run_with(self.unit.original, given.arguments)
-        except RuntimeError as error:
-            if _WRITES_TO_A_LEAF in str(error):
-                given.refuse_lost(self.unit)
-            raise
-        given.refuse_lost(self.unit)
-        out_tree, outputs = flatten((out, extra))
-        outputs = copied_out(self.unit, outputs)
-        if forward:
-            self.out_tree = out_tree
-            uncounted = given.uncounted()
-            self.uncounted |= uncounted
-            self._note_writes(given.counted() | uncounted)
-        sources, results = sources_of(outputs, given.tensors, whole=len(self.spans) == 1)
-        if forward:
-            self.sources.append(sources)
-        return results + [given.tensors[i] for i in sorted(self.written)]
-
-
-def spans(rows: int, chunk_rows: int) -> list[tuple[int, int]]:
-    """[start, stop) of chunks of `chunk_rows`; the last may be shorter."""
-    return [(start, min(start + chunk_rows, rows)) for start in range(0, rows, chunk_rows)]
-
-
-def run_with(
-    function: Callable[..., Any], arguments: tuple[tuple[Any, ...], dict[str, Any]]
-) -> Any:
-    """Call it with flattened-and-filled positional and keyword arguments."""
-    args, kwargs = arguments
-    return function(*args, **kwargs)
+                out = run_with(self.unit.original, arguments)
+            tree, outputs = flatten((out, extra))
+            outputs = copied_out(self.unit, outputs)
+            aliases, results = find_aliases(outputs, inputs, whole=len(self.chunks) == 1)
+        if self._forward:
+            self.given.writes.refuse_change(arguments, inputs, self.given.needs)
+            self.outputs.note_chunk(tree, aliases, len(results))
+        return results

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from fluxtrain.errors import MisusedModel
+from fluxtrain.stream.argument_writes import new_tensor
 from fluxtrain.stream.arguments import Tree, argument_name
-from fluxtrain.stream.in_place import new_tensor
-
-if TYPE_CHECKING:
-    from fluxtrain.stream.block import Unit
+from fluxtrain.stream.unit import Unit
 
 _TOLERANCE = 1e-3  # relative; other kernels may be chosen the second time
 

@@ -6,24 +6,71 @@ give other results on rows than on the whole; a loss over the whole batch cannot
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from fluxtrain.stream.arguments import Tree, batch_rows, flatten, opaque, piece, splits
+from fluxtrain.stream.arguments import Tree, ambiguous, batch_rows, flatten, opaque, piece, splits
 from fluxtrain.stream.capture import Capture, active_collector
-from fluxtrain.stream.in_place import is_same, overlap, same_elements
+from fluxtrain.stream.context import Context
+from fluxtrain.stream.passes import bound
 from fluxtrain.stream.rng import randomness_kept
-
-if TYPE_CHECKING:
-    from fluxtrain.stream.block import Unit
+from fluxtrain.stream.shared_memory import overlap, same_elements
+from fluxtrain.stream.unit import Unit
 
 _TRIED_ROWS = 2
+_KEPT_TRIALS = 256  # a dict with other keys each time has no end of them
 _TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-8, torch.bfloat16: 3e-2, torch.float16: 5e-3}
+
+
+def chunks(context: Context, unit: Unit, rows: int, tree: Tree, tensors: Sequence[Tensor]) -> bool:
+    """Should this unit cut a batch of `rows`?"""
+    if unit.group.kind != "block" or rows < 2 or 0 < rows <= context.chunk_rows:
+        return False
+    if not try_chunks(context, unit, tree, tensors, rows):
+        return False
+    if not context.chunk_rows:
+        with bound(context, unit, "probe"):
+            row_bytes = saved_row_bytes(unit, tree, tensors)
+        context.chunk_rows = context.plan.chunk_for(row_bytes, rows)
+    return rows > context.chunk_rows
+
+
+def spans(rows: int, chunk_rows: int) -> list[tuple[int, int]]:
+    """List [start, stop) of chunks of `chunk_rows`; the last may be shorter."""
+    return [(start, min(start + chunk_rows, rows)) for start in range(0, rows, chunk_rows)]
+
+
+def try_chunks(
+    context: Context, unit: Unit, tree: Tree, tensors: Sequence[Tensor], rows: int
+) -> bool:
+    """Do chunks give what the whole gives? Tried once for each mode, each way to cut, and each
+    structure and choice of the arguments: with another one the block may compute something else."""
+    name = ambiguous(unit.original, tree, tensors, rows)
+    if name is not None:
+        context.say(
+            f"the argument {name} of {unit.name} is {rows} x {rows} where the batch has {rows} "
+            "rows, and may be a mask or one row for each: it runs on the whole batch. Another "
+            "number of rows or tokens a row runs in chunks"
+        )
+        return False
+    key = (unit.module.training, splits(tensors, rows), tree.choices())
+    if key not in unit.chunkable:
+        if len(unit.chunkable) >= _KEPT_TRIALS:
+            unit.chunkable.clear()
+        with bound(context, unit, "probe"):
+            unit.chunkable[key] = chunks_agree(unit, tree, tensors)
+        if not unit.chunkable[key]:
+            context.say(
+                f"{unit.name} gives other results for chunks than for the whole batch: it "
+                "runs on the whole batch"
+            )
+    return unit.chunkable[key]
 
 
 def chunks_agree(unit: Unit, tree: Tree, tensors: Sequence[Tensor]) -> bool:
@@ -107,7 +154,7 @@ def _run(
     given = [t.detach().clone() for t in tensors]  # a block may write to its inputs
     args, kwargs = tree.fill(given)
     capture = Capture.of(active_collector())
-    buffers = unit.written.before(unit.module)
+    buffers = unit.buffers.before(unit.module)
     inside = _copies_inside(tree)
     with (
         torch.no_grad(),
@@ -119,18 +166,27 @@ def _run(
             out = unit.original(*args, **kwargs)
         except (RuntimeError, ValueError, IndexError):
             return None  # a shape without a batch dimension does not broadcast
-        if unit.written.after(unit.module, buffers):
+        if unit.buffers.after(unit.module, buffers):
             return None  # each chunk would write to them
-        if not all(is_same(tensor, before) for tensor, before in inside):
+        if not all(_is_same(tensor, before) for tensor, before in inside):
             return None
     uncut = [i for i, cut in enumerate(split) if not cut]
-    if not all(is_same(given[i], tensors[i]) for i in uncut):
+    if not all(_is_same(given[i], tensors[i]) for i in uncut):
         return None  # each chunk would write to the same tensor
     if tree.nests() and not tree.is_in((args, kwargs), given):
         return None  # each chunk would append to the same list
     if _share(flatten(out)[1], given):
         return None  # rows that are put together share no memory with anything
     return flatten((out, extra))[1]
+
+
+def _is_same(now: Tensor, before: Tensor) -> bool:
+    """Compare values, where a NaN equals a NaN."""
+    if not now.is_floating_point():
+        return torch.equal(now, before)
+    return torch.equal(now.isnan(), before.isnan()) and torch.equal(
+        now.nan_to_num(0.0, math.inf, -math.inf), before.nan_to_num(0.0, math.inf, -math.inf)
+    )
 
 
 def _share(outputs: Sequence[Tensor], given: Sequence[Tensor]) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -14,13 +13,10 @@ from fluxtrain.errors import MisusedModel
 from fluxtrain.memory.group import Group
 from fluxtrain.optim.split_adamw import Hyper
 from fluxtrain.stream.adoption import adoptable, hypers_of, prepare
+from fluxtrain.stream.context import Context, Owner
 from fluxtrain.stream.norm import GradNorm
 from fluxtrain.stream.optimizer_state import wrapped_parameters
-from fluxtrain.stream.parameter import Owner
 from fluxtrain.stream.user_gradients import replace
-
-if TYPE_CHECKING:
-    from fluxtrain.stream.engine import Engine
 
 
 class EagerStep:
@@ -30,7 +26,7 @@ class EagerStep:
     `optimizer.step()` ends it and updates what is left.
     """
 
-    def __init__(self, optimizer: Optimizer, engine: Engine, loss: Tensor | None = None) -> None:
+    def __init__(self, optimizer: Optimizer, context: Context, loss: Tensor | None = None) -> None:
         """loss: what `backward` is going to be called on; where it is not finite nothing is
         updated, and a backward pass that does not come by it is not of this step."""
         entries = wrapped_parameters(optimizer)
@@ -40,15 +36,15 @@ class EagerStep:
             )
         prepare(optimizer, entries)
         self.updated: set[Group] = set()
-        self.guard = None if loss is None else GradNorm(engine.device, [], None, [loss])
+        self.guard = None if loss is None else GradNorm(context.device, [], None, [loss])
         self._begun: list[bool] | None = None if loss is None else _begun(loss)
         self._optimizer = weakref.ref(optimizer)
-        self._engine = engine
-        self._graphs = engine.graphs
+        self._context = context
+        self._graphs = context.graphs
         self._work: dict[Group, list[tuple[Owner, Hyper]]] = {}
         by_options = hypers_of(optimizer)
         for owner, options, _ in entries:
-            if owner.engine is engine:
+            if owner.context is context:
                 self._work.setdefault(owner.group, []).append((owner, by_options[id(options)]))
 
     def is_of(self, optimizer: Optimizer) -> bool:
@@ -99,21 +95,21 @@ class EagerStep:
             owner.member.step += 1
         self.updated.add(group)
         hypers = {owner.member.index: hyper for owner, hyper in mine}
-        self._engine.updates.submit_one(group, hypers, self.guard)
+        self._context.updates.submit_one(group, hypers, self.guard)
 
     def end(self) -> None:
         """The step is over: gradients that were used up are gone, and so are the references to the
         optimizer's parameters."""
         for group in self.updated:
             if group.placement.gradients != "device" and self.uses_up(group):
-                self._engine.gradients.forget(group)
+                self._context.gradients.host.forget(group)
         self._work.clear()
 
     def drop(self) -> None:
         """No `optimizer.step()` follows: what was updated has no gradient left to step with."""
         for group in self.updated:
             for owner, _ in self._work.get(group, ()):
-                replace(self._engine, group, owner.member, None)
+                replace(self._context, group, owner.member, None)
 
 
 def _begun(loss: Tensor) -> list[bool] | None:
@@ -123,17 +119,3 @@ def _begun(loss: Tensor) -> list[bool] | None:
     begun: list[bool] = []
     loss.grad_fn.register_prehook(lambda _: begun.append(True))
     return begun
-
-
-def expect_gradients(engine: Engine, groups: Iterable[Group]) -> None:
-    """Gradients of these groups are about to come. Raises MisusedModel where they have been
-    updated; an eager step whose loss was given up is forgotten."""
-    engine.forget_orphaned_step()
-    if engine.eager is not None and not engine.eager.is_of_this_pass():
-        engine.eager = None
-        engine.say(
-            "an eager step is not made as one, for the loss that begin_eager_step was given is not "
-            "part of the backward pass: give it the loss that backward() is called on"
-        )
-    if engine.eager is not None:
-        engine.eager.refuse_updated(groups)

@@ -13,6 +13,7 @@ from fluxtrain.memory.group import Group
 from fluxtrain.plan.facts import GroupFacts, HeadFacts, ModelFacts
 from fluxtrain.plan.states import STATE_FORMATS, StateFormat
 from fluxtrain.stream.blocks import Parts, take_apart
+from fluxtrain.stream.rows import is_table
 
 _HEAD_COLUMNS = 8192  # an edge Linear this wide is taken for a language model's head
 _LOOSE_COPIES = 4  # weight, gradient and the two moments of torch's own AdamW
@@ -51,16 +52,6 @@ def group_parameters(
         group.by_rows = group.users == 1 and len(group.members) == 1 and is_table(module)
     order = {name: i for i, (name, _) in enumerate(model.named_modules())}
     return dict(sorted(groups.items(), key=lambda item: order.get(item[0], 0))), borrowed
-
-
-def is_table(module: nn.Module) -> bool:
-    """Is this an embedding whose rows can be looked up a few at a time?"""
-    if not isinstance(module, nn.Embedding) or type(module).forward is not nn.Embedding.forward:
-        return False
-    own = "_fluxtrain_forward" if "_fluxtrain_unit" in module.__dict__ else "forward"
-    plain = not module._parameters.keys() - {"weight"} and own not in module.__dict__
-    exotic = module.max_norm is not None or module.scale_grad_by_freq or module.sparse
-    return plain and not exotic and not hasattr(module, "parametrizations")
 
 
 def is_head(model: nn.Module, module: nn.Module) -> bool:

@@ -8,7 +8,7 @@ words times 32k tokens in fp32 would be 20 GB), and everything else computes the
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -16,41 +16,54 @@ from torch.autograd.function import once_differentiable
 
 from fluxtrain.errors import MisusedModel
 from fluxtrain.stream.chunk_loss import HeadLoss, add_product_, chunks_of
+from fluxtrain.stream.context import Context
 from fluxtrain.stream.head_call import HeadCall, outside
 from fluxtrain.stream.head_slices import sliced_cross_entropy
+from fluxtrain.stream.passes import begin_backward, bound, end_backward, end_forward, record
 from fluxtrain.stream.uncomputed import Computed, with_gradient
-
-if TYPE_CHECKING:
-    from fluxtrain.stream.block import Unit
+from fluxtrain.stream.unit import Unit
 
 _SCALED_ROWS = 4096
+
+
+class Head(Protocol):
+    """A head whose logits can be computed later."""
+
+    unit: Unit
+
+    @property
+    def context(self) -> Context: ...
+
+    def compute_logits(self, hidden: Tensor) -> Tensor: ...
 
 
 class LazyLogits(Tensor):
     """Logits (..., V) that are not computed yet: `hidden` (..., H) times the head's weight."""
 
     hidden: Tensor
-    unit: Unit
+    head: Head
     version: int
     differentiable: bool
     _real: Tensor | None
     _computed: Computed  # by this one and its views: real logits, their version
 
     @staticmethod
-    def of(unit: Unit, hidden: Tensor, dtype: torch.dtype, version: int) -> LazyLogits:
-        trained = hidden.requires_grad or any(m.parameter.requires_grad for _, m in unit.members)
-        return LazyLogits._made(unit, hidden, dtype, version, trained)
+    def of(head: Head, hidden: Tensor, dtype: torch.dtype, version: int) -> LazyLogits:
+        trained = hidden.requires_grad or any(
+            m.parameter.requires_grad for _, m in head.unit.members
+        )
+        return LazyLogits._made(head, hidden, dtype, version, trained)
 
     @staticmethod
     def _made(
-        unit: Unit,
+        head: Head,
         hidden: Tensor,
         dtype: torch.dtype,
         version: int,
         trained: bool,
         computed: Computed | None = None,
     ) -> LazyLogits:
-        size = (*hidden.shape[:-1], unit.module.out_features)
+        size = (*hidden.shape[:-1], head.unit.module.out_features)
         differentiable = trained and torch.is_grad_enabled()
 
         def make() -> Tensor:
@@ -59,8 +72,10 @@ class LazyLogits(Tensor):
             return made
 
         seen: Computed = computed if computed is not None else []
-        lazy: Any = with_gradient(unit, hidden, make, seen) if differentiable else make()
-        lazy.hidden, lazy.unit, lazy.version, lazy._real = hidden, unit, version, None
+        lazy: Any = (
+            with_gradient(head.context, head.unit, hidden, make, seen) if differentiable else make()
+        )
+        lazy.hidden, lazy.head, lazy.version, lazy._real = hidden, head, version, None
         lazy.differentiable, lazy._computed = differentiable, seen
         found: LazyLogits = lazy
         return found
@@ -68,13 +83,13 @@ class LazyLogits(Tensor):
     def viewed(self, hidden: Tensor) -> LazyLogits:
         """A view: what is written into it shows in these logits, and the other way round."""
         return LazyLogits._made(
-            self.unit, hidden, self.dtype, self.version, self.differentiable, self._computed
+            self.head, hidden, self.dtype, self.version, self.differentiable, self._computed
         )
 
     def cast(self, dtype: torch.dtype) -> LazyLogits:
         if dtype == self.dtype:
             return self
-        return LazyLogits._made(self.unit, self.hidden, dtype, self.version, self.differentiable)
+        return LazyLogits._made(self.head, self.hidden, dtype, self.version, self.differentiable)
 
     def written(self) -> bool:
         """Were the real logits changed in place? Raises when that happened through a view."""
@@ -95,13 +110,13 @@ class LazyLogits(Tensor):
         """The logits as an ordinary tensor, computed once."""
         self.written()
         if self._real is None:
-            if self.unit.group_of_weight().version != self.version:
+            if self.head.unit.group_of_weight().version != self.version:
                 raise MisusedModel(
                     "these logits were not computed before the optimizer step that changed the "
                     "weights: read outputs.logits before optimizer.step()"
                 )
             with torch.inference_mode(False), torch.set_grad_enabled(self.differentiable):
-                self._real = self.unit.run((self.hidden,), {}, materialise=True).to(self.dtype)
+                self._real = self.head.compute_logits(self.hidden).to(self.dtype)
             self._computed.append((self._real, self._real._version))
         return self._real
 
@@ -229,13 +244,14 @@ def _cross_entropy(lazy: LazyLogits, rest: tuple[Any, ...], kwargs: dict[str, An
         return NotImplemented
     if lazy.dim() != 2 or not isinstance(target, Tensor) or _refused(lazy, target, ignore_index):
         return NotImplemented
-    if any(m.parameter._backward_hooks for _, m in lazy.unit.members):
+    unit = lazy.head.unit
+    if any(m.parameter._backward_hooks for _, m in unit.members):
         return NotImplemented
-    engine = lazy.unit.engine
-    call = HeadCall(lazy.unit, target.to(lazy.device), ignore_index, reduction, lazy.dtype)
-    if lazy.unit.in_slices:
+    context = lazy.head.context
+    call = HeadCall(context, unit, target.to(lazy.device), ignore_index, reduction, lazy.dtype)
+    if unit.in_slices:
         return sliced_cross_entropy(call, lazy.hidden)
-    return _ChunkedCrossEntropy.apply(call, engine.anchor, lazy.hidden)  # type: ignore[no-untyped-call]
+    return _ChunkedCrossEntropy.apply(call, context.anchor, lazy.hidden)  # type: ignore[no-untyped-call]
 
 
 def _refused(lazy: LazyLogits, target: Tensor, ignore_index: int) -> bool:
@@ -252,20 +268,18 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: HeadCall, anchor: Tensor, hidden: Tensor) -> Tensor:
-        engine, unit = call.unit.engine, call.unit
-        engine.begin_forward(ctx, call)
+        context, unit = record(ctx, call), call.unit
         wanted = call.differentiate and hidden.requires_grad, *call.trained()
-        with engine.bound(unit, "head"):
+        with bound(context, unit, "head"):
             loss = _forward_chunks(call, hidden, *wanted)
-        engine.after_forward(unit)
+        end_forward(context)
         return loss
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, scale: Tensor) -> tuple[None, None, Tensor | None]:
         call: HeadCall = ctx.call
-        engine, unit = call.unit.engine, call.unit
-        engine.begin_backward(ctx)
+        context, unit = begin_backward(ctx), call.unit
         if call.spent:
             raise MisusedModel(
                 "a second backward pass over the same loss: its gradients at the head were "
@@ -278,11 +292,11 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         for group, member in unit.members:
             total = call.weight_sum if member.parameter is unit.module.weight else call.bias_sum
             if total is not None and member.parameter.requires_grad:
-                engine.gradients.add(group, member, total.mul_(scale), may_keep=True)
+                context.gradients.add(group, member, total.mul_(scale), may_keep=True)
         total = None  # the group's sum alone holds it now: gigabytes for a large vocabulary
         gradient = call.hidden_gradient
         call.weight_sum = call.bias_sum = call.hidden_gradient = None
-        engine.after_backward(unit)
+        end_backward(context, unit)
         return None, None, None if gradient is None else _scale(gradient, scale)
 
 
@@ -317,7 +331,7 @@ def _forward_chunks(
         dtype=call.dtype,
         wants_slope=for_hidden or for_weight or for_bias,
     )
-    chunks = chunks_of(head, call.unit.engine.head_tokens)
+    chunks = chunks_of(head, call.context.head_tokens)
     losses = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
     for start in range(0, hidden.shape[0], chunks.tokens):
         rows = slice(start, start + chunks.tokens)

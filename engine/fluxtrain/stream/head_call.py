@@ -2,33 +2,38 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from fluxtrain.stream.block import Unit
+from fluxtrain.stream.context import Context
+from fluxtrain.stream.passes import UnitCall
+from fluxtrain.stream.unit import Unit
 
 # fp16 slopes are kept this many times as large: a probability of 1e-6 has all its bits then, and
 # their products with weights below 100 do not overflow.
 _HALF_SLOPES = 256.0
 
 
-class HeadCall:
+class HeadCall(UnitCall):
     """One fused head and loss. Over a whole head its gradients are computed in the forward pass,
     over one in slices in the backward pass."""
 
     def __init__(
-        self, unit: Unit, target: Tensor, ignore_index: int, reduction: str, dtype: torch.dtype
+        self,
+        context: Context,
+        unit: Unit,
+        target: Tensor,
+        ignore_index: int,
+        reduction: str,
+        dtype: torch.dtype,
     ) -> None:
-        self.unit = unit
+        super().__init__(context, unit)
         self.target = target  # (N,)
         self.ignore_index = ignore_index
         self.mean = reduction == "mean"
         self.dtype = dtype  # of the logits as the caller asked for them
-        self.versions = {g: g.version for g in unit.groups}
-        self.training = unit.module.training
         self.differentiate = torch.is_grad_enabled()
         self.weight_sum: Tensor | None = None  # (V, H) fp32
         self.bias_sum: Tensor | None = None  # (V,) fp32

@@ -10,34 +10,34 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from fluxtrain.errors import MisusedModel
+from fluxtrain.memory.segment import Member
 from fluxtrain.memory.slices import WeightSlices
 from fluxtrain.plan.heads import slice_words
 from fluxtrain.stream.chunk_loss import add_product_
+from fluxtrain.stream.context import Context
 from fluxtrain.stream.head_call import HeadCall
+from fluxtrain.stream.passes import begin_backward, end_backward, end_forward, record
 from fluxtrain.stream.slice_loss import Tokens, Words, slices_of
-
-if TYPE_CHECKING:
-    from fluxtrain.stream.block import Unit
-    from fluxtrain.stream.engine import Engine
+from fluxtrain.stream.unit import Unit
 
 _SCALED_ROWS = 4096
 Slope = Callable[[Tensor, Words, slice], Tensor]  # hidden (n, H), words, which tokens -> (n, w)
 
 
-def choose_slices(engine: Engine) -> None:
+def choose_slices(context: Context) -> None:
     """Let the head's weight come in slices where its row of the table says so."""
-    if not any("vocabulary_chunks" in row.transfers for row in engine.plan.groups):
+    if not any("vocabulary_chunks" in row.transfers for row in context.plan.groups):
         return
-    unit = next((unit for unit in engine.units if unit.is_head and _comes_apart(unit)), None)
+    unit = next((unit for unit in context.units if unit.is_head and _comes_apart(unit)), None)
     if unit is None:
-        engine.say("no head comes in slices: none is known whose weight can be cut apart")
+        context.say("no head comes in slices: none is known whose weight can be cut apart")
         return
     linear: Any = unit.module
     by_parameter = {id(member.parameter): member for _, member in unit.members}
@@ -45,10 +45,10 @@ def choose_slices(engine: Engine) -> None:
     weight, group = by_parameter[id(linear.weight)], unit.group_of_weight()
     words = slice_words(weight.shape[1] * weight.segment.dtype.itemsize, weight.shape[0])
     unit.slices = WeightSlices(
-        engine.device, group, [weight, *biases], words, engine.accounts.uploaded
+        context.device, group, [weight, *biases], words, context.counters.uploaded
     )
     if group.users > 1:
-        engine.updates.first_home = group
+        context.updates.first_home = group
 
 
 def _comes_apart(unit: Unit) -> bool:
@@ -62,53 +62,54 @@ def _comes_apart(unit: Unit) -> bool:
 
 def sliced_cross_entropy(call: HeadCall, hidden: Tensor) -> Tensor:
     """Cross entropy (0-d fp32) of `hidden @ weight.T + bias` for hidden (N, H)."""
-    anchor = call.unit.engine.anchor
+    anchor = call.context.anchor
     loss: Tensor = _SlicedCrossEntropy.apply(call, anchor, hidden)  # type: ignore[no-untyped-call]
     return loss
 
 
-def sliced_logits(unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+def sliced_logits(
+    context: Context, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Tensor | None:
     """The head's output (..., V) for its arguments; None where slices will not do: from then on the
     whole head has a place on the device."""
-    engine = unit.engine
     hooked = any(m.parameter._backward_hooks for _, m in unit.members)
     if hooked and torch.is_grad_enabled():
-        copy_whole(unit, "its weight has hooks")
+        copy_whole(context, unit, "its weight has hooks")
         return None
-    if torch.is_autocast_enabled(engine.device.torch_device.type):
-        copy_whole(unit, "it is called under autocast")
+    if torch.is_autocast_enabled(context.device.torch_device.type):
+        copy_whole(context, unit, "it is called under autocast")
         return None
     if kwargs or len(args) != 1 or type(args[0]) is not Tensor:
-        copy_whole(unit, "it is called with something else than hidden states")
+        copy_whole(context, unit, "it is called with something else than hidden states")
         return None
-    call = HeadCall(unit, args[0], 0, "sum", args[0].dtype)
-    logits: Tensor = _SlicedLogits.apply(call, engine.anchor, args[0])  # type: ignore[no-untyped-call]
+    call = HeadCall(context, unit, args[0], 0, "sum", args[0].dtype)
+    logits: Tensor = _SlicedLogits.apply(call, context.anchor, args[0])  # type: ignore[no-untyped-call]
     return logits
 
 
-def copy_whole(unit: Unit, why: str) -> None:
+def copy_whole(context: Context, unit: Unit, why: str) -> None:
     """From now on the head is on the device whole while it computes."""
-    engine, slices = unit.engine, unit.slices
+    slices = unit.slices
     assert slices is not None
     slices.give_back()
     unit.slices = None
-    engine.window.add_slot(slices.group.wire_bytes, owner=slices.group)
-    engine.say(f"{unit.name} is copied to the device whole, not in slices: {why}")
+    context.window.add_slot(slices.group.wire_bytes, owner=slices.group)
+    context.say(f"{unit.name} is copied to the device whole, not in slices: {why}")
 
 
 class _SlicedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: HeadCall, anchor: Tensor, hidden: Tensor) -> Tensor:
-        call.unit.engine.begin_forward(ctx, call)
+        context = record(ctx, call)
         target, count, wrong = call.targets()
         tokens = Tokens.of(target)
         slices = _slices(call.unit)
-        with _computing(call.unit, "head"):
+        with _computing(context, call.unit, "head"):
             chunks = _chunks(call, hidden)
             for words in _each(slices, range(slices.count)):
                 for rows in _spans(len(hidden), chunks.tokens):
                     chunks.collect(hidden[rows].detach(), words, tokens.cut(rows))
-        call.unit.engine.after_forward(call.unit)
+        end_forward(context)
         ctx.save_for_backward(hidden)
         ctx.tokens, ctx.count = tokens, count
         losses = torch.where(target >= 0, tokens.log_sums - tokens.chosen, 0.0)
@@ -137,17 +138,17 @@ class _SlicedCrossEntropy(torch.autograd.Function):
 class _SlicedLogits(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: HeadCall, anchor: Tensor, hidden: Tensor) -> Tensor:
-        call.unit.engine.begin_forward(ctx, call)
+        context = record(ctx, call)
         slices = _slices(call.unit)
         out: Tensor | None = None  # (..., V)
-        with _computing(call.unit, "head"):
+        with _computing(context, call.unit, "head"):
             for words in _each(slices, range(slices.count)):
                 found = nn.functional.linear(hidden, words.weight, words.bias)
                 if out is None:
                     out = found.new_empty((*found.shape[:-1], slices.members[0].shape[0]))
                 out[..., words.first : words.first + len(words.weight)] = found
         assert out is not None
-        call.unit.engine.after_forward(call.unit)
+        end_forward(context)
         ctx.save_for_backward(hidden)
         return out
 
@@ -179,7 +180,7 @@ def sliced_logits_backward(
 
 def _begin_backward(ctx: Any) -> None:
     call: HeadCall = ctx.call
-    call.unit.engine.begin_backward(ctx)
+    begin_backward(ctx)
     if call.unit.slices is None:
         raise MisusedModel(
             f"{call.unit.name} was used in a way between its forward and its backward pass that "
@@ -197,14 +198,14 @@ def _backward(
 ) -> Tensor | None:
     """Hand the gradients of the weights times `scale` (0-d fp32) to the engine, slice by slice;
     that of hidden (N, H) is returned where it is wanted. `most` tokens a chunk."""
-    unit, slices = call.unit, _slices(call.unit)
-    engine, (for_weight, for_bias) = unit.engine, call.trained()
+    context, unit, slices = call.context, call.unit, _slices(call.unit)
+    for_weight, for_bias = call.trained()
     sums: Tensor | None = None
     if for_hidden:
         sums = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
-    with _computing(unit, "backward"):
+    with _computing(context, unit, "backward"):
         for words in _each(slices, reversed(range(slices.count))):
-            total = engine.gradients.slice_sum(words.weight.shape) if for_weight else None
+            total = context.gradients.zeros_for_slice(words.weight.shape) if for_weight else None
             bias_total = torch.zeros(len(words.weight), device=hidden.device) if for_bias else None
             for rows in _spans(len(hidden), most):
                 inner = hidden[rows].detach()
@@ -217,9 +218,18 @@ def _backward(
                     bias_total += slope.sum(0, dtype=torch.float32)
             for member, found in zip(slices.members, (total, bias_total), strict=False):
                 if found is not None:
-                    engine.add_slice(slices, member, words.first, found.mul_(scale))
-    engine.after_backward(unit)
+                    _add(context, slices, member, words.first, found.mul_(scale))
+    end_backward(context, unit)
     return None if sums is None else _scaled(sums, scale, hidden.dtype)
+
+
+def _add(
+    context: Context, slices: WeightSlices, member: Member, first: int, values: Tensor
+) -> None:
+    """Hand over the whole gradient of the words of a member from `first` on, (n, ...) in fp32."""
+    group, eager = slices.group, context.eager
+    passing = eager is not None and eager.uses_up_now(group)
+    context.gradients.add_slice(group, member, first, values, rows=slices.words, passing=passing)
 
 
 def _scaled(sums: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -255,7 +265,7 @@ def _each(slices: WeightSlices, order: Iterable[int]) -> Iterator[Words]:
 
 def _chunks(call: HeadCall, hidden: Tensor) -> Any:
     slices = _slices(call.unit)
-    weights, most = slices.members[0].segment.dtype, call.unit.engine.head_tokens
+    weights, most = slices.members[0].segment.dtype, call.context.head_tokens
     return slices_of(weights, hidden, call.dtype, slices.words, most)
 
 
@@ -265,13 +275,12 @@ def _spans(count: int, most: int) -> list[slice]:
 
 
 @contextmanager
-def _computing(unit: Unit, does: str) -> Iterator[None]:
+def _computing(context: Context, unit: Unit, does: str) -> Iterator[None]:
     """The timeline calls the computation inside `does`."""
-    engine: Engine = unit.engine
-    engine.use.begin()
+    context.use.begin()
     try:
-        start = engine.device.recorder.instant()
+        start = context.device.recorder.instant()
         yield
-        engine.device.recorder.computed(does, unit.name, start)
+        context.device.recorder.computed(does, unit.name, start)
     finally:
-        engine.use.end()
+        context.use.end()

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from fluxtrain.memory.device import Device, Ticket
+from fluxtrain.device.device import Device
+from fluxtrain.device.transfer import Transfer
 from fluxtrain.memory.page_locks import host_empty
 from fluxtrain.optim.clip import clip_scale, clip_scale_on_device
-from fluxtrain.stream.user_gradients import norm_of
-
-if TYPE_CHECKING:
-    from fluxtrain.stream.engine import Engine
 
 
 class GradNorm:
@@ -51,21 +47,21 @@ class GradNorm:
         self._on_device_scale: Tensor | None = None
         self._read_scale: float | None = None  # once the numbers were here; each group's job asks
         self._host = host_empty(told.shape, torch.float32, pin=device.pins)
-        self._ticket: Ticket = device.download(self._host, told)
+        self._transfer: Transfer = device.download(self._host, told)
 
     def value(self) -> float:
         """The norm; waits until the backward pass has finished."""
-        self._ticket.wait_host()
+        self._transfer.wait_host()
         return float(self._host[0])
 
     def losses(self) -> list[float]:
         """The losses, in nats a token; waits as `value` does."""
-        self._ticket.wait_host()
+        self._transfer.wait_host()
         return [float(loss) for loss in self._host[self._losses]]
 
     def loss_scale(self) -> float | None:
         """What the losses were multiplied by, None without a loss scale; waits as `value` does."""
-        self._ticket.wait_host()
+        self._transfer.wait_host()
         return float(self._host[-1]) if self.scaled else None
 
     def overflowed(self) -> bool:
@@ -79,7 +75,7 @@ class GradNorm:
 
     def is_known(self) -> bool:
         """Would `value` not wait?"""
-        return self._ticket.done()
+        return self._transfer.done()
 
     def refuses(self) -> bool:
         """Is the step not made, and not for an overflow that a smaller loss scale cures? Waits as
@@ -114,20 +110,3 @@ class GradNorm:
                 ratio = torch.where(self.all_finite(), ratio, torch.nan)
             self._on_device_scale = ratio
         return self._on_device_scale
-
-
-def norm_parts(engine: Engine) -> list[Tensor]:
-    """2-norms (scalars or vectors) whose squares sum up to that of all gradients there are."""
-    parts: list[Tensor] = []
-    for group in engine.groups:
-        members = [m for m in group.members if m.has_gradient]
-        arrival = engine.gradients.arrivals.get(group)
-        whole = arrival.norms if arrival is not None and arrival.is_of(members) else None
-        if whole is not None and all(m.gradient_scale == 1.0 for m in members):
-            parts.append(whole)
-        else:
-            parts += [norm_of(engine, group, m) for m in members]
-    for parameter in engine.loose:
-        if parameter.grad is not None:
-            parts.append(torch.linalg.vector_norm(parameter.grad, dtype=torch.float32))
-    return parts

@@ -20,7 +20,8 @@ from torch.optim import Optimizer
 from fluxtrain.errors import MisusedModel
 from fluxtrain.memory.segment import MASTERS, Member
 from fluxtrain.optim.narrow_adamw import quantise
-from fluxtrain.stream.parameter import Owner, owner_of
+from fluxtrain.stream.context import Owner
+from fluxtrain.stream.parameter import owner_of
 from fluxtrain.stream.state_entries import (
     AMONG,
     NAMES,
@@ -146,8 +147,8 @@ def _before_export(optimizer: Optimizer) -> None:
     entries = wrapped_parameters(optimizer)
     indices = tuple(sorted(held)) if entries else ()
     for owner, _, _ in {id(e[0].group): e for e in entries}.values():
-        owner.engine.flush()
-        check_writes(owner.engine, owner.group)
+        owner.context.flush()
+        check_writes(owner.group)
     for owner, _, index in entries:
         entry = held.get(index)
         if not entry or _pointer(entry) != _moments_at(owner.member):
@@ -229,7 +230,7 @@ def _moments_at(member: Member) -> int:
 
 def _take(owner: Owner, entry: dict[str, Any]) -> None:
     member = owner.member
-    owner.engine.flush()
+    owner.context.flush()
     owner.group.ensure_state()
     with torch.no_grad():
         _take_moments(member, entry)

@@ -8,22 +8,17 @@ waits for the gradient's transfer. While its block computes, the class is plain 
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from fluxtrain.errors import MisusedModel
-from fluxtrain.memory.group import Group
-from fluxtrain.memory.segment import Member
 from fluxtrain.stream import user_gradients
+from fluxtrain.stream.context import Context, Owner
 from fluxtrain.stream.partial_backward import PARTIAL, refuse_weights_behind_blocks
-
-if TYPE_CHECKING:
-    from fluxtrain.stream.engine import Engine
+from fluxtrain.stream.writes import watch
 
 _GRAD: Any = Tensor.grad
 _GRAD_GET, _GRAD_SET, _GRAD_DELETE = _GRAD.__get__, _GRAD.__set__, _GRAD.__delete__
@@ -51,31 +46,6 @@ _METADATA = {
 }
 
 
-class Owner:
-    """Ties one parameter to its group and engine; lives on the parameter as `_fluxtrain`."""
-
-    __slots__ = ("_engine", "group", "hidden", "hook_key", "member", "stepper")
-
-    def __init__(self, engine: Engine, group: Group, member: Member) -> None:
-        self._engine = weakref.ref(engine)
-        self.group = group
-        self.member = member
-        self.hidden = False  # from the optimizer whose step the engine has taken over
-        self.stepper: weakref.ref[Optimizer] | None = None  # the optimizer that was adopted
-        self.hook_key: int | None = None  # of the engine's own post-accumulate-grad hook
-
-    @property
-    def name(self) -> str:
-        """The parameter's, for messages: as in `named_parameters` of the whole model."""
-        return f"{self.group.name}.{self.member.name}"
-
-    @property
-    def engine(self) -> Engine:
-        engine = self._engine()
-        assert engine is not None, "the wrapped model is gone"
-        return engine
-
-
 class HostParameter(nn.Parameter):
     """A wrapped parameter at rest. Made by changing the class of an existing parameter."""
 
@@ -98,7 +68,7 @@ class HostParameter(nn.Parameter):
             refuse_weights_behind_blocks(args, kwargs or {})
         _bring_up_to_date(*args, *(kwargs or {}).values())
         if func == _DATA_GET:
-            args[0]._fluxtrain.engine.watch(args[0]._fluxtrain.member)
+            watch(args[0]._fluxtrain.member)
         with torch._C.DisableTorchFunctionSubclass():
             found = func(*args, **(kwargs or {}))
         _record_use(found, *args, *(kwargs or {}).values())
@@ -118,25 +88,25 @@ def _gradient_access(func: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     owner = parameter._fluxtrain
     if func == _GRAD_GET:
         if not owner.group.holds_gradient_memory:
-            _end_what_is_over(owner.engine)
+            _end_what_is_over(owner.context)
         if owner.hidden or not owner.member.has_gradient:
             return None
         return HostGradient.over(
-            user_gradients.lend(owner.engine, owner.group, owner.member), owner
+            user_gradients.lend(owner.context, owner.group, owner.member), owner
         )
     value = args[1] if func == _GRAD_SET else None
     if value is not None:
         _refuse_no_gradient(value, owner)
-    user_gradients.replace(owner.engine, owner.group, owner.member, value)
+    user_gradients.replace(owner.context, owner.group, owner.member, value)
     return None
 
 
-def _end_what_is_over(engine: Engine) -> None:
+def _end_what_is_over(context: Context) -> None:
     """A backward pass that raised, an eager step whose optimizer is gone. Another thread than that
     of the forward pass cannot tell whether a pass has ended."""
-    if threading.get_ident() == engine.thread:
-        engine.forget_broken_pass()
-        engine.forget_orphaned_step()
+    if threading.get_ident() == context.thread:
+        context.forget_broken_pass()
+        context.forget_orphaned_step()
 
 
 def _refuse_no_gradient(value: object, owner: Owner) -> None:
@@ -160,14 +130,14 @@ def _record_use(found: Any, *arguments: Any) -> None:
         if not isinstance(value, HostParameter):
             continue
         owner = value._fluxtrain
-        if differentiable or owner.engine.use.computing:  # a block's, that is computed again later
-            owner.engine.graphs.record_outside(owner.group)
+        if differentiable or owner.context.use.computing:  # a block's, that is computed again later
+            owner.context.graphs.record_outside(owner.group)
             continue
         with torch._C.DisableTorchFunctionSubclass():
             memory = value.untyped_storage().data_ptr()
         for alias in results:
             if alias.layout is torch.strided and alias.untyped_storage().data_ptr() == memory:
-                owner.engine.graphs.record_alias(owner.group, alias)
+                owner.context.graphs.record_alias(owner.group, alias)
 
 
 def _each(given: Any) -> Any:
@@ -201,7 +171,7 @@ class HostGradient(Tensor):
         ours = bool(args) and isinstance(args[0], HostGradient)
         if ours and func in _NORMS and _is_two_norm(func, args, kwargs):
             owner = args[0]._owner
-            return user_gradients.norm_of(owner.engine, owner.group, owner.member)
+            return user_gradients.norm_of(owner.context, owner.group, owner.member)
         if ours and func in (Tensor.mul_, Tensor.__imul__):
             factor = args[1] if len(args) > 1 else kwargs.get("other")
             if isinstance(factor, int | float) or (
@@ -230,7 +200,7 @@ def _bring_up_to_date(*arguments: Any) -> None:
                 value._fluxtrain.group.wait_for_weights()
             elif isinstance(value, HostGradient):
                 owner = value._owner
-                user_gradients.show(owner.engine, owner.group, owner.member)
+                user_gradients.show(owner.context, owner.group, owner.member)
 
 
 def _unscale(gradients: list[Tensor], found_inf: Tensor, inverse_scale: Tensor) -> None:
@@ -239,14 +209,14 @@ def _unscale(gradients: list[Tensor], found_inf: Tensor, inverse_scale: Tensor) 
     ours = [gradient for gradient in gradients if isinstance(gradient, HostGradient)]
     others = [gradient for gradient in gradients if not isinstance(gradient, HostGradient)]
     owners = [gradient._owner for gradient in ours]
-    if any(owner.engine.partly_updated for owner in owners):
+    if any(owner.context.partly_updated for owner in owners):
         raise MisusedModel(
             "an eager step has updated weights with gradients that a GradScaler was still to "
             "unscale: leave begin_eager_step out, or the scaler (bf16 needs none)"
         )
-    device = owners[0].engine.device.torch_device
+    device = owners[0].context.device.torch_device
     norms = torch.stack(
-        [user_gradients.norm_of(o.engine, o.group, o.member).to(device) for o in owners]
+        [user_gradients.norm_of(o.context, o.group, o.member).to(device) for o in owners]
     )
     finite = bool(torch.isfinite(norms).all())
     # A scaler on a GPU sends both numbers to the host without waiting for them. They are there now:

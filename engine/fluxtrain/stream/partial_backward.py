@@ -26,7 +26,7 @@ def refuse_weights_behind_blocks(args: tuple[Any, ...], kwargs: Mapping[str, Any
     owners = [vars(x)["_fluxtrain"] for x in _tensors(asked) if "_fluxtrain" in vars(x)]
     if not owners:
         return
-    anchors = {id(owner.engine.anchor_node): owner for owner in reversed(owners)}
+    anchors = {id(owner.context.anchor_node): owner for owner in reversed(owners)}
     owner = _first_reached(_tensors(args[0] if args else ()), anchors)
     if owner is not None:
         raise MisusedModel(

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.optim import Adam, AdamW, Optimizer
 
 from fluxtrain.errors import BadInput, MisusedModel
+from fluxtrain.stream.context import Owner
 from fluxtrain.stream.optimizer_state import (
     KEY,
     Held,
@@ -23,7 +24,7 @@ from fluxtrain.stream.optimizer_state import (
     steppers_of,
     wrapped_parameters,
 )
-from fluxtrain.stream.parameter import Owner, owner_of
+from fluxtrain.stream.parameter import owner_of
 from fluxtrain.stream.state_entries import AMONG, check_entry, check_none_is_missing, plain_entry
 
 
@@ -105,9 +106,9 @@ def let_go(owners: Iterable[Owner]) -> None:
     """These parameters are no longer wrapped, once their updates are done: the optimizers that
     stepped them find their moments at the next step or `state_dict()`."""
     owners = list(owners)
-    for engine in {owner.engine for owner in owners}:
-        if engine.loss_scale is not None:
-            engine.loss_scale.settle()  # the last step may have been left out
+    for context in {owner.context for owner in owners}:
+        if context.loss_scale is not None:
+            context.loss_scale.settle()  # the last step may have been left out
     for optimizer in steppers_of(owners):
         held = held_state(optimizer)
         entries = [e for e in wrapped_parameters(optimizer) if e[2] in held]

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -29,6 +28,7 @@ from torch.autograd.graph import (
 )
 
 from fluxtrain.errors import MisusedModel
+from fluxtrain.stream.shared_memory import without_memory
 
 
 class _Enough(BaseException):
@@ -203,13 +203,6 @@ def aliased_leaf(tensor: Tensor) -> Tensor:
     alias = leaf.view_as(leaf)
     leaf.data = without_memory(leaf.dtype, leaf.device)
     return alias
-
-
-@lru_cache(maxsize=64)
-def without_memory(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A tensor of no elements, for `.data` of one whose memory is not to be held."""
-    with torch.inference_mode(False):
-        return torch.empty(0, dtype=dtype, device=device)
 
 
 def gradient_ends(leaves: Sequence[Tensor]) -> list[GradientEdge]:

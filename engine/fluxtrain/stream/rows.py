@@ -9,70 +9,45 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from fluxtrain.gradients.rows import RowSum
 from fluxtrain.memory.group import Group
 from fluxtrain.memory.page_locks import host_empty
-from fluxtrain.memory.rows import Brought, Places, RowBuffers, RowSum
-from fluxtrain.stream.arguments import flatten
-from fluxtrain.stream.grouping import is_table
-from fluxtrain.stream.in_place import version_of
-
-if TYPE_CHECKING:
-    from fluxtrain.stream.block import Unit
-    from fluxtrain.stream.engine import Engine
+from fluxtrain.memory.rows import Brought, Places, RowBuffers
+from fluxtrain.stream.context import Context
+from fluxtrain.stream.passes import UnitCall, begin_backward, end_backward, end_forward, record
+from fluxtrain.stream.unit import Unit
 
 Hook = Callable[[Tensor], Tensor | None]
 _IDS = (torch.int64, torch.int32)
 
 
-class HostIds:
-    """Where the host has the integers that were moved to the device with a model's inputs, until
-    its forward ends: whoever loads data may write the next batch into the same memory then."""
-
-    def __init__(self) -> None:
-        # on the device, on the host, and their versions
-        self._moved: list[tuple[Tensor, Tensor, tuple[int, int]]] = []
-
-    def note(self, before: Any, after: Any) -> None:
-        """Arguments of the model before and after they were moved."""
-        pairs = zip(flatten(before)[1], flatten(after)[1], strict=True)
-        self._moved = [
-            (moved, host, (version_of(moved), version_of(host)))
-            for host, moved in pairs
-            if host.device.type == "cpu" and not host.is_floating_point()
-        ]
-
-    def forget(self) -> None:
-        """The model's forward has ended."""
-        self._moved = []
-
-    def of(self, ids: Tensor) -> Tensor | None:
-        """The same integers on the host, in the same order, if nobody has written to either since;
-        `ids` may be a view."""
-        for moved, host, versions in self._moved:
-            same = moved.data_ptr() == ids.data_ptr() and moved.numel() == ids.numel()
-            plain = ids.is_contiguous() and moved.is_contiguous() and moved.dtype == ids.dtype
-            if same and plain and (version_of(moved), version_of(host)) == versions:
-                return host
-        return None
-
-
-def choose_rows(engine: Engine) -> None:
+def choose_rows(context: Context) -> None:
     """Let the embedding be looked up by rows whose row of the table says so."""
-    for unit in engine.units:
+    for unit in context.units:
         group = unit.group
         if not group.members or "rows" not in group.placement.transfers:
             continue
         if not is_table_of(unit):
-            engine.say("no embedding is looked up by rows: its weight has hooks")
+            context.say("no embedding is looked up by rows: its weight has hooks")
             continue
         table_rows, width = group.members[0].shape
-        group.rows = RowBuffers(engine.device, table_rows, width, group.members[0].segment.dtype)
+        group.rows = RowBuffers(context.device, table_rows, width, group.members[0].segment.dtype)
+
+
+def is_table(module: nn.Module) -> bool:
+    """Is this an embedding whose rows can be looked up a few at a time?"""
+    if not isinstance(module, nn.Embedding) or type(module).forward is not nn.Embedding.forward:
+        return False
+    own = "_fluxtrain_forward" if "_fluxtrain_unit" in module.__dict__ else "forward"
+    plain = not module._parameters.keys() - {"weight"} and own not in module.__dict__
+    exotic = module.max_norm is not None or module.scale_grad_by_freq or module.sparse
+    return plain and not exotic and not hasattr(module, "parametrizations")
 
 
 def is_table_of(unit: Unit) -> bool:
@@ -88,12 +63,14 @@ def _hooks_of(weight: nn.Parameter) -> list[Hook]:
         return list((weight._backward_hooks or {}).values())
 
 
-def look_up(unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+def look_up(
+    context: Context, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Tensor | None:
     """The embedding of the ids among the arguments (..., H); None where rows will not do: from then
     on the whole table has a place on the device. What no embedding takes raises as it does there.
     """
     if not is_table_of(unit):
-        _copy_whole(unit, "its weight has hooks, or its options were changed")
+        _copy_whole(context, unit, "its weight has hooks, or its options were changed")
         return None
     given = (*args, *kwargs.values())
     if len(given) != 1 or not set(kwargs) <= {"input"}:
@@ -102,93 +79,90 @@ def look_up(unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor
     if not isinstance(ids, Tensor) or ids.dtype not in _IDS:
         torch.embedding(torch.empty(1, 1), ids)  # raises
     if type(ids) is not Tensor or ids.dtype not in _IDS:
-        _copy_whole(unit, "it is called with something else than ids")
+        _copy_whole(context, unit, "it is called with something else than ids")
         return None
-    call = Lookup(unit, ids)
+    call = Lookup(context, unit, ids)
     if torch.is_grad_enabled() and unit.group.members[0].parameter.requires_grad:
         assert unit.group.rows is not None
         unit.group.rows.awaited.add(call)
-        found: Tensor = _LookedUp.apply(call, unit.engine.anchor)  # type: ignore[no-untyped-call]
+        found: Tensor = _LookedUp.apply(call, context.anchor)  # type: ignore[no-untyped-call]
         return found
     with torch.no_grad():
         return call.forward()
 
 
-def passes_in_parts(engine: Engine, group: Group) -> bool:
+def passes_in_parts(context: Context, group: Group) -> bool:
     """Does no part compute with the whole group, so that it needs no slot?"""
-    if any(unit.slices is not None and unit.slices.group is group for unit in engine.units):
+    if any(unit.slices is not None and unit.slices.group is group for unit in context.units):
         return True
     return group.rows is not None and group.by_rows
 
 
-def _copy_whole(unit: Unit, why: str) -> None:
-    engine, group = unit.engine, unit.group
+def _copy_whole(context: Context, unit: Unit, why: str) -> None:
+    group = unit.group
     assert group.rows is not None
-    slotless = passes_in_parts(engine, group)  # else the head's slot is there
+    slotless = passes_in_parts(context, group)  # else the head's slot is there
     group.rows.give_back()
     group.rows = None
-    for head in engine.units:
+    for head in context.units:
         if head.slices is not None and head.slices.group is group:
             head.slices.give_back()
             head.slices = None
     if slotless:
-        engine.window.add_slot(group.wire_bytes, owner=group)
-    engine.say(f"{unit.name} is copied to the device whole: {why}")
+        context.window.add_slot(group.wire_bytes, owner=group)
+    context.say(f"{unit.name} is copied to the device whole: {why}")
 
 
-class Lookup:
+class Lookup(UnitCall):
     """One forward of an embedding: what its backward needs."""
 
-    def __init__(self, unit: Unit, ids: Tensor) -> None:
+    def __init__(self, context: Context, unit: Unit, ids: Tensor) -> None:
+        super().__init__(context, unit)
         module = unit.module
         assert isinstance(module, nn.Embedding)
-        self.unit = unit
         self.shape = ids.shape
-        self.places = Places.of(_on_host(unit.engine, ids).reshape(-1))
+        self.places = Places.of(_on_host(context, ids).reshape(-1))
         self.padding_row = -1 if module.padding_idx is None else module.padding_idx
         self.padding = self.places.position_of(self.padding_row)
-        self.training = module.training
-        self.versions: dict[Group, int] = {}
         self.brought: Brought | None = None  # without the rows themselves
 
     def forward(self) -> Tensor:
         """Look the rows up; (..., H)."""
-        unit, engine, group = self.unit, self.unit.engine, self.unit.group
+        unit, context, group = self.unit, self.context, self.unit.group
         buffers = group.rows
         assert buffers is not None
-        self.versions = {group: group.version}
-        brought, tickets = buffers.bring(self.places, self._gather)
-        engine.use.begin()
+        brought, transfers = buffers.bring(self.places, self._gather)
+        context.use.begin()
         try:
-            for ticket in tickets:
-                ticket.wait_compute("weights")
-            engine.accounts.uploaded(group, "demand", tickets[1], brought.rows.nbytes)
-            start = engine.device.recorder.instant()
+            for transfer in transfers:
+                transfer.wait_compute("weights")
+            context.counters.uploaded(group, "demand", transfers[1], brought.rows.nbytes)
+            start = context.device.recorder.instant()
             ids = brought.of_tokens.view(self.shape)  # of their shape: what is found is no view
             found = torch.embedding(brought.rows, ids, self.padding)
             self.brought = Brought(
                 brought.rows[:0], brought.places.clone(), brought.of_tokens.clone()
             )
-            engine.device.recorder.computed("forward", unit.name, start)
+            context.device.recorder.computed("forward", unit.name, start)
         finally:
-            engine.use.end()
+            context.use.end()
             buffers.release()
-        engine.after_forward(unit)
+        end_forward(context)
         return found
 
     def _gather(self, rows: Tensor, into: Tensor) -> None:
         """The weights of rows (U,), up to date, into (U, H); the wait for the update is a stall."""
-        engine, group = self.unit.engine, self.unit.group
+        context, group = self.context, self.unit.group
         waits, started_s = group.pending is not None, time.perf_counter()
-        if not engine.updates.rows_ahead(group, rows, into):
+        if not context.updates.rows_ahead(group, rows, into):
             group.wait_for_weights()
             torch.index_select(group.home_views[0], 0, rows, out=into)
         if waits:
-            engine.device.stalls.add_host("update", time.perf_counter() - started_s)
+            context.device.stalls.add_host("update", time.perf_counter() - started_s)
 
     def backward(self, gradient: Tensor) -> None:
-        """Hand the rows' gradient to the engine."""
-        engine, group = self.unit.engine, self.unit.group
+        """Hand the rows' gradient to the context."""
+        context, group = self.context, self.unit.group
         buffers, brought, member = group.rows, self.brought, group.members[0]
         assert brought is not None
         if buffers is not None:
@@ -201,17 +175,17 @@ class Lookup:
             for hook in hooks:
                 changed = hook(values)
                 values = values if changed is None else changed
-            engine.gradients.add(group, member, values)
+            context.gradients.add(group, member, values)
             return
         values = dense(flat, brought.of_tokens, buffers.capacity, self.padding, False)
         rows = RowSum(self.places, brought.places, values[: self.places.count])
-        engine.gradients.add_rows(group, rows)
+        context.gradients.add_rows(group, rows)
 
 
 class _LookedUp(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Lookup, anchor: Tensor) -> Tensor:
-        call.unit.engine.begin_forward(ctx, call)
+        record(ctx, call)
         ctx.set_materialize_grads(False)
         return call.forward()
 
@@ -219,20 +193,19 @@ class _LookedUp(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[None, None]:
         call: Lookup = ctx.call
-        engine = call.unit.engine
-        engine.begin_backward(ctx)
+        context = begin_backward(ctx)
         if gradient is not None:
             call.backward(gradient)
-        engine.after_backward(call.unit)
+        end_backward(context, call.unit)
         return None, None
 
 
-def _on_host(engine: Engine, ids: Tensor) -> Tensor:
+def _on_host(context: Context, ids: Tensor) -> Tensor:
     """The ids (any shape) in host memory. Where only the device has them, this thread waits until
     what was queued before has computed them."""
-    known = engine.host_ids.of(ids)
+    known = context.host_ids.of(ids)
     if known is not None or ids.device.type == "cpu":
         return ids if known is None else known
-    host = host_empty(ids.shape, ids.dtype, pin=engine.device.pins)
-    engine.device.download(host, ids.contiguous()).wait_host()
+    host = host_empty(ids.shape, ids.dtype, pin=context.device.pins)
+    context.device.download(host, ids.contiguous()).wait_host()
     return host

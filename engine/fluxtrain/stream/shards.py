@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -12,9 +11,7 @@ from fluxtrain.errors import BadInput
 from fluxtrain.memory.group import Group
 from fluxtrain.memory.segment import MASTERS, Member
 from fluxtrain.plan.states import StateFormat
-
-if TYPE_CHECKING:
-    from fluxtrain.stream.engine import Engine
+from fluxtrain.stream.context import Context
 
 _STEP = "step"
 _NAMES: dict[StateFormat, dict[str, str]] = {
@@ -29,34 +26,34 @@ _NAMES: dict[StateFormat, dict[str, str]] = {
 }
 
 
-def shard_bytes(engine: Engine) -> int:
+def shard_bytes(context: Context) -> int:
     """What all shards take now, at most."""
-    groups = sum(group.wire_bytes + group.state_bytes for group in engine.groups)
-    return groups + sum(parameter.nbytes for parameter in engine.loose)
+    groups = sum(group.wire_bytes + group.state_bytes for group in context.groups)
+    return groups + sum(parameter.nbytes for parameter in context.loose)
 
 
-def state_shards(engine: Engine) -> Iterator[tuple[str, dict[str, Tensor]]]:
+def state_shards(context: Context) -> Iterator[tuple[str, dict[str, Tensor]]]:
     """(shard name, tensors): of every parameter the weights, what completes their masters, both
     moments and the step count.
 
     Waits for updates first. On the host the tensors are views of the arenas: write them out before
     the next optimizer step. Loose parameters stand in a shard of their own.
     """
-    engine.flush()
-    for group in engine.groups:
+    context.flush()
+    for group in context.groups:
         yield group.name, _group_tensors(group)
-    if engine.loose:
-        yield "loose", {str(i): p.detach().cpu() for i, p in enumerate(engine.loose)}
+    if context.loose:
+        yield "loose", {str(i): p.detach().cpu() for i, p in enumerate(context.loose)}
 
 
-def load_state_shard(engine: Engine, name: str, tensors: dict[str, Tensor]) -> None:
+def load_state_shard(context: Context, name: str, tensors: dict[str, Tensor]) -> None:
     """Restore one shard exactly. Raises BadInput when it belongs to another model."""
-    engine.flush()
+    context.flush()
     if name == "loose":
-        for i, parameter in enumerate(engine.loose):
+        for i, parameter in enumerate(context.loose):
             _copy(parameter.data, tensors, str(i), name)
         return
-    group = next((g for g in engine.groups if g.name == name), None)
+    group = next((g for g in context.groups if g.name == name), None)
     if group is None:
         raise BadInput(f"the checkpoint has a part {name!r} that this model does not have")
     expected = {key for member in group.members for key in _keys(member)}
@@ -77,14 +74,14 @@ def load_state_shard(engine: Engine, name: str, tensors: dict[str, Tensor]) -> N
             _copy(group.home_views[member.index], tensors, f"{member.name}.weight_bits", name)
             member.write_version = member.parameter._version
             if member.trained:
-                _load_state(engine, group, member, tensors)
+                _load_state(context, group, member, tensors)
     group.version += 1
 
 
-def _load_state(engine: Engine, group: Group, member: Member, tensors: dict[str, Tensor]) -> None:
+def _load_state(context: Context, group: Group, member: Member, tensors: dict[str, Tensor]) -> None:
     """Masters, moments and step; moments are zero when the shard is from before the first step."""
     member.step = int(tensors.get(f"{member.name}.{_STEP}", torch.zeros(1))[0])
-    engine.owners[group][member.index].stepper = None  # whichever optimizer comes next goes on
+    context.owners[group][member.index].stepper = None  # whichever optimizer comes next goes on
     if member.step:
         group.ensure_state()
     for key, view in _states(member).items():

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fluxtrain.memory.current_device import launching_on
+from fluxtrain.hardware.current_gpu import launching_on
 from fluxtrain.plan.heads import FUSED_LOGITS_BYTES, LOGITS_CHUNK_BYTES
 
 try:

@@ -10,17 +10,15 @@ import copy
 import functools
 import types
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fluxtrain.errors import MisusedModel
+from fluxtrain.stream.context import Context
 from fluxtrain.stream.uncompiled import UNCOMPILED, leave_uncompiled
-
-if TYPE_CHECKING:
-    from fluxtrain.stream.block import Unit
-    from fluxtrain.stream.engine import Engine
+from fluxtrain.stream.unit_forward import UnitForward
 
 _OURS = (
     "forward",
@@ -42,7 +40,7 @@ _HOOKED = (
 )
 
 
-def replace_forward(module: nn.Module, unit: Unit) -> None:
+def replace_forward(module: nn.Module, instead: UnitForward) -> None:
     """Let `module(...)` run through the engine. The original stays on the class, or is kept aside
     when it is a method that was put on the instance (fused kernels are)."""
     own = module.__dict__.get("forward")
@@ -50,21 +48,21 @@ def replace_forward(module: nn.Module, unit: Unit) -> None:
         module.__dict__["_fluxtrain_forward"] = own
     elif own is not None:
         raise MisusedModel(
-            f"{unit.name}.forward was replaced on the instance already (another wrapper, hooks of "
-            "accelerate or a compiled block): wrap the model before that"
+            f"{instead.unit.name}.forward was replaced on the instance already (another wrapper, "
+            "hooks of accelerate or a compiled block): wrap the model before that"
         )
 
-    @functools.wraps(unit.original)
+    @functools.wraps(instead.unit.original)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return unit.run(args, kwargs)
+        return instead.run(args, kwargs)
 
-    module.__dict__["_fluxtrain_unit"] = unit
+    module.__dict__["_fluxtrain_unit"] = instead.unit
     module.__dict__["forward"] = types.MethodType(forward, module)
 
 
-def guard_module(module: nn.Module, engine: Engine) -> None:
+def guard_module(module: nn.Module, context: Context) -> None:
     """Make moves no-ops that say so, refuse conversions, and copy as a plain module."""
-    module.__dict__["_fluxtrain_guard"] = engine
+    module.__dict__["_fluxtrain_guard"] = context
     module.__dict__["_apply"] = types.MethodType(_apply, module)
     module.__dict__["__deepcopy__"] = types.MethodType(_plain_deepcopy, module)
     module.__dict__["__reduce_ex__"] = types.MethodType(_plain_reduce, module)
@@ -87,7 +85,7 @@ def _is_method_of(value: object, module: nn.Module) -> bool:
 
 
 def _apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-    engine: Engine = self.__dict__["_fluxtrain_guard"]
+    context: Context = self.__dict__["_fluxtrain_guard"]
     for dtype in {p.dtype for p in self.parameters()}:
         probe = torch.zeros(1, dtype=dtype)
         converted = fn(probe)
@@ -96,9 +94,9 @@ def _apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True
                 f"a wrapped model cannot be converted from {dtype} to {converted.dtype}: convert "
                 "before fluxtrain.wrap(model), or fluxtrain.unwrap(model) first"
             )
-    engine.say(
+    context.say(
         f".to(), .cuda() and .cpu() do nothing on a wrapped model: its blocks compute on "
-        f"{engine.device.torch_device} and their weights stay where the plan put them"
+        f"{context.device.torch_device} and their weights stay where the plan put them"
     )
     return self
 

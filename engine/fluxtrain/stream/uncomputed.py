@@ -8,7 +8,7 @@ it, and sends its gradient to the logits themselves. From there it goes on to th
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,20 +16,22 @@ from torch.autograd.function import once_differentiable
 
 from fluxtrain.errors import MisusedModel
 from fluxtrain.stream.chunk_loss import add_product_
+from fluxtrain.stream.context import Context
 from fluxtrain.stream.head_call import HeadCall
 from fluxtrain.stream.head_slices import sliced_logits_backward
-
-if TYPE_CHECKING:
-    from fluxtrain.stream.block import Unit
+from fluxtrain.stream.passes import begin_backward, bound, end_backward, record
+from fluxtrain.stream.unit import Unit
 
 Computed = list[tuple[Tensor, int]]  # real logits that were read, and their versions then
 
 
-def with_gradient(unit: Unit, hidden: Tensor, make: Callable[[], Tensor], seen: Computed) -> Tensor:
+def with_gradient(
+    context: Context, unit: Unit, hidden: Tensor, make: Callable[[], Tensor], seen: Computed
+) -> Tensor:
     """The uncomputed logits (..., V) of hidden (..., H) that `make` gives, with a way for their
     gradient. `seen`: what others read of them."""
-    call = HeadCall(unit, hidden.new_empty(0), 0, "sum", hidden.dtype)
-    logits: Tensor = _Uncomputed.apply(call, unit.engine.anchor, hidden, make, seen)  # type: ignore[no-untyped-call]
+    call = HeadCall(context, unit, hidden.new_empty(0), 0, "sum", hidden.dtype)
+    logits: Tensor = _Uncomputed.apply(call, context.anchor, hidden, make, seen)  # type: ignore[no-untyped-call]
     return logits
 
 
@@ -43,7 +45,7 @@ class _Uncomputed(torch.autograd.Function):
         make: Callable[[], Tensor],
         seen: Computed,
     ) -> Tensor:
-        call.unit.engine.begin_forward(ctx, call)
+        record(ctx, call)
         ctx.seen = seen
         ctx.save_for_backward(hidden)
         return make()
@@ -74,12 +76,12 @@ def _refuse_other_gradients(call: HeadCall, seen: Computed) -> None:
 def _whole_backward(ctx: Any, hidden: Tensor, gradient: Tensor, wanted: bool) -> Tensor | None:
     """Hand the gradients of weight and bias to the engine; that of hidden (..., H) where wanted."""
     call: HeadCall = ctx.call
-    unit, engine, (for_weight, for_bias) = call.unit, call.unit.engine, call.trained()
+    unit, (for_weight, for_bias) = call.unit, call.trained()
     linear: Any = unit.module
-    engine.begin_backward(ctx)
+    context = begin_backward(ctx)
     slopes = gradient.reshape(-1, gradient.shape[-1])  # (N, V)
     sums: list[tuple[Any, Tensor]] = []
-    with engine.bound(unit, "backward"):
+    with bound(context, unit, "backward"):
         weight, bias = linear.weight.detach(), linear.bias
         found = gradient @ weight if wanted else None
         if for_weight:
@@ -90,6 +92,6 @@ def _whole_backward(ctx: Any, hidden: Tensor, gradient: Tensor, wanted: bool) ->
             sums.append((bias, slopes.sum(0, dtype=torch.float32)))
     for parameter, total in sums:
         group, member = next(pair for pair in unit.members if pair[1].parameter is parameter)
-        engine.gradients.add(group, member, total)
-    engine.after_backward(unit)
+        context.gradients.add(group, member, total)
+    end_backward(context, unit)
     return found

@@ -26,14 +26,14 @@ import torch
 from torch import Tensor
 
 from fluxtrain import _native
+from fluxtrain.device.device import Device
+from fluxtrain.device.worker import Worker
 from fluxtrain.errors import Diverged
-from fluxtrain.memory.arrival import Arrival
-from fluxtrain.memory.device import Device
-from fluxtrain.memory.gradients import Gradients
+from fluxtrain.gradients.gradients import Gradients
+from fluxtrain.gradients.host_gradients import Arrival
 from fluxtrain.memory.group import Group
 from fluxtrain.memory.recorder import Recorder
 from fluxtrain.memory.segment import Member
-from fluxtrain.memory.worker import Worker
 from fluxtrain.optim.row_adamw import weights_of_rows
 from fluxtrain.optim.split_adamw import Hyper, zero_
 from fluxtrain.optim.stepping import (
@@ -120,7 +120,7 @@ class Updates:
             name=group.name,
             work=work,
             stepped=[group.members[index] for index in hypers],
-            arrival=self._gradients.arrivals.get(group),
+            arrival=self._gradients.host.arrivals.get(group),
             norm=norm,
             earlier=[job for job in (group.pending, group.moments) if job is not None],
             defers=defers and any(flat_of(part).moments_can_wait for part in work),

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fluxtrain.device.device import open_device
 from fluxtrain.errors import BadInput, MisusedModel, UnsupportedModel
 from fluxtrain.hardware.gpu import Gpus
 from fluxtrain.hardware.machine import read_machine
-from fluxtrain.memory.device import open_device
 from fluxtrain.memory.group import Group
 from fluxtrain.memory.heap import trim_heap
 from fluxtrain.memory.mapped import cool, copied_bytes
@@ -25,18 +25,21 @@ from fluxtrain.plan.request import PlacementRequest, RunRequest
 from fluxtrain.plan.states import StateFormat
 from fluxtrain.stream.adoption import install as install_adoption
 from fluxtrain.stream.arguments import to_device
-from fluxtrain.stream.block import Unit
 from fluxtrain.stream.blocks import Parts, take_apart
+from fluxtrain.stream.context import Owner
 from fluxtrain.stream.engine import Engine, engine_of
 from fluxtrain.stream.grouping import Borrowed, group_parameters, is_head, model_facts
 from fluxtrain.stream.head_slices import choose_slices
-from fluxtrain.stream.keepers import place_activations
-from fluxtrain.stream.parameter import Owner, adopt_parameter, owner_of, release_parameter
+from fluxtrain.stream.parameter import adopt_parameter, owner_of, release_parameter
+from fluxtrain.stream.passes import take_in
 from fluxtrain.stream.plain_state import let_go
+from fluxtrain.stream.recompute_policy import choose_recompute
 from fluxtrain.stream.refusals import refuse_unsupported
 from fluxtrain.stream.resettle import slots_for
 from fluxtrain.stream.rows import choose_rows
 from fluxtrain.stream.surface import guard_module, release_module, replace_forward
+from fluxtrain.stream.unit import Unit
+from fluxtrain.stream.unit_forward import UnitForward
 
 
 def wrap(
@@ -237,14 +240,14 @@ def _furnish(
     choose_rows(engine)
     choose_slices(engine)
     _make_slots(engine)
-    place_activations(engine)
+    choose_recompute(engine)
     _put_on(engine, model, parts)
 
 
 def _settle(engine: Engine, groups: dict[str, Group]) -> None:
     """Move every group's weights home, one group at a time, so that no second copy of the model
     ever exists."""
-    engine.groups = [g for g in groups.values() if g.members]
+    engine.groups += [g for g in groups.values() if g.members]
     for group, row in zip(engine.groups, engine.plan.groups, strict=True):
         pin = engine.device.pins and row.weights != "device"
         group.settle(row, engine.device.torch_device, pin=pin)
@@ -268,7 +271,7 @@ def _stray_gradient(parameter: Tensor) -> None:
     which held the parameter would keep it alive for ever."""
     owner = owner_of(parameter)
     if owner is not None:
-        owner.engine.take_in(owner, owner.member.parameter)
+        take_in(owner, owner.member.parameter)
 
 
 def _make_units(
@@ -277,7 +280,7 @@ def _make_units(
     order = {name: i for i, (name, _) in enumerate(model.named_modules())}
     named = sorted([*parts.edges, *parts.blocks], key=lambda part: order.get(part[0], 0))
     for position, (name, module) in enumerate(named):
-        unit = Unit(engine, name, module, position, groups[name])
+        unit = Unit(name, module, position, groups[name])
         for group, indices in borrowed.get(name, {}).items():
             unit.borrowed[group] = [group.members[i] for i in indices]
         members = {id(m.parameter): m for _, m in unit.members}
@@ -288,7 +291,7 @@ def _make_units(
             if parameter is not None and id(parameter) in members
         ]
         unit.is_head = is_head(model, module)
-        replace_forward(module, unit)
+        replace_forward(module, UnitForward(engine, unit))
         guard_module(module, engine)
         engine.units.append(unit)
 

@@ -6,17 +6,12 @@ stayed frozen in an experiment), and a copy on the device out of date.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
 from fluxtrain.errors import MisusedModel
 from fluxtrain.memory.group import Group
 from fluxtrain.memory.segment import Member
-
-if TYPE_CHECKING:
-    from fluxtrain.stream.engine import Engine
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _SLICE_WORDS = 1 << 22
@@ -33,7 +28,14 @@ def fingerprint(tensor: Tensor) -> int:
     return int(total)
 
 
-def check_writes(engine: Engine, group: Group) -> None:
+def watch(member: Member) -> None:
+    """Note what a weight holds now: its `.data` was read, through which writes leave no trace."""
+    if member.fingerprint is None:
+        with torch._C.DisableTorchFunctionSubclass():
+            member.fingerprint = fingerprint(member.parameter)
+
+
+def check_writes(group: Group) -> None:
     """Take over what was written to the group's weights since the last look."""
     changed: list[Member] = []
     with torch._C.DisableTorchFunctionSubclass():

@@ -127,10 +127,10 @@ class StepFinished(Event, frozen=True, kw_only=True, tag="step"):
     step: int  # 1 for the first
     total_steps: int
     epoch: float
-    loss: float  # mean over trained tokens, nats
+    loss: float  # mean over the units of the objective; nats, where these are tokens
     learning_rate: float
     grad_norm: float | None
-    tokens: int  # trained tokens of this step
+    tokens: int  # trained tokens of this step; 0 for an objective without tokens
     total_tokens: int
     step_s: float
     tokens_per_s: float
@@ -226,12 +226,14 @@ class Heartbeat(Gauge, frozen=True, kw_only=True, tag="heartbeat"):
 
 
 class EvaluationFinished(Event, frozen=True, kw_only=True, tag="evaluation"):
-    """The held-out loss after a step, in nats a token."""
+    """The objective on held-out data after a step: means over `count` units."""
 
     step: int
-    loss: float
-    tokens: int
+    loss: float  # nats, where the unit is tokens
+    count: int
     seconds: float
+    unit: str = "tokens"  # of the objective: tokens, pairs, elements
+    metrics: dict[str, float] = {}  # every mean by its name, `loss` among them
 
 
 class CheckpointWritten(Event, frozen=True, kw_only=True, tag="checkpoint"):

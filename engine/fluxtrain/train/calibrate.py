@@ -24,7 +24,6 @@ import psutil
 import torch
 from torch import nn
 
-from fluxtrain.data.batches import Batch
 from fluxtrain.errors import Diverged, UnsupportedModel
 from fluxtrain.hardware.others import others_share, read_use
 from fluxtrain.plan.calibration import (
@@ -44,6 +43,7 @@ from fluxtrain.stream.blocks import take_apart
 from fluxtrain.stream.grouping import facts_of
 from fluxtrain.stream.rng import randomness_kept
 from fluxtrain.train.miniature import miniature, wrapped
+from fluxtrain.train.objective import BoundBatch
 from fluxtrain.train.rehearsal import Kind, Rehearsed, rehearse
 from fluxtrain.train.rounds import Round, until_agreed
 from fluxtrain.train.trial import (
@@ -66,12 +66,12 @@ _OfSteps = tuple[dict[Kind, Rehearsed], GroupFacts]
 
 def calibrate(
     model: nn.Module,
-    batch_of: Callable[[int], Batch],
+    batch_of: Callable[[int], BoundBatch[Any]],
     device: torch.device,
     rows: tuple[int, int],
     fewer: tuple[int, int] | None = None,
     states: StateFormat = "fp32",
-    mixed_of: Callable[[int], Batch] | None = None,
+    heavier_of: Callable[[int], BoundBatch[Any] | None] | None = None,
     host_available_bytes: int | None = None,
     *,
     eager: bool = False,
@@ -80,8 +80,9 @@ def calibrate(
     miniature does not fit on a GPU, with its edges at home on the host; or else with `fewer` rows.
     `states` are those of AdamW, whose update on the device is timed too.
 
-    `batch_of` gives real rows; `mixed_of` those with the most documents, where some have several:
-    what they hold counts where it is more, but not their time, for they may be few. Raises
+    `batch_of` gives real rows; `heavier_of` gives rows whose activations may take more memory, None
+    where the usual ones do already: their memory counts, but not their time, for they may be few.
+    Raises
     NotCalibrated with the reason: blocks in several lists, too little memory for the miniature, or
     a loss that is not finite.
     """
@@ -93,7 +94,7 @@ def calibrate(
     try:
         with randomness_kept(device):
             ways = [_Way(rows, states=states), *at_home]
-            tried = _first_that_fits(ways, model, _Batches(batch_of, mixed_of), device)
+            tried = _first_that_fits(ways, model, _Batches(batch_of, heavier_of), device)
             rehearsed: _OfSteps | NotRehearsed | None = None
             if device.type == "cuda":
                 batch = batch_of(tried.few.rows)
@@ -195,12 +196,12 @@ def _rehearsed(tried: Trial, of: Mapping[Kind, Rehearsed], block: GroupFacts) ->
 class _Batches:
     """Rows to try, by how many."""
 
-    usual: Callable[[int], Batch]
-    mixed: Callable[[int], Batch] | None  # that hold several documents
+    usual: Callable[[int], BoundBatch[Any]]
+    heavier_of: Callable[[int], BoundBatch[Any] | None] | None
 
-    def heavier(self, rows: int) -> Batch | None:
-        """Rows of several documents, where the usual ones have one."""
-        return None if self.mixed is None or self.usual(rows).mixes else self.mixed(rows)
+    def heavier(self, rows: int) -> BoundBatch[Any] | None:
+        """Return rows that may take more memory than the usual ones, where there are some."""
+        return None if self.heavier_of is None else self.heavier_of(rows)
 
 
 @dataclass(frozen=True)
@@ -306,12 +307,14 @@ def _trials(
     return found
 
 
-def _streamed_steps(mini: nn.Module, engine: Engine, batch: Batch) -> tuple[Sequence[float], int]:
+def _streamed_steps(
+    mini: nn.Module, engine: Engine, batch: BoundBatch[Any]
+) -> tuple[Sequence[float], int]:
     """Seconds of whole steps with the update of all that is trained, and bytes that one copies."""
     optimizer = torch.optim.AdamW([p for p in mini.parameters() if p.requires_grad], lr=1e-5)
     ends_s = [time.perf_counter()]
     while len(ends_s) <= WARMING + REPEATS:
-        mini(**batch.inputs()).loss.backward()
+        batch.loss(mini).backward()
         engine.clip_grad_norm(1.0)
         optimizer.step()
         optimizer.zero_grad()

@@ -15,8 +15,8 @@ WARMUP_LIMIT_STEPS = 100
 
 
 @dataclass(frozen=True, kw_only=True)
-class Course:
-    """The resolved course of a run: how long and how fast."""
+class Schedule:
+    """How long and how fast a run trains: its steps and learning rates, resolved."""
 
     total_steps: int
     warmup_steps: int
@@ -24,7 +24,9 @@ class Course:
     choices: tuple[ChoiceMade, ...]
 
 
-def choose_course(settings: TrainSettings, *, steps_per_epoch: int, fresh_weights: bool) -> Course:
+def choose_schedule(
+    settings: TrainSettings, *, steps_per_epoch: int, fresh_weights: bool
+) -> Schedule:
     """Resolve steps, warm-up and learning rate."""
     total, total_because = _steps(settings, steps_per_epoch)
     choices = [ChoiceMade(name="train.steps", value=str(total), because=total_because)]
@@ -39,7 +41,7 @@ def choose_course(settings: TrainSettings, *, steps_per_epoch: int, fresh_weight
         choices.append(ChoiceMade(name="train.warmup_steps", value=str(warmup), because=why))
     else:
         warmup = settings.warmup_steps
-    return Course(
+    return Schedule(
         total_steps=total,
         warmup_steps=warmup,
         learning_rate=rate,

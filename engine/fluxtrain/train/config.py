@@ -7,7 +7,7 @@ wrong is a `BadInput` that names the key, the value and the cure.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -21,6 +21,7 @@ from pydantic import (
     model_validator,
 )
 
+from fluxtrain.client.plan import Setting
 from fluxtrain.errors import BadInput
 from fluxtrain.plan.request import (
     Auto,
@@ -263,29 +264,17 @@ class RunConfig(Section):
         return self
 
 
-@dataclass(frozen=True, kw_only=True)
-class Setting:
-    """One setting for a screen or a table: its dotted key, value, default and explanation."""
-
-    key: str
-    value: Any
-    default: Any
-    description: str
-
-    @property
-    def changed(self) -> bool:
-        return bool(self.value != self.default)
-
-
 def settings(config: RunConfig) -> Iterator[Setting]:
     """Every setting of `config`, in the order of the schema."""
     for section_name in RunConfig.model_fields:
         section: Section | PlacementRequest = getattr(config, section_name)
         for name, default, description in _fields_of(section):
+            value = getattr(section, name)
             yield Setting(
                 key=f"{section_name}.{name}",
-                value=getattr(section, name),
+                value=value,
                 default=default,
+                changed=bool(value != default),
                 description=description,
             )
 

@@ -156,18 +156,19 @@ def _step(event: Event) -> str:
         )
     left = f", {duration_text(event.eta_s)} left" if event.eta_s else ""
     norm = "-" if event.grad_norm is None else f"{event.grad_norm:.3g}"
+    rate = f"{count_text(event.tokens_per_s)} tokens/s  " if event.tokens else ""
     return (
         f"step {event.step}/{event.total_steps}  loss {event.loss:.4f}  lr "
-        f"{event.learning_rate:.2e}  norm {norm}  {count_text(event.tokens_per_s)} tokens/s  "
-        f"{duration_text(event.step_s)} a step{left}"
+        f"{event.learning_rate:.2e}  norm {norm}  {rate}{duration_text(event.step_s)} a step{left}"
     )
 
 
 def _evaluation(event: Event) -> str:
     assert isinstance(event, EvaluationFinished)
+    further = "".join(f", {n} {v:.4g}" for n, v in event.metrics.items() if n != "loss")
     return (
-        f"evaluation at step {event.step}: loss {event.loss:.4f} over "
-        f"{count_text(event.tokens)} tokens in {duration_text(event.seconds)}"
+        f"evaluation at step {event.step}: loss {event.loss:.4f}{further} over "
+        f"{count_text(event.count)} {event.unit} in {duration_text(event.seconds)}"
     )
 
 

@@ -15,12 +15,11 @@ from typing import Any
 import msgspec
 import torch
 
-from fluxtrain.data.batches import Batch
+from fluxtrain.client.machine import Machine
 from fluxtrain.errors import FluxTrainError
 from fluxtrain.hardware.adamw_rate import LEAST_PARAMETERS, PARAMETERS, Part, adamw_rate
 from fluxtrain.hardware.bandwidth import bus_rates, host_copy_rate, sample_bytes
 from fluxtrain.hardware.cache import cache_file, is_fresh
-from fluxtrain.hardware.machine import Machine
 from fluxtrain.hardware.others import beside_text, is_calm_after
 from fluxtrain.hardware.probe import known_rates, sustained_threads
 from fluxtrain.optim.stepping import update_threads
@@ -33,6 +32,7 @@ from fluxtrain.plan.states import STATE_FORMATS, StateFormat
 from fluxtrain.telemetry.rundir import runs_root
 from fluxtrain.telemetry.storage import write_json
 from fluxtrain.train.calibrate import calibrate
+from fluxtrain.train.objective import BoundBatch
 from fluxtrain.train.trial import NotCalibrated
 from fluxtrain.units import MIB, duration_text
 
@@ -118,13 +118,13 @@ def measured_constants(
     device: str,
     batch_rows: int | None,
     model: torch.nn.Module,
-    batch_of: Callable[[int], Batch],
-    mixed_of: Callable[[int], Batch] | None = None,
+    batch_of: Callable[[int], BoundBatch[Any]],
+    heavier_of: Callable[[int], BoundBatch[Any] | None] | None = None,
     *,
     eager: bool = False,
 ) -> Constants:
     """As `known_constants`, but what is not known is measured now, in a few seconds, and kept."""
-    mixed = mixed_of is not None
+    mixed = heavier_of is not None
     known = known_constants(facts, machine, device, batch_rows, mixed=mixed, eager=eager)
     place = _place(facts, machine, device, batch_rows, mixed=mixed, eager=eager)
     if known.calibration is not None and not _tries_again(known.calibration, machine):
@@ -136,7 +136,7 @@ def measured_constants(
     try:
         on, states = torch.device(device), _states(facts)
         memory = machine.memory_available_bytes
-        tried = calibrate(model, batch_of, on, rows, fewer, states, mixed_of, memory, eager=eager)
+        tried = calibrate(model, batch_of, on, rows, fewer, states, heavier_of, memory, eager=eager)
     except NotCalibrated as reason:
         return _warned(replace(known, source=f"{known.source} ({reason})"))
     tried = replace(tried, **_adamw_rates(facts, machine, device, tried, eager=eager))

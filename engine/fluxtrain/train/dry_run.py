@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from fluxtrain.client.dry_run import DryRunAnswer, PeakBytes, RunSeconds, StepSeconds
 from fluxtrain.errors import EXIT_INTERRUPTED, Interrupted
 from fluxtrain.hardware.machine import read_machine
 from fluxtrain.plan.guard import UNKNOWN_DISK, DiskRoom
@@ -23,17 +24,19 @@ from fluxtrain.telemetry.journal import read_events
 from fluxtrain.telemetry.rundir import RunDir
 from fluxtrain.telemetry.storage import read_json
 from fluxtrain.train.cadence import Cadence
-from fluxtrain.train.choices import choose_course
+from fluxtrain.train.checkpoint_writer import CheckpointWriter
+from fluxtrain.train.choices import choose_schedule
 from fluxtrain.train.config import RunConfig, validate
-from fluxtrain.train.ingredients import DEMO
-from fluxtrain.train.keeping import CheckpointKeeper
+from fluxtrain.train.inputs import DEMO
 from fluxtrain.train.recovery import Target
 from fluxtrain.train.run import Run, train
-from fluxtrain.units import UNKNOWN, bytes_text, duration_text
+from fluxtrain.units import duration_text
 
 if TYPE_CHECKING:
-    from fluxtrain.data.batches import Batch, BatchSource
+    from fluxtrain.data.batches import Batch
     from fluxtrain.stream.engine import Engine
+    from fluxtrain.train.objective import Cursor
+    from fluxtrain.train.optimizer import Optimizer
     from fluxtrain.train.run_state import RunState
     from fluxtrain.train.session import Session
 
@@ -41,14 +44,14 @@ STEPS = 3
 _LEFT_NOTHING = "the dry run was stopped and left nothing"
 
 
-class NothingKept(CheckpointKeeper):
+class NoCheckpoints(CheckpointWriter):
     """Writes no checkpoint, whoever asks."""
 
     def is_due(self, step: int) -> bool:
         """Never."""
         return False
 
-    def write(self, state: RunState, engine: Engine, data: BatchSource) -> NoReturn:
+    def write(self, state: RunState, engine: Engine, data: Cursor) -> NoReturn:
         """A dry run that is stopped leaves nothing behind."""
         raise Interrupted(_LEFT_NOTHING, EXIT_INTERRUPTED)
 
@@ -61,14 +64,15 @@ class DryRun(Run):
         """None are written."""
         return UNKNOWN_DISK
 
-    def make_keeper(self) -> CheckpointKeeper:
+    def make_checkpoint_writer(self, optimizer: Optimizer) -> CheckpointWriter:
         """One that keeps nothing."""
-        return NothingKept(
+        return NoCheckpoints(
             self._session.run_dir.checkpoints,
             Cadence(every="end", total_steps=STEPS, share=1.0),
             1,
             self._session.announcer,
             {},
+            optimizer,
         )
 
     def held_out(self) -> Iterable[Batch]:
@@ -81,7 +85,7 @@ class DryRun(Run):
         self._session.measured["steps_per_epoch"] = self.data.steps_per_epoch
 
 
-def dry_run(config: RunConfig) -> dict[str, Any]:
+def dry_run(config: RunConfig) -> DryRunAnswer:
     """Train `STEPS` steps as `config` says and compare; progress goes to standard error.
 
     Raises:
@@ -98,75 +102,70 @@ def dry_run(config: RunConfig) -> dict[str, Any]:
             raise Interrupted(_LEFT_NOTHING, stopped.exit_code) from None
         events = list(read_events(run.journal))
         ending = read_json(run.result) or {}
-    course = choose_course(
+    schedule = choose_schedule(
         config.train,
         steps_per_epoch=ending["steps_per_epoch"],
         fresh_weights=config.model.path == DEMO,
     )
-    found = told(events, ending, course.total_steps, host_limit_bytes)
-    return {**found, "seconds": time.monotonic() - started_s}
+    return compared(
+        events,
+        ending,
+        total_steps=schedule.total_steps,
+        host_limit_bytes=host_limit_bytes,
+        seconds=time.monotonic() - started_s,
+    )
 
 
-def told(
-    events: Iterable[AnyEvent],
+def compared(
+    events: list[AnyEvent],
     ending: Mapping[str, Any],
+    *,
     total_steps: int,
     host_limit_bytes: int | None,
-) -> dict[str, Any]:
-    """Predicted beside measured, as plain values; None is not known.
+    seconds: float,
+) -> DryRunAnswer:
+    """Put what was measured beside what the plan predicted.
 
     What is predicted is what the run itself plans. The first step also warms up caches and
     kernels, so a step's seconds are the median of the others, and the run's are between the
     fastest and the slowest of them.
     """
-    events = list(events)
     steps = [event for event in events if isinstance(event, StepFinished)]
     later_s = [step.step_s for step in steps[1:]]
     planned = next(event for event in events if isinstance(event, Planned))
     step_s = planned.step_s
-    return {
-        "steps": len(steps),
-        "total_steps": total_steps,
-        "loading_s": _loading_s(events),
-        "step_s": [step.step_s for step in steps],
-        "losses": [step.loss for step in steps],
-        "seconds_per_step": {
-            "predicted": step_s,
-            "measured": statistics.median(later_s),
-        },
-        "eta_s": {
-            "predicted": None if step_s is None else step_s * total_steps,
-            "low": min(later_s) * total_steps,
-            "high": max(later_s) * total_steps,
-        },
-        "device_bytes": {
-            "predicted": ending.get("predicted_device_peak_bytes"),
-            "measured": ending.get("measured_device_peak_bytes"),
-            "limit": planned.device_budget_bytes,
-        },
-        "host_bytes": {
-            "predicted": ending.get("predicted_host_peak_bytes"),
-            "measured": ending.get("measured_host_peak_bytes"),
-            "limit": host_limit_bytes,
-        },
-    }
+    return DryRunAnswer(
+        steps=len(steps),
+        total_steps=total_steps,
+        loading_s=_loading_s(events),
+        steps_s=tuple(step.step_s for step in steps),
+        losses=tuple(step.loss for step in steps),
+        step_s=StepSeconds(predicted=step_s, measured=statistics.median(later_s)),
+        eta_s=RunSeconds(
+            predicted=None if step_s is None else step_s * total_steps,
+            low=min(later_s) * total_steps,
+            high=max(later_s) * total_steps,
+        ),
+        device_bytes=PeakBytes(
+            predicted=ending.get("predicted_device_peak_bytes"),
+            measured=ending.get("measured_device_peak_bytes"),
+            limit=planned.device_budget_bytes,
+        ),
+        host_bytes=PeakBytes(
+            predicted=ending.get("predicted_host_peak_bytes"),
+            measured=ending.get("measured_host_peak_bytes"),
+            limit=host_limit_bytes,
+        ),
+        seconds=seconds,
+    )
 
 
-def table(found: Mapping[str, Any]) -> str:
+def table(found: DryRunAnswer) -> str:
     """What a dry run found, for people."""
     lines = [f"{'':<16} {'predicted':>12} {'measured':>12}"]
-    for name, key, text in (
-        ("device memory", "device_bytes", bytes_text),
-        ("host memory", "host_bytes", bytes_text),
-        ("a step", "seconds_per_step", duration_text),
-    ):
-        pair = found[key]
-        lines.append(f"{name:<16} {text(pair['predicted']):>12} {text(pair['measured']):>12}")
-    eta = found["eta_s"]
-    between = f"{duration_text(eta['low'])} to {duration_text(eta['high'])}"
-    predicted = UNKNOWN if eta["predicted"] is None else duration_text(eta["predicted"])
-    lines.append(f"{found['total_steps']} steps take {between} (predicted {predicted})")
-    lines.append(f"loading took {duration_text(found['loading_s'])}; nothing was kept")
+    lines += [f"{row.name:<16} {row.predicted:>12} {row.measured:>12}" for row in found.rows()]
+    lines.append(f"{found.eta_text()} (predicted {duration_text(found.eta_s.predicted)})")
+    lines.append(f"loading took {duration_text(found.loading_s)}; nothing was kept")
     return "\n".join(lines)
 
 

@@ -1,47 +1,65 @@
-"""The loss on held-out rows, weighted by tokens."""
+"""Evaluate an objective on held-out batches: means over their units."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from fluxtrain.data.batches import Batch
+from fluxtrain.train.objective import B, Objective
+from fluxtrain.train.randomness import randomness_of
+
+SEED = 0  # of what an evaluation draws (noise, timesteps): every evaluation draws the same
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """The mean loss in nats over `tokens` predicted tokens."""
+    """The mean of every metric over `count` units of the objective."""
 
-    loss: float
-    tokens: int
+    metrics: Mapping[str, float]  # `loss`, and what else the objective reports
+    count: int
     seconds: float
+
+    @property
+    def loss(self) -> float:
+        """Return the mean loss."""
+        return self.metrics["loss"]
 
 
 def evaluate(
-    model: nn.Module, batches: Iterable[Batch], stop: Callable[[], bool] = lambda: False
+    objective: Objective[B],
+    model: nn.Module,
+    batches: Iterable[B],
+    stop: Callable[[], bool] = lambda: False,
 ) -> Evaluation | None:
     """Evaluate `model` as it is now; pending updates must be flushed before.
 
-    The model's training mode is put back. None when there is nothing to evaluate, or when `stop`
-    said so between two batches.
+    The model's training mode and the random state are put back. None when there is nothing to
+    evaluate, or when `stop` said so between two batches.
     """
     started_s = time.perf_counter()
     was_training = model.training
-    total, tokens = 0.0, 0
+    totals: dict[str, float] = {}
+    count = 0
     model.eval()
     try:
-        with torch.no_grad():
+        with torch.no_grad(), randomness_of(SEED):
             for batch in batches:
                 if stop():
                     return None
-                total += float(model(**batch.inputs()).loss) * batch.predicted
-                tokens += batch.predicted
+                units = objective.count(batch)
+                for name, mean in objective.metrics(model, batch).items():
+                    totals[name] = totals.get(name, 0.0) + mean * units
+                count += units
     finally:
         model.train(was_training)
-    if not tokens:
+    if not count:
         return None
-    return Evaluation(loss=total / tokens, tokens=tokens, seconds=time.perf_counter() - started_s)
+    return Evaluation(
+        metrics={name: total / count for name, total in totals.items()},
+        count=count,
+        seconds=time.perf_counter() - started_s,
+    )

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import msgspec
+
+from fluxtrain.client.plan import PlanAnswer, PlannedLayout, PlannedTime, PlanOption
 from fluxtrain.plan.cost import Cost, cost
 from fluxtrain.plan.facts import Capacity, ModelFacts
-from fluxtrain.plan.footprint import embedding_copied, head_copied, saving_bytes
+from fluxtrain.plan.footprint import Layout, embedding_copied, head_copied, saving_bytes
 from fluxtrain.plan.guard import EVERY_CHECKPOINT, DiskNeed, disk_need
 from fluxtrain.plan.placement import Placement
 from fluxtrain.plan.ranked import Frontier, RankedPlan
@@ -17,13 +19,14 @@ from fluxtrain.plan.request import RunRequest
 from fluxtrain.plan.search import Search
 from fluxtrain.train.config import RunConfig
 from fluxtrain.train.constants import Constants
+from fluxtrain.train.method import method_of
 from fluxtrain.train.placing import request_of
 from fluxtrain.units import GIB, bytes_text, count_text, duration_text
 
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """What is asked: a placement of a model on a machine."""
+    """What is asked: a placement of a model in a capacity."""
 
     facts: ModelFacts
     capacity: Capacity
@@ -32,35 +35,37 @@ class Forecast:
     passes: int  # batches a step
     clips: bool  # updates wait for the norm of all gradients
     keep_checkpoints: int
+    saved_bytes: int  # of the trained model on the disk
     constants: Constants
 
-    def told(self, steps: int) -> dict[str, Any]:
-        """Time and ranked plans as plain values; None and the reason where rates are missing.
+    def options(self, steps: int) -> tuple[PlanOption, ...]:
+        """The fast, balanced and fit plans; none where rates are missing.
 
         On a GPU with `max` as set the rule alone decides: no plan of the dial could be had.
         """
         rates = self._rates
-        undialed = self.capacity.has_gpu and self.request.offload == "max"
-        plans = () if undialed or isinstance(rates, str) else self._frontier(rates).plans()
-        return {
-            "embedding": embedding_copied(self.facts, self.placement.layout),
-            "head": head_copied(self.facts, self.placement.layout),
-            "disk_bytes": self.disk_bytes,
-            "checkpoint_bytes": self.checkpoint_bytes,
-            **self.time(steps),
-            "plans": [self._ranked(plan, steps) for plan in plans],
-        }
+        if isinstance(rates, str) or (self.capacity.has_gpu and self.request.offload == "max"):
+            return ()
+        return tuple(self._option(plan, steps) for plan in self._frontier(rates).plans())
 
-    def time(self, steps: int) -> dict[str, Any]:
-        """`predicted` time of the placement alone, with the reason."""
+    def time(self, steps: int) -> PlannedTime | None:
+        """Predict how long the placement takes; None where rates are missing."""
         rates = self._rates
         if isinstance(rates, str):
-            return {"predicted": None, "predicted_because": rates}
-        found = cost(self.facts, self.placement.layout, rates, clips=self.clips, passes=self.passes)
-        return {
-            "predicted": {**_time(found, steps), "parts_s": _parts(found)},
-            "predicted_because": self.constants.source,
-        }
+            return None
+        found = cost(self.facts, self.layout, rates, clips=self.clips, passes=self.passes)
+        return _time(found, steps)
+
+    @property
+    def because(self) -> str:
+        """Where the time comes from, or why there is none."""
+        rates = self._rates
+        return rates if isinstance(rates, str) else self.constants.source
+
+    @property
+    def layout(self) -> Layout:
+        """What is predicted."""
+        return self.placement.layout
 
     @property
     def _rates(self) -> Rates | str:
@@ -71,7 +76,7 @@ class Forecast:
         search = Search(self.facts, self.capacity, request)
         return Frontier(search, rates, clips=self.clips, passes=self.passes)
 
-    def _ranked(self, plan: RankedPlan, steps: int) -> dict[str, Any]:
+    def _option(self, plan: RankedPlan, steps: int) -> PlanOption:
         layout, need = plan.chosen.layout, plan.chosen.need
         saving = saving_bytes(self.facts, layout) if self.capacity.has_gpu else 0
         settings: dict[str, Any] = {"train.batch_rows": layout.batch_rows}
@@ -79,21 +84,15 @@ class Forecast:
             settings["placement.aggressiveness"] = plan.name
         else:
             settings["placement.chunk_rows"] = layout.chunk_rows
-        return {
-            "name": plan.name,
-            "share": plan.share,
-            **{
-                key: value
-                for key, value in asdict(layout).items()
-                if key not in ("passes", "optimizer_in_backward", "slots")
-            },
-            "embedding": embedding_copied(self.facts, layout),
-            "head": head_copied(self.facts, layout),
-            "device_bytes": need.shown_device_bytes(has_gpu=self.capacity.has_gpu),
-            "host_bytes": need.host_bytes + self.placement.process_bytes + saving,
-            **_time(plan.chosen.cost, steps),
-            "settings": settings,
-        }
+        return PlanOption(
+            name=plan.name,
+            share=plan.share,
+            layout=planned_layout(self.facts, layout),
+            device_bytes=need.shown_device_bytes(has_gpu=self.capacity.has_gpu),
+            host_bytes=need.host_bytes + self.placement.process_bytes + saving,
+            predicted=_time(plan.chosen.cost, steps),
+            settings=settings,
+        )
 
     @property
     def disk_bytes(self) -> int:
@@ -109,7 +108,16 @@ class Forecast:
     @property
     def _files(self) -> DiskNeed:
         kept = self.keep_checkpoints
-        return disk_need(self.facts, kept=kept, written=EVERY_CHECKPOINT, steps=0)
+        size = self.saved_bytes
+        return disk_need(self.facts, model_bytes=size, kept=kept, written=EVERY_CHECKPOINT, steps=0)
+
+
+def planned_layout(facts: ModelFacts, layout: Layout) -> PlannedLayout:
+    """A layout as it is told: with what of embedding and head is really copied."""
+    copied = replace(
+        layout, embedding=embedding_copied(facts, layout), head=head_copied(facts, layout)
+    )
+    return msgspec.convert(copied, PlannedLayout, from_attributes=True)
 
 
 def forecast_of(
@@ -130,53 +138,47 @@ def forecast_of(
         passes=config.train.accumulation,
         clips=not request.optimizer_in_backward,
         keep_checkpoints=config.train.keep_checkpoints,
+        saved_bytes=method_of(config).saved_bytes(facts),
         constants=constants,
     )
 
 
-def plan_lines(told: Mapping[str, Any]) -> list[str]:
+def plan_lines(plan: PlanAnswer) -> list[str]:
     """Time and ranked plans for people."""
-    disk = f"disk for checkpoints and the model {bytes_text(told['disk_bytes'])}"
-    if told["predicted"] is None:
-        return [f"{disk}; time is not predicted: {told['predicted_because']}"]
-    lines = [
-        f"{disk}; {_time_text(told['predicted'])}",
-        f"time from {told['predicted_because']}",
-    ]
-    if not told["plans"]:
+    disk = f"disk for checkpoints and the model {bytes_text(plan.disk_bytes)}"
+    if plan.predicted is None:
+        return [f"{disk}; time is not predicted: {plan.predicted_because}"]
+    lines = [f"{disk}; {_time_text(plan.predicted)}", f"time from {plan.predicted_because}"]
+    if not plan.plans:
         return lines
-    lines += ["", f"plans by their memory, each with {told['plans'][0]['batch_rows']} rows a step"]
-    for plan in told["plans"]:
-        where = f"{plan['offload']}, {plan['device_groups']}+{plan['resident_blocks']} on device"
+    lines += ["", f"plans by their memory, each with {plan.layout.batch_rows} rows a step"]
+    for one in plan.plans:
+        layout = one.layout
+        where = f"{layout.offload}, {layout.device_groups}+{layout.resident_blocks} on device"
         lines.append(
-            f"  {plan['name']:<9} device {bytes_text(plan['device_bytes']):>9}  "
-            f"host {bytes_text(plan['host_bytes']):>9}  {_time_text(plan)}; "
-            f"{where}, chunk {plan['chunk_rows']}"
+            f"  {one.name:<9} device {bytes_text(one.device_bytes):>9}  "
+            f"host {bytes_text(one.host_bytes):>9}  {_time_text(one.predicted)}; "
+            f"{where}, chunk {layout.chunk_rows}"
         )
     return lines
 
 
-def _time(found: Cost, steps: int) -> dict[str, Any]:
-    return {
-        "seconds_per_step": found.step_s,
-        "tokens_per_s": found.tokens_per_s,
-        "eta_s": found.step_s * steps,
-        "binds": found.binds,
-    }
-
-
-def _time_text(told: Mapping[str, Any]) -> str:
-    return (
-        f"{duration_text(told['seconds_per_step'])} a step, "
-        f"{count_text(round(told['tokens_per_s']))} tokens/s, {duration_text(told['eta_s'])} in "
-        f"all, bound by {told['binds']}"
+def _time(found: Cost, steps: int) -> PlannedTime:
+    return PlannedTime(
+        step_s=found.step_s,
+        tokens_per_s=found.tokens_per_s,
+        eta_s=found.step_s * steps,
+        binds=found.binds,
+        parts_s={
+            name.removesuffix("_s"): seconds
+            for name, seconds in asdict(found).items()
+            if name.endswith("_s") and name != "step_s"
+        },
     )
 
 
-def _parts(found: Cost) -> dict[str, float]:
-    """Seconds of what runs in a step, overlapping or not."""
-    return {
-        name.removesuffix("_s"): seconds
-        for name, seconds in asdict(found).items()
-        if name.endswith("_s") and name != "step_s"
-    }
+def _time_text(time: PlannedTime) -> str:
+    return (
+        f"{duration_text(time.step_s)} a step, {count_text(round(time.tokens_per_s))} tokens/s, "
+        f"{duration_text(time.eta_s)} in all, bound by {time.binds}"
+    )

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from fluxtrain.client.inspection import InspectedSample, InspectionAnswer, TextPiece
 from fluxtrain.data.formats import Document, documents
 from fluxtrain.data.packing import IGNORED, PackedRows
 from fluxtrain.data.prepare import DataSource, check_sequence_length, located
@@ -37,8 +38,8 @@ class Sampled:
     share: float  # of the file's bytes; 1 is all
 
 
-def inspect(config: RunConfig) -> dict[str, Any]:
-    """Samples, lengths and estimates as plain values.
+def inspect(config: RunConfig) -> InspectionAnswer:
+    """Read, tokenize and pack the first documents, and estimate the rest.
 
     Raises:
         BadInput: what the run would refuse in the model's tokenizer and in these documents.
@@ -60,28 +61,28 @@ def inspect(config: RunConfig) -> dict[str, Any]:
     lengths = np.diff(tokens.starts)
     rows = PackedRows(tokens, Spans(tokens.starts[:-1], lengths), row_tokens, pad_id(tokenizer))
     longer = lengths > row_tokens
-    return {
-        "path": str(path),
-        "format": format_,
-        "because": because,
-        "sequence_length": row_tokens,
-        "max_positions": positions,
-        "sampled_documents": tokens.documents,
-        "sampled_share": sampled.share,
-        "sampled_tokens": tokens.count,
-        "estimated_documents": round(tokens.documents / sampled.share),
-        "estimated_tokens": round(tokens.count / sampled.share),
-        "estimated_rows": max(1, round(len(rows) / sampled.share)),
-        "learnt_share": rows.predicted_count / tokens.count,
-        "cut_documents_share": float(longer.mean()),
-        "cut_tokens_share": float(lengths[longer].sum() / tokens.count),
-        "padding_share": 1 - rows.token_count / (len(rows) * row_tokens) if len(rows) else 0.0,
-        "lengths": [int(length) for length in lengths],
-        "samples": [
+    return InspectionAnswer(
+        path=str(path),
+        format=format_,
+        because=because,
+        sequence_length=row_tokens,
+        max_positions=positions,
+        sampled_documents=tokens.documents,
+        sampled_share=sampled.share,
+        sampled_tokens=tokens.count,
+        estimated_documents=round(tokens.documents / sampled.share),
+        estimated_tokens=round(tokens.count / sampled.share),
+        estimated_rows=max(1, round(len(rows) / sampled.share)),
+        learnt_share=rows.predicted_count / tokens.count,
+        cut_documents_share=float(longer.mean()),
+        cut_tokens_share=float(lengths[longer].sum() / tokens.count),
+        padding_share=1 - rows.token_count / (len(rows) * row_tokens) if len(rows) else 0.0,
+        lengths=tuple(int(length) for length in lengths),
+        samples=tuple(
             _sample(tokens, index, row_tokens, tokenizer)
             for index in range(min(SAMPLES, tokens.documents))
-        ],
-    }
+        ),
+    )
 
 
 def first_documents(path: Path, reader: Iterator[Document]) -> Sampled:
@@ -103,7 +104,7 @@ def first_documents(path: Path, reader: Iterator[Document]) -> Sampled:
     return Sampled(documents=taken, share=max(1, read_bytes) / path.stat().st_size)
 
 
-def _sample(tokens: Tokens, index: int, row_tokens: int, tokenizer: Any) -> dict[str, Any]:
+def _sample(tokens: Tokens, index: int, row_tokens: int, tokenizer: Any) -> InspectedSample:
     """A document alone in its rows: the first of them, in stretches that are learnt or not."""
     start, end = int(tokens.starts[index]), int(tokens.starts[index + 1])
     span = Spans(np.asarray([start]), np.asarray([end - start]))
@@ -114,64 +115,55 @@ def _sample(tokens: Tokens, index: int, row_tokens: int, tokenizer: Any) -> dict
         row = rows[0]
         ids = row.input_ids[0, : row.tokens][:SHOWN_TOKENS]
         learnt = row.labels[0, : row.tokens][:SHOWN_TOKENS] != IGNORED
-    return {
-        "tokens": end - start,
-        "shown_tokens": len(ids),
-        "learnt_tokens": rows.predicted_count,
-        "rows": len(rows),
-        "pieces": stretches(ids.tolist(), learnt.tolist(), tokenizer),
-    }
+    return InspectedSample(
+        tokens=end - start,
+        shown_tokens=len(ids),
+        learnt_tokens=rows.predicted_count,
+        rows=len(rows),
+        pieces=tuple(stretches(ids.tolist(), learnt.tolist(), tokenizer)),
+    )
 
 
-def stretches(ids: list[int], learnt: list[bool], tokenizer: Any) -> list[dict[str, Any]]:
+def stretches(ids: list[int], learnt: list[bool], tokenizer: Any) -> list[TextPiece]:
     """The text in stretches that are learnt or not.
 
     Each is what it adds to the text before it, as tokenizers leave out a space at the beginning.
     """
     borders = [0, *(i for i in range(1, len(ids)) if learnt[i] != learnt[i - 1]), len(ids)]
-    pieces: list[dict[str, Any]] = []
+    pieces: list[TextPiece] = []
     before = ""
     for first, last in pairwise(borders):
         whole = tokenizer.decode(ids[:last], clean_up_tokenization_spaces=False)
         alone = not whole.startswith(before)  # a character in two parts
         text = tokenizer.decode(ids[first:last]) if alone else whole[len(before) :]
-        pieces.append({"text": text, "learnt": learnt[first]})
+        pieces.append(TextPiece(text, learnt[first]))
         before = whole
     return pieces
 
 
-def page(found: dict[str, Any]) -> str:
+def page(found: InspectionAnswer) -> str:
     """What was found, for people: words mark what is learnt."""
     lines = [
-        f"{found['path']}: {found['format']}, {found['because']}",
+        f"{found.path}: {found.format}, {found.because}",
         _extent(found),
-        f"{found['learnt_share']:.0%} of the tokens are learnt; packed rows of "
-        f"{found['sequence_length']} tokens are {1 - found['padding_share']:.0%} full",
-        f"{found['cut_documents_share']:.0%} of the documents are longer than a row and are cut "
+        f"{found.learnt_share:.0%} of the tokens are learnt; packed rows of "
+        f"{found.sequence_length} tokens are {1 - found.padding_share:.0%} full",
+        f"{found.cut_documents_share:.0%} of the documents are longer than a row and are cut "
         f"into several",
     ]
-    for number, sample in enumerate(found["samples"], start=1):
-        lines += ["", f"sample {number}: {sample_title(sample)}"]
-        for piece in sample["pieces"]:
-            mark = "learnt" if piece["learnt"] else "seen"
-            lines += [f"  {mark:<6} | {line}" for line in piece["text"].splitlines()]
+    for number, sample in enumerate(found.samples, start=1):
+        lines += ["", f"sample {number}: {sample.title}"]
+        for piece in sample.pieces:
+            mark = "learnt" if piece.learnt else "seen"
+            lines += [f"  {mark:<6} | {line}" for line in piece.text.splitlines()]
     return "\n".join(lines)
 
 
-def sample_title(sample: dict[str, Any]) -> str:
-    """How long a sample is, and how much of it is learnt and shown."""
-    text = f"{sample['tokens']:,} tokens, {sample['learnt_tokens']:,} learnt"
-    if sample["shown_tokens"] < sample["tokens"]:
-        text += f", the first {sample['shown_tokens']:,} shown"
-    return text
-
-
-def _extent(found: dict[str, Any]) -> str:
-    documents, tokens = found["sampled_documents"], found["sampled_tokens"]
-    if found["sampled_share"] >= 1:
-        return f"{documents:,} documents, {tokens:,} tokens"
+def _extent(found: InspectionAnswer) -> str:
+    if found.is_whole:
+        return f"{found.sampled_documents:,} documents, {found.sampled_tokens:,} tokens"
     return (
-        f"about {count_text(found['estimated_documents'])} documents and "
-        f"{count_text(found['estimated_tokens'])} tokens, estimated from the first {documents:,} "
-        f"({found['sampled_share']:.1%} of the file)"
+        f"about {count_text(found.estimated_documents)} documents and "
+        f"{count_text(found.estimated_tokens)} tokens, estimated from the first "
+        f"{found.sampled_documents:,} ({found.sampled_share:.1%} of the file)"
     )

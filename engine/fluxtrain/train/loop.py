@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Generic
 
 import torch
 from torch import nn
 
-from fluxtrain.data.batches import Batch, BatchSource
 from fluxtrain.errors import Diverged, DoesNotFit, FluxTrainError, Interrupted
-from fluxtrain.methods.known_packing import known_packing
 from fluxtrain.stream.engine import engine_of
-from fluxtrain.stream.outside import OutsideOptimizer
 from fluxtrain.telemetry.events import EvaluationFinished, RunPhase, StepFinished
 from fluxtrain.train.announce import Announcer
 from fluxtrain.train.cadence import Cadence
+from fluxtrain.train.checkpoint_writer import CheckpointWriter
 from fluxtrain.train.evaluate import evaluate
-from fluxtrain.train.keeping import CheckpointKeeper
 from fluxtrain.train.live import LiveChanges
+from fluxtrain.train.objective import B, Task
+from fluxtrain.train.optimizer import Optimizer
 from fluxtrain.train.progress import Progress
 from fluxtrain.train.queued import Computed, QueuedStep
 from fluxtrain.train.randomness import random_state, restore_random_state
@@ -39,18 +39,17 @@ class LoopSettings:
     learning_rate_at: Callable[[int], float]  # of step 0, 1, ...
 
 
-class TrainingLoop:
+class TrainingLoop(Generic[B]):
     """Runs steps until the last, a stop, a divergence or an error that the user must act on."""
 
     def __init__(
         self,
         *,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer | OutsideOptimizer,
-        data: BatchSource,
-        held_out: Callable[[], Iterable[Batch]],
+        task: Task[B],
+        optimizer: Optimizer,
         settings: LoopSettings,
-        keeper: CheckpointKeeper,
+        checkpoints: CheckpointWriter,
         announcer: Announcer,
         requests: Requests,
         changes: LiveChanges,
@@ -61,11 +60,12 @@ class TrainingLoop:
         self._device = self._engine.device.torch_device
         self._recorder = self._engine.device.recorder
         self._optimizer = optimizer
-        self._data = data
-        self._held_out = held_out
+        self._objective = task.objective
+        self._data = task.data
+        self._held_out = task.held_out
         self._settings = settings
         self._evaluations = settings.evaluations
-        self._keeper = keeper
+        self._checkpoints = checkpoints
         self._announcer = announcer
         self._requests = requests
         self._changes = changes
@@ -96,9 +96,9 @@ class TrainingLoop:
                 self._step()
                 self._between_steps()
                 self._progress.step_took(time.perf_counter() - started_s)
-            self._settle()
+            self._report_queued()
         except FluxTrainError:
-            self._settle()  # a step that was made is told of, and one that was refused says why
+            self._report_queued()  # a step that was made, or why it was refused
             raise
         self._changes.finish(self.state.step)
         self._engine.flush()
@@ -119,7 +119,7 @@ class TrainingLoop:
         self._announcer.phase("evaluating")
         # the loss in chunks, or logits would not fit
         with self._engine.evaluating(), self._recorder.as_one("evaluation"):
-            result = evaluate(self._model, self._held_out(), self._stopping)
+            result = evaluate(self._objective, self._model, self._held_out(), self._stopping)
         self._engine.take_stalls()  # they are not the next step's
         if result is not None:
             self.state.evaluated(result.loss)
@@ -127,7 +127,9 @@ class TrainingLoop:
                 EvaluationFinished(
                     step=self.state.step,
                     loss=result.loss,
-                    tokens=result.tokens,
+                    metrics=dict(result.metrics),
+                    count=result.count,
+                    unit=self._objective.unit,
                     seconds=result.seconds,
                 )
             )
@@ -141,10 +143,10 @@ class TrainingLoop:
         self._optimizer.step()  # in the background; the next forward waits block by block
         self._forget_gradients()
         queued.clock.ends("optimizer")
-        self._settle()
+        self._report_queued()
         self._queued = queued
         if self._reads_at_once():
-            self._settle()
+            self._report_queued()
 
     def _forget_gradients(self) -> None:
         self._engine.forget_gradients()
@@ -173,20 +175,20 @@ class TrainingLoop:
 
     def _compute(self, clock: StepClock) -> QueuedStep:
         """Forward and backward over the whole step; the update will wait for the norm."""
-        batches = self._data.next_step()
+        objective, batches = self._objective, self._data.next_step()
+        step_count = sum(objective.count(batch) for batch in batches)
         clock.ends("data")
         limit = self._settings.max_grad_norm
         scale = self._engine.loss_scale
-        own = self._optimizer if isinstance(self._optimizer, torch.optim.Optimizer) else None
-        eager = limit is None and len(batches) == 1 and scale is None and own is not None
+        eager = limit is None and len(batches) == 1 and scale is None
+        eager = eager and self._optimizer.updates_in_backward
         rate = self._set_learning_rate()
         losses = []
         for batch in batches:
-            with known_packing(batch.position_ids if batch.packed else None):
-                loss = self._model(**batch.inputs()).loss
+            loss = objective.loss(self._model, batch, step_count)
             clock.ends("forward")
-            if eager and own is not None:  # groups are updated as their gradients arrive
-                self._engine.begin_eager_step(own, loss)
+            if eager:
+                self._optimizer.begin_in_backward(loss)
             losses.append(loss.detach())
             try:
                 (loss if scale is None else scale.of(loss)).backward()
@@ -200,7 +202,7 @@ class TrainingLoop:
         clock.ends("backward")
         return QueuedStep(
             number=self._step_number + 1,
-            tokens=sum(batch.tokens for batch in batches),
+            tokens=sum(objective.tokens(batch) for batch in batches),
             epoch=self._data.epoch,
             learning_rate=rate,
             eager=eager,
@@ -208,7 +210,7 @@ class TrainingLoop:
             clock=clock,
         )
 
-    def _settle(self) -> None:
+    def _report_queued(self) -> None:
         """Read the numbers of the queued step and tell them.
 
         Raises:
@@ -252,9 +254,9 @@ class TrainingLoop:
 
     def _between_steps(self) -> None:
         evaluates = self._evaluations.is_due(self._step_number)
-        saves = self._keeper.is_due(self._step_number)
+        saves = self._checkpoints.is_due(self._step_number)
         if evaluates or saves:
-            self._settle()
+            self._report_queued()
         if evaluates:
             self.evaluate()
         if saves:
@@ -264,12 +266,12 @@ class TrainingLoop:
         self._disturbed()
         self._announcer.phase("saving")
         self._engine.flush()
-        self._keeper.write(self.state, self._engine, self._data)
+        self._checkpoints.write(self.state, self._engine, self._data)
         self._announcer.phase(then)
 
     def _attend_requests(self) -> None:
         if self._requests.waiting or self._changes.waiting:
-            self._settle()
+            self._report_queued()
         if self._requests.paused:
             self._wait_while_paused()
         self._stop_if_asked()
@@ -305,8 +307,9 @@ class TrainingLoop:
         self._announcer.phase("stopping", "a checkpoint is written first")
         self._engine.flush()
         if self.state.step > 0:
-            self._keeper.write(self.state, self._engine, self._data)
-        raise Interrupted(f"stopped after step {self.state.step}: {self._keeper.last_text()}", code)
+            self._checkpoints.write(self.state, self._engine, self._data)
+        last = self._checkpoints.last_text()
+        raise Interrupted(f"stopped after step {self.state.step}: {last}", code)
 
     def _set_learning_rate(self) -> float:
         rate = self._settings.learning_rate_at(self._step_number)
@@ -329,7 +332,7 @@ class TrainingLoop:
 
     def _divergence(self, seen: str, applied: str) -> str:
         return (
-            f"{seen}: this update {applied}; {self._keeper.last_text()}; lower "
+            f"{seen}: this update {applied}; {self._checkpoints.last_text()}; lower "
             "train.learning_rate, lengthen train.warmup_steps, or look for broken rows in the data"
         )
 
@@ -338,7 +341,7 @@ class TrainingLoop:
             f"device memory ran out at step {self._step_number + 1} with chunks of "
             f"{self._engine.chunk_rows} rows ({str(error).splitlines()[0]}): set a smaller "
             "placement.chunk_rows, shorten data.sequence_length, set placement.offload=max, or "
-            f"close other programs; {self._keeper.last_text()}"
+            f"close other programs; {self._checkpoints.last_text()}"
         )
 
     def _make_room(self, error: torch.OutOfMemoryError, lost_s: float) -> None:

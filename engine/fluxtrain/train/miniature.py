@@ -70,7 +70,7 @@ def wrapped(
     engine = engine_of(mini)
     try:
         for unit in engine.units:
-            unit.checked = ALL_CHECKED
+            unit.checked_recomputes = ALL_CHECKED
         yield engine
     finally:
         fluxtrain.unwrap(mini)

@@ -23,7 +23,7 @@ def measured_peaks(engine: Engine) -> dict[str, float | None]:
     are None without a GPU, whose memory is then the host's.
     """
     on_gpu = engine.device.torch_device.type == "cuda"
-    used, reserved = engine.accounts.device_peaks() if on_gpu else (None, None)
+    used, reserved = engine.counters.device_peaks() if on_gpu else (None, None)
     return {
         "device_peak_bytes": used,
         "device_reserved_peak_bytes": reserved,

@@ -6,18 +6,20 @@ from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import psutil
 import torch
 from torch import nn
 
 import fluxtrain
+from fluxtrain.client.machine import Machine
 from fluxtrain.errors import BadInput
 from fluxtrain.hardware.device import check_accelerator
 from fluxtrain.hardware.gpu import Gpus
-from fluxtrain.hardware.machine import Machine, read_machine
+from fluxtrain.hardware.machine import read_machine
 from fluxtrain.memory.heap import trim_heap
 from fluxtrain.methods.precision import Capability, Precision
-from fluxtrain.optim.outside import check_outside
+from fluxtrain.optim.third_party import check_third_party
 from fluxtrain.plan.facts import Capacity, ModelFacts, RowFacts, activation_estimate
 from fluxtrain.plan.footprint import saving_bytes
 from fluxtrain.plan.moments import DEFERS as DEFERS_MOMENTS
@@ -25,7 +27,7 @@ from fluxtrain.plan.placement import Placement
 from fluxtrain.plan.ranked import STOPS
 from fluxtrain.plan.reasons import without_effect
 from fluxtrain.plan.request import RunRequest
-from fluxtrain.plan.states import OUTSIDE_FORMATS, StateFormat
+from fluxtrain.plan.states import THIRD_PARTY_FORMATS, StateFormat
 from fluxtrain.plan.timed import Timing, place_timed
 from fluxtrain.stream.grouping import facts_of
 from fluxtrain.telemetry.events import ChoiceMade
@@ -51,7 +53,7 @@ def choose_device(config: RunConfig) -> ChoiceMade:
         torch_cuda_version=torch.version.cuda,
     )
     if config.train.optimizer != "adamw":
-        check_outside(config.train.optimizer, device.value)
+        check_third_party(config.train.optimizer, device.value)
     return device
 
 
@@ -102,7 +104,7 @@ def model_facts_for(config: RunConfig, model: nn.Module, model_config: Any) -> M
             f"train.optimizer={name} keeps no fp32 masters, which fp16 needs (this card has no "
             "bf16): use model.dtype=float32, or FluxTrain's own adamw"
         )
-    return found.without_masters(OUTSIDE_FORMATS[name])
+    return found.without_masters(THIRD_PARTY_FORMATS[name])
 
 
 def decide(
@@ -168,7 +170,7 @@ def as_it_is_now(machine: Machine, given_back_bytes: int) -> Machine:
     and what this process is going to give back of its own."""
     left = read_machine(gpus=Gpus(gpus=(), driver=None, reason="not asked")).memory_available_bytes
     available = None if left is None else max(0, left + given_back_bytes)
-    return replace(machine, memory_available_bytes=available)
+    return msgspec.structs.replace(machine, memory_available_bytes=available)
 
 
 def timing_of(

@@ -7,15 +7,16 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from fluxtrain.client.machine import Machine
+from fluxtrain.client.plan import PlanAnswer, PlannedModel
 from fluxtrain.data.demo import VOCABULARY
 from fluxtrain.data.prepare import DataSource, check_sequence_length, located
 from fluxtrain.data.sources import estimated_tokens
 from fluxtrain.errors import BadInput
-from fluxtrain.hardware.machine import Machine, read_machine
+from fluxtrain.hardware.machine import read_machine
 from fluxtrain.hardware.probe import Report, probe
 from fluxtrain.methods.copies import Copied, copied_by_loading
 from fluxtrain.methods.demo_model import demo_config as demo_shape
@@ -33,12 +34,12 @@ from fluxtrain.plan.machine_file import PlannedMachine
 from fluxtrain.plan.placement import Placement
 from fluxtrain.telemetry.events import ChoiceMade
 from fluxtrain.telemetry.rundir import runs_root
-from fluxtrain.train.choices import choose_course
+from fluxtrain.train.choices import choose_schedule
 from fluxtrain.train.config import RunConfig, settings
 from fluxtrain.train.constants import Constants, known_constants
-from fluxtrain.train.forecast import forecast_of, plan_lines
-from fluxtrain.train.guarding import disk_room, page_locks_planned, refuse_what_does_not_fit
-from fluxtrain.train.ingredients import DEMO
+from fluxtrain.train.forecast import Forecast, forecast_of, plan_lines, planned_layout
+from fluxtrain.train.inputs import DEMO
+from fluxtrain.train.method import method_of
 from fluxtrain.train.placing import (
     capacity_of,
     card_capability,
@@ -48,6 +49,7 @@ from fluxtrain.train.placing import (
     model_facts_for,
     optimizer_in_backward,
 )
+from fluxtrain.train.preflight import disk_room, page_locks_planned, refuse_what_does_not_fit
 from fluxtrain.units import bytes_text, count_text
 
 ASSUMED = "the rates in the file and constants of this class of machines"
@@ -59,8 +61,8 @@ def preview(
     elsewhere: PlannedMachine | None = None,
     report: Report | None = None,
     run_dir: Path | None = None,
-) -> dict[str, Any]:
-    """The plan as plain values; the data's size is estimated from a glance at it.
+) -> PlanAnswer:
+    """Plan a run; the data's size is estimated from a glance at it.
 
     `elsewhere` is the machine to plan for, None this one; then a model folder needs no weights.
     `report` is told what is being measured when this machine's rates are not known yet.
@@ -74,6 +76,7 @@ def preview(
     capacity = _capacity(config, elsewhere, device.value)
     model, dtype, copied = _empty_model(config, elsewhere, device.value)
     wished_rows = None if config.train.batch_rows == "auto" else config.train.batch_rows
+    method_of(config).prepare(model, config.method)
     facts = model_facts_for(config, model, model.config)
     constants = Constants(per_s=per_s, source=ASSUMED)
     if elsewhere is None:
@@ -94,32 +97,65 @@ def preview(
     disk = elsewhere.disk if elsewhere else disk_room(run_dir or runs_root())
     refuse_what_does_not_fit(config, facts, placement, copied, where.host_available_bytes, disk)
     step_rows = placement.batch_rows * config.train.accumulation
-    course = choose_course(
+    schedule = choose_schedule(
         config.train,
         steps_per_epoch=max(1, -(-rows // step_rows)),
         fresh_weights=config.model.path == DEMO,
     )
     locks = page_locks_planned(facts, placement, device.value, per_s)
-    choices = (device, dtype, *placement.choices, *locks, *course.choices)
-    return {
-        "model": _told(config, model, dtype.value, facts.layers),
-        "device": device.value,
-        **_placed(config, placement, device.value),
-        "estimated_rows": rows,
-        "steps": course.total_steps,
-        "host_limit_bytes": _host_limit(where, placement, None if elsewhere else machine),
-        "machine": elsewhere.line if elsewhere else machine.line(),
-        **forecast_of(config, facts, placement, where, constants).told(course.total_steps),
-        "choices": [msgspec.to_builtins(choice) for choice in choices],
-        "settings": [_setting(setting) for setting in settings(config)],
-        "config": config.model_dump(mode="json"),
-    }
+    return _answer(
+        config,
+        forecast_of(config, facts, placement, where, constants),
+        model=PlannedModel(
+            name=Path(config.model.path).name,
+            parameters=sum(parameter.numel() for parameter in model.parameters()),
+            blocks=facts.layers,
+            dtype=dtype.value,
+        ),
+        machine=elsewhere.line if elsewhere else machine.line(),
+        host_limit_bytes=_host_limit(where, placement, None if elsewhere else machine),
+        estimated_rows=rows,
+        steps=schedule.total_steps,
+        choices=(device, dtype, *placement.choices, *locks, *schedule.choices),
+    )
 
 
-def _told(config: RunConfig, model: PreTrainedModel, dtype: str, blocks: int) -> dict[str, Any]:
-    parameters = sum(p.numel() for p in model.parameters())
-    name = Path(config.model.path).name
-    return {"name": name, "parameters": parameters, "blocks": blocks, "dtype": dtype}
+def _answer(
+    config: RunConfig,
+    forecast: Forecast,
+    *,
+    model: PlannedModel,
+    machine: str,
+    host_limit_bytes: int | None,
+    estimated_rows: int,
+    steps: int,
+    choices: tuple[ChoiceMade, ...],
+) -> PlanAnswer:
+    placement = forecast.placement
+    return PlanAnswer(
+        model=model,
+        device="cuda" if forecast.capacity.has_gpu else "cpu",
+        layout=planned_layout(forecast.facts, forecast.layout),
+        accumulation=config.train.accumulation,
+        sequence_length=config.data.sequence_length,
+        device_bytes=placement.need.shown_device_bytes(has_gpu=forecast.capacity.has_gpu),
+        device_budget_bytes=placement.budget_bytes,
+        need=asdict(placement.need),
+        host_bytes=placement.host_bytes,
+        process_bytes=placement.process_bytes,
+        host_limit_bytes=host_limit_bytes,
+        disk_bytes=forecast.disk_bytes,
+        checkpoint_bytes=forecast.checkpoint_bytes,
+        estimated_rows=estimated_rows,
+        steps=steps,
+        machine=machine,
+        predicted=forecast.time(steps),
+        predicted_because=forecast.because,
+        plans=forecast.options(steps),
+        choices=choices,
+        settings=tuple(settings(config)),
+        config=config.model_dump(mode="json"),
+    )
 
 
 def _known(
@@ -148,43 +184,24 @@ def _rows_within(config: RunConfig) -> int:
     return rows
 
 
-def _placed(config: RunConfig, placement: Placement, device: str) -> dict[str, Any]:
-    """Where the bytes go, and what that takes."""
-    return {
-        "offload": placement.offload,
-        **asdict(placement.totals),
-        "activations_on_device": placement.layout.activations_on_device,
-        "batch_rows": placement.batch_rows,
-        "chunk_rows": placement.chunk_rows,
-        "accumulation": config.train.accumulation,
-        "sequence_length": config.data.sequence_length,
-        "device_bytes": placement.need.shown_device_bytes(has_gpu=device == "cuda"),
-        "need": asdict(placement.need),
-        "device_budget_bytes": placement.budget_bytes,
-        "host_bytes": placement.host_bytes,
-        "process_bytes": placement.process_bytes,
-    }
-
-
-def table(plan: dict[str, Any]) -> str:
+def table(plan: PlanAnswer) -> str:
     """The plan for people: what is needed, every choice with its reason, every setting."""
-    model = plan["model"]
+    model = plan.model
     lines = [
-        f"{model['name']}: {count_text(model['parameters'])} parameters in {model['blocks']} "
-        f"blocks, {model['dtype']}; {plan['machine']}",
-        f"device memory {_of(plan['device_bytes'], plan['device_budget_bytes'])}, "
-        f"host memory {_of(plan['host_bytes'], plan['host_limit_bytes'])}, {plan['steps']} steps",
+        f"{model.name}: {count_text(model.parameters)} parameters in {model.blocks} blocks, "
+        f"{model.dtype}; {plan.machine}",
+        f"device memory {_of(plan.device_bytes, plan.device_budget_bytes)}, "
+        f"host memory {_of(plan.host_bytes, plan.host_limit_bytes)}, {plan.steps} steps",
         *plan_lines(plan),
         "",
         "chosen",
-        *(f"  {c['name']:<26} {c['value']:<12} {c['because']}" for c in plan["choices"]),
+        *(f"  {c.name:<26} {c.value:<12} {c.because}" for c in plan.choices),
         "",
         "settings (* changed from the default)",
     ]
-    for setting in plan["settings"]:
-        mark = "*" if setting["changed"] else " "
-        value = _shown(setting["value"])
-        lines.append(f"{mark} {setting['key']:<26} {value:<22} {setting['description']}")
+    for setting in plan.settings:
+        mark = "*" if setting.changed else " "
+        lines.append(f"{mark} {setting.key:<26} {_shown(setting.value):<22} {setting.description}")
     return "\n".join(lines)
 
 
@@ -288,16 +305,6 @@ def _tokens(config: RunConfig) -> int:
         return DEMO_TOKENS
     path, format_, _ = located(DataSource(path=config.data.path, format=config.data.format))
     return estimated_tokens(path, format_)
-
-
-def _setting(setting: Any) -> dict[str, Any]:
-    return {
-        "key": setting.key,
-        "value": setting.value,
-        "default": setting.default,
-        "changed": setting.changed,
-        "description": setting.description,
-    }
 
 
 def _host_limit(capacity: Capacity, placement: Placement, here: Machine | None) -> int | None:

@@ -12,7 +12,7 @@ from fluxtrain.train.step_clock import StepClock
 
 @dataclass(frozen=True, kw_only=True)
 class Computed:
-    """What a step gave: loss in nats a token, norm before clipping."""
+    """The numbers of a step: the mean loss, and the norm before clipping."""
 
     loss: float
     norm: float
@@ -43,8 +43,7 @@ class QueuedStep:
     clock: StepClock
 
     def read(self) -> Computed:
-        """Wait for the backward pass; each part's loss is divided by the tokens of the whole step
-        already."""
+        """Wait for the backward pass; the losses of the batches add up to the mean of the step."""
         return Computed(
             loss=math.fsum(self.norm.losses()),
             norm=self.norm.value(),

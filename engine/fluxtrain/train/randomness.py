@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import base64
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -42,6 +44,17 @@ def restore_random_state(state: dict[str, Any]) -> None:
     if torch.cuda.is_available():
         for device, text in enumerate(state["cuda"][: torch.cuda.device_count()]):
             torch.cuda.set_rng_state(_tensor(text), device)
+
+
+@contextmanager
+def randomness_of(seed: int) -> Iterator[None]:
+    """Seed all generators inside; afterwards they go on as if nothing had been drawn."""
+    before = random_state()
+    seed_everything(seed)
+    try:
+        yield
+    finally:
+        restore_random_state(before)
 
 
 def _text(state: Tensor) -> str:

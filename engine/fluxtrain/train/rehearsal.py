@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from fluxtrain.data.batches import Batch
 from fluxtrain.errors import Diverged
 from fluxtrain.memory.recorder import Note
 from fluxtrain.plan.calibration import NotRehearsed, median
@@ -33,8 +32,9 @@ from fluxtrain.plan.request import PlacementRequest
 from fluxtrain.plan.states import StateFormat
 from fluxtrain.stream.blocks import take_apart
 from fluxtrain.stream.grouping import facts_of
-from fluxtrain.stream.keepers import place_activations
+from fluxtrain.stream.recompute_policy import choose_recompute
 from fluxtrain.train.miniature import middle_block, miniature, wrapped
+from fluxtrain.train.objective import BoundBatch
 from fluxtrain.train.trial import give_back
 from fluxtrain.units import bytes_text
 
@@ -66,7 +66,7 @@ class Rehearsed:
 
 def rehearse(
     model: nn.Module,
-    batch: Batch,
+    batch: BoundBatch[Any],
     device: torch.device,
     states: StateFormat,
     host_available_bytes: int | None,
@@ -94,7 +94,7 @@ def rehearse(
 def _rehearsed(
     model: nn.Module,
     count: int,
-    batch: Batch,
+    batch: BoundBatch[Any],
     device: torch.device,
     states: StateFormat,
     *,
@@ -108,7 +108,7 @@ def _rehearsed(
         if id(parameter) not in within:
             parameter.requires_grad_(False)  # edges have their own part in a plan
     facts = next(group for group in facts_of(mini, states).groups if group.kind == "block")
-    rows = int(batch.input_ids.shape[0])
+    rows = batch.rows
     at_home = PlacementRequest(device_groups=0, resident_blocks=0, embedding="whole")
     how: dict[str, Any] = {"placement": at_home, "states": states, "deferred_moments": True}
     with wrapped(mini, device, "weights", rows, **how) as engine:
@@ -164,14 +164,11 @@ class _Stage:
         mini: nn.Module,
         engine: Engine,
         blocks: Sequence[nn.Module],
-        batch: Batch,
+        batch: BoundBatch[Any],
         device: torch.device,
     ) -> None:
         self._mini, self._engine, self._blocks = mini, engine, blocks
-        self._inputs = {
-            name: value.to(device) if isinstance(value, Tensor) else value
-            for name, value in batch.inputs().items()
-        }
+        self._batch = batch.to(device)
         self._recorder = engine.device.recorder
         self._optimizer = torch.optim.AdamW([p for p in mini.parameters() if p.requires_grad], 1e-6)
         self._seen = _Seen()
@@ -189,7 +186,7 @@ class _Stage:
         engine.plan = engine.plan.with_activations(
             "inputs_on_host" if parked else "inputs_on_device"
         )
-        place_activations(engine)
+        choose_recompute(engine)
         self._step(kind)
         self._engine.flush()
         self._seen = _Seen()
@@ -211,7 +208,7 @@ class _Stage:
     def _step(self, kind: Kind) -> None:
         self._seen.forwards.append([])
         self._seen.backwards.append([])
-        loss = self._mini(**self._inputs).loss
+        loss = self._batch.loss(self._mini)
         if kind == "eager":
             self._engine.begin_eager_step(self._optimizer, loss)
         loss.backward()

@@ -1,79 +1,43 @@
-"""One run from its configuration to its model: load, plan, train, evaluate, export."""
+"""The life of a run: load, calibrate, plan, wrap, resume, train, save."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import msgspec
-import torch
-from torch import nn
 
-from fluxtrain.data.batches import Batch, BatchSource, fullest, in_order
-from fluxtrain.hardware.machine import Machine, read_machine
-from fluxtrain.methods.export import save_model
+from fluxtrain.client.machine import Machine
+from fluxtrain.data.batches import Batch, BatchSource, in_order
+from fluxtrain.hardware.machine import read_machine
 from fluxtrain.methods.kernels import choose_kernels
 from fluxtrain.methods.sampling import sample_text
-from fluxtrain.optim import schedule
-from fluxtrain.optim.outside import outside_optimizer
-from fluxtrain.plan.facts import ModelFacts
-from fluxtrain.plan.group_placement import alike
+from fluxtrain.optim.schedule import factor
 from fluxtrain.plan.guard import DiskRoom
 from fluxtrain.plan.prediction import compared, steady_step_s
-from fluxtrain.stream.engine import engine_of
-from fluxtrain.stream.outside import OutsideOptimizer
-from fluxtrain.telemetry.events import (
-    ChoiceMade,
-    Hello,
-    PlanChecked,
-    Planned,
-    SampleGenerated,
-)
-from fluxtrain.train import keeping
+from fluxtrain.telemetry.events import ChoiceMade, Hello, PlanChecked, SampleGenerated
+from fluxtrain.train import checkpoint_writer
 from fluxtrain.train.cadence import Cadence
 from fluxtrain.train.checkpoint import Checkpoint, read_checkpoint, remove_unfinished
-from fluxtrain.train.choices import choose_course
+from fluxtrain.train.checkpoint_writer import CheckpointWriter, newest_valid, trainer_content
+from fluxtrain.train.choices import choose_schedule
 from fluxtrain.train.config import RunConfig
-from fluxtrain.train.constants import Constants, measured_constants
-from fluxtrain.train.device_budget import hold_to_budget
 from fluxtrain.train.fingerprint import fingerprint
-from fluxtrain.train.forecast import forecast_of
-from fluxtrain.train.guarding import (
-    copied_now,
-    disk_room,
-    page_locks_of,
-    refuse_before_loading,
-    refuse_what_does_not_fit,
-)
-from fluxtrain.train.ingredients import DEMO, Ingredients, load_ingredients
-from fluxtrain.train.keeping import CheckpointKeeper, newest_valid, trainer_content
+from fluxtrain.train.inputs import DEMO, Inputs, load_inputs
+from fluxtrain.train.live import LiveChanges
 from fluxtrain.train.live_setup import live_changes
 from fluxtrain.train.loop import LoopSettings, TrainingLoop
-from fluxtrain.train.parameter_groups import parameter_groups
-from fluxtrain.train.peaks import host_peak_bytes, measured_peaks
-from fluxtrain.train.placing import (
-    as_it_is_now,
-    capacity_of,
-    card_capability,
-    choose_device,
-    decide,
-    dtype_choice,
-    loaded_bytes,
-    model_facts_for,
-    optimizer_in_backward,
-    wrapped,
-)
+from fluxtrain.train.method import method_of
+from fluxtrain.train.objective import Task
+from fluxtrain.train.optimizer import Optimizer, make_optimizer
+from fluxtrain.train.peaks import measured_peaks
+from fluxtrain.train.placing import card_capability, choose_device, dtype_choice, wrapped
+from fluxtrain.train.preflight import disk_room, page_locks_of, refuse_before_loading
 from fluxtrain.train.randomness import seed_everything
 from fluxtrain.train.recovery import Target
-from fluxtrain.train.run_files import (
-    first_hello,
-    full_hello,
-    write_plan_file,
-    write_run_file,
-)
+from fluxtrain.train.run_files import first_hello, full_hello, write_run_file
+from fluxtrain.train.run_plan import RunPlan, plan_run
 from fluxtrain.train.session import Session
 
 EVALUATION_SHARE = 0.1  # of the time, at most, goes into evaluations that nobody set
@@ -90,8 +54,8 @@ def train(
 ) -> None:
     """Train as `config` says in the directory of `target`; returns when the model is exported.
 
-    `kind` is another run, such as one that keeps nothing. `opened` is called with the run directory
-    once that is this process's own.
+    `kind` is another class of run, such as one that writes no checkpoint. `opened` is called with
+    the run directory once this process holds its lock.
 
     Raises:
         FluxTrainError: with the exit code; the run directory holds the record of it.
@@ -112,8 +76,9 @@ def train(
         seed_everything(config.train.seed)
         fits = partial(refuse_before_loading, config, machine, device.value, made.files(session))
         tell = partial(session.announcer.phase, "loading")
-        ingredients = load_ingredients(config, fits, card_capability(device.value), tell)
-        run = made(config, ingredients, session, checkpoint, machine, device)
+        inputs = load_inputs(config, fits, card_capability(device.value), tell)
+        method_of(config).prepare(inputs.loaded.model, config.method)
+        run = made(config, inputs, session, checkpoint, machine, device)
         run.announce(hello)
         if configured:  # only now: a resume that is refused changes nothing of the run
             write_run_file(target.run_dir, config, machine)
@@ -128,187 +93,151 @@ class Run:
 
     @staticmethod
     def files(session: Session) -> DiskRoom:
-        """Where the run writes, for the guard."""
+        """Describe the disk that the run writes to, for the check before it starts."""
         return disk_room(session.run_dir.path)
 
     def __init__(
         self,
         config: RunConfig,
-        ingredients: Ingredients,
+        inputs: Inputs,
         session: Session,
         checkpoint: Checkpoint | None,
         machine: Machine,
         device: ChoiceMade,
     ) -> None:
-        self._config = config
-        self._ingredients = ingredients
-        self._session = session
+        self._config, self._inputs, self._session = config, inputs, session
+        self._method = method_of(config)
+        self._objective = self._method.objective()
         rows = _known_rows(config, checkpoint)
         data = None if rows is None else self._batches(rows)  # refuses a batch beyond the data
-        model = ingredients.loaded.model
-        kernels = choose_kernels(config.model.kernels, model, device.value)
-        self._place(machine, device.value, rows)
-        self.batch_rows = self.placement.batch_rows
+        kernels = choose_kernels(config.model.kernels, inputs.loaded.model, device.value)
+        self._plan = self._planned_for(machine, device.value, rows)
+        self.batch_rows = self._plan.placement.batch_rows
         self.data = data or self._batches(self.batch_rows)
-        liger = ChoiceMade(name="model.kernels", value=kernels.value, because=kernels.because)
-        dtype = dtype_choice(ingredients.loaded.precision)
-        self._choices = (device, dtype, liger, *self.placement.choices)
-        self.course = choose_course(
+        self.schedule = choose_schedule(
             config.train,
             steps_per_epoch=self.data.steps_per_epoch,
             fresh_weights=config.model.path == DEMO,
         )
-        self.model, self.engine = wrapped(config, model, device.value, self.placement, self._facts)
-        self._choices += page_locks_of(self.engine, self._constants.per_s)
-        self.keeper = self.make_keeper()
-        session.gauges.watch(self.engine, self.keeper)
+        self.model, self.engine = wrapped(
+            config, inputs.loaded.model, device.value, self._plan.placement, self._plan.facts
+        )
+        self._choices = (
+            device,
+            dtype_choice(inputs.loaded.precision),
+            ChoiceMade(name="model.kernels", value=kernels.value, because=kernels.because),
+            *self._plan.placement.choices,
+            *page_locks_of(self.engine, self._plan.constants.per_s),
+            *self.schedule.choices,
+        )
+        optimizer = make_optimizer(config.train, self.model, self.schedule.learning_rate)
+        self.checkpoints = self.make_checkpoint_writer(optimizer)
+        session.gauges.watch(self.engine, self.checkpoints)
         session.timeline.watch(self.engine.device.recorder)
-        optimizer = _optimizer(config, self.model, self.course.learning_rate)
-        if isinstance(optimizer, OutsideOptimizer):
-            self.keeper.outside = optimizer
         if checkpoint is not None:
-            session.state = self.keeper.restore(checkpoint, self.engine, self.data)
+            session.state = self.checkpoints.restore(checkpoint, self.engine, self.data)
             session.announcer.at_step(session.state.step)
-        rates = self._constants.rates(has_gpu=self._capacity.has_gpu)
+        self._changes = self._live_changes()
+        self.loop = self._training_loop(optimizer)
+
+    def _planned_for(self, machine: Machine, device: str, rows: int | None) -> RunPlan:
+        """Plan the run for a device; `rows` None: the plan chooses how many a batch takes."""
+        self._session.announcer.phase("loading", "timing one block")
+        return plan_run(
+            self._config,
+            self._inputs.loaded,
+            self._inputs.data.trained,
+            self._objective,
+            machine=machine,
+            device=device,
+            batch_rows=rows,
+            disk=self.files(self._session),
+        )
+
+    def _live_changes(self) -> LiveChanges:
+        """Let the control socket change the plan while the run trains."""
+        plan, session = self._plan, self._session
         changes = live_changes(
-            config, self._facts, self.placement, self.engine, session.announcer, rates
+            self._config,
+            plan.facts,
+            plan.placement,
+            self.engine,
+            session.announcer,
+            plan.constants.rates(has_gpu=plan.capacity.has_gpu),
         )
         session.requests.changes_go_to(changes.ask)
-        self._changes = changes
-        self.loop = TrainingLoop(
+        return changes
+
+    def _training_loop(self, optimizer: Optimizer) -> TrainingLoop[Batch]:
+        session = self._session
+        return TrainingLoop(
             model=self.model,
             optimizer=optimizer,
-            data=self.data,
-            held_out=self.held_out,
+            task=Task(objective=self._objective, data=self.data, held_out=self.held_out),
             settings=self._loop_settings(),
-            keeper=self.keeper,
+            checkpoints=self.checkpoints,
             announcer=session.announcer,
             requests=session.requests,
-            changes=changes,
+            changes=self._changes,
             state=session.state,
         )
 
-    def _place(self, machine: Machine, device: str, rows: int | None) -> None:
-        """Decide where the bytes go, from what a block and the machine are measured to do."""
-        config, loaded = self._config, self._ingredients.loaded
-        facts = model_facts_for(config, loaded.model, loaded.config)
-        self._constants = self._measured(facts, machine, device, rows)
-        self._facts = self._constants.applied(facts)
-        to_come = self._constants.still_to_come_bytes
-        # libraries and data are there by now; pages of the model's files count as available
-        copied = copied_now(loaded)
-        machine = as_it_is_now(machine, copied.weights_bytes - to_come)
-        rows_there = len(self._ingredients.data.trained)
-        self.placement = decide(
-            config,
-            self._facts,
-            machine,
-            device,
-            batch_rows=rows,
-            data_rows=max(1, rows_there // config.train.accumulation),
-            loaded_bytes=loaded_bytes(loaded.model) - to_come,
-            constants=self._constants,
-        )
-        self.placement = replace(self.placement, reached_bytes=host_peak_bytes())
-        capacity = self._capacity = capacity_of(machine, device)
-        left, files = capacity.host_available_bytes, self.files(self._session)
-        refuse_what_does_not_fit(config, facts, self.placement, copied, left, files)
-
-    def _measured(
-        self, facts: ModelFacts, machine: Machine, device: str, rows: int | None
-    ) -> Constants:
-        """The constants of the plan; a block is tried now unless that was done before."""
-        if device == "cuda":
-            hold_to_budget(self._config.placement.budget_gib)
-        self._session.announcer.phase("loading", "trying one block")
-        model, data = self._ingredients.loaded.model, self._ingredients.data.trained
-
-        def batch_of(count: int) -> Batch:
-            return next(iter(in_order(data, count)))
-
-        where, kind = (machine, device, rows), optimizer_in_backward(self._config, facts)
-        return measured_constants(facts, *where, model, batch_of, fullest(data), eager=kind)
-
-    def make_keeper(self) -> CheckpointKeeper:
-        """What writes this run's checkpoints."""
+    def make_checkpoint_writer(self, optimizer: Optimizer) -> CheckpointWriter:
+        """Make what writes this run's checkpoints."""
         config, session = self._config, self._session
         cadence = Cadence(
             every=config.train.checkpoint_every,
-            total_steps=self.course.total_steps,
-            share=keeping.SHARE,
-            period_s=keeping.PERIOD_S,
+            total_steps=self.schedule.total_steps,
+            share=checkpoint_writer.SHARE,
+            period_s=checkpoint_writer.PERIOD_S,
         )
-        return CheckpointKeeper(
+        return CheckpointWriter(
             session.run_dir.checkpoints,
             cadence,
             config.train.keep_checkpoints,
             session.announcer,
             fingerprint(config, self.model, self.batch_rows),
+            optimizer,
         )
 
     def announce(self, hello: Hello) -> None:
-        """Tell what the model turned out to be, and the plan with its reasons."""
-        session, loaded = self._session, self._ingredients.loaded
+        """Emit the facts of the loaded model, and the plan with its reasons."""
+        session, loaded = self._session, self._inputs.loaded
+        steps = self.schedule.total_steps
         session.announcer.emit(
             full_hello(
                 hello,
                 self.engine,
                 model=loaded.name,
                 dtype=loaded.precision.dtype,
-                total_steps=self.course.total_steps,
+                total_steps=steps,
                 first_step=session.state.step,
             )
         )
-        plan = self.placement
-        forecast = forecast_of(self._config, self._facts, plan, self._capacity, self._constants)
-        time = forecast.time(self.course.total_steps)
-        told = time["predicted"] or {}
-        planned = Planned(
-            offload=plan.offload,
-            batch_rows=plan.batch_rows,
-            chunk_rows=self.engine.chunk_rows,
-            accumulation=self._config.train.accumulation,
-            sequence_length=self._config.data.sequence_length,
-            **vars(plan.totals),
-            placement=alike(plan.groups),
-            slots=plan.slots,
-            device_bytes=plan.need.shown_device_bytes(has_gpu=self._capacity.has_gpu),
-            device_budget_bytes=plan.budget_bytes,
-            host_bytes=plan.host_bytes,
-            choices=(*self._choices, *self.course.choices),
-            step_s=told.get("seconds_per_step"),
-            tokens_per_s=told.get("tokens_per_s"),
-            eta_s=told.get("eta_s"),
-            disk_bytes=forecast.disk_bytes,
-            binds=told.get("binds", ""),
-            constants=time["predicted_because"],
-        )
-        write_plan_file(session.run_dir, planned, plan, told.get("parts_s", {}), self._constants)
-        session.announcer.emit(planned)
-        self._planned = planned
+        self._planned = self._plan.write(session.run_dir, self.engine, steps, self._choices)
+        session.announcer.emit(self._planned)
 
     def finish(self) -> None:
-        """Show what the model says now, and leave it where any program can load it."""
-        session, loaded = self._session, self._ingredients.loaded
+        """Save the trained model, and show a sample of it."""
+        session, loaded = self._session, self._inputs.loaded
         session.announcer.phase("saving", "the trained model")
-        save_model(loaded.model, loaded.tokenizer, session.run_dir.model)
+        self._method.save(loaded.model, loaded.tokenizer, session.run_dir.model)
         session.model_path = str(session.run_dir.model)
-        if self._ingredients.prompt:
-            text = sample_text(loaded.model, loaded.tokenizer, self._ingredients.prompt)
+        if self._inputs.prompt:
+            text = sample_text(loaded.model, loaded.tokenizer, self._inputs.prompt)
             session.announcer.emit(
                 SampleGenerated(
                     step=session.state.step,
-                    prompt=self._ingredients.prompt,
-                    text=text.removeprefix(self._ingredients.prompt),
+                    prompt=self._inputs.prompt,
+                    text=text.removeprefix(self._inputs.prompt),
                 )
             )
         self.measure()
 
     def measure(self) -> None:
-        """Put what was predicted beside what was measured: journal, console and result.json.
+        """Report predicted beside measured values: journal, console and result.json.
 
-        After a change of the running training that is the prediction for what it was changed to,
-        and the steps since.
+        After a live change the prediction is that of the new settings, and the steps since count.
         """
         session, changes = self._session, self._changes
         plan = changes.promise or self._planned
@@ -335,28 +264,27 @@ class Run:
     def _batches(self, rows: int) -> BatchSource:
         config = self._config
         return BatchSource(
-            self._ingredients.data.trained, rows, config.train.accumulation, config.data.seed
+            self._inputs.data.trained, rows, config.train.accumulation, config.data.seed
         )
 
     def held_out(self) -> Iterable[Batch]:
-        """The batches of an evaluation."""
-        return in_order(self._ingredients.data.held_out, self.batch_rows)
+        """Yield the batches of an evaluation."""
+        return in_order(self._inputs.data.held_out, self.batch_rows)
 
     def _loop_settings(self) -> LoopSettings:
-        course, name = self.course, self._config.train.schedule
+        schedule, name = self.schedule, self._config.train.schedule
 
         def rate(step: int) -> float:
-            factor = schedule.factor(
-                name, step, warmup_steps=course.warmup_steps, total_steps=course.total_steps
-            )
-            return course.learning_rate * factor
+            warmup, total = schedule.warmup_steps, schedule.total_steps
+            share = factor(name, step, warmup_steps=warmup, total_steps=total)
+            return schedule.learning_rate * share
 
         return LoopSettings(
-            total_steps=course.total_steps,
+            total_steps=schedule.total_steps,
             max_grad_norm=self._config.train.max_grad_norm,
             evaluations=Cadence(
                 every=self._config.train.evaluate_every,
-                total_steps=course.total_steps,
+                total_steps=schedule.total_steps,
                 share=EVALUATION_SHARE,
                 last_step=self._session.state.step,
             ),
@@ -365,7 +293,7 @@ class Run:
 
 
 def _checkpoint_of(target: Target, session: Session) -> Checkpoint | None:
-    """The checkpoint to go on from; None starts at the first step."""
+    """Find the checkpoint to resume from; None starts at the first step."""
     if not target.resumes:
         return None
     remove_unfinished(target.run_dir.checkpoints)
@@ -378,22 +306,9 @@ def _checkpoint_of(target: Target, session: Session) -> Checkpoint | None:
 
 
 def _known_rows(config: RunConfig, checkpoint: Checkpoint | None) -> int | None:
-    """Rows of a backward pass: as set, or as at the run's start; None is to be chosen."""
+    """Return the rows of a micro-batch: as set, or as in the checkpoint; None: the plan chooses."""
     if config.train.batch_rows != "auto":
         return config.train.batch_rows
     if checkpoint is None:
         return None
     return int(trainer_content(checkpoint)["fingerprint"]["batch_rows"])
-
-
-def _optimizer(
-    config: RunConfig, model: nn.Module, rate: float
-) -> torch.optim.Optimizer | OutsideOptimizer:
-    settings = config.train
-    decay, exempt = settings.weight_decay, settings.no_decay
-    groups = parameter_groups(model, learning_rate=rate, weight_decay=decay, no_decay=exempt)
-    options: Any = {"lr": rate, "betas": settings.betas, "eps": settings.eps}
-    if settings.optimizer == "adamw":
-        return torch.optim.AdamW(groups, **options)
-    make = partial(outside_optimizer, settings.optimizer, **options)
-    return OutsideOptimizer(engine_of(model), groups, make)

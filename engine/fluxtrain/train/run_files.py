@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 import fluxtrain
-from fluxtrain.hardware.machine import Machine
+from fluxtrain.client.machine import Machine
 from fluxtrain.plan.placement import Placement
 from fluxtrain.telemetry.events import Hello, Planned
 from fluxtrain.telemetry.process import ProcessMark
@@ -58,7 +58,7 @@ def write_plan_file(
     for stamp in ("seq", "t_s", "wall_s", "dropped", "event"):
         content.pop(stamp, None)
     content |= {
-        "placement": [msgspec.structs.asdict(alike) for alike in planned.placement],
+        "placement": [msgspec.structs.asdict(rows) for rows in planned.placement],
         "need": asdict(placement.need),
         "process_bytes": placement.process_bytes,
         "saving_bytes": placement.saving_bytes,

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from fluxtrain.data.batches import Batch
 from fluxtrain.errors import FluxTrainError
 from fluxtrain.memory.heap import trim_heap
 from fluxtrain.plan.calibration import median
+from fluxtrain.train.objective import BoundBatch
 from fluxtrain.train.peaks import measure_host_peak_anew, recent_host_peak_bytes
 
 if TYPE_CHECKING:
@@ -109,74 +109,71 @@ class Bench:
         for handle in self._hooks:
             handle.remove()
 
-    def trial(self, batch: Batch, *, chunk_rows: int | None = None, weighs: bool = True) -> Trial:
+    def trial(
+        self, batch: BoundBatch[Any], *, chunk_rows: int | None = None, weighs: bool = True
+    ) -> Trial:
         """Repeats with the rows of `batch` (None: as one chunk), after one that warms up and, where
         memory is the host's, one that `weighs` what a block holds and takes time for that."""
-        trial = self._trial = Trial(int(batch.input_ids.shape[0]))
+        trial = self._trial = Trial(batch.rows)
         self._engine.chunk_rows = chunk_rows or trial.rows
-        inputs = self._inputs_of(batch)
-        self._step(inputs)
+        # the host must not wait in a step for a copy behind what is still computed
+        batch = batch.to(self._device)
+        self._step(batch)
         if weighs and not self._on_gpu and chunk_rows is None:
             self._weighs = True
-            self._step(inputs)
+            self._step(batch)
             self._weighs = False
         trial.seconds.clear()
         if self._on_gpu:
-            self._repeat(inputs, HEAT_S, LIMIT_S)
-            self._keep(inputs, trial)
+            self._repeat(batch, HEAT_S, LIMIT_S)
+            self._keep(batch, trial)
             return trial
         started_s = time.perf_counter()
         for _ in range(REPEATS):
-            self._step(inputs)
+            self._step(batch)
             if time.perf_counter() - started_s > ROUND_LIMIT_S:
                 break
         return trial
 
-    def weighed(self, batch: Batch, trial: Trial) -> None:
+    def weighed(self, batch: BoundBatch[Any], trial: Trial) -> None:
         """What `batch` holds counts for `trial`, of other rows, where it is more: rows of several
         documents need a mask, with which attention keeps more, and may come late in a run."""
         other = self._trial = Trial(trial.rows)
         self._engine.chunk_rows = trial.rows
-        inputs = self._inputs_of(batch)
-        self._step(inputs)
+        # the host must not wait in a step for a copy behind what is still computed
+        batch = batch.to(self._device)
+        self._step(batch)
         if not self._on_gpu:
             self._weighs = True
-            self._step(inputs)
+            self._step(batch)
             self._weighs = False
         elif trial.keeps:
-            self._keep(inputs, other)
+            self._keep(batch, other)
         trial.weighs_as(other)
 
-    def _inputs_of(self, batch: Batch) -> dict[str, Any]:
-        """On the device: the host must not wait there for a copy behind what is still computed."""
-        return {
-            name: value.to(self._device) if isinstance(value, Tensor) else value
-            for name, value in batch.inputs().items()
-        }
-
-    def _keep(self, inputs: dict[str, Any], trial: Trial) -> None:
+    def _keep(self, batch: BoundBatch[Any], trial: Trial) -> None:
         """The same with the activations kept: only the backward pass differs, and what is held."""
         kept = self._trial = Trial(trial.rows)
         for unit in self._engine.units:
-            unit.keeps = unit.group.kind == "block"
+            unit.recomputes = unit.group.kind != "block"
         try:
-            self._repeat(inputs, 0.0, LIMIT_S / 2)
+            self._repeat(batch, 0.0, LIMIT_S / 2)
         except torch.OutOfMemoryError:
             return
         finally:
             for unit in self._engine.units:
-                unit.keeps = False
+                unit.recomputes = True
         trial.seconds["kept_backward"] = kept.seconds["backward"]
         trial.keeps, trial.kept_bytes = True, max(0, kept.held_bytes - trial.held_bytes)
 
-    def _repeat(self, inputs: dict[str, Any], heat_s: float, limit_s: float) -> None:
+    def _repeat(self, batch: BoundBatch[Any], heat_s: float, limit_s: float) -> None:
         """Steps one behind the other without a pause; those that the device begins after `heat_s`
         count, but never the first."""
         counted: list[_Marks] = []
         before: _Marks | None = None
         started_s, past_s = time.perf_counter(), 0.0
         while len(counted) < REPEATS and not (counted and past_s > limit_s):
-            step = self._queue(inputs)
+            step = self._queue(batch)
             if before is not None:
                 before.passed["updated"][0].synchronize()
                 past_s = time.perf_counter() - started_s - heat_s  # it begins now
@@ -186,16 +183,16 @@ class Bench:
         for step in counted:
             self._tell(step)
 
-    def _step(self, inputs: dict[str, Any]) -> None:
+    def _step(self, batch: BoundBatch[Any]) -> None:
         """One step, waited for."""
-        step = self._queue(inputs)
+        step = self._queue(batch)
         self._wait()
         self._tell(step)
 
-    def _queue(self, inputs: dict[str, Any]) -> _Marks:
+    def _queue(self, batch: BoundBatch[Any]) -> _Marks:
         step = self._marks = _Marks()
         self._mark("start")
-        loss = self._mini(**inputs).loss
+        loss = batch.loss(self._mini)
         self._mark("loss")
         if self._on_gpu:
             self._at_the_loss = True

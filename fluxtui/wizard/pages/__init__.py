@@ -1,1 +1,1 @@
-"""The wizard's pages as functions of a `View` and a width. No state, no widgets."""
+"""The wizard's pages as functions of a `WizardView` and a width. No state, no widgets."""

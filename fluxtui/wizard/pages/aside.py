@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from textual.content import Content
 
-from fluxtui.wizard import drawing
+from fluxtui.wizard.pages import drawing
 from fluxtui.wizard.pages.launch import summary_rows
 from fluxtui.wizard.pages.preview import equivalent
-from fluxtui.wizard.view import View
+from fluxtui.wizard.pages.wizard_view import WizardView
 
 
-def aside(view: View, width: int) -> Content:
+def aside(view: WizardView, width: int) -> Content:
     """The command and the file at the end; before, the answers and the machine."""
     if view.answers.step in ("preview", "launch") and view.answers.start != "resume":
         return equivalent(view, width)

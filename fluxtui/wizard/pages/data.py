@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from textual.content import Content
 
-from fluxtui.wizard import drawing
-from fluxtui.wizard.checks import Check
-from fluxtui.wizard.inspection import Inspection, histogram, histogram_lines
+from fluxtrain.client.inspection import InspectionAnswer
+from fluxtui.wizard.checks.answer_checks import Check
+from fluxtui.wizard.engine.inspection import histogram, histogram_lines, inspection_rows
+from fluxtui.wizard.pages import drawing
 from fluxtui.wizard.pages.found import found_page
 from fluxtui.wizard.pages.waiting import pending
-from fluxtui.wizard.view import View
+from fluxtui.wizard.pages.wizard_view import WizardView
 
 HISTOGRAM_LINES = 3
 SAMPLE_LINES = 8
@@ -18,7 +19,7 @@ NAME_CELLS = 16
 LEGEND = "▌ is learnt, the rest is only seen"
 
 
-def data_page(view: View, width: int) -> Content:
+def data_page(view: WizardView, width: int) -> Content:
     """The answer's check, and what the engine makes of the data."""
     check, asked = view.checks.get("data"), view.inspection
     if check is None or check.error:
@@ -48,7 +49,7 @@ def _in_a_line(check: Check, width: int) -> Content:
     return Content("\n").join(lines)
 
 
-def _inspected(found: Inspection, width: int, short: bool) -> list[Content]:
+def _inspected(found: InspectionAnswer, width: int, short: bool) -> list[Content]:
     """Lengths, then samples; where the screen is low the first sample is in front of them."""
     if not short:
         samples = [_heading(width), *_samples(found, width, SAMPLE_LINES)]
@@ -62,16 +63,15 @@ def _heading(width: int) -> Content:
     return drawing.heading("As the model sees it", LEGEND, width)
 
 
-def _lengths(found: Inspection, width: int) -> Content:
+def _lengths(found: InspectionAnswer, width: int) -> Content:
     bars = histogram(found.lengths, found.sequence_length, min(width, 72))
     drawn = histogram_lines(bars, found.sequence_length, HISTOGRAM_LINES)
-    rows = [(name, value) for name, value in found.rows()]
     return Content("\n").join(
         [
             drawing.heading("Lengths", "documents by tokens", width),
             *(_bar_line(line, bars.marked) for line in drawn[:-1]),
             Content.styled(drawn[-1], drawing.MUTED),
-            drawing.pairs(rows, width),
+            drawing.pairs(inspection_rows(found), width),
         ]
     )
 
@@ -82,7 +82,7 @@ def _bar_line(line: str, marked: int) -> Content:
     )
 
 
-def _samples(found: Inspection, width: int, most_lines: int) -> list[Content]:
+def _samples(found: InspectionAnswer, width: int, most_lines: int) -> list[Content]:
     """Each with its title and at most so many lines."""
     return [
         Content("\n").join(

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from textual.content import Content
 
-from fluxtui.wizard import drawing
-from fluxtui.wizard.view import View
+from fluxtui.wizard.pages import drawing
+from fluxtui.wizard.pages.wizard_view import WizardView
 
 
-def found_page(view: View, width: int) -> Content:
+def found_page(view: WizardView, width: int) -> Content:
     """What is known about the answer of the step on screen."""
     check = view.checks.get(view.answers.step)
     if check is None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from textual.content import Content
 
-from fluxtui.wizard import drawing
+from fluxtui.wizard.engine.machine import age_text, machine_table, machine_warnings
+from fluxtui.wizard.pages import drawing
 from fluxtui.wizard.pages.waiting import pending, refused
-from fluxtui.wizard.view import View
+from fluxtui.wizard.pages.wizard_view import WizardView
 
 
-def hardware_page(view: View, width: int) -> Content:
+def hardware_page(view: WizardView, width: int) -> Content:
     """The probe's table."""
     asked = view.probe
     head = Content.styled("This machine", "bold")
@@ -26,16 +27,15 @@ def hardware_page(view: View, width: int) -> Content:
         return Content("\n").join(
             [head, *now_lines(view, width), Content(""), pending("Measuring", asked, width, note)]
         )
-    facts = asked.value
-    hint = f"{facts.age_text()}; {view.key('wizard_again')} measures again"
+    probe = asked.value
+    hint = f"{age_text(probe)}; {view.key('wizard_again')} measures again"
     title = drawing.heading("This machine", hint, width)
-    warnings = [drawing.caution(warning, width) for warning in facts.warnings]
-    return Content("\n").join(
-        [title, *now_lines(view, width), Content(""), *warnings, drawing.table(facts.rows, width)]
-    )
+    warnings = [drawing.caution(warning, width) for warning in machine_warnings(probe)]
+    table = drawing.table(machine_table(probe), width)
+    return Content("\n").join([title, *now_lines(view, width), Content(""), *warnings, table])
 
 
-def now_lines(view: View, width: int) -> list[Content]:
+def now_lines(view: WizardView, width: int) -> list[Content]:
     """What the machine does at the moment; the table is of when it was measured."""
     now = view.machine_now(width - 5)
     return [Content.assemble(("now  ", drawing.MUTED), drawing.spans(now))] if now else []

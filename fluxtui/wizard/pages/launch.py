@@ -5,16 +5,16 @@ from __future__ import annotations
 from textual.content import Content
 
 from fluxtrain.units import bytes_text
-from fluxtui.wizard import drawing
-from fluxtui.wizard.known_runs import run_rows
-from fluxtui.wizard.launching import command_text
+from fluxtui.wizard.answers.launching import command_text
+from fluxtui.wizard.checks.known_runs import run_rows
+from fluxtui.wizard.pages import drawing
 from fluxtui.wizard.pages.preview import time_line, yaml_block
-from fluxtui.wizard.view import View
+from fluxtui.wizard.pages.wizard_view import WizardView
 
 OWN_PROCESS = "in a process of its own: closing this app does not stop it"
 
 
-def launch_page(view: View, width: int) -> Content:
+def launch_page(view: WizardView, width: int) -> Content:
     """The run in words, where it goes, and the command."""
     going_on = view.answers.start == "resume"
     lines = [Content.styled("Ready to go on" if going_on else "Ready", "bold"), Content("")]
@@ -38,13 +38,13 @@ def launch_page(view: View, width: int) -> Content:
     return Content("\n").join(lines)
 
 
-def launch_problems(view: View) -> list[str]:
+def launch_problems(view: WizardView) -> list[str]:
     """Why the run cannot start, or would fail at once."""
     data = view.inspection.refusal if view.answers.start != "resume" else None
     return [message for message in (view.launch_error, data) if message]
 
 
-def launch_rows(view: View) -> list[tuple[str, str]]:
+def launch_rows(view: WizardView) -> list[tuple[str, str]]:
     """The answers in words, what they lead to, and where the run lives."""
     rows = [*summary_rows(view), ("runs in", str(view.root))]
     if view.plan.value is not None:
@@ -55,13 +55,13 @@ def launch_rows(view: View) -> list[tuple[str, str]]:
     return rows
 
 
-def summary_rows(view: View) -> list[tuple[str, str]]:
+def summary_rows(view: WizardView) -> list[tuple[str, str]]:
     """The answers in words."""
     answers, plan = view.answers, view.plan.value
-    steps = answers.steps if plan is None or plan.steps is None else plan.steps
+    steps = answers.steps if plan is None else plan.steps
     offload: str = answers.offload
-    if plan is not None and plan.offload and plan.offload != offload:
-        offload = f"{plan.offload} ({offload})"
+    if plan is not None and plan.layout.offload != offload:
+        offload = f"{plan.layout.offload} ({offload})"
     return [
         ("model", answers.model_path),
         ("data", answers.data_file),
@@ -72,7 +72,7 @@ def summary_rows(view: View) -> list[tuple[str, str]]:
     ]
 
 
-def resumed_rows(view: View) -> list[tuple[str, str]]:
+def resumed_rows(view: WizardView) -> list[tuple[str, str]]:
     """What is known about the run that goes on."""
     for run in view.runs:
         if run.path == view.answers.resume_run:

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from textual.content import Content
 
+from fluxtrain.client.plan import PlanAnswer
 from fluxtrain.errors import EXIT_DOES_NOT_FIT
 from fluxtrain.units import count_text, duration_text
-from fluxtui.wizard import drawing
+from fluxtui.wizard.answers.questions import METHODS
+from fluxtui.wizard.engine.plan_preview import fit, model_line
+from fluxtui.wizard.pages import drawing
 from fluxtui.wizard.pages.waiting import pending
-from fluxtui.wizard.plan_preview import PlanPreview
-from fluxtui.wizard.questions import METHODS
-from fluxtui.wizard.view import View
+from fluxtui.wizard.pages.wizard_view import WizardView
 
 _STYLES = {"fits": "$success", "fits with offload": "$success", "does not fit": "$error"}
 _MARKS = {"fits": "✓", "fits with offload": "✓", "does not fit": "✗"}
 
 
-def method_page(view: View, width: int) -> Content:
+def method_page(view: WizardView, width: int) -> Content:
     """The question and its cards."""
     lines = [Content.styled("How shall it learn?", "bold"), Content("")]
     for option in METHODS:
@@ -30,18 +31,18 @@ def method_page(view: View, width: int) -> Content:
     return Content("\n").join(lines)
 
 
-def fit_words(view: View) -> str:
+def fit_words(view: WizardView) -> str:
     """Whether the chosen method fits, in one line."""
     plan = view.plan.value
     if plan is not None:
-        return plan.fit
+        return fit(plan)
     if view.plan.refusal is not None:
         fits = view.plan.exit_code != EXIT_DOES_NOT_FIT
         return "not known" if fits else "does not fit"
     return "being planned"
 
 
-def numbers_line(plan: PlanPreview) -> str:
+def numbers_line(plan: PlanAnswer) -> str:
     """The predicted speed in one line, or why there is none."""
     told = plan.predicted
     if told is None:
@@ -52,7 +53,7 @@ def numbers_line(plan: PlanPreview) -> str:
     )
 
 
-def _card(view: View, width: int) -> Content:
+def _card(view: WizardView, width: int) -> Content:
     words, plan = fit_words(view), view.plan.value
     if view.plan.refusal is not None:
         verdict = "DOES NOT FIT" if words == "does not fit" else "NOT KNOWN"
@@ -72,6 +73,6 @@ def _card(view: View, width: int) -> Content:
         drawing.memory_bar("host", plan.host_bytes, plan.host_limit_bytes, width),
         Content(""),
         drawing.paragraph(numbers_line(plan), width),
-        drawing.paragraph(plan.model, width, drawing.MUTED),
+        drawing.paragraph(model_line(plan), width, drawing.MUTED),
     ]
     return Content("\n").join(lines)

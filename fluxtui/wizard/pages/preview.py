@@ -7,17 +7,18 @@ from typing import Any
 
 from textual.content import Content
 
+from fluxtrain.client.dry_run import DryRunAnswer
+from fluxtrain.client.plan import PlanAnswer
 from fluxtrain.units import bytes_text, duration_text
-from fluxtui.wizard import drawing
-from fluxtui.wizard.configuring import yaml_text
-from fluxtui.wizard.launching import command_text
+from fluxtui.wizard.answers.configuring import yaml_text
+from fluxtui.wizard.answers.launching import command_text
+from fluxtui.wizard.engine import plan_preview
+from fluxtui.wizard.pages import drawing
 from fluxtui.wizard.pages.waiting import pending, refused
-from fluxtui.wizard.plan_preview import PlanPreview
-from fluxtui.wizard.trial import Trial
-from fluxtui.wizard.view import View
+from fluxtui.wizard.pages.wizard_view import WizardView
 
 
-def preview_page(view: View, width: int) -> Content:
+def preview_page(view: WizardView, width: int) -> Content:
     """Bars with margins, time, disk, differences from the defaults, and predicted = measured?"""
     asked = view.plan
     if asked.refusal is not None:
@@ -40,7 +41,7 @@ def preview_page(view: View, width: int) -> Content:
     return Content("\n\n").join(parts)
 
 
-def bar_rows(view: View, plan: PlanPreview) -> list[tuple[str, int | None, int | None]]:
+def bar_rows(view: WizardView, plan: PlanAnswer) -> list[tuple[str, int | None, int | None]]:
     """Name, what is taken and what there is, of each memory."""
     device = "VRAM" if plan.device == "cuda" else "buffers"
     return [
@@ -57,23 +58,21 @@ def margin_text(used: int | None, limit: int | None) -> str:
     return f"{bytes_text(limit - used)} left" if used <= limit else ""
 
 
-def time_line(view: View) -> str:
+def time_line(view: WizardView) -> str:
     """The run's time as an interval, once three steps were tried; as predicted before."""
     plan, trial = view.plan.value, view.trial.value
     if trial is not None:
-        return f"time: {trial.eta}, by the speed of the dry run"
+        return f"time: {trial.eta_text()}, by the speed of the dry run"
     if plan is None or plan.predicted is None:
         why = plan.predicted_because if plan else "there is no plan yet"
         return f"time: not predicted: {why}"
     return f"time: about {duration_text(plan.predicted.eta_s)}, predicted; a dry run tells how far"
 
 
-def disk_line(plan: PlanPreview) -> str:
+def disk_line(plan: PlanAnswer) -> str:
     """What is written to the disk, and what of it stays."""
     stays = f"checkpoints and the trained model take {bytes_text(plan.disk_bytes)} at most"
-    count, each = plan.checkpoints, plan.checkpoint_bytes
-    if count is None or each is None:
-        return f"disk: {stays}"
+    count, each = plan_preview.checkpoints(plan), plan.checkpoint_bytes
     plural = "s" * (count != 1)
     return (
         f"disk: about {count} checkpoint{plural} of {bytes_text(each)} are written, "
@@ -86,7 +85,7 @@ def changed_rows(changed: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [(key, str(value)) for key, value in changed.items()]
 
 
-def equivalent(view: View, width: int) -> Content:
+def equivalent(view: WizardView, width: int) -> Content:
     """The same run as a command and as YAML."""
     hint = f"   {view.key('wizard_command')} copies it"
     return Content("\n").join(
@@ -99,21 +98,22 @@ def equivalent(view: View, width: int) -> Content:
     )
 
 
-def yaml_block(view: View) -> Content:
+def yaml_block(view: WizardView) -> Content:
     """The configuration file."""
     text = "\n".join(f"  {line}" for line in config_text(view).rstrip().splitlines())
     title = drawing.heading("config.yaml", f"{view.key('wizard_yaml')} copies it", 80)
     return Content("\n").join([title, Content(text)])
 
 
-def config_text(view: View) -> str:
+def config_text(view: WizardView) -> str:
     """The YAML of the run. The demo needs none, so its own settings come from the plan."""
     plan = view.plan.value
-    demo = view.answers.is_demo and plan is not None
-    return plan.config_text if demo and plan is not None else yaml_text(view.answers)
+    if view.answers.is_demo and plan is not None:
+        return plan_preview.config_text(plan)
+    return yaml_text(view.answers)
 
 
-def _bars(view: View, plan: PlanPreview, width: int) -> list[Content]:
+def _bars(view: WizardView, plan: PlanAnswer, width: int) -> list[Content]:
     lines = []
     for name, used, limit in bar_rows(view, plan):
         bar = drawing.memory_bar(name, used, limit, width - 16)
@@ -123,14 +123,14 @@ def _bars(view: View, plan: PlanPreview, width: int) -> list[Content]:
     return lines
 
 
-def _trial_title(view: View, width: int) -> Content:
+def _trial_title(view: WizardView, width: int) -> Content:
     hint = f"{view.key('wizard_try')} trains three real steps; nothing is kept"
     if view.trial.pending:
         hint = f"{view.key('wizard_back')} ends it"
     return drawing.heading("Dry run", hint, width)
 
 
-def _trial(view: View, width: int) -> Content:
+def _trial(view: WizardView, width: int) -> Content:
     asked = view.trial
     if asked.refusal is not None:
         return drawing.problem(asked.refusal, width)
@@ -141,9 +141,9 @@ def _trial(view: View, width: int) -> Content:
     return Content.styled("  not tried yet", drawing.MUTED)
 
 
-def _compared(trial: Trial, width: int) -> Content:
+def _compared(trial: DryRunAnswer, width: int) -> Content:
     lines = [Content.styled(f"  {'':<14}{'predicted':>12}{'measured':>12}  error", drawing.MUTED)]
-    for row in trial.rows:
+    for row in trial.rows():
         lines.append(
             Content.assemble(
                 (f"  {row.name:<14}", drawing.MUTED),
@@ -152,12 +152,12 @@ def _compared(trial: Trial, width: int) -> Content:
                 (f"  {row.error}", drawing.MUTED),
             )
         )
-    if trial.over_limit:
+    if trial.is_over_limit:
         lines.append(drawing.problem("more than there is: turn the dial to fit", width))
     return Content("\n").join(lines)
 
 
-def _changed(plan: PlanPreview, width: int) -> Content:
+def _changed(plan: PlanAnswer, width: int) -> Content:
     rows = changed_rows(plan.changed)
     if not rows:
         return Content.styled("  everything is at its default", drawing.MUTED)

@@ -6,18 +6,22 @@ from collections.abc import Sequence
 
 from textual.content import Content
 
+from fluxtrain.client.plan import PlanAnswer, PlanOption
+from fluxtrain.telemetry.events import ChoiceMade
 from fluxtrain.units import bytes_text, count_text, duration_text
-from fluxtui.wizard import drawing
-from fluxtui.wizard.answers import DIAL
+from fluxtui.wizard.answers.answers import DIAL
+from fluxtui.wizard.engine.plan_preview import (
+    unranked_because,
+)
+from fluxtui.wizard.pages import drawing
 from fluxtui.wizard.pages.waiting import pending, refused
-from fluxtui.wizard.plan_preview import PlanPreview, RankedPlan, ReasonedChoice
-from fluxtui.wizard.view import View
+from fluxtui.wizard.pages.wizard_view import WizardView
 
 CARD_LEAST = 22  # columns of a card with its border
 OLDER = "planned before the numbers below were set"
 
 
-def strategy_page(view: View, width: int, *, cursor: int = 0, why: bool = False) -> Content:
+def strategy_page(view: WizardView, width: int, *, cursor: int = 0, why: bool = False) -> Content:
     """Everything that can be chosen about where the bytes live and how many rows a step has.
 
     The choice at `cursor` shows its reason; with `why` all of them do.
@@ -35,14 +39,14 @@ def strategy_page(view: View, width: int, *, cursor: int = 0, why: bool = False)
         return Content("\n").join([*head, pending(what, asked, width, note)])
     plan = asked.value
     if not view.cards:
-        head += [Content.styled(f"no ranked plans: {plan.unranked_because}", drawing.MUTED)]
+        head += [Content.styled(f"no ranked plans: {unranked_because(plan)}", drawing.MUTED)]
     if not plan.fits:
         head += [drawing.problem(_over(view), width)]
     head += [numbers_line(view, plan, width), Content("")]
     return Content("\n").join([*head, *_reasons(view, plan.choices, width, cursor, why)])
 
 
-def _cure(view: View) -> str:
+def _cure(view: WizardView) -> str:
     back, offload, again = map(view.key, ("wizard_back", "wizard_offload", "wizard_again"))
     return (
         f"Press {back} to change an answer, {offload} for another offload setting, or {again} to "
@@ -50,12 +54,12 @@ def _cure(view: View) -> str:
     )
 
 
-def _over(view: View) -> str:
+def _over(view: WizardView) -> str:
     back, offload = view.key("wizard_back"), view.key("wizard_offload")
     return f"this does not fit: turn the dial to fit, press {offload} for more offload, or {back}"
 
 
-def dial_line(view: View, width: int) -> Content:
+def dial_line(view: WizardView, width: int) -> Content:
     """The dial with its stops; the chosen one stands between arrows."""
     parts: list[Content | tuple[str, str]] = [("Strategy  ", "bold")]
     for stop in DIAL:
@@ -68,7 +72,7 @@ def dial_line(view: View, width: int) -> Content:
     return Content.assemble(*parts)
 
 
-def cards(view: View, width: int) -> Content:
+def cards(view: WizardView, width: int) -> Content:
     """The ranked plans beside each other, or under each other where there is no room."""
     gap = 1
     room = (width - gap * (len(view.cards) - 1)) // len(view.cards)
@@ -78,7 +82,7 @@ def cards(view: View, width: int) -> Content:
     return Content("\n").join(Content(" " * gap).join(lines) for lines in zip(*drawn, strict=True))
 
 
-def card_facts(card: RankedPlan, device: str) -> list[tuple[str, str]]:
+def card_facts(card: PlanOption, device: str) -> list[tuple[str, str]]:
     """What a card says: name and value."""
     told = card.predicted
     return [
@@ -91,18 +95,18 @@ def card_facts(card: RankedPlan, device: str) -> list[tuple[str, str]]:
     ]
 
 
-def numbers_line(view: View, plan: PlanPreview, width: int) -> Content:
+def numbers_line(view: WizardView, plan: PlanAnswer, width: int) -> Content:
     """Batch, chunk, steps and offload with the keys that change them."""
     answers = view.answers
     entries = (
-        ("wizard_batch", "batch", answers.batch_rows, plan.batch_rows),
-        ("wizard_chunk", "chunk", answers.chunk_rows, plan.chunk_rows),
+        ("wizard_batch", "batch", answers.batch_rows, plan.layout.batch_rows),
+        ("wizard_chunk", "chunk", answers.chunk_rows, plan.layout.chunk_rows),
         ("wizard_steps", "steps", answers.steps, plan.steps),
         (
             "wizard_offload",
             "offload",
             None if answers.offload == "auto" else answers.offload,
-            plan.offload,
+            plan.layout.offload,
         ),
     )
     lines, used = [Content("")], 0
@@ -124,7 +128,7 @@ def numbers_line(view: View, plan: PlanPreview, width: int) -> Content:
 
 
 def _reasons(
-    view: View, choices: Sequence[ReasonedChoice], width: int, cursor: int, why: bool
+    view: WizardView, choices: Sequence[ChoiceMade], width: int, cursor: int, why: bool
 ) -> list[Content]:
     """Every choice; the reason under the one with the cursor, or under all of them."""
     all_of_them = view.key("wizard_why")
@@ -148,7 +152,7 @@ def _reasons(
     return lines
 
 
-def _card(view: View, card: RankedPlan, width: int) -> list[Content]:
+def _card(view: WizardView, card: PlanOption, width: int) -> list[Content]:
     """A card as lines with a border; a chosen one has a double border and a mark."""
     chosen = card.name == view.answers.dial
     corners = "╔═╗║╚╝" if chosen else "┌─┐│└┘"
@@ -168,7 +172,7 @@ def _card(view: View, card: RankedPlan, width: int) -> list[Content]:
     return [*lines, Content.styled(corners[4] + corners[1] * (width - 2) + corners[5], style)]
 
 
-def _card_row(view: View, card: RankedPlan, width: int) -> Content:
+def _card_row(view: WizardView, card: PlanOption, width: int) -> Content:
     chosen = card.name == view.answers.dial
     told = card.predicted
     text = (

@@ -6,8 +6,8 @@ from typing import Any
 
 from textual.content import Content
 
-from fluxtui.wizard import drawing
-from fluxtui.wizard.asked import Asked
+from fluxtui.wizard.engine.asked import Asked
+from fluxtui.wizard.pages import drawing
 
 _SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
 

@@ -1,4 +1,4 @@
-"""What all steps are: a page that draws a `View` and says what the user wants."""
+"""What all steps are: a page that draws a `WizardView` and says what the user wants."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from textual.containers import VerticalScroll
 from textual.content import Content
 from textual.message import Message
 
-from fluxtui.actions import own_bindings
-from fluxtui.wizard.answers import StepName
-from fluxtui.wizard.view import View
-from fluxtui.wizard.widgets import Drawn
+from fluxtui.actions.key_map import own_bindings
+from fluxtui.wizard.answers.answers import StepName
+from fluxtui.wizard.pages.wizard_view import WizardView
+from fluxtui.wizard.steps.widgets import Drawn
 
 Wish = Literal["measure", "plan", "try", "copy yaml", "copy command"]
-DrawPage = Callable[[View, int], Content]
+DrawPage = Callable[[WizardView, int], Content]
 
 
 class Answered(Message):
@@ -49,9 +49,9 @@ class Step(VerticalScroll, can_focus=False):
     def __init__(self, name: StepName) -> None:
         super().__init__(id=name)
         self.name_of_step = name
-        self.view = View()
+        self.view = WizardView()
 
-    def show(self, view: View) -> None:
+    def show(self, view: WizardView) -> None:
         """Draw this."""
         self.view = view
         for drawn in self.query(Drawn):

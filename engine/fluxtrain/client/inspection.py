@@ -1,0 +1,65 @@
+"""The answer of `fluxtrain inspect --json`: the data as the model will see it."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import msgspec
+
+from fluxtrain.client.answer import Answer
+
+
+class TextPiece(msgspec.Struct, frozen=True):
+    """A stretch of a sample's text; the loss is taken on all of it or on nothing of it."""
+
+    text: str
+    learnt: bool
+
+
+class InspectedSample(msgspec.Struct, frozen=True, kw_only=True):
+    """A document alone in its rows, shown as far as its first row."""
+
+    tokens: int
+    shown_tokens: int
+    learnt_tokens: int
+    rows: int
+    pieces: tuple[TextPiece, ...]
+
+    @property
+    def title(self) -> str:
+        """How long the document is, and how much of it is learnt and shown."""
+        text = f"{self.tokens:,} token{'s' * (self.tokens != 1)}, {self.learnt_tokens:,} learnt"
+        part = self.shown_tokens < self.tokens
+        return text + (f", the first {self.shown_tokens:,} shown" if part else "")
+
+
+class InspectionAnswer(Answer, frozen=True, kw_only=True):
+    """What the first documents of the data hold, and estimates for all of them.
+
+    Shares are between 0 and 1. `sampled_share` is the part of the file's bytes that was read.
+    """
+
+    COMMAND: ClassVar[str] = "inspect"
+
+    path: str
+    format: str
+    because: str  # why it is read in this format
+    sequence_length: int  # tokens of a row
+    max_positions: int | None  # of the model; None where its configuration does not say
+    sampled_documents: int
+    sampled_share: float
+    sampled_tokens: int
+    estimated_documents: int
+    estimated_tokens: int
+    estimated_rows: int
+    learnt_share: float  # of the tokens
+    cut_documents_share: float  # of the documents: longer than a row
+    cut_tokens_share: float  # of the tokens: in such documents
+    padding_share: float  # of packed rows
+    lengths: tuple[int, ...]  # tokens of each sampled document
+    samples: tuple[InspectedSample, ...]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the whole file was read, so that nothing is estimated."""
+        return self.sampled_share >= 1

@@ -1,0 +1,109 @@
+"""Facts about a machine: processor, memory, GPUs, a disk, and measured rates.
+
+Every fact is measured, or None with the reason in `unknown`.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from fluxtrain.units import UNKNOWN, bytes_text, count_text, rate_text
+
+TOO_LITTLE_MEMORY = "not measured: too little memory is free"
+
+
+class GpuProcess(msgspec.Struct, frozen=True, kw_only=True):
+    """A program that holds memory of a GPU; bytes are None where the driver hides them."""
+
+    pid: int
+    used_bytes: int | None
+
+
+class Gpu(msgspec.Struct, frozen=True, kw_only=True):
+    """Facts about one card; `unknown` has the reason of every None."""
+
+    index: int  # in the driver's order (PCI bus), which may not be torch's
+    name: str | None
+    uuid: str | None
+    memory_total_bytes: int | None
+    memory_free_bytes: int | None
+    other_processes: tuple[GpuProcess, ...] | None  # not this process
+    compute_capability: str | None  # "9.0"
+    pcie_generation: int | None  # that card and slot reach together; an idle link is slower
+    pcie_width: int | None  # lanes in use
+    bf16: bool | None = None  # arithmetic in bf16: compute capability 8.0 and above
+    pcie_card_generation: int | None = None  # what the card could do in another slot
+    pcie_card_width: int | None = None
+    power_limit_w: float | None = None
+    power_default_w: float | None = None  # as the card was sold
+    numa_node: int | None = None  # whose memory is near
+    unknown: dict[str, str] = {}
+
+
+class Machine(msgspec.Struct, frozen=True, kw_only=True):
+    """Facts about the host and its cards, as one process may use them."""
+
+    cores: int  # that this process may use: affinity and CPU quota
+    cpu_quota: float | None  # cores; None without a quota
+    cpu_name: str | None
+    instruction_set: str  # avx512, avx2 or scalar: that FLUXTRAIN_ISA and the processor allow
+    memory_total_bytes: int | None  # the smaller of the machine's and the container's
+    memory_available_bytes: int | None
+    memory_limit_bytes: int | None  # the container's; None without one
+    gpus: tuple[Gpu, ...]
+    driver: str | None
+    cores_installed: int | None = None  # of the whole machine
+    threads_wished: int | None = None  # OMP_NUM_THREADS; None when it is not set
+    memory_installed_bytes: int | None = None
+    memlock_limit_bytes: int | None = None  # of page locks for this user; None without one
+    huge_pages: str | None = None  # always, madvise or never
+    numa_nodes: int | None = None
+    wsl: bool | None = None
+    power_mode: str | None = None
+    power_saving: tuple[str, ...] = ()  # what slows the machine down to save power
+    unknown: dict[str, str] = {}
+
+    def line(self) -> str:
+        """One line for people: 16 cores (avx512), 128 GiB, NVIDIA GeForce RTX 4090 24.0 GiB."""
+        parts = [
+            f"{self.cores} core{'s' * (self.cores != 1)} ({self.instruction_set})",
+            bytes_text(self.memory_total_bytes),
+        ]
+        parts += [
+            f"{gpu.name or 'NVIDIA GPU'} {bytes_text(gpu.memory_total_bytes)}" for gpu in self.gpus
+        ]
+        return ", ".join(parts if self.gpus else [*parts, "no GPU"])
+
+
+class Disk(msgspec.Struct, frozen=True, kw_only=True):
+    """Facts about the file system that holds `path`; `unknown` has the reason of every None."""
+
+    path: str
+    total_bytes: int | None
+    free_bytes: int | None  # for this user
+    file_system: str | None
+    in_memory: bool | None  # what is written there takes host memory
+    on_network: bool | None
+    unknown: dict[str, str] = {}
+
+
+class Rate(msgspec.Struct, frozen=True):
+    """`per_s` in bytes or operations a second; `how` says what was timed, or why nothing was."""
+
+    per_s: float | None
+    how: str
+
+    @property
+    def lacked_memory(self) -> bool:
+        """Whether there is none because of what other programs held, which they may give back."""
+        return self.per_s is None and self.how.startswith(TOO_LITTLE_MEMORY)
+
+
+def rate_value_text(name: str, per_s: float | None) -> str:
+    """A rate in the unit that people rate such a thing in, as 24.9 GB/s or 744 TFLOP/s."""
+    if per_s is None:
+        return UNKNOWN
+    if name.endswith("matmul"):
+        unit, scale = ("TFLOP/s", 1e12) if per_s >= 1e12 else ("GFLOP/s", 1e9)
+        return f"{per_s / scale:.3g} {unit}"
+    return f"{count_text(per_s)} param/s" if name.startswith("adamw") else rate_text(per_s)

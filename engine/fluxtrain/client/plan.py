@@ -1,0 +1,124 @@
+"""The answer of `fluxtrain plan --json`: what a run would do and need, how long, and why."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import msgspec
+
+from fluxtrain.client.answer import Answer
+from fluxtrain.telemetry.events import ChoiceMade
+
+
+class PlannedModel(msgspec.Struct, frozen=True, kw_only=True):
+    """The model that would be trained."""
+
+    name: str
+    parameters: int
+    blocks: int
+    dtype: str
+
+
+class PlannedTime(msgspec.Struct, frozen=True, kw_only=True):
+    """How long a step and the run take, and what binds a step.
+
+    `parts_s` are the seconds of what runs in a step, overlapping or not.
+    """
+
+    step_s: float
+    tokens_per_s: float
+    eta_s: float
+    binds: str
+    parts_s: dict[str, float]
+
+
+class PlannedLayout(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the model's parts live, and how many rows are computed at once."""
+
+    offload: str
+    device_groups: int
+    device_first: str
+    resident_blocks: int
+    blocks_without_recompute: int
+    activations: str
+    activations_on_device: int
+    batch_rows: int
+    chunk_rows: int
+    embedding: str
+    head: str
+    deferred_moments: bool
+
+
+class PlanOption(msgspec.Struct, frozen=True, kw_only=True):
+    """One of the plans between as fast as possible and as small as possible.
+
+    `share` is how far the device's memory is used, from 0 for the least that runs to 1 for all
+    there is; `settings` are those of a configuration that lead to it.
+    """
+
+    name: str
+    share: float
+    layout: PlannedLayout
+    device_bytes: int
+    host_bytes: int
+    predicted: PlannedTime
+    settings: dict[str, Any]
+
+
+class Setting(msgspec.Struct, frozen=True, kw_only=True):
+    """A setting of the configuration by its dotted key, such as `train.steps`."""
+
+    key: str
+    value: Any
+    default: Any
+    changed: bool
+    description: str
+
+
+class PlanAnswer(Answer, frozen=True, kw_only=True):
+    """The placement that a run would get, its predicted peaks and time, and the plans beside it.
+
+    `device_bytes` and `host_bytes` are peaks, with their limits beside them; `need` is what the
+    peaks consist of. `predicted` is None where rates of the machine are missing, as
+    `predicted_because` then says. `config` is the whole configuration.
+    """
+
+    COMMAND: ClassVar[str] = "plan"
+
+    model: PlannedModel
+    device: str  # cpu or cuda
+    layout: PlannedLayout
+    accumulation: int
+    sequence_length: int
+    device_bytes: int
+    device_budget_bytes: int | None
+    need: dict[str, int]
+    host_bytes: int
+    process_bytes: int
+    host_limit_bytes: int | None
+    disk_bytes: int  # kept checkpoints, one that is being written, and the model at the end
+    checkpoint_bytes: int
+    estimated_rows: int
+    steps: int
+    machine: str
+    predicted: PlannedTime | None
+    predicted_because: str
+    plans: tuple[PlanOption, ...]
+    choices: tuple[ChoiceMade, ...]
+    settings: tuple[Setting, ...]
+    config: dict[str, Any]
+
+    @property
+    def fits(self) -> bool:
+        """Whether no predicted peak is over its limit, as far as the limits are known."""
+        peaks = (
+            (self.device_bytes, self.device_budget_bytes),
+            (self.host_bytes, self.host_limit_bytes),
+        )
+        return all(limit is None or used <= limit for used, limit in peaks)
+
+    @property
+    def changed(self) -> dict[str, Any]:
+        """The settings that differ from the defaults, and always model and data, by their keys."""
+        always = ("model.path", "data.path")
+        return {one.key: one.value for one in self.settings if one.changed or one.key in always}

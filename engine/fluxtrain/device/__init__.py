@@ -1,0 +1,1 @@
+"""The devices that blocks are computed on, and the transfers between them and host memory."""

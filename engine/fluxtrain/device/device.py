@@ -1,0 +1,64 @@
+"""`Device`, what the engine asks of a device, and how one is opened.
+
+Uploads and downloads run beside the computation, one queue a direction. A third queue holds uploads
+that follow other copies (gradient sums that are still being downloaded), so that uploads of weights
+need not wait behind them. On CUDA the queues are streams; on CPU they are threads, and the "device"
+is a separate buffer in host memory, so that streaming is exercised for real.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from fluxtrain.device.cpu_device import CpuDevice
+from fluxtrain.device.cuda_device import CudaDevice
+from fluxtrain.device.stalls import Stalls
+from fluxtrain.device.transfer import Transfer
+from fluxtrain.memory.recorder import Recorder
+
+
+class Device(Protocol):
+    """What the engine asks of a device."""
+
+    torch_device: torch.device
+    stalls: Stalls
+    recorder: Recorder
+    pins: bool  # host memory should be page-locked
+
+    def upload(
+        self, to: Tensor, source: Tensor, after: Future[None] | None, free: Any,
+        follows: Sequence[Transfer] = (), *, urgent: bool = False,
+    ) -> Transfer:  # fmt: skip
+        """Copy host `source` to device `to`.
+
+        The copy starts once the update `after` is done, the point `free` of the computation has
+        passed and the transfers `follows` have arrived. While it waits for `follows` it delays only
+        other uploads that follow transfers. urgent: do not queue behind uploads that wait for their
+        `after`.
+        """
+
+    def download(self, to: Tensor, source: Tensor) -> Transfer:
+        """Copy device `source` to host `to` once the computation queued so far is done."""
+
+    def for_copies(self, memory: Tensor) -> Tensor:
+        """Return `memory` (on the device), registered for the copies: when it is freed, it is
+        reused only after the copies that are under way have ended."""
+
+    def mark(self) -> Any:
+        """Mark this point of the computation, for `upload(free=...)`."""
+
+    def tidy(self) -> None:
+        """Give back memory that is free and that no block needs; called between two blocks."""
+
+    def close(self) -> None:
+        """Finish the copies under way and end the threads."""
+
+
+def open_device(torch_device: torch.device) -> Device:
+    """Open the device that computes on `torch_device`."""
+    return CudaDevice(torch_device) if torch_device.type == "cuda" else CpuDevice()

@@ -1,0 +1,149 @@
+"""Gradients of single rows of an embedding: their sum, their download, the table they go to."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import chain
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from fluxtrain.device.device import Device
+from fluxtrain.device.transfer import Transfer
+from fluxtrain.gradients.views import norm_by_rows
+from fluxtrain.memory.page_locks import host_empty
+from fluxtrain.memory.recorder import Instant
+from fluxtrain.memory.rows import Places
+
+_INDEX = torch.int64
+
+
+@dataclass(eq=False)
+class RowSum:
+    """The gradient of some rows of an embedding; that of its other rows is zero, or elsewhere."""
+
+    places: Places
+    on_device: Tensor  # (U,) int64: `places.rows` on the device
+    values: Tensor  # (U, H) on the device, in the weights' dtype; of several passes in fp32
+
+    def plus(self, more: RowSum, device: Device, scale: float) -> RowSum:
+        """Return this times `scale` plus `more`, in fp32, without waiting for the device."""
+        mine, others = self.places.rows, more.places.rows
+        rows = torch.unique(torch.cat([mine, others]))
+        parts = [rows, torch.searchsorted(rows, mine), torch.searchsorted(rows, others)]
+        host = host_empty((sum(map(len, parts)),), _INDEX, pin=device.pins)
+        places = torch.cat(parts, out=host).to(device.torch_device, non_blocking=True)
+        on_device, mine_at, others_at = places.split([len(part) for part in parts])
+        shape = len(rows), self.values.shape[1]
+        total = torch.zeros(shape, dtype=torch.float32, device=device.torch_device)
+        before = self.values if scale == 1.0 else self.values * scale
+        total.index_copy_(0, mine_at, before.float()).index_add_(0, others_at, more.values.float())
+        return RowSum(Places(rows, rows[:0]), on_device, total)
+
+    def norm(self, table_rows: int) -> Tensor:
+        """Return the 2-norm (1,) in fp32 with the bits of `norm_by_rows` over all table rows."""
+        return norm_by_rows(self.values, self.on_device, table_rows)
+
+    def take_from(self, first: int, values: Tensor) -> None:
+        """Copy the rows that are here from `values` (n, H), the gradient from row `first` on."""
+        mine, places = self._within(first, len(values))
+        if len(mine):
+            torch.index_select(values, 0, places, out=mine)
+
+    def put_into(self, first: int, values: Tensor) -> None:
+        """Copy the rows that are here to `values` (n, H), the gradient from row `first` on."""
+        mine, places = self._within(first, len(values))
+        if len(mine):
+            values.index_copy_(0, places, mine)
+
+    def _within(self, first: int, count: int) -> tuple[Tensor, Tensor]:
+        """Return the values of `count` rows from `first` on that are here, and their positions
+        among those rows."""
+        bounds = torch.searchsorted(self.places.rows, torch.tensor([first, first + count]))
+        start, stop = bounds.tolist()
+        return self.values[start:stop], self.on_device[start:stop] - first
+
+
+class Scatter:
+    """Puts rows into tables of zeros, and remembers which rows are not zero there, so that the next
+    rows need not clear the whole table.
+
+    A table that left the engine is cleared whole each time: `.data`, numpy and collectives write
+    without a trace, also to what was handed out long ago.
+    """
+
+    def __init__(self) -> None:
+        self._filled: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self._seen: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+    def fill(self, flat: Tensor, rows: Tensor, values: Tensor, table_rows: int) -> None:
+        """Make `flat` (elements,) the table (table_rows, H) with `values` (U, H) at `rows` and zero
+        elsewhere."""
+        table = flat[: table_rows * values.shape[1]].view(table_rows, values.shape[1])
+        if values.shape[1] * values.itemsize % _INDEX.itemsize == 0:  # in words: half the time
+            table, values = table.view(_INDEX), values.view(_INDEX)
+        before = self._rows_in(flat)
+        if before is None or flat in self._seen:
+            flat.zero_()
+        else:
+            table.index_fill_(0, before, 0)
+        table.index_copy_(0, rows, values)
+        self._filled[flat] = rows, flat._version
+
+    def clear_ahead(self, flat: Tensor, on_their_way: Iterable[Iterable[Transfer]]) -> None:
+        """Zero the table now if the next `fill` would have to, while the rows to fill it with are
+        still being downloaded; waits for the transfers `on_their_way`, which may end there."""
+        if self._rows_in(flat) is None and flat not in self._seen:
+            for transfer in chain.from_iterable(on_their_way):
+                transfer.wait_host()
+            flat.zero_()
+            self._filled[flat] = torch.empty(0, dtype=_INDEX), flat._version
+
+    def _rows_in(self, flat: Tensor) -> Tensor | None:
+        """Return all rows of it that may not be zero; None where others wrote to it."""
+        before: tuple[Tensor, int] | None = self._filled.get(flat)
+        return before[0] if before is not None and before[1] == flat._version else None
+
+    def handed_out(self, flat: Tensor) -> None:
+        """Note that code outside the engine has this table, or a view of it."""
+        self._seen[flat] = True
+
+    def forget(self, flat: Tensor) -> None:
+        """Note that something else is copied to this table."""
+        self._filled.pop(flat, None)
+
+
+class RowTransfer:
+    """The download of rows of a gradient; it has ended when they stand in the host's table."""
+
+    def __init__(self, transfer: Transfer, land: Callable[[], None]) -> None:
+        self._transfer = transfer
+        self._land: Callable[[], None] | None = land
+        self._lock = threading.Lock()
+
+    @property
+    def duration_s(self) -> float | None:
+        return self._transfer.duration_s
+
+    def instants(self) -> tuple[Instant, Instant] | None:
+        return self._transfer.instants()
+
+    def done(self) -> bool:
+        return self._transfer.done()
+
+    def failed(self) -> bool:
+        return self._transfer.failed()
+
+    def wait_host(self) -> None:
+        """Block until the bytes have arrived; the first thread that waits puts them in place."""
+        self._transfer.wait_host()
+        with self._lock:
+            land, self._land = self._land, None
+            if land is not None:
+                land()
+
+    def wait_compute(self, cause: str) -> None:
+        self._transfer.wait_compute(cause)

@@ -1,0 +1,93 @@
+"""Output of the `fluxtrain` command: answers to standard output, the rest to standard error."""
+
+from __future__ import annotations
+
+import json as json_module
+import os
+import sys
+import traceback
+from typing import Any
+
+import typer
+
+from fluxtrain.errors import EXIT_BAD_INPUT, EXIT_BUG, EXIT_INTERRUPTED, Interrupted, NoSpace
+
+
+def tell(error: BaseException, *, debug: bool) -> int:
+    """Say in one line what happened; the traceback only for --debug. Returns the exit code."""
+    if isinstance(error, typer.Exit) and error.exit_code != EXIT_INTERRUPTED:
+        return int(error.exit_code)
+    if isinstance(error, KeyboardInterrupt | typer.Abort | typer.Exit):  # Exit(130): typer's word
+        complain("interrupted before anything was started")
+        return EXIT_INTERRUPTED
+    if (usage := _usage_message(error)) is not None:
+        complain(usage)
+        return EXIT_BAD_INPUT
+    from fluxtrain.train.failures import as_told
+
+    if debug:
+        traceback.print_exception(error)
+    told = as_told(error)
+    if told is not None:
+        kind = "stopped" if isinstance(told, Interrupted) else "error"
+        words = str(told)
+        complain(_one_line(words if words.startswith(f"{kind} ") else f"{kind}: {words}"))
+        return told.exit_code
+    complain(_one_line(f"this is a bug of FluxTrain: {type(error).__name__}: {error}"))
+    for note in getattr(error, "__notes__", ["run it again with --debug for the traceback"]):
+        complain(note)
+    return EXIT_BUG
+
+
+def _one_line(text: str) -> str:
+    """`text` without line ends, and without the codes that a terminal obeys (names of files)."""
+    joined = " ".join(text.split("\n"))
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in joined)
+
+
+def _usage_message(error: BaseException) -> str | None:
+    """What typer's own parser objects to; its exception classes are private, their methods not."""
+    write = getattr(error, "format_message", None)
+    if write is None:
+        return None
+    message = str(write())
+    if message.startswith("Usage:"):  # no command was named
+        return message
+    context = getattr(error, "ctx", None)
+    command = getattr(context, "info_name", None) if getattr(context, "parent", None) else None
+    named = f"fluxtrain {command}" if command else "fluxtrain"
+    return f"error: {message} (see `{named} --help`)" if message else ""
+
+
+def print_json(value: Any) -> None:
+    """To standard output, for programs; an answer (`fluxtrain.client`) as its fields."""
+    import msgspec
+
+    say(json_module.dumps(msgspec.to_builtins(value), indent=2))
+
+
+def say(text: str) -> None:
+    """To standard output, without codes that a terminal obeys (data, names of files).
+
+    A reader that left (a pager) is no error of ours. Raises NoSpace.
+    """
+    from fluxtrain.telemetry.printable import printable_lines
+
+    try:
+        print(printable_lines(text), flush=True)
+    except OSError as error:
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - until the exit
+        if not isinstance(error, BrokenPipeError):
+            raise NoSpace(
+                f"standard output cannot be written ({error.strerror}): send it to another disk"
+            ) from error
+
+
+def silent(_: str) -> None:
+    """Programs read one JSON value and no progress."""
+
+
+def complain(text: str) -> None:
+    """To standard error; nothing for an empty text."""
+    if text:
+        print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,133 @@
+"""What an engine counts as it goes: bytes moved and held, and which group moved when."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+
+from fluxtrain.device.device import Device
+from fluxtrain.device.transfer import Transfer
+from fluxtrain.memory.group import Group
+from fluxtrain.telemetry.events import Move
+
+_KEPT_MOVES = 256
+_HELD = ("allocated_bytes", "reserved_bytes")  # of torch's allocator
+_Noted = tuple[int, str, str, int, str, str, Transfer]  # step, block, what, bytes, way, cause
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes moved since the start, by direction."""
+
+    h2d_bytes: int
+    d2h_bytes: int
+
+
+class Counters:
+    """Counters of one engine. Written by the computing thread, read by any."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self.step = 0
+        self.boundary_bytes = 0
+        self.h2d_bytes = 0
+        self.d2h_bytes = 0
+        self.peak_bytes = 0  # the most that was held
+        self._earlier_peaks = 0, 0  # in use and reserved, before torch's peaks were measured anew
+        self._moves: deque[_Noted] = deque(maxlen=_KEPT_MOVES)
+        self._move_count = 0
+        self._lock = threading.Lock()
+
+    def uploaded(
+        self, group: Group, cause: str, transfer: Transfer, size_bytes: int | None = None
+    ) -> None:
+        """A copy of the group's weights was started; None: of all of them."""
+        size = group.wire_bytes if size_bytes is None else size_bytes
+        self._device.recorder.copied("h2d", "weights", group.name, transfer)
+        with self._lock:
+            self.h2d_bytes += size
+            self._note(group, "weights", size, "C>G", cause, transfer)
+
+    def downloaded(self, group: Group, transfer: Transfer, size_bytes: int) -> None:
+        self._device.recorder.copied("d2h", "gradients", group.name, transfer)
+        with self._lock:
+            self.d2h_bytes += size_bytes
+            self._note(group, "gradients", size_bytes, "G>C", "gradient", transfer)
+
+    def sum_uploaded(self, group: Group, transfer: Transfer, size_bytes: int) -> None:
+        """Gradients of an earlier backward pass come up, to be added to."""
+        self._device.recorder.copied("h2d", "gradients", group.name, transfer)
+        with self._lock:
+            self.h2d_bytes += size_bytes
+            self._note(group, "gradients", size_bytes, "C>G", "gradient", transfer)
+
+    def traffic(self) -> Traffic:
+        return Traffic(self.h2d_bytes, self.d2h_bytes)
+
+    def take_moves(self, limit: int) -> tuple[list[Move], int]:
+        """The latest moves that have ended (at most `limit`, oldest first), and how many were
+        started since the beginning. One that is under way is given when it has ended."""
+        with self._lock:
+            ended: list[_Noted] = []
+            under_way: list[_Noted] = []
+            for noted in self._moves:
+                transfer = noted[-1]
+                (ended if transfer.done() or transfer.failed() else under_way).append(noted)
+            self._moves = deque(under_way, maxlen=_KEPT_MOVES)
+            taken, total = ended[-limit:], self._move_count
+        return [
+            Move(
+                step=step, block=name, what=what, bytes=size, direction=way,
+                duration_s=transfer.duration_s, cause=cause,
+            )
+            for step, name, what, size, way, cause, transfer in taken
+        ], total  # fmt: skip
+
+    def device_peaks(self) -> tuple[int, int]:
+        """The most bytes that tensors used on the GPU, and that were reserved for them, ever."""
+        now_used, now_reserved = held_by_torch(self._device.torch_device)
+        used, reserved = self._earlier_peaks
+        return max(used, now_used["peak"]), max(reserved, now_reserved["peak"])
+
+    def measure_peaks_anew(self) -> None:
+        """Begin torch's own peaks anew; `device_peaks` stays that of the whole run."""
+        device = self._device.torch_device
+        if device.type == "cuda":
+            self._earlier_peaks = self.device_peaks()
+            torch.cuda.reset_peak_memory_stats(device)
+
+    def _note(
+        self, group: Group, what: str, size: int, way: str, cause: str, transfer: Transfer
+    ) -> None:
+        self._moves.append((self.step, group.name, what, size, way, cause, transfer))
+        self._move_count += 1
+
+
+def held_by_torch(device: torch.device) -> tuple[dict[str, int], dict[str, int]]:
+    """Read the bytes (`current`, `peak`) that tensors use on the GPU, and that are reserved.
+
+    `torch.cuda.memory_allocated` and its like each sort all numbers of the allocator for one of
+    them, which would take the interpreter from the computation ten times a second.
+    """
+    numbers = torch.cuda.memory_stats_as_nested_dict(device)
+    nothing = {"current": 0, "peak": 0}  # before the first use of the GPU
+    used, reserved = (numbers.get(name, {}).get("all", nothing) for name in _HELD)
+    return used, reserved
+
+
+class HeldBoundary:
+    """Bytes held between a unit's forward and backward, for the counters."""
+
+    def __init__(self, counters: Counters, size_bytes: int) -> None:
+        self._counters, self._bytes = counters, size_bytes
+        counters.boundary_bytes += size_bytes
+
+    def close(self) -> None:
+        self._counters.boundary_bytes -= self._bytes
+        self._bytes = 0
+
+    def __del__(self) -> None:
+        self.close()

@@ -1,0 +1,95 @@
+"""Which tensors lie in the same memory, and how often it was written to."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
+
+
+def version_of(tensor: Tensor) -> int:
+    """Count the writes in place to a tensor so far; those of inference mode do not count theirs."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def version_counter(tensor: Tensor) -> Tensor:
+    """Make a tensor without memory that counts the writes to `tensor`."""
+    counter = tensor.detach()
+    if not counter.is_inference():
+        counter.data = without_memory(tensor.dtype, tensor.device)
+    return counter
+
+
+@lru_cache(maxsize=64)
+def without_memory(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Make a tensor of no elements, for `.data` of one whose memory is not to be held."""
+    with torch.inference_mode(False):
+        return torch.empty(0, dtype=dtype, device=device)
+
+
+def storage_of(tensor: Tensor) -> int:
+    """Identify the memory of a tensor, by its address; a sparse tensor shares with none."""
+    return tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else id(tensor)
+
+
+def is_all_of(tensor: Tensor, base: Tensor) -> bool:
+    """Has a tensor the type and the place of `base` in their storage?"""
+    return (
+        tensor.dtype == base.dtype
+        and tensor.size() == base.size()
+        and tensor.stride() == base.stride()
+        and tensor.storage_offset() == base.storage_offset()
+    )
+
+
+def same_elements(one: Tensor, other: Tensor) -> bool:
+    """Are two tensors the same elements of one memory?"""
+    return storage_of(one) == storage_of(other) and is_all_of(one, other)
+
+
+def overlap(one: Tensor, other: Tensor) -> bool:
+    """Have two tensors an element in common?"""
+    if not (one.numel() and other.numel()) or storage_of(one) != storage_of(other):
+        return False
+    if one.dtype != other.dtype:
+        return True
+    start = min(one.storage_offset(), other.storage_offset())
+    end = max(_end(one), _end(other))
+    marks = torch.zeros(end - start, dtype=torch.bool)
+    for_one = marks.as_strided(one.size(), one.stride(), one.storage_offset() - start)
+    for_one.fill_(True)
+    for_other = marks.as_strided(other.size(), other.stride(), other.storage_offset() - start)
+    return bool(for_other.any())
+
+
+def same_layout_copy(tensor: Tensor) -> Tensor | None:
+    """Copy a tensor with its strides, so that the same kernels compute with the copy. None for a
+    sparse tensor, and for an expanded one, which torch refuses to write to."""
+    if tensor.layout != torch.strided:
+        return None
+    if any(s == 0 and n > 1 for n, s in zip(tensor.size(), tensor.stride(), strict=True)):
+        return None
+    memory = torch.empty_strided(
+        tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device
+    )
+    return memory.copy_(tensor.detach())
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Compare two tensors of one size and type: a NaN equals one of its bits, 0.0 is not -0.0."""
+    return torch.equal(_bits(one), _bits(other))
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    real = tensor.detach().resolve_conj().resolve_neg()
+    if real.is_complex():
+        real = torch.view_as_real(real)
+    return real.view(_BITS[real.element_size()])
+
+
+def _end(tensor: Tensor) -> int:
+    last = sum((n - 1) * s for n, s in zip(tensor.size(), tensor.stride(), strict=True))
+    return int(tensor.storage_offset()) + last + 1

@@ -1,0 +1,87 @@
+"""Load the inputs of a run: the model with its tokenizer, and the packed rows of its data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import islice
+
+from transformers import PreTrainedModel
+
+from fluxtrain.data.demo import PROMPT
+from fluxtrain.data.formats import documents
+from fluxtrain.data.hub import local_file
+from fluxtrain.data.prepare import DataSource, ModelLimits, PreparedData, prepare
+from fluxtrain.methods.copies import Copied
+from fluxtrain.methods.models import LoadedModel, ModelSource, load_model
+from fluxtrain.methods.precision import Capability
+from fluxtrain.train.config import RunConfig
+
+DEMO = "demo"
+PROMPT_CHARACTERS = 60
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """Everything that is read from files before training starts."""
+
+    loaded: LoadedModel
+    data: PreparedData
+    prompt: str  # what the sample at the end continues
+
+
+def load_inputs(
+    config: RunConfig,
+    fits: Callable[[PreTrainedModel, Copied], None] | None = None,
+    capability: Capability | None = None,
+    tell: Callable[[str], None] | None = None,
+) -> Inputs:
+    """Read model and data.
+
+    `fits` is called before the weights are read. `capability` is the compute capability of the
+    card, None without one; `tell` is called with the progress of the data.
+
+    Raises:
+        DoesNotFit: from `fits`.
+        BadInput: for what a user can repair in the files, with the cure.
+    """
+    loaded = load_model(
+        ModelSource(
+            path=config.model.path,
+            revision=config.model.revision,
+            trust_remote_code=config.model.trust_remote_code,
+            dtype=config.model.dtype,
+            capability=capability,
+            seed=config.train.seed,
+        ),
+        fits,
+    )
+    data = prepare(
+        DataSource(
+            path=config.data.path,
+            format=config.data.format,
+            sequence_length=config.data.sequence_length,
+            held_out=config.data.held_out,
+            seed=config.data.seed,
+        ),
+        loaded.tokenizer,
+        ModelLimits(
+            embedding_rows=loaded.embedding_rows,
+            max_positions=loaded.max_positions,
+            pad_id=loaded.pad_id,
+            packs=loaded.packs,
+        ),
+        tell,
+    )
+    return Inputs(loaded=loaded, data=data, prompt=_prompt(config.data.path, data))
+
+
+def _prompt(path: str, data: PreparedData) -> str:
+    """The first words of the data, which the model should know how to go on from."""
+    if path == DEMO:
+        return PROMPT
+    first = next(islice(documents(local_file(path), data.format), 1))
+    if first.messages:
+        return str(next((m["content"] for m in first.messages if m["role"] == "user"), ""))
+    words = first.text.strip()[:PROMPT_CHARACTERS]
+    return words.rpartition(" ")[0] or words

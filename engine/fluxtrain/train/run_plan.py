@@ -1,0 +1,143 @@
+"""The plan of a run: calibrate one block, decide the placement, refuse what does not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from fluxtrain.client.machine import Machine
+from fluxtrain.data.batches import Batch, first_batch, fullest_batch
+from fluxtrain.data.packing import PackedRows
+from fluxtrain.methods.models import LoadedModel
+from fluxtrain.plan.facts import Capacity, ModelFacts
+from fluxtrain.plan.group_placement import alike
+from fluxtrain.plan.guard import DiskRoom
+from fluxtrain.plan.placement import Placement
+from fluxtrain.stream.engine import Engine
+from fluxtrain.telemetry.events import ChoiceMade, Planned
+from fluxtrain.telemetry.rundir import RunDir
+from fluxtrain.train.config import RunConfig
+from fluxtrain.train.constants import Constants, measured_constants
+from fluxtrain.train.device_budget import hold_to_budget
+from fluxtrain.train.forecast import forecast_of
+from fluxtrain.train.objective import BoundBatch, Objective
+from fluxtrain.train.peaks import host_peak_bytes
+from fluxtrain.train.placing import (
+    as_it_is_now,
+    capacity_of,
+    decide,
+    loaded_bytes,
+    model_facts_for,
+    optimizer_in_backward,
+)
+from fluxtrain.train.preflight import copied_now, refuse_what_does_not_fit
+from fluxtrain.train.run_files import write_plan_file
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunPlan:
+    """Where the bytes of a run go, and what that was decided from."""
+
+    config: RunConfig
+    facts: ModelFacts
+    constants: Constants
+    placement: Placement
+    capacity: Capacity
+
+    def write(
+        self, run_dir: RunDir, engine: Engine, steps: int, choices: Sequence[ChoiceMade]
+    ) -> Planned:
+        """Write plan.json of a run of `steps` steps; returns its event."""
+        placement = self.placement
+        forecast = forecast_of(self.config, self.facts, placement, self.capacity, self.constants)
+        time = forecast.time(steps)
+        planned = Planned(
+            offload=placement.offload,
+            batch_rows=placement.batch_rows,
+            chunk_rows=engine.chunk_rows,
+            accumulation=self.config.train.accumulation,
+            sequence_length=self.config.data.sequence_length,
+            **vars(placement.totals),
+            placement=alike(placement.groups),
+            slots=placement.slots,
+            device_bytes=placement.need.shown_device_bytes(has_gpu=self.capacity.has_gpu),
+            device_budget_bytes=placement.budget_bytes,
+            host_bytes=placement.host_bytes,
+            choices=tuple(choices),
+            step_s=time.step_s if time else None,
+            tokens_per_s=time.tokens_per_s if time else None,
+            eta_s=time.eta_s if time else None,
+            disk_bytes=forecast.disk_bytes,
+            binds=time.binds if time else "",
+            constants=forecast.because,
+        )
+        parts_s = time.parts_s if time else {}
+        write_plan_file(run_dir, planned, placement, parts_s, self.constants)
+        return planned
+
+
+def plan_run(
+    config: RunConfig,
+    loaded: LoadedModel,
+    rows: PackedRows,
+    objective: Objective[Batch],
+    *,
+    machine: Machine,
+    device: str,
+    batch_rows: int | None,
+    disk: DiskRoom,
+) -> RunPlan:
+    """Decide where the bytes go, from what a block and the machine are measured to do.
+
+    `rows` are trained on, `batch_rows` of them at a time; None: the plan chooses.
+
+    Raises:
+        DoesNotFit: host memory, the device or the disk cannot hold the run.
+    """
+    facts = model_facts_for(config, loaded.model, loaded.config)
+    constants = _calibrated(config, facts, loaded, rows, objective, (machine, device, batch_rows))
+    measured = constants.applied(facts)
+    to_come = constants.still_to_come_bytes
+    # libraries and data are there by now; pages of the model's files count as available
+    copied = copied_now(loaded)
+    machine = as_it_is_now(machine, copied.weights_bytes - to_come)
+    placement = decide(
+        config,
+        measured,
+        machine,
+        device,
+        batch_rows=batch_rows,
+        data_rows=max(1, len(rows) // config.train.accumulation),
+        loaded_bytes=loaded_bytes(loaded.model) - to_come,
+        constants=constants,
+    )
+    placement = replace(placement, reached_bytes=host_peak_bytes())
+    capacity = capacity_of(machine, device)
+    refuse_what_does_not_fit(config, facts, placement, copied, capacity.host_available_bytes, disk)
+    return RunPlan(
+        config=config, facts=measured, constants=constants, placement=placement, capacity=capacity
+    )
+
+
+def _calibrated(
+    config: RunConfig,
+    facts: ModelFacts,
+    loaded: LoadedModel,
+    rows: PackedRows,
+    objective: Objective[Batch],
+    where: tuple[Machine, str, int | None],
+) -> Constants:
+    """Return the constants of the plan; a block is timed now unless that was done before."""
+    if where[1] == "cuda":
+        hold_to_budget(config.placement.budget_gib)
+
+    def usual(count: int) -> BoundBatch[Batch]:
+        return BoundBatch(objective, first_batch(rows, count))
+
+    def heavier(count: int) -> BoundBatch[Batch] | None:
+        batch = fullest_batch(rows, count)
+        return None if batch is None else BoundBatch(objective, batch)
+
+    heavier_of = heavier if rows.mixes else None
+    kind = optimizer_in_backward(config, facts)
+    return measured_constants(facts, *where, loaded.model, usual, heavier_of, eager=kind)

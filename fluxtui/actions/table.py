@@ -1,0 +1,243 @@
+"""Everything a user can do, once: key map, footer, help and palette are made from this table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+Group = Literal["Screens", "Run", "Runs", "Chart", "View", "App", "Lists", "Wizard"]
+GROUPS: tuple[Group, ...] = (
+    "Screens", "Run", "Runs", "Chart", "View", "App", "Lists", "Wizard",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """`keys` as Textual names them, the first one shown; `do` is the action's string."""
+
+    id: str
+    keys: str
+    label: str  # for the footer: one word
+    about: str  # for help and palette: a sentence
+    group: Group
+    do: str
+    screens: tuple[str, ...] = ()  # where it works; empty is everywhere
+    rank: int = 0  # in the footer, higher stays longer when room is short; 0 is not in the footer
+    changes_run: bool = False  # asks the trainer for something: off when viewing read-only
+
+    @property
+    def key_text(self) -> str:
+        """The first key as a person reads it."""
+        key = self.keys.split(",")[0]
+        return KEY_TEXTS.get(key, key.replace("ctrl+", "^"))
+
+    @property
+    def all_keys_text(self) -> str:
+        """All its keys."""
+        return " ".join(
+            KEY_TEXTS.get(key, key.replace("ctrl+", "^")) for key in self.keys.split(",")
+        )
+
+    @property
+    def in_lists(self) -> bool:
+        """It belongs to what has the focus, not to the app: no entry of the palette."""
+        return self.group == "Lists"
+
+    @property
+    def in_wizard(self) -> bool:
+        """It belongs to a page of the wizard."""
+        return self.group == "Wizard"
+
+    @property
+    def where(self) -> frozenset[str]:
+        """The screens, and the pages of the wizard, where it works."""
+        if self.screens:
+            return frozenset(self.screens)
+        return frozenset(RUN_SCREENS + (PAGES if self.id in IN_WIZARD_TOO else ()))
+
+    def works_on(self, screen: str) -> bool:
+        """Whether it does something on this screen; without a screen: whether it does anywhere."""
+        return (screen in self.where) if screen else not self.screens
+
+
+KEY_TEXTS = {
+    "question_mark": "?", "slash": "/", "left_square_bracket": "[", "right_square_bracket": "]",
+    "colon": ":", "comma": ",", "full_stop": ".", "ctrl+p": "^p", "enter": "enter",
+    "left": "←", "right": "→", "shift+left": "⇧←", "shift+right": "⇧→", "escape": "esc",
+    "up": "↑", "down": "↓", "pageup": "pgup", "pagedown": "pgdn",
+}  # fmt: skip
+RUN_SCREENS = ("dashboard", "memory", "transfer", "loss", "log", "plan", "runs", "settings")
+PAGES = tuple(
+    f"wizard.{page}"
+    for page in ("start", "model", "data", "method", "hardware", "strategy", "preview", "launch")
+)
+EVERYWHERE = ("suspend",)  # before dialogs and fields too
+IN_WIZARD_TOO = ("help", "palette", *EVERYWHERE)
+LISTS = ("log", "plan", "runs", "settings")
+STRATEGY = ("wizard.strategy",)
+CHARTS = ("dashboard", "loss")
+PANEL_SCREENS = ("dashboard", "memory", "transfer", "loss")
+
+ACTIONS: tuple[Action, ...] = (
+    Action("show_dashboard", "1", "Dash", "The whole run at a glance", "Screens",
+           "show('dashboard')", rank=90),
+    Action("show_memory", "2", "Mem", "Memory over time, by category and by block", "Screens",
+           "show('memory')", rank=84),
+    Action("show_transfer", "3", "Bus", "Transfers over time, stalls, the last steps", "Screens",
+           "show('transfer')", rank=83),
+    Action("show_loss", "4", "Loss", "The loss chart in full", "Screens", "show('loss')", rank=89),
+    Action("show_log", "5", "Log", "Everything that happened, with filter", "Screens",
+           "show('log')", rank=88),
+    Action("show_plan", "6", "Plan", "Every choice with its reason, and advice", "Screens",
+           "show('plan')", rank=87),
+    Action("show_runs", "7", "Runs", "All runs of this folder; attach to one", "Screens",
+           "show('runs')", rank=86),
+    Action("settings", "S", "settings", "Theme, refresh rate, low bandwidth, keys", "Screens",
+           "show('settings')", rank=12),
+    Action("pause", "p", "pause", "Pause the run, or go on with it", "Run", "pause",
+           rank=70, changes_run=True),
+    Action("checkpoint", "c", "checkpoint", "Write a checkpoint after this step", "Run",
+           "command('checkpoint')", rank=60, changes_run=True),
+    Action("stop", "Q", "stop", "Stop the run after a checkpoint (asks first)", "Run",
+           "stop", rank=65, changes_run=True),
+    Action("apply_advice", "a", "apply", "Apply the best, on the plan screen the selected advice",
+           "Run", "apply_advice", ("dashboard", "plan"), rank=59, changes_run=True),
+    Action("undo_change", "u", "undo", "Take back the newest change of the running training", "Run",
+           "undo_change", ("dashboard", "plan"), rank=32, changes_run=True),
+    Action("previous_advice", "left,h", "advice", "The advice before, which promises more", "Run",
+           "select_advice(-1)", ("plan",), rank=57),
+    Action("next_advice", "right,l", "advice", "The next piece of advice", "Run",
+           "select_advice(1)", ("plan",)),
+    Action("new_run", "n", "new", "Set up a new run with the wizard", "Run", "new_run", rank=20),
+    Action("smooth", "e", "ema", "Show or hide the moving average", "Chart", "smooth", CHARTS,
+           rank=35),
+    Action("log_scale", "y", "log", "Logarithmic or linear loss axis", "Chart", "log_scale",
+           CHARTS, rank=34),
+    Action("zoom_in", "right_square_bracket", "zoom", "Show fewer, newer steps", "Chart",
+           "zoom(0.5)", CHARTS, rank=33),
+    Action("zoom_out", "left_square_bracket", "wider", "Show more steps", "Chart", "zoom(2.0)",
+           CHARTS),
+    Action("crosshair_back", "left,h", "crosshair", "Crosshair to earlier steps (shift: further)",
+           "Chart", "crosshair(-1)", ("loss",), rank=74),
+    Action("crosshair_on", "right,l", "crosshair", "Crosshair to later steps (shift: further)",
+           "Chart", "crosshair(1)", ("loss",)),
+    Action("crosshair_far_back", "shift+left,H", "crosshair", "Crosshair a tenth back", "Chart",
+           "crosshair(-10)", ("loss",)),
+    Action("crosshair_far_on", "shift+right,L", "crosshair", "Crosshair a tenth on", "Chart",
+           "crosshair(10)", ("loss",)),
+    Action("crosshair_off", "escape", "hide", "Hide the crosshair", "Chart", "crosshair(0)",
+           ("loss",)),
+    Action("block_before", "left,h", "block", "The block before (shift: eight further)", "Chart",
+           "block(-1)", ("memory",), rank=74),
+    Action("block_after", "right,l", "block", "The next block", "Chart", "block(1)", ("memory",)),
+    Action("block_far_before", "shift+left,H", "block", "Eight blocks back", "Chart", "block(-8)",
+           ("memory",)),
+    Action("block_far_after", "shift+right,L", "block", "Eight blocks on", "Chart", "block(8)",
+           ("memory",)),
+    Action("by_tokens", "b", "tokens", "Steps or trained tokens on the x axis", "Chart",
+           "by_tokens", ("loss",), rank=58),
+    Action("compare", "v", "compare", "Compare with another run, or with none", "Chart",
+           "compare", ("loss",), rank=73),
+    Action("resume_run", "r", "resume", "Go on with the selected run from its checkpoint", "Runs",
+           "resume_run", ("runs",), rank=75, changes_run=True),
+    Action("compare_run", "v", "compare", "Draw the selected run beside the one on screen", "Runs",
+           "compare_run", ("runs",), rank=74),
+    Action("clone_run", "e", "clone", "The wizard, filled with the selected run's settings", "Runs",
+           "clone_run", ("runs",), rank=73),
+    Action("delete_run", "D,delete", "delete", "Delete the selected run (asks, with its size)",
+           "Runs", "delete_run", ("runs",), rank=71),
+    Action("older_step", "left,h", "older", "The step before, among the last 256", "Chart",
+           "look(-1)", ("transfer",), rank=74),
+    Action("newer_step", "right,l", "newer", "The step after; at the end it follows the run",
+           "Chart", "look(1)", ("transfer",), rank=73),
+    Action("older", "comma", "older 10", "Ten steps back among the last 256", "Chart", "look(-10)",
+           ("transfer",), rank=12),
+    Action("newer", "full_stop", "newer 10", "Ten steps on; at the end it follows the run",
+           "Chart", "look(10)", ("transfer",), rank=12),
+    Action("maximise", "f", "full", "Give the focused panel the whole screen, or back", "View",
+           "maximise", PANEL_SCREENS, rank=40),
+    Action("filter", "slash", "filter", "Search: only lines with these words; esc shows all",
+           "View", "filter", ("log",), rank=75),
+    Action("log_level", "l", "level", "Only lines from a higher level up, then all again", "View",
+           "log_level", ("log",), rank=73),
+    Action("log_kind", "o", "only", "Only lines of one kind after the other, then all again",
+           "View", "log_kind", ("log",), rank=72),
+    Action("follow", "s", "follow", "Stay at the newest line, or let go of it", "View", "follow",
+           ("log",), rank=71),
+    Action("theme", "t", "theme", "The next colour theme", "View", "next_theme", rank=30),
+    Action("export", "x", "export", "Save the focused panel, else the screen, as SVG", "View",
+           "export", rank=15),
+    Action("table", "X", "csv", "Save the focused panel's numbers, else the screen's, as CSV",
+           "View", "table"),
+    Action("copy", "Y", "copy", "Copy: the log's newest line, else how to attach this run", "View",
+           "copy"),
+    Action("palette", "ctrl+p,colon", "cmds", "Find and run any of these by name", "App",
+           "command_palette", rank=50),
+    Action("help", "question_mark,f1", "help", "Keys and what they do", "App", "help", rank=95),
+    Action("detach", "d,q", "detach", "Leave; the training goes on", "App", "detach", rank=100),
+    Action("suspend", "ctrl+z", "shell", "To the shell; `fg` comes back, the training goes on",
+           "App", "suspend"),
+    Action("list_up", "up,k", "up", "A line up; in the wizard the choice before", "Lists",
+           "move(-1)", LISTS + PAGES),
+    Action("list_down", "down,j", "down", "A line down; in the wizard the next choice", "Lists",
+           "move(1)", LISTS + PAGES),
+    Action("list_page_up", "pageup,ctrl+b", "page", "A page up", "Lists", "page(-1)", LISTS),
+    Action("list_page_down", "pagedown,space,ctrl+f", "page", "A page down", "Lists", "page(1)",
+           LISTS),
+    Action("list_first", "home,g", "first", "The first line", "Lists", "edge(0)", LISTS),
+    Action("list_last", "end,G", "last", "The last line", "Lists", "edge(1)", LISTS),
+    Action("list_choose", "enter", "choose", "Choose the line, as a second click does", "Lists",
+           "choose", LISTS),
+    Action("setting_before", "left,h", "before", "The value before", "Lists", "turn(-1)",
+           ("settings",)),
+    Action("setting_after", "right,l", "after", "The next value", "Lists", "turn(1)",
+           ("settings",)),
+    Action("wizard_next", "enter", "next", "Accept the answer and go on; at the end, start it",
+           "Wizard", "next", PAGES),
+    Action("wizard_back", "escape", "back", "The step before; nothing is lost", "Wizard", "back",
+           PAGES),
+    Action("wizard_again", "r", "again", "Ask the engine, or measure, once more", "Wizard",
+           "again", PAGES[3:7]),
+    Action("wizard_faster", "left,h", "dial", "A plan that is faster and takes more", "Wizard",
+           "dial(-1)", STRATEGY),
+    Action("wizard_smaller", "right,l", "dial", "A plan that takes less", "Wizard", "dial(1)",
+           STRATEGY),
+    Action("wizard_batch", "b", "batch", "Set the rows of a batch", "Wizard",
+           "number('batch_rows')", STRATEGY),
+    Action("wizard_chunk", "c", "chunk", "Set the rows that a block computes at once", "Wizard",
+           "number('chunk_rows')", STRATEGY),
+    Action("wizard_steps", "s", "steps", "Set the number of steps", "Wizard", "number('steps')",
+           STRATEGY),
+    Action("wizard_offload", "o", "offload", "The next offload setting", "Wizard", "offload",
+           STRATEGY),
+    Action("wizard_why", "w", "why", "All reasons, or that of the selected choice", "Wizard",
+           "why", STRATEGY),
+    Action("wizard_try", "t", "dry run", "Try three steps of it", "Wizard", "wish('try')",
+           PAGES[6:]),
+    Action("wizard_yaml", "y", "YAML", "Copy the configuration file", "Wizard",
+           "wish('copy yaml')", PAGES[6:]),
+    Action("wizard_command", "m", "command", "Copy the command that does the same", "Wizard",
+           "wish('copy command')", PAGES[6:]),
+)  # fmt: skip
+
+
+def footer_actions(
+    screen: str, actions: Sequence[Action] = ACTIONS, commands: bool = True
+) -> list[Action]:
+    """What the footer offers on a screen, in the order of the table.
+
+    commands: whether the trainer of the run on screen can be asked for anything.
+    """
+    return [
+        action
+        for action in actions
+        if action.rank
+        and action.works_on(screen)
+        and (commands or not action.changes_run or action.group != "Run")
+    ]
+
+
+def find(action_id: str) -> Action:
+    """The action with this id; KeyError when there is none."""
+    return next(action for action in ACTIONS if action.id == action_id)

@@ -1,1 +1,0 @@
-"""What a user can do, by subject: each class gives the app the actions of one."""

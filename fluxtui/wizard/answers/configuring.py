@@ -1,0 +1,121 @@
+"""Answers to the trainer's configuration and back."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fluxtui.home import expanded
+from fluxtui.wizard.answers.answers import DEMO, DIAL, Answers, data_answer, model_answer
+
+SETTINGS: dict[str, str] = {
+    "sequence_length": "data.sequence_length",
+    "steps": "train.steps",
+    "batch_rows": "train.batch_rows",
+    "offload": "placement.offload",
+    "chunk_rows": "placement.chunk_rows",
+}  # field of the answers: key of the configuration
+UNSET = (None, "auto")  # the trainer chooses
+AGGRESSIVENESS = "placement.aggressiveness"
+
+
+def chosen_settings(answers: Answers) -> dict[str, Any]:
+    """The settings that the user chose, by their dotted keys; a plan's come before single ones."""
+    values = {key: getattr(answers, field) for field, key in SETTINGS.items()}
+    single = {key: value for key, value in values.items() if value not in UNSET}
+    return {**answers.dial_settings, **single}
+
+
+def configuration(answers: Answers) -> dict[str, Any]:
+    """The trainer's configuration: the base file's keys with the answers on top.
+
+    Only what differs from the trainer's own defaults is written, so the file stays short and the
+    defaults stay the trainer's; a setting that was turned back to them leaves the base's behind.
+    """
+    merged: dict[str, Any] = {
+        section: dict(value) if isinstance(value, Mapping) else value
+        for section, value in answers.base.items()
+    }
+    _set(merged, "model.path", answers.model_path)
+    _set(merged, "data.path", answers.data_file)
+    _set(merged, "method.name", answers.method)
+    chosen = chosen_settings(answers)
+    for key in dict.fromkeys((*SETTINGS.values(), *chosen)):
+        section, _, name = key.partition(".")
+        if key in chosen:
+            _set(merged, key, chosen[key])
+        elif name in merged.get(section, {}):
+            del merged[section][name]
+    return {section: value for section, value in merged.items() if value != {}}
+
+
+def yaml_text(answers: Answers) -> str:
+    """The configuration as YAML."""
+    import yaml
+
+    return yaml.safe_dump(configuration(answers), sort_keys=False, allow_unicode=True)
+
+
+def set_arguments(answers: Answers) -> list[str]:
+    """The overrides, and before them the settings of a demo run, as `--set` arguments."""
+    chosen = chosen_settings(answers) if answers.is_demo else {}
+    settings = [*(f"{key}={value}" for key, value in chosen.items()), *answers.overrides]
+    return [argument for setting in settings for argument in ("--set", setting)]
+
+
+def answers_from_config(config: Mapping[str, Any]) -> Answers:
+    """Read the wizard's answers out of a valid configuration: of a file, or of a run's run.json."""
+    values = {field: _value(config, key) for field, key in SETTINGS.items()}
+    return Answers(
+        **model_answer(config.get("model", {}).get("path", DEMO)),
+        **data_answer(config.get("data", {}).get("path", DEMO)),
+        method=config.get("method", {}).get("name", "full"),
+        **{field: value for field, value in values.items() if value not in UNSET},
+        **_dial_answer(_value(config, AGGRESSIVENESS)),
+        base=_without_stop_of_the_dial(config),
+        step="strategy",
+    )
+
+
+def answers_from_file(path: str, overrides: tuple[str, ...] = ()) -> Answers:
+    """Read a configuration file and check it as the trainer would.
+
+    Raises:
+        BadInput: all that is wrong with it, or with `overrides`.
+    """
+    from fluxtrain.train.config import load_config
+    from fluxtrain.train.config_text import parse_yaml, read_text
+
+    place = Path(expanded(path))
+    load_config(place, list(overrides))
+    answers = answers_from_config(parse_yaml(read_text(place), str(place)))
+    return dataclasses.replace(
+        answers, start="file", config_path=path, loaded_from=path, overrides=overrides
+    )
+
+
+def _dial_answer(value: object) -> dict[str, Any]:
+    """A stop of the dial; a share between two of them stays a setting that is carried through."""
+    if value in DIAL and value != "auto":
+        return {"dial": value, "dial_settings": {AGGRESSIVENESS: value}}
+    return {}
+
+
+def _without_stop_of_the_dial(config: Mapping[str, Any]) -> dict[str, Any]:
+    section, _, name = AGGRESSIVENESS.partition(".")
+    kept = dict(config)
+    if _value(config, AGGRESSIVENESS) in DIAL:
+        kept[section] = {key: value for key, value in config[section].items() if key != name}
+    return kept
+
+
+def _value(config: Mapping[str, Any], key: str) -> Any:
+    section, _, name = key.partition(".")
+    return config.get(section, {}).get(name)
+
+
+def _set(config: dict[str, Any], key: str, value: object) -> None:
+    section, _, name = key.partition(".")
+    config.setdefault(section, {})[name] = value

@@ -1,0 +1,46 @@
+"""What a question consists of, without a screen."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+from fluxtui.wizard.answers.answers import StepName
+
+
+@dataclasses.dataclass(frozen=True)
+class Option:
+    """One line of a list: what is chosen, its name, and what it means."""
+
+    id: str
+    title: str
+    text: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Field:
+    """What one choice asks for besides: a field of the answers, typed or chosen from a list."""
+
+    name: str
+    title: str
+    hint: str  # an example, or what an empty list says
+    kind: Literal["text", "folder", "file", "list"] = "text"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SourceQuestion:
+    """Where something comes from.
+
+    Attributes:
+        source: the field of the answers that the list sets.
+        fields: by the id of the option that they belong to.
+        number: a number that is asked for whatever was chosen.
+    """
+
+    step: StepName
+    text: str
+    source: str
+    options: Sequence[Option]
+    fields: Mapping[str, Field]
+    number: Field | None = None

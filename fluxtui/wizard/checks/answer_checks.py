@@ -1,0 +1,171 @@
+"""The check of one answer: what was found, and why the wizard cannot go on with it.
+
+Pure functions over the answers and the file system; they may take a while on a slow disk, so the
+screen calls them in a thread.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from fluxtrain.errors import BadInput
+from fluxtrain.telemetry.rundir import RunDir
+from fluxtui.home import expanded
+from fluxtui.wizard.answers.answers import (
+    HUB_DATA,
+    HUB_SCHEME,
+    Answers,
+    StepName,
+    hub_id_problem,
+    is_hub_id,
+)
+from fluxtui.wizard.answers.configuring import answers_from_file
+from fluxtui.wizard.checks.data_facts import Sample, demo_samples, read_data_file
+from fluxtui.wizard.checks.known_runs import RESUMABLE, run_rows
+from fluxtui.wizard.checks.model_facts import cached_hub_folder, read_model_folder
+
+_DEMO_MODEL = (
+    ("architecture", "Llama, a few million parameters"),
+    ("weights", "random; made when the run starts, nothing is downloaded"),
+)
+_DEMO_DATA = (
+    ("format", "text, one document for each docstring"),
+    ("source", "the standard library of this Python, read when the run starts"),
+)
+_TRUE = ("1", "true", "yes", "on")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Check:
+    """What is known about an answer. With an `error` the wizard stays where it is; nothing was
+    given yet when it is `open`, so there is nothing to blame."""
+
+    facts: tuple[tuple[str, str], ...] = ()
+    warnings: tuple[str, ...] = ()
+    error: str | None = None
+    open: bool = False
+    samples: tuple[Sample, ...] = ()
+    loaded: Answers | None = None  # what a configuration file says
+
+
+def checked(step: StepName, answers: Answers) -> Check:
+    """The check of this step's answer; files that cannot be looked at are what is wrong with it."""
+    try:
+        return CHECKS[step](answers)
+    except OSError as error:
+        return Check(error=f"{error.filename} cannot be read: {error.strerror}")
+
+
+def check_start(answers: Answers) -> Check:
+    """Look at the run or the configuration file that the user wants to begin with."""
+    if answers.start == "new":
+        return Check()
+    if answers.start == "file":
+        return _check_file(answers)
+    path = answers.resume_run if answers.start == "resume" else answers.attach_run
+    if not path:
+        return Check(error="choose another line: there is nothing to choose from", open=True)
+    try:
+        run = RunDir(path).summary()
+    except OSError as error:
+        return Check(error=f"{path} cannot be read: {error.strerror}")
+    if answers.start == "resume" and run.state not in RESUMABLE:
+        return Check(error=f"{run.run_id} is {run.state}: attach to it instead")
+    return Check(facts=run_rows(run))
+
+
+def check_model(answers: Answers, environment: Mapping[str, str] = os.environ) -> Check:
+    """Look at the chosen model without loading it."""
+    if answers.model_source == "demo":
+        return Check(facts=_DEMO_MODEL)
+    if answers.model_source == "recent" and not answers.model_path:
+        return Check(error="no model was trained here yet: choose another line", open=True)
+    trusted = _said(answers, "model.trust_remote_code").lower() == "true"
+    try:
+        if answers.model_source == "hub" or is_hub_id(answers.model_path):
+            return _check_hub(answers.model_path, trusted, environment)
+        facts = read_model_folder(answers.model_path, trusted)
+    except BadInput as error:
+        return Check(error=str(error), open=not answers.model_path)
+    return Check(facts=facts.rows(), warnings=facts.warnings)
+
+
+def check_data(answers: Answers) -> Check:
+    """Look at the chosen data: format, size and the first documents."""
+    if answers.sequence_length is not None and answers.sequence_length < 2:
+        return Check(error="a row needs 2 tokens at least, one to see and one to predict")
+    if answers.data_source == "demo":
+        return Check(facts=_DEMO_DATA, samples=demo_samples())
+    if answers.data_source == "hub" or answers.data_file.startswith(HUB_SCHEME):
+        return _check_hub_data(answers.data_file)
+    try:
+        facts = read_data_file(answers.data_file, format=_said(answers, "data.format") or "auto")
+    except BadInput as error:
+        return Check(error=str(error), open=not answers.data_file)
+    return Check(facts=facts.rows(), samples=facts.samples)
+
+
+def _said(answers: Answers, key: str) -> str:
+    """A setting that the wizard does not ask for: as `--set` says, or a file; else ""."""
+    section, _, name = key.partition(".")
+    said = str(answers.base.get(section, {}).get(name, ""))
+    for override in answers.overrides:
+        named, _, value = override.partition("=")
+        said = value.strip() if named.strip() == key else said
+    return said
+
+
+def _check_file(answers: Answers) -> Check:
+    if not answers.config_path.strip():
+        return Check(error="type the path of a configuration file, such as run.yaml", open=True)
+    place = Path(expanded(answers.config_path))
+    if place.exists() and not place.is_file():
+        return Check(error=f"{place} is no file: name one such as run.yaml")
+    try:
+        loaded = answers_from_file(answers.config_path, answers.overrides)
+    except BadInput as error:
+        return Check(error=str(error))
+    facts = (("model", loaded.model_path), ("data", loaded.data_file))
+    return Check(facts=facts, loaded=loaded)
+
+
+def _check_hub_data(address: str) -> Check:
+    """Only how it is written: the engine fetches it when it reads the first documents."""
+    if not address.startswith(HUB_DATA):
+        written = f"{HUB_DATA}owner/name or {HUB_DATA}owner/name/file.jsonl"
+        return Check(error=f"{address} is not {written}")
+    name = address.removeprefix(HUB_DATA)
+    owner, _, rest = name.partition("/")
+    problem = hub_id_problem("/".join((owner, rest.partition("/")[0])) if name else "")
+    if problem:
+        return Check(error=problem.replace("Qwen/Qwen2.5-0.5B", "HuggingFaceH4/no_robots"),
+                     open=not name)  # fmt: skip
+    return Check(facts=(("place", "the hub: fetched once, then read from this machine"),))
+
+
+def _check_hub(hub_id: str, trusted: bool, environment: Mapping[str, str]) -> Check:
+    problem = hub_id_problem(hub_id)
+    if problem:
+        return Check(error=problem, open=not hub_id)
+    folder = cached_hub_folder(hub_id, environment)
+    if folder is not None:
+        facts = read_model_folder(str(folder), trusted)
+        return Check(
+            facts=(*facts.rows(), ("place", "already on this machine")), warnings=facts.warnings
+        )
+    if environment.get("HF_HUB_OFFLINE", "").lower() in _TRUE:
+        return Check(
+            error=f"{hub_id} is not on this machine and HF_HUB_OFFLINE is set: unset it, or "
+            "choose a folder"
+        )
+    return Check(facts=(("place", "not on this machine yet: downloaded before it is planned"),))
+
+
+CHECKS: Mapping[StepName, Callable[[Answers], Check]] = {
+    "start": check_start,
+    "model": check_model,
+    "data": check_data,
+}

@@ -1,0 +1,77 @@
+"""Earlier runs, as the wizard offers them: to go on with, to watch, and for their models."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from fluxtrain.telemetry.rundir import RunDir, RunSummary, list_runs
+from fluxtrain.telemetry.storage import read_json
+from fluxtrain.units import UNKNOWN, duration_text
+from fluxtui.home import expanded
+from fluxtui.wizard.answers.answers import DEMO
+from fluxtui.wizard.answers.question import Option
+
+RESUMABLE = ("interrupted", "dead", "failed")
+MODELS = 4
+
+
+def runs_to_resume(runs: list[RunSummary]) -> list[RunSummary]:
+    """Those that ended before their last step; what was refused has none to go on from."""
+    return [run for run in runs if run.state in RESUMABLE]
+
+
+def runs_to_watch(runs: list[RunSummary]) -> list[RunSummary]:
+    """All of them, those that run now first."""
+    return sorted(runs, key=lambda run: run.state != "running")
+
+
+def recent_models(runs: list[RunSummary]) -> list[str]:
+    """Folders and hub ids of the newest runs, each once; what is gone and the demo left out."""
+    found: list[str] = []
+    for run in runs:
+        path = _model_path(RunDir(run.path))
+        gone = path is None or (path.startswith(("/", "~", ".")) and not _is_there(path))
+        if path is not None and path != DEMO and not gone and path not in found:
+            found.append(path)
+    return found[:MODELS]
+
+
+def known_runs(root: Path) -> list[RunSummary]:
+    """All runs below `root`, newest first; none where the folder cannot be read."""
+    try:
+        return list_runs(root)
+    except OSError:
+        return []
+
+
+def run_option(run: RunSummary, now_s: float | None = None) -> Option:
+    """One line for a list."""
+    now_s = time.time() if now_s is None else now_s
+    step = UNKNOWN if run.step is None else f"{run.step:,} of {run.total_steps or UNKNOWN}"
+    age = duration_text(max(0.0, now_s - run.updated_s))
+    return Option(run.path, run.run_id, f"{run.state}, step {step}, {age} ago")
+
+
+def run_rows(run: RunSummary) -> tuple[tuple[str, str], ...]:
+    """Name and value of what is known about a run."""
+    rows = (
+        ("run", run.run_id),
+        ("state", f"{run.state}{f': {run.message}' if run.message else ''}"),
+        ("model", run.model or ""),
+        ("step", "" if run.step is None else f"{run.step:,} of {run.total_steps or UNKNOWN}"),
+        ("loss", "" if run.loss is None else f"{run.loss:.4f}"),
+    )
+    return tuple((name, value) for name, value in rows if value)
+
+
+def _model_path(run: RunDir) -> str | None:
+    try:
+        path = (read_json(run.run) or {})["config"]["model"]["path"]
+    except (KeyError, TypeError):
+        return None
+    return path if isinstance(path, str) else None
+
+
+def _is_there(path: str) -> bool:
+    return Path(expanded(path)).is_dir()

@@ -1,0 +1,108 @@
+"""A question to the engine: what is known of its answer, and who asks it in the background."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Generic, TypeVar
+
+from textual.screen import Screen
+
+from fluxtrain.client.answer import Answer
+from fluxtrain.client.asking import EngineRefused, ask_engine
+
+T = TypeVar("T", bound=Answer)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Asked(Generic[T]):
+    """The state of a question.
+
+    Attributes:
+        asked_s: when it was asked, on the monotonic clock; None before.
+        said: the newest line that the engine said while it works.
+        value: the answer.
+        refusal, exit_code: why there is none, in the engine's words.
+    """
+
+    asked_s: float | None = None
+    said: str = ""
+    value: T | None = None
+    refusal: str | None = None
+    exit_code: int = 0
+
+    @property
+    def pending(self) -> bool:
+        """Asked, and neither answered nor refused."""
+        return self.asked_s is not None and self.value is None and self.refusal is None
+
+    @property
+    def waited_s(self) -> float:
+        """How long it has been asked for."""
+        return 0.0 if self.asked_s is None else time.monotonic() - self.asked_s
+
+
+class Question(Generic[T]):
+    """Asks the engine for an `answer` in a worker of `screen`; asked anew, it ends the process
+    before.
+
+    `on_change` is called whenever `state` has changed.
+    """
+
+    def __init__(
+        self,
+        screen: Screen[Any],
+        answer: type[T],
+        on_change: Callable[[], None],
+        program: tuple[str, ...] = (),
+    ) -> None:
+        self.state: Asked[T] = Asked()
+        self._screen, self._answer = screen, answer
+        self._on_change, self._program = on_change, program
+        self._key: object = None
+
+    def ask(
+        self,
+        key: object,
+        arguments: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        """Ask with the command's `arguments`, unless the same `key` was asked about last.
+
+        `forget` makes it ask again.
+        """
+        if key == self._key:
+            return
+        self._key = key
+        self.state = Asked(asked_s=time.monotonic())
+        self._on_change()
+        self._screen.run_worker(
+            self._run(arguments, environment or {}), group=self._answer.COMMAND, exclusive=True
+        )
+
+    def forget(self) -> None:
+        """End what is being asked, and know nothing."""
+        self._screen.workers.cancel_group(self._screen, self._answer.COMMAND)
+        self._key, self.state = None, Asked()
+        self._on_change()
+
+    async def _run(self, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
+        try:
+            value = await ask_engine(
+                self._answer,
+                *arguments,
+                program=self._program,
+                said=self._said,
+                environment=environment,
+            )
+            self.state = dataclasses.replace(self.state, value=value)
+        except EngineRefused as error:
+            self.state = dataclasses.replace(
+                self.state, refusal=str(error), exit_code=error.exit_code
+            )
+        self._on_change()
+
+    def _said(self, line: str) -> None:
+        self.state = dataclasses.replace(self.state, said=line)
+        self._on_change()

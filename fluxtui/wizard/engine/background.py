@@ -1,0 +1,131 @@
+"""What the wizard asks the engine while the user reads: the machine, the data, the plan, a trial.
+
+The machine is measured first and alone, because a plan that is computed meanwhile would take the
+processor away from the measurement, and needs its rates.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from textual.screen import Screen
+
+from fluxtrain.client.dry_run import DryRunAnswer
+from fluxtrain.client.inspection import InspectionAnswer
+from fluxtrain.client.plan import PlanAnswer, PlanOption
+from fluxtrain.client.probe import ProbeAnswer
+from fluxtui.wizard.answers.answers import Answers
+from fluxtui.wizard.answers.configuring import chosen_settings, yaml_text
+from fluxtui.wizard.answers.launching import engine_arguments
+from fluxtui.wizard.engine.asked import Question
+
+
+class Background:
+    """The four questions, and the folder in which their configurations lie."""
+
+    def __init__(
+        self, screen: Screen[Any], on_change: Callable[[], None], program: tuple[str, ...]
+    ) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="fluxtrain-wizard-")
+        self._files = 0
+        self._on_change = on_change
+        self._wanted: Answers | None = None
+        self.cards: tuple[PlanOption, ...] = ()
+        self._cards_for: object = None  # the answers that they were planned for
+        self._cards_of: object = None  # model and data alone
+        self._tried: object = None
+        self.probe = Question(screen, ProbeAnswer, self._probed, program)
+        self.inspection = Question(screen, InspectionAnswer, on_change, program)
+        self.plan = Question(screen, PlanAnswer, self._planned, program)
+        self.trial = Question(screen, DryRunAnswer, on_change, program)
+
+    def close(self) -> None:
+        """Remove the folder."""
+        self._folder.cleanup()
+
+    @property
+    def busy(self) -> bool:
+        """Something is being asked."""
+        asked = (self.probe, self.inspection, self.plan, self.trial)
+        return any(question.state.pending for question in asked)
+
+    def cards_are_of(self, answers: Answers) -> bool:
+        """Whether the ranked plans were made for these answers, wherever the dial stands."""
+        return self._cards_for == _key(without_dial(answers))
+
+    def measure(self, fresh: bool = False) -> None:
+        """Measure the machine; `fresh` does not take what was measured before."""
+        if fresh:
+            self.probe.forget()
+            self.plan.forget()
+        self.probe.ask("probe", [*(["--fresh"] if fresh else []), "--progress"])
+
+    def look_at(self, answers: Answers) -> None:
+        """Have data and plan of these answers, unless they are there or being asked for."""
+        self._wanted = answers
+        if self.probe.state.pending:
+            return
+        data_alone = _about_data(answers)
+        self.inspection.ask(_key(data_alone), self._arguments(data_alone))
+        key = _key(answers)
+        if self._cards_of != _key(data_alone):
+            self.cards = ()
+        if not self.trial_is_of(answers):
+            self.trial.forget()
+        self.plan.ask(key, [*self._arguments(answers), "--progress"])
+
+    def plan_again(self) -> None:
+        """Plan the same answers once more: the machine may have changed."""
+        self.plan.forget()
+        if self._wanted is not None:
+            self.look_at(self._wanted)
+
+    def try_out(self, answers: Answers) -> None:
+        """Train three steps of these answers in a folder that is removed with this object."""
+        self.trial.forget()
+        self._tried = _key(answers)
+        self.trial.ask(self._tried, self._arguments(answers), {"TMPDIR": self._folder.name})
+
+    def trial_is_of(self, answers: Answers) -> bool:
+        """Whether the trial was of these answers."""
+        return self.trial.state.asked_s is None or self._tried == _key(answers)
+
+    def _arguments(self, answers: Answers) -> list[str]:
+        """The engine's arguments; each question has a file of its own, which later ones leave."""
+        self._files += 1
+        config = Path(self._folder.name) / f"{self._files}" / "config.yaml"
+        config.parent.mkdir()
+        config.write_text(yaml_text(answers), encoding="utf-8")
+        return engine_arguments(answers, config)
+
+    def _probed(self) -> None:
+        self._on_change()
+        if self._wanted is not None and not self.probe.state.pending:
+            self.look_at(self._wanted)
+
+    def _planned(self) -> None:
+        found = self.plan.state.value
+        if found is not None and self._wanted is not None and not self._wanted.dial_settings:
+            self.cards = found.plans
+            self._cards_for, self._cards_of = _key(self._wanted), _key(_about_data(self._wanted))
+        self._on_change()
+
+
+def without_dial(answers: Answers) -> Answers:
+    """The same answers with the dial at auto: what the ranked plans are made for."""
+    return dataclasses.replace(answers, dial="auto", dial_settings={})
+
+
+def _about_data(answers: Answers) -> Answers:
+    """What the data looks like does not depend on the rest."""
+    return dataclasses.replace(
+        without_dial(answers), offload="auto", batch_rows=None, chunk_rows=None, steps=None
+    )
+
+
+def _key(answers: Answers) -> object:
+    return (yaml_text(answers), answers.is_demo, answers.overrides, str(chosen_settings(answers)))

@@ -1,0 +1,127 @@
+"""What the wizard's pages say as plain lines: for screen readers and terminals that cannot draw.
+
+No boxes, no bars, no columns: one fact a line, the same facts as on the screen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fluxtrain.client.dry_run import DryRunAnswer
+from fluxtrain.client.inspection import InspectionAnswer, TextPiece
+from fluxtrain.client.plan import PlanAnswer, PlanOption
+from fluxtrain.client.probe import ProbeAnswer
+from fluxtrain.units import bytes_text
+from fluxtui.wizard.answers.answers import Answers
+from fluxtui.wizard.checks.answer_checks import Check
+from fluxtui.wizard.engine.inspection import inspection_rows
+from fluxtui.wizard.engine.machine import age_text, machine_table, machine_warnings
+from fluxtui.wizard.engine.plan_preview import fit
+from fluxtui.wizard.pages.launch import launch_rows, resumed_rows
+from fluxtui.wizard.pages.method import fit_words, numbers_line
+from fluxtui.wizard.pages.preview import bar_rows, changed_rows, disk_line, margin_text, time_line
+from fluxtui.wizard.pages.strategy import card_facts
+from fluxtui.wizard.pages.wizard_view import WizardView
+
+
+def check_lines(check: Check) -> list[str]:
+    """What was found about an answer."""
+    if check.error:
+        return [f"error: {check.error}"]
+    return [*pair_lines(check.facts), *(f"note: {warning}" for warning in check.warnings)]
+
+
+def pair_lines(rows: Sequence[tuple[str, str]]) -> list[str]:
+    """`name: value` each."""
+    return [f"{name}: {value}" for name, value in rows]
+
+
+def inspection_lines(found: InspectionAnswer) -> list[str]:
+    """Lengths in words, and the samples: what is learnt of them and what is only seen."""
+    lengths = sorted(found.lengths)
+    at = [lengths[round(share * (len(lengths) - 1))] for share in (0.5, 0.9, 1.0)]
+    lines = [
+        *pair_lines(inspection_rows(found)),
+        f"lengths: half of the documents have up to {at[0]:,} tokens, nine in ten up to "
+        f"{at[1]:,}, the longest {at[2]:,}; a row has {found.sequence_length:,}",
+    ]
+    for number, sample in enumerate(found.samples, start=1):
+        lines.append(f"sample {number}: {sample.title}")
+        lines += piece_lines(sample.pieces)
+    return lines
+
+
+def piece_lines(pieces: Sequence[TextPiece]) -> list[str]:
+    """Every line of a sample with the word that says whether it is learnt."""
+    return [
+        f"{'learnt' if piece.learnt else 'seen'}: {line}"
+        for piece in pieces
+        for line in piece.text.splitlines()
+        if line.strip()
+    ]
+
+
+def machine_rows(probe: ProbeAnswer) -> list[str]:
+    """The machine and the age of its rates."""
+    rows = machine_table(probe)
+    lines = [", ".join(filter(None, (f"{name}: {value}", how))) for name, value, how in rows]
+    return [*lines, *(f"note: {warning}" for warning in machine_warnings(probe)), age_text(probe)]
+
+
+def method_lines(view: WizardView) -> list[str]:
+    """Whether the method fits, and how fast it is."""
+    plan = view.plan.value
+    if plan is None:
+        return [f"full fine-tuning {fit_words(view)}: {view.plan.refusal}"]
+    lines = [f"full fine-tuning {fit(plan)}"]
+    for name, used, limit in bar_rows(view, plan):
+        lines.append(_use_line(name, used, limit))
+    return [*lines, numbers_line(plan)]
+
+
+def card_line(card: PlanOption, device: str) -> str:
+    """A ranked plan in one line."""
+    return f"{card.name}: " + ", ".join(
+        f"{name} {value}" for name, value in card_facts(card, device)
+    )
+
+
+def choice_lines(plan: PlanAnswer) -> list[str]:
+    """Every choice with its reason."""
+    return [f"{choice.name} is {choice.value}: {choice.because}" for choice in plan.choices]
+
+
+def preview_lines(view: WizardView, plan: PlanAnswer) -> list[str]:
+    """Memory, disk, time, and what is not a default."""
+    lines = [_use_line(name, used, limit) for name, used, limit in bar_rows(view, plan)]
+    lines += [time_line(view), disk_line(plan)]
+    changed = ", ".join(f"{key} {value}" for key, value in changed_rows(plan.changed))
+    return [*lines, f"not the defaults: {changed or 'nothing'}"]
+
+
+def trial_lines(trial: DryRunAnswer) -> list[str]:
+    """Measured against predicted."""
+    lines = [
+        f"{row.name}: predicted {row.predicted}, measured {row.measured}"
+        + (f", error {row.error}" if row.error else "")
+        for row in trial.rows()
+    ]
+    warning = ["error: more than there is: turn the dial to fit"] if trial.is_over_limit else []
+    return [*lines, *warning, trial.eta_text()]
+
+
+def launch_lines(view: WizardView) -> list[str]:
+    """The run in words."""
+    going_on = view.answers.start == "resume"
+    return pair_lines(resumed_rows(view) if going_on else launch_rows(view))
+
+
+def draft_lines(draft: Answers) -> list[str]:
+    """The answers of an earlier wizard."""
+    return pair_lines([("model", draft.model_path or "-"), ("data", draft.data_file or "-")])
+
+
+def _use_line(name: str, used: int | None, limit: int | None) -> str:
+    left = margin_text(used, limit)
+    of = f" of {bytes_text(limit)}" if limit else ""
+    return f"{name}: {bytes_text(used)}{of}" + (f", {left}" if left else "")

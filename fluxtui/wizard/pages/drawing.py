@@ -1,0 +1,230 @@
+"""Lines of the wizard as Textual content, from plain values and a width. No state, no widgets.
+
+Colours are the theme's variables; every distinction is also a character or a word, so it
+survives 16 colours and none.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator, Sequence
+
+from rich.cells import cell_len, set_cell_size
+from textual.content import Content
+
+from fluxtrain.units import bytes_text
+from fluxtui.widgets.spans import Line, cut_in_front, wrapped
+from fluxtui.wizard.answers.answers import STEPS, StepName
+from fluxtui.wizard.checks.data_facts import Sample
+
+MUTED = "dim"
+CURSOR = "▸ "
+TITLES: dict[StepName, str] = {
+    "start": "Start",
+    "model": "Model",
+    "data": "Data",
+    "method": "Method",
+    "hardware": "Hardware",
+    "strategy": "Strategy",
+    "preview": "Preview",
+    "launch": "Launch",
+}
+SHORT_TITLES: dict[StepName, str] = {
+    **TITLES, "hardware": "Host", "strategy": "Plan", "preview": "Check"
+}  # fmt: skip
+
+
+STYLES = {"dim": MUTED, "strong": "bold", "warn": "$warning", "good": "$success",
+          "accent": "bold $accent"}  # fmt: skip
+
+
+def spans(line: Line) -> Content:
+    """A line of the panels, in the wizard's own colours."""
+    return Content.assemble(*((text, STYLES.get(role, "")) for text, role in line))
+
+
+def stepper(current: StepName, width: int, steps: Sequence[StepName] = STEPS) -> Content:
+    """Three lines: the product, a rule in as many parts as steps, and the names of the steps."""
+    position = steps.index(current)
+    counter = f"step {position + 1} of {len(steps)}"
+    part = max(3, (width - len(steps) + 1) // len(steps))
+    titles = TITLES if part >= 2 + max(map(len, TITLES.values())) else SHORT_TITLES
+    named = part >= 2 + max(map(len, titles.values()))  # narrower, only the present one is
+    what = "new run" if named else TITLES[current]
+    gap = " " * max(1, width - len("FluxTrain  ") - len(what) - len(counter))
+    head = Content.assemble(
+        ("FluxTrain", "bold $accent"), (f"  {what}", MUTED if named else ""), gap, (counter, "bold")
+    )
+    rules, names = [], []
+    for index, step in enumerate(steps):
+        done, here = index < position, index == position
+        style = "bold $accent" if here else "$success" if done else MUTED
+        rules.append(Content.styled(("━" if done or here else "─") * part, style))
+        mark = "✓" if done else "●" if here else "○"
+        name = f"{mark} {titles[step]}" if named else mark
+        names.append(Content.styled(name.ljust(part), style))
+    space = Content(" ")
+    return Content("\n").join([head, space.join(rules), space.join(names)])
+
+
+def keys_line(keys: Sequence[tuple[str, str]]) -> Content:
+    """Key hints: the key bright, what it does muted."""
+    parts = [Content.assemble((key, "bold $accent"), (f" {text}", MUTED)) for key, text in keys]
+    return Content("   ").join(parts)
+
+
+def footer(keys: Sequence[tuple[str, str]], machine: Sequence[str], width: int) -> Content:
+    """A rule, and below it key hints; on the right as many facts of this machine as have room."""
+    left = keys_line(keys)
+    room = width - len(left.plain) - 3
+    facts = list(machine)
+    while len(right := " · ".join(facts)) > room and facts:
+        facts.pop()
+    gap = " " * max(0, width - len(left.plain) - len(right))
+    return Content.assemble(("─" * width + "\n", MUTED), left, gap, (right, MUTED))
+
+
+def heading(text: str, hint: str, width: int) -> Content:
+    """A heading; its hint only where there is room for all of it."""
+    shown = f"   {hint}" if hint and len(text) + 3 + len(hint) <= width else ""
+    return Content.assemble((text, "bold"), (shown, MUTED))
+
+
+def paragraph(text: str, width: int, style: str = "") -> Content:
+    """Wrapped text; words longer than the line, such as paths, are broken."""
+    return Content.styled("\n".join(in_lines(text, max(10, width)) or [""]), style)
+
+
+def problem(text: str, width: int) -> Content:
+    """An error beside its answer: a mark, and the text indented under itself."""
+    return _marked("✗ ", text, width, "$error")
+
+
+def caution(text: str, width: int) -> Content:
+    """Something to know that does not stop the user."""
+    return _marked("! ", text, width, "$warning")
+
+
+def facts(rows: Sequence[tuple[str, str]], width: int) -> Content:
+    """Names and values under each other; the first line carries the mark of a usable answer."""
+    name_width = max((len(name) for name, _ in rows), default=0) + 2
+    lines: list[Content] = []
+    for index, (name, value) in enumerate(rows):
+        mark = ("✓ " if index == 0 else "  ", "bold $success")
+        lines += _named(mark, name.ljust(name_width), value, max(8, width - name_width - 2), "")
+    return Content("\n").join(lines)
+
+
+def pairs(rows: Sequence[tuple[str, str]], width: int) -> Content:
+    """Names and values under each other."""
+    name_width = max((len(name) for name, _ in rows), default=0) + 2
+    lines: list[Content] = []
+    for name, value in rows:
+        lines += _named(("", ""), name.ljust(name_width), value, width - name_width, "bold")
+    return Content("\n").join(lines)
+
+
+def _named(
+    mark: tuple[str, str], name: str, value: str, room: int, style: str
+) -> Iterator[Content]:
+    """A value beside its name: words go on below, only of a path the middle gives way."""
+    parts = in_words(value, max(1, room))
+    yield Content.assemble(mark, (name, MUTED), (parts[0], style))
+    for part in parts[1:]:
+        yield Content.assemble(" " * (len(mark[0]) + len(name)), (part, style))
+
+
+def in_words(text: str, width: int) -> list[str]:
+    """Lines of whole words; one line with its middle left out where a word is too long."""
+    words = text.split()
+    if len(words) < 2 or max(map(cell_len, words)) > width:
+        return [shortened(text, width)]
+    return in_lines(text, width)
+
+
+def in_lines(text: str, width: int) -> list[str]:
+    """Lines of at most `width` cells; only a word that is longer than that is cut."""
+    if cell_len(text) == len(text):
+        return textwrap.wrap(text, width, break_on_hyphens=False)
+    return wrapped(text, width)
+
+
+def table(rows: Sequence[tuple[str, str, str]], width: int) -> Content:
+    """Rows of name, value and explanation; the explanation wraps in the room that is left."""
+    if not rows:
+        return Content("")
+    name_width = max(len(name) for name, _, _ in rows) + 2
+    value_width = min(max(len(value) for _, value, _ in rows), 24) + 2
+    room = max(16, width - name_width - value_width)
+    lines: list[Content] = []
+    for name, value, text in rows:
+        told = in_lines(text, room) or [""]
+        first = Content.assemble(
+            (name.ljust(name_width), MUTED),
+            (shortened(value, value_width - 2).ljust(value_width), "bold"),
+            told[0],
+        )
+        indent = " " * (name_width + value_width)
+        lines += [first, *(Content(indent + rest) for rest in told[1:])]
+    return Content("\n").join(lines)
+
+
+def memory_bar(name: str, used: int | None, limit: int | None, width: int) -> Content:
+    """A bar of `used` bytes against `limit`: `host  ━━━────  2.1 GiB of 7.8 GiB`.
+
+    Over the limit it is red and says by how much; without a number there is no bar.
+    """
+    head = name.ljust(8)
+    if used is None:
+        return Content.assemble((head, MUTED), "-")
+    if not limit:
+        return Content.assemble((head, MUTED), (bytes_text(used), "bold"))
+    over = used > limit
+    tail = f"  {bytes_text(used)} of {bytes_text(limit)}"
+    tail += f", {bytes_text(used - limit)} too much" if over else ""
+    room = max(8, min(44, width - len(head) - len(tail)))
+    filled = min(room, max(1, round(room * used / limit)))
+    return Content.assemble(
+        (head, MUTED),
+        ("━" * filled, "$error" if over else "$accent"),
+        ("─" * (room - filled), MUTED),
+        (tail, "bold $error" if over else ""),
+    )
+
+
+def samples(pieces: Sequence[Sample], width: int, lines_each: int) -> Content:
+    """Samples of the data, trained stretches bright behind a bar, the others muted."""
+    drawn: list[Content] = []
+    for sample in pieces:
+        drawn += _sample_lines(sample, width, lines_each)
+        drawn.append(Content(""))
+    return Content("\n").join(drawn[:-1])
+
+
+def shortened(text: str, width: int) -> str:
+    """`text` in at most `width` cells; the middle of a long path gives way."""
+    if cell_len(text) <= width:
+        return text
+    head = max(1, width - 1) // 3
+    return set_cell_size(text, head) + cut_in_front(text, max(2, width) - head)
+
+
+def _sample_lines(sample: Sample, width: int, limit: int) -> list[Content]:
+    lines: list[Content] = []
+    room, share = max(10, width - 2), max(1, limit // len(sample))
+    for piece in sample:
+        told = [part for line in piece.text.splitlines() for part in in_lines(line, room)]
+        if len(told) > share:
+            last = told[share - 1]
+            kept = last if cell_len(last) <= room - 2 else set_cell_size(last, room - 2)
+            told = [*told[: share - 1], f"{kept} …"]
+        bar = ("▌ ", "$accent") if piece.learnt else ("  ", "")
+        style = "" if piece.learnt else MUTED
+        lines += [Content.assemble(bar, (line, style)) for line in told]
+    return lines[:limit]
+
+
+def _marked(mark: str, text: str, width: int, style: str) -> Content:
+    told = in_lines(text, max(10, width - len(mark))) or [""]
+    body = ("\n" + " " * len(mark)).join(told)
+    return Content.assemble((mark, f"bold {style}"), (body, style))

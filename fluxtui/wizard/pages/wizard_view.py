@@ -1,0 +1,74 @@
+"""Everything that the wizard's pages draw, as one value."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from fluxtrain.client.dry_run import DryRunAnswer
+from fluxtrain.client.inspection import InspectionAnswer
+from fluxtrain.client.plan import PlanAnswer, PlanOption
+from fluxtrain.client.probe import ProbeAnswer
+from fluxtrain.telemetry.rundir import RunSummary
+from fluxtui.actions.key_map import joined
+from fluxtui.actions.table import find
+from fluxtui.panels.machine import machine_line
+from fluxtui.state.machine_sample import MachineSample
+from fluxtui.state.view import View as RunView
+from fluxtui.widgets.spans import Line
+from fluxtui.wizard.answers.answers import Answers
+from fluxtui.wizard.checks.answer_checks import Check
+from fluxtui.wizard.engine.asked import Asked
+from fluxtui.wizard.engine.machine import machine_lines
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WizardView:
+    """The answers, and what the engine said about them.
+
+    Attributes:
+        checks: by step; None while the answer is being looked at.
+        cards: the ranked plans of the newest plan in which none of them was chosen.
+        goes_on: Enter was pressed before the plan was there.
+        root: the folder of the runs.
+    """
+
+    answers: Answers = dataclasses.field(default_factory=Answers)
+    checks: Mapping[str, Check | None] = dataclasses.field(default_factory=dict)
+    probe: Asked[ProbeAnswer] = dataclasses.field(default_factory=Asked)
+    inspection: Asked[InspectionAnswer] = dataclasses.field(default_factory=Asked)
+    plan: Asked[PlanAnswer] = dataclasses.field(default_factory=Asked)
+    trial: Asked[DryRunAnswer] = dataclasses.field(default_factory=Asked)
+    cards: tuple[PlanOption, ...] = ()
+    cards_are_older: bool = False  # than the numbers that the user has set since
+    runs: tuple[RunSummary, ...] = ()
+    goes_on: bool = False
+    launch_error: str | None = None
+    root: Path = Path("runs")
+    free_disk_bytes: int | None = None
+    wide: bool = False
+    short: bool = False  # as many lines as a plain terminal has
+    machine: MachineSample | None = None  # as it is now
+    key_texts: Mapping[str, str] = dataclasses.field(default_factory=dict)  # the user's, by action
+
+    def key(self, *actions: str) -> str:
+        """The keys of actions as a person reads them, the user's own where there are any."""
+        keys = [self.key_texts.get(action) or find(action).key_text for action in actions]
+        return joined(keys)
+
+    def machine_now(self, width: int) -> Line:
+        """What this machine does at the moment, in one line; nothing while that is not known."""
+        if self.machine is None:
+            return ()
+        return machine_line(RunView(machine_sample=self.machine, wall_s=time.time()), width)
+
+    @property
+    def machine_lines(self) -> tuple[str, ...]:
+        """This machine in a few words, or that it is being measured."""
+        if self.probe.value is not None:
+            return tuple(machine_lines(self.probe.value))
+        if self.probe.refusal is not None:
+            return ("not measured", self.probe.refusal)
+        return (self.probe.said or "measuring ...",)

@@ -1,0 +1,170 @@
+"""A step that asks where something comes from: a list, and below it a field for some choices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from textual import events, on
+from textual.app import ComposeResult
+from textual.content import Content
+from textual.widgets import Input
+
+from fluxtui.widgets.entry import Entry
+from fluxtui.wizard.answers.answers import Answers
+from fluxtui.wizard.answers.question import Field, Option, SourceQuestion
+from fluxtui.wizard.pages.wizard_view import WizardView
+from fluxtui.wizard.steps.paths import PathSuggester
+from fluxtui.wizard.steps.step import DrawPage, Step
+from fluxtui.wizard.steps.widgets import ChoiceList, Drawn
+
+
+class SourceStep(Step):
+    """Asks a `SourceQuestion`, and shows what was found."""
+
+    DEFAULT_CSS = """
+    SourceStep Input {
+        height: 3; border: round $secondary; background: transparent; padding: 0 1;
+        margin-bottom: 1;
+    }
+    SourceStep Input:focus { border: round $accent; }
+    SourceStep Input.-refused { border: round $error; }
+    """
+
+    def __init__(self, question: SourceQuestion, below: DrawPage) -> None:
+        """`below` draws what was found about the answer."""
+        super().__init__(question.step)
+        self._question = question
+        self._below = below
+        self._typed_at = 0  # where in the field the next key that was typed on the list belongs
+
+    def compose(self) -> ComposeResult:
+        question = self._question
+        yield Drawn(lambda width: Content.styled(question.text, "bold"))
+        yield ChoiceList(question.options, id=f"{question.step}-choices")
+        for field in question.fields.values():
+            yield self._list(field) if field.kind == "list" else self._box(field)
+        if question.number is not None:
+            box = self._box(question.number)
+            box.restrict = r"\d{0,9}"
+            yield box
+        yield Drawn(lambda width: self._below(self.view, width), id=f"{question.step}-found")
+
+    def on_mount(self) -> None:
+        """Nothing is open before the first answers are shown."""
+        for field in self._question.fields.values():
+            self._widget(field).display = False
+
+    def show(self, view: WizardView) -> None:
+        """Draw this; the text fields keep what is in them (see `fill`)."""
+        source = getattr(view.answers, self._question.source)
+        self.query_one(f"#{self._question.step}-choices", ChoiceList).show(source)
+        for option, field in self._question.fields.items():
+            widget = self._widget(field)
+            widget.display = option == source
+            if isinstance(widget, ChoiceList):
+                widget.show(getattr(view.answers, field.name))
+        check = view.checks.get(self.name_of_step)
+        for box in self.query(Input):
+            refused = check is not None and check.error is not None and not check.open
+            box.set_class(refused and box.display, "-refused")
+        super().show(view)
+
+    def fill(self, answers: Answers) -> None:
+        """Put these answers into the text fields.
+
+        Only when the step comes on screen: while somebody types, the fields are ahead of the
+        answers that are made from them.
+        """
+        for box in self.query(Input):
+            value = getattr(answers, _field_of(box))
+            text = "" if value is None else str(value)
+            if box.value != text:
+                with box.prevent(Input.Changed):
+                    box.value = text
+
+    def offer(self, option: str, options: Sequence[Option]) -> None:
+        """Fill the list that belongs to a choice."""
+        widget = self._widget(self._question.fields[option])
+        assert isinstance(widget, ChoiceList)
+        widget.offer(options)
+
+    @property
+    def open_input(self) -> Input | None:
+        """The text field of the present choice, if it has one."""
+        typed = (field for field in self._question.fields.values() if field.kind != "list")
+        boxes = (self.query_one(f"#{field.name}-input", Input) for field in typed)
+        return next((box for box in boxes if box.display), None)
+
+    def take_focus(self) -> None:
+        """The list has the focus first."""
+        self.query_one(f"#{self._question.step}-choices", ChoiceList).focus()
+
+    def on_key(self, event: events.Key) -> None:
+        """What is typed on the list belongs into the text field below it.
+
+        Keys that were on their way to the list when the field got the focus come here after keys
+        that went to the field at once: they are put before those, where they were typed.
+        """
+        box = self.open_input
+        if box is None or not event.is_printable or not event.character:
+            return
+        event.stop()
+        event.prevent_default()
+        if self.screen.focused is not box:
+            self._typed_at = box.cursor_position
+            self.screen.set_focus(box)
+        cursor = box.cursor_position
+        box.insert(event.character, self._typed_at)
+        if cursor > self._typed_at:
+            box.cursor_position = cursor + 1
+        self._typed_at += 1
+
+    def _box(self, field: Field) -> Input:
+        suggester = PathSuggester(field.kind == "folder") if field.kind != "text" else None
+        box = Entry(placeholder=field.hint, suggester=suggester, id=f"{field.name}-input")
+        box.select_on_focus = False  # what is typed on the list goes on in the field
+        box.border_title = field.title
+        return box
+
+    def _list(self, field: Field) -> ChoiceList:
+        return ChoiceList((), empty=field.hint, id=f"{field.name}-list")
+
+    def _widget(self, field: Field) -> ChoiceList | Input:
+        if field.kind == "list":
+            return self.query_one(f"#{field.name}-list", ChoiceList)
+        return self.query_one(f"#{field.name}-input", Input)
+
+    @on(ChoiceList.Chosen)
+    def _chosen(self, event: ChoiceList.Chosen) -> None:
+        event.stop()
+        if event.choices.id != f"{self._question.step}-choices":
+            field_name = (event.choices.id or "").removesuffix("-list")
+            self.answer({field_name: event.option.id})
+            return
+        changes: dict[str, Any] = {self._question.source: event.option.id}
+        field = self._question.fields.get(event.option.id)
+        if field is not None and field.kind == "list":
+            changes |= self._first_of(field)
+        self.answer(changes)
+
+    def _first_of(self, field: Field) -> dict[str, Any]:
+        """A list that opens has its first line chosen, unless another one was before."""
+        widget = self._widget(field)
+        assert isinstance(widget, ChoiceList)
+        ids = [option.id for option in widget.options]
+        before = getattr(self.view.answers, field.name)
+        return {} if before in ids or not ids else {field.name: ids[0]}
+
+    @on(Input.Changed)
+    def _typed(self, event: Input.Changed) -> None:
+        event.stop()
+        number, name = self._question.number, _field_of(event.input)
+        if number is not None and name == number.name:
+            self.answer({name: int(event.value) if event.value else None})
+        else:
+            self.answer({name: event.value})
+
+
+def _field_of(box: Input) -> str:
+    return (box.id or "").removesuffix("-input")

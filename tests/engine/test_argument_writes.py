@@ -1,0 +1,341 @@
+"""Blocks that write to their arguments in place: followed for masks, refused for activations."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fluxtrain
+from fluxtrain.errors import MisusedModel
+from tests.engine.argument_models import (
+    LAYOUTS,
+    Extra,
+    Inside,
+    Model,
+    adds_to_itself,
+    adds_what_it_gave,
+    as_the_plain_model,
+    nothing,
+    passes,
+    passes_on_a_view,
+    rectifies,
+    same,
+    scales,
+    writes_to_a_view,
+    writes_without_gradients,
+)
+from tests.wrap_with import wrap_with
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "inside",
+    [
+        scales,
+        adds_to_itself,
+        writes_to_a_view,
+        writes_without_gradients,
+        rectifies,
+        passes_on_a_view,
+    ],
+)
+def test_a_write_to_an_activation_is_refused_with_the_cure(inside: Inside, layout: str) -> None:
+    plain = Model(inside, adds_what_it_gave)
+    wrapped = wrap_with(copy.deepcopy(plain), **LAYOUTS[layout])
+    with pytest.raises(MisusedModel, match=r"blocks.0 wrote.*argument x.*x = x \+ 1.*\.clone"):
+        passes(wrapped, nothing)
+    for context in (torch.no_grad, torch.inference_mode):
+        with context():
+            same(passes(wrapped, nothing, False), passes(plain, nothing, False), layout)
+
+
+# -- masks, as published models write to them ------------------------------------------------------
+
+
+def mask_argument() -> Any:
+    return (), {"mask": torch.ones(6, 8)}
+
+
+def nested_argument() -> Any:
+    return ({"masks": (torch.ones(5, 1, 1), torch.arange(6.0)[:, None])},), {}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_layer_of_oneformer_clears_rows_of_its_mask(layout: str) -> None:
+    from transformers.models.oneformer import OneFormerConfig
+    from transformers.models.oneformer import modeling_oneformer as oneformer
+
+    config = OneFormerConfig(hidden_dim=8, num_attention_heads=2, dim_feedforward=16, dropout=0.0)
+
+    class Decoder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.layers = nn.ModuleList(
+                oneformer.OneFormerTransformerDecoderLayer(config) for _ in range(3)
+            )
+            self.masks: list[Tensor] = []
+
+        def forward(self, output: Tensor, features: Tensor) -> Tensor:
+            self.masks = []
+            for index, layer in enumerate(self.layers):
+                mask = torch.rand(4, 5, 7).round().bool()
+                mask[:, 1] = True  # rows that attend to nothing, which the layer clears
+                self.masks.append(mask)
+                (output,) = layer(
+                    index, output, [features] * 3, [torch.zeros_like(features)] * 3,
+                    attention_mask=mask, query_embeddings=torch.zeros_like(output),
+                )  # fmt: skip
+            return output
+
+    def found(model: Any) -> list[Tensor]:
+        results: list[Tensor] = []
+        for seed in (1, 2):
+            torch.manual_seed(seed)
+            model.zero_grad()
+            given = torch.randn(5, 2, 8, requires_grad=True)
+            out = model(given, torch.randn(7, 2, 8))
+            out.square().sum().backward()
+            assert given.grad is not None
+            results += [out.detach(), given.grad, *model.masks]
+            results += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        return results
+
+    plain = Decoder()
+    wrapped = wrap_with(copy.deepcopy(plain), **LAYOUTS[layout])
+    ours, theirs = found(wrapped), found(plain)
+    same(ours, theirs, "whole")
+    assert not any(mask[:, 1].all() for mask in wrapped.masks)  # type: ignore[union-attr]
+
+
+def test_the_prompter_of_tvp_blanks_parts_of_its_frames() -> None:
+    from transformers.models.tvp import TvpConfig
+    from transformers.models.tvp import modeling_tvp as tvp
+
+    config = TvpConfig(num_frames=2, max_img_size=8, visual_prompt_size=2)
+
+    class Prompted(Model):
+        def __init__(self) -> None:
+            super().__init__(lambda block, x: block.linear(x), adds_what_it_gave)
+            self.prompter = tvp.TvpFramePadPrompter(config)
+
+        def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            frames = x[:4, :, :8].reshape(2, 2, 1, -1)[..., :48].sum(-1)[..., None, None]
+            return super().forward(self.prompter(frames.repeat(1, 1, 3, 8, 8)).flatten(0, 3))
+
+    plain = Prompted()
+    wrapped = fluxtrain.wrap(copy.deepcopy(plain))
+    same(passes(wrapped, nothing), passes(plain, nothing), "whole")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_mask_without_gradients_may_be_written_to(layout: str) -> None:
+    def inside(block: Any, x: Tensor, mask: Tensor) -> Tensor:
+        mask.mul_(0.5)
+        mask[2:] += 1
+        return block.linear(x * mask.clone())
+
+    as_the_plain_model(
+        inside, lambda block, x, mask: x + block(x, mask=mask), layout, mask_argument
+    )
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_nested_arguments_may_be_written_to(layout: str) -> None:
+    def inside(block: Any, x: Tensor, extra: Any) -> Tensor:
+        rows, places = extra["masks"]
+        rows.add_(1.0)
+        places.mul_(0.5)
+        return block.linear(x * rows.clone() + places)
+
+    as_the_plain_model(inside, lambda block, x, extra: x + block(x, extra), layout, nested_argument)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_one_tensor_given_twice_is_one_inside(layout: str) -> None:
+    def inside(block: Any, x: Tensor, mask: Tensor, *, again: Tensor) -> Tensor:
+        mask.mul_(0.5)
+        assert again is mask
+        return block.linear(x * mask.clone()) + again
+
+    def around(block: nn.Module, x: Tensor, mask: Tensor) -> Tensor:
+        return block(x, mask, again=mask) + mask.clone()
+
+    as_the_plain_model(inside, around, layout, mask_argument)
+
+
+def test_a_mask_is_written_to_once_by_a_block_that_is_recorded_anew() -> None:
+    """Whose forward runs a second time because torch.func refuses hooks on saved tensors."""
+
+    def inside(block: Any, x: Tensor, mask: Tensor) -> Tensor:
+        mask.mul_(0.5)
+        return block.linear(x * mask.clone()) + torch.func.vjp(torch.sin, x)[0]
+
+    as_the_plain_model(inside, lambda block, x, mask: block(x, mask=mask), "whole", mask_argument)
+
+
+# -- writes that cannot be followed ----------------------------------------------------------------
+
+
+def test_a_mask_that_becomes_differentiable_is_refused() -> None:
+    def inside(block: Any, x: Tensor, mask: Tensor) -> Tensor:
+        mask.add_(block.norm(x).mean((0, 1)))
+        return block.linear(x * mask.clone())
+
+    wrapped = fluxtrain.wrap(Model(inside, lambda block, x, mask: block(x, mask=mask)))
+    with pytest.raises(MisusedModel, match=r"blocks.0 wrote.*mask.*asks for gradients.*clone"):
+        wrapped(torch.randn(5, 6, 8), torch.ones(6, 8))
+
+
+def test_a_write_that_another_argument_would_see_is_refused() -> None:
+    def inside(block: Any, x: Tensor, mask: Tensor, part: Tensor) -> Tensor:
+        mask.mul_(0.5)
+        return block.linear(x) + part
+
+    def around(block: nn.Module, x: Tensor) -> Tensor:
+        mask = torch.ones(6, 8)
+        return block(x, mask=mask, part=mask[:1])
+
+    wrapped = fluxtrain.wrap(Model(inside, around))
+    with pytest.raises(MisusedModel, match=r"blocks.0 wrote to its argument mask in place.*clone"):
+        wrapped(torch.randn(5, 6, 8))
+
+
+def test_a_write_that_began_late_names_the_argument_and_the_cure() -> None:
+    """What the argument was before is gone then, and the backward pass needs it."""
+    late = False
+
+    def inside(block: Any, x: Tensor, mask: Tensor) -> Tensor:
+        if late:
+            mask.mul_(0.5)
+        return block.linear(x * mask)
+
+    wrapped = fluxtrain.wrap(Model(inside, lambda block, x, mask: block(x, mask=mask)))
+    mask = torch.ones(6, 8)
+    wrapped(torch.randn(5, 6, 8), mask).sum().backward()
+    late = True
+    with pytest.raises(MisusedModel, match=r"wrote to its argument mask.*mask = mask \+ 1"):
+        wrapped(torch.randn(5, 6, 8), mask)
+
+
+def through_data(memory: Tensor, values: Tensor) -> None:
+    memory.data[:] = values.detach()
+
+
+def through_numpy(memory: Tensor, values: Tensor) -> None:
+    memory.detach().numpy()[...] = values.detach().numpy()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("write", [through_data, through_numpy])
+@pytest.mark.parametrize("to", ["x", "memory"])
+def test_a_write_that_torch_does_not_count_is_refused_in_the_first_call(
+    write: Callable[[Tensor, Tensor], None], layout: str, to: str
+) -> None:
+    def inside(block: Any, x: Tensor, memory: Tensor) -> Tensor:
+        y = torch.tanh(block.linear(x))
+        write(x if to == "x" else memory, y)
+        return x + y
+
+    def around(block: nn.Module, x: Tensor) -> Tensor:
+        return block(x, memory=torch.zeros_like(x))
+
+    wrapped = wrap_with(Model(inside, around), **LAYOUTS[layout])
+    with pytest.raises(MisusedModel, match=rf"argument {to} in place.*\.data.*{to} \+ 1"):
+        wrapped(torch.randn(5, 6, 8))
+
+
+@pytest.mark.parametrize("value", [float("nan"), -0.0, 1 + 2j, True, 7])
+def test_what_no_block_writes_to_is_left_alone(value: Any) -> None:
+    def inside(block: Any, x: Tensor, extra: Tensor) -> Tensor:
+        return block.linear(x) + 0 * extra.shape[0]
+
+    wrapped = fluxtrain.wrap(Model(inside, lambda block, x, extra: block(x, extra)))
+    extra = torch.full((5, 3), value).t()
+    for _ in range(2):
+        wrapped(torch.randn(5, 6, 8), extra).sum().backward()
+    assert extra._version == 0
+
+
+@pytest.mark.parametrize("counted", [True, False])  # by torch
+def test_a_write_to_a_tensor_inside_an_object_is_refused_by_its_type(counted: bool) -> None:
+    def inside(block: Any, x: Tensor, extra: Extra) -> Tensor:
+        (extra.count if counted else extra.count.data).add_(1.0)
+        return block.linear(x) * extra.count
+
+    wrapped = fluxtrain.wrap(Model(inside, lambda block, x, extra: block(x, extra)))
+    with pytest.raises(MisusedModel, match=r"blocks.0 wrote in place.*type Extra.*tuples"):
+        wrapped(torch.randn(5, 6, 8), Extra(torch.zeros(())))
+    extra = Extra(torch.zeros(()))
+    with torch.no_grad():
+        wrapped(torch.randn(5, 6, 8), extra)
+    assert float(extra.count) == 3
+
+
+@pytest.mark.parametrize("change", ["append", "key"])
+def test_a_list_or_dict_that_a_block_changes_is_refused(change: str) -> None:
+    def inside(block: Any, x: Tensor, losses: list[Tensor], names: dict[str, Tensor]) -> Tensor:
+        y = block.linear(x)
+        if change == "append":
+            losses.append(y.square().mean())
+        else:
+            names["last"] = y
+        return y
+
+    wrapped = fluxtrain.wrap(Model(inside, lambda block, x, *args: block(x, *args)))
+    with pytest.raises(MisusedModel, match=r"blocks.0 changed a list or dict.*return"):
+        wrapped(torch.randn(5, 6, 8), [], {"first": torch.ones(1)})
+
+
+def test_a_buffer_that_is_an_argument_too_keeps_what_the_block_writes_to_it() -> None:
+    def inside(block: Any, x: Tensor, count: Tensor) -> Tensor:
+        with torch.no_grad():
+            block.count += 1.0
+        return block.linear(x) + 0 * len(count)
+
+    model = Model(inside, lambda block, x: block(x, block.count))
+    for block in model.blocks:
+        block.register_buffer("count", torch.zeros(2))
+    wrapped = fluxtrain.wrap(model)
+    wrapped(torch.randn(5, 6, 8)).sum().backward()
+    assert all(torch.equal(block.count, torch.ones(2)) for block in model.blocks)
+
+
+# -- after the forward pass ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("who", ["block", "caller"])
+def test_a_late_uncounted_write_is_called_what_it_is(who: str) -> None:
+    late = False
+
+    def inside(block: Any, x: Tensor, scale: Tensor) -> Tensor:
+        if late and who == "block":
+            scale.data.add_(1.0)
+        return block.linear(x * scale)
+
+    wrapped = fluxtrain.wrap(Model(inside, lambda block, x, scale: block(x, scale=scale)))
+    scale = torch.ones(5, 6, 8)
+    wrapped(torch.randn(5, 6, 8), scale).sum().backward()
+    late = True
+    loss = wrapped(torch.randn(5, 6, 8), scale).sum()
+    scale.data.add_(float(who == "caller"))
+    with pytest.raises(MisusedModel, match=r"argument scale was written to.*\.data.*scale \+ 1"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_an_input_that_the_caller_changes_before_backward_is_refused_by_name(layout: str) -> None:
+    def around(block: nn.Module, x: Tensor) -> Tensor:
+        x = x * 1.0
+        x += block(x)
+        return x
+
+    wrapped = wrap_with(Model(lambda block, x: block.linear(x), around), **LAYOUTS[layout])
+    loss = wrapped(torch.randn(5, 6, 8)).sum()
+    with pytest.raises(MisusedModel, match=r"blocks.2 was given as x was changed.*x = x \+ 1"):
+        loss.backward()

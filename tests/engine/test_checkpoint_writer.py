@@ -1,0 +1,231 @@
+"""The writer: what goes into a checkpoint comes back, and only into the run that made it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fluxtrain
+from fluxtrain.errors import BadInput, NoSpace
+from fluxtrain.memory.recorder import HostClock, Recorder
+from fluxtrain.stream.engine import engine_of
+from fluxtrain.telemetry import events as ev
+from fluxtrain.train import checkpoint_writer
+from fluxtrain.train.announce import Announcer
+from fluxtrain.train.cadence import Cadence
+from fluxtrain.train.checkpoint import Damaged, list_checkpoints, read_checkpoint, write_checkpoint
+from fluxtrain.train.checkpoint_writer import TRAINER_BYTES, CheckpointWriter
+from fluxtrain.train.optimizer import EngineAdamW
+from fluxtrain.train.run_state import RunState
+
+
+class FakeEngine:
+    """Two shards and a chunk size, as an engine has them."""
+
+    def __init__(self, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.shards = {n: {"w": torch.randn(5, generator=generator)} for n in ("a", "b.0")}
+        self.chunk_rows = 4
+        self.loss_scale = None
+        self.device = SimpleNamespace(recorder=Recorder(HostClock()))
+
+    def state_shards(self) -> Iterator[tuple[str, dict[str, Tensor]]]:
+        yield from self.shards.items()
+
+    def shard_bytes(self) -> int:
+        return 40
+
+    def load_state_shard(self, name: str, tensors: dict[str, Tensor]) -> None:
+        self.shards[name] = {key: value.clone() for key, value in tensors.items()}
+
+
+class FakeData:
+    """A cursor."""
+
+    def __init__(self) -> None:
+        self.position = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.position = state["position"]
+
+
+class Kept:
+    """An emitter that keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.events: list[Any] = []
+
+    def emit(self, event: ev.Event) -> None:
+        self.events.append(event)
+
+
+FINGERPRINT = {"model": "Tiny", "train.eps": 1e-8, "train.betas": [0.9, 0.999]}
+
+
+def writer(root: Path, fingerprint: dict[str, Any] | None = None) -> tuple[Any, Kept]:
+    kept: Any = Kept()
+    made = CheckpointWriter(
+        root,
+        Cadence(every=5, total_steps=20, share=0.05),
+        2,
+        Announcer(kept, lambda _: None),
+        FINGERPRINT if fingerprint is None else fingerprint,
+        EngineAdamW(kept, [torch.nn.Parameter(torch.zeros(1))]),
+    )
+    return made, kept
+
+
+def state_at(step: int) -> RunState:
+    state = RunState()
+    for number in range(step):
+        state.step_done(1.0 / (number + 1), tokens=3, seconds=0.1)
+    return state
+
+
+def test_everything_of_a_run_comes_back(tmp_path: Path) -> None:
+    written, told = writer(tmp_path)
+    engine, data = FakeEngine(1), FakeData()
+    engine.chunk_rows, data.position = 2, 17
+    random.seed(3)
+    torch.manual_seed(3)
+    checkpoint = written.write(state_at(5), engine, data)
+    expected = (random.random(), float(torch.rand(())))
+    event = told.events[-1]
+    assert isinstance(event, ev.CheckpointWritten)
+    assert (event.step, event.bytes, event.path) == (5, checkpoint.bytes, str(checkpoint.path))
+    assert written.written_bytes == checkpoint.bytes
+
+    restored, _ = writer(tmp_path)
+    other, cursor = FakeEngine(2), FakeData()
+    state = restored.restore(read_checkpoint(checkpoint.path), other, cursor)
+    assert state == state_at(5)
+    assert (other.chunk_rows, cursor.position) == (2, 17)
+    assert (random.random(), float(torch.rand(()))) == expected
+    for name, tensors in engine.shards.items():
+        assert torch.equal(other.shards[name]["w"], tensors["w"])
+    assert restored.read_bytes == checkpoint.bytes
+    assert "step 5" in restored.last_text()
+
+
+@pytest.mark.parametrize(
+    "forged", [{}, {"run": "1"}, {"chunk_rows": -5}, {"chunk_rows": 0}, {"fingerprint": None}]
+)
+def test_a_trainers_state_that_was_never_written_so_is_damaged(
+    tmp_path: Path, forged: dict[str, Any]
+) -> None:
+    made, _ = writer(tmp_path)
+    whole = made.write(state_at(5), FakeEngine(1), FakeData()).trainer_state()
+    content = {**whole, **forged} if forged else {}
+    forgery = write_checkpoint(tmp_path / "forged", 5, [], content)
+    with pytest.raises(Damaged, match=r"step-00000005: trainer\.json"):
+        writer(tmp_path)[0].restore(forgery, FakeEngine(2), FakeData())
+
+
+def test_a_step_that_is_saved_is_not_saved_again(tmp_path: Path) -> None:
+    made, told = writer(tmp_path)
+    first = made.write(state_at(5), FakeEngine(1), FakeData())
+    assert made.write(state_at(5), FakeEngine(1), FakeData()) is first
+    assert len(told.events) == 1
+
+
+def test_only_the_newest_are_kept(tmp_path: Path) -> None:
+    made, _ = writer(tmp_path)
+    assert made.last_text() == "no checkpoint was written yet"
+    for step in (5, 10, 15):
+        assert made.is_due(step)
+        assert not made.is_due(step + 1)
+        made.write(state_at(step), FakeEngine(step), FakeData())
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000015", "step-00000010"]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("model", "Other", "model was 'Tiny' and is 'Other'"),
+        ("train.eps", 1e-6, "train.eps was 1e-08 and is 1e-06"),
+        ("train.new", 1, "train.new was None and is 1"),
+        ("train.states", "8bit", "train.states was 'fp32' and is '8bit'"),  # older than the setting
+    ],
+)
+def test_another_run_is_refused_before_anything_changes(
+    tmp_path: Path, key: str, value: object, words: str
+) -> None:
+    made, _ = writer(tmp_path)
+    checkpoint = made.write(state_at(5), FakeEngine(1), FakeData())
+    other, _ = writer(tmp_path, {**FINGERPRINT, key: value})
+    engine, data = FakeEngine(2), FakeData()
+    before = {name: tensors["w"].clone() for name, tensors in engine.shards.items()}
+    with pytest.raises(BadInput) as caught:
+        other.restore(checkpoint, engine, data)
+    assert words in str(caught.value)
+    assert data.position == 0
+    assert all(torch.equal(engine.shards[name]["w"], w) for name, w in before.items())
+
+
+def test_damage_after_the_check_is_still_reported_as_damage(tmp_path: Path) -> None:
+    made, _ = writer(tmp_path)
+    checkpoint = made.write(state_at(5), FakeEngine(1), FakeData())
+    (checkpoint.path / "shard-00001.safetensors").write_bytes(b"cut")
+    with pytest.raises(Damaged, match="step-00000005"):
+        made.restore(checkpoint, FakeEngine(2), FakeData())
+
+
+# --- room on the disk -----------------------------------------------------------------------------
+
+NEED = 40 + TRAINER_BYTES
+
+
+def free(monkeypatch: pytest.MonkeyPatch, root: Path, room_for: int) -> None:
+    """A disk with room for so many checkpoints."""
+
+    def bytes_left(_: Path) -> int:
+        return (room_for - len(list_checkpoints(root))) * NEED
+
+    monkeypatch.setattr(checkpoint_writer, "free_bytes", bytes_left)
+
+
+def test_an_older_checkpoint_makes_room_for_the_next_and_that_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, kept = writer(tmp_path)
+    free(monkeypatch, tmp_path, 2)
+    for step in (5, 10, 15):
+        made.write(state_at(step), FakeEngine(step), FakeData())
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000015", "step-00000010"]
+    said = [event.text for event in kept.events if isinstance(event, ev.LogWritten)]
+    assert len(said) == 1 and "step-00000005 was removed" in said[0]
+
+
+def test_a_checkpoint_that_cannot_fit_is_refused_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, _ = writer(tmp_path)
+    free(monkeypatch, tmp_path, 1)
+    first = made.write(state_at(5), FakeEngine(1), FakeData())
+    monkeypatch.setattr(checkpoint_writer, "write_checkpoint", None)  # would raise another error
+    with pytest.raises(NoSpace, match=r"needs 1.00 MiB and 0 B is free.*step-00000005") as raised:
+        made.write(state_at(10), FakeEngine(1), FakeData())
+    assert raised.value.exit_code == 5
+    assert read_checkpoint(first.path).step == 5, "the newest one stays in any case"
+
+
+def test_the_size_that_is_asked_for_is_the_size_that_is_written(tiny: Any, tmp_path: Path) -> None:
+    model = fluxtrain.wrap(tiny("llama"))
+    optimizer = torch.optim.AdamW(model.parameters())
+    ids = torch.arange(32).reshape(2, 16)
+    model(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+    engine = engine_of(model)
+    written = write_checkpoint(tmp_path, 1, engine.state_shards(), {})
+    assert written.bytes <= engine.shard_bytes() + TRAINER_BYTES
+    assert written.bytes >= 0.9 * engine.shard_bytes()

@@ -1,0 +1,233 @@
+"""Gradients: summed in fp32 on the device, rounded once, sent home once, added up exactly."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fluxtrain.device.cpu_device import CpuDevice
+from fluxtrain.gradients.gradients import Gradients
+from fluxtrain.gradients.views import stored
+from fluxtrain.memory.group import Group
+from fluxtrain.plan.group_placement import GroupPlacement
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def device() -> Any:
+    made = CpuDevice()
+    yield made
+    made.close()
+
+
+def nobody(*_: object) -> None:
+    """Is told of copies."""
+
+
+def group(*shapes: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> Group:
+    made = Group("block", "block")
+    made.users = 1
+    for i, shape in enumerate(shapes):
+        made.add(nn.Parameter(torch.zeros(shape, dtype=dtype)), f"p{i}")
+    made.settle(GroupPlacement.on("host"), CPU, pin=False)
+    return made
+
+
+def draws(shape: tuple[int, ...], count: int) -> list[Tensor]:
+    source = torch.Generator().manual_seed(count)
+    return [torch.randn(shape, generator=source).bfloat16() for _ in range(count)]
+
+
+def test_chunks_are_summed_in_fp32_and_rounded_once(device: Any) -> None:
+    sent: list[int] = []
+    gradients = Gradients(device, lambda g, transfer, size_bytes: sent.append(size_bytes), nobody)
+    g = group((33, 7))
+    parts = draws((33, 7), 64)
+    for part in parts:
+        gradients.add(g, g.members[0], part)
+    gradients.finish(g)
+    gradients.host.wait(g)
+    total = torch.zeros(33, 7)
+    for part in parts:
+        total += part.float()
+    assert torch.equal(stored(g.members[0]), total.bfloat16())
+    assert sent == [g.segments[0].size_bytes]
+    arrival = gradients.host.arrivals[g]
+    assert arrival.norms is not None
+    assert float(arrival.norms[0]) == pytest.approx(
+        float(total.bfloat16().double().norm()), rel=1e-6
+    )
+
+
+def test_backward_passes_add_up_in_fp32_at_home(device: Any) -> None:
+    """512 passes: a bf16 sum would be off by 3 %."""
+    gradients = Gradients(device, nobody, nobody)
+    g = group((64,))
+    parts = draws((64,), 512)
+    for part in parts:
+        gradients.add(g, g.members[0], part)
+        gradients.finish(g)
+    gradients.host.wait(g)
+    exact = torch.stack(parts).double().sum(0)
+    found = stored(g.members[0])
+    assert found.dtype == torch.float32
+    assert float((found.double() - exact).norm() / exact.norm()) < 1e-5
+    gradients.host.forget(g)
+    gradients.add(g, g.members[0], parts[0])
+    gradients.finish(g)
+    gradients.host.wait(g)
+    assert torch.equal(stored(g.members[0]), parts[0])  # a new step starts from nothing
+
+
+def test_members_without_a_gradient_and_padding_are_zero(device: Any) -> None:
+    """Whole ranges are updated at once: what lies between members must not be rubbish."""
+    gradients = Gradients(device, nobody, nobody)
+    g, other = group((3,), (5,), (7,)), group((200,))
+    gradients.add(other, other.members[0], torch.full((200,), float("nan")))
+    gradients.finish(other)  # fills the buffers that both use
+    gradients.add(g, g.members[0], torch.ones(3))
+    gradients.add(g, g.members[2], torch.ones(7))
+    gradients.finish(g)
+    gradients.host.wait(g)
+    home = g.segments[0].gradient
+    assert float(home.float().sum()) == 10.0
+    assert not bool(home.isnan().any())
+    assert [m.has_gradient for m in g.members] == [True, False, True]
+
+
+def test_many_groups_in_flight_do_not_overwrite_each_other(device: Any) -> None:
+    """More groups than staging buffers, of different sizes."""
+    gradients = Gradients(device, nobody, nobody)
+    groups = [group((50 + 37 * (i % 3), 11)) for i in range(12)]
+    for i, g in enumerate(groups):
+        gradients.add(g, g.members[0], torch.full(g.members[0].shape, float(i + 1)))
+        gradients.finish(g)
+    for i, g in enumerate(groups):
+        gradients.host.wait(g)
+        assert bool((stored(g.members[0]) == i + 1).all())
+
+
+def test_shared_groups_keep_a_sum_of_their_own_while_others_come_and_go(device: Any) -> None:
+    gradients = Gradients(device, nobody, nobody)
+    shared, other = group((16,)), group((16,))
+    shared.users = 2
+    gradients.add(shared, shared.members[0], torch.ones(16))
+    gradients.add(other, other.members[0], torch.full((16,), 7.0))
+    gradients.finish(other)
+    gradients.add(shared, shared.members[0], torch.ones(16))
+    assert gradients.open_groups() == [shared]
+    gradients.finish(shared)
+    for g, value in ((shared, 2.0), (other, 7.0)):
+        gradients.host.wait(g)
+        assert bool((stored(g.members[0]) == value).all())
+    gradients.add(shared, shared.members[0], torch.ones(16))
+    gradients.discard()
+    assert not gradients.is_open(shared)
+
+
+def test_each_dtype_of_a_block_keeps_its_own(device: Any) -> None:
+    gradients = Gradients(device, nobody, nobody)
+    g = Group("adapted", "block")
+    g.users = 1
+    for i, dtype in enumerate((torch.bfloat16, torch.float32, torch.bfloat16)):
+        g.add(nn.Parameter(torch.zeros(4, dtype=dtype)), f"p{i}")
+    g.settle(GroupPlacement.on("host"), CPU, pin=False)
+    exact = torch.full((4,), 1.0 + 2.0**-20)
+    for member in g.members:
+        gradients.add(g, member, exact)
+    gradients.finish(g)
+    gradients.host.wait(g)
+    found = [stored(m) for m in g.members]
+    assert [f.dtype for f in found] == [torch.bfloat16, torch.float32, torch.bfloat16]
+    assert torch.equal(found[1], exact) and torch.equal(found[0], torch.ones(4).bfloat16())
+
+
+def test_gradients_that_come_together_are_summed_as_one_by_one(device: Any) -> None:
+    sums: list[list[Tensor]] = []
+    for together in (True, False):
+        gradients = Gradients(device, nobody, nobody)
+        g = group((33, 7), (5,), (4, 4), (3,), dtype=torch.float32)
+        chunks = [draws(tuple(m.shape), 3) for m in g.members[:3]]  # none for the last one
+        for parts in zip(*chunks, strict=True):
+            arrived = [(g, m, part) for m, part in zip(g.members, parts, strict=False)]
+            if together:
+                gradients.add_all(arrived)
+            else:
+                for one in reversed(arrived):
+                    gradients.add(*one)
+        gradients.finish(g)
+        gradients.host.wait(g)
+        sums.append([stored(m).clone() for m in g.members])
+        assert not bool(stored(g.members[3]).any())
+        norms = gradients.host.arrivals[g].norms
+        assert norms is not None
+        for norm, member in zip(norms, g.members, strict=False):
+            assert torch.equal(norm, torch.linalg.vector_norm(stored(member)))
+    for one, other in zip(*sums, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_sums_of_groups_of_different_sizes_do_not_mix(device: Any) -> None:
+    gradients = Gradients(device, nobody, nobody)
+    groups = [group((4, 4), (3,)), group((5, 6)), group((2, 2), (9,)), group((4, 4), (3,))]
+    for step in range(2):
+        for i, g in enumerate(groups):
+            for m in g.members:
+                gradients.add(g, m, torch.full(m.shape, float(10 * step + i)))
+            gradients.finish(g)
+        for i, g in enumerate(groups):
+            gradients.host.wait(g)
+            assert all(bool((stored(m) == 10 * step + i).all()) for m in g.members)
+            gradients.host.forget(g)
+
+
+def test_nothing_holds_staging_memory_that_was_given_back(device: Any) -> None:
+    gradients = Gradients(device, nobody, nobody)
+    g = group((8, 8))
+    gradients.add(g, g.members[0], torch.ones(8, 8))
+    gradients.finish(g)
+    gradients.host.drain()
+    staged = gradients.host.staging._rings[g.segments[0].size_bytes].buffers[0].untyped_storage()
+    before = torch._C._storage_Use_Count(staged._cdata)
+    gradients.stage_only(set())
+    assert torch._C._storage_Use_Count(staged._cdata) < before
+    assert torch._C._storage_Use_Count(staged._cdata) == 1  # this test's
+
+
+def test_gradients_of_several_dtypes_that_come_together_are_each_read_as_what_they_are(
+    device: Any,
+) -> None:
+    gradients = Gradients(device, nobody, nobody)
+    g = group((4,), (4,), (4,), dtype=torch.float32)
+    values = [torch.full((4,), 1.5), torch.full((4,), 2.5).bfloat16(), torch.full((4,), 3.5).half()]
+    gradients.add_all((g, m, value) for m, value in zip(g.members, values, strict=True))
+    gradients.finish(g)
+    gradients.host.wait(g)
+    assert [float(stored(m)[0]) for m in g.members] == [1.5, 2.5, 3.5]
+
+
+def test_a_block_may_finish_while_another_thread_asks_for_the_bytes(
+    device: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gradients = Gradients(device, nobody, nobody)
+    groups = [group((8,)), group((200,))]
+    for g in groups:
+        gradients.add(g, g.members[0], torch.ones(g.members[0].shape))
+    storage_of, asked = Tensor.untyped_storage, []
+
+    def asked_for(tensor: Tensor) -> Any:
+        if not asked:
+            asked.append(tensor)
+            finishing = threading.Thread(target=gradients.finish, args=(groups[0],))
+            finishing.start()
+            finishing.join()
+        return storage_of(tensor)
+
+    monkeypatch.setattr(Tensor, "untyped_storage", asked_for)
+    assert gradients.device_bytes > 0
+    assert asked and not gradients.is_open(groups[0])

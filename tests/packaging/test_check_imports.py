@@ -1,0 +1,102 @@
+"""The check for import circles and for packages that have grown too large."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / ".ci" / "check_imports.py"
+
+
+@pytest.fixture(scope="module")
+def check() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("check_imports", SCRIPT)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def package(folder: Path, **texts: str) -> Path:
+    """A package `made` with modules of these texts; `in__a` is the module `in.a`."""
+    root = folder / "made"
+    for name, text in {"__init__": "", **texts}.items():
+        parts = name.split("__") if name != "__init__" else [name]
+        path = root.joinpath(*parts).with_suffix(".py")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        (path.parent / "__init__.py").touch()
+        path.write_text(text)
+    return root
+
+
+@pytest.mark.parametrize(
+    "back",
+    [
+        "import made.a",
+        "from made.a import x",
+        "from made import a",
+        "from . import a",
+        "from .a import x",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from made.a import X",
+        "def late():\n    from made.a import x",
+    ],
+)
+def test_two_modules_that_import_each_other_are_found(
+    tmp_path: Path, check: ModuleType, back: str
+) -> None:
+    root = package(tmp_path, a="from made.b import y", b=back)
+    [said] = check.problems(root, {})
+    assert said.startswith("2 modules import each other, such as made.a -> made.b -> made.a")
+
+
+def test_a_circle_is_told_by_its_shortest_way_with_all_that_belong_to_it(
+    tmp_path: Path, check: ModuleType
+) -> None:
+    texts = {"a": "import made.b", "b": "import made.c", "c": "import made.a, made.d"}
+    root = package(tmp_path, **texts, d="import made.c", free="import made.a")
+    [said] = check.problems(root, {})
+    assert "made.a -> made.b -> made.c -> made.a;" in said
+    assert said.endswith("all of them: made.a, made.b, made.c, made.d")
+
+
+def test_imports_that_go_one_way_and_out_of_the_package_are_no_circle(
+    tmp_path: Path, check: ModuleType
+) -> None:
+    low, high = "import os, textual", "from made.sub import low\nfrom ..b import z"
+    root = package(tmp_path, sub__low=low, sub__high=high, b="from made.sub.low import x")
+    assert check.problems(root, {}) == []
+
+
+def test_relative_imports_are_followed_from_the_package_that_they_stand_in(
+    tmp_path: Path, check: ModuleType
+) -> None:
+    root = package(tmp_path, sub__x="from ..b import z", b="from .sub import x")
+    [said] = check.problems(root, {})
+    assert "made.b -> made.sub.x -> made.b" in said
+
+
+def test_a_large_package_must_be_exempt_and_a_small_one_must_not(
+    tmp_path: Path, check: ModuleType
+) -> None:
+    many = {f"m{i}": "" for i in range(check.MOST_MODULES)}
+    root = package(tmp_path, **many)
+    assert check.problems(root, {}) == []
+    assert "needs no exemption" in check.problems(root, {"made": "a reason"})[0]
+    package(tmp_path, one_more="")
+    assert f"holds {check.MOST_MODULES + 1} modules" in check.problems(root, {})[0]
+    assert check.problems(root, {"made": "a reason"}) == []
+
+
+def test_the_command_fails_where_something_is_wrong_and_without_a_folder(tmp_path: Path) -> None:
+    root = package(tmp_path, a="import made.b", b="import made.a")
+    for folders, code in (([root], 1), ([], 1), ([ROOT / "fluxtui"], 0)):
+        command = [sys.executable, SCRIPT, *folders]
+        told = subprocess.run(command, check=False, capture_output=True, text=True)
+        assert told.returncode == code, told.stdout
+        assert ("import each other" in told.stdout) == (folders == [root])

@@ -1,0 +1,245 @@
+"""Ctrl-C in the first moments of a command, in a process that is really started."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from fluxtrain.errors import EXIT_INTERRUPTED, EXIT_TERMINATED
+from fluxtrain.interrupts import _EXIT_INTERRUPTED, ImmediateInterrupts
+from fluxtrain.telemetry.rundir import RunDir
+
+ROOT = Path(__file__).parents[2]
+# Stands in for a package on a disk that is slow: it says that it is being read, and goes on.
+SLOW = """
+import pathlib, time
+pathlib.Path(__file__).with_name("read").touch()
+time.sleep(60)
+"""
+# As a class body does in Python 3.11, where a descriptor is given its name.
+TURNING = SLOW.replace(
+    "time.sleep(60)",
+    """
+try:
+    time.sleep(60)
+except KeyboardInterrupt as error:
+    raise RuntimeError("Error calling __set_name__") from error
+""",
+)
+
+
+def interrupted(
+    tmp_path: Path, command: list[str], slow: str, content: str = SLOW
+) -> subprocess.CompletedProcess[str]:
+    """The command, interrupted while it reads the package `slow`."""
+    package = tmp_path / "slow" / slow
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text(content)
+    ours = os.pathsep.join([str(package.parent), str(ROOT / "engine"), str(ROOT)])
+    process = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        text=True, cwd=tmp_path, env={**os.environ, "PYTHONPATH": ours},
+    )  # fmt: skip
+    deadline = time.monotonic() + 60
+    while not (package / "read").exists():
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    told = process.communicate(timeout=60)
+    return subprocess.CompletedProcess(command, process.returncode, *told)
+
+
+def scripts() -> dict[str, str]:
+    with open(ROOT / "pyproject.toml", "rb") as file:
+        found: dict[str, str] = tomllib.load(file)["project"]["scripts"]
+    return found
+
+
+@pytest.mark.parametrize(("name", "slow"), [("fluxtrain", "typer"), ("fluxtrain-tui", "msgspec")])
+@pytest.mark.parametrize("as_module", [True, False])
+def test_an_interrupt_while_a_command_is_read_is_one_line_and_130(
+    tmp_path: Path, name: str, slow: str, as_module: bool
+) -> None:
+    module, _, function = scripts()[name].partition(":")
+    package = module.partition(".")[0]
+    script = f"import sys\nfrom {module} import {function}\nsys.exit({function}())"  # as pip's
+    how = ["-m", package] if as_module else ["-c", script]
+    ended = interrupted(tmp_path, [sys.executable, *how], slow)
+    assert ended.returncode == EXIT_INTERRUPTED
+    assert (ended.stdout, ended.stderr) == ("", "interrupted before anything was started\n")
+
+
+def test_an_interrupt_while_the_app_is_read_is_one_line_and_130(tmp_path: Path) -> None:
+    code = (
+        "import fluxtui.launch as launch\n"
+        "launch.has_terminal = lambda: True\n"
+        "launch.wants_lines = lambda: False\n"
+        "raise SystemExit(launch.main([]))"
+    )
+    ended = interrupted(tmp_path, [sys.executable, "-c", code], "textual")
+    assert ended.returncode == EXIT_INTERRUPTED
+    assert ended.stderr == "fluxtrain-tui: interrupted\n"
+
+
+@pytest.mark.parametrize("command", ["train", "plan", "inspect", "dry-run"])
+def test_an_interrupt_is_told_as_such_whatever_packages_make_of_it(
+    tmp_path: Path, command: str
+) -> None:
+    what = [sys.executable, "-m", "fluxtrain", command, "--demo"]
+    ended = interrupted(tmp_path, what, "transformers", TURNING)
+    assert (ended.stdout, ended.stderr) == ("", "interrupted before anything was started\n")
+    assert ended.returncode == EXIT_INTERRUPTED
+    assert not list(tmp_path.glob("runs/*"))
+
+
+def test_what_is_started_to_ignore_an_interrupt_ignores_it(tmp_path: Path) -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with ImmediateInterrupts():
+            os.kill(os.getpid(), signal.SIGINT)
+            assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_afterwards_an_interrupt_is_the_commands_own_again() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    with ImmediateInterrupts():
+        if before is signal.default_int_handler:
+            assert signal.getsignal(signal.SIGINT) is not before
+    assert signal.getsignal(signal.SIGINT) is before
+    assert _EXIT_INTERRUPTED == EXIT_INTERRUPTED
+
+
+STOPPED_AT = """
+import pathlib, sys, time
+import fluxtrain.train.run
+import {module} as place
+def reached(*_, **__):
+    pathlib.Path("reached").touch()
+    time.sleep(60)
+place.{name} = reached
+from fluxtrain.cli import main
+main(sys.argv[1:])
+"""
+
+
+def interrupted_at(
+    tmp_path: Path, place: str, *arguments: str, by: signal.Signals = signal.SIGINT
+) -> subprocess.CompletedProcess[str]:
+    """The command, interrupted where the function `place` is called."""
+    module, _, name = place.rpartition(".")
+    process = subprocess.Popen(
+        [sys.executable, "-c", STOPPED_AT.format(module=module, name=name), *arguments],
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        cwd=tmp_path, env={**os.environ, "FLUXTRAIN_RUNS": str(tmp_path / "runs")},
+    )  # fmt: skip
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "reached").exists():
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.01)
+    process.send_signal(by)
+    told = process.communicate(timeout=60)
+    return subprocess.CompletedProcess([], process.returncode, *told)
+
+
+@pytest.mark.parametrize(
+    "place", ["fluxtrain.train.run.read_machine", "fluxtrain.train.session.Emitter"]
+)
+def test_a_run_that_wrote_nothing_when_it_was_interrupted_leaves_no_folder(
+    tmp_path: Path, place: str
+) -> None:
+    ended = interrupted_at(tmp_path, place, "train", "--demo")
+    assert (ended.stdout, ended.stderr) == ("", "interrupted before anything was started\n")
+    assert ended.returncode == EXIT_INTERRUPTED
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
+def test_an_interrupt_before_anything_is_written_names_the_folder_that_the_user_named(
+    tmp_path: Path,
+) -> None:
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "notes.txt").write_text("of the user")
+    what = ("train", "--demo", "--run-dir", str(mine))
+    ended = interrupted_at(tmp_path, "fluxtrain.train.run.read_machine", *what)
+    assert ended.stderr == (
+        f"stopped: interrupted while it was not training: {mine} is there and holds notes.txt\n"
+    )
+    assert ended.returncode == EXIT_INTERRUPTED
+    assert [path.name for path in mine.iterdir()] == ["notes.txt"]
+
+
+def test_an_interrupt_while_a_run_is_loaded_names_its_folder_and_what_it_holds(
+    tmp_path: Path,
+) -> None:
+    ended = interrupted_at(tmp_path, "fluxtrain.train.run.load_inputs", "train", "--demo")
+    (run,) = (tmp_path / "runs").iterdir()
+    assert ended.stderr == (
+        f"stopped before a step was made: {run} holds its configuration and its log alone\n"
+    )
+    assert ended.returncode == EXIT_INTERRUPTED
+    assert {"run.json", "engine.log"} <= {path.name for path in run.iterdir()}
+    assert not (run / "checkpoints").exists() and not (run / "model").exists()
+    assert RunDir(run).liveness() == "interrupted"
+
+
+CODES = {
+    signal.SIGINT: EXIT_INTERRUPTED,
+    signal.SIGTERM: EXIT_TERMINATED,
+    signal.SIGHUP: EXIT_TERMINATED,
+}
+
+
+@pytest.mark.parametrize("by", CODES)
+def test_a_run_that_is_stopped_before_its_configuration_is_written_leaves_no_folder(
+    tmp_path: Path, by: signal.Signals
+) -> None:
+    place = "fluxtrain.train.run.write_run_file"
+    ended = interrupted_at(tmp_path, place, "train", "--demo", by=by)
+    assert ended.stderr == "stopped before a step was made: nothing was kept\n"
+    assert "--resume" not in ended.stdout
+    assert ended.returncode == CODES[by]
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
+def test_a_folder_of_the_user_keeps_the_log_of_a_run_without_a_configuration(
+    tmp_path: Path,
+) -> None:
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    what = ("train", "--demo", "--run-dir", str(mine))
+    ended = interrupted_at(tmp_path, "fluxtrain.train.run.write_run_file", *what)
+    assert ended.stderr == f"stopped before a step was made: {mine} holds its log alone\n"
+    assert "--resume" not in ended.stdout
+    assert (mine / "engine.log").exists() and not (mine / "run.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("place", "by"),
+    [
+        ("fluxtrain.train.run.read_machine", signal.SIGHUP),
+        ("fluxtrain.train.session.Emitter", signal.SIGTERM),
+    ],
+)
+def test_a_run_that_is_terminated_before_it_wrote_anything_leaves_no_folder(
+    tmp_path: Path, place: str, by: signal.Signals
+) -> None:
+    ended = interrupted_at(tmp_path, place, "train", "--demo", by=by)
+    assert ended.stderr == "stopped: interrupted before anything was started\n"
+    assert ended.returncode == EXIT_TERMINATED
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
+def test_a_dry_run_that_is_interrupted_leaves_nothing_and_says_so(tmp_path: Path) -> None:
+    ended = interrupted_at(tmp_path, "fluxtrain.train.run.load_inputs", "dry-run", "--demo")
+    assert ended.stderr.endswith("stopped: the dry run was stopped and left nothing\n")
+    assert ended.returncode == EXIT_INTERRUPTED
+    assert not (tmp_path / "runs").exists()
