@@ -117,13 +117,13 @@ def reason(
     """Why, with numbers, where no time is known."""
     head = facts.head
     if head is None:
-        return "no head is known whose words can be cut apart"
+        return "no head is known whose vocabulary comes in chunks"
     if not comes_apart(facts):
         return f"the weight of {head.group} is tied to more than one embedding"
     if not at_home:
-        return f"{head.group} lives on the device with all its words"
+        return f"{head.group} lives on the device with all its vocabulary"
     if head.tied and not by_rows:
-        return f"{head.group} is tied and looked up whole: slices need placement.embedding=rows"
+        return f"{head.group} is tied and looked up whole: chunks need placement.embedding=rows"
     if request.head != "auto":
         return "as set"
     return _sizes(head, chosen)
@@ -134,11 +134,12 @@ def _sizes(head: HeadFacts, chosen: Head) -> str:
     words = slice_words(head.word_bytes, head.words)
     part = bytes_text(words * head.word_bytes)
     if chosen == "whole" and _ON_DEVICE * words >= head.words:
-        return f"two slices of {part}, there at a time, would hold all of its {size}"
+        return f"two vocabulary chunks of {part}, there at a time, would hold all of its {size}"
     if chosen == "whole":
-        return f"slices of {part} take less of the device than {size}, and more time"
+        return f"vocabulary chunks of {part} take less of the device than {size}, and more time"
     return (
-        f"with all of {size} on the device nothing fits: two slices of {part} are there at a time"
+        f"with all of {size} on the device nothing fits: two vocabulary chunks of {part} are there "
+        "at a time"
     )
 
 

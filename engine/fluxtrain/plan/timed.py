@@ -198,7 +198,7 @@ def _head_choice(
         return told
     why = because("head", layout.head)
     if layout.head == "whole":
-        why += f"; slices are taken where they are predicted to be {SLICES_GAIN - 1:.0%} faster"
+        why += f"; chunks are taken where they are predicted to be {SLICES_GAIN - 1:.0%} faster"
     return tuple(ChoiceMade(name=one.name, value=one.value, because=why) for one in told)
 
 

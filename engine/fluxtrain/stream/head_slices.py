@@ -37,7 +37,9 @@ def choose_slices(context: Context) -> None:
         return
     unit = next((unit for unit in context.units if unit.is_head and _comes_apart(unit)), None)
     if unit is None:
-        context.say("no head comes in slices: none is known whose weight can be cut apart")
+        context.say(
+            "no head comes in vocabulary chunks: none is known whose weight can be cut apart"
+        )
         return
     linear: Any = unit.module
     by_parameter = {id(member.parameter): member for _, member in unit.members}
@@ -94,7 +96,7 @@ def copy_whole(context: Context, unit: Unit, why: str) -> None:
     slices.give_back()
     unit.slices = None
     context.window.add_slot(slices.group.wire_bytes, owner=slices.group)
-    context.say(f"{unit.name} is copied to the device whole, not in slices: {why}")
+    context.say(f"{unit.name} is copied to the device whole, not in vocabulary chunks: {why}")
 
 
 class _SlicedCrossEntropy(torch.autograd.Function):
