@@ -14,11 +14,9 @@ SLOWER = 1.05  # a machine whose reference takes longer by more is not the one t
 HOST_BYTES = {"exact": 14.5, "eager": 12.5, "8bit": 8.5}
 
 Row = dict[str, Any]
-# "bound": below the target, and what the same run measured accounts for BOUND of the time.
-Outcome = Literal["met", "missed", "bound", "void", "open"]
-BOUND = 0.95
+Outcome = Literal["met", "missed", "void", "open"]
 OTHER_OUTCOMES: dict[Outcome, str] = {
-    "missed": "Missed", "bound": "At their bound", "void": "Void", "open": "Not judged",
+    "missed": "Missed", "void": "Void", "open": "Not judged",
 }  # fmt: skip
 
 

@@ -49,8 +49,8 @@
  * and starts anew from m = v = 0. All bytes zero is the state before the first step. An array of
  * scales has one element for each block begun; calls may cut a range where a block begins.
  *
- * The same update in two passes, fp32 states: flux_adamw_weights_* write the weights and leave m and v
- * as they are, flux_adamw_moments_* write m and v. Both compute the new moments from the same old
+ * The same update in two passes, fp32 states: FLUX_PASS_WEIGHTS writes the weights and leaves m and v
+ * as they are, FLUX_PASS_MOMENTS writes m and v. Both compute the new moments from the same old
  * ones, so that after both, with one gradient and one step, every bit is that of the update in one.
  * Each moves 18 of the 26 bytes of a split weight with a bf16 gradient. The weights come first, and
  * the gradient must stay until the moments are done.
@@ -60,11 +60,6 @@
  * the nearest, v would stand still, because 1 - beta2 is less than the spacing of bf16. A random
  * number is the exclusive-or of two hashes with the step's two keys: of the element's number modulo
  * 1024, and of the complement of how many times 1024 it is. Low half m, high half v.
- *
- * flux_adamw*_rows_* compute the weights that some rows of a table will have after its update, with
- * its bits, into `out` (rows->count x rows->width), and write nothing of the table: its moments and the
- * lower halves of its masters stay as they are. A row may begin and end within a block of 8-bit
- * states. Rows may come in any order and more than once, and must be rows that the table has.
  */
 #ifndef FLUX_NATIVE_H
 #define FLUX_NATIVE_H
@@ -73,7 +68,7 @@
 #include <stdint.h>
 
 #define FLUX_API __attribute__((visibility("default")))
-#define FLUX_ABI_VERSION 7
+#define FLUX_ABI_VERSION 8
 
 #ifdef __cplusplus
 extern "C" {
@@ -91,24 +86,45 @@ typedef struct flux_adamw_step {
     float eps;
 } flux_adamw_step;
 
-typedef struct flux_states8 {
-    uint8_t* m;
-    uint8_t* v;
-    float* m_scale;
-    float* v_scale;
-} flux_states8;
-
 typedef struct flux_rounding {
     uint32_t first_element; /* number of the range's first element; counts on modulo 2^32 */
     uint32_t first_key;
     uint32_t second_key;
 } flux_rounding;
 
-typedef struct flux_rows {
-    const int64_t* numbers;
-    size_t count; /* of the rows that are wanted */
-    size_t width; /* elements of one */
-} flux_rows;
+enum flux_weight_format { FLUX_WEIGHTS_F32 = 0, FLUX_WEIGHTS_SPLIT_BF16 = 1 };
+enum flux_state_format { FLUX_STATES_F32 = 0, FLUX_STATES_BF16 = 1, FLUX_STATES_8BIT = 2 };
+enum flux_gradient_format { FLUX_GRADIENT_F32 = 0, FLUX_GRADIENT_BF16 = 1 };
+enum flux_pass { FLUX_PASS_UPDATE = 0, FLUX_PASS_WEIGHTS = 1, FLUX_PASS_MOMENTS = 2 };
+
+enum flux_status {
+    FLUX_OK = 0,
+    FLUX_WRONG_SIZE = 1,     /* `size` is not that of this library's flux_adamw_args */
+    FLUX_UNKNOWN_FORMAT = 2, /* a format or the pass is none of its enum */
+    FLUX_NOT_OFFERED = 3,    /* no kernel has this combination of them */
+    FLUX_NULL_POINTER = 4    /* an array that this combination needs is missing */
+};
+
+/* One call of flux_adamw. fp32 weights take fp32 gradients, and only fp32 states have two passes; the
+ * pass over the moments takes either gradient and ignores weights. */
+typedef struct flux_adamw_args {
+    uint32_t size; /* sizeof(flux_adamw_args) */
+    uint32_t weight_format;
+    uint32_t state_format;
+    uint32_t gradient_format;
+    uint32_t pass;
+    int32_t threads;
+    size_t n;
+    void* weights; /* fp32, or the upper halves `hi` of split masters */
+    uint16_t* lo;  /* of split masters */
+    void* m;       /* fp32, bf16, or codes of 8 bits */
+    void* v;
+    float* m_scale; /* of 8-bit states */
+    float* v_scale;
+    const void* gradient;
+    flux_rounding rounding; /* of bf16 states */
+    flux_adamw_step step;
+} flux_adamw_args;
 
 enum flux_isa_level { FLUX_SCALAR = 0, FLUX_AVX2 = 1, FLUX_AVX512 = 2 };
 
@@ -123,81 +139,12 @@ FLUX_API int flux_set_isa(int level);
  * give it the one page of zeros, which Linux before 6.13 replaces by small pages when it is written. */
 FLUX_API void flux_zero(void* memory, size_t bytes, int threads);
 
-FLUX_API void flux_adamw_split_bf16(uint16_t* hi, uint16_t* lo, float* m, float* v,
-                                    const uint16_t* grad_bf16, size_t n,
-                                    const flux_adamw_step* step, int threads);
-FLUX_API void flux_adamw_split_f32(uint16_t* hi, uint16_t* lo, float* m, float* v,
-                                   const float* grad, size_t n,
-                                   const flux_adamw_step* step, int threads);
-FLUX_API void flux_adamw_f32(float* p, float* m, float* v, const float* grad, size_t n,
-                             const flux_adamw_step* step, int threads);
+/* AdamW in place over one flat range, as `args` says. Returns FLUX_OK, or why nothing was touched. */
+FLUX_API int flux_adamw(const flux_adamw_args* args);
 
-FLUX_API void flux_adamw_weights_split_bf16(uint16_t* hi, uint16_t* lo, const float* m,
-                                            const float* v, const uint16_t* grad_bf16, size_t n,
-                                            const flux_adamw_step* step, int threads);
-FLUX_API void flux_adamw_weights_split_f32(uint16_t* hi, uint16_t* lo, const float* m,
-                                           const float* v, const float* grad, size_t n,
-                                           const flux_adamw_step* step, int threads);
-FLUX_API void flux_adamw_weights_f32(float* p, const float* m, const float* v, const float* grad,
-                                     size_t n, const flux_adamw_step* step, int threads);
-FLUX_API void flux_adamw_moments_bf16(float* m, float* v, const uint16_t* grad_bf16, size_t n,
-                                      const flux_adamw_step* step, int threads);
-FLUX_API void flux_adamw_moments_f32(float* m, float* v, const float* grad, size_t n,
-                                     const flux_adamw_step* step, int threads);
-
-FLUX_API void flux_adamw8_split_bf16(uint16_t* hi, uint16_t* lo, const flux_states8* states,
-                                     const uint16_t* grad_bf16, size_t n,
-                                     const flux_adamw_step* step, int threads);
-FLUX_API void flux_adamw8_split_f32(uint16_t* hi, uint16_t* lo, const flux_states8* states,
-                                    const float* grad, size_t n, const flux_adamw_step* step,
-                                    int threads);
-FLUX_API void flux_adamw8_f32(float* p, const flux_states8* states, const float* grad, size_t n,
-                              const flux_adamw_step* step, int threads);
-
-FLUX_API void flux_adamw16_split_bf16(uint16_t* hi, uint16_t* lo, uint16_t* m, uint16_t* v,
-                                      const uint16_t* grad_bf16, size_t n,
-                                      const flux_rounding* rounding, const flux_adamw_step* step,
-                                      int threads);
-FLUX_API void flux_adamw16_split_f32(uint16_t* hi, uint16_t* lo, uint16_t* m, uint16_t* v,
-                                     const float* grad, size_t n, const flux_rounding* rounding,
-                                     const flux_adamw_step* step, int threads);
-FLUX_API void flux_adamw16_f32(float* p, uint16_t* m, uint16_t* v, const float* grad, size_t n,
-                               const flux_rounding* rounding, const flux_adamw_step* step,
-                               int threads);
-
-FLUX_API void flux_adamw_rows_split_bf16(uint16_t* out, const uint16_t* hi, const uint16_t* lo,
-                                         const float* m, const float* v,
-                                         const uint16_t* grad_bf16, const flux_rows* rows,
-                                         const flux_adamw_step* step, int threads);
-FLUX_API void flux_adamw_rows_split_f32(uint16_t* out, const uint16_t* hi, const uint16_t* lo,
-                                        const float* m, const float* v, const float* grad,
-                                        const flux_rows* rows, const flux_adamw_step* step,
-                                        int threads);
-FLUX_API void flux_adamw_rows_f32(float* out, const float* p, const float* m, const float* v,
-                                  const float* grad, const flux_rows* rows,
-                                  const flux_adamw_step* step, int threads);
-FLUX_API void flux_adamw8_rows_split_bf16(uint16_t* out, const uint16_t* hi, const uint16_t* lo,
-                                          const flux_states8* states, const uint16_t* grad_bf16,
-                                          const flux_rows* rows, const flux_adamw_step* step,
-                                          int threads);
-FLUX_API void flux_adamw8_rows_split_f32(uint16_t* out, const uint16_t* hi, const uint16_t* lo,
-                                         const flux_states8* states, const float* grad,
-                                         const flux_rows* rows, const flux_adamw_step* step,
-                                         int threads);
-FLUX_API void flux_adamw8_rows_f32(float* out, const float* p, const flux_states8* states,
-                                   const float* grad, const flux_rows* rows,
-                                   const flux_adamw_step* step, int threads);
-FLUX_API void flux_adamw16_rows_split_bf16(uint16_t* out, const uint16_t* hi, const uint16_t* lo,
-                                           const uint16_t* m, const uint16_t* v,
-                                           const uint16_t* grad_bf16, const flux_rows* rows,
-                                           const flux_adamw_step* step, int threads);
-FLUX_API void flux_adamw16_rows_split_f32(uint16_t* out, const uint16_t* hi, const uint16_t* lo,
-                                          const uint16_t* m, const uint16_t* v, const float* grad,
-                                          const flux_rows* rows, const flux_adamw_step* step,
-                                          int threads);
-FLUX_API void flux_adamw16_rows_f32(float* out, const float* p, const uint16_t* m,
-                                    const uint16_t* v, const float* grad, const flux_rows* rows,
-                                    const flux_adamw_step* step, int threads);
+/* For measurements: reads and writes what flux_adamw does with the same arguments, and computes
+ * nothing. Split weights with a bf16 gradient alone; scales, a hundredth of it, are left out. */
+FLUX_API int flux_adamw_stream(const flux_adamw_args* args);
 
 /* Codes and scales of fp32 moments, as an update leaves them: what is not finite is zero. The number of
  * the first element is a multiple of 256. */
@@ -216,19 +163,6 @@ FLUX_API void flux_accumulate_f32(float* sum, const float* x, size_t n, int thre
  * halves, blocks added in order. */
 FLUX_API double flux_sum_squares_bf16(const uint16_t* x_bf16, size_t n, int threads);
 FLUX_API double flux_sum_squares_f32(const float* x, size_t n, int threads);
-
-/* For measurements: these read and write what the update with a bf16 gradient does, and compute
- * nothing; scales, a hundredth of it, are left out. */
-FLUX_API void flux_stream_split(uint16_t* hi, uint16_t* lo, float* m, float* v,
-                                const uint16_t* grad_bf16, size_t n, int threads);
-FLUX_API void flux_stream_weights(uint16_t* hi, uint16_t* lo, const float* m, const float* v,
-                                  const uint16_t* grad_bf16, size_t n, int threads);
-FLUX_API void flux_stream_moments(float* m, float* v, const uint16_t* grad_bf16, size_t n,
-                                  int threads);
-FLUX_API void flux_stream8(uint16_t* hi, uint16_t* lo, uint8_t* m, uint8_t* v,
-                           const uint16_t* grad_bf16, size_t n, int threads);
-FLUX_API void flux_stream16(uint16_t* hi, uint16_t* lo, uint16_t* m, uint16_t* v,
-                            const uint16_t* grad_bf16, size_t n, int threads);
 
 #ifdef __cplusplus
 }

@@ -1,7 +1,7 @@
 // Eight lanes. A tail goes through a small buffer, because AVX2 cannot mask 16-bit lanes.
 #include <immintrin.h>
 
-#include "rows.h"
+#include "adamw.h"
 
 namespace flux {
 namespace {
@@ -341,8 +341,6 @@ struct Avx2 {
 
 }  // namespace
 
-extern const Kernels kAvx2Kernels = KernelsOver<Avx2>::table();
-extern const StateKernels kAvx2StateKernels = StatesOver<Avx2>::table();
-extern const RowKernels kAvx2RowKernels = RowsOver<Avx2>::table();
+extern const Kernels kAvx2Kernels = AdamWOver<Avx2>::table();
 
 }  // namespace flux

@@ -1,7 +1,7 @@
 // Sixteen lanes; tails are masked.
 #include <immintrin.h>
 
-#include "rows.h"
+#include "adamw.h"
 
 namespace flux {
 namespace {
@@ -364,8 +364,6 @@ struct Avx512 {
 
 }  // namespace
 
-extern const Kernels kAvx512Kernels = KernelsOver<Avx512>::table();
-extern const StateKernels kAvx512StateKernels = StatesOver<Avx512>::table();
-extern const RowKernels kAvx512RowKernels = RowsOver<Avx512>::table();
+extern const Kernels kAvx512Kernels = AdamWOver<Avx512>::table();
 
 }  // namespace flux

@@ -64,7 +64,7 @@ struct Blocks8 {
         explicit FLUX_INLINE Constants(const flux_adamw_step& step)
             : c(step), fractions{typename Set::Decoder(true), typename Set::Decoder(false)} {}
 
-        FLUX_INLINE Decoders decoders(flux_states8 states) const {
+        FLUX_INLINE Decoders decoders(States8 states) const {
             return {fractions.m.times(c.decayed_m(*states.m_scale)),
                     fractions.v.times(c.decayed_v(*states.v_scale))};
         }
@@ -81,7 +81,7 @@ struct Blocks8 {
     };
 
     template <class Weights, class Grad>
-    static FLUX_INLINE void read(Weights weights, flux_states8 states, const Grad* grad,
+    static FLUX_INLINE void read(Weights weights, States8 states, const Grad* grad,
                                  const Decoders& decode, Group& group, Read& of) {
         StatesOver<Set>::fetch_all(0, kGroup, weights, grad, states.m, states.v);
         load(weights, group.p);
@@ -166,7 +166,7 @@ struct Blocks8 {
     }
 
     // The scales of a block.
-    static FLUX_INLINE void scale(Moments& moments, const Most& most, flux_states8 states) {
+    static FLUX_INLINE void scale(Moments& moments, const Most& most, States8 states) {
         Set::largest(most.m, most.v, moments.m_most, moments.v_most);
         const bool finite = moments.m_most <= __FLT_MAX__ && moments.v_most <= __FLT_MAX__;
         if (__builtin_expect(most.strange || !finite, 0)) restart(moments);
@@ -212,7 +212,7 @@ struct Blocks8 {
     // time, and neither waits for the other's roots, divisions and scales. A group is finished a turn
     // after it was begun.
     template <bool advances, bool codes, class Weights, class Grad>
-    static FLUX_INLINE void turn(Weights weights, flux_states8 states, const Grad* grad,
+    static FLUX_INLINE void turn(Weights weights, States8 states, const Grad* grad,
                                  const Constants& with, const Maps& maps, Moments& now,
                                  const Moments& before) {
         using States = StatesOver<Set>;
@@ -252,7 +252,7 @@ struct Blocks8 {
 
     // `blocks` whole blocks, one at least.
     template <class Weights, class Grad>
-    static void adamw8(Weights weights, flux_states8 states, const Grad* grad, size_t blocks,
+    static void adamw8(Weights weights, States8 states, const Grad* grad, size_t blocks,
                        const flux_adamw_step& step) {
         using States = StatesOver<Set>;
         const Constants with(step);

@@ -57,43 +57,48 @@ const Kernels& kernels() {
     return flux::kScalarKernels;
 }
 
-const flux::StateKernels& state_kernels() {
-#ifdef FLUX_X86
-    if (in_use == FLUX_AVX512) return flux::kAvx512StateKernels;
-    if (in_use == FLUX_AVX2) return flux::kAvx2StateKernels;
-#endif
-    return flux::kScalarStateKernels;
+// The arguments of the elements [first, first + count) of an update.
+flux_adamw_args part_of(const flux_adamw_args& whole, size_t first, size_t count) {
+    constexpr size_t kWeightBytes[] = {4, 2}, kStateBytes[] = {4, 2, 1}, kGradientBytes[] = {4, 2};
+    const auto later = [first](auto* at, size_t bytes) {  // as a number: some may be null
+        return reinterpret_cast<decltype(at)>(reinterpret_cast<uintptr_t>(at) + first * bytes);
+    };
+    flux_adamw_args part = whole;
+    part.n = count;
+    part.weights = later(whole.weights, kWeightBytes[whole.weight_format]);
+    part.lo = later(whole.lo, sizeof(uint16_t));
+    part.m = later(whole.m, kStateBytes[whole.state_format]);
+    part.v = later(whole.v, kStateBytes[whole.state_format]);
+    part.gradient = later(whole.gradient, kGradientBytes[whole.gradient_format]);
+    if (whole.state_format == FLUX_STATES_8BIT) {
+        part.m_scale += first / flux::kStateBlock;
+        part.v_scale += first / flux::kStateBlock;
+    }
+    part.rounding.first_element += static_cast<uint32_t>(first);
+    return part;
 }
 
-const flux::RowKernels& row_kernels() {
-#ifdef FLUX_X86
-    if (in_use == FLUX_AVX512) return flux::kAvx512RowKernels;
-    if (in_use == FLUX_AVX2) return flux::kAvx2RowKernels;
-#endif
-    return flux::kScalarRowKernels;
+// Why these arguments cannot be followed, or FLUX_OK.
+int status_of(const flux_adamw_args& a) {
+    if (a.size != sizeof a) return FLUX_WRONG_SIZE;
+    if (a.pass > FLUX_PASS_MOMENTS || a.state_format > FLUX_STATES_8BIT ||
+        a.weight_format > FLUX_WEIGHTS_SPLIT_BF16 || a.gradient_format > FLUX_GRADIENT_BF16)
+        return FLUX_UNKNOWN_FORMAT;
+    if (a.n == 0) return FLUX_OK;
+    const bool has_weights = a.weights && (a.lo || a.weight_format != FLUX_WEIGHTS_SPLIT_BF16);
+    const bool has_scales = (a.m_scale && a.v_scale) || a.state_format != FLUX_STATES_8BIT;
+    const bool has_all = a.m && a.v && a.gradient && has_scales &&
+                         (has_weights || a.pass == FLUX_PASS_MOMENTS);
+    return has_all ? FLUX_OK : FLUX_NULL_POINTER;
 }
 
-// run(out, ..., rows, count, width, step) for ranges of the rows.
-template <class Out, class Run, class... Arrays>
-void over_rows(Run run, Out* out, const flux_rows* rows, const flux_adamw_step* step, int threads,
-               Arrays... arrays) {
-    const size_t width = rows->width;
-    if (width == 0) return;
-    over_ranges(rows->count * width, threads, width, [&](size_t i, size_t count) {
-        run(out + i, arrays..., rows->numbers + i / width, count / width, width, *step);
+int over_parts(flux::AdamW run, const flux_adamw_args& args) {
+    if (run == nullptr) return FLUX_NOT_OFFERED;
+    const size_t cut = args.state_format == FLUX_STATES_8BIT ? flux::kStateBlock : kCut;
+    over_ranges(args.n, args.threads, cut, [&](size_t first, size_t count) {
+        run(part_of(args, first, count));
     });
-}
-
-// States of the range that begins at element i, where a block begins.
-flux_states8 from(const flux_states8* s, size_t i) {
-    const size_t block = i / flux::kStateBlock;
-    return {s->m + i, s->v + i, s->m_scale + block, s->v_scale + block};
-}
-
-flux_rounding from(const flux_rounding* rounding, size_t i) {
-    flux_rounding at = *rounding;
-    at.first_element += static_cast<uint32_t>(i);
-    return at;
+    return FLUX_OK;
 }
 
 template <class Value>
@@ -137,68 +142,23 @@ void flux_zero(void* memory, size_t bytes, int threads) {
     });
 }
 
-void flux_adamw_split_bf16(uint16_t* hi, uint16_t* lo, float* m, float* v, const uint16_t* grad,
-                           size_t n, const flux_adamw_step* step, int threads) {
-    const auto run = kernels().adamw_split_bf16;
-    over_ranges(n, threads, kCut, [&](size_t i, size_t count) {
-        run(hi + i, lo + i, m + i, v + i, grad + i, count, *step);
-    });
+int flux_adamw(const flux_adamw_args* args) {
+    if (args == nullptr) return FLUX_NULL_POINTER;
+    const flux_adamw_args& a = *args;
+    const int status = status_of(a);
+    if (status != FLUX_OK) return status;
+    return over_parts(
+        kernels().adamw[a.pass][a.state_format][a.weight_format][a.gradient_format], a);
 }
 
-void flux_adamw_split_f32(uint16_t* hi, uint16_t* lo, float* m, float* v, const float* grad,
-                          size_t n, const flux_adamw_step* step, int threads) {
-    const auto run = kernels().adamw_split_f32;
-    over_ranges(n, threads, kCut, [&](size_t i, size_t count) {
-        run(hi + i, lo + i, m + i, v + i, grad + i, count, *step);
-    });
-}
-
-void flux_adamw_f32(float* p, float* m, float* v, const float* grad, size_t n,
-                    const flux_adamw_step* step, int threads) {
-    const auto run = kernels().adamw_f32;
-    over_ranges(n, threads, kCut, [&](size_t i, size_t count) {
-        run(p + i, m + i, v + i, grad + i, count, *step);
-    });
-}
-
-void flux_adamw_weights_split_bf16(uint16_t* hi, uint16_t* lo, const float* m, const float* v,
-                                   const uint16_t* grad, size_t n, const flux_adamw_step* step,
-                                   int threads) {
-    const auto run = kernels().adamw_weights_split_bf16;
-    over_ranges(n, threads, kCut, [&](size_t i, size_t count) {
-        run(hi + i, lo + i, m + i, v + i, grad + i, count, *step);
-    });
-}
-
-void flux_adamw_weights_split_f32(uint16_t* hi, uint16_t* lo, const float* m, const float* v,
-                                  const float* grad, size_t n, const flux_adamw_step* step,
-                                  int threads) {
-    const auto run = kernels().adamw_weights_split_f32;
-    over_ranges(n, threads, kCut, [&](size_t i, size_t count) {
-        run(hi + i, lo + i, m + i, v + i, grad + i, count, *step);
-    });
-}
-
-void flux_adamw_weights_f32(float* p, const float* m, const float* v, const float* grad, size_t n,
-                            const flux_adamw_step* step, int threads) {
-    const auto run = kernels().adamw_weights_f32;
-    over_ranges(n, threads, kCut, [&](size_t i, size_t count) {
-        run(p + i, m + i, v + i, grad + i, count, *step);
-    });
-}
-
-void flux_adamw_moments_bf16(float* m, float* v, const uint16_t* grad, size_t n,
-                             const flux_adamw_step* step, int threads) {
-    const auto run = kernels().adamw_moments_bf16;
-    over_ranges(n, threads, kCut,
-                [&](size_t i, size_t count) { run(m + i, v + i, grad + i, count, *step); });
-}
-
-void flux_adamw_moments_f32(float* m, float* v, const float* grad, size_t n,
-                            const flux_adamw_step* step, int threads) {
-    const auto run = kernels().adamw_moments_f32;
-    over_ranges(n, threads, kCut,
-                [&](size_t i, size_t count) { run(m + i, v + i, grad + i, count, *step); });
+int flux_adamw_stream(const flux_adamw_args* args) {
+    if (args == nullptr) return FLUX_NULL_POINTER;
+    const int status = status_of(*args);
+    if (status != FLUX_OK) return status;
+    const bool is_offered = args->weight_format == FLUX_WEIGHTS_SPLIT_BF16 &&
+                            args->gradient_format == FLUX_GRADIENT_BF16;
+    return over_parts(
+        is_offered ? kernels().stream[args->pass][args->state_format] : nullptr, *args);
 }
 
 void flux_accumulate_bf16(float* sum, const uint16_t* x, size_t n, int threads) {
@@ -219,134 +179,9 @@ double flux_sum_squares_f32(const float* x, size_t n, int threads) {
     return sum_squares(x, n, threads, kernels().sum_squares_f32);
 }
 
-void flux_stream_split(uint16_t* hi, uint16_t* lo, float* m, float* v, const uint16_t* grad,
-                       size_t n, int threads) {
-    const auto run = kernels().stream_split;
-    over_ranges(n, threads, kCut, [&](size_t i, size_t count) {
-        run(hi + i, lo + i, m + i, v + i, grad + i, count);
-    });
-}
-
-void flux_stream_weights(uint16_t* hi, uint16_t* lo, const float* m, const float* v,
-                         const uint16_t* grad, size_t n, int threads) {
-    const auto run = kernels().stream_weights;
-    over_ranges(n, threads, kCut, [&](size_t i, size_t count) {
-        run(hi + i, lo + i, m + i, v + i, grad + i, count);
-    });
-}
-
-void flux_stream_moments(float* m, float* v, const uint16_t* grad, size_t n, int threads) {
-    const auto run = kernels().stream_moments;
-    over_ranges(n, threads, kCut,
-                [&](size_t i, size_t count) { run(m + i, v + i, grad + i, count); });
-}
-
-void flux_adamw8_split_bf16(uint16_t* hi, uint16_t* lo, const flux_states8* states,
-                            const uint16_t* grad, size_t n, const flux_adamw_step* step,
-                            int threads) {
-    const auto run = state_kernels().adamw8_split_bf16;
-    over_ranges(n, threads, flux::kStateBlock, [&](size_t i, size_t count) {
-        run(hi + i, lo + i, from(states, i), grad + i, count, *step);
-    });
-}
-
-void flux_adamw8_split_f32(uint16_t* hi, uint16_t* lo, const flux_states8* states,
-                           const float* grad, size_t n, const flux_adamw_step* step, int threads) {
-    const auto run = state_kernels().adamw8_split_f32;
-    over_ranges(n, threads, flux::kStateBlock, [&](size_t i, size_t count) {
-        run(hi + i, lo + i, from(states, i), grad + i, count, *step);
-    });
-}
-
-void flux_adamw8_f32(float* p, const flux_states8* states, const float* grad, size_t n,
-                     const flux_adamw_step* step, int threads) {
-    const auto run = state_kernels().adamw8_f32;
-    over_ranges(n, threads, flux::kStateBlock, [&](size_t i, size_t count) {
-        run(p + i, from(states, i), grad + i, count, *step);
-    });
-}
-
-void flux_adamw16_split_bf16(uint16_t* hi, uint16_t* lo, uint16_t* m, uint16_t* v,
-                             const uint16_t* grad, size_t n, const flux_rounding* rounding,
-                             const flux_adamw_step* step, int threads) {
-    const auto run = state_kernels().adamw16_split_bf16;
-    over_ranges(n, threads, kCut, [&](size_t i, size_t count) {
-        run(hi + i, lo + i, m + i, v + i, grad + i, count, from(rounding, i), *step);
-    });
-}
-
-void flux_adamw16_split_f32(uint16_t* hi, uint16_t* lo, uint16_t* m, uint16_t* v,
-                            const float* grad, size_t n, const flux_rounding* rounding,
-                            const flux_adamw_step* step, int threads) {
-    const auto run = state_kernels().adamw16_split_f32;
-    over_ranges(n, threads, kCut, [&](size_t i, size_t count) {
-        run(hi + i, lo + i, m + i, v + i, grad + i, count, from(rounding, i), *step);
-    });
-}
-
-void flux_adamw16_f32(float* p, uint16_t* m, uint16_t* v, const float* grad, size_t n,
-                      const flux_rounding* rounding, const flux_adamw_step* step, int threads) {
-    const auto run = state_kernels().adamw16_f32;
-    over_ranges(n, threads, kCut, [&](size_t i, size_t count) {
-        run(p + i, m + i, v + i, grad + i, count, from(rounding, i), *step);
-    });
-}
-
-void flux_adamw_rows_split_bf16(uint16_t* out, const uint16_t* hi, const uint16_t* lo, const float*
-                                m, const float* v, const uint16_t* grad, const flux_rows* rows,
-                                const flux_adamw_step* step, int threads) {
-    over_rows(row_kernels().split_bf16, out, rows, step, threads, hi, lo, m, v, grad);
-}
-
-void flux_adamw_rows_split_f32(uint16_t* out, const uint16_t* hi, const uint16_t* lo, const float*
-                               m, const float* v, const float* grad, const flux_rows* rows, const
-                               flux_adamw_step* step, int threads) {
-    over_rows(row_kernels().split_f32, out, rows, step, threads, hi, lo, m, v, grad);
-}
-
-void flux_adamw_rows_f32(float* out, const float* p, const float* m, const float* v, const float*
-                         grad, const flux_rows* rows, const flux_adamw_step* step, int threads) {
-    over_rows(row_kernels().f32, out, rows, step, threads, p, m, v, grad);
-}
-
-void flux_adamw8_rows_split_bf16(uint16_t* out, const uint16_t* hi, const uint16_t* lo, const
-                                 flux_states8* states, const uint16_t* grad, const flux_rows* rows,
-                                 const flux_adamw_step* step, int threads) {
-    over_rows(row_kernels().split8_bf16, out, rows, step, threads, hi, lo, *states, grad);
-}
-
-void flux_adamw8_rows_split_f32(uint16_t* out, const uint16_t* hi, const uint16_t* lo, const
-                                flux_states8* states, const float* grad, const flux_rows* rows,
-                                const flux_adamw_step* step, int threads) {
-    over_rows(row_kernels().split8_f32, out, rows, step, threads, hi, lo, *states, grad);
-}
-
-void flux_adamw8_rows_f32(float* out, const float* p, const flux_states8* states, const float* grad,
-                          const flux_rows* rows, const flux_adamw_step* step, int threads) {
-    over_rows(row_kernels().f32_8, out, rows, step, threads, p, *states, grad);
-}
-
-void flux_adamw16_rows_split_bf16(uint16_t* out, const uint16_t* hi, const uint16_t* lo, const
-                                  uint16_t* m, const uint16_t* v, const uint16_t* grad, const
-                                  flux_rows* rows, const flux_adamw_step* step, int threads) {
-    over_rows(row_kernels().split16_bf16, out, rows, step, threads, hi, lo, m, v, grad);
-}
-
-void flux_adamw16_rows_split_f32(uint16_t* out, const uint16_t* hi, const uint16_t* lo, const
-                                 uint16_t* m, const uint16_t* v, const float* grad, const flux_rows*
-                                 rows, const flux_adamw_step* step, int threads) {
-    over_rows(row_kernels().split16_f32, out, rows, step, threads, hi, lo, m, v, grad);
-}
-
-void flux_adamw16_rows_f32(float* out, const float* p, const uint16_t* m, const uint16_t* v, const
-                           float* grad, const flux_rows* rows, const flux_adamw_step* step, int
-                           threads) {
-    over_rows(row_kernels().f32_16, out, rows, step, threads, p, m, v, grad);
-}
-
 void flux_quantise8(const float* x, uint8_t* codes, float* scales, size_t n, int is_signed,
                     int threads) {
-    const auto run = state_kernels().quantise8;
+    const auto run = kernels().quantise8;
     over_ranges(n, threads, flux::kStateBlock, [&](size_t i, size_t count) {
         run(x + i, codes + i, scales + i / flux::kStateBlock, count, is_signed != 0);
     });
@@ -354,27 +189,11 @@ void flux_quantise8(const float* x, uint8_t* codes, float* scales, size_t n, int
 
 void flux_encode8(const float* x, uint8_t* codes, size_t n, int is_signed) {
     flux::DefaultRounding rounding;
-    state_kernels().encode8(x, codes, n, is_signed != 0);
+    kernels().encode8(x, codes, n, is_signed != 0);
 }
 
 void flux_decode8(const uint8_t* codes, float* x, size_t n, int is_signed) {
     flux::DefaultRounding rounding;
-    state_kernels().decode8(codes, x, n, is_signed != 0);
-}
-
-void flux_stream8(uint16_t* hi, uint16_t* lo, uint8_t* m, uint8_t* v, const uint16_t* grad,
-                  size_t n, int threads) {
-    const auto run = state_kernels().stream8;
-    over_ranges(n, threads, flux::kStateBlock, [&](size_t i, size_t count) {
-        run(hi + i, lo + i, m + i, v + i, grad + i, count);
-    });
-}
-
-void flux_stream16(uint16_t* hi, uint16_t* lo, uint16_t* m, uint16_t* v, const uint16_t* grad,
-                   size_t n, int threads) {
-    const auto run = state_kernels().stream16;
-    over_ranges(n, threads, kCut, [&](size_t i, size_t count) {
-        run(hi + i, lo + i, m + i, v + i, grad + i, count);
-    });
+    kernels().decode8(codes, x, n, is_signed != 0);
 }
 }

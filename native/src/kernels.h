@@ -8,86 +8,34 @@ namespace flux {
 
 constexpr size_t kSumBlock = 16384;  // elements per partial sum; a multiple of 16
 
+// 8-bit block-wise states.
+struct States8 {
+    uint8_t *m, *v;
+    float *m_scale, *v_scale;
+};
+
+// One range of an update; the pointers of the arguments are those of its first element.
+using AdamW = void (*)(const flux_adamw_args&);
+
 struct Kernels {
-    void (*adamw_split_bf16)(uint16_t*, uint16_t*, float*, float*, const uint16_t*, size_t,
-                             const flux_adamw_step&);
-    void (*adamw_split_f32)(uint16_t*, uint16_t*, float*, float*, const float*, size_t,
-                            const flux_adamw_step&);
-    void (*adamw_f32)(float*, float*, float*, const float*, size_t, const flux_adamw_step&);
-    void (*adamw_weights_split_bf16)(uint16_t*, uint16_t*, const float*, const float*,
-                                     const uint16_t*, size_t, const flux_adamw_step&);
-    void (*adamw_weights_split_f32)(uint16_t*, uint16_t*, const float*, const float*, const float*,
-                                    size_t, const flux_adamw_step&);
-    void (*adamw_weights_f32)(float*, const float*, const float*, const float*, size_t,
-                              const flux_adamw_step&);
-    void (*adamw_moments_bf16)(float*, float*, const uint16_t*, size_t, const flux_adamw_step&);
-    void (*adamw_moments_f32)(float*, float*, const float*, size_t, const flux_adamw_step&);
+    AdamW adamw[3][3][2][2];  // by pass, format of states, weights and gradient; null: not offered
+    AdamW stream[3][3];       // by pass and format of states
     void (*accumulate_bf16)(float*, const uint16_t*, size_t);
     void (*accumulate_f32)(float*, const float*, size_t);
     double (*sum_squares_bf16)(const uint16_t*, size_t);  // of one block
     double (*sum_squares_f32)(const float*, size_t);
-    void (*stream_split)(uint16_t*, uint16_t*, float*, float*, const uint16_t*, size_t);
-    void (*stream_weights)(uint16_t*, uint16_t*, const float*, const float*, const uint16_t*, size_t);
-    void (*stream_moments)(float*, float*, const uint16_t*, size_t);
-};
-
-// Those of AdamW with states smaller than fp32.
-struct StateKernels {
-    void (*adamw8_split_bf16)(uint16_t*, uint16_t*, flux_states8, const uint16_t*, size_t,
-                              const flux_adamw_step&);
-    void (*adamw8_split_f32)(uint16_t*, uint16_t*, flux_states8, const float*, size_t,
-                             const flux_adamw_step&);
-    void (*adamw8_f32)(float*, flux_states8, const float*, size_t, const flux_adamw_step&);
-    void (*adamw16_split_bf16)(uint16_t*, uint16_t*, uint16_t*, uint16_t*, const uint16_t*, size_t,
-                               const flux_rounding&, const flux_adamw_step&);
-    void (*adamw16_split_f32)(uint16_t*, uint16_t*, uint16_t*, uint16_t*, const float*, size_t,
-                              const flux_rounding&, const flux_adamw_step&);
-    void (*adamw16_f32)(float*, uint16_t*, uint16_t*, const float*, size_t, const flux_rounding&,
-                        const flux_adamw_step&);
-    void (*stream8)(uint16_t*, uint16_t*, uint8_t*, uint8_t*, const uint16_t*, size_t);
-    void (*stream16)(uint16_t*, uint16_t*, uint16_t*, uint16_t*, const uint16_t*, size_t);
     void (*quantise8)(const float*, uint8_t*, float*, size_t, bool is_signed);
     void (*encode8)(const float*, uint8_t*, size_t, bool is_signed);
     void (*decode8)(const uint8_t*, float*, size_t, bool is_signed);
-};
-
-// The weights of some rows after AdamW: row numbers, how many, and elements a row.
-struct RowKernels {
-    void (*split_bf16)(uint16_t*, const uint16_t*, const uint16_t*, const float*, const float*,
-                       const uint16_t*, const int64_t*, size_t, size_t, const flux_adamw_step&);
-    void (*split_f32)(uint16_t*, const uint16_t*, const uint16_t*, const float*, const float*,
-                      const float*, const int64_t*, size_t, size_t, const flux_adamw_step&);
-    void (*f32)(float*, const float*, const float*, const float*, const float*, const int64_t*,
-                size_t, size_t, const flux_adamw_step&);
-    void (*split8_bf16)(uint16_t*, const uint16_t*, const uint16_t*, const flux_states8&,
-                        const uint16_t*, const int64_t*, size_t, size_t, const flux_adamw_step&);
-    void (*split8_f32)(uint16_t*, const uint16_t*, const uint16_t*, const flux_states8&,
-                       const float*, const int64_t*, size_t, size_t, const flux_adamw_step&);
-    void (*f32_8)(float*, const float*, const flux_states8&, const float*, const int64_t*, size_t,
-                  size_t, const flux_adamw_step&);
-    void (*split16_bf16)(uint16_t*, const uint16_t*, const uint16_t*, const uint16_t*,
-                         const uint16_t*, const uint16_t*, const int64_t*, size_t, size_t,
-                         const flux_adamw_step&);
-    void (*split16_f32)(uint16_t*, const uint16_t*, const uint16_t*, const uint16_t*,
-                        const uint16_t*, const float*, const int64_t*, size_t, size_t,
-                        const flux_adamw_step&);
-    void (*f32_16)(float*, const float*, const uint16_t*, const uint16_t*, const float*,
-                   const int64_t*, size_t, size_t, const flux_adamw_step&);
 };
 
 // Whether two or three streams are fetched far ahead too, as more of them are (lanes.h).
 extern const bool kFetchesFewFar;
 
 extern const Kernels kScalarKernels;
-extern const StateKernels kScalarStateKernels;
-extern const RowKernels kScalarRowKernels;
 #ifdef FLUX_X86
 extern const Kernels kAvx2Kernels;
-extern const StateKernels kAvx2StateKernels;
-extern const RowKernels kAvx2RowKernels;
 extern const Kernels kAvx512Kernels;
-extern const StateKernels kAvx512StateKernels;
-extern const RowKernels kAvx512RowKernels;
 #endif
 
 }  // namespace flux

@@ -9,15 +9,21 @@
 #include "kernels.h"
 
 #define FLUX_INLINE inline __attribute__((always_inline))
+// A function of its own: inlined, a kernel would lose what its __restrict tells the compiler.
+#define FLUX_KERNEL __attribute__((noinline))
 
 namespace flux {
 
 // The weights of an update: split masters, or fp32.
 struct SplitWeights {
     uint16_t *hi, *lo;
+    static SplitWeights of(const flux_adamw_args& a) {
+        return {static_cast<uint16_t*>(a.weights), a.lo};
+    }
 };
 struct WholeWeights {
     float* p;
+    static WholeWeights of(const flux_adamw_args& a) { return {static_cast<float*>(a.weights)}; }
 };
 
 // Two vectors at a time (pairs.h).
@@ -207,7 +213,7 @@ struct KernelsOver {
     }
 
     template <class Grad>
-    static void adamw_split(uint16_t* __restrict hi, uint16_t* __restrict lo, float* __restrict m,
+    static FLUX_KERNEL void adamw_split(uint16_t* __restrict hi, uint16_t* __restrict lo, float* __restrict m,
                             float* __restrict v, const Grad* __restrict grad, size_t n,
                             const flux_adamw_step& step) {
         const Coefficients c(step);
@@ -230,7 +236,7 @@ struct KernelsOver {
         }, hi, lo, m, v, grad);
     }
 
-    static void adamw_f32(float* __restrict p, float* __restrict m, float* __restrict v,
+    static FLUX_KERNEL void adamw_f32(float* __restrict p, float* __restrict m, float* __restrict v,
                           const float* __restrict grad, size_t n, const flux_adamw_step& step) {
         const Coefficients c(step);
         for_each_fetched<Set::width>(n, [&](auto lanes, size_t i) __attribute__((always_inline)) {
@@ -245,7 +251,7 @@ struct KernelsOver {
     }
 
     template <class Grad>
-    static void adamw_weights_split(uint16_t* __restrict hi, uint16_t* __restrict lo,
+    static FLUX_KERNEL void adamw_weights_split(uint16_t* __restrict hi, uint16_t* __restrict lo,
                                     const float* __restrict m, const float* __restrict v,
                                     const Grad* __restrict grad, size_t n,
                                     const flux_adamw_step& step) {
@@ -267,7 +273,7 @@ struct KernelsOver {
         }, hi, lo, m, v, grad);
     }
 
-    static void adamw_weights_f32(float* __restrict p, const float* __restrict m,
+    static FLUX_KERNEL void adamw_weights_f32(float* __restrict p, const float* __restrict m,
                                   const float* __restrict v, const float* __restrict grad, size_t n,
                                   const flux_adamw_step& step) {
         const Coefficients c(step);
@@ -290,7 +296,7 @@ struct KernelsOver {
     }
 
     template <class Grad>
-    static void adamw_moments(float* __restrict m, float* __restrict v, const Grad* __restrict grad,
+    static FLUX_KERNEL void adamw_moments(float* __restrict m, float* __restrict v, const Grad* __restrict grad,
                               size_t n, const flux_adamw_step& step) {
         const Coefficients c(step);
         for_each_of_few(n, [&](auto lanes, size_t i) __attribute__((always_inline)) {
@@ -310,7 +316,7 @@ struct KernelsOver {
         }, sum, x);
     }
 
-    static void stream_split(uint16_t* __restrict hi, uint16_t* __restrict lo, float* __restrict m,
+    static FLUX_KERNEL void stream_split(uint16_t* __restrict hi, uint16_t* __restrict lo, float* __restrict m,
                              float* __restrict v, const uint16_t* __restrict grad, size_t n) {
         // Opaque, or the compiler would see that nothing changes and drop the loads and stores. Wide
         // turns are the fastest where there is nothing to compute.
@@ -323,7 +329,7 @@ struct KernelsOver {
         }, hi, lo, m, v, grad);
     }
 
-    static void stream_weights(uint16_t* __restrict hi, uint16_t* __restrict lo,
+    static FLUX_KERNEL void stream_weights(uint16_t* __restrict hi, uint16_t* __restrict lo,
                                const float* __restrict m, const float* __restrict v,
                                const uint16_t* __restrict grad, size_t n) {
         for_each_fetched<kWide>(n, [&](auto lanes, size_t i) __attribute__((always_inline)) {
@@ -335,7 +341,7 @@ struct KernelsOver {
         }, hi, lo, m, v, grad);
     }
 
-    static void stream_moments(float* __restrict m, float* __restrict v,
+    static FLUX_KERNEL void stream_moments(float* __restrict m, float* __restrict v,
                                const uint16_t* __restrict grad, size_t n) {
         for_each_of_few<kWide>(n, [&](auto lanes, size_t i) __attribute__((always_inline)) {
             Set::opaque(lanes.load(grad + i));
@@ -356,24 +362,6 @@ struct KernelsOver {
         for (size_t half = 8; half > 0; half /= 2)
             for (size_t j = 0; j < half; ++j) sums[j] += sums[j + half];
         return sums[0];
-    }
-
-    static constexpr Kernels table() {
-        return {adamw_split<uint16_t>,
-                adamw_split<float>,
-                adamw_f32,
-                adamw_weights_split<uint16_t>,
-                adamw_weights_split<float>,
-                adamw_weights_f32,
-                adamw_moments<uint16_t>,
-                adamw_moments<float>,
-                accumulate<uint16_t>,
-                accumulate<float>,
-                sum_squares<uint16_t>,
-                sum_squares<float>,
-                stream_split,
-                stream_weights,
-                stream_moments};
     }
 };
 

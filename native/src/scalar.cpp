@@ -1,5 +1,5 @@
 // The reference: one lane, plain C++. The wide sets must equal it bit for bit.
-#include "rows.h"
+#include "adamw.h"
 
 namespace flux {
 namespace {
@@ -110,8 +110,6 @@ struct Scalar {
 
 }  // namespace
 
-extern const Kernels kScalarKernels = KernelsOver<Scalar>::table();
-extern const StateKernels kScalarStateKernels = StatesOver<Scalar>::table();
-extern const RowKernels kScalarRowKernels = RowsOver<Scalar>::table();
+extern const Kernels kScalarKernels = AdamWOver<Scalar>::table();
 
 }  // namespace flux

@@ -181,13 +181,13 @@ struct StatesOver {
     static FLUX_INLINE void fetch_all(size_t i, size_t count, Streams... streams) {
         (fetch(from(streams, i), count), ...);
     }
-    static FLUX_INLINE flux_states8 from(flux_states8 at, size_t i) {
+    static FLUX_INLINE States8 from(States8 at, size_t i) {
         const size_t block = i / kStateBlock;
         return {at.m + i, at.v + i, at.m_scale + block, at.v_scale + block};
     }
 
     template <class Weights, class Grad>
-    static void adamw8(Weights weights, flux_states8 states, const Grad* grad, size_t n,
+    static void adamw8(Weights weights, States8 states, const Grad* grad, size_t n,
                        const flux_adamw_step& step) {
         size_t whole = 0;
         if constexpr (Set::width > 1) {
@@ -199,7 +199,7 @@ struct StatesOver {
     }
 
     template <class Weights, class Grad>
-    static void adamw8_by_block(Weights weights, flux_states8 states, const Grad* __restrict grad,
+    static void adamw8_by_block(Weights weights, States8 states, const Grad* __restrict grad,
                                 size_t n, const flux_adamw_step& step) {
         const NarrowCoefficients<Set> c(step);
         const MapOver<Set> map_m(kSignedMap), map_v(kUnsignedMap);
@@ -327,47 +327,6 @@ struct StatesOver {
             lanes.store(x + whole + j, is_signed ? map.template value<true>(code, Set::all(1))
                                                  : map.template value<false>(code, Set::all(1)));
         });
-    }
-
-    static void adamw8_split_bf16(uint16_t* hi, uint16_t* lo, flux_states8 s, const uint16_t* grad,
-                                  size_t n, const flux_adamw_step& step) {
-        adamw8(SplitWeights{hi, lo}, s, grad, n, step);
-    }
-    static void adamw8_split_f32(uint16_t* hi, uint16_t* lo, flux_states8 s, const float* grad,
-                                 size_t n, const flux_adamw_step& step) {
-        adamw8(SplitWeights{hi, lo}, s, grad, n, step);
-    }
-    static void adamw8_f32(float* p, flux_states8 s, const float* grad, size_t n,
-                           const flux_adamw_step& step) {
-        adamw8(WholeWeights{p}, s, grad, n, step);
-    }
-    static void adamw16_split_bf16(uint16_t* hi, uint16_t* lo, uint16_t* m, uint16_t* v,
-                                   const uint16_t* grad, size_t n, const flux_rounding& key,
-                                   const flux_adamw_step& step) {
-        States16<Set>::adamw16(SplitWeights{hi, lo}, m, v, grad, n, key, step);
-    }
-    static void adamw16_split_f32(uint16_t* hi, uint16_t* lo, uint16_t* m, uint16_t* v,
-                                  const float* grad, size_t n, const flux_rounding& key,
-                                  const flux_adamw_step& step) {
-        States16<Set>::adamw16(SplitWeights{hi, lo}, m, v, grad, n, key, step);
-    }
-    static void adamw16_f32(float* p, uint16_t* m, uint16_t* v, const float* grad, size_t n,
-                            const flux_rounding& key, const flux_adamw_step& step) {
-        States16<Set>::adamw16(WholeWeights{p}, m, v, grad, n, key, step);
-    }
-    static void stream8(uint16_t* hi, uint16_t* lo, uint8_t* m, uint8_t* v, const uint16_t* grad,
-                        size_t n) {
-        stream(SplitWeights{hi, lo}, m, v, grad, n);
-    }
-    static void stream16(uint16_t* hi, uint16_t* lo, uint16_t* m, uint16_t* v,
-                         const uint16_t* grad, size_t n) {
-        stream(SplitWeights{hi, lo}, m, v, grad, n);
-    }
-
-    static constexpr StateKernels table() {
-        return {adamw8_split_bf16, adamw8_split_f32, adamw8_f32, adamw16_split_bf16,
-                adamw16_split_f32, adamw16_f32,      stream8,    stream16,
-                quantise,          encode,  decode};
     }
 };
 

@@ -96,43 +96,67 @@ enum Kernel {
 
 inline bool is_blockwise(int kernel) { return kernel >= k8SplitBf16 && kernel <= k8F32; }
 
-inline void run(Kernel kernel, State& s, size_t first, size_t n, const flux_adamw_step& step, int threads) {
-    uint16_t *hi = s.hi.data() + first, *lo = s.lo.data() + first;
-    float *p = s.p.data() + first, *m = s.m.data() + first, *v = s.v.data() + first;
-    const uint16_t* grad_bf16 = s.grad_bf16.data() + first;
-    const float* grad = s.grad.data() + first;
-    uint16_t *m16 = s.m16.data() + first, *v16 = s.v16.data() + first;
-    uint8_t *m8 = s.m8.data() + first, *v8 = s.v8.data() + first;
-    const flux_states8 states{m8, v8, s.m_scale.data() + first / 256, s.v_scale.data() + first / 256};
-    const flux_rounding rounding{static_cast<uint32_t>(first), 0x12345678u, 0x9abcdef0u};
+// What flux_adamw, or the stream beside it, is called with for a kernel.
+struct Call {
+    uint32_t pass, state_format, weight_format, gradient_format;
+    bool is_stream;
+};
+
+inline Call call_of(Kernel kernel) {
+    const uint32_t f32 = FLUX_WEIGHTS_F32, split = FLUX_WEIGHTS_SPLIT_BF16;
+    const uint32_t wide = FLUX_GRADIENT_F32, half = FLUX_GRADIENT_BF16;
     switch (kernel) {
-        case k8SplitBf16:
-            return flux_adamw8_split_bf16(hi, lo, &states, grad_bf16, n, &step, threads);
-        case k8SplitF32: return flux_adamw8_split_f32(hi, lo, &states, grad, n, &step, threads);
-        case k8F32: return flux_adamw8_f32(p, &states, grad, n, &step, threads);
-        case k16SplitBf16:
-            return flux_adamw16_split_bf16(hi, lo, m16, v16, grad_bf16, n, &rounding, &step, threads);
-        case k16SplitF32:
-            return flux_adamw16_split_f32(hi, lo, m16, v16, grad, n, &rounding, &step, threads);
-        case k16F32: return flux_adamw16_f32(p, m16, v16, grad, n, &rounding, &step, threads);
-        case kStream8: return flux_stream8(hi, lo, m8, v8, grad_bf16, n, threads);
-        case kStream16: return flux_stream16(hi, lo, m16, v16, grad_bf16, n, threads);
-        case kSplitBf16: return flux_adamw_split_bf16(hi, lo, m, v, grad_bf16, n, &step, threads);
-        case kSplitF32: return flux_adamw_split_f32(hi, lo, m, v, grad, n, &step, threads);
-        case kF32: return flux_adamw_f32(p, m, v, grad, n, &step, threads);
-        case kWeightsSplitBf16:
-            return flux_adamw_weights_split_bf16(hi, lo, m, v, grad_bf16, n, &step, threads);
-        case kWeightsSplitF32:
-            return flux_adamw_weights_split_f32(hi, lo, m, v, grad, n, &step, threads);
-        case kWeightsF32: return flux_adamw_weights_f32(p, m, v, grad, n, &step, threads);
-        case kMomentsBf16: return flux_adamw_moments_bf16(m, v, grad_bf16, n, &step, threads);
-        case kMomentsF32: return flux_adamw_moments_f32(m, v, grad, n, &step, threads);
-        case kStreamWeights: return flux_stream_weights(hi, lo, m, v, grad_bf16, n, threads);
-        case kStreamMoments: return flux_stream_moments(m, v, grad_bf16, n, threads);
-        case kAccumulateBf16: return flux_accumulate_bf16(p, grad_bf16, n, threads);
-        case kAccumulateF32: return flux_accumulate_f32(p, grad, n, threads);
-        default: return flux_stream_split(hi, lo, m, v, grad_bf16, n, threads);
+        case kSplitBf16: return {FLUX_PASS_UPDATE, FLUX_STATES_F32, split, half, false};
+        case kSplitF32: return {FLUX_PASS_UPDATE, FLUX_STATES_F32, split, wide, false};
+        case kF32: return {FLUX_PASS_UPDATE, FLUX_STATES_F32, f32, wide, false};
+        case k8SplitBf16: return {FLUX_PASS_UPDATE, FLUX_STATES_8BIT, split, half, false};
+        case k8SplitF32: return {FLUX_PASS_UPDATE, FLUX_STATES_8BIT, split, wide, false};
+        case k8F32: return {FLUX_PASS_UPDATE, FLUX_STATES_8BIT, f32, wide, false};
+        case k16SplitBf16: return {FLUX_PASS_UPDATE, FLUX_STATES_BF16, split, half, false};
+        case k16SplitF32: return {FLUX_PASS_UPDATE, FLUX_STATES_BF16, split, wide, false};
+        case k16F32: return {FLUX_PASS_UPDATE, FLUX_STATES_BF16, f32, wide, false};
+        case kWeightsSplitBf16: return {FLUX_PASS_WEIGHTS, FLUX_STATES_F32, split, half, false};
+        case kWeightsSplitF32: return {FLUX_PASS_WEIGHTS, FLUX_STATES_F32, split, wide, false};
+        case kWeightsF32: return {FLUX_PASS_WEIGHTS, FLUX_STATES_F32, f32, wide, false};
+        case kMomentsBf16: return {FLUX_PASS_MOMENTS, FLUX_STATES_F32, f32, half, false};
+        case kMomentsF32: return {FLUX_PASS_MOMENTS, FLUX_STATES_F32, f32, wide, false};
+        case kStreamWeights: return {FLUX_PASS_WEIGHTS, FLUX_STATES_F32, split, half, true};
+        case kStreamMoments: return {FLUX_PASS_MOMENTS, FLUX_STATES_F32, split, half, true};
+        case kStream8: return {FLUX_PASS_UPDATE, FLUX_STATES_8BIT, split, half, true};
+        case kStream16: return {FLUX_PASS_UPDATE, FLUX_STATES_BF16, split, half, true};
+        default: return {FLUX_PASS_UPDATE, FLUX_STATES_F32, split, half, true};
     }
+}
+
+inline flux_adamw_args args_of(const Call& call, State& s, size_t first, size_t n,
+                               const flux_adamw_step& step, int threads) {
+    flux_adamw_args a{};
+    a.size = sizeof a;
+    a.weight_format = call.weight_format, a.state_format = call.state_format;
+    a.gradient_format = call.gradient_format, a.pass = call.pass;
+    a.threads = threads, a.n = n, a.step = step;
+    if (call.weight_format == FLUX_WEIGHTS_F32) a.weights = s.p.data() + first;
+    else a.weights = s.hi.data() + first, a.lo = s.lo.data() + first;
+    if (call.state_format == FLUX_STATES_F32) a.m = s.m.data() + first, a.v = s.v.data() + first;
+    else if (call.state_format == FLUX_STATES_BF16)
+        a.m = s.m16.data() + first, a.v = s.v16.data() + first;
+    else a.m = s.m8.data() + first, a.v = s.v8.data() + first;
+    a.m_scale = s.m_scale.data() + first / 256, a.v_scale = s.v_scale.data() + first / 256;
+    if (call.gradient_format == FLUX_GRADIENT_BF16) a.gradient = s.grad_bf16.data() + first;
+    else a.gradient = s.grad.data() + first;
+    a.rounding = {static_cast<uint32_t>(first), 0x12345678u, 0x9abcdef0u};
+    return a;
+}
+
+inline void run(Kernel kernel, State& s, size_t first, size_t n, const flux_adamw_step& step, int threads) {
+    float* p = s.p.data() + first;
+    if (kernel == kAccumulateBf16)
+        return flux_accumulate_bf16(p, s.grad_bf16.data() + first, n, threads);
+    if (kernel == kAccumulateF32) return flux_accumulate_f32(p, s.grad.data() + first, n, threads);
+    const Call call = call_of(kernel);
+    const flux_adamw_args args = args_of(call, s, first, n, step, threads);
+    const int status = call.is_stream ? flux_adamw_stream(&args) : flux_adamw(&args);
+    CHECK(status == FLUX_OK, "kernel %d: status %d", kernel, status);
 }
 
 inline flux_adamw_step any_step(std::mt19937& random) {
@@ -141,30 +165,4 @@ inline flux_adamw_step any_step(std::mt19937& random) {
     step.step_size = 1e-3f / (1 - std::pow(0.9f, t));
     step.rsqrt_correction2 = 1 / std::sqrt(1 - std::pow(0.999f, t));
     return step;
-}
-
-// Into `out` or `wide`, what `run` of the same kernel would make of the weights of some rows.
-inline void run_rows(Kernel kernel, const State& s, uint16_t* out, float* wide, const flux_rows& rows,
-                     const flux_adamw_step& step, int threads) {
-    const uint16_t *hi = s.hi.data(), *lo = s.lo.data(), *narrow = s.grad_bf16.data();
-    const uint16_t *m16 = s.m16.data(), *v16 = s.v16.data();
-    const float *p = s.p.data(), *m = s.m.data(), *v = s.v.data(), *grad = s.grad.data();
-    State held = s;
-    const flux_states8 states{held.m8.data(), held.v8.data(), held.m_scale.data(), held.v_scale.data()};
-    switch (kernel) {
-        case kSplitBf16:
-            return flux_adamw_rows_split_bf16(out, hi, lo, m, v, narrow, &rows, &step, threads);
-        case kSplitF32: return flux_adamw_rows_split_f32(out, hi, lo, m, v, grad, &rows, &step, threads);
-        case kF32: return flux_adamw_rows_f32(wide, p, m, v, grad, &rows, &step, threads);
-        case k8SplitBf16:
-            return flux_adamw8_rows_split_bf16(out, hi, lo, &states, narrow, &rows, &step, threads);
-        case k8SplitF32:
-            return flux_adamw8_rows_split_f32(out, hi, lo, &states, grad, &rows, &step, threads);
-        case k8F32: return flux_adamw8_rows_f32(wide, p, &states, grad, &rows, &step, threads);
-        case k16SplitBf16:
-            return flux_adamw16_rows_split_bf16(out, hi, lo, m16, v16, narrow, &rows, &step, threads);
-        case k16SplitF32:
-            return flux_adamw16_rows_split_f32(out, hi, lo, m16, v16, grad, &rows, &step, threads);
-        default: return flux_adamw16_rows_f32(wide, p, m16, v16, grad, &rows, &step, threads);
-    }
 }

@@ -100,35 +100,6 @@ void test_two_passes_are_the_update_in_one(int level, std::mt19937& random) {
     }
 }
 
-// Rows in any order, some of them twice; blocks of 8-bit states begin and end within them.
-void test_rows_have_the_weights_of_their_table(int level, std::mt19937& random) {
-    for (size_t width : {1, 7, 33, 256, 300, 512, 1111}) {
-        for (int kernel = kSplitBf16; kernel <= k16F32; ++kernel) {
-            const size_t table_rows = 61;
-            std::vector<int64_t> numbers(1 + random() % 99);
-            for (int64_t& number : numbers) number = static_cast<int64_t>(random() % table_rows);
-            const flux_rows rows{numbers.data(), numbers.size(), width};
-            const State before(table_rows * width, random, random() % 2);
-            State after = before;
-            const flux_adamw_step step = any_step(random);
-            flux_set_isa(FLUX_SCALAR);
-            run(static_cast<Kernel>(kernel), after, 0, table_rows * width, step, 1);
-            std::vector<uint16_t> out(rows.count * width), expected(out.size());
-            std::vector<float> wide(out.size()), expected_wide(out.size());
-            flux_set_isa(level);
-            run_rows(static_cast<Kernel>(kernel), before, out.data(), wide.data(), rows, step, 3);
-            const bool split = kernel % 3 != kF32;
-            for (size_t i = 0; i < out.size(); ++i) {
-                const size_t at = static_cast<size_t>(numbers[i / width]) * width + i % width;
-                if (split) expected[i] = after.hi[at];
-                else expected_wide[i] = after.p[at];
-            }
-            CHECK(same_bits(out, expected) && same_bits(wide, expected_wide),
-                  "kernel %d, set %d, width %zu: rows", kernel, level, width);
-        }
-    }
-}
-
 void test_sums_of_squares_are_the_same_everywhere(int level, std::mt19937& random) {
     for (size_t n : {0, 1, 15, 16, 17, 16384, 16385, 100001}) {
         std::vector<float> x(n);
@@ -165,8 +136,12 @@ void test_masters_survive_the_split(int level, uint64_t stride) {
             hi[i] = static_cast<uint16_t>((bits + 0x8000) >> 16);
             lo[i] = static_cast<uint16_t>(bits);
         }
-        flux_adamw_split_bf16(hi.data(), lo.data(), m.data(), v.data(), grad.data(), batch,
-                              &nothing, 0);
+        flux_adamw_args args{};
+        args.size = sizeof args, args.n = batch, args.step = nothing;
+        args.weight_format = FLUX_WEIGHTS_SPLIT_BF16, args.gradient_format = FLUX_GRADIENT_BF16;
+        args.weights = hi.data(), args.lo = lo.data(), args.gradient = grad.data();
+        args.m = m.data(), args.v = v.data();
+        CHECK(flux_adamw(&args) == FLUX_OK, "set %d", level);
         for (size_t i = 0; i < batch; ++i) {
             const uint32_t bits = static_cast<uint32_t>(start + i * stride);
             const uint32_t magnitude = bits & 0x7fffffff;
@@ -268,6 +243,38 @@ void test_zeros_are_written_where_asked_and_nowhere_else() {
     }
 }
 
+void test_arguments_that_cannot_be_followed_touch_nothing(std::mt19937& random) {
+    const size_t n = 600;
+    const flux_adamw_step step = any_step(random);
+    State state(n, random, true);
+    const State before = state;
+    const auto status = [&](Kernel kernel, auto change) {
+        flux_adamw_args args = args_of(call_of(kernel), state, 0, n, step, 1);
+        change(args);
+        return flux_adamw(&args);
+    };
+    using A = flux_adamw_args;
+    CHECK(flux_adamw(nullptr) == FLUX_NULL_POINTER, "no arguments");
+    CHECK(status(kF32, [](A& a) { a.size -= 8; }) == FLUX_WRONG_SIZE, "size");
+    CHECK(status(kF32, [](A& a) { a.pass = 3; }) == FLUX_UNKNOWN_FORMAT, "pass");
+    CHECK(status(kF32, [](A& a) { a.state_format = 3; }) == FLUX_UNKNOWN_FORMAT, "states");
+    CHECK(status(kF32, [](A& a) { a.weight_format = 2; }) == FLUX_UNKNOWN_FORMAT, "weights");
+    CHECK(status(kF32, [](A& a) { a.gradient_format = 2; }) == FLUX_UNKNOWN_FORMAT, "gradient");
+    CHECK(status(kF32, [](A& a) { a.gradient_format = FLUX_GRADIENT_BF16; }) == FLUX_NOT_OFFERED,
+          "fp32 weights with bf16 gradients");
+    CHECK(status(k8F32, [](A& a) { a.pass = FLUX_PASS_WEIGHTS; }) == FLUX_NOT_OFFERED,
+          "8-bit states in two passes");
+    CHECK(status(kF32, [](A& a) { a.m = nullptr; }) == FLUX_NULL_POINTER, "m");
+    CHECK(status(kF32, [](A& a) { a.v = nullptr; }) == FLUX_NULL_POINTER, "v");
+    CHECK(status(kF32, [](A& a) { a.weights = nullptr; }) == FLUX_NULL_POINTER, "weights");
+    CHECK(status(kF32, [](A& a) { a.gradient = nullptr; }) == FLUX_NULL_POINTER, "gradient");
+    CHECK(status(kSplitF32, [](A& a) { a.lo = nullptr; }) == FLUX_NULL_POINTER, "lo");
+    CHECK(status(k8F32, [](A& a) { a.v_scale = nullptr; }) == FLUX_NULL_POINTER, "scales");
+    CHECK(state == before, "refused arguments changed something");
+    CHECK(status(kMomentsF32, [](A& a) { a.weights = nullptr; }) == FLUX_OK, "moments alone");
+    CHECK(status(kF32, [](A& a) { a.n = 0, a.m = nullptr; }) == FLUX_OK, "nothing to do");
+}
+
 }  // namespace
 
 int main(int count, char** arguments) {
@@ -275,12 +282,12 @@ int main(int count, char** arguments) {
     const int best = flux_set_isa(FLUX_AVX512);
     std::mt19937 random(20240607);
     test_zeros_are_written_where_asked_and_nowhere_else();
+    test_arguments_that_cannot_be_followed_touch_nothing(random);
     for (int level = FLUX_SCALAR; level <= best; ++level) {
         test_every_set_gives_the_bits_of_the_reference(level, random);
         test_cuts_and_threads_do_not_matter(level, random);
         test_an_odd_block_leaves_its_neighbours_alone(level, random);
         test_two_passes_are_the_update_in_one(level, random);
-        test_rows_have_the_weights_of_their_table(level, random);
         test_sums_of_squares_are_the_same_everywhere(level, random);
         test_masters_survive_the_split(level, all ? 1 : 509);
         test_codes_are_those_of_the_reference(level, all ? 1 : 1009);

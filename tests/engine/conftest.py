@@ -355,7 +355,7 @@ def fluxtrain(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]
 def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hold]:
     """What every update of moments passes through."""
     hold = Hold()
-    monkeypatch.setattr(updates, "step_moments_on_host_", hold)
+    monkeypatch.setattr(updates, "step_", hold)
     yield hold
     hold.free.set()
 

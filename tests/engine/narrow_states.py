@@ -7,12 +7,13 @@ import torch
 from torch import Tensor
 
 from fluxtrain import _native
-from fluxtrain.optim import reference
+from fluxtrain.optim import fp32, reference
 from fluxtrain.optim.dynamic_map import BLOCK
-from fluxtrain.optim.hyper import Hyper, coefficients
-from fluxtrain.optim.narrow_adamw import update8_, update8_by_torch_, update16_, update16_by_torch_
-from fluxtrain.optim.reference import States8, rounding
-from fluxtrain.optim.split_adamw import decode, encode
+from fluxtrain.optim.flat import Flat
+from fluxtrain.optim.hyper import AdamWUpdate, Hyper, coefficients
+from fluxtrain.optim.reference import Rounding, States8, decode, encode, rounding
+from fluxtrain.optim.step import step_
+from fluxtrain.optim.torch_adamw import step_by_torch_
 
 ISAS = pytest.mark.parametrize("isa", _native.ISA_NAMES)
 SIGNS = pytest.mark.parametrize("signed", [True, False])
@@ -31,7 +32,7 @@ def any_floats(n: int, seed: int, wild: bool) -> Tensor:
         bits = torch.randint(-(2**31), 2**31, (n,), generator=generator).to(torch.int32)
         x = torch.where(torch.rand(n, generator=generator) < 0.33, bits.view(torch.float32), x)
         x[torch.rand(n, generator=generator) < 0.1] = 0.0
-    return reference.quiet(x)
+    return fp32.quiet(x)
 
 
 def same_bits(got: Tensor, expected: Tensor) -> bool:
@@ -72,21 +73,22 @@ class Held:
         slice_elements: int = 512,
     ) -> None:
         """One update of the whole, or of the elements in `cut`."""
-        cut = cut or slice(0, self.n)
-        lo = None if self.lo is None else self.lo[cut]
-        states = tuple(self._part(state, cut) for state in self.states)
-        options = {"hyper": HYPER, "step": step, "grad_scale": scale}
+        flat = self.flat(grad, rounding(7, step, 0))
+        if cut is not None:
+            flat = flat.cut(cut.start, cut.stop)
+        update = AdamWUpdate(hyper=HYPER, step=step, scale=scale)
         if by_torch:
-            options["slice_elements"] = slice_elements
+            step_by_torch_(flat, update, slice_elements=slice_elements)
         else:
-            options["threads"] = threads
-        if self.kind == "8bit":
-            update = update8_by_torch_ if by_torch else update8_
-            update(self.weights[cut], lo, States8(*states), grad[cut], **options)
-        else:
-            update = update16_by_torch_ if by_torch else update16_
-            key = rounding(7, step, cut.start)
-            update(self.weights[cut], lo, *states, grad[cut], key, **options)
+            step_(flat, update, threads=threads)
+
+    def flat(self, grad: Tensor, key: Rounding) -> Flat:
+        """These weights and states beside a gradient."""
+        names = ("m", "v", "m_scale", "v_scale")[: len(self.states)]
+        return Flat(
+            weights=self.weights, lo=self.lo, gradient=grad, rounding=key,
+            **dict(zip(names, self.states, strict=True)),
+        )  # fmt: skip
 
     def oracle_step(self, grad: Tensor, step: int, scale: float = 1.0) -> None:
         """The same by the oracle, out of place."""
@@ -104,11 +106,3 @@ class Held:
         if self.lo is not None and other.lo is not None:
             mine, theirs = [*mine, self.lo], [*theirs, other.lo]
         return all(same_bits(a, b) for a, b in zip(mine, theirs, strict=True))
-
-    def _part(self, state: Tensor, cut: slice) -> Tensor:
-        if state.numel() == self.n:
-            return state[cut]
-        return state[cut.start // BLOCK : -(-cut.stop // BLOCK)]
-
-
-# -- the maps ------------------------------------------------------------------------------------

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from fluxtrain.gradients.host_gradients import Arrival
-from fluxtrain.optim.row_adamw import weights_of_rows
-from fluxtrain.optim.stepping import Flat
-from fluxtrain.stream import updates
 from fluxtrain.stream.engine import Engine, engine_of
-from tests.engine.deferred_models import GIVEN_UP_S
 from tests.wrap_with import wrap_with
 
 VOCABULARY, HIDDEN = 600, 32
@@ -113,63 +106,3 @@ class Twice(nn.Module):
 def squares(model: nn.Module, seed: int) -> Tensor:
     result: Tensor = model(inputs(seed)["input_ids"]).float().square().mean()
     return result
-
-
-class Watch:
-    """In which order a table's pieces are written and its rows are found."""
-
-    def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.seen: list[str] = []
-        self.threads: list[int | None] = []  # that rows were found with; None: a few
-        self.in_piece: Callable[[], None] = lambda: None
-        self.in_rows: Callable[[], None] = lambda: None
-        self._asked, self._asking = threading.Event(), False
-        segment, rows_ahead, wait = (
-            engine.groups[0].trained[0],
-            updates._Step.rows_ahead,
-            Arrival.wait,
-        )
-
-        def answered(*args: Any, **options: Any) -> None:
-            self.seen.append("rows")
-            self.threads.append(options["threads"])
-            self.in_rows()
-            weights_of_rows(*args, **options)
-
-        def asks(step: Any, *args: Any) -> bool:
-            self._asking = True
-            return rows_ahead(step, *args)
-
-        def waited(arrival: Arrival) -> None:
-            if self._asking:  # whoever asks looks for the gradients when the next piece is his
-                self._asked.set()
-            wait(arrival)
-
-        def noted(step: Any) -> Any:
-            def run(flat: Flat, **options: Any) -> None:
-                assert segment.weights is not None
-                begins, at = segment.weights.data_ptr(), flat.weights.data_ptr()
-                if begins <= at < begins + segment.size_bytes:
-                    self.seen.append("piece")
-                    self.in_piece()
-                step(flat, **options)
-
-            return run
-
-        monkeypatch.setattr(updates, "weights_of_rows", answered)
-        monkeypatch.setattr(updates._Step, "rows_ahead", asks)
-        monkeypatch.setattr(Arrival, "wait", waited)
-        for name in ("step_on_host_", "step_weights_on_host_"):
-            monkeypatch.setattr(updates, name, noted(getattr(updates, name)))
-
-    def hold_piece(self, number: int) -> threading.Event:
-        """Piece `number` (from 1) does not end before somebody asks for rows; set when it began."""
-        reached = threading.Event()
-
-        def held_back() -> None:
-            if len(self.seen) == number:
-                reached.set()
-                assert self._asked.wait(GIVEN_UP_S), "nobody asks"
-
-        self.in_piece = held_back
-        return reached

@@ -128,8 +128,7 @@ def slowed(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
         return run
 
     monkeypatch.setattr(wrapping, "open_device", opened)
-    for name in ("step_on_host_", "step_weights_on_host_", "step_moments_on_host_"):
-        monkeypatch.setattr(updates, name, late(getattr(updates, name)))
+    monkeypatch.setattr(updates, "step_", late(updates.step_))
 
 
 @contextmanager

@@ -14,8 +14,8 @@ from torch import Tensor
 from fluxtrain import _native
 from fluxtrain.optim import dynamic_map
 from fluxtrain.optim.dynamic_map import BLOCK
-from fluxtrain.optim.fused import mul_add
-from fluxtrain.optim.narrow_adamw import quantise
+from fluxtrain.optim.fp32 import mul_add
+from fluxtrain.optim.native_adamw import quantise
 from tests.engine.narrow_states import (
     ISAS,
     SIGNS,

@@ -23,11 +23,14 @@ import threading
 import time
 import torch
 from fluxtrain import _native
-from fluxtrain.optim.hyper import Hyper
-from fluxtrain.optim.split_adamw import update_f32_
+from fluxtrain.optim.flat import Flat
+from fluxtrain.optim.hyper import AdamWUpdate, Hyper
+from fluxtrain.optim.step import step_
 
 def update():
-    update_f32_(*(torch.zeros(1 << 18) for _ in range(4)), hyper=Hyper(), step=1, threads=2)
+    names = ("weights", "m", "v", "gradient")
+    flat = Flat(**{name: torch.zeros(1 << 18) for name in names})
+    step_(flat, AdamWUpdate(hyper=Hyper(), step=1), threads=2)
 
 def threads():
     return len(os.listdir("/proc/self/task"))

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import pytest
 import torch
 
 from fluxtrain.hardware.current_gpu import launching_on
-from fluxtrain.optim import dynamic_map, fused_device, fused_narrow
-from fluxtrain.optim.hyper import Hyper, Turns
+from fluxtrain.optim import dynamic_map, triton_adamw, triton_low_bit
+from fluxtrain.optim.flat import Flat
+from fluxtrain.optim.hyper import AdamWUpdate, Hyper
+from fluxtrain.optim.reference import Rounding
+from fluxtrain.optim.step import step_
 from fluxtrain.stream import chunk_loss, slice_loss
 
 TENSORS_ON = 1
 ONE = torch.tensor(1.0)
-HOW: dict[str, Any] = {"hyper": Hyper(), "step": 1, "scale": 1.0, "clip": ONE}
 
 
 class Gpus:
@@ -47,8 +48,8 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Gpus:
     monkeypatch.setattr(torch.cuda, "device", found.made_current)
     monkeypatch.setattr(torch.Tensor, "get_device", lambda _: TENSORS_ON)
     kernels = {
-        fused_device: ["_adamw"],
-        fused_narrow: ["_adamw8", "_adamw16"],
+        triton_adamw: ["_adamw"],
+        triton_low_bit: ["_adamw8", "_adamw16"],
         chunk_loss: ["_row"],
         slice_loss: ["_collect", "_slope"],
     }
@@ -59,28 +60,24 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Gpus:
     return found
 
 
+def step(flat: Flat) -> None:
+    step_(flat, AdamWUpdate(hyper=Hyper(), step=1, clip=ONE), backend="triton")
+
+
 def update() -> None:
-    flats = (torch.ones(4), None, torch.ones(4), torch.ones(4), torch.ones(4))
-    fused_device._launch_(flats, **HOW, turns=None)
-
-
-def update_in_turns() -> None:
-    flats = (torch.ones(4), None, torch.ones(4), torch.ones(4), torch.ones(4))
-    fused_device._launch_(flats, **HOW, turns=Turns((2,), 0.0))
+    step(Flat(**{name: torch.ones(4) for name in ("weights", "m", "v", "gradient")}))
 
 
 def update_with_8_bits() -> None:
     ones = torch.ones(dynamic_map.BLOCK)
     codes, scales = ones.to(torch.uint8), torch.ones(1)
-    states: Any = (codes, scales, codes, scales)
-    fused_narrow.update8_resident_(ones, None, states, ones, **HOW)
+    step(Flat(weights=ones, m=codes, v=codes, m_scale=scales, v_scale=scales, gradient=ones))
 
 
 def update_with_bf16() -> None:
     ones = torch.ones(4)
     halves = ones.to(torch.bfloat16)
-    rounding: Any = (0, 0, 0)
-    fused_narrow.update16_resident_(ones, None, halves, halves, ones, rounding, **HOW)
+    step(Flat(weights=ones, m=halves, v=halves, gradient=ones, rounding=Rounding(0, 0, 0)))
 
 
 def loss_of_a_chunk() -> None:
@@ -109,7 +106,7 @@ def slope_of_a_slice() -> None:
 
 
 LAUNCHES = (
-    update, update_in_turns, update_with_8_bits, update_with_bf16, loss_of_a_chunk,
+    update, update_with_8_bits, update_with_bf16, loss_of_a_chunk,
     sums_of_a_slice, slope_of_a_slice,
 )  # fmt: skip
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,10 +15,11 @@ from torch import nn
 from fluxtrain import _native
 from fluxtrain.optim import dynamic_map, reference
 from fluxtrain.optim.dynamic_map import BLOCK
-from fluxtrain.optim.hyper import Hyper, coefficients
-from fluxtrain.optim.narrow_adamw import update8_, update16_
-from fluxtrain.optim.reference import Rounding, States8, rounding
-from fluxtrain.optim.split_adamw import decode, encode, update_, update_f32_
+from fluxtrain.optim.flat import Flat
+from fluxtrain.optim.fp32 import quiet
+from fluxtrain.optim.hyper import AdamWUpdate, Hyper, coefficients
+from fluxtrain.optim.reference import Rounding, States8, decode, encode, rounding
+from fluxtrain.optim.step import step_
 from tests.engine.narrow_states import (
     HYPER,
     ISAS,
@@ -96,7 +98,7 @@ def test_ranges_of_bf16_states_round_as_the_oracle_wherever_they_begin(
     master = got.weights if got.lo is None else decode(got.weights, got.lo)
     c = coefficients(HYPER, 1)
     expected, *moments = reference.adamw16(master, *got.states, grad, c, from_first)
-    update16_(got.weights, got.lo, *got.states, grad, from_first, hyper=HYPER, step=1)
+    step_(got.flat(grad, from_first), AdamWUpdate(hyper=HYPER, step=1))
     assert all(same_bits(x, y) for x, y in zip(got.states, moments, strict=True))
     updated = got.weights if got.lo is None else decode(got.weights, got.lo)
     assert same_bits(updated, expected)
@@ -203,10 +205,11 @@ def test_a_step_is_not_divided_by_eps_alone_where_scales_are_the_least(
     codes = torch.full((BLOCK,), 255, dtype=torch.uint8)
     scales = torch.tensor([math.sqrt(scale)]), torch.tensor([scale])
     weights = torch.ones(BLOCK)
-    update8_(
-        weights, None, States8(codes, codes.clone(), *scales), torch.zeros(BLOCK),
-        hyper=hyper, step=600,
+    flat = Flat(
+        weights=weights, m=codes, v=codes.clone(), m_scale=scales[0], v_scale=scales[1],
+        gradient=torch.zeros(BLOCK),
     )  # fmt: skip
+    step_(flat, AdamWUpdate(hyper=hyper, step=600))
     assert (weights - 1).abs().max() <= 2 * hyper.lr
 
 
@@ -249,7 +252,7 @@ def test_random_rounding_is_right_on_average_and_leaves_bf16_alone() -> None:
     assert set(rounded.float().tolist()) == {1.0, 1.0 + 2.0**-7}
     assert abs(rounded.float().mean().item() - exact[0].item()) < 4 * 2.0**-7 * 0.5 / math.sqrt(n)
     kept = any_floats(n, 12, True).bfloat16()
-    again = reference._rounded(reference.quiet(kept.float()), bits >> 16)
+    again = reference._rounded(quiet(kept.float()), bits >> 16)
     number = ~torch.isnan(kept)
     assert same_bits(again[number], kept[number])
     assert torch.isnan(again[~number]).all()
@@ -275,7 +278,8 @@ def test_a_second_moment_in_bf16_follows_a_small_change() -> None:
     grad = torch.full((n,), math.sqrt(1.5))
     nearest = v.clone()
     for step in range(1, 301):
-        update16_(weights, None, m, v, grad, rounding(0, step, 0), hyper=hyper, step=step)
+        flat = Flat(weights=weights, m=m, v=v, gradient=grad, rounding=rounding(0, step, 0))
+        step_(flat, AdamWUpdate(hyper=hyper, step=step))
         nearest = (nearest.float() * 0.999 + 0.001 * 1.5).bfloat16()
     assert nearest.float().mean() == 1.0
     expected = 1.5 - 0.5 * 0.999**300
@@ -299,10 +303,10 @@ def test_eight_bit_training_stays_near_fp32_states() -> None:
         )  # fmt: skip
         for step in range(1, 401):
             grad = ((decode(weights, lo) - target) * curvature).bfloat16()
+            flat = Flat(weights=weights, lo=lo, m=m, v=v, gradient=grad)
             if narrow:
-                update8_(weights, lo, states, grad, hyper=hyper, step=step)
-            else:
-                update_(weights, lo, m, v, grad, hyper=hyper, step=step)
+                flat = replace(flat, **states._asdict())
+            step_(flat, AdamWUpdate(hyper=hyper, step=step))
         losses.append((curvature * (decode(weights, lo) - target).square()).mean().item())
     assert losses[1] < 1e-3
     assert losses[0] < 1e-3
@@ -311,16 +315,25 @@ def test_eight_bit_training_stays_near_fp32_states() -> None:
 def test_states_that_do_not_match_are_refused_before_memory_is_touched() -> None:
     held = Held("8bit", "split", 600, seed=1)
     grad = torch.zeros(600, dtype=torch.bfloat16)
-    m, v, m_scale, v_scale = held.states
-    with pytest.raises(ValueError, match="need 3 scales, not 2"):
-        update8_(held.weights, held.lo, States8(m, v, m_scale[:2], v_scale), grad,
-                 hyper=HYPER, step=1)  # fmt: skip
+    update, flat = AdamWUpdate(hyper=HYPER, step=1), held.flat(grad, Rounding(0, 1, 2))
+    scales = held.states[2]
+    for wrong, words in (
+        ({"m_scale": scales[:2], "v_scale": scales[:2]}, "need 3 scales, not 2"),
+        ({"m_scale": scales[:2]}, "v_scale has 3 elements"),
+        ({"v_scale": None}, "need the scales"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            step_(replace(flat, **wrong), update)
     with pytest.raises(TypeError, match="uint8"):
-        update8_(held.weights, held.lo, States8(m.float(), v, m_scale, v_scale), grad,
-                 hyper=HYPER, step=1)  # fmt: skip
-    with pytest.raises(TypeError, match="grad"):
-        update16_(torch.zeros(4), None, torch.zeros(4).bfloat16(), torch.zeros(4).bfloat16(),
-                  torch.zeros(4).bfloat16(), Rounding(0, 1, 2), hyper=HYPER, step=1)  # fmt: skip
+        step_(replace(flat, m=flat.m.float()), update)
+    with pytest.raises(ValueError, match="no pass over moments alone"):
+        step_(flat, update, part="moments")
+    halves = torch.zeros(4).bfloat16()
+    rounded = Flat(weights=torch.zeros(4), m=halves, v=halves, gradient=torch.zeros(4))
+    with pytest.raises(ValueError, match="rounding"):
+        step_(rounded, update)
+    with pytest.raises(TypeError, match="gradient"):
+        step_(replace(rounded, gradient=halves, rounding=Rounding(0, 1, 2)), update)
 
 
 def test_bitsandbytes_trains_to_nearly_the_same() -> None:
@@ -341,8 +354,9 @@ def test_bitsandbytes_trains_to_nearly_the_same() -> None:
         grad = (torch.randn(n, generator=generator) + 1) * sizes
         theirs.grad = grad.clone()
         optimizer.step()
-        update8_(ours, None, states, grad, hyper=hyper, step=step)
-        update_f32_(wide, m, v, grad, hyper=hyper, step=step)
+        update = AdamWUpdate(hyper=hyper, step=step)
+        step_(Flat(weights=ours, gradient=grad, **states._asdict()), update)
+        step_(Flat(weights=wide, m=m, v=v, gradient=grad), update)
     held = optimizer.state[theirs]
     assert torch.allclose(held["qmap1"], dynamic_map.values(signed=True), rtol=1e-4)
     assert torch.allclose(held["qmap2"], dynamic_map.values(signed=False), rtol=1e-4)

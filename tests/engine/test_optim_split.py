@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -13,20 +15,12 @@ from torch import Tensor
 
 from fluxtrain import _native
 from fluxtrain.optim import reference
-from fluxtrain.optim.hyper import Hyper, coefficients
-from fluxtrain.optim.split_adamw import (
-    accumulate_,
-    decode,
-    encode,
-    sum_squares,
-    update_,
-    update_by_torch_,
-    update_f32_,
-    update_moments_,
-    update_on_device_,
-    update_weights_,
-    update_weights_f32_,
-)
+from fluxtrain.optim.flat import Flat
+from fluxtrain.optim.hyper import AdamWUpdate, Hyper, coefficients
+from fluxtrain.optim.native_adamw import accumulate_, sum_squares
+from fluxtrain.optim.reference import decode, encode
+from fluxtrain.optim.step import Part, step_
+from fluxtrain.optim.torch_adamw import step_by_torch_
 from tests.engine.narrow_states import any_floats
 
 pytestmark = pytest.mark.usefixtures("isa_put_back")
@@ -49,6 +43,20 @@ class Training:
     def state(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         return self.hi, self.lo, self.m, self.v
 
+    def flat(self, grad: Tensor) -> Flat:
+        return Flat(weights=self.hi, lo=self.lo, m=self.m, v=self.v, gradient=grad)
+
+    def take(
+        self,
+        grad: Tensor,
+        scale: float = 1.0,
+        *,
+        part: Part = "update",
+        threads: int | None = None,
+    ) -> None:
+        """Its step of now, by the native kernels."""
+        step_(self.flat(grad), now(self.step, scale), part=part, threads=threads)
+
     def next_gradient(self, dtype: torch.dtype, scale: float) -> Tensor:
         """The gradient of the next step, which the oracle has already taken."""
         self.step += 1
@@ -64,6 +72,14 @@ class Training:
         assert_same_bits(self.lo, lo)
         assert_same_bits(self.m, self.expected[1])
         assert_same_bits(self.v, self.expected[2])
+
+
+def now(step: int, scale: float = 1.0) -> AdamWUpdate:
+    return AdamWUpdate(hyper=HYPER, step=step, scale=scale)
+
+
+def fp32_flat(p: Tensor, m: Tensor, v: Tensor, grad: Tensor) -> Flat:
+    return Flat(weights=p, m=m, v=v, gradient=grad)
 
 
 def assert_same_bits(got: Tensor, expected: Tensor) -> None:
@@ -82,7 +98,7 @@ def test_the_native_update_has_the_oracles_bits(
     training = Training(n, seed, wild)
     for _ in range(3):
         grad = training.next_gradient(grad_dtype, scale)
-        update_(*training.state, grad, hyper=HYPER, step=training.step, grad_scale=scale, threads=1)
+        training.take(grad, scale, threads=1)
         training.assert_as_expected()
 
 
@@ -95,9 +111,7 @@ def test_large_arenas_on_several_threads_have_the_oracles_bits(
     training = Training(300_007, seed=5, wild=True)
     for threads in (1, 2, 5, None):
         grad = training.next_gradient(grad_dtype, 0.5)
-        update_(
-            *training.state, grad, hyper=HYPER, step=training.step, grad_scale=0.5, threads=threads
-        )
+        training.take(grad, 0.5, threads=threads)
         training.assert_as_expected()
 
 
@@ -112,12 +126,11 @@ def test_the_weights_first_and_the_moments_later_have_the_oracles_bits(
     training = Training(n, seed, wild)
     for _ in range(3):
         grad = training.next_gradient(grad_dtype, scale)
-        how = {"hyper": HYPER, "step": training.step, "grad_scale": scale}
         moments_before = training.m.clone(), training.v.clone()
-        update_weights_(*training.state, grad, **how, threads=1)  # type: ignore[arg-type]
+        training.take(grad, scale, part="weights", threads=1)
         assert_same_bits(training.m, moments_before[0])
         assert_same_bits(training.v, moments_before[1])
-        update_moments_(training.m, training.v, grad, **how, threads=1)  # type: ignore[arg-type]
+        training.take(grad, scale, part="moments", threads=1)
         training.assert_as_expected()
 
 
@@ -130,11 +143,10 @@ def test_both_passes_over_large_arenas_on_several_threads_have_the_oracles_bits(
     training = Training(300_007, seed=5, wild=True)
     for threads in (1, 2, 5, None):
         grad = training.next_gradient(grad_dtype, 0.5)
-        how = {"hyper": HYPER, "step": training.step, "grad_scale": 0.5, "threads": threads}
-        update_weights_(*training.state, grad, **how)  # type: ignore[arg-type]
-        m, v = training.m, training.v
-        for part in (slice(100_001, None), slice(0, 100_001)):  # in any order, wherever cut
-            update_moments_(m[part], v[part], grad[part], **how)  # type: ignore[arg-type]
+        training.take(grad, 0.5, part="weights", threads=threads)
+        for cut in ((100_001, 300_007), (0, 100_001)):  # in any order, wherever cut
+            flat = training.flat(grad).cut(*cut)
+            step_(flat, now(training.step, 0.5), part="moments", threads=threads)
         training.assert_as_expected()
 
 
@@ -147,9 +159,9 @@ def test_both_passes_over_fp32_weights_are_the_update_in_one(isa: str, wild: boo
     later = [x.clone() for x in (p, m, v)]
     for step in range(1, 4):
         grad = any_floats(4099, 10 + step, wild)
-        update_f32_(p, m, v, grad, hyper=HYPER, step=step, grad_scale=0.7)
-        update_weights_f32_(*later, grad, hyper=HYPER, step=step, grad_scale=0.7)
-        update_moments_(*later[1:], grad, hyper=HYPER, step=step, grad_scale=0.7)
+        step_(fp32_flat(p, m, v, grad), now(step, 0.7))
+        for part in ("weights", "moments"):
+            step_(fp32_flat(*later, grad), now(step, 0.7), part=part)  # type: ignore[arg-type]
         for one, other in zip((p, m, v), later, strict=True):
             assert_same_bits(one, other)
 
@@ -171,41 +183,27 @@ def test_the_update_by_torch_has_the_oracles_bits(
     training = Training(5000, seed=9, wild=True)
     for _ in range(3):
         grad = training.next_gradient(grad_dtype, 0.3)
-        update_by_torch_(
-            *training.state,
-            grad,
-            hyper=HYPER,
-            step=training.step,
-            grad_scale=0.3,
-            slice_elements=slice_elements,
-        )
+        update = now(training.step, 0.3)
+        step_by_torch_(training.flat(grad), update, slice_elements=slice_elements)
         training.assert_as_expected()
 
 
-def test_a_scale_that_never_leaves_the_device_gives_the_same_bits() -> None:
-    by_number, by_tensor = Training(1000, seed=3), Training(1000, seed=3)
-    scale = torch.tensor(0.3)
-    grad = by_number.next_gradient(torch.bfloat16, 0.3)
-    hyper = Hyper(lr=1e-2, maximize=True)
-    update_by_torch_(*by_number.state, grad, hyper=hyper, step=1, grad_scale=float(scale))
-    update_by_torch_(*by_tensor.state, grad, hyper=hyper, step=1, grad_scale=scale)
-    for one, other in zip(by_number.state, by_tensor.state, strict=True):
-        assert_same_bits(one, other)
+@pytest.mark.parametrize("backend", ["native", "torch"])
+def test_a_clip_of_the_device_counts_as_part_of_the_scale(backend: Any) -> None:
+    clipped = Training(1000, seed=3)
+    grad = clipped.next_gradient(torch.bfloat16, 0.25)
+    update = AdamWUpdate(hyper=HYPER, step=1, scale=0.5, clip=torch.tensor(0.5))
+    step_(clipped.flat(grad), update, backend=backend)
+    clipped.assert_as_expected()
 
 
-@pytest.mark.parametrize("scale", [0.3, torch.tensor(0.3)])
-def test_a_device_that_is_the_host_gives_the_same_bits(scale: float | Tensor) -> None:
-    resident = Training(1000, seed=6)
-    grad = resident.next_gradient(torch.bfloat16, 0.3)
-    update_on_device_(*resident.state, grad, hyper=HYPER, step=1, grad_scale=scale)
-    resident.assert_as_expected()
-    p, m, v = (any_floats(1000, seed, wild=True) for seed in (1, 2, 3))
-    copies = [x.clone() for x in (p, m, v)]
-    update_on_device_(p, None, m, v, grad.float(), hyper=HYPER, step=1, grad_scale=scale)
-    update_by_torch_(
-        copies[0], None, *copies[1:], grad.float(), hyper=HYPER, step=1, grad_scale=scale
-    )
-    for one, other in zip((p, m, v), copies, strict=True):
+@pytest.mark.parametrize("backend", ["native", "torch"])
+def test_a_clip_that_is_not_finite_leaves_everything_as_it_is(backend: Any) -> None:
+    training = Training(1000, seed=6)
+    before = [x.clone() for x in training.state]
+    update = AdamWUpdate(hyper=HYPER, step=1, clip=torch.tensor(torch.nan))
+    step_(training.flat(torch.ones(1000)), update, backend=backend)
+    for one, other in zip(training.state, before, strict=True):
         assert_same_bits(one, other)
 
 
@@ -218,9 +216,8 @@ def test_fp32_weights_have_the_oracles_bits(isa: str) -> None:
     for step in range(1, 4):
         grad = any_floats(1003, 50 + step, wild=True)
         expected = reference.adamw(*expected, grad, coefficients(HYPER, step, 0.5))
-        update_f32_(*native, grad, hyper=HYPER, step=step, grad_scale=0.5)
-        p, m, v = on_device
-        update_by_torch_(p, None, m, v, grad, hyper=HYPER, step=step, grad_scale=0.5)
+        step_(fp32_flat(*native, grad), now(step, 0.5))
+        step_(fp32_flat(*on_device, grad), now(step, 0.5), backend="torch")
         for got, device, want in zip(native, on_device, expected, strict=True):
             assert_same_bits(got, want)
             assert_same_bits(device, want)
@@ -230,9 +227,9 @@ def test_fp32_weights_have_the_oracles_bits(isa: str) -> None:
 def test_an_arena_may_be_cut_anywhere(cut: int) -> None:
     whole, parts = Training(1000, seed=4, wild=True), Training(1000, seed=4, wild=True)
     grad = whole.next_gradient(torch.bfloat16, 1.0)
-    update_(*whole.state, grad, hyper=HYPER, step=1)
-    for part in (slice(0, cut), slice(cut, 1000)):
-        update_(*(x[part] for x in parts.state), grad[part], hyper=HYPER, step=1)
+    step_(whole.flat(grad), now(1))
+    for start, stop in ((0, cut), (cut, 1000)):
+        step_(parts.flat(grad).cut(start, stop), now(1))
     for one, other in zip(whole.state, parts.state, strict=True):
         assert_same_bits(one, other)
 
@@ -244,7 +241,7 @@ def test_subnormals_are_kept_whatever_the_process_chose(flush: bool) -> None:
     assert float(expected[1]) != 0.0
     try:
         torch.set_flush_denormal(flush)
-        update_f32_(p, m, v, torch.zeros(1), hyper=HYPER, step=5)
+        step_(fp32_flat(p, m, v, torch.zeros(1)), now(5))
     finally:
         torch.set_flush_denormal(False)
     assert_same_bits(m, expected[1])
@@ -252,8 +249,8 @@ def test_subnormals_are_kept_whatever_the_process_chose(flush: bool) -> None:
 
 def test_a_zero_scale_still_decays_the_weights() -> None:
     hi, lo = encode(torch.ones(64))
-    m, v = torch.zeros(64), torch.zeros(64)
-    update_(hi, lo, m, v, torch.ones(64), hyper=HYPER, step=1, grad_scale=0.0)
+    m, v, grad = torch.zeros(64), torch.zeros(64), torch.ones(64)
+    step_(Flat(weights=hi, lo=lo, m=m, v=v, gradient=grad), now(1, 0.0))
     assert torch.allclose(decode(hi, lo), torch.full((64,), 1 - HYPER.lr * HYPER.weight_decay))
 
 
@@ -276,7 +273,7 @@ def test_other_threads_run_while_an_update_does() -> None:
     meanwhile: list[int] = []
     while not meanwhile or (max(meanwhile) < 2 and len(meanwhile) < 50):
         start = time.perf_counter()
-        update_(hi, lo, m, v, grad, hyper=HYPER, step=1, threads=1)
+        step_(Flat(weights=hi, lo=lo, m=m, v=v, gradient=grad), now(1), threads=1)
         end = time.perf_counter()
         meanwhile.append(sum(start < at < end for at in ticks))
     done.set()
@@ -309,26 +306,48 @@ def test_a_sum_of_squares_is_exact_to_double_and_the_same_on_any_thread_count(
 
 def test_nothing_to_do_is_done() -> None:
     none = torch.zeros(0)
-    state = (none.bfloat16(), none.to(torch.int16), none.clone(), none.clone())
-    update_(*state, none, hyper=HYPER, step=1)
+    halves = {"weights": none.bfloat16(), "lo": none.to(torch.int16)}
+    step_(Flat(**halves, m=none.clone(), v=none.clone(), gradient=none), now(1))
     assert sum_squares(none) == 0.0
 
 
 @pytest.mark.parametrize(
-    ("position", "wrong", "error"),
+    ("name", "wrong", "error"),
     [
-        (0, torch.zeros(8), TypeError),
-        (2, torch.zeros(8, dtype=torch.float64), TypeError),
-        (4, torch.zeros(8, dtype=torch.float16), TypeError),
-        (3, torch.zeros(9), ValueError),
-        (4, torch.zeros(16)[::2], ValueError),
-        (4, torch.zeros(8, device="meta"), ValueError),
+        ("weights", torch.zeros(8), TypeError),
+        ("m", torch.zeros(8, dtype=torch.float64), TypeError),
+        ("v", torch.zeros(8, dtype=torch.bfloat16), TypeError),
+        ("gradient", torch.zeros(8, dtype=torch.float16), TypeError),
+        ("lo", torch.zeros(8), TypeError),
+        ("v", torch.zeros(9), ValueError),
+        ("gradient", torch.zeros(16)[::2], ValueError),
+        ("gradient", torch.zeros(8, device="meta"), ValueError),
     ],
 )
 def test_tensors_that_would_corrupt_memory_are_refused(
-    position: int, wrong: Tensor, error: type[Exception]
+    name: str, wrong: Tensor, error: type[Exception]
 ) -> None:
-    tensors = [*encode(torch.zeros(8)), torch.zeros(8), torch.zeros(8), torch.zeros(8)]
-    tensors[position] = wrong
-    with pytest.raises(error, match=("hi", "lo", "m", "v", "grad")[position]):
-        update_(*tensors, hyper=HYPER, step=1)
+    flat = Training(8, seed=1).flat(torch.zeros(8))
+    with pytest.raises(error, match=name):
+        step_(replace(flat, **{name: wrong}), now(1))
+
+
+def test_fp32_weights_with_a_bf16_gradient_are_refused() -> None:
+    p, m, v = (torch.zeros(8) for _ in range(3))
+    with pytest.raises(TypeError, match="gradient"):
+        step_(fp32_flat(p, m, v, torch.zeros(8).bfloat16()), now(1))
+
+
+def test_the_library_says_why_it_refuses_a_call() -> None:
+    args = _native.AdamWArgs(n=8, pass_=_native.Pass.WEIGHTS, state_format=2)
+    with pytest.raises(ValueError, match="an array is missing"):
+        _native.adamw(args)
+    args.n = 0
+    with pytest.raises(ValueError, match="no kernel for this combination"):
+        _native.adamw(args)
+    args.pass_ = 9
+    with pytest.raises(ValueError, match="unknown"):
+        _native.adamw(args)
+    args.size = 8
+    with pytest.raises(ValueError, match="another size"):
+        _native.adamw(args)

@@ -114,14 +114,13 @@ def test_a_slow_update_is_told_and_a_wait_for_it_is_not_the_hosts(
     from fluxtrain.stream import updates
 
     pause_s = 0.02
-    for name in ("step_on_host_", "step_weights_on_host_", "step_moments_on_host_"):
-        step = getattr(updates, name)
+    step: Callable[..., None] = updates.step_
 
-        def slow(*args: object, _step: Callable[..., None] = step, **kwargs: object) -> None:
-            time.sleep(pause_s)
-            _step(*args, **kwargs)
+    def slow(*args: object, **kwargs: object) -> None:
+        time.sleep(pause_s)
+        step(*args, **kwargs)
 
-        monkeypatch.setattr(updates, name, slow)
+    monkeypatch.setattr(updates, "step_", slow)
     kinds = played(tiny("llama", torch.bfloat16))[0]
     kinds |= played(tiny("llama", torch.bfloat16), eager=True)[0]
     for kind in ("whole", "passes", "eager"):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fluxtrain.gradients.rows import Scatter
+from fluxtrain.gradients.row_sum import Scatter
 from fluxtrain.plan import depths
 from fluxtrain.stream.engine import engine_of
 from tests.engine.placing_anew import turn_to

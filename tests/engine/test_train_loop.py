@@ -45,7 +45,7 @@ def of(kind: type[Any], events: list[Any]) -> list[Any]:
 MakeConfig = Callable[..., Path]
 
 
-def serial_losses(config: RunConfig, steps: int) -> tuple[list[float], list[float]]:
+def serial_losses(config: RunConfig, steps: int) -> list[tuple[float, float]]:
     """The textbook loop over a wrapped model whose every step waits for its update."""
     inputs = load_inputs(config)
     model = fluxtrain.wrap(inputs.loaded.model, device="cpu", offload="weights", chunk_rows=4)
@@ -57,24 +57,21 @@ def serial_losses(config: RunConfig, steps: int) -> tuple[list[float], list[floa
         betas=settings.betas, eps=settings.eps,
     )  # fmt: skip
     data = BatchSource(inputs.data.trained, 4, settings.accumulation, 0)
-    losses, norms = [], []
+    told = []
     for step in range(steps):
-        factor = schedule.factor("cosine", step, warmup_steps=1, total_steps=steps)
-        for group in optimizer.param_groups:
-            group["lr"] = 1e-3 * factor
+        rate = 1e-3 * schedule.factor("cosine", step, warmup_steps=1, total_steps=steps)
+        optimizer.param_groups[0]["lr"] = optimizer.param_groups[1]["lr"] = rate
         parts = []
         batches = data.next_step()
-        labels = sum(batch.predicted for batch in batches)
         for batch in batches:
-            loss = model(**batch.inputs(labels)).loss
+            loss = model(**batch.inputs(sum(b.predicted for b in batches))).loss
             loss.backward()
             parts.append(float(loss.detach()))
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), settings.max_grad_norm or 0.0)
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(math.fsum(parts))
-        norms.append(float(norm))
-    return losses, norms
+        told.append((math.fsum(parts), float(norm)))
+    return told
 
 
 def test_without_clipping_blocks_are_updated_at_once_and_the_losses_stay(
@@ -97,8 +94,8 @@ def test_the_deferred_update_with_clipping_equals_the_serial_loop_bit_for_bit(
     config = run_config(train__steps=6, train__max_grad_norm=0.5, model__dtype=dtype,
                         train__accumulation=accumulation)  # fmt: skip
     steps = of(ev.StepFinished, run(config, tmp_path / "run"))
-    losses, norms = serial_losses(load_config(config), 6)
-    assert [step.loss for step in steps] == losses
+    losses, norms = zip(*serial_losses(load_config(config), 6), strict=True)
+    assert tuple(step.loss for step in steps) == losses
     assert all(norm > 0.5 for norm in norms[:3])  # clipping was at work
     assert [step.grad_norm for step in steps] == pytest.approx(norms, rel=1e-6)
 
@@ -152,16 +149,16 @@ def test_a_finished_run_leaves_a_model_that_evaluates_the_same_without_fluxtrain
     assert result["step"] == 4
     assert result["evaluation_loss"] == done.evaluation_loss
     assert result["measured_host_peak_bytes"] > 0
-    plan = json.loads((tmp_path / "run" / "plan.json").read_text())
-    assert {choice["name"] for choice in plan["choices"]} >= {
+    choices = json.loads((tmp_path / "run" / "plan.json").read_text())["choices"]
+    assert {choice["name"] for choice in choices} >= {
         "placement.offload",
         "train.batch_rows",
         "train.steps",
     }
     assert "config" in json.loads((tmp_path / "run" / "run.json").read_text())
     model = AutoModelForCausalLM.from_pretrained(done.model_path)
-    inputs = load_inputs(load_config(config))
-    plain = evaluate(CausalLM(), model, in_order(inputs.data.held_out, 4))
+    data = load_inputs(load_config(config)).data
+    plain = evaluate(CausalLM(), model, in_order(data.held_out, 4))
     assert plain is not None
     assert plain.loss == pytest.approx(done.evaluation_loss, rel=2e-3)
 

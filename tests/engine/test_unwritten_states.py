@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import fluxtrain
-from fluxtrain.optim.stepping import Flat
+from fluxtrain.optim.flat import Flat
 from fluxtrain.stream import ranges, updates
 from tests.engine.pages import made_bytes
 
@@ -35,15 +35,14 @@ def test_the_first_update_reads_pages_of_its_own(
     def watched(owner: Any, name: str) -> None:
         step = getattr(owner, name)
 
-        def after_a_look(flat: Flat, **how: Any) -> None:
+        def after_a_look(flat: Flat, *args: Any, **how: Any) -> None:
             seen.append(made_bytes(flat.m) + made_bytes(flat.v) - flat.m.nbytes - flat.v.nbytes)
-            step(flat, **how)
+            step(flat, *args, **how)
 
         monkeypatch.setattr(owner, name, after_a_look)
 
-    for name in ("step_on_host_", "step_weights_on_host_"):
-        watched(updates, name)
-    watched(ranges, "step_on_device_")
+    for module in (updates, ranges):
+        watched(module, "step_")
     layers = nn.Sequential(*(Layer() for _ in range(3)))
     model = fluxtrain.wrap(layers, offload=offload, deferred_moments=deferred)
     optimizer = torch.optim.AdamW(model.parameters())

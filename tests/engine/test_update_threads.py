@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import fluxtrain
-from fluxtrain.optim import stepping
-from fluxtrain.optim.stepping import update_threads
+from fluxtrain.optim import native_adamw
+from fluxtrain.optim.native_adamw import update_threads
 from fluxtrain.stream import updates
 from fluxtrain.stream.engine import engine_of
 
@@ -19,7 +19,7 @@ def test_of_eight_cores_one_is_left(
     cores: int, used: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: cores)
-    monkeypatch.setattr(stepping, "quota_cores", lambda: None)
+    monkeypatch.setattr(native_adamw, "quota_cores", lambda: None)
     assert update_threads(torch.device("cuda")) == used
     assert update_threads(torch.device("cpu")) is None
 
@@ -31,7 +31,7 @@ def test_no_more_threads_update_than_a_cpu_quota_keeps_running(
     quota: int, alone: int | None, beside: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 16)
-    monkeypatch.setattr(stepping, "quota_cores", lambda: quota)
+    monkeypatch.setattr(native_adamw, "quota_cores", lambda: quota)
     assert update_threads(torch.device("cpu")) == alone
     assert update_threads(torch.device("cuda")) == beside
 
@@ -41,17 +41,13 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int | None]]:
     """Which update took how many threads, in an engine that has 3 of them beside a computation."""
     seen: list[tuple[str, int | None]] = []
 
-    def watched(name: str) -> None:
-        step = getattr(updates, name)
+    step = updates.step_
 
-        def counted(*args: Any, **kwargs: Any) -> None:
-            seen.append((name, kwargs.get("threads")))
-            step(*args, **kwargs)
+    def counted(*args: Any, **kwargs: Any) -> None:
+        seen.append((kwargs["part"], kwargs["threads"]))
+        step(*args, **kwargs)
 
-        monkeypatch.setattr(updates, name, counted)
-
-    for name in ("step_on_host_", "step_weights_on_host_", "step_moments_on_host_"):
-        watched(name)
+    monkeypatch.setattr(updates, "step_", counted)
     monkeypatch.setattr(updates, "update_threads", lambda _: 3)
     return seen
 
@@ -59,8 +55,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int | None]]:
 def test_every_update_leaves_them(
     tiny: Any, batch: Any, calls: list[tuple[str, int | None]]
 ) -> None:
-    deferred = {("step_weights_on_host_", 3), ("step_moments_on_host_", 3)}
-    for defers, expected in ((True, deferred), (False, {("step_on_host_", 3)})):
+    deferred = {("weights", 3), ("moments", 3)}
+    for defers, expected in ((True, deferred), (False, {("update", 3)})):
         calls.clear()
         model = fluxtrain.wrap(tiny("llama"), offload="weights", deferred_moments=defers)
         optimizer = torch.optim.AdamW(model.parameters())
@@ -78,4 +74,4 @@ def test_updates_under_the_backward_pass_leave_them_too(
     engine_of(model).begin_eager_step(optimizer)
     model(**batch("llama")).loss.backward()
     optimizer.step()
-    assert set(calls) == {("step_on_host_", 3)}
+    assert set(calls) == {("update", 3)}

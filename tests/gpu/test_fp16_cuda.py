@@ -12,9 +12,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import fluxtrain
 from fluxtrain.memory.group import Group
-from fluxtrain.optim.hyper import Hyper
+from fluxtrain.optim.flat import Flat
+from fluxtrain.optim.hyper import AdamWUpdate, Hyper
 from fluxtrain.optim.reference import rounding
-from fluxtrain.optim.stepping import Flat, step_on_device_, step_on_host_
+from fluxtrain.optim.step import step_
 from fluxtrain.stream.engine import Engine, engine_of
 from fluxtrain.stream.loss_scale import FIRST, LossScale
 from tests.wrap_with import wrap_with
@@ -98,15 +99,15 @@ def test_the_update_of_fp16_weights_on_the_gpu_has_the_hosts_bits(kind: str, n: 
         key = rounding(7, number, 0)
         one = Flat(**host, gradient=gradient, rounding=key)  # type: ignore[arg-type]
         other = Flat(**device, gradient=gradient.cuda(), rounding=key)  # type: ignore[arg-type]
-        step_on_host_(one, hyper=HYPER, step=number, scale=float(clip) * 2.0**-16)
-        step_on_device_(other, hyper=HYPER, step=number, scale=2.0**-16, clip=clip)
+        step_(one, AdamWUpdate(hyper=HYPER, step=number, scale=float(clip) * 2.0**-16))
+        step_(other, AdamWUpdate(hyper=HYPER, step=number, scale=2.0**-16, clip=clip))
     for name, x in host.items():
         y = device[name]
         if x is not None and y is not None:
             assert torch.equal(x.view(torch.uint8), y.cpu().view(torch.uint8)), name
     before = [x.clone() for x in device.values() if x is not None]
     nothing = torch.full((), torch.nan, device="cuda")
-    step_on_device_(other, hyper=HYPER, step=5, scale=1.0, clip=nothing)
+    step_(other, AdamWUpdate(hyper=HYPER, step=5, clip=nothing))
     after = [x for x in device.values() if x is not None]
     assert all(torch.equal(x, y) for x, y in zip(before, after, strict=True))
 

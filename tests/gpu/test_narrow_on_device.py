@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,11 +12,11 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from fluxtrain.optim import fused_narrow, reference
-from fluxtrain.optim.hyper import Hyper
-from fluxtrain.optim.narrow_adamw import update8_, update16_
-from fluxtrain.optim.reference import States8, rounding
-from fluxtrain.optim.split_adamw import encode
+from fluxtrain.optim.flat import Flat
+from fluxtrain.optim.fp32 import quiet
+from fluxtrain.optim.hyper import AdamWUpdate, Hyper
+from fluxtrain.optim.reference import encode, rounding
+from fluxtrain.optim.step import backend_for, step_
 from fluxtrain.stream.engine import engine_of
 from tests.wrap_with import wrap_with
 
@@ -32,7 +33,7 @@ def any_floats(n: int, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(n, generator=generator) * 10 ** (torch.rand(n, generator=generator) * 12 - 11)
     bits = torch.randint(-(2**31), 2**31, (n,), generator=generator).to(torch.int32)
-    return reference.quiet(
+    return quiet(
         torch.where(torch.rand(n, generator=generator) < 0.05, bits.view(torch.float32), x)
     )
 
@@ -43,11 +44,21 @@ def assert_same_bits(host: list[Tensor | None], device: list[Tensor | None]) -> 
             assert torch.equal(one.cpu().view(torch.uint8), other.cpu().view(torch.uint8))
 
 
-def made(kind: str, n: int, split: bool) -> list[Tensor | None]:
+def made(kind: str, n: int, split: bool, device: str = "cpu") -> Flat:
     weights, lo = encode(any_floats(n, 1)) if split else (any_floats(n, 1), None)
     dtype = torch.uint8 if kind == "8bit" else torch.bfloat16
-    scales = [torch.zeros(-(-n // 256)) for _ in range(2)] if kind == "8bit" else []
-    return [weights, lo, torch.zeros(n, dtype=dtype), torch.zeros(n, dtype=dtype), *scales]
+    scales = [torch.zeros(-(-n // 256)).to(device) if kind == "8bit" else None for _ in range(2)]
+    return Flat(
+        weights=weights.to(device), lo=None if lo is None else lo.to(device),
+        m=torch.zeros(n, dtype=dtype).to(device), v=torch.zeros(n, dtype=dtype).to(device),
+        m_scale=scales[0], v_scale=scales[1], gradient=weights.to(device),
+        rounding=rounding(7, 0, 4096),
+    )  # fmt: skip
+
+
+def tensors(flat: Flat) -> list[Tensor | None]:
+    """What a step writes."""
+    return [flat.weights, flat.lo, flat.m, flat.v, flat.m_scale, flat.v_scale]
 
 
 @LAYOUTS
@@ -56,38 +67,23 @@ def made(kind: str, n: int, split: bool) -> list[Tensor | None]:
 def test_the_update_on_the_gpu_has_the_hosts_bits(
     kind: str, n: int, split: bool, grad_dtype: torch.dtype
 ) -> None:
-    assert fused_narrow.triton is not None, "a CUDA build of torch brings Triton"
-    host: Any = made(kind, n, split)
-    device: Any = [None if x is None else x.cuda() for x in host]
-    one = torch.ones((), device="cuda")
+    host, device = made(kind, n, split), made(kind, n, split, "cuda")
+    assert backend_for(device) == "triton", "a CUDA build of torch brings Triton"
     for step in range(1, 6):
-        grad = any_floats(n, 10 + step).to(grad_dtype)
-        options: Any = {"hyper": HYPER, "step": step}
-        if kind == "8bit":
-            update8_(*host[:2], States8(*host[2:]), grad, grad_scale=0.3, **options)
-            fused_narrow.update8_resident_(
-                *device[:2], States8(*device[2:]), grad.cuda(), scale=0.3, clip=one, **options
-            )
-        else:
-            key = rounding(7, step, 4096)
-            update16_(*host, grad, key, grad_scale=0.3, **options)
-            fused_narrow.update16_resident_(
-                *device, grad.cuda(), key, scale=0.3, clip=one, **options
-            )
-        assert_same_bits(host, device)
+        grad, key = any_floats(n, 10 + step).to(grad_dtype), rounding(7, step, 4096)
+        update = AdamWUpdate(hyper=HYPER, step=step, scale=0.3)
+        step_(replace(host, gradient=grad, rounding=key), update)
+        step_(replace(device, gradient=grad.cuda(), rounding=key), update)
+        assert_same_bits(tensors(host), tensors(device))
 
 
 @pytest.mark.parametrize("kind", ["8bit", "bf16"])
 def test_a_norm_that_is_not_finite_changes_nothing(kind: str) -> None:
-    device: Any = [None if x is None else x.cuda() for x in made(kind, 1000, True)]
-    before = copy.deepcopy(device)
-    grad, clip = torch.ones(1000, device="cuda"), torch.tensor(math.nan, device="cuda")
-    options: Any = {"hyper": HYPER, "step": 1, "scale": 1.0, "clip": clip}
-    if kind == "8bit":
-        fused_narrow.update8_resident_(*device[:2], States8(*device[2:]), grad, **options)
-    else:
-        fused_narrow.update16_resident_(*device, grad, rounding(0, 1, 0), **options)
-    assert_same_bits(before, device)
+    flat = replace(made(kind, 1000, True, "cuda"), gradient=torch.ones(1000, device="cuda"))
+    before = copy.deepcopy(tensors(flat))
+    clip = torch.tensor(math.nan, device="cuda")
+    step_(flat, AdamWUpdate(hyper=HYPER, step=1, clip=clip))
+    assert_same_bits(before, tensors(flat))
 
 
 @pytest.mark.parametrize("states", ["8bit", "bf16"])

@@ -11,10 +11,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from fluxtrain.methods.known_packing import known_packing
-from fluxtrain.stream import updates
 from fluxtrain.stream.engine import engine_of
-from tests.engine.deferred_models import GIVEN_UP_S
-from tests.engine.row_models import Watch
 from tests.wrap_with import wrap_with
 
 pytestmark = [
@@ -105,7 +102,7 @@ def test_rows_give_the_bits_of_the_whole_table(
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("deferred", [False, True])
-def test_rows_that_are_computed_before_their_table_keep_the_bits(
+def test_rows_that_wait_for_their_table_keep_the_bits(
     tied: bool, deferred: bool, plainly: None
 ) -> None:
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -116,44 +113,14 @@ def test_rows_that_are_computed_before_their_table_keep_the_bits(
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("first_piece", [1, updates.FIRST_PIECE_ELEMENTS])
 def test_rows_of_a_table_whose_eager_update_has_begun_keep_the_bits(
-    tied: bool, first_piece: int, plainly: None, monkeypatch: pytest.MonkeyPatch
+    tied: bool, plainly: None
 ) -> None:
-    monkeypatch.setattr(updates, "FIRST_PIECE_ELEMENTS", first_piece)
     torch.use_deterministic_algorithms(True, warn_only=True)
     whole = trained("whole", dtype=torch.bfloat16, tied=tied, eager=True)
     rows = trained("rows", dtype=torch.bfloat16, tied=tied, eager=True)
     assert rows[0] == whole[0]
     assert [n for n in whole[1] if not torch.equal(whole[1][n], rows[1][n])] == []
-
-
-def test_the_forward_after_an_eager_step_waits_for_one_piece_of_the_table(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The second of its update ends when the forward has asked; its rows are of all pieces."""
-    monkeypatch.setattr(updates, "FIRST_PIECE_ELEMENTS", 1)
-    model = build()
-    wrap_with(
-        model, device="cuda", offload="weights", device_groups=0, resident_blocks=0, chunk_rows=4,
-        overlap=True, embedding="rows", optimizer_in_backward=True,
-    )  # fmt: skip
-    engine, ids = engine_of(model), batch(0)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    watch = Watch(engine, monkeypatch)
-    reached = watch.hold_piece(2)
-    loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-    engine.begin_eager_step(optimizer, loss)
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    assert reached.wait(GIVEN_UP_S)
-    embed = model.get_input_embeddings()  # type: ignore[operator]
-    found = embed(ids.cuda()).cpu()
-    engine.flush()
-    pieces = ["piece"] * 8  # of 256, 256, 512, ... of 32,000 rows
-    assert watch.seen == [*pieces[:2], "rows", *pieces[2:]]
-    assert torch.equal(found, embed.weight.detach().cpu()[ids])
 
 
 def test_ids_that_only_the_device_has_give_the_same_bits(plainly: None) -> None:

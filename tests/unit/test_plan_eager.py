@@ -131,37 +131,19 @@ def with_table(users: int) -> ModelFacts:
 BY_ROWS = replace(LAYOUT, embedding="rows")
 
 
-def test_rows_that_are_looked_up_do_not_wait_for_the_update_of_their_table() -> None:
-    """Block 0's update is waited for, the table's own comes under the next forward."""
+def test_an_eager_forward_waits_for_the_update_of_a_table_by_rows_as_of_a_whole_one() -> None:
+    """Its update is the last one: of block 0's and its own nothing is hidden."""
     step = found(0.01, BY_ROWS, facts=with_table(users=1))
-    assert step.step_s == pytest.approx(COMPUTED_S + 0.01)
     whole = found(0.01, facts=with_table(users=1))
-    assert whole.step_s == pytest.approx(COMPUTED_S + 2 * 0.01)
+    assert step.step_s == whole.step_s == pytest.approx(COMPUTED_S + 2 * 0.01)
 
 
-def test_rows_and_blocks_on_the_device_hide_the_updates_of_the_others() -> None:
-    """Two of four blocks compute with the rows that are there; the next waits for those of six."""
-    layout = replace(BY_ROWS, device_groups=4, device_first="blocks")
-    hidden_s = 2 / LAYERS * FORWARD_S
-    waits_s = 7 * 0.06 - BACKWARD_S  # of the head and six blocks
-    step = found(0.06, layout, facts=with_table(users=1))
-    rows_s = 0.06 * 16 / 1000
-    assert hidden_s > rows_s
-    assert step.step_s == pytest.approx(COMPUTED_S + waits_s - hidden_s)
-    step = found(0.04, layout, facts=with_table(users=1))
-    assert step.step_s == pytest.approx(COMPUTED_S + 0.04 * 16 / 1000)
-    assert step.binds == "the GPU"  # eight updates in 0.3 s: but the table's is not waited for
-
-
-def test_a_tied_table_is_updated_and_copied_before_the_head() -> None:
+def test_a_forward_begins_when_its_tied_table_is_updated() -> None:
     """The tied table is the last of eleven groups, and the only one without work of its own."""
-    step = found(0.2, BY_ROWS, facts=with_table(users=2))
-    first_gradients_s = BACKWARD_S / LAYERS
-    begins_s = first_gradients_s + LAYERS * 0.2  # the blocks are updated
-    assert step.step_s == pytest.approx(begins_s + 0.2 + HEAD_S)  # longer than the forward's 0.1 s
-    step = found(0.05, BY_ROWS, facts=with_table(users=2))
-    begins_s = first_gradients_s + LAYERS * 0.05
-    assert step.step_s == pytest.approx(begins_s + FORWARD_S + HEAD_S)  # hidden by the forward
+    for update_s in (0.05, 0.2):
+        step = found(update_s, BY_ROWS, facts=with_table(users=2))
+        begins_s = BACKWARD_S / LAYERS + (LAYERS + 1) * update_s
+        assert step.step_s == pytest.approx(begins_s + FORWARD_S + HEAD_S)
 
 
 layouts = st.builds(

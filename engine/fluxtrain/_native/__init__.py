@@ -5,13 +5,19 @@ Nothing is loaded at import: the library is found and checked when the first ker
 
 from __future__ import annotations
 
+from fluxtrain._native.adamw_args import (
+    AdamWArgs,
+    AdamWStep,
+    GradientFormat,
+    Pass,
+    Rounding,
+    StateFormat,
+    WeightFormat,
+)
 from fluxtrain._native.library import (
     ISA_NAMES,
     ISA_VARIABLE,
-    AdamWStep,
-    Rounding,
-    Rows,
-    States8,
+    adamw,
     end_threads,
     isa,
     kernel,
@@ -23,10 +29,14 @@ from fluxtrain._native.library import (
 __all__ = [
     "ISA_NAMES",
     "ISA_VARIABLE",
+    "AdamWArgs",
     "AdamWStep",
+    "GradientFormat",
+    "Pass",
     "Rounding",
-    "Rows",
-    "States8",
+    "StateFormat",
+    "WeightFormat",
+    "adamw",
     "end_threads",
     "isa",
     "kernel",

@@ -6,86 +6,28 @@ import ctypes
 import os
 import sys
 from collections.abc import Callable
-from ctypes import POINTER, c_double, c_float, c_int, c_size_t, c_uint32, c_void_p
+from ctypes import POINTER, byref, c_double, c_int, c_size_t, c_void_p
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from fluxtrain._native.adamw_args import STATUS_TEXT, AdamWArgs
 from fluxtrain.errors import BadInput, FluxTrainError
 
 LIBRARY = "libflux_native.so"
-ABI_VERSION = 7
+ABI_VERSION = 8
 OMP_PAUSE_SOFT = 1  # OpenMP 5.0, omp_pause_resource_t
 ISA_VARIABLE = "FLUXTRAIN_ISA"
 ISA_NAMES = ("scalar", "avx2", "avx512")
 
 
-class AdamWStep(ctypes.Structure):
-    """The coefficients of one AdamW step, each rounded to fp32 once (struct flux_adamw_step)."""
-
-    _fields_ = (
-        ("grad_scale", c_float),
-        ("decay", c_float),
-        ("beta1", c_float),
-        ("one_minus_beta1", c_float),
-        ("beta2", c_float),
-        ("one_minus_beta2", c_float),
-        ("step_size", c_float),
-        ("rsqrt_correction2", c_float),
-        ("eps", c_float),
-    )
-
-
-class States8(ctypes.Structure):
-    """Addresses of 8-bit block-wise states (struct flux_states8)."""
-
-    _fields_ = (("m", c_void_p), ("v", c_void_p), ("m_scale", c_void_p), ("v_scale", c_void_p))
-
-
-class Rounding(ctypes.Structure):
-    """Where the random numbers of a range come from (struct flux_rounding)."""
-
-    _fields_ = (("first_element", c_uint32), ("first_key", c_uint32), ("second_key", c_uint32))
-
-
-class Rows(ctypes.Structure):
-    """Numbers of the rows that are wanted (int64), how many, and their width (struct flux_rows)."""
-
-    _fields_ = (("numbers", c_void_p), ("count", c_size_t), ("width", c_size_t))
-
-
-_ADAMW = (c_size_t, POINTER(AdamWStep), c_int)
-_STATES8 = POINTER(States8)
-_ADAMW16 = (c_size_t, POINTER(Rounding), POINTER(AdamWStep), c_int)
-_ROWS = (POINTER(Rows), POINTER(AdamWStep), c_int)
 _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "flux_abi_version": (c_int, ()),
     "flux_isa": (c_int, ()),
     "flux_set_isa": (c_int, (c_int,)),
     "flux_zero": (None, (c_void_p, c_size_t, c_int)),
-    "flux_adamw_split_bf16": (None, (c_void_p,) * 5 + _ADAMW),
-    "flux_adamw_split_f32": (None, (c_void_p,) * 5 + _ADAMW),
-    "flux_adamw_f32": (None, (c_void_p,) * 4 + _ADAMW),
-    "flux_adamw_weights_split_bf16": (None, (c_void_p,) * 5 + _ADAMW),
-    "flux_adamw_weights_split_f32": (None, (c_void_p,) * 5 + _ADAMW),
-    "flux_adamw_weights_f32": (None, (c_void_p,) * 4 + _ADAMW),
-    "flux_adamw_moments_bf16": (None, (c_void_p,) * 3 + _ADAMW),
-    "flux_adamw_moments_f32": (None, (c_void_p,) * 3 + _ADAMW),
-    "flux_adamw8_split_bf16": (None, (c_void_p, c_void_p, _STATES8, c_void_p, *_ADAMW)),
-    "flux_adamw8_split_f32": (None, (c_void_p, c_void_p, _STATES8, c_void_p, *_ADAMW)),
-    "flux_adamw8_f32": (None, (c_void_p, _STATES8, c_void_p, *_ADAMW)),
-    "flux_adamw16_split_bf16": (None, (c_void_p,) * 5 + _ADAMW16),
-    "flux_adamw16_split_f32": (None, (c_void_p,) * 5 + _ADAMW16),
-    "flux_adamw16_f32": (None, (c_void_p,) * 4 + _ADAMW16),
-    "flux_adamw_rows_split_bf16": (None, (c_void_p,) * 6 + _ROWS),
-    "flux_adamw_rows_split_f32": (None, (c_void_p,) * 6 + _ROWS),
-    "flux_adamw_rows_f32": (None, (c_void_p,) * 5 + _ROWS),
-    "flux_adamw8_rows_split_bf16": (None, (*(c_void_p,) * 3, _STATES8, c_void_p, *_ROWS)),
-    "flux_adamw8_rows_split_f32": (None, (*(c_void_p,) * 3, _STATES8, c_void_p, *_ROWS)),
-    "flux_adamw8_rows_f32": (None, (*(c_void_p,) * 2, _STATES8, c_void_p, *_ROWS)),
-    "flux_adamw16_rows_split_bf16": (None, (c_void_p,) * 6 + _ROWS),
-    "flux_adamw16_rows_split_f32": (None, (c_void_p,) * 6 + _ROWS),
-    "flux_adamw16_rows_f32": (None, (c_void_p,) * 5 + _ROWS),
+    "flux_adamw": (c_int, (POINTER(AdamWArgs),)),
+    "flux_adamw_stream": (c_int, (POINTER(AdamWArgs),)),
     "flux_quantise8": (None, (c_void_p, c_void_p, c_void_p, c_size_t, c_int, c_int)),
     "flux_encode8": (None, (c_void_p, c_void_p, c_size_t, c_int)),
     "flux_decode8": (None, (c_void_p, c_void_p, c_size_t, c_int)),
@@ -93,11 +35,6 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "flux_accumulate_f32": (None, (c_void_p, c_void_p, c_size_t, c_int)),
     "flux_sum_squares_bf16": (c_double, (c_void_p, c_size_t, c_int)),
     "flux_sum_squares_f32": (c_double, (c_void_p, c_size_t, c_int)),
-    "flux_stream_split": (None, (c_void_p,) * 5 + (c_size_t, c_int)),
-    "flux_stream_weights": (None, (c_void_p,) * 5 + (c_size_t, c_int)),
-    "flux_stream_moments": (None, (c_void_p,) * 3 + (c_size_t, c_int)),
-    "flux_stream8": (None, (c_void_p,) * 5 + (c_size_t, c_int)),
-    "flux_stream16": (None, (c_void_p,) * 5 + (c_size_t, c_int)),
 }
 
 
@@ -152,6 +89,17 @@ def kernel(name: str) -> Callable[..., Any]:
     """The typed C function `flux_<name>`; arrays are passed as addresses (ints)."""
     function: Callable[..., Any] = getattr(_library(), f"flux_{name}")
     return function
+
+
+def adamw(args: AdamWArgs, *, moves_only: bool = False) -> None:
+    """Run `flux_adamw` over one flat range; raises ValueError where the library refuses `args`.
+
+    The caller answers for the addresses. `moves_only`: `flux_adamw_stream`, for measurements.
+    """
+    name = "adamw_stream" if moves_only else "adamw"
+    status = kernel(name)(byref(args))
+    if status != 0:
+        raise ValueError(f"flux_{name} refuses the call: {STATUS_TEXT.get(status, status)}")
 
 
 def end_threads() -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -12,32 +13,26 @@ from torch import Tensor
 from fluxtrain import _native
 from fluxtrain.doctor.same import Mismatch, same_bits
 from fluxtrain.optim.dynamic_map import BLOCK
-from fluxtrain.optim.hyper import Hyper
-from fluxtrain.optim.narrow_adamw import update8_, update8_by_torch_, update16_, update16_by_torch_
-from fluxtrain.optim.reference import States8, rounding
-from fluxtrain.optim.split_adamw import (
-    accumulate_,
-    encode,
-    sum_squares,
-    update_,
-    update_by_torch_,
-    update_f32_,
-)
+from fluxtrain.optim.flat import Flat
+from fluxtrain.optim.hyper import AdamWUpdate, Hyper
+from fluxtrain.optim.native_adamw import accumulate_, sum_squares
+from fluxtrain.optim.reference import encode, rounding
+from fluxtrain.optim.step import Backend, step_
+from fluxtrain.plan.states import STATE_FORMATS, StateFormat
 
 ELEMENTS = 100_003  # several threads, and a tail that fills no vector
 HYPER = Hyper(lr=1e-3, weight_decay=0.1)
+_LAYOUTS = ((True, torch.bfloat16), (True, torch.float32), (False, torch.float32))
 _ODD = (0.0, -0.0, math.inf, -math.inf, math.nan, 1e-42, -1e-42, 3e38, 1e-20)
-
-Update = Callable[..., None]
 
 
 def check_kernels() -> str:
-    """All the kernels on values that include zeros, infinities, NaN and subnormals."""
+    """Run all the kernels on values that include zeros, infinities, NaN and subnormals."""
     with _any_isa() as available:
         results = {}
         for name in available:
             _native.set_isa(name)
-            results[name] = _results(update_, update_f32_) | _narrow(update8_, update16_) | _sums()
+            results[name] = _updates("native") | _sums()
     scalar = results.pop("scalar")
     count = sum(tensor.numel() for tensor in scalar.values())
     for name, found in results.items():
@@ -45,8 +40,7 @@ def check_kernels() -> str:
             same_bits(scalar, found)
         except Mismatch as mismatch:
             raise Mismatch(f"{name} against scalar: {mismatch}") from mismatch
-    by_torch = _results(update_by_torch_, _update_f32_by_torch)
-    by_torch |= _narrow(update8_by_torch_, update16_by_torch_)
+    by_torch = _updates("torch")
     try:
         same_bits({name: scalar[name] for name in by_torch}, by_torch)
     except Mismatch as mismatch:
@@ -55,46 +49,36 @@ def check_kernels() -> str:
     return f"{names} equal scalar in {count:,} values"
 
 
-def _results(update: Update, update_f32: Update) -> dict[str, Tensor]:
-    """What three steps of each AdamW kernel leave behind."""
+def _updates(backend: Backend) -> dict[str, Tensor]:
+    """Return what three steps leave behind, by format of weights, states and gradients."""
     found: dict[str, Tensor] = {}
-    for grad_dtype in (torch.bfloat16, torch.float32):
-        weights, grad, m, v = _values()
-        hi, lo = encode(weights)
-        for step in (1, 2, 3):
-            scaled = (grad * step).to(grad_dtype)
-            update(hi, lo, m, v, scaled, hyper=HYPER, step=step, grad_scale=0.5)
-        kind = str(grad_dtype).removeprefix("torch.")
-        found |= {f"adamw split {kind} {n}": t for n, t in zip("hlmv", (hi, lo, m, v), strict=True)}
-    weights, grad, m, v = _values()
-    for step in (1, 2, 3):
-        update_f32(weights, m, v, grad, hyper=HYPER, step=step)
-    return found | {"adamw f32 p": weights, "adamw f32 m": m, "adamw f32 v": v}
+    for states in STATE_FORMATS:
+        for split, grad_dtype in _LAYOUTS:
+            weights, grad, m, v = _values()
+            flat = _flat(weights, m, v, states, split=split)
+            for step in (1, 2, 3):
+                flat = replace(
+                    flat, gradient=(grad * step).to(grad_dtype), rounding=rounding(0, step, 0)
+                )
+                step_(flat, AdamWUpdate(hyper=HYPER, step=step, scale=0.5), backend=backend)
+            left = {name: x for name, x in vars(flat).items() if isinstance(x, Tensor)}
+            kind = f"{'split' if split else 'fp32'} weights, {states} states, {grad_dtype}"
+            found |= {f"adamw {kind}: {name}": x for name, x in left.items()}
+    return found
 
 
-def _narrow(update8: Update, update16: Update) -> dict[str, Tensor]:
-    """The same with states of 8 bits and of bf16."""
-    weights, grad, _, _ = _values()
-    hi, lo = encode(weights)
-    codes = [torch.zeros(ELEMENTS, dtype=torch.uint8) for _ in range(2)]
-    scales = [torch.zeros(-(-ELEMENTS // BLOCK)) for _ in range(2)]
-    hi16, lo16 = encode(weights)
-    m, v = (torch.zeros(ELEMENTS, dtype=torch.bfloat16) for _ in range(2))
-    for step in (1, 2, 3):
-        halves = (grad * step).bfloat16()
-        update8(hi, lo, States8(*codes, *scales), halves, hyper=HYPER, step=step)
-        update16(hi16, lo16, m, v, halves, rounding(0, step, 0), hyper=HYPER, step=step)
-    left = {"h": hi, "l": lo, "m": codes[0], "v": codes[1], "m scales": scales[0],
-            "v scales": scales[1]}  # fmt: skip
-    found = {f"adamw 8-bit {name}": tensor for name, tensor in left.items()}
-    rounded = zip("hlmv", (hi16, lo16, m, v), strict=True)
-    return found | {f"adamw bf16 states {name}": tensor for name, tensor in rounded}
-
-
-def _update_f32_by_torch(
-    p: Tensor, m: Tensor, v: Tensor, grad: Tensor, *, hyper: Hyper, step: int
-) -> None:
-    update_by_torch_(p, None, m, v, grad, hyper=hyper, step=step)
+def _flat(weights: Tensor, m: Tensor, v: Tensor, states: StateFormat, *, split: bool) -> Flat:
+    """Return these weights and moments; 8-bit moments begin at zero."""
+    hi, lo = encode(weights) if split else (weights, None)
+    if states == "8bit":
+        codes = [torch.zeros(ELEMENTS, dtype=torch.uint8) for _ in range(2)]
+        scales = [torch.zeros(-(-ELEMENTS // BLOCK)) for _ in range(2)]
+        return Flat(
+            weights=hi, lo=lo, m=codes[0], v=codes[1], m_scale=scales[0], v_scale=scales[1],
+            gradient=weights,
+        )  # fmt: skip
+    dtype = torch.float32 if states == "fp32" else torch.bfloat16
+    return Flat(weights=hi, lo=lo, m=m.to(dtype), v=v.to(dtype), gradient=weights)
 
 
 def _sums() -> dict[str, Tensor]:

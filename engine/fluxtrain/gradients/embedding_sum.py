@@ -10,7 +10,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from fluxtrain.gradients.host_gradients import Arrival, HostGradients
-from fluxtrain.gradients.rows import RowSum
+from fluxtrain.gradients.row_sum import RowSum
 from fluxtrain.memory.group import Group
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fluxtrain.device.transfer import Transfer
 from fluxtrain.gradients.host_gradients import Arrival, HostGradients
-from fluxtrain.gradients.rows import RowSum
+from fluxtrain.gradients.row_sum import RowSum
 from fluxtrain.gradients.views import MemberViews, apply_scales, norms_of
 from fluxtrain.memory.group import Group
 from fluxtrain.memory.segment import Member, Segment
@@ -134,7 +134,7 @@ class FlatSum:
         """Zero padding and members without a gradient, so that whole ranges can be updated."""
         end = base = 0
         for segment in self.group.trained:
-            for member in segment.members:
+            for member in segment.by_offset:
                 if member.index in self._touched:
                     if end < base + member.offset:
                         self.flat[end : base + member.offset].zero_()

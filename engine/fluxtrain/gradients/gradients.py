@@ -13,7 +13,7 @@ from fluxtrain.gradients.buffers import Report
 from fluxtrain.gradients.embedding_sum import EmbeddingSum
 from fluxtrain.gradients.flat_sum import FlatSum, can_become_sum
 from fluxtrain.gradients.host_gradients import HostGradients
-from fluxtrain.gradients.rows import RowSum
+from fluxtrain.gradients.row_sum import RowSum
 from fluxtrain.gradients.slice_sum import SliceSum
 from fluxtrain.gradients.views import MemberViews, copy_all
 from fluxtrain.memory.group import Group

@@ -20,7 +20,7 @@ from torch import Tensor
 from fluxtrain.device.device import Device
 from fluxtrain.device.transfer import Transfer
 from fluxtrain.gradients.buffers import GradientRing, GradientStaging, Report, cut
-from fluxtrain.gradients.rows import RowSum, RowTransfer, Scatter
+from fluxtrain.gradients.row_sum import RowSum, RowTransfer, Scatter
 from fluxtrain.gradients.views import apply_scales, stored
 from fluxtrain.memory.group import Group
 from fluxtrain.memory.segment import Member, Segment

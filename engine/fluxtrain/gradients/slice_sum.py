@@ -15,7 +15,7 @@ from torch import Tensor
 from fluxtrain.device.transfer import Transfer
 from fluxtrain.gradients.buffers import cut
 from fluxtrain.gradients.host_gradients import Arrival, HostGradients
-from fluxtrain.gradients.rows import RowSum, RowTransfer
+from fluxtrain.gradients.row_sum import RowSum, RowTransfer
 from fluxtrain.gradients.views import stored, widen_stored
 from fluxtrain.memory.group import Group
 from fluxtrain.memory.segment import Member

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
-from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 from fluxtrain import _native
 from fluxtrain.client.machine import Rate
@@ -23,6 +21,11 @@ _BYTES_8BIT = {
 }  # fmt: skip
 PARAMETER_BYTES = int(sum(_BYTES.values()))
 Part = Literal["all", "weights", "moments"]  # of the update: both, or one of its two passes
+_PASSES: dict[Part, _native.Pass] = {
+    "all": _native.Pass.UPDATE,
+    "weights": _native.Pass.WEIGHTS,
+    "moments": _native.Pass.MOMENTS,
+}
 _CUT = 1 << 15  # parameters: each part begins on a page
 
 
@@ -61,29 +64,31 @@ def adamw_rate(
         for name, size in sizes.items():
             at[name] = start + offset
             offset += int(size * parameters)
-        update = _update_8bit(at) if eight_bit else _update(at, part)
+        args = _native.AdamWArgs(
+            weight_format=_native.WeightFormat.SPLIT_BF16,
+            state_format=_native.StateFormat.EIGHT_BIT if eight_bit else _native.StateFormat.F32,
+            gradient_format=_native.GradientFormat.BF16,
+            pass_=_PASSES[part],
+            threads=threads or 0,
+            n=parameters,
+            weights=at["hi"],
+            lo=at["lo"],
+            m=at["m"],
+            v=at["v"],
+            m_scale=at.get("m_scale"),
+            v_scale=at.get("v_scale"),
+            gradient=at["grad"],
+            step=step,
+        )
         up, down = (HostBytes(at[name], int(sizes[name] * parameters)) for name in ("hi", "grad"))
         with busy_bus(up=up if sends else None, down=down if receives else None) as begins:
 
             def once() -> None:
                 begins()
-                update(parameters, ctypes.byref(step), threads or 0)
+                _native.adamw(args)
 
             rate = (sustained_rate if sustained else best_rate)(
                 parameters, once, repeats=20 if sustained else 5, limit_s=limit_s
             )
         del anchor  # it keeps the mapping open
     return Rate(rate, f"{parameters >> 20} M parameters, {_native.isa()}")
-
-
-def _update(at: dict[str, int], part: Part) -> Callable[..., Any]:
-    if part == "moments":
-        return partial(_native.kernel("adamw_moments_bf16"), at["m"], at["v"], at["grad"])
-    kernel = _native.kernel("adamw_split_bf16" if part == "all" else "adamw_weights_split_bf16")
-    return partial(kernel, at["hi"], at["lo"], at["m"], at["v"], at["grad"])
-
-
-def _update_8bit(at: dict[str, int]) -> Callable[..., Any]:
-    states = _native.States8(at["m"], at["v"], at["m_scale"], at["v_scale"])
-    kernel = _native.kernel("adamw8_split_bf16")
-    return partial(kernel, at["hi"], at["lo"], ctypes.byref(states), at["grad"])

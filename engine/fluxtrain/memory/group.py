@@ -5,6 +5,8 @@ device it is one contiguous range of bytes, split into segments:
 
     [ trained bf16 | trained fp16 | trained fp32 | frozen, any dtype ]
 
+and each segment into its matrices and, behind them, its vectors (norms, biases).
+
 A trained bf16 segment is the `hi` half of fp32 masters: `lo`, `m` and `v` complete it to 12 bytes a
 parameter, a bf16 gradient to 14; with moments in 8 bits these are 6 and 8, and parameters of few
 elements lie in segments of their own with fp32 moments. A trained fp32 segment is its own master.
@@ -148,9 +150,8 @@ class Group:
         large = trained and parameter.numel() >= state_formats.LEAST_NARROW
         segment = self._segment(parameter.dtype, trained, self.states if large else "fp32")
         member = Member(
-            parameter, name, segment, segment.elements, parameter.numel(), parameter.shape,
-            len(self.members),
-        )  # fmt: skip
+            parameter, name, segment, parameter.numel(), parameter.shape, len(self.members)
+        )
         segment.members.append(member)
         segment.elements += segment.allot(parameter.dtype.itemsize, parameter.numel())
         self.members.append(member)
@@ -164,6 +165,7 @@ class Group:
             key=lambda s: (not s.trained, order.get(s.dtype, len(order)), str(s.dtype), s.format)
         )
         for segment in self.segments:
+            segment.lay_out()
             segment.seed = zlib.crc32(f"{self.name} {segment.dtype}".encode())
             segment.wire_offset_bytes = self.wire_bytes
             self.wire_bytes += aligned(segment.size_bytes)

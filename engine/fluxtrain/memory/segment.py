@@ -26,10 +26,10 @@ class Member:
     parameter: nn.Parameter
     name: str
     segment: Segment
-    offset: int  # elements from the segment's start
     count: int
     shape: torch.Size
     index: int  # position in Group.members
+    offset: int = 0  # elements from the segment's start; set by `Segment.lay_out`
     step: int = 0  # optimizer steps taken
     write_version: int = 0  # parameter._version when its bytes were last known
     has_gradient: bool = False
@@ -65,6 +65,7 @@ class Segment:
     wire_offset_bytes: int = 0
     elements: int = 0  # with padding between members
     members: list[Member] = field(default_factory=list)
+    by_offset: list[Member] = field(default_factory=list)  # as they lie: set by `lay_out`
     weights: Tensor | None = None  # (elements,) at home: `hi`, or the fp32 master
     lo: Tensor | None = None  # (elements,) int16
     master: Tensor | None = None  # (elements,) fp32, of fp16 weights
@@ -113,6 +114,15 @@ class Segment:
         if self.format == "8bit":
             wanted |= dict.fromkeys(SCALES, (torch.float32, -(-n // STATE_BLOCK)))
         return wanted
+
+    def lay_out(self) -> None:
+        """Give each member its offset. Vectors (norms, biases) lie behind all matrices: they are
+        what users exempt from weight decay, and so each kind is one range of equal steps."""
+        self.by_offset = sorted(self.members, key=lambda member: len(member.shape) < 2)
+        offset = 0
+        for member in self.by_offset:
+            member.offset = offset
+            offset += self.allot(self.dtype.itemsize, member.count)
 
     def allot(self, itemsize: int, count: int) -> int:
         """Where the next member begins after one of `count` elements at the end of this."""

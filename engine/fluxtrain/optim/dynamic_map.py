@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fluxtrain.optim.fused import mul_add
+from fluxtrain.optim.fp32 import mul_add
 from fluxtrain.plan.states import STATE_BLOCK
 
 BLOCK = STATE_BLOCK

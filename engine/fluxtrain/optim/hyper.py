@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from ctypes import c_float
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
+
+from torch import Tensor
 
 from fluxtrain.errors import BadInput
 
@@ -52,7 +53,7 @@ class Coefficients(NamedTuple):
     eps: float
 
 
-class NarrowCoefficients(NamedTuple):
+class LowBitCoefficients(NamedTuple):
     """What an update with states of fewer bits multiplies with, each rounded to fp32 once more."""
 
     of_m: float  # times the gradient, one addend of m
@@ -61,29 +62,18 @@ class NarrowCoefficients(NamedTuple):
     eps: float
 
 
-class Turns(NamedTuple):
-    """Parts of a range that take the same step but for their weight decay, which is in turn that of
-    the step and another one: norms and biases that lie between matrices."""
+@dataclass(frozen=True, kw_only=True)
+class AdamWUpdate:
+    """One step of a range: hyperparameters, its number, and factors of the gradients."""
 
-    borders: tuple[int, ...]  # where the second part begins, the third ... (elements), ascending
-    weight_decay: float  # of the second part, the fourth ...
+    hyper: Hyper
+    step: int  # counts from 1
+    scale: float = 1.0  # gradients count times this
+    clip: Tensor | None = None  # and this: 0-d fp32 on the device; NaN leaves everything as it is
 
-    def parts(self, length: int) -> Iterator[tuple[int, int]]:
-        """[start, stop) of each part of a range of `length` elements."""
-        return zip((0, *self.borders), (*self.borders, length), strict=True)
-
-    def other(self, hyper: Hyper) -> Hyper:
-        """The step of the second part, the fourth ..."""
-        return replace(hyper, weight_decay=self.weight_decay)
-
-
-def decay(hyper: Hyper) -> float:
-    """`Coefficients.decay` by itself."""
-    return c_float(_exact_decay(hyper)).value
-
-
-def _exact_decay(hyper: Hyper) -> float:
-    return 1.0 - hyper.lr * hyper.weight_decay
+    def coefficients(self) -> Coefficients:
+        """The fp32 coefficients of the step, without `clip`."""
+        return coefficients(self.hyper, self.step, self.scale)
 
 
 def coefficients(hyper: Hyper, step: int, grad_scale: float = 1.0) -> Coefficients:
@@ -93,7 +83,7 @@ def coefficients(hyper: Hyper, step: int, grad_scale: float = 1.0) -> Coefficien
     beta1, beta2 = hyper.betas
     exact = Coefficients(
         grad_scale=-grad_scale if hyper.maximize else grad_scale,
-        decay=_exact_decay(hyper),
+        decay=1.0 - hyper.lr * hyper.weight_decay,
         beta1=beta1,
         one_minus_beta1=1.0 - beta1,
         beta2=beta2,
@@ -105,7 +95,7 @@ def coefficients(hyper: Hyper, step: int, grad_scale: float = 1.0) -> Coefficien
     return Coefficients(*(c_float(value).value for value in exact))
 
 
-def narrow_coefficients(c: Coefficients) -> NarrowCoefficients:
+def low_bit_coefficients(c: Coefficients) -> LowBitCoefficients:
     """Those of a step with 8-bit or bf16 states, which takes fewer operations."""
     exact = (
         c.one_minus_beta1 * c.grad_scale,
@@ -113,4 +103,4 @@ def narrow_coefficients(c: Coefficients) -> NarrowCoefficients:
         -(c.step_size / c.rsqrt_correction2),
         c.eps / c.rsqrt_correction2,
     )
-    return NarrowCoefficients(*(c_float(value).value for value in exact))
+    return LowBitCoefficients(*(c_float(value).value for value in exact))

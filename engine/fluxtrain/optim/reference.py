@@ -8,15 +8,14 @@ of native/include/flux_native.h.
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fluxtrain.optim import dynamic_map
-from fluxtrain.optim.fused import mul_add
-from fluxtrain.optim.hyper import Coefficients, narrow_coefficients
+from fluxtrain.optim.fp32 import mul_add, quiet, rounded_sqrt
+from fluxtrain.optim.hyper import Coefficients, low_bit_coefficients
 
 _WORD = 0xFFFFFFFF
 
@@ -51,11 +50,6 @@ def rounding(seed: int, step: int, first_element: int) -> Rounding:
     return Rounding(first_element & _WORD, x & _WORD, x >> 32)
 
 
-def quiet(x: Tensor) -> Tensor:
-    """`x` with every NaN replaced by 0x7fc00000, the one NaN that all implementations store."""
-    return torch.nan_to_num(x, nan=math.nan, posinf=math.inf, neginf=-math.inf)
-
-
 def encode(master: Tensor) -> tuple[Tensor, Tensor]:
     """Split fp32 `master` into (hi, lo): the nearest bf16, ties away from zero, and the low bits.
 
@@ -75,15 +69,6 @@ def decode(hi: Tensor, lo: Tensor) -> Tensor:
     low = torch.where((top & 0x7FFF) == 0, 0, lo)
     # Adding lo as a signed number is ((hi - (lo >> 15)) << 16) | lo of the unsigned one.
     return ((top.to(torch.int32) << 16) + low).view(torch.float32)
-
-
-def rounded_sqrt(x: Tensor) -> Tensor:
-    """The fp32 square root, correctly rounded, of fp32 `x`.
-
-    torch's CPU build hands large tensors to MKL, whose fp32 root is off by one bit for one value in
-    3,000; a double one rounded to fp32 is exact. CUDA's is correctly rounded as it is.
-    """
-    return torch.sqrt(x) if x.is_cuda else torch.sqrt(x.double()).float()
 
 
 def adamw(
@@ -153,13 +138,13 @@ def _fused(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The new (master, m, v) in the operations of states of fewer bits; m and v are decayed, and
     come with any NaN. Kingma and Ba, Adam, 2015, end of section 2."""
-    narrow = narrow_coefficients(c)
+    low_bit = low_bit_coefficients(c)
     g = grad.to(torch.float32)
-    m = mul_add(narrow.of_m, g, m)
-    g = g * narrow.of_v
+    m = mul_add(low_bit.of_m, g, m)
+    g = g * low_bit.of_v
     v = mul_add(g, g, v)
-    quotient = m / (rounded_sqrt(v) + narrow.eps)
-    return quiet(mul_add(narrow.minus_step, quotient, master * c.decay)), m, v
+    quotient = m / (rounded_sqrt(v) + low_bit.eps)
+    return quiet(mul_add(low_bit.minus_step, quotient, master * c.decay)), m, v
 
 
 def random_bits(rounding: Rounding, count: int, device: torch.device | None = None) -> Tensor:

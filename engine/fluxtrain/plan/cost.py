@@ -11,16 +11,15 @@ pass, which follows at once and is hidden under loss and backward. A group's new
 when its moments are done, and the blocks before it (in forward order) are computed when those have
 left: blocks on the device, which the backward pass comes to last, hide no moments of others. In an
 eager step the same holds for updates, of which three may be waiting. The forward begins when the
-embedding is updated and copied, or the rows of it that are looked up (where those are computed
-first, its own update comes last, as moments do). In an eager step updates follow the backward pass:
-each begins when its group's gradients are at home and the one before is done (`plan/updates.py`),
-that of the embedding last of all. Where its rows are there ahead, it may go on under the next
-backward pass: no step is shorter than its updates. What the next forward needs first is then what
-it gets last: only blocks that live on the device are computed meanwhile, and copies are asked for
-afterwards. Groups on the device cost no bus and no host update; of blocks whose weights are
-resident only the updated weights are copied, once a step; streamed ones are copied for the forward
-and again for the backward, in which their gradients go home on the other lane of the bus. The
-optimizer's and the copies' share of the same host memory is not counted. A mixture of experts is
+embedding is updated, and copied or the rows of it that are looked up. In an eager step updates
+follow the backward pass: each begins when its group's gradients are at home and the one before is
+done (`plan/updates.py`), that of the embedding last of all. What the next forward needs first is
+then what it gets last: only blocks that live on the device are computed meanwhile, and copies are
+asked for afterwards. Groups on the device cost no bus and no host update; of blocks whose weights
+are resident only the updated weights are copied, once a step; streamed ones are copied for the
+forward and again for the backward, in which their gradients go home on the other lane of the bus.
+The optimizer's and the copies' share of the same host memory is not counted. A mixture of experts
+is
 taken as if every expert computed for every token.
 
 Where a block of this model was tried on this machine (`plan/calibration.py`), its seconds take the
@@ -209,10 +208,7 @@ def least_cost(
         lasting_s = [max(phase.values()) for phase in work.phases]
         seconds = sum(lasting_s)
         if clips:
-            awaited_s = min(
-                update_s - start_of(facts, one, work.rates).late_s
-                for one, (update_s, _) in updates.items()
-            )
+            awaited_s = min(update_s for update_s, _ in updates.values())
             seconds += max(0.0, awaited_s - lasting_s[0])
     seconds += work.device_update_s
     copies_s = passes * (sum(work.uploads) + sum(work.downloads))
@@ -275,8 +271,7 @@ def _exact_phases(
         forward = {**forward, "compute": queueing.forward(block_s, update_s)}
     start = start_of(facts, layout, rates)
     begins_s = forward["compute"] + start.update_s + start.copy_s
-    awaited_s = update_s - start.late_s
-    after_s = forward_after_updates(facts, layout, rates, forward["compute"], awaited_s)
+    after_s = forward_after_updates(facts, layout, rates, forward["compute"], update_s)
     least_s = {**forward, "compute": begins_s}
     first = {name: max(after_s.get(name, 0.0), seconds) for name, seconds in least_s.items()}
     found = [{**first, "update": after_s["update"]}, *phases[1:]]

@@ -48,12 +48,6 @@ class TableRows:
         return self.rows * (self.table.weight_bytes // self.table.table_rows)
 
     @property
-    def computed_first(self) -> bool:
-        """Can the rows have their new weights before the table? fp16 is rounded from its masters
-        when they are written."""
-        return not self.table.trained_fp16
-
-    @property
     def gradient_bytes(self) -> int:
         """Of their gradients in the weights' dtype, where they come home by themselves."""
         alone = self.in_slices or not self.tied

@@ -58,10 +58,8 @@ def _fp16_factor(group: GroupFacts) -> float:
 class Start:
     """What the forward's first computation waits for, where the embedding is at home."""
 
-    update_s: float = 0.0  # of the embedding, or of the rows that are looked up
-    copy_s: float = 0.0  # of the same
-    late_s: float = 0.0  # update that comes after all others instead
-    ahead: bool = False  # are the rows updated ahead of all of it?
+    update_s: float = 0.0  # of the embedding
+    copy_s: float = 0.0  # of it, or of the rows that are looked up
 
 
 def start_of(facts: ModelFacts, layout: Layout, rates: Rates) -> Start:
@@ -73,11 +71,7 @@ def start_of(facts: ModelFacts, layout: Layout, rates: Rates) -> Start:
     by_rows = rows_of_table(facts, layout, at_home)
     if by_rows is None or by_rows.table is not first:
         return Start(update_s, first.weight_bytes / rates.up)
-    touched_s = by_rows.weight_bytes / rates.up
-    if not by_rows.computed_first:
-        return Start(update_s, touched_s)
-    late_s = 0.0 if by_rows.tied else update_s  # the head waits for the whole of it
-    return Start(update_s * by_rows.rows / first.table_rows, touched_s, late_s, ahead=True)
+    return Start(update_s, by_rows.weight_bytes / rates.up)
 
 
 def moments_end(
@@ -85,21 +79,20 @@ def moments_end(
 ) -> float:
     """Seconds that a backward pass of `computing_s` takes beside AdamW on the host, which begins
     after `begins_s` (less than 0: before it) with what the pass will overwrite: deferred moments,
-    the last group's first, and before them a table that comes late.
+    the last group's first.
 
     Where a group's gradients go home, the thread that queues the computation waits for its moments.
     What comes after, blocks that live on the device too, is computed then.
     """
     at_home = {id(group) for group in homes(facts, layout)[1]}
     block_s = computing_s / max(1, facts.layers)
-    late = facts.groups[0] if start_of(facts, layout, rates).late_s else None
     end_s, done_s = 0.0, begins_s
     sliced = sliced_head(facts, layout, homes(facts, layout)[1])
     first = [sliced.group] if sliced else []  # its gradients come home before the others'
     for group in (*first, *(group for group in reversed(facts.groups) if group not in first)):
         end_s += block_s if group.kind == "block" else 0.0
         moments_s = host_update(group, layout, rates)[1] if id(group) in at_home else 0.0
-        if moments_s or group is late:
+        if moments_s:
             done_s += moments_s
             end_s = max(end_s, done_s)
     return end_s
@@ -118,9 +111,8 @@ class EagerWaits:
     updated."""
 
     backward_s: float
-    start_s: float  # an embedding at home, or the rows of it that are looked up
+    start_s: float  # an embedding at home
     others_s: float  # every other group at home
-    whole_s: float  # a tied embedding of which rows were enough until then: copied for the head
 
 
 def eager_waits(
@@ -128,15 +120,15 @@ def eager_waits(
 ) -> EagerWaits:
     """Gradients are there from the loss on for what comes after the blocks, then evenly over the
     blocks in reverse, and the embedding's last. Each group's come home after those before, and are
-    then used as soon as the update before has ended; looked up rows need not wait for that one.
-    They pass through a few buffers (`ring_depth`): where all are lent, the thread that queues the
-    computation waits for the update that used the oldest.
+    then used as soon as the update before has ended. They pass through a few buffers
+    (`ring_depth`): where all are lent, the thread that queues the computation waits for the update
+    that used the oldest.
     """
     block_s = computing(backward) / max(1, facts.layers)
     at_home = homes(facts, layout)[1]
     home_ids, by_rows = {id(group) for group in at_home}, rows_of_table(facts, layout, at_home)
-    start, lent = start_of(facts, layout, rates), _Lent()
-    computed_s = home_s = updated_s = start_s = others_s = whole_s = 0.0
+    lent = _Lent()
+    computed_s = home_s = updated_s = start_s = others_s = 0.0
     for group in reversed(facts.groups):
         computed_s += block_s if group.kind == "block" else 0.0
         if id(group) not in home_ids or not group.trained:
@@ -147,14 +139,12 @@ def eager_waits(
         home_s = max(home_s, computed_s) + size / rates.down_both
         updated_s = max(updated_s, home_s) + host_update(group, layout, rates)[0]
         lent.until(group, updated_s)
-        if group is not facts.groups[0] or group.kind == "block":
+        if group is facts.groups[0] and group.kind != "block":
+            start_s = updated_s
+        else:
             others_s = updated_s
-            continue
-        start_s = home_s + start.update_s if start.ahead else updated_s
-        if rows is not None and rows.tied and start.ahead:
-            whole_s = updated_s + group.weight_bytes / rates.up
     ended_s = max(computed_s, *backward.values())
-    return EagerWaits(ended_s, *(max(0.0, s - ended_s) for s in (start_s, others_s, whole_s)))
+    return EagerWaits(ended_s, *(max(0.0, s - ended_s) for s in (start_s, others_s)))
 
 
 class _Lent:
@@ -193,16 +183,14 @@ def eager_forward(
         **({"slots": forward["slots"] + later_s} if "slots" in forward else {}),
         "compute": forward["compute"] + later_s,
         "uploads": forward["uploads"] + max(waits.start_s, waits.others_s),
-        "update": waits.whole_s,
     }
 
 
 def eager_work(facts: ModelFacts, layout: Layout, rates: Rates, forward_s: float) -> float:
     """Seconds of an eager step's AdamW that only its backward phase can hide: not what blocks on
-    the device hide, nor the table's where its rows are there ahead."""
-    at_home, start = homes(facts, layout)[1], start_of(facts, layout, rates)
-    waited = [group for group in at_home if not (start.ahead and group is facts.groups[0])]
-    update_s = sum(host_update(group, layout, rates)[0] for group in waited)
+    the device hide."""
+    at_home = homes(facts, layout)[1]
+    update_s = sum(host_update(group, layout, rates)[0] for group in at_home)
     return update_s - _before_home(facts, layout, forward_s)
 
 
@@ -225,7 +213,7 @@ def forward_after_updates(
     at_home = homes(facts, layout)[1]
     sliced = sliced_head(facts, layout, at_home)
     waited = [group for group in at_home if group.trained and group is not facts.table]
-    home_ids, turn = {id(group) for group in waited}, 3 * len(waited) // 4
+    home_ids = {id(group) for group in waited}
     ends_s = {"compute": 0.0, "uploads": 0.0, "update": awaited_s}
     following_s = copies_s = 0.0
     for group in reversed(facts.groups):
@@ -240,15 +228,4 @@ def forward_after_updates(
         ends_s[most] = max(ends_s[most], awaited_s + max(copies_s, copy_s + following_s))
         awaited_s -= host_update(group, layout, rates)[0]
         home_ids.remove(id(group))
-        if len(home_ids) == turn:
-            awaited_s -= _amidst(facts, layout, rates)
     return ends_s
-
-
-def _amidst(facts: ModelFacts, layout: Layout, rates: Rates) -> float:
-    """Seconds of the update of a tied table whose rows are computed ahead: three quarters of the
-    others' come before it, the rest after."""
-    by_rows = rows_of_table(facts, layout, homes(facts, layout)[1])
-    if by_rows is None or not (by_rows.tied and by_rows.computed_first):
-        return 0.0
-    return host_update(by_rows.table, layout, rates)[0]

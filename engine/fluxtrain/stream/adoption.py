@@ -24,7 +24,7 @@ from torch.optim.optimizer import (
 from fluxtrain.errors import MisusedModel
 from fluxtrain.gradients.views import round_stored
 from fluxtrain.memory.group import Group
-from fluxtrain.optim.split_adamw import Hyper
+from fluxtrain.optim.hyper import Hyper
 from fluxtrain.stream.context import Context, Owner, UpdatesInBackward
 from fluxtrain.stream.norm import GradNorm
 from fluxtrain.stream.optimizer_state import (

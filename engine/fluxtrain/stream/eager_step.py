@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from fluxtrain.errors import MisusedModel
 from fluxtrain.memory.group import Group
-from fluxtrain.optim.split_adamw import Hyper
+from fluxtrain.optim.hyper import Hyper
 from fluxtrain.stream.adoption import adoptable, hypers_of, prepare
 from fluxtrain.stream.context import Context, Owner
 from fluxtrain.stream.norm import GradNorm

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from fluxtrain.errors import MisusedModel
 from fluxtrain.memory.segment import MASTERS, Member
-from fluxtrain.optim.narrow_adamw import quantise
+from fluxtrain.optim.native_adamw import quantise
 from fluxtrain.stream.context import Owner
 from fluxtrain.stream.parameter import owner_of
 from fluxtrain.stream.state_entries import (

@@ -8,7 +8,6 @@ whose backward goes the same way: `begin_backward`, `bound`, `end_backward`.
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -29,16 +28,10 @@ class UnitCall:
     """One forward of a unit whose backward pass may follow."""
 
     def __init__(self, context: Context, unit: Unit) -> None:
-        self._context = weakref.ref(context)  # a loss that is kept must not keep the device's slots
+        self.context = context  # so that a backward pass after `unwrap` is told what is wrong
         self.unit = unit
         self.training = unit.module.training
         self.versions = {group: group.version for group in unit.groups}
-
-    @property
-    def context(self) -> Context:
-        context = self._context()
-        assert context is not None, "the wrapped model is gone"
-        return context
 
 
 def begin_forward(context: Context, unit: Unit) -> None:

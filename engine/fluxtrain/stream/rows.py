@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from fluxtrain.gradients.rows import RowSum
+from fluxtrain.gradients.row_sum import RowSum
 from fluxtrain.memory.group import Group
 from fluxtrain.memory.page_locks import host_empty
 from fluxtrain.memory.rows import Brought, Places, RowBuffers
@@ -154,9 +154,8 @@ class Lookup(UnitCall):
         """The weights of rows (U,), up to date, into (U, H); the wait for the update is a stall."""
         context, group = self.context, self.unit.group
         waits, started_s = group.pending is not None, time.perf_counter()
-        if not context.updates.rows_ahead(group, rows, into):
-            group.wait_for_weights()
-            torch.index_select(group.home_views[0], 0, rows, out=into)
+        group.wait_for_weights()
+        torch.index_select(group.home_views[0], 0, rows, out=into)
         if waits:
             context.device.stalls.add_host("update", time.perf_counter() - started_s)
 

@@ -32,24 +32,21 @@ class UnitForward:
         assert context is not None, "the wrapped model is gone"
         return context
 
-    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Give what the module's own forward would."""
-        return self._checked(args, kwargs, computes_logits=False)
-
-    def compute_logits(self, hidden: Tensor) -> Tensor:
-        """Give a head's output (..., V) for hidden (..., H), computed."""
-        logits: Tensor = self._checked((hidden,), {}, computes_logits=True)
-        return logits
-
-    def _checked(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], *, computes_logits: bool
+    def run(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], *, computes_logits: bool = False
     ) -> Any:
+        """Give what the module's own forward would; `computes_logits`: never uncomputed ones."""
         context = self.context
         try:
             return self._run(context, args, kwargs, computes_logits=computes_logits)
         except Diverged:
             context.updates.forget_refused()
             raise
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """Compute a head's output (..., V) for hidden (..., H)."""
+        logits: Tensor = self.run((hidden,), {}, computes_logits=True)
+        return logits
 
     def _run(
         self,

@@ -4,25 +4,18 @@ With deferred moments these jobs write the weights alone, all that the next forw
 one a group follows for m and v, the last group first: in that order the next backward overwrites
 the gradients, which both jobs read.
 
-A table whose rows are looked up is updated last: what the next forward needs of it is computed
-ahead of its job (`rows_ahead`), or between two pieces of it.
-
-Who waits: a job waits for its group's gradients and for the norm, that of a table before each piece
-for whoever asks for rows; an upload of a group waits for that group's first job; whoever else
-touches the group at home waits for both (`Group.wait`), the next backward when it has computed the
-group's gradients. Nobody else waits.
+Who waits: a job waits for its group's gradients and for the norm; an upload of a group waits for
+that group's first job; other readers and writers of the group on the host wait for both jobs
+(`Group.wait`), the next backward when it has computed the group's gradients. Nobody else waits.
 """
 
 from __future__ import annotations
 
 import math
-import threading
-from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from fluxtrain import _native
@@ -34,21 +27,12 @@ from fluxtrain.gradients.host_gradients import Arrival
 from fluxtrain.memory.group import Group
 from fluxtrain.memory.recorder import Recorder
 from fluxtrain.memory.segment import Member
-from fluxtrain.optim.row_adamw import weights_of_rows
-from fluxtrain.optim.split_adamw import Hyper, zero_
-from fluxtrain.optim.stepping import (
-    Flat,
-    step_moments_on_host_,
-    step_on_host_,
-    step_weights_on_host_,
-    update_threads,
-)
-from fluxtrain.plan.states import STATE_BLOCK
+from fluxtrain.optim.hyper import Hyper
+from fluxtrain.optim.native_adamw import update_threads, zero_
+from fluxtrain.optim.step import Part, step_
 from fluxtrain.stream.norm import GradNorm
 from fluxtrain.stream.ranges import Range, flat_of, ranges, step_on_device
 from fluxtrain.stream.refused_steps import RefusedSteps
-
-FIRST_PIECE_ELEMENTS = 1 << 24  # of a table that others look into, some 3 ms on a GPU's host
 
 
 class Updates:
@@ -70,17 +54,15 @@ class Updates:
         self._worker = Worker("flux-update", _native.end_threads if self._shares_cores else None)
         self._refused = RefusedSteps()
         self._pending: dict[Group, None] = {}  # in the order of their updates
-        self._ahead: dict[Group, _Step] = {}  # of tables, the last one
         self.defers_moments = defers_moments  # of the steps that `submit` takes
         self.first_home: Group | None = None  # whose gradients come before those of groups after it
 
     def submit(self, work: dict[Group, dict[int, Hyper]], norm: GradNorm | None) -> None:
-        """Queue one step of all groups of `work` (in the order of the forward pass), a table whose
-        rows are computed ahead late."""
+        """Queue one step of all groups of `work`, in the order of the forward pass."""
         late: dict[Group, _Step] = {}
         try:
-            for group in _in_order(work):
-                step = self._queue(group, work[group], norm, defers=self.defers_moments)
+            for group, hypers in work.items():
+                step = self._queue(group, hypers, norm, defers=self.defers_moments)
                 if step is not None and step.defers:
                     late[group] = step
         finally:  # whose weights are on their way gets its moments too
@@ -123,40 +105,13 @@ class Updates:
             arrival=self._gradients.host.arrivals.get(group),
             norm=norm,
             earlier=[job for job in (group.pending, group.moments) if job is not None],
-            defers=defers and any(flat_of(part).moments_can_wait for part in work),
-            first_piece=self._first_piece(group),
+            defers=defers and any(flat_of(part).has_two_passes for part in work),
             threads=self._threads,
             unwritten=unwritten,
         )
         group.pending = self._worker.submit(step.update)
         self._pending[group] = None
-        if _looks_ahead(group):
-            self._ahead[group] = step
         return step
-
-    def _first_piece(self, group: Group) -> int | None:
-        """Elements of the first piece of a table, whole rows and whole blocks of states. None: the
-        group is updated in one. Where the model computes on the same cores every piece would wait
-        for the thread that gets a core last."""
-        if self._shares_cores or not _looks_ahead(group):
-            return None
-        width: int = group.members[0].shape[1]
-        return width * STATE_BLOCK * max(1, FIRST_PIECE_ELEMENTS // width // STATE_BLOCK)
-
-    def rows_ahead(self, group: Group, rows: Tensor, into: Tensor) -> bool:
-        """The weights that `rows` (U,) ascending of the group's table have after the update under
-        way, `into` (U, H); waits for the gradients and the norm, and for the piece of the table
-        that is just being updated. False where the table itself has them, or will have when its
-        update is done."""
-        step = self._ahead.pop(group, None)
-        if step is None:
-            return False
-        found = step.rows_ahead(rows, into)
-        if found:
-            self._ahead[group] = step
-        if self._shares_cores:
-            _native.end_threads()
-        return found
 
     def wait(self) -> None:
         """Block until all updates are done; raises the first error, once. After an interrupt
@@ -170,7 +125,6 @@ class Updates:
                 group.version += 1  # a copy that waited for it has failed, or is about to
             self._pending.pop(group, None)
         self._refused.settle(wait=True)
-        self._ahead.clear()  # the tables have it all, and the gradients may be given up
         if errors:  # one that was refused is no news beside one that failed
             raise next((e for e in errors if not isinstance(e, Diverged)), errors[0])
 
@@ -196,26 +150,14 @@ class _Step:
     norm: GradNorm | None
     earlier: list[Future[None]]  # of the group's step before; done when the first job's turn comes
     defers: bool  # are there two jobs?
-    first_piece: int | None  # elements; None: it is written in one
     threads: int | None  # None: all
     unwritten: list[Tensor]  # of the states
     clip: float | None = None  # the weights were written with it
-    its_turn: bool = False  # no other update runs: while rows are answered, none at all
-    written: int | None = 0  # elements; None: being written, not known after an error, or all
-    lock: threading.Lock = field(default_factory=threading.Lock)  # held by who reads or writes it
-    asking: threading.Lock = field(default_factory=threading.Lock)  # held until rows are answered
 
     def update(self) -> None:
-        """All of it, or the weights, once the gradients and the norm are there."""
-        self.its_turn = True
-        try:
-            for flat in self.unwritten:  # while the gradients are on their way
-                zero_(flat, threads=self.threads)
-            self._update()
-        finally:
-            self.written = None
-
-    def _update(self) -> None:
+        """Update everything, or the weights, once the gradients and the norm are there."""
+        for state in self.unwritten:  # while the gradients are on their way
+            zero_(state, threads=self.threads)
         try:
             for job in self.earlier:
                 job.result()
@@ -230,63 +172,10 @@ class _Step:
             raise
         with self.recorder.working("cpu", "update", self.name):
             for part in self.work:
-                for flat, stop in self._pieces(flat_of(part)):
-                    self._write(flat, stop, part, part.scale * clip)
+                flat = flat_of(part)
+                what: Part = "weights" if self.defers and flat.has_two_passes else "update"
+                step_(flat, part.update(clip), part=what, threads=self.threads)
         self.clip = clip
-
-    def _pieces(self, flat: Flat) -> Iterator[tuple[Flat, int]]:
-        """The range, or of a table the first piece and then others as long as all before them, each
-        begun when whoever asks for rows has them; and where it ends. Whoever asks so waits no
-        longer than the update has run, and few pieces are enough."""
-        n, start = flat.weights.numel(), 0
-        while start < n:
-            stop = min(n, start + max(start, self.first_piece or n))
-            with self.asking:
-                pass
-            yield (flat.cut(start, stop) if stop - start < n else flat), stop
-            start = stop
-
-    def _write(self, flat: Flat, stop: int, part: Range, scale: float) -> None:
-        if self.defers and flat.moments_can_wait:
-            step_on_host = step_weights_on_host_
-        else:
-            step_on_host = step_on_host_
-        with self.lock:
-            self.written = None
-            step_on_host(
-                flat, hyper=part.hyper, step=part.step, scale=scale,
-                threads=self.threads, turns=part.turns,
-            )  # fmt: skip
-            self.written = stop
-
-    def rows_ahead(self, rows: Tensor, into: Tensor) -> bool:
-        """As `Updates.rows_ahead`."""
-        with self.asking:  # nothing that is waited for here needs the next piece
-            for job in self.earlier:  # they write what is read here
-                job.result()
-            if self.arrival is not None:
-                self.arrival.wait()
-            scale = 1.0 if self.norm is None else self.norm.scale()
-            if not math.isfinite(scale):
-                return False  # the update refuses the step, or leaves it out
-            with self.lock:
-                if self.written is None or len(self.work) != 1:
-                    return False
-                with self.recorder.working("cpu", "update", self.name):
-                    self._look_up(rows, into, self.written // into.shape[1], scale)
-        return True
-
-    def _look_up(self, rows: Tensor, into: Tensor, written_rows: int, scale: float) -> None:
-        """The weights of rows of a table whose first `written_rows` have theirs."""
-        part = self.work[0]
-        flat, there = flat_of(part), int(torch.searchsorted(rows, written_rows))
-        table = flat.weights.view(-1, into.shape[1])
-        torch.index_select(table, 0, rows[:there], out=into[:there])
-        weights_of_rows(
-            flat, rows[there:], into[there:],
-            hyper=part.hyper, step=part.step, scale=part.scale * scale,
-            threads=self.threads if self.its_turn else None,
-        )  # fmt: skip
 
     def update_moments(self) -> None:
         """What `update` left; nothing where that left the step out or failed, which it tells."""
@@ -295,28 +184,8 @@ class _Step:
         with self.recorder.working("cpu", "moments", self.name):
             for part in self.work:
                 flat = flat_of(part)
-                if flat.moments_can_wait:
-                    scale = part.scale * self.clip
-                    step_moments_on_host_(
-                        flat, hyper=part.hyper, step=part.step, scale=scale, threads=self.threads
-                    )
-
-
-def _in_order(work: Iterable[Group]) -> list[Group]:
-    """That of the forward pass, but a table whose rows are computed ahead comes last; one that the
-    head needs whole, early enough for its copy."""
-    order = list(work)
-    for group in [group for group in order if _looks_ahead(group)]:
-        order.remove(group)
-        order.insert(len(order) if group.by_rows else 3 * len(order) // 4, group)
-    return order
-
-
-def _looks_ahead(group: Group) -> bool:
-    """Does the forward read rows of it, which can be computed before its own turn? fp16 is rounded
-    from its masters when they are written."""
-    at_home = group.rows is not None and group.placement.weights != "device"
-    return at_home and group.members[0].segment.dtype is not torch.float16
+                if flat.has_two_passes:
+                    step_(flat, part.update(self.clip), part="moments", threads=self.threads)
 
 
 def _clip(norm: GradNorm | None) -> float:

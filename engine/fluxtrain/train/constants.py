@@ -22,7 +22,7 @@ from fluxtrain.hardware.bandwidth import bus_rates, host_copy_rate, sample_bytes
 from fluxtrain.hardware.cache import cache_file, is_fresh
 from fluxtrain.hardware.others import beside_text, is_calm_after
 from fluxtrain.hardware.probe import known_rates, sustained_threads
-from fluxtrain.optim.stepping import update_threads
+from fluxtrain.optim.native_adamw import update_threads
 from fluxtrain.plan.calibration import Calibration, trial_rows
 from fluxtrain.plan.facts import ModelFacts
 from fluxtrain.plan.ranked import GPU_CHUNK_TOKENS

@@ -76,7 +76,6 @@ def preview(
     capacity = _capacity(config, elsewhere, device.value)
     model, dtype, copied = _empty_model(config, elsewhere, device.value)
     wished_rows = None if config.train.batch_rows == "auto" else config.train.batch_rows
-    method_of(config).prepare(model, config.method)
     facts = model_facts_for(config, model, model.config)
     constants = Constants(per_s=per_s, source=ASSUMED)
     if elsewhere is None:
@@ -96,10 +95,9 @@ def preview(
     where = capacity or capacity_of(machine, device.value)
     disk = elsewhere.disk if elsewhere else disk_room(run_dir or runs_root())
     refuse_what_does_not_fit(config, facts, placement, copied, where.host_available_bytes, disk)
-    step_rows = placement.batch_rows * config.train.accumulation
     schedule = choose_schedule(
         config.train,
-        steps_per_epoch=max(1, -(-rows // step_rows)),
+        steps_per_epoch=max(1, -(-rows // (placement.batch_rows * config.train.accumulation))),
         fresh_weights=config.model.path == DEMO,
     )
     locks = page_locks_planned(facts, placement, device.value, per_s)
@@ -263,6 +261,7 @@ def _empty_model(
     positions = getattr(shape.get_text_config(), "max_position_embeddings", None)
     check_sequence_length(config.data.sequence_length, positions)
     copied = copied_by_loading(model, files, stored)
+    method_of(config).prepare(model, config.method)
     return model, dtype_choice(with_odd_tensors(dtype, copied.odd_dtypes)), copied
 
 

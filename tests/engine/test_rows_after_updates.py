@@ -1,10 +1,8 @@
-"""Rows of the next batch are computed before their table's update has its turn."""
+"""A table by rows is updated first, and the next forward's lookup waits for that update."""
 
 from __future__ import annotations
 
-import gc
 import threading
-import weakref
 from typing import Any
 
 import pytest
@@ -59,6 +57,7 @@ def table_after(dtype: torch.dtype, **options: Any) -> Tensor:
 
 CASES: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "bf16": (torch.bfloat16, {}),
+    "fp16": (torch.float16, {}),
     "fp32": (torch.float32, {}),
     "several passes": (torch.bfloat16, {"passes": 2}),
     "moments later": (torch.bfloat16, {"deferred_moments": True}),
@@ -71,7 +70,7 @@ CASES: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_rows_have_their_new_weights_before_any_update_was_made(case: str) -> None:
+def test_rows_wait_for_the_update_of_their_table(case: str) -> None:
     dtype, options = CASES[case]
     expected = table_after(dtype, **options)
     passes, width = options.pop("passes", 1), options.pop("hidden_size", 32)
@@ -79,34 +78,24 @@ def test_rows_have_their_new_weights_before_any_update_was_made(case: str) -> No
     engine = wrapped(model, "rows", **options)
     optimizer = stepped(model, engine, passes=passes)
     ids = inputs(9)["input_ids"]
-    with Held(engine):
+    embed: Any = model.get_input_embeddings()  # type: ignore[operator]
+    with Held(engine) as held:
         optimizer.step()
         optimizer.zero_grad()
-        embed: Any = model.get_input_embeddings()  # type: ignore[operator]
+        assert engine.groups[0].under_way
+        timer = threading.Timer(0.1, held.__exit__)
+        timer.start()
         found = embed(ids)
-        assert engine.groups[0].under_way  # the table itself is as it was
-        again = embed(ids[:1])
+        timer.join()
     options.update(passes=passes, hidden_size=width)
+    assert by_rows(engine)
     assert torch.equal(found, expected[ids])
-    assert torch.equal(again, expected[ids[:1]])
     engine.flush()
-    assert torch.equal(embed(ids), expected[ids])
     assert torch.equal(embed.weight.detach(), expected)
 
 
-def test_rows_of_fp16_wait_for_their_table() -> None:
-    expected = table_after(torch.float16)
-    model = llama(torch.float16)
-    engine = wrapped(model, "rows")
-    stepped(model, engine).step()
-    ids = inputs(9)["input_ids"]
-    assert torch.equal(model.get_input_embeddings()(ids), expected[ids])  # type: ignore[operator]
-    assert by_rows(engine)
-    assert engine.groups[0].pending is None or engine.groups[0].pending.done()
-
-
 @pytest.mark.parametrize("deferred", [False, True])
-def test_the_table_is_updated_after_all_others_and_its_moments_too(deferred: bool) -> None:
+def test_updates_come_in_the_order_of_the_forward_and_moments_in_reverse(deferred: bool) -> None:
     model = llama(torch.bfloat16)
     engine = wrapped(model, "rows", deferred_moments=deferred)
     optimizer = stepped(model, engine)
@@ -122,43 +111,9 @@ def test_the_table_is_updated_after_all_others_and_its_moments_too(deferred: boo
     optimizer.step()
     engine.flush()
     names = [group.name for group in engine.groups]
-    assert [name for what, name in order if what == "update"] == [*names[1:], names[0]]
+    assert [name for what, name in order if what == "update"] == names
     later = [name for what, name in order if what == "moments"]
     assert later == (names[::-1] if deferred else [])
-
-
-def test_a_tied_table_is_updated_early_enough_for_the_head() -> None:
-    model = llama(torch.bfloat16, tie_word_embeddings=True)
-    engine = wrapped(model, "rows", deferred_moments=True)
-    optimizer = stepped(model, engine)
-    order: list[tuple[str, str]] = []
-    recorder: Any = engine.device.recorder
-    working = recorder.working
-    recorder.working = lambda lane, what, name: (
-        order.append((what, name)) or working(lane, what, name)  # type: ignore[func-returns-value]
-    )
-    optimizer.step()
-    engine.flush()
-    table, *others = [group.name for group in engine.groups]
-    updated = [name for what, name in order if what == "update"]
-    assert updated == [*others[:3], table, *others[3:]]
-    assert [name for what, name in order if what == "moments"] == [*others[::-1], table]
-
-
-def test_rows_of_a_tied_table_have_their_new_weights_before_any_update_was_made() -> None:
-    plain = llama(torch.bfloat16, tie_word_embeddings=True)
-    engine = wrapped(plain, "whole")
-    stepped(plain, engine).step()
-    ids = inputs(9)["input_ids"]
-    expected = plain.get_input_embeddings()(ids)  # type: ignore[operator]
-    model = llama(torch.bfloat16, tie_word_embeddings=True)
-    engine = wrapped(model, "rows")
-    optimizer = stepped(model, engine)
-    with Held(engine):
-        optimizer.step()
-        found = model.get_input_embeddings()(ids)  # type: ignore[operator]
-        assert engine.groups[0].under_way
-    assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("deferred", [False, True])
@@ -199,20 +154,6 @@ def test_whoever_reads_the_table_itself_waits_for_it() -> None:
     model(**inputs(9))
     assert torch.equal(model.get_input_embeddings().weight.detach(), expected)  # type: ignore[operator]
     fluxtrain.sync(model)
-
-
-def test_an_update_that_was_waited_for_keeps_no_gradients_alive() -> None:
-    """The table may move to the device then, where nobody asks for rows any more."""
-    model = llama(torch.bfloat16)
-    engine = wrapped(model, "rows")
-    optimizer = stepped(model, engine)
-    gradients = weakref.ref(engine.groups[0].trained[0].gradient)
-    optimizer.step()
-    optimizer.zero_grad()
-    engine.flush()
-    engine.groups[0].give_up_gradient_memory()
-    gc.collect()
-    assert gradients() is None
 
 
 @pytest.mark.parametrize("tied", [False, True])

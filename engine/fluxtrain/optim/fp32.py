@@ -1,6 +1,8 @@
-"""A fused multiply-add in plain torch, which has none: updates with narrow states need it."""
+"""fp32 arithmetic that torch lacks, or does not round correctly everywhere."""
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor
@@ -24,3 +26,17 @@ def mul_add(a: Tensor | float, b: Tensor, c: Tensor | float) -> Tensor:
     towards = torch.where((lost > 0) == (total > 0), 1, -1)
     inexact = torch.isfinite(total) & (lost != 0) & (bits & 1 == 0)
     return torch.where(inexact, bits + towards, bits).view(torch.float64).float()
+
+
+def rounded_sqrt(x: Tensor) -> Tensor:
+    """The fp32 square root, correctly rounded, of fp32 `x`.
+
+    torch's CPU build hands large tensors to MKL, whose fp32 root is off by one bit for one value in
+    3,000; a double one rounded to fp32 is exact. CUDA's is correctly rounded as it is.
+    """
+    return torch.sqrt(x) if x.is_cuda else torch.sqrt(x.double()).float()
+
+
+def quiet(x: Tensor) -> Tensor:
+    """`x` with every NaN replaced by 0x7fc00000, the one NaN that all implementations store."""
+    return torch.nan_to_num(x, nan=math.nan, posinf=math.inf, neginf=-math.inf)

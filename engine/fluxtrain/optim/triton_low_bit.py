@@ -1,9 +1,7 @@
 """AdamW with 8-bit or bf16 states of blocks that live on a GPU: one Triton kernel a range.
 
-The order of operations is that of native/include/flux_native.h, as in `fused_device`, so codes too
+The order of operations is that of native/include/flux_native.h, as in `triton_adamw`, so codes too
 equal the host's. One pass moves 14 (8 bits) or 18 bytes a parameter.
-
-Without Triton the same is done with torch operations, and the host then waits for the device once.
 """
 
 from __future__ import annotations
@@ -16,9 +14,9 @@ from torch import Tensor
 
 from fluxtrain.hardware.current_gpu import launching_on
 from fluxtrain.optim import dynamic_map
-from fluxtrain.optim.hyper import Hyper, coefficients, narrow_coefficients
-from fluxtrain.optim.narrow_adamw import update8_by_torch_, update16_by_torch_
-from fluxtrain.optim.reference import Rounding, States8
+from fluxtrain.optim.dynamic_map import BLOCK
+from fluxtrain.optim.flat import Flat
+from fluxtrain.optim.hyper import AdamWUpdate, low_bit_coefficients
 
 try:
     import triton
@@ -158,74 +156,36 @@ if triton is not None:
         tl.store(v_at + at, (v_bits >> 16).to(tl.int16), mask=inside)
 
 
-def update8_resident_(
-    weights: Tensor,
-    lo: Tensor | None,
-    states: States8,
-    gradient: Tensor,
-    *,
-    hyper: Hyper,
-    step: int,
-    scale: float,
-    clip: Tensor,
-) -> None:
-    """One AdamW step with 8-bit states in place on flat device tensors; as `update_resident_`.
-
-    weights bfloat16 with `lo`, or float32; states: codes uint8, scales float32 (blocks,); clip 0-d
-    fp32 on the device, never read back; NaN leaves everything as it is.
-    """
-    if triton is None:
-        if bool(torch.isfinite(clip)):
-            factor = float(clip) * scale
-            update8_by_torch_(
-                weights, lo, states, gradient, hyper=hyper, step=step, grad_scale=factor
-            )
-        return
-    c = coefficients(hyper, step, scale)
-    narrow = narrow_coefficients(c._replace(grad_scale=1.0))
-    n, device = weights.numel(), weights.device
-    words: Any = weights.view(torch.int16) if lo is not None else weights
-    with launching_on(weights):
-        _adamw8[(-(-n // (_ROWS * dynamic_map.BLOCK)),)](
-            words, lo if lo is not None else words, *states, gradient, clip, n,
+def launch_8bit_(flat: Flat, update: AdamWUpdate, clip: Tensor) -> None:
+    """Take one AdamW step with 8-bit states in place; gradients count times `clip` (0-d fp32)."""
+    c = update.coefficients()
+    low_bit = low_bit_coefficients(c._replace(grad_scale=1.0))
+    n, device = flat.weights.numel(), flat.weights.device
+    words: Any = flat.weights.view(torch.int16) if flat.lo is not None else flat.weights
+    with launching_on(flat.weights):
+        _adamw8[(-(-n // (_ROWS * BLOCK)),)](
+            words, flat.lo if flat.lo is not None else words, *flat.states8, flat.gradient, clip, n,
             _values(True, device), _values(False, device),
             _table(True, device), _table(False, device),
-            c.grad_scale, c.decay, c.beta1, c.beta2, *narrow,
-            SPLIT=lo is not None, ROWS=_ROWS, num_warps=4, enable_fp_fusion=False,
+            c.grad_scale, c.decay, c.beta1, c.beta2, *low_bit,
+            SPLIT=flat.lo is not None, ROWS=_ROWS, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
 
 
-def update16_resident_(
-    weights: Tensor,
-    lo: Tensor | None,
-    m: Tensor,
-    v: Tensor,
-    gradient: Tensor,
-    rounding: Rounding,
-    *,
-    hyper: Hyper,
-    step: int,
-    scale: float,
-    clip: Tensor,
-) -> None:
-    """One AdamW step with bfloat16 states rounded at random; otherwise as `update8_resident_`."""
-    if triton is None:
-        if bool(torch.isfinite(clip)):
-            factor = float(clip) * scale
-            update16_by_torch_(
-                weights, lo, m, v, gradient, rounding, hyper=hyper, step=step, grad_scale=factor
-            )
-        return
-    c = coefficients(hyper, step, scale)
-    narrow = narrow_coefficients(c._replace(grad_scale=1.0))
-    n = weights.numel()
-    words: Any = weights.view(torch.int16) if lo is not None else weights
-    with launching_on(weights):
+def launch_bf16_(flat: Flat, update: AdamWUpdate, clip: Tensor) -> None:
+    """Take one AdamW step with bfloat16 states rounded at random, otherwise as `launch_8bit_`."""
+    assert flat.rounding is not None
+    c = update.coefficients()
+    low_bit = low_bit_coefficients(c._replace(grad_scale=1.0))
+    n = flat.weights.numel()
+    words: Any = flat.weights.view(torch.int16) if flat.lo is not None else flat.weights
+    with launching_on(flat.weights):
         _adamw16[(-(-n // _ELEMENTS),)](
-            words, lo if lo is not None else words, m.view(torch.int16), v.view(torch.int16),
-            gradient, clip, n, *(_signed(word) for word in rounding),
-            c.grad_scale, c.decay, c.beta1, c.beta2, *narrow,
-            SPLIT=lo is not None, BLOCK=_ELEMENTS, num_warps=4, enable_fp_fusion=False,
+            words, flat.lo if flat.lo is not None else words,
+            flat.m.view(torch.int16), flat.v.view(torch.int16),
+            flat.gradient, clip, n, *(_signed(word) for word in flat.rounding),
+            c.grad_scale, c.decay, c.beta1, c.beta2, *low_bit,
+            SPLIT=flat.lo is not None, BLOCK=_ELEMENTS, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
 
 
