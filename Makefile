@@ -39,7 +39,7 @@ lint: dev ## ruff, mypy --strict, import contracts and circles
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/python .ci/check_imports.py fluxtui
+	$(BIN)/python .ci/check_imports.py engine/fluxtrain fluxtui
 
 test: dev test-native ## native tests, then pytest without gpu and slow tests
 	$(PYTEST) -n 3 -m "not gpu and not slow" $(TESTS)

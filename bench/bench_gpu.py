@@ -31,20 +31,20 @@ from random_model import random_model
 from step_timeline import StepTimeline
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from fluxtrain.calibration.constants import measured_constants
 from fluxtrain.data.batches import Batch
 from fluxtrain.hardware.machine import read_machine
-from fluxtrain.methods.kernels import choose_kernels
-from fluxtrain.plan.cost import cost
+from fluxtrain.methods.causal_lm import CausalLM
+from fluxtrain.methods.objective import BoundBatch
+from fluxtrain.models.kernels import choose_kernels
+from fluxtrain.plan.choices.placement import Placement
+from fluxtrain.plan.choices.timed import Timing, place_timed
+from fluxtrain.plan.cost.moments import DEFERS as DEFERS_MOMENTS
+from fluxtrain.plan.cost.step import cost
 from fluxtrain.plan.facts import Capacity
 from fluxtrain.plan.footprint import boundaries_on_host, homes
-from fluxtrain.plan.moments import DEFERS as DEFERS_MOMENTS
-from fluxtrain.plan.placement import Placement
 from fluxtrain.plan.request import Auto, RunRequest
-from fluxtrain.plan.timed import Timing, place_timed
-from fluxtrain.train.causal_lm import CausalLM
-from fluxtrain.train.constants import measured_constants
-from fluxtrain.train.objective import BoundBatch
-from fluxtrain.train.placing import model_facts
+from fluxtrain.planning.placing import model_facts
 
 ENGINES = ("flux", "resident", "resident-fp32", "deepspeed2", "deepspeed3")
 CONTEXT_GIB = 0.8  # CUDA's own share of the process's memory, with Triton's kernels
@@ -120,7 +120,7 @@ def wrapped(
     """Wrap the model as a run with these rows would be; its engine, the plan for the rows, and what
     is to be said of it. The model is on the host as a loaded one: the trial has the card alone."""
     import fluxtrain
-    from fluxtrain.stream.engine import engine_of
+    from fluxtrain.wrap.engine import engine_of
 
     budget_bytes = int((options.budget_gib - CONTEXT_GIB) * GIB)
     plan, told = planned(model, options, budget_bytes)

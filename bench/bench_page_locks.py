@@ -19,8 +19,8 @@ from unittest import mock
 
 import torch
 
+from fluxtrain.device import arena as arenas
 from fluxtrain.hardware.fresh_memory import fresh, touch
-from fluxtrain.memory import arena as arenas
 from fluxtrain.units import GIB
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from children import Stopped, run_python, stoppable
 
-from fluxtrain.optim.third_party import THIRD_PARTY
+from fluxtrain.optimizer.third_party_packages import THIRD_PARTY
 from fluxtrain.telemetry.events import StepFinished
 from fluxtrain.telemetry.journal import read_events
 

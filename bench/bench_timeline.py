@@ -21,9 +21,9 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import fluxtrain
 from fluxtrain.device.device import open_device
-from fluxtrain.memory.step_cutter import StepCutter
-from fluxtrain.stream.engine import Engine, engine_of
-from fluxtrain.telemetry.ring import RingWriter
+from fluxtrain.trace.ring import RingWriter
+from fluxtrain.trace.step_cutter import StepCutter
+from fluxtrain.wrap.engine import Engine, engine_of
 
 SHAPES = yaml.safe_load(Path(__file__).with_name("shapes.yaml").read_text())
 ROUND = 4  # steps with, then as many without; the first of each round is not counted

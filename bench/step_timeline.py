@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fluxtrain.stream.engine import Engine
-from fluxtrain.telemetry.attribution import attribute
-from fluxtrain.telemetry.lanes import StepLanes
-from fluxtrain.telemetry.ring import read_ring
-from fluxtrain.telemetry.trace import write_trace
-from fluxtrain.train.timeline import TimelineThread
+from fluxtrain.trace.attribution import attribute
+from fluxtrain.trace.export import write_trace
+from fluxtrain.trace.lanes import StepLanes
+from fluxtrain.trace.ring import read_ring
+from fluxtrain.trace.timeline import TimelineThread
+from fluxtrain.wrap.engine import Engine
 
 WARM_UP_STEPS = 3
 

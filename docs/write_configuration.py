@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from fluxtrain.train.config import RunConfig, demo_config, json_schema, settings
+from fluxtrain.config.schema import RunConfig, demo_config, json_schema, settings
 
 PAGE = Path(__file__).with_name("configuration.md")
 HEAD = """\

@@ -15,8 +15,8 @@ import msgspec
 from msgspec.structs import replace
 
 from fluxtrain.client.doctor import DoctorAnswer
-from fluxtrain.doctor.findings import findings
-from fluxtrain.doctor.screen import screen
+from fluxtrain.commands.doctor.findings import findings
+from fluxtrain.commands.doctor.screen import screen
 
 PAGE = Path(__file__).with_name("doctor.md")
 RECORDED = Path(__file__).with_name("doctor")
@@ -64,7 +64,7 @@ def page() -> str:
 
 def record(name: str) -> None:
     """Run the doctor here and keep its report."""
-    from fluxtrain.doctor.examine import examine
+    from fluxtrain.commands.doctor.examine import examine
 
     told = examine(Path.cwd(), fresh=True, say=lambda line: print(line, file=sys.stderr))
     gpus = tuple(replace(gpu, uuid=None, other_processes=()) for gpu in told.probe.machine.gpus)

@@ -21,8 +21,8 @@ from textual.message import Message
 from textual.screen import Screen
 from textual.signal import Signal
 
+from fluxtrain.rundir.run_dir import runs_root
 from fluxtrain.telemetry.printable import printable
-from fluxtrain.telemetry.rundir import runs_root
 from fluxtui.actions.action_screen import ActionScreen
 from fluxtui.actions.key_map import rebound
 from fluxtui.actions.table import RUN_SCREENS, Action
@@ -49,7 +49,7 @@ from fluxtui.themes import (
 from fluxtui.widgets.screen_updates import PartsUpdate
 
 if TYPE_CHECKING:
-    from fluxtrain.telemetry.launch import TrainerProcess
+    from fluxtrain.rundir.launch import TrainerProcess
     from fluxtui.sources.machine_sampler import MachineSampler
 
 StartScreen = Literal["dashboard", "memory", "transfer", "loss", "log", "plan", "runs", "wizard"]

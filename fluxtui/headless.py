@@ -12,6 +12,8 @@ from pathlib import Path
 from types import FrameType
 
 from fluxtrain.errors import EXIT_BUG, EXIT_FINISHED, EXIT_INTERRUPTED, BadInput
+from fluxtrain.rundir.launch import TRAINER
+from fluxtrain.rundir.run_dir import RunDir
 from fluxtrain.telemetry.events import (
     AnyEvent,
     Done,
@@ -20,10 +22,8 @@ from fluxtrain.telemetry.events import (
     Hello,
     StepFinished,
 )
-from fluxtrain.telemetry.launch import TRAINER
 from fluxtrain.telemetry.printable import printable
 from fluxtrain.telemetry.reader import JournalFollower
-from fluxtrain.telemetry.rundir import RunDir
 from fluxtrain.units import duration_text
 
 POLL_PERIOD_S = 0.5

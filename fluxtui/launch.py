@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fluxtrain.errors import EXIT_BUG, EXIT_FINISHED, EXIT_INTERRUPTED, BadInput, FluxTrainError
-from fluxtrain.telemetry.finding import LAST, find_run
+from fluxtrain.rundir.finding import LAST, find_run
+from fluxtrain.rundir.run_dir import RunDir, runs_root
+from fluxtrain.rundir.standard_streams import open_standard_streams
 from fluxtrain.telemetry.printable import printable, printable_lines
-from fluxtrain.telemetry.rundir import RunDir, runs_root
-from fluxtrain.telemetry.standard_streams import open_standard_streams
 from fluxtrain.telemetry.typed import typed
 from fluxtui.wizard.answers.answers import (
     DIAL,
@@ -37,7 +37,7 @@ from fluxtui.wizard.answers.configuring import SETTINGS, answers_from_file
 if TYPE_CHECKING:
     from textual.screen import Screen
 
-    from fluxtrain.telemetry.launch import TrainerProcess
+    from fluxtrain.rundir.launch import TrainerProcess
     from fluxtui.app import FluxApp
 
 LEAVING_S = 2.0  # what reads files gets so long to end

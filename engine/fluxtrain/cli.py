@@ -21,10 +21,10 @@ from fluxtrain.errors import (
 from fluxtrain.hardware import allocator, openmp
 from fluxtrain.interrupts import ImmediateInterrupts
 from fluxtrain.output import complain, print_json, say, silent, tell
-from fluxtrain.telemetry.standard_streams import open_standard_streams
+from fluxtrain.rundir.standard_streams import open_standard_streams
 
 if TYPE_CHECKING:
-    from fluxtrain.train.config import RunConfig
+    from fluxtrain.config.schema import RunConfig
 
 EXIT_CODES = (
     "Exit codes: 0 finished; 1 a bug of FluxTrain; 2 bad configuration or input; 3 does not fit in "
@@ -90,8 +90,8 @@ def train(  # noqa: PLR0913, PLR0917 - typer reads the options from the signatur
     live_fd: Annotated[int | None, typer.Option("--live-fd", hidden=True)] = None,
 ) -> None:
     """Train a model. Its run directory holds the journal, the checkpoints and the result."""
-    from fluxtrain.telemetry.trace import check_trace_path, traced
-    from fluxtrain.train.recovery import find, new_run, stored_config, truly_told
+    from fluxtrain.checkpoint.recovery import find, new_run, stored_config, truly_told
+    from fluxtrain.trace.export import check_trace_path, traced
 
     if trace is not None:
         check_trace_path(trace)
@@ -144,8 +144,8 @@ def plan(  # noqa: PLR0917 - typer reads the options from the signature
     """Show what a run would do and need, how long it takes, and why."""
     chosen = _named_config("plan", config, demo, _overrides(sets, steps, device))
     with ImmediateInterrupts():
+        from fluxtrain.commands.preview import preview, table
         from fluxtrain.plan.machine_file import read_machine_file
-        from fluxtrain.train.preview import preview, table
 
     elsewhere = None if machine is None else read_machine_file(machine)
     report = complain if progress or sys.stderr.isatty() else None
@@ -167,7 +167,7 @@ def inspect(
     """Show the data as the model will see it: samples, what is learnt of them, and lengths."""
     chosen = _named_config("inspect", config, demo, _overrides(sets, None, None))
     with ImmediateInterrupts():
-        from fluxtrain.train import inspection
+        from fluxtrain.commands import inspection
 
     found = inspection.inspect(chosen)
     if json:
@@ -188,7 +188,7 @@ def dry_run(
     """Train three real steps, show predicted against measured, and leave nothing behind."""
     chosen = _named_config("try", config, demo, _overrides(sets, None, device))
     with ImmediateInterrupts():
-        from fluxtrain.train import dry_run as trial
+        from fluxtrain.commands import dry_run as trial
 
     found = trial.dry_run(chosen)
     if json:
@@ -205,9 +205,9 @@ def probe(
     debug: Debug = False,
 ) -> None:
     """Measure this machine and the disk of the runs."""
-    from fluxtrain.hardware.probe import probe as measure
-    from fluxtrain.hardware.probe_table import probe_text
-    from fluxtrain.telemetry.rundir import runs_root
+    from fluxtrain.hardware.probe.probe import probe as measure
+    from fluxtrain.hardware.probe.table import probe_text
+    from fluxtrain.rundir.run_dir import runs_root
 
     found = measure(runs_root(), fresh=fresh, report=None if json and not progress else complain)
     if json:
@@ -227,9 +227,9 @@ def doctor(
     Ends with exit code 0 when all self-tests pass, with 1 when one fails.
     """
     with ImmediateInterrupts():
-        from fluxtrain.doctor.examine import examine
-        from fluxtrain.doctor.screen import screen
-    from fluxtrain.telemetry.rundir import runs_root
+        from fluxtrain.commands.doctor.examine import examine
+        from fluxtrain.commands.doctor.screen import screen
+    from fluxtrain.rundir.run_dir import runs_root
 
     report = examine(runs_root(), fresh=fresh, say=silent if json else complain)
     if json:
@@ -256,7 +256,7 @@ def trace(
 
     Works while the run trains, and after whatever ended it.
     """
-    from fluxtrain.telemetry.trace_command import exported, summarised
+    from fluxtrain.trace.command import exported, summarised
 
     text, facts = summarised(run) if summary else exported(run, output)
     if json:
@@ -268,7 +268,7 @@ def trace(
 @app.command()
 def schema() -> None:
     """Print the JSON schema of the configuration."""
-    from fluxtrain.train.config import json_schema
+    from fluxtrain.config.schema import json_schema
 
     print_json(json_schema())
 
@@ -276,8 +276,8 @@ def schema() -> None:
 @app.command()
 def runs(json: Json = False, debug: Debug = False) -> None:
     """List the runs, newest first ($FLUXTRAIN_RUNS, or ./runs)."""
+    from fluxtrain.rundir.run_dir import list_runs, runs_root
     from fluxtrain.telemetry.printable import printable
-    from fluxtrain.telemetry.rundir import list_runs, runs_root
 
     if runs_root().is_file():
         raise BadInput(f"{runs_root()} is a file: set FLUXTRAIN_RUNS to the folder of the runs")
@@ -324,9 +324,9 @@ def undo(run: Named, json: Json = False, debug: Debug = False) -> None:
 
 def _command(run: str, command: str, arguments: dict[str, Any], *, json: bool) -> None:
     """Ask a running trainer; a refusal is an error of whoever asked."""
-    from fluxtrain.telemetry.control import send_command
-    from fluxtrain.telemetry.finding import find_run
-    from fluxtrain.telemetry.rundir import RunDir
+    from fluxtrain.rundir.control import send_command
+    from fluxtrain.rundir.finding import find_run
+    from fluxtrain.rundir.run_dir import RunDir
 
     answer = send_command(RunDir(find_run(run)).socket, command, arguments)
     if json:
@@ -354,7 +354,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
 
 
 def _chosen_config(path: Path | None, demo: bool, overrides: list[str]) -> RunConfig | None:
-    from fluxtrain.train.config import demo_config, load_config
+    from fluxtrain.config.schema import demo_config, load_config
 
     if demo and path is not None:
         raise BadInput(f"--demo and {path} were both given: leave one out")

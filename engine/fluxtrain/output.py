@@ -23,7 +23,7 @@ def tell(error: BaseException, *, debug: bool) -> int:
     if (usage := _usage_message(error)) is not None:
         complain(usage)
         return EXIT_BAD_INPUT
-    from fluxtrain.train.failures import as_told
+    from fluxtrain.reporting.failures import as_told
 
     if debug:
         traceback.print_exception(error)

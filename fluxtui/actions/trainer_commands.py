@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fluxtrain.errors import FluxTrainError
+from fluxtrain.rundir.run_dir import RunDir
 from fluxtrain.telemetry.events import AdviceGiven
-from fluxtrain.telemetry.rundir import RunDir
 from fluxtui.app_base import AppBase
 from fluxtui.panels.trials import why_not
 
@@ -49,7 +49,7 @@ def apply_advice(app: AppBase, advice: AdviceGiven | None) -> None:
 
 
 def _ask(app: AppBase, socket: Path, command: str, arguments: dict[str, Any] | None) -> None:
-    from fluxtrain.telemetry.control import send_command
+    from fluxtrain.rundir.control import send_command
 
     try:
         answer = send_command(socket, command, arguments)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import lru_cache
 
-from fluxtrain.telemetry.attribution import Attribution, attribute
-from fluxtrain.telemetry.lanes import Interval, StepLanes, without_evaluation
-from fluxtrain.telemetry.ring import Recorded
+from fluxtrain.trace.attribution import Attribution, attribute
+from fluxtrain.trace.lanes import Interval, StepLanes, without_evaluation
+from fluxtrain.trace.ring import Recorded
 from fluxtrain.units import duration_text
 from fluxtui.panels.panel import Panel, pair, share_text, stale_note
 from fluxtui.panels.step import body as phases_body

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
 
-from fluxtrain.telemetry.lanes import Interval
+from fluxtrain.trace.lanes import Interval
 from fluxtrain.units import duration_text
 from fluxtui.widgets.spans import Line, Span
 

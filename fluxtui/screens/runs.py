@@ -13,7 +13,7 @@ from textual.app import ComposeResult
 from textual.binding import BindingType
 
 from fluxtrain.errors import FluxTrainError
-from fluxtrain.telemetry.rundir import RunDir, RunSummary, list_runs
+from fluxtrain.rundir.run_dir import RunDir, RunSummary, list_runs
 from fluxtrain.telemetry.storage import read_json
 from fluxtrain.units import bytes_text
 from fluxtui.actions.key_map import screen_bindings
@@ -132,7 +132,7 @@ class RunsScreen(RunScreen):
         if reason:
             self._refused("resume", reason)
             return
-        from fluxtrain.telemetry.launch import start_trainer
+        from fluxtrain.rundir.launch import start_trainer
 
         try:
             self.flux.trainer = start_trainer(RESUME, run.path)

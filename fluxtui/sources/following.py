@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from fluxtrain.telemetry.ring import RingReader
-from fluxtrain.telemetry.rundir import RunDir
+from fluxtrain.rundir.run_dir import RunDir
+from fluxtrain.trace.ring import RingReader
 from fluxtui.sources.source import RunSource
 from fluxtui.state.link import Link
 from fluxtui.state.run import RunState

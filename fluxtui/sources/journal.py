@@ -6,11 +6,11 @@ import os
 import time
 from pathlib import Path
 
+from fluxtrain.rundir.run_dir import RunDir
 from fluxtrain.telemetry.events import AnyEvent, Done, Failed, Gauge, Hello
 from fluxtrain.telemetry.journal import tail_lines
 from fluxtrain.telemetry.printable import printable
 from fluxtrain.telemetry.reader import JournalFollower, PipeReader, SchemaTooNew
-from fluxtrain.telemetry.rundir import RunDir
 from fluxtrain.telemetry.storage import read_json
 from fluxtui.sources.source import Batch
 from fluxtui.state.link import Link, Process

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fluxtrain.errors import BadInput
+from fluxtrain.rundir.run_dir import RunDir
 from fluxtrain.telemetry.printable import printable
-from fluxtrain.telemetry.rundir import RunDir
 from fluxtrain.telemetry.storage import open_to_read
 
 _HERE = RunDir(".")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rich.cells import set_cell_size
 
-from fluxtrain.telemetry.rundir import RunSummary
+from fluxtrain.rundir.run_dir import RunSummary
 from fluxtrain.units import UNKNOWN, duration_text
 from fluxtui.panels.panel import number_text, time_left_s, whole_text
 from fluxtui.state.freshness import SLOWEST_STEP_FACTOR, STEP_FLOOR_S

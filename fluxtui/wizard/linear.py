@@ -20,8 +20,8 @@ from fluxtrain.client.inspection import InspectionAnswer
 from fluxtrain.client.plan import PlanAnswer
 from fluxtrain.client.probe import ProbeAnswer
 from fluxtrain.errors import FluxTrainError
+from fluxtrain.rundir.run_dir import runs_root
 from fluxtrain.telemetry.printable import printable_lines
-from fluxtrain.telemetry.rundir import runs_root
 from fluxtrain.telemetry.storage import free_bytes
 from fluxtui.wizard import linear_lines
 from fluxtui.wizard.answers import questions

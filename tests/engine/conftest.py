@@ -27,11 +27,11 @@ from transformers import (
 
 from fluxtrain import _native
 from fluxtrain.client.machine import Machine
+from fluxtrain.commands import preview
 from fluxtrain.data.demo import train_tokenizer
 from fluxtrain.hardware.machine import read_machine
-from fluxtrain.stream import updates
-from fluxtrain.stream.engine import Engine
-from fluxtrain.train import preview
+from fluxtrain.updates import updates
+from fluxtrain.wrap.engine import Engine
 from tests.engine import forked
 from tests.engine.deferred_models import Hold
 from tests.engine.half_models import half_model
@@ -148,8 +148,8 @@ def _short_trials() -> Iterator[None]:
         return read_machine(), RATES if elsewhere is None else elsewhere.per_s
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fluxtrain.train.constants.is_calm_after", lambda _: False)
-        patch.setattr("fluxtrain.train.rounds.MOST_ROUNDS", 1)
+        patch.setattr("fluxtrain.calibration.constants.is_calm_after", lambda _: False)
+        patch.setattr("fluxtrain.calibration.repeats.MOST_ROUNDS", 1)
         patch.setattr(preview, "_measured", measured)
         yield
 

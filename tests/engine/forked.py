@@ -22,7 +22,7 @@ from typing import Any
 _PROCESSES = multiprocessing.get_context("forkserver")
 _PROCESSES.set_forkserver_preload(
     [
-        "fluxtrain.doctor.self_test",
+        "fluxtrain.commands.doctor.self_test",
         "fluxtrain.train.run",
         "transformers.models.llama.modeling_llama",
         "transformers.models.mixtral.modeling_mixtral",

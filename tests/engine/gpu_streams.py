@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 from fluxtrain.device import cuda_device as devices
+from fluxtrain.device import page_locks
+from fluxtrain.device.page_locks import PageLocks
+from fluxtrain.device.recorder import HostClock, Recorder
 from fluxtrain.device.stalls import Stalls
 from fluxtrain.device.worker import Worker
-from fluxtrain.memory import page_locks
-from fluxtrain.memory.page_locks import PageLocks
-from fluxtrain.memory.recorder import HostClock, Recorder
-from fluxtrain.stream import wrapping
+from fluxtrain.wrap import wrapping
 
 _PAUSES_S = (0.0, 0.0, 0.0, 0.003)  # of a copy
 _HOME = 10  # times: so slow that the next pass finds gradients on their way

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from fluxtrain.memory.segment import Member
-from fluxtrain.stream.engine import Engine, engine_of
-from fluxtrain.stream.loss_scale import FIRST, LossScale
+from fluxtrain.updates.loss_scale import FIRST, LossScale
+from fluxtrain.wrap.engine import Engine, engine_of
 from tests.wrap_with import wrap_with
 
 HALF = torch.float16

@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 
 from fluxtrain import _native
-from fluxtrain.optim import fp32, reference
-from fluxtrain.optim.dynamic_map import BLOCK
-from fluxtrain.optim.flat import Flat
-from fluxtrain.optim.hyper import AdamWUpdate, Hyper, coefficients
-from fluxtrain.optim.reference import Rounding, States8, decode, encode, rounding
-from fluxtrain.optim.step import step_
-from fluxtrain.optim.torch_adamw import step_by_torch_
+from fluxtrain.adamw import fp32, reference
+from fluxtrain.adamw.dynamic_map import BLOCK
+from fluxtrain.adamw.flat import Flat
+from fluxtrain.adamw.hyper import AdamWUpdate, Hyper, coefficients
+from fluxtrain.adamw.reference import Rounding, States8, decode, encode, rounding
+from fluxtrain.adamw.step import step_
+from fluxtrain.adamw.torch_adamw import step_by_torch_
 
 ISAS = pytest.mark.parametrize("isa", _native.ISA_NAMES)
 SIGNS = pytest.mark.parametrize("signed", [True, False])

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from fluxtrain.live.resettle import resettle
+from fluxtrain.plan.choices.placement import Placement
 from fluxtrain.plan.facts import GroupFacts, HeadFacts, ModelFacts
 from fluxtrain.plan.group_placement import table_of
-from fluxtrain.plan.placement import Placement
-from fluxtrain.stream.engine import Engine
-from fluxtrain.stream.resettle import resettle
+from fluxtrain.wrap.engine import Engine
 
 
 def placed_anew(engine: Engine, **counts: Any) -> Placement:

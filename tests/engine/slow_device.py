@@ -24,7 +24,8 @@ from fluxtrain.device.cpu_device import CpuDevice
 from fluxtrain.device.staging import host_copy
 from fluxtrain.device.stalls import Stalls
 from fluxtrain.device.transfer import Transfer
-from fluxtrain.stream import updates, wrapping
+from fluxtrain.updates import updates
+from fluxtrain.wrap import wrapping
 
 _LONGEST_S = 0.004  # of a delay; a step of the tests' models takes some 0.02
 

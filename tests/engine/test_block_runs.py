@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fluxtrain.stream.block_runs import Sizes, runs_of
+from fluxtrain.runtime.block_runs import Sizes, runs_of
 from fluxtrain.telemetry.events import BlockRun
 
 

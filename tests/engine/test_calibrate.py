@@ -16,29 +16,29 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 import fluxtrain
-from fluxtrain.client.machine import Machine
-from fluxtrain.data.batches import Batch
-from fluxtrain.errors import DoesNotFit
-from fluxtrain.hardware.busy_bus import busy_bus
-from fluxtrain.hardware.machine import read_machine
-from fluxtrain.hardware.rate import sustained_rate
-from fluxtrain.plan.facts import ModelFacts
-from fluxtrain.stream.engine import engine_of
-from fluxtrain.train import constants as constants_module
-from fluxtrain.train import preview as preview_module
-from fluxtrain.train.calibrate import calibrate
-from fluxtrain.train.causal_lm import CausalLM
-from fluxtrain.train.config import demo_config
-from fluxtrain.train.constants import known_constants, measured_constants
-from fluxtrain.train.objective import BoundBatch
-from fluxtrain.train.peaks import (
+from fluxtrain.calibration import constants as constants_module
+from fluxtrain.calibration.block_timing import COPIES, NotCalibrated
+from fluxtrain.calibration.calibrate import calibrate
+from fluxtrain.calibration.constants import known_constants, measured_constants
+from fluxtrain.calibration.peaks import (
     host_peak_bytes,
     measure_host_peak_anew,
     recent_host_peak_bytes,
 )
-from fluxtrain.train.placing import model_facts
-from fluxtrain.train.preview import preview
-from fluxtrain.train.trial import COPIES, NotCalibrated
+from fluxtrain.client.machine import Machine
+from fluxtrain.commands import preview as preview_module
+from fluxtrain.commands.preview import preview
+from fluxtrain.config.schema import demo_config
+from fluxtrain.data.batches import Batch
+from fluxtrain.errors import DoesNotFit
+from fluxtrain.hardware.machine import read_machine
+from fluxtrain.hardware.probe.busy_bus import busy_bus
+from fluxtrain.hardware.probe.rate import sustained_rate
+from fluxtrain.methods.causal_lm import CausalLM
+from fluxtrain.methods.objective import BoundBatch
+from fluxtrain.plan.facts import ModelFacts
+from fluxtrain.planning.placing import model_facts
+from fluxtrain.wrap.engine import engine_of
 from tests.engine.trial_rows import LENGTH, batch_of, plain_batch
 
 Tiny = Callable[..., PreTrainedModel]
@@ -47,7 +47,7 @@ Tiny = Callable[..., PreTrainedModel]
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     """This one, with nothing measured on it before, and nobody else on it."""
-    monkeypatch.setattr("fluxtrain.train.calibrate.others_share", lambda _: None)
+    monkeypatch.setattr("fluxtrain.calibration.calibrate.others_share", lambda _: None)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return read_machine()
 
@@ -87,7 +87,7 @@ def test_what_a_chunk_costs_beside_its_rows_is_found(
         return forward(self, hidden, *args, **kwargs)
 
     monkeypatch.setattr(layer, "forward", slow_to_start)
-    monkeypatch.setattr("fluxtrain.train.trial.time.perf_counter", lambda: now_s[0])
+    monkeypatch.setattr("fluxtrain.calibration.block_timing.time.perf_counter", lambda: now_s[0])
     tried = calibrate(model, batch_of, torch.device("cpu"), (1, 4))
     for line in (tried.forward, tried.backward):  # which runs it once more
         assert line.base == pytest.approx(pause_s, rel=1e-3)
@@ -97,7 +97,7 @@ def test_what_a_chunk_costs_beside_its_rows_is_found(
 def test_without_a_gpu_the_miniature_streams_too_and_moves_what_a_step_moves(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fluxtrain.train.rounds.others_share", lambda _: None)
+    monkeypatch.setattr("fluxtrain.calibration.repeats.others_share", lambda _: None)
     model = tiny("llama", torch.float32)
     streamed = calibrate(model, batch_of, torch.device("cpu"), (1, 4)).streamed
     assert streamed is not None
@@ -192,13 +192,13 @@ def test_a_block_tried_beside_other_programs_is_tried_again_when_those_are_gone(
 ) -> None:
     model = tiny("llama", torch.float32)
     facts = facts_of(model)
-    monkeypatch.setattr("fluxtrain.train.calibrate.others_share", lambda _: 0.5)
+    monkeypatch.setattr("fluxtrain.calibration.calibrate.others_share", lambda _: 0.5)
     tried = measured_constants(facts, machine, "cpu", 4, model, batch_of)
     assert "while other programs used 50% of the processors" in tried.source
     monkeypatch.setattr(constants_module, "is_calm_after", lambda share: False)
     assert measured_constants(facts, machine, "cpu", 4, model, _never).source == tried.source
     monkeypatch.setattr(constants_module, "is_calm_after", lambda share: share == 0.5)
-    monkeypatch.setattr("fluxtrain.train.calibrate.others_share", lambda _: 0.0)
+    monkeypatch.setattr("fluxtrain.calibration.calibrate.others_share", lambda _: 0.0)
     again = measured_constants(facts, machine, "cpu", 4, model, batch_of)
     assert again.is_new
     assert "other programs" not in again.source

@@ -16,9 +16,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from fluxtrain.errors import BadInput, NoSpace
-from fluxtrain.train import shard_file
-from fluxtrain.train.checkpoint import (
+from fluxtrain.checkpoint import shard_file
+from fluxtrain.checkpoint.checkpoint import (
     Damaged,
     list_checkpoints,
     prune,
@@ -26,10 +25,11 @@ from fluxtrain.train.checkpoint import (
     remove_unfinished,
     write_checkpoint,
 )
-from fluxtrain.train.checkpoint_writer import newest_valid
-from fluxtrain.train.randomness import random_state, restore_random_state, seed_everything
-from fluxtrain.train.run_state import RunState
-from fluxtrain.train.shard_file import hash_file, write_tensors
+from fluxtrain.checkpoint.randomness import random_state, restore_random_state, seed_everything
+from fluxtrain.checkpoint.run_state import RunState
+from fluxtrain.checkpoint.shard_file import hash_file, write_tensors
+from fluxtrain.checkpoint.writer import newest_valid
+from fluxtrain.errors import BadInput, NoSpace
 
 Shards = list[tuple[str, dict[str, Tensor]]]
 

@@ -13,17 +13,22 @@ import torch
 from torch import Tensor
 
 import fluxtrain
+from fluxtrain.checkpoint import writer as checkpoint_writer
+from fluxtrain.checkpoint.checkpoint import (
+    Damaged,
+    list_checkpoints,
+    read_checkpoint,
+    write_checkpoint,
+)
+from fluxtrain.checkpoint.run_state import RunState
+from fluxtrain.checkpoint.writer import TRAINER_BYTES, CheckpointWriter
+from fluxtrain.config.cadence import Cadence
+from fluxtrain.device.recorder import HostClock, Recorder
 from fluxtrain.errors import BadInput, NoSpace
-from fluxtrain.memory.recorder import HostClock, Recorder
-from fluxtrain.stream.engine import engine_of
+from fluxtrain.methods.optimizer import EngineAdamW
+from fluxtrain.reporting.announce import Announcer
 from fluxtrain.telemetry import events as ev
-from fluxtrain.train import checkpoint_writer
-from fluxtrain.train.announce import Announcer
-from fluxtrain.train.cadence import Cadence
-from fluxtrain.train.checkpoint import Damaged, list_checkpoints, read_checkpoint, write_checkpoint
-from fluxtrain.train.checkpoint_writer import TRAINER_BYTES, CheckpointWriter
-from fluxtrain.train.optimizer import EngineAdamW
-from fluxtrain.train.run_state import RunState
+from fluxtrain.wrap.engine import engine_of
 
 
 class FakeEngine:

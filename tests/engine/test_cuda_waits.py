@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from fluxtrain.device.cuda_device import CudaTransfer
+from fluxtrain.device.current_gpu import CurrentStream
 from fluxtrain.device.stalls import Stalls
-from fluxtrain.hardware.current_gpu import CurrentStream
 
 
 class FakeStream:

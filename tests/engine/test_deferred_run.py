@@ -11,13 +11,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from fluxtrain.checkpoint.recovery import locate
+from fluxtrain.config.schema import load_config
 from fluxtrain.errors import Interrupted
 from fluxtrain.telemetry import events as ev
 from fluxtrain.telemetry.journal import read_events
-from fluxtrain.telemetry.ring import read_ring
-from fluxtrain.train.config import load_config
+from fluxtrain.trace.ring import read_ring
 from fluxtrain.train.loop import TrainingLoop
-from fluxtrain.train.recovery import locate
 from fluxtrain.train.run import train
 
 MakeConfig = Callable[..., Path]

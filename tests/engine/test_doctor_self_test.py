@@ -19,11 +19,16 @@ from torch import Tensor, nn
 from fluxtrain import _native
 from fluxtrain.client.doctor import DoctorAnswer, SelfTest
 from fluxtrain.client.probe import ProbeAnswer
-from fluxtrain.doctor import examine as examine_module
-from fluxtrain.doctor import kernel_test, self_test
-from fluxtrain.doctor.examine import examine
-from fluxtrain.doctor.same import Mismatch, same_bits
-from fluxtrain.doctor.self_test import check_checkpoint, check_streaming, run_check, self_tests
+from fluxtrain.commands.doctor import examine as examine_module
+from fluxtrain.commands.doctor import kernel_test, self_test
+from fluxtrain.commands.doctor.examine import examine
+from fluxtrain.commands.doctor.same import Mismatch, same_bits
+from fluxtrain.commands.doctor.self_test import (
+    check_checkpoint,
+    check_streaming,
+    run_check,
+    self_tests,
+)
 from fluxtrain.hardware.disk import read_disk
 from fluxtrain.hardware.machine import read_machine
 from tests.engine import forked
@@ -208,8 +213,8 @@ def test_the_same_bits_are_more_than_equal_values() -> None:
 BREAK = """
 import sys
 from fluxtrain.cli import main
-from fluxtrain.doctor import kernel_test, self_test
-from fluxtrain.hardware import probe
+from fluxtrain.commands.doctor import kernel_test, self_test
+from fluxtrain.hardware.probe import probe
 def wrong(folder):
     raise kernel_test.Mismatch("3 of 9 values differ")
 if "break" in sys.argv:

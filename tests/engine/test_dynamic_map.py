@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fluxtrain import _native
-from fluxtrain.optim import dynamic_map
-from fluxtrain.optim.dynamic_map import BLOCK
-from fluxtrain.optim.fp32 import mul_add
-from fluxtrain.optim.native_adamw import quantise
+from fluxtrain.adamw import dynamic_map
+from fluxtrain.adamw.dynamic_map import BLOCK
+from fluxtrain.adamw.fp32 import mul_add
+from fluxtrain.adamw.native_adamw import quantise
 from tests.engine.narrow_states import (
     ISAS,
     SIGNS,

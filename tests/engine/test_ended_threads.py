@@ -23,9 +23,9 @@ import threading
 import time
 import torch
 from fluxtrain import _native
-from fluxtrain.optim.flat import Flat
-from fluxtrain.optim.hyper import AdamWUpdate, Hyper
-from fluxtrain.optim.step import step_
+from fluxtrain.adamw.flat import Flat
+from fluxtrain.adamw.hyper import AdamWUpdate, Hyper
+from fluxtrain.adamw.step import step_
 
 def update():
     names = ("weights", "m", "v", "gradient")
@@ -54,7 +54,7 @@ TRAINING = """
 import os
 import torch
 import fluxtrain
-from fluxtrain.stream.engine import engine_of
+from fluxtrain.wrap.engine import engine_of
 
 def computed():
     model(torch.randn(64, 512)).square().mean().backward()

@@ -18,9 +18,9 @@ import torch
 from safetensors import SafetensorError
 
 from fluxtrain.errors import EXIT_NO_SPACE, BadInput, NoSpace
-from fluxtrain.methods import export
-from fluxtrain.methods.export import save_model
-from fluxtrain.methods.models import LoadedModel, ModelSource, load_model
+from fluxtrain.models import export
+from fluxtrain.models.export import save_model
+from fluxtrain.models.loading import LoadedModel, ModelSource, load_model
 
 Folder = Callable[..., Path]
 FAMILIES = ("llama", "qwen2", "gpt2")

@@ -10,14 +10,14 @@ import torch
 from torch import nn
 
 import fluxtrain
+from fluxtrain.adamw import reference
+from fluxtrain.adamw.hyper import Hyper, coefficients
 from fluxtrain.errors import MisusedModel, UnsupportedModel
-from fluxtrain.optim import reference
-from fluxtrain.optim.clip import clip_scale
-from fluxtrain.optim.hyper import Hyper, coefficients
 from fluxtrain.plan import states as state_formats
-from fluxtrain.stream.engine import engine_of
-from fluxtrain.stream.grouping import facts_of
-from fluxtrain.stream.loss_scale import FIRST
+from fluxtrain.updates.clip import clip_scale
+from fluxtrain.updates.loss_scale import FIRST
+from fluxtrain.wrap.engine import engine_of
+from fluxtrain.wrap.grouping import facts_of
 from tests.engine.half_models import (
     HALF,
     HOMES,

@@ -12,18 +12,18 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from fluxtrain.checkpoint.recovery import locate
 from fluxtrain.client.plan import PlanAnswer
+from fluxtrain.commands.preview import preview
+from fluxtrain.config.schema import load_config
 from fluxtrain.errors import Diverged, Interrupted
-from fluxtrain.stream import loss_scale
-from fluxtrain.stream.loss_scale import LossScale
+from fluxtrain.reporting.console import line
 from fluxtrain.telemetry import events as ev
 from fluxtrain.telemetry.journal import read_events
-from fluxtrain.train.config import load_config
-from fluxtrain.train.console import line
 from fluxtrain.train.loop import TrainingLoop
-from fluxtrain.train.preview import preview
-from fluxtrain.train.recovery import locate
 from fluxtrain.train.run import train
+from fluxtrain.updates import loss_scale
+from fluxtrain.updates.loss_scale import LossScale
 
 MakeConfig = Callable[..., Path]
 OVERFLOWS = 2.0**32  # for the tiny model; a few halvings below it all is well

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import fluxtrain
 from fluxtrain.errors import BadInput, Diverged
-from fluxtrain.stream.engine import engine_of
-from fluxtrain.stream.loss_scale import BACKOFF, FIRST, LEAST, LossScale
+from fluxtrain.updates.loss_scale import BACKOFF, FIRST, LEAST, LossScale
+from fluxtrain.wrap.engine import engine_of
 from tests.engine.half_models import (
     HALF,
     HOMES,

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 import fluxtrain
+from fluxtrain.device.arena import HostArena
 from fluxtrain.errors import Diverged
-from fluxtrain.memory.arena import HostArena
 from fluxtrain.plan import depths, heads
-from fluxtrain.stream import wrapping
+from fluxtrain.wrap import wrapping
 from tests.engine.gpu_streams import streaming
 from tests.engine.row_models import inputs, llama
 from tests.wrap_with import wrap_with

@@ -10,15 +10,16 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from fluxtrain.checkpoint.recovery import locate
+from fluxtrain.commands.preview import preview
+from fluxtrain.config.schema import RunConfig, load_config
 from fluxtrain.errors import EXIT_DOES_NOT_FIT, DoesNotFit
 from fluxtrain.hardware.disk import read_disk
 from fluxtrain.hardware.machine import read_machine
-from fluxtrain.methods import models
-from fluxtrain.train import preflight, run
-from fluxtrain.train.config import RunConfig, load_config
-from fluxtrain.train.preflight import checkpoints_written, disk_room
-from fluxtrain.train.preview import preview
-from fluxtrain.train.recovery import locate
+from fluxtrain.models import loading as models
+from fluxtrain.planning import preflight
+from fluxtrain.planning.preflight import checkpoints_written, disk_room
+from fluxtrain.train import run
 from fluxtrain.train.run import train
 from fluxtrain.units import MIB
 
@@ -70,7 +71,7 @@ def test_a_run_on_a_ram_disk_counts_its_files_as_host_memory(
     machine = replace(read_machine(), memory_available_bytes=12 * MIB)
     monkeypatch.setattr(preflight, "read_disk", ram)
     monkeypatch.setattr(run, "read_machine", lambda: machine)
-    monkeypatch.setattr("fluxtrain.train.preview._measured", lambda *_: (machine, {}))
+    monkeypatch.setattr("fluxtrain.commands.preview._measured", lambda *_: (machine, {}))
     path = run_config(train__keep_checkpoints=50, train__steps=1000)
     for text in refused_by_both(path, tmp_path / "run"):
         assert "(tmpfs)" in text and "12.0 MiB is available" in text

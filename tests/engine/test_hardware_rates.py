@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from fluxtrain.hardware import pinning
-from fluxtrain.hardware.bandwidth import (
+from fluxtrain.hardware.probe import pinning
+from fluxtrain.hardware.probe.bandwidth import (
     BUS_RATES,
     COPY_BYTES,
     at_most_threads,
@@ -20,7 +20,7 @@ from fluxtrain.hardware.bandwidth import (
     matmul_rate,
     sample_bytes,
 )
-from fluxtrain.hardware.pinning import LEAST_BYTES, pin_rate
+from fluxtrain.hardware.probe.pinning import LEAST_BYTES, pin_rate
 from fluxtrain.units import GIB, MIB
 
 

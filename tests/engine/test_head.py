@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import fluxtrain
+from fluxtrain.edges.head import LazyLogits
 from fluxtrain.errors import MisusedModel
 from fluxtrain.plan import heads
-from fluxtrain.stream.engine import engine_of
-from fluxtrain.stream.head import LazyLogits
+from fluxtrain.wrap.engine import engine_of
 from tests.engine.head_models import (
     FUSED,
     LENGTH,

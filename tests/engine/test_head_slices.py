@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from fluxtrain.errors import BadInput, MisusedModel
+from fluxtrain.live import resettle as resettling
 from fluxtrain.memory.moving import prepare_move
 from fluxtrain.plan import heads
-from fluxtrain.stream import resettle as resettling
-from fluxtrain.stream.engine import Engine, engine_of
+from fluxtrain.wrap.engine import Engine, engine_of
 from tests.engine.placing_anew import turn_to
 from tests.engine.row_models import HIDDEN, VOCABULARY, Result, inputs, trained
 from tests.wrap_with import wrap_with

@@ -11,8 +11,8 @@ import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from fluxtrain.errors import BadInput
-from fluxtrain.methods import kernels
-from fluxtrain.methods.kernels import choose_kernels
+from fluxtrain.models import kernels
+from fluxtrain.models.kernels import choose_kernels
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import masking_utils
 
-from fluxtrain.methods.known_packing import known_packing
+from fluxtrain.models.known_packing import known_packing
 
 PACKED = torch.tensor([[0, 1, 2, 0, 1, 0], [0, 0, 1, 2, 3, 4]])
 WHOLE = torch.arange(6).expand(2, 6)

@@ -8,13 +8,13 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from fluxtrain.hardware.current_gpu import launching_on
-from fluxtrain.optim import dynamic_map, triton_adamw, triton_low_bit
-from fluxtrain.optim.flat import Flat
-from fluxtrain.optim.hyper import AdamWUpdate, Hyper
-from fluxtrain.optim.reference import Rounding
-from fluxtrain.optim.step import step_
-from fluxtrain.stream import chunk_loss, slice_loss
+from fluxtrain.adamw import dynamic_map, triton_adamw, triton_low_bit
+from fluxtrain.adamw.flat import Flat
+from fluxtrain.adamw.hyper import AdamWUpdate, Hyper
+from fluxtrain.adamw.reference import Rounding
+from fluxtrain.adamw.step import step_
+from fluxtrain.device.current_gpu import launching_on
+from fluxtrain.edges import chunk_loss, slice_loss
 
 TENSORS_ON = 1
 ONE = torch.tensor(1.0)

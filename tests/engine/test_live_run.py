@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 import torch
 
+from fluxtrain.checkpoint.recovery import locate
+from fluxtrain.config.schema import load_config
 from fluxtrain.errors import Interrupted
-from fluxtrain.stream.engine import Engine
+from fluxtrain.rundir.control import Answer, send_command
 from fluxtrain.telemetry import events as ev
-from fluxtrain.telemetry.control import Answer, send_command
 from fluxtrain.telemetry.journal import read_events
-from fluxtrain.train.config import load_config
-from fluxtrain.train.recovery import locate
 from fluxtrain.train.run import train
+from fluxtrain.wrap.engine import Engine
 
 MakeConfig = Callable[..., Path]
 Say = Callable[[Path], Answer]

@@ -16,14 +16,15 @@ from torch.utils._pytree import tree_leaves
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import fluxtrain
+from fluxtrain.block import block
+from fluxtrain.edges import head
 from fluxtrain.memory.boundary import BoundaryPark
 from fluxtrain.memory.boundary_homes import Home
+from fluxtrain.memory.unit import Unit
 from fluxtrain.plan.footprint import BOUNDARIES_IN_FLIGHT, HIDDEN_AT_LOSS
-from fluxtrain.stream import block, head
-from fluxtrain.stream.context import Context
-from fluxtrain.stream.engine import engine_of
-from fluxtrain.stream.passes import bound
-from fluxtrain.stream.unit import Unit
+from fluxtrain.runtime.context import Context
+from fluxtrain.runtime.passes import bound
+from fluxtrain.wrap.engine import engine_of
 from tests.wrap_with import wrap_with
 
 LAYERS, TOKENS, HIDDEN, CHUNK = 4, 16, 64, 2

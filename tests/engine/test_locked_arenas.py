@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from fluxtrain.device import cpu_device as devices
+from fluxtrain.device.arena import HostArena
 from fluxtrain.device.cpu_device import CpuDevice
+from fluxtrain.device.page_locks import PageLocks
 from fluxtrain.device.staging import Staging
 from fluxtrain.device.transfer import Transfer
-from fluxtrain.memory.arena import HostArena
-from fluxtrain.memory.page_locks import PageLocks
-from fluxtrain.stream.engine import engine_of
+from fluxtrain.wrap.engine import engine_of
 from tests.engine.granted import Granted, granting
 from tests.wrap_with import wrap_with
 

@@ -15,9 +15,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from fluxtrain.memory.mapped import cool, copied_bytes
-from fluxtrain.methods.copies import Copied
-from fluxtrain.methods.models import ModelSource, load_model
-from fluxtrain.train.placing import loaded_bytes
+from fluxtrain.models.copies import Copied
+from fluxtrain.models.loading import ModelSource, load_model
+from fluxtrain.planning.placing import loaded_bytes
 from tests.engine.conftest import VOCABULARY
 
 ModelFolder = Callable[..., Path]

@@ -23,12 +23,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from fluxtrain.device import page_locks
+from fluxtrain.device.arena import ALIGNMENT_BYTES, HostArena, aligned
+from fluxtrain.device.page_locks import PageLocks
 from fluxtrain.errors import UnsupportedModel
-from fluxtrain.memory import page_locks
-from fluxtrain.memory.arena import ALIGNMENT_BYTES, HostArena, aligned
 from fluxtrain.memory.group import Group
 from fluxtrain.memory.moving import prepare_move
-from fluxtrain.memory.page_locks import PageLocks
 from fluxtrain.plan.group_placement import GroupPlacement
 from tests.engine.pages import made_bytes, mapped
 
@@ -239,7 +239,7 @@ def test_a_type_that_cannot_be_trained_is_refused_and_may_be_frozen() -> None:
 PEAK = """
 import sys, torch, fluxtrain
 from torch import nn
-from fluxtrain.stream.engine import engine_of
+from fluxtrain.wrap.engine import engine_of
 
 def value(key):
     lines = open("/proc/self/status").read().splitlines()

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from fluxtrain.memory.heap import FORGOTTEN_BLOCKS, SPARE_BYTES, Heap, private_bytes
+from fluxtrain.device.heap import FORGOTTEN_BLOCKS, SPARE_BYTES, Heap, private_bytes
 from fluxtrain.units import MIB
 
 
@@ -101,8 +101,8 @@ DEEP = """
 import torch
 from torch import nn
 import fluxtrain
-from fluxtrain.memory.heap import private_bytes, trim_heap
-from fluxtrain.stream import passes
+from fluxtrain.device.heap import private_bytes, trim_heap
+from fluxtrain.runtime import passes
 
 class Block(nn.Module):
     def __init__(self):

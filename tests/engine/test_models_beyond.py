@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from fluxtrain.errors import BadInput
-from fluxtrain.methods.left_out import further_blocks
-from fluxtrain.methods.model_files import check_model_folder
-from fluxtrain.methods.models import ModelSource, load_model
+from fluxtrain.models.left_out import further_blocks
+from fluxtrain.models.loading import ModelSource, load_model
+from fluxtrain.models.model_files import check_model_folder
 
 Folder = Callable[..., Path]
 

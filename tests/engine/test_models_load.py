@@ -17,14 +17,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from fluxtrain.commands.preview import preview
+from fluxtrain.config.schema import demo_config
 from fluxtrain.data import demo
 from fluxtrain.errors import EXIT_BAD_INPUT, BadInput
-from fluxtrain.methods.demo_model import demo_model
-from fluxtrain.methods.model_files import MOST_LAYERS, check_model_folder
-from fluxtrain.methods.models import ModelSource, check_finite, load_model
-from fluxtrain.methods.sampling import sample_text
-from fluxtrain.train.config import demo_config
-from fluxtrain.train.preview import preview
+from fluxtrain.models.demo_model import demo_model
+from fluxtrain.models.loading import ModelSource, check_finite, load_model
+from fluxtrain.models.model_files import MOST_LAYERS, check_model_folder
+from fluxtrain.models.sampling import sample_text
 
 Folder = Callable[..., Path]
 FAMILIES = ("llama", "qwen2", "qwen3", "gpt2")

@@ -15,21 +15,21 @@ import pytest
 import torch
 
 import fluxtrain
+from fluxtrain.calibration.calibrate import calibrate
+from fluxtrain.checkpoint.checkpoint import read_checkpoint
+from fluxtrain.checkpoint.randomness import seed_everything
+from fluxtrain.checkpoint.run_state import RunState
+from fluxtrain.checkpoint.writer import CheckpointWriter
+from fluxtrain.config.cadence import Cadence
+from fluxtrain.methods.objective import BoundBatch
+from fluxtrain.methods.optimizer import EngineAdamW
 from fluxtrain.plan.facts import Offload
-from fluxtrain.stream.engine import engine_of
+from fluxtrain.reporting.announce import Announcer
+from fluxtrain.reporting.console import line
 from fluxtrain.telemetry import events as ev
-from fluxtrain.train.announce import Announcer
-from fluxtrain.train.cadence import Cadence
-from fluxtrain.train.calibrate import calibrate
-from fluxtrain.train.checkpoint import read_checkpoint
-from fluxtrain.train.checkpoint_writer import CheckpointWriter
-from fluxtrain.train.console import line
 from fluxtrain.train.loop import LoopSettings, TrainingLoop
-from fluxtrain.train.objective import BoundBatch
-from fluxtrain.train.optimizer import EngineAdamW
-from fluxtrain.train.randomness import seed_everything
 from fluxtrain.train.requests import Requests
-from fluxtrain.train.run_state import RunState
+from fluxtrain.wrap.engine import engine_of
 from tests.engine.toy_objectives import LATENT, Case, flow_matching, preference
 
 RATE = 1e-2

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fluxtrain._native import AdamWStep
+from fluxtrain.adamw.hyper import Coefficients, Hyper, coefficients
 from fluxtrain.errors import BadInput
-from fluxtrain.optim.hyper import Coefficients, Hyper, coefficients
 
 STEPS = st.integers(min_value=1, max_value=10**6)
 

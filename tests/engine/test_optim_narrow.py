@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from torch import nn
 
 from fluxtrain import _native
-from fluxtrain.optim import dynamic_map, reference
-from fluxtrain.optim.dynamic_map import BLOCK
-from fluxtrain.optim.flat import Flat
-from fluxtrain.optim.fp32 import quiet
-from fluxtrain.optim.hyper import AdamWUpdate, Hyper, coefficients
-from fluxtrain.optim.reference import Rounding, States8, decode, encode, rounding
-from fluxtrain.optim.step import step_
+from fluxtrain.adamw import dynamic_map, reference
+from fluxtrain.adamw.dynamic_map import BLOCK
+from fluxtrain.adamw.flat import Flat
+from fluxtrain.adamw.fp32 import quiet
+from fluxtrain.adamw.hyper import AdamWUpdate, Hyper, coefficients
+from fluxtrain.adamw.reference import Rounding, States8, decode, encode, rounding
+from fluxtrain.adamw.step import step_
 from tests.engine.narrow_states import (
     HYPER,
     ISAS,

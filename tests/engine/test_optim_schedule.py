@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import get_cosine_schedule_with_warmup, get_linear_schedule_with_warmup
 
+from fluxtrain.config.schedule import ScheduleName, factor
 from fluxtrain.errors import BadInput
-from fluxtrain.optim.schedule import ScheduleName, factor
 
 NAMES = st.sampled_from(["constant", "linear", "cosine"])
 TOTALS = st.integers(min_value=1, max_value=500)

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fluxtrain import _native
-from fluxtrain.optim import reference
-from fluxtrain.optim.flat import Flat
-from fluxtrain.optim.hyper import AdamWUpdate, Hyper, coefficients
-from fluxtrain.optim.native_adamw import accumulate_, sum_squares
-from fluxtrain.optim.reference import decode, encode
-from fluxtrain.optim.step import Part, step_
-from fluxtrain.optim.torch_adamw import step_by_torch_
+from fluxtrain.adamw import reference
+from fluxtrain.adamw.flat import Flat
+from fluxtrain.adamw.hyper import AdamWUpdate, Hyper, coefficients
+from fluxtrain.adamw.native_adamw import accumulate_, sum_squares
+from fluxtrain.adamw.reference import decode, encode
+from fluxtrain.adamw.step import Part, step_
+from fluxtrain.adamw.torch_adamw import step_by_torch_
 from tests.engine.narrow_states import any_floats
 
 pytestmark = pytest.mark.usefixtures("isa_put_back")

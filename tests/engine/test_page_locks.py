@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 import fluxtrain
 from fluxtrain.device import cpu_device as devices
+from fluxtrain.device import page_locks
+from fluxtrain.device.page_locks import PageLocks
 from fluxtrain.device.staging import Staging, host_copy
-from fluxtrain.memory import page_locks
-from fluxtrain.memory.page_locks import PageLocks
-from fluxtrain.stream.engine import engine_of
-from fluxtrain.train.preflight import page_locks_of
+from fluxtrain.planning.preflight import page_locks_of
+from fluxtrain.wrap.engine import engine_of
 
 KIB = 1 << 10
 

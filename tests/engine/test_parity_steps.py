@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 import fluxtrain
-from fluxtrain.optim import reference
-from fluxtrain.optim.clip import clip_scale
-from fluxtrain.optim.hyper import Hyper, coefficients
-from fluxtrain.stream.engine import engine_of
+from fluxtrain.adamw import reference
+from fluxtrain.adamw.hyper import Hyper, coefficients
+from fluxtrain.updates.clip import clip_scale
+from fluxtrain.wrap.engine import engine_of
 from tests.wrap_with import wrap_with
 
 Grads = Callable[[nn.Module], dict[str, Tensor]]
@@ -43,7 +43,7 @@ def masters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 
 class Oracle:
-    """AdamW by `optim/reference.py`, one parameter at a time."""
+    """AdamW by `adamw/reference.py`, one parameter at a time."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer

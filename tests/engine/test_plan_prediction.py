@@ -13,11 +13,11 @@ from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 import fluxtrain
 from fluxtrain.plan import heads
+from fluxtrain.plan.choices.placement import Placement, place
 from fluxtrain.plan.facts import Capacity, RowFacts, activation_estimate
-from fluxtrain.plan.placement import Placement, place
 from fluxtrain.plan.request import RunRequest
-from fluxtrain.stream.engine import Engine, engine_of
-from fluxtrain.stream.grouping import facts_of
+from fluxtrain.wrap.engine import Engine, engine_of
+from fluxtrain.wrap.grouping import facts_of
 
 ROWS, LENGTH = 4, 10
 Tiny = Callable[..., PreTrainedModel]

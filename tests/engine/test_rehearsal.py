@@ -12,21 +12,21 @@ import torch
 from transformers import PreTrainedModel
 
 import fluxtrain
+from fluxtrain.calibration import calibrate as calibrate_module
+from fluxtrain.calibration import timed_steps as rehearsal_module
+from fluxtrain.calibration.block_timing import Trial
+from fluxtrain.calibration.timed_steps import Kind, Rehearsed, _between, _one_to_next, rehearse
 from fluxtrain.errors import DoesNotFit
 from fluxtrain.memory.boundary import BoundaryPark
 from fluxtrain.memory.window import Window
-from fluxtrain.plan.calibration import NotRehearsed
+from fluxtrain.plan.cost.calibration import NotRehearsed
+from fluxtrain.plan.cost.rates import Rates
+from fluxtrain.plan.cost.updates import host_update, rate_of_update
 from fluxtrain.plan.facts import GroupFacts
 from fluxtrain.plan.footprint import Layout
-from fluxtrain.plan.rates import Rates
 from fluxtrain.plan.request import PlacementRequest
 from fluxtrain.plan.states import StateFormat
-from fluxtrain.plan.updates import host_update, rate_of_update
-from fluxtrain.stream.blocks import take_apart
-from fluxtrain.train import calibrate as calibrate_module
-from fluxtrain.train import rehearsal as rehearsal_module
-from fluxtrain.train.rehearsal import Kind, Rehearsed, _between, _one_to_next, rehearse
-from fluxtrain.train.trial import Trial
+from fluxtrain.wrap.block_discovery import take_apart
 from tests.engine.trial_rows import batch_of
 
 Tiny = Callable[..., PreTrainedModel]
@@ -111,7 +111,7 @@ def test_a_slow_update_is_told_and_a_wait_for_it_is_not_the_hosts(
 ) -> None:
     import time
 
-    from fluxtrain.stream import updates
+    from fluxtrain.updates import updates
 
     pause_s = 0.02
     step: Callable[..., None] = updates.step_

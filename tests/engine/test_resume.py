@@ -20,6 +20,7 @@ import torch
 from safetensors.torch import load_file
 
 from fluxtrain.cli import main
+from fluxtrain.rundir.run_dir import RunDir
 from fluxtrain.telemetry.events import (
     CheckpointWritten,
     Done,
@@ -30,7 +31,6 @@ from fluxtrain.telemetry.events import (
     StepFinished,
 )
 from fluxtrain.telemetry.journal import read_events
-from fluxtrain.telemetry.rundir import RunDir
 from fluxtrain.train.evaluate import evaluate
 from tests.engine import forked
 
@@ -195,7 +195,7 @@ def test_a_second_interrupt_ends_at_once(run_config: RunConfig, tmp_path: Path) 
 
 _INTERRUPTED_TWICE = """
 import signal, sys
-from fluxtrain.telemetry.rundir import RunDir
+from fluxtrain.rundir.run_dir import RunDir
 from fluxtrain.train.session import Session
 
 with Session(RunDir(sys.argv[1])) as session:

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fluxtrain
 from fluxtrain.errors import BadInput
-from fluxtrain.stream.host_ids import HostIds
+from fluxtrain.runtime.host_ids import HostIds
 from tests.engine.row_models import (
     HIDDEN,
     VOCABULARY,

@@ -10,9 +10,9 @@ from typing import Any, NoReturn
 import pytest
 
 import fluxtrain
+from fluxtrain.config.schema import RunConfig
 from fluxtrain.hardware.machine import read_machine
-from fluxtrain.telemetry.rundir import RunDir
-from fluxtrain.train.config import RunConfig
+from fluxtrain.rundir.run_dir import RunDir
 from fluxtrain.train.run_files import write_run_file
 
 

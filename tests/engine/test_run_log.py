@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from fluxtrain.errors import BadInput
-from fluxtrain.telemetry.launch import start_trainer
-from fluxtrain.telemetry.rundir import RunDir
-from fluxtrain.train.run_log import RunLog
+from fluxtrain.reporting.run_log import RunLog
+from fluxtrain.rundir.launch import start_trainer
+from fluxtrain.rundir.run_dir import RunDir
 from fluxtrain.train.session import Session
 
 

@@ -10,17 +10,17 @@ import torch
 from torch import Tensor, nn
 
 import fluxtrain
+from fluxtrain.adamw import reference
+from fluxtrain.adamw.hyper import Hyper, coefficients
+from fluxtrain.adamw.reference import States8, rounding
 from fluxtrain.errors import BadInput
 from fluxtrain.memory.group import Group
-from fluxtrain.optim import reference
-from fluxtrain.optim.clip import clip_scale
-from fluxtrain.optim.hyper import Hyper, coefficients
-from fluxtrain.optim.reference import States8, rounding
 from fluxtrain.plan import states as state_formats
 from fluxtrain.plan.facts import GroupFacts
 from fluxtrain.plan.group_placement import GroupPlacement
-from fluxtrain.stream.engine import engine_of
-from fluxtrain.stream.grouping import facts_of
+from fluxtrain.updates.clip import clip_scale
+from fluxtrain.wrap.engine import engine_of
+from fluxtrain.wrap.grouping import facts_of
 from tests.wrap_with import wrap_with
 
 FORMATS = pytest.mark.parametrize("states", ["bf16", "8bit"])
@@ -74,7 +74,7 @@ def same(one: list[Tensor], other: list[Tensor]) -> bool:
 
 
 class Oracle:
-    """AdamW by `optim/reference.py` on each group's segments as a whole."""
+    """AdamW by `adamw/reference.py` on each group's segments as a whole."""
 
     def __init__(self, groups: list[Group]) -> None:
         self.segments = [s for g in groups for s in g.trained]

@@ -14,19 +14,19 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from fluxtrain.memory.recorder import Border, HostClock, Note, Recorder
-from fluxtrain.memory.step_cutter import StepCutter
-from fluxtrain.stream.engine import Engine, engine_of
-from fluxtrain.telemetry.attribution import attribute
+from fluxtrain.checkpoint.recovery import locate
+from fluxtrain.config.schema import load_config
+from fluxtrain.device.recorder import Border, HostClock, Note, Recorder
 from fluxtrain.telemetry.events import LogWritten, StepFinished
 from fluxtrain.telemetry.journal import read_events
-from fluxtrain.telemetry.lanes import BUSY_LANES, Interval, StepLanes
-from fluxtrain.telemetry.ring import read_ring
-from fluxtrain.train.config import load_config
+from fluxtrain.trace.attribution import attribute
+from fluxtrain.trace.lanes import BUSY_LANES, Interval, StepLanes
+from fluxtrain.trace.ring import read_ring
+from fluxtrain.trace.step_cutter import StepCutter
+from fluxtrain.trace.timeline import TimelineThread
 from fluxtrain.train.evaluate import evaluate
-from fluxtrain.train.recovery import locate
 from fluxtrain.train.run import train
-from fluxtrain.train.timeline import TimelineThread
+from fluxtrain.wrap.engine import Engine, engine_of
 from tests.wrap_with import wrap_with
 
 BLOCKS = ("model.layers.0", "model.layers.1", "model.layers.2")
@@ -229,7 +229,7 @@ def test_nothing_is_noted_outside_a_step_and_an_evaluation_is_one_interval() -> 
 
 
 def test_notes_that_find_no_room_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fluxtrain.memory.recorder._MOST_NOTES", 10)
+    monkeypatch.setattr("fluxtrain.device.recorder._MOST_NOTES", 10)
     recorder = Recorder(HostClock())
     recorder.begin_step(1)
     for _ in range(50):
@@ -253,7 +253,7 @@ class Never:
 def test_what_is_never_known_holds_up_some_steps_and_is_then_counted_as_late(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("fluxtrain.memory.step_cutter._MOST_WAITING", 2)
+    monkeypatch.setattr("fluxtrain.trace.step_cutter._MOST_WAITING", 2)
     recorder = Recorder(HostClock())
     cutter = StepCutter(recorder)
     recorder.begin_step(1)
@@ -359,7 +359,7 @@ def test_a_timeline_that_fails_on_the_way_is_told_once_and_stops_recording(
     said: list[str] = []
     recorder = Recorder(HostClock())
     thread = TimelineThread(tmp_path / "timeline.ring", said.append)
-    monkeypatch.setattr("fluxtrain.telemetry.ring.RingWriter.write", fail)
+    monkeypatch.setattr("fluxtrain.trace.ring.RingWriter.write", fail)
     thread.watch(recorder)
     recorder.begin_step(1)
     recorder.begin_step(2)

@@ -15,25 +15,25 @@ from safetensors.torch import load_file
 from torch import nn
 
 import fluxtrain
+from fluxtrain.checkpoint.recovery import locate
 from fluxtrain.cli import main
+from fluxtrain.config.schema import load_config, validate
 from fluxtrain.errors import EXIT_BAD_INPUT, BadInput, Diverged, Interrupted, MisusedModel
-from fluxtrain.optim import third_party
-from fluxtrain.optim.third_party import (
+from fluxtrain.optimizer import third_party_packages as third_party
+from fluxtrain.optimizer.third_party import ThirdPartyOptimizer
+from fluxtrain.optimizer.third_party_packages import (
     THIRD_PARTY,
     ThirdParty,
     check_third_party,
     third_party_optimizer,
 )
 from fluxtrain.plan.states import THIRD_PARTY_FORMATS
-from fluxtrain.stream.engine import engine_of
-from fluxtrain.stream.grouping import facts_of
-from fluxtrain.stream.third_party import ThirdPartyOptimizer
 from fluxtrain.telemetry import events as ev
 from fluxtrain.telemetry.journal import read_events
-from fluxtrain.train.config import load_config, validate
 from fluxtrain.train.loop import TrainingLoop
-from fluxtrain.train.recovery import locate
 from fluxtrain.train.run import train
+from fluxtrain.wrap.engine import engine_of
+from fluxtrain.wrap.grouping import facts_of
 
 MakeConfig = Callable[..., Path]
 NAME = "bnb-adamw-8bit"

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from fluxtrain.commands import dry_run as trial
+from fluxtrain.config.schema import load_config
 from fluxtrain.errors import DoesNotFit, Interrupted
-from fluxtrain.telemetry.rundir import RunDir
-from fluxtrain.train import dry_run as trial
-from fluxtrain.train.config import load_config
+from fluxtrain.rundir.run_dir import RunDir
 from fluxtrain.train.run import train
 from tests.engine import forked
 

@@ -13,10 +13,10 @@ from transformers import AutoTokenizer
 
 from fluxtrain.client.asking import decoded
 from fluxtrain.client.inspection import InspectedSample, InspectionAnswer
+from fluxtrain.commands import inspection
+from fluxtrain.config.schema import load_config
 from fluxtrain.data.packing import IGNORED
 from fluxtrain.errors import BadInput
-from fluxtrain.train import inspection
-from fluxtrain.train.config import load_config
 from fluxtrain.train.inputs import load_inputs
 
 MakeConfig = Callable[..., Path]

@@ -15,21 +15,21 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import fluxtrain
+from fluxtrain.checkpoint.recovery import locate
+from fluxtrain.config import schedule
+from fluxtrain.config.schema import RunConfig, load_config
 from fluxtrain.data.batches import BatchSource, in_order
 from fluxtrain.errors import Diverged, DoesNotFit, Interrupted
-from fluxtrain.optim import schedule
-from fluxtrain.stream.engine import Engine, engine_of
+from fluxtrain.methods.causal_lm import CausalLM
+from fluxtrain.methods.parameter_groups import parameter_groups
+from fluxtrain.rundir.control import send_command
 from fluxtrain.telemetry import events as ev
-from fluxtrain.telemetry.control import send_command
 from fluxtrain.telemetry.journal import read_events
-from fluxtrain.train.causal_lm import CausalLM
-from fluxtrain.train.config import RunConfig, load_config
 from fluxtrain.train.evaluate import evaluate
 from fluxtrain.train.inputs import load_inputs
 from fluxtrain.train.loop import TrainingLoop
-from fluxtrain.train.parameter_groups import parameter_groups
-from fluxtrain.train.recovery import locate
 from fluxtrain.train.run import train
+from fluxtrain.wrap.engine import Engine, engine_of
 
 
 def run(config: Path, run_dir: Path, *overrides: str, resume: str | None = None) -> list[Any]:

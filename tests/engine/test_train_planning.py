@@ -12,21 +12,21 @@ from typing import Any
 import pytest
 import torch
 
+from fluxtrain.checkpoint.recovery import locate
 from fluxtrain.client.machine import Rate
+from fluxtrain.commands.preview import preview, table
+from fluxtrain.config.schema import demo_config, load_config, settings
 from fluxtrain.errors import BadInput, DoesNotFit
 from fluxtrain.hardware.machine import read_machine
-from fluxtrain.methods.demo_model import demo_model
+from fluxtrain.models.demo_model import demo_model
+from fluxtrain.planning.placing import decide, model_facts
+from fluxtrain.reporting.announce import Announcer
+from fluxtrain.reporting.gauges import GaugeThread, TrafficWindow, bus_ceilings
 from fluxtrain.telemetry import events as ev
 from fluxtrain.telemetry.choices import SETTINGS, setting_name
 from fluxtrain.telemetry.journal import read_events
-from fluxtrain.train.announce import Announcer
-from fluxtrain.train.config import demo_config, load_config, settings
-from fluxtrain.train.gauges import GaugeThread, TrafficWindow, bus_ceilings
-from fluxtrain.train.placing import decide, model_facts
-from fluxtrain.train.preview import preview, table
-from fluxtrain.train.recovery import locate
+from fluxtrain.trace.step_clock import PHASES, StepClock
 from fluxtrain.train.run import train
-from fluxtrain.train.step_clock import PHASES, StepClock
 
 MakeConfig = Callable[..., Path]
 
@@ -147,7 +147,7 @@ def test_a_budget_on_the_cpu_bounds_the_plan() -> None:
 
 def test_the_clock_gives_each_phase_its_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = [100.0]
-    monkeypatch.setattr("fluxtrain.train.step_clock.time.perf_counter", lambda: now_s[0])
+    monkeypatch.setattr("fluxtrain.trace.step_clock.time.perf_counter", lambda: now_s[0])
     clock = StepClock(torch.device("cpu"))
     for phase, seconds in (
         ("data", 0.02),
@@ -218,7 +218,7 @@ def test_bus_ceilings_are_those_that_a_probe_measured_on_this_machine(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert bus_ceilings() == (None, None)
     rates = {"h2d_pinned": Rate(5e10, "256 MiB"), "d2h_pinned": Rate(None, "no GPU")}
-    monkeypatch.setattr("fluxtrain.train.gauges.known_rates", lambda _: rates)
+    monkeypatch.setattr("fluxtrain.reporting.gauges.known_rates", lambda _: rates)
     assert bus_ceilings() == (5e10, None)
     thread, kept = gauges()
     engine: Any = FakeEngine()

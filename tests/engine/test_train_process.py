@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from fluxtrain.cli import main
+from fluxtrain.rundir.launch import start_trainer
+from fluxtrain.rundir.run_dir import RunDir
 from fluxtrain.telemetry import events as ev
 from fluxtrain.telemetry.frames import decode_line
 from fluxtrain.telemetry.journal import read_events
-from fluxtrain.telemetry.launch import start_trainer
-from fluxtrain.telemetry.rundir import RunDir
 from tests.process_state import changes, process_state
 
 MakeConfig = Callable[..., Path]
@@ -79,7 +79,7 @@ def test_resume_auto_finds_the_newest_unfinished_run_of_the_same_configuration(
         raise RuntimeError("the plug was pulled")
 
     with monkeypatch.context() as patch:
-        patch.setattr("fluxtrain.train.method.save_model", broken)
+        patch.setattr("fluxtrain.methods.method.save_model", broken)
         assert trained(config) == 1
     (run_dir,) = (tmp_path / "runs").iterdir()
     assert RunDir(run_dir).liveness() == "failed"

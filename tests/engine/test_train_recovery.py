@@ -11,6 +11,9 @@ from typing import Any
 
 import pytest
 
+from fluxtrain.checkpoint.recovery import has_run, locate, stored_config
+from fluxtrain.config.schema import demo_config
+from fluxtrain.device.recorder import HostClock, Recorder
 from fluxtrain.errors import (
     EXIT_BAD_INPUT,
     EXIT_DOES_NOT_FIT,
@@ -21,14 +24,11 @@ from fluxtrain.errors import (
     Interrupted,
     NoSpace,
 )
-from fluxtrain.memory.recorder import HostClock, Recorder
+from fluxtrain.rundir.control import send_command
+from fluxtrain.rundir.run_dir import RunDir
 from fluxtrain.telemetry import events as ev
-from fluxtrain.telemetry.control import send_command
 from fluxtrain.telemetry.frames import decode_line
 from fluxtrain.telemetry.journal import read_events
-from fluxtrain.telemetry.rundir import RunDir
-from fluxtrain.train.config import demo_config
-from fluxtrain.train.recovery import has_run, locate, stored_config
 from fluxtrain.train.session import Session
 
 

@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 import fluxtrain
-from fluxtrain.stream.blocks import take_apart
-from fluxtrain.stream.engine import Engine, engine_of
-from fluxtrain.train import trial as trial_module
-from fluxtrain.train.miniature import ALL_CHECKED
-from fluxtrain.train.trial import REPEATS, Bench, Trial
+from fluxtrain.calibration import block_timing as trial_module
+from fluxtrain.calibration.block_timing import REPEATS, Bench, Trial
+from fluxtrain.calibration.small_model import ALL_CHECKED
+from fluxtrain.wrap.block_discovery import take_apart
+from fluxtrain.wrap.engine import Engine, engine_of
 from tests.engine.trial_rows import batch_of
 
 

@@ -12,18 +12,18 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from fluxtrain.calibration import constants as constants_module
+from fluxtrain.calibration.calibrate import calibrate
+from fluxtrain.calibration.constants import known_constants, measured_constants
 from fluxtrain.client.machine import Machine, Rate
-from fluxtrain.hardware import adamw_rate as adamw_rate_module
-from fluxtrain.hardware.busy_bus import HostBytes, busy_bus
 from fluxtrain.hardware.machine import read_machine
-from fluxtrain.hardware.rate import TOO_LITTLE
-from fluxtrain.plan.calibration import NotRehearsed
+from fluxtrain.hardware.probe import adamw_rate as adamw_rate_module
+from fluxtrain.hardware.probe.busy_bus import HostBytes, busy_bus
+from fluxtrain.hardware.probe.rate import TOO_LITTLE
+from fluxtrain.plan.cost.calibration import NotRehearsed
+from fluxtrain.plan.cost.rates import rates_from
 from fluxtrain.plan.facts import ModelFacts
-from fluxtrain.plan.rates import rates_from
-from fluxtrain.train import constants as constants_module
-from fluxtrain.train.calibrate import calibrate
-from fluxtrain.train.constants import known_constants, measured_constants
-from fluxtrain.train.placing import model_facts
+from fluxtrain.planning.placing import model_facts
 from tests.engine.trial_rows import LENGTH, batch_of
 
 Tiny = Callable[..., PreTrainedModel]
@@ -32,7 +32,7 @@ Tiny = Callable[..., PreTrainedModel]
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     """This one, with nothing measured on it before, and nobody else on it."""
-    monkeypatch.setattr("fluxtrain.train.calibrate.others_share", lambda _: None)
+    monkeypatch.setattr("fluxtrain.calibration.calibrate.others_share", lambda _: None)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return read_machine()
 

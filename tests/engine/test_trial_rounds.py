@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fluxtrain.train import rounds as rounds_module
-from fluxtrain.train.rounds import MOST_ROUNDS, ROUNDS_S, Round, Rounds, agree, until_agreed
-from fluxtrain.train.trial import Trial
+from fluxtrain.calibration import repeats as rounds_module
+from fluxtrain.calibration.block_timing import Trial
+from fluxtrain.calibration.repeats import MOST_ROUNDS, ROUNDS_S, Round, Rounds, agree, until_agreed
 
 steps_s = st.floats(0.1, 10)
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import fluxtrain
-from fluxtrain.optim.flat import Flat
-from fluxtrain.stream import ranges, updates
+from fluxtrain.adamw.flat import Flat
+from fluxtrain.updates import ranges, updates
 from tests.engine.pages import made_bytes
 
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import fluxtrain
-from fluxtrain.optim import native_adamw
-from fluxtrain.optim.native_adamw import update_threads
-from fluxtrain.stream import updates
-from fluxtrain.stream.engine import engine_of
+from fluxtrain.adamw import native_adamw
+from fluxtrain.adamw.native_adamw import update_threads
+from fluxtrain.updates import updates
+from fluxtrain.wrap.engine import engine_of
 
 
 @pytest.mark.parametrize(("cores", "used"), [(2, None), (4, 3), (8, 7), (16, 14), (64, 56)])

@@ -15,11 +15,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from fluxtrain.device.arena import HostArena
 from fluxtrain.device.cpu_device import CpuDevice
 from fluxtrain.device.cuda_device import CudaDevice, CudaTransfer
 from fluxtrain.device.transfer import Transfer
 from fluxtrain.gradients.gradients import Gradients
-from fluxtrain.memory.arena import HostArena
 from fluxtrain.memory.group import Group
 from tests.engine.granted import Granted, granting
 from tests.engine.slow_device import SlowDevice

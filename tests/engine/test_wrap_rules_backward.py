@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import fluxtrain
+from fluxtrain.edges.head import LazyLogits
 from fluxtrain.errors import Diverged, MisusedModel
-from fluxtrain.stream.engine import engine_of
-from fluxtrain.stream.head import LazyLogits
+from fluxtrain.wrap.engine import engine_of
 
 Grads = Callable[[nn.Module], dict[str, Tensor]]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from fluxtrain.data.batches import Batch
-from fluxtrain.train.causal_lm import CausalLM
-from fluxtrain.train.objective import BoundBatch
+from fluxtrain.methods.causal_lm import CausalLM
+from fluxtrain.methods.objective import BoundBatch
 
 LENGTH = 12
 

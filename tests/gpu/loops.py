@@ -11,21 +11,21 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import fluxtrain
+from fluxtrain.checkpoint.run_state import RunState
+from fluxtrain.config.cadence import Cadence
 from fluxtrain.data.batches import Batch, BatchSource
 from fluxtrain.data.packing import PackedRows
 from fluxtrain.data.splitting import Spans
 from fluxtrain.data.tokens import Tokens
-from fluxtrain.stream.engine import Engine, engine_of
-from fluxtrain.stream.loss_scale import LossScale
+from fluxtrain.methods.causal_lm import CausalLM
+from fluxtrain.methods.objective import Task
+from fluxtrain.methods.optimizer import EngineAdamW
+from fluxtrain.reporting.announce import Announcer
 from fluxtrain.telemetry.events import StepFinished
-from fluxtrain.train.announce import Announcer
-from fluxtrain.train.cadence import Cadence
-from fluxtrain.train.causal_lm import CausalLM
 from fluxtrain.train.loop import LoopSettings, TrainingLoop
-from fluxtrain.train.objective import Task
-from fluxtrain.train.optimizer import EngineAdamW
 from fluxtrain.train.requests import Requests
-from fluxtrain.train.run_state import RunState
+from fluxtrain.updates.loss_scale import LossScale
+from fluxtrain.wrap.engine import Engine, engine_of
 from tests.wrap_with import wrap_with
 
 LAYERS, ROWS, TOKENS, WORDS, WIDTH = 6, 8, 128, 4096, 512

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import fluxtrain
+from fluxtrain.device.arena import HostArena
 from fluxtrain.device.cuda_device import CudaDevice, CudaTransfer
-from fluxtrain.memory.arena import HostArena
-from fluxtrain.memory.page_locks import LOCKS
-from fluxtrain.methods.known_packing import known_packing
+from fluxtrain.device.page_locks import LOCKS
+from fluxtrain.models.known_packing import known_packing
 from fluxtrain.plan import heads
-from fluxtrain.stream.engine import engine_of
+from fluxtrain.wrap.engine import engine_of
 from tests.wrap_with import wrap_with
 
 pytestmark = [

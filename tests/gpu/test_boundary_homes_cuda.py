@@ -12,9 +12,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import fluxtrain
 from fluxtrain.device.cuda_device import CudaDevice
+from fluxtrain.device.page_locks import LOCKS
 from fluxtrain.memory.boundary import BoundaryPark
-from fluxtrain.memory.page_locks import LOCKS
-from fluxtrain.stream.engine import engine_of
+from fluxtrain.wrap.engine import engine_of
 from tests.wrap_with import wrap_with
 
 pytestmark = pytest.mark.gpu

@@ -15,18 +15,18 @@ from torch import nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import fluxtrain
+from fluxtrain.calibration.calibrate import calibrate
 from fluxtrain.data.batches import Batch
 from fluxtrain.hardware.others import BUSY_SHARE, LOOK_S, others_share, read_use
-from fluxtrain.plan.calibration import Calibration
-from fluxtrain.plan.cost import cost
+from fluxtrain.methods.causal_lm import CausalLM
+from fluxtrain.methods.objective import BoundBatch
+from fluxtrain.plan.cost.calibration import Calibration
+from fluxtrain.plan.cost.rates import Rates, rates_from
+from fluxtrain.plan.cost.step import cost
 from fluxtrain.plan.footprint import Layout
-from fluxtrain.plan.rates import Rates, rates_from
 from fluxtrain.plan.states import StateFormat
-from fluxtrain.stream.engine import engine_of
-from fluxtrain.train.calibrate import calibrate
-from fluxtrain.train.causal_lm import CausalLM
-from fluxtrain.train.objective import BoundBatch
-from fluxtrain.train.placing import model_facts
+from fluxtrain.planning.placing import model_facts
+from fluxtrain.wrap.engine import engine_of
 from tests.gpu.test_calibrate import batch_of
 
 pytestmark = pytest.mark.gpu

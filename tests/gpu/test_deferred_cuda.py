@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from fluxtrain.stream import updates
-from fluxtrain.stream.engine import Engine, engine_of
-from fluxtrain.stream.shards import state_shards
+from fluxtrain.optimizer.state_shards import state_shards
+from fluxtrain.updates import updates
+from fluxtrain.wrap.engine import Engine, engine_of
 from tests.wrap_with import wrap_with
 
 pytestmark = [

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import fluxtrain
+from fluxtrain.adamw.flat import Flat
+from fluxtrain.adamw.hyper import AdamWUpdate, Hyper
+from fluxtrain.adamw.reference import rounding
+from fluxtrain.adamw.step import step_
 from fluxtrain.memory.group import Group
-from fluxtrain.optim.flat import Flat
-from fluxtrain.optim.hyper import AdamWUpdate, Hyper
-from fluxtrain.optim.reference import rounding
-from fluxtrain.optim.step import step_
-from fluxtrain.stream.engine import Engine, engine_of
-from fluxtrain.stream.loss_scale import FIRST, LossScale
+from fluxtrain.updates.loss_scale import FIRST, LossScale
+from fluxtrain.wrap.engine import Engine, engine_of
 from tests.wrap_with import wrap_with
 
 pytestmark = pytest.mark.gpu

@@ -8,13 +8,13 @@ import pytest
 import torch
 from msgspec.structs import asdict
 
-from fluxtrain.doctor.self_test import check_streaming
-from fluxtrain.hardware.bandwidth import BUS_RATES, bus_rates, matmul_rate
+from fluxtrain.commands.doctor.self_test import check_streaming
 from fluxtrain.hardware.device import check_accelerator
 from fluxtrain.hardware.machine import read_machine
-from fluxtrain.hardware.pinning import pin_rate
-from fluxtrain.hardware.probe import PROBE_LIMIT_S, probe
-from fluxtrain.hardware.probe_table import probe_text
+from fluxtrain.hardware.probe.bandwidth import BUS_RATES, bus_rates, matmul_rate
+from fluxtrain.hardware.probe.pinning import pin_rate
+from fluxtrain.hardware.probe.probe import PROBE_LIMIT_S, probe
+from fluxtrain.hardware.probe.table import probe_text
 from fluxtrain.units import MIB
 
 pytestmark = [

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import fluxtrain
-from fluxtrain.stream.chunk_loss import FusedChunks, HeadLoss, PlainChunks, add_product_, chunks_of
+from fluxtrain.edges.chunk_loss import FusedChunks, HeadLoss, PlainChunks, add_product_, chunks_of
 
 pytestmark = [
     pytest.mark.gpu,

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import fluxtrain
-from fluxtrain.methods.known_packing import known_packing
+from fluxtrain.edges.slice_loss import FusedSlices, PlainSlices, Tokens, Words, slices_of
+from fluxtrain.models.known_packing import known_packing
 from fluxtrain.plan import heads
-from fluxtrain.stream.engine import Engine, engine_of
-from fluxtrain.stream.slice_loss import FusedSlices, PlainSlices, Tokens, Words, slices_of
+from fluxtrain.wrap.engine import Engine, engine_of
 from tests.wrap_with import wrap_with
 
 pytestmark = [

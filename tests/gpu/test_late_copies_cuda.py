@@ -9,9 +9,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import fluxtrain
+from fluxtrain.device import page_locks
+from fluxtrain.device.arena import HostArena
 from fluxtrain.device.cuda_device import CudaDevice
-from fluxtrain.memory import page_locks
-from fluxtrain.memory.arena import HostArena
 from fluxtrain.memory.boundary import BoundaryPark
 from fluxtrain.memory.window import Window
 

@@ -31,9 +31,9 @@ from transformers.models.llama import modeling_llama
 from transformers.models.qwen2 import modeling_qwen2
 
 import fluxtrain
-from fluxtrain.methods.kernels import choose_kernels
-from fluxtrain.stream.chunk_loss import FusedChunks
-from fluxtrain.stream.engine import engine_of
+from fluxtrain.edges.chunk_loss import FusedChunks
+from fluxtrain.models.kernels import choose_kernels
+from fluxtrain.wrap.engine import engine_of
 from tests.wrap_with import wrap_with
 
 pytestmark = [

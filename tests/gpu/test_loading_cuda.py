@@ -25,12 +25,12 @@ import json, re, sys, threading, time
 from pathlib import Path
 import torch
 import fluxtrain
-import fluxtrain.stream.wrapping
-from fluxtrain.methods.export import save_model
-from fluxtrain.methods.models import ModelSource, load_model
+import fluxtrain.wrap.wrapping
+from fluxtrain.models.export import save_model
+from fluxtrain.models.loading import ModelSource, load_model
 from fluxtrain.plan.footprint import Layout, saving_bytes
 from fluxtrain.plan.guard import loading_bytes
-from fluxtrain.stream.grouping import facts_of
+from fluxtrain.wrap.grouping import facts_of
 from transformers.models import llama
 
 def held():  # by this process alone: no pages of files

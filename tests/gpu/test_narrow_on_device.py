@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from fluxtrain.optim.flat import Flat
-from fluxtrain.optim.fp32 import quiet
-from fluxtrain.optim.hyper import AdamWUpdate, Hyper
-from fluxtrain.optim.reference import encode, rounding
-from fluxtrain.optim.step import backend_for, step_
-from fluxtrain.stream.engine import engine_of
+from fluxtrain.adamw.flat import Flat
+from fluxtrain.adamw.fp32 import quiet
+from fluxtrain.adamw.hyper import AdamWUpdate, Hyper
+from fluxtrain.adamw.reference import encode, rounding
+from fluxtrain.adamw.step import backend_for, step_
+from fluxtrain.wrap.engine import engine_of
 from tests.wrap_with import wrap_with
 
 pytestmark = pytest.mark.gpu

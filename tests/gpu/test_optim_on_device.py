@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from fluxtrain.optim.flat import Flat
-from fluxtrain.optim.hyper import AdamWUpdate, Hyper
-from fluxtrain.optim.reference import decode, encode
-from fluxtrain.optim.step import backend_for, step_
+from fluxtrain.adamw.flat import Flat
+from fluxtrain.adamw.hyper import AdamWUpdate, Hyper
+from fluxtrain.adamw.reference import decode, encode
+from fluxtrain.adamw.step import backend_for, step_
 
 pytestmark = pytest.mark.gpu
 

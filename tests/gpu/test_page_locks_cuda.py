@@ -13,10 +13,10 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import fluxtrain
-from fluxtrain.memory import page_locks
-from fluxtrain.memory.arena import HostArena
-from fluxtrain.memory.page_locks import PageLocks
-from fluxtrain.stream.engine import engine_of
+from fluxtrain.device import page_locks
+from fluxtrain.device.arena import HostArena
+from fluxtrain.device.page_locks import PageLocks
+from fluxtrain.wrap.engine import engine_of
 from tests.engine.pages import mapped
 from tests.wrap_with import wrap_with
 

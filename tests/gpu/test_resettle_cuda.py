@@ -13,14 +13,14 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from fluxtrain.errors import DoesNotFit
+from fluxtrain.live.resettle import resettle
+from fluxtrain.live.settings import LiveContext, LiveSettings
+from fluxtrain.plan.choices.placement import placement_of
 from fluxtrain.plan.facts import RowFacts
 from fluxtrain.plan.footprint import Layout, footprint
-from fluxtrain.plan.live import LiveContext, LiveSettings
-from fluxtrain.plan.placement import placement_of
-from fluxtrain.stream.engine import Engine, engine_of
-from fluxtrain.stream.grouping import facts_of
-from fluxtrain.stream.resettle import resettle
 from fluxtrain.units import MIB
+from fluxtrain.wrap.engine import Engine, engine_of
+from fluxtrain.wrap.grouping import facts_of
 from tests.wrap_with import wrap_with
 
 pytestmark = [

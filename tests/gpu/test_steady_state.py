@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 import torch
 
-from fluxtrain.memory.arena import HostArena
-from fluxtrain.memory.page_locks import LOCKS
+from fluxtrain.device.arena import HostArena
+from fluxtrain.device.page_locks import LOCKS
 from fluxtrain.plan import heads
 from tests.gpu.loops import SLICE_BYTES, STREAMED, Training
 

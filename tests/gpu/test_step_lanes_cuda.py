@@ -11,12 +11,12 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from fluxtrain.device.cuda_device import CudaDevice
-from fluxtrain.hardware.current_gpu import CurrentStream
-from fluxtrain.memory.recorder import CudaClock, Recorder
-from fluxtrain.memory.step_cutter import StepCutter
-from fluxtrain.stream.engine import Engine, engine_of
-from fluxtrain.telemetry.attribution import attribute
-from fluxtrain.telemetry.lanes import BUSY_LANES, Interval, StepLanes
+from fluxtrain.device.current_gpu import CurrentStream
+from fluxtrain.device.recorder import CudaClock, Recorder
+from fluxtrain.trace.attribution import attribute
+from fluxtrain.trace.lanes import BUSY_LANES, Interval, StepLanes
+from fluxtrain.trace.step_cutter import StepCutter
+from fluxtrain.wrap.engine import Engine, engine_of
 from tests.wrap_with import wrap_with
 
 pytestmark = [

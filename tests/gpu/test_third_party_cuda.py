@@ -12,11 +12,11 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import fluxtrain
-from fluxtrain.optim.third_party import THIRD_PARTY, third_party_optimizer
+from fluxtrain.optimizer.third_party import ThirdPartyOptimizer
+from fluxtrain.optimizer.third_party_packages import THIRD_PARTY, third_party_optimizer
 from fluxtrain.plan.states import THIRD_PARTY_FORMATS
-from fluxtrain.stream.engine import engine_of
-from fluxtrain.stream.grouping import facts_of
-from fluxtrain.stream.third_party import ThirdPartyOptimizer
+from fluxtrain.wrap.engine import engine_of
+from fluxtrain.wrap.grouping import facts_of
 
 pytestmark = pytest.mark.gpu
 NAMES = pytest.mark.parametrize("name", list(THIRD_PARTY))

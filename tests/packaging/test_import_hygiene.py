@@ -74,7 +74,7 @@ def test_a_package_for_programs_needs_no_torch_and_no_configuration_library(pack
 
 
 def test_the_configuration_and_the_hardware_facts_need_no_torch() -> None:
-    brought = brought_in_by("fluxtrain.train.config", *modules_of("fluxtrain.hardware"))
+    brought = brought_in_by("fluxtrain.config.schema", *modules_of("fluxtrain.hardware"))
     assert not brought & (TORCH | APP)
 
 

@@ -10,8 +10,8 @@ import msgspec
 from msgspec.structs import replace
 
 from fluxtrain.telemetry import events as ev
-from fluxtrain.telemetry.lanes import Interval, StepLanes
-from fluxtrain.telemetry.ring import RingWriter
+from fluxtrain.trace.lanes import Interval, StepLanes
+from fluxtrain.trace.ring import RingWriter
 from fluxtui.sources.journal import JournalSource
 from fluxtui.sources.source import Batch
 from fluxtui.state.link import Process

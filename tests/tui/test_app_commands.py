@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from fluxtrain.telemetry.control import ControlServer
-from fluxtrain.telemetry.rundir import RunDir
+from fluxtrain.rundir.control import ControlServer
+from fluxtrain.rundir.run_dir import RunDir
 from fluxtui.app import FluxApp
 from fluxtui.screens.dialogs import StopDialog
 from fluxtui.screens.panel_screen import PanelScreen

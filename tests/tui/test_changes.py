@@ -12,9 +12,9 @@ import msgspec
 import pytest
 from textual.pilot import Pilot
 
+from fluxtrain.rundir.control import ControlServer
+from fluxtrain.rundir.run_dir import RunDir
 from fluxtrain.telemetry import events as ev
-from fluxtrain.telemetry.control import ControlServer
-from fluxtrain.telemetry.rundir import RunDir
 from fluxtui.app import FluxApp
 from fluxtui.panels.trials import headline, trial_line, why_not
 from fluxtui.screens.plan import plan_lines

@@ -13,10 +13,10 @@ import pytest
 from textual.pilot import Pilot
 
 from fluxtrain.errors import FluxTrainError
-from fluxtrain.telemetry.control import Answer, send_command
+from fluxtrain.rundir.control import Answer, send_command
+from fluxtrain.rundir.run_dir import RunDir
 from fluxtrain.telemetry.events import ChangeApplied, StepFinished
 from fluxtrain.telemetry.journal import read_events
-from fluxtrain.telemetry.rundir import RunDir
 from fluxtui.app import FluxApp
 from fluxtui.screens.plan import plan_lines
 from fluxtui.sources.journal import JournalSource

@@ -20,8 +20,8 @@ import pytest
 
 from fluxtrain.client.dry_run import DryRunAnswer
 from fluxtrain.errors import BadInput
-from fluxtrain.telemetry.control import NotReachable, send_command
-from fluxtrain.telemetry.rundir import RunDir, list_runs
+from fluxtrain.rundir.control import NotReachable, send_command
+from fluxtrain.rundir.run_dir import RunDir, list_runs
 from fluxtrain.telemetry.storage import read_json
 from fluxtui.app import FluxApp
 from fluxtui.screens.picker import RunPicker
@@ -95,7 +95,7 @@ def test_links_that_lead_to_themselves_are_told(tmp_path: Path) -> None:
 AS_NOBODY = """
 import os, sys
 from pathlib import Path
-from fluxtrain.telemetry.rundir import list_runs
+from fluxtrain.rundir.run_dir import list_runs
 from fluxtui.sources.journal import JournalSource
 if os.getuid() == 0:
     os.setgroups([]), os.setgid(65534), os.setuid(65534)

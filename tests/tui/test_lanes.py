@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fluxtrain.telemetry.lanes import Interval, StepLanes
 from fluxtrain.telemetry.reader import JournalFollower
-from fluxtrain.telemetry.ring import SLOTS, RingReader, RingWriter
+from fluxtrain.trace.lanes import Interval, StepLanes
+from fluxtrain.trace.ring import SLOTS, RingReader, RingWriter
 from fluxtui.app import FluxApp
 from fluxtui.csv_tables import csv_of
 from fluxtui.panels.lanes import KINDS, PANEL

@@ -15,9 +15,9 @@ import msgspec
 import pytest
 
 from fluxtrain.errors import EXIT_BAD_INPUT, BadInput
+from fluxtrain.rundir.run_dir import RunDir
 from fluxtrain.telemetry.emitter import Emitter
 from fluxtrain.telemetry.events import Done, EvaluationFinished, Failed, Hello, StepFinished
-from fluxtrain.telemetry.rundir import RunDir
 from fluxtrain.telemetry.typed import typed
 from fluxtui import launch
 from fluxtui.headless import event_line, follow_lines

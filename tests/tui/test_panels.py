@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from fluxtrain.rundir.run_dir import RunSummary
 from fluxtrain.telemetry import events as ev
-from fluxtrain.telemetry.rundir import RunSummary
 from fluxtui.actions.key_map import app_bindings, own_bindings, screen_bindings
 from fluxtui.actions.table import ACTIONS, PAGES, RUN_SCREENS, find, footer_actions
 from fluxtui.headless import event_line

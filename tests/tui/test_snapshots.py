@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from textual.pilot import Pilot
 
-from fluxtrain.telemetry.rundir import RunSummary
+from fluxtrain.rundir.run_dir import RunSummary
 from fluxtui.app import FluxApp
 from fluxtui.sources.replay import ReplaySource
 from fluxtui.sources.source import RunSource

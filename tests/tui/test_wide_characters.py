@@ -8,7 +8,7 @@ import pytest
 from rich.cells import cell_len
 
 from fluxtrain.client.inspection import TextPiece
-from fluxtrain.telemetry.rundir import RunSummary
+from fluxtrain.rundir.run_dir import RunSummary
 from fluxtui.panels.log import rows
 from fluxtui.panels.moves import short_name
 from fluxtui.state.run import LogLine

@@ -11,8 +11,8 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fluxtrain.train.config import demo_config, load_config, validate
-from fluxtrain.train.config import settings as all_settings
+from fluxtrain.config.schema import demo_config, load_config, validate
+from fluxtrain.config.schema import settings as all_settings
 from fluxtui.wizard.answers.answers import (
     OFFLOADS,
     STEPS,

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
+from fluxtrain.config.schema import load_config
 from fluxtrain.errors import BadInput
-from fluxtrain.telemetry.launch import start_trainer
-from fluxtrain.train.config import load_config
+from fluxtrain.rundir.launch import start_trainer
 from fluxtui.app import FluxApp
 from fluxtui.screens.panel_screen import PanelScreen
 from fluxtui.themes import load_themes

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from fluxtrain.telemetry.rundir import RunDir
-from fluxtrain.train.config import load_config
+from fluxtrain.config.schema import load_config
+from fluxtrain.rundir.run_dir import RunDir
 from fluxtui import launch
 from fluxtui.wizard.answers.answers import Answers
 from fluxtui.wizard.answers.draft import load_draft, save_draft

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from textual.widgets import Input
 
-from fluxtrain.telemetry.rundir import RunDir, list_runs
+from fluxtrain.rundir.run_dir import RunDir, list_runs
 from fluxtui.wizard.answers.answers import Answers
 from fluxtui.wizard.answers.draft import load_draft, save_draft
 from fluxtui.wizard.answers.launching import Attach

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from fluxtrain.plan.advice import RunFacts, StepFacts
+from fluxtrain.live.advice import RunFacts, StepFacts
+from fluxtrain.live.settings import LiveContext, Use
+from fluxtrain.plan.choices.placement import placement_of
+from fluxtrain.plan.cost.rates import Rates
 from fluxtrain.plan.facts import GroupFacts, ModelFacts, RowFacts
 from fluxtrain.plan.footprint import Layout, footprint
-from fluxtrain.plan.live import LiveContext, Use
-from fluxtrain.plan.placement import placement_of
-from fluxtrain.plan.rates import Rates
 from fluxtrain.units import GIB, MIB
 
 BLOCK_BYTES = 100 * MIB

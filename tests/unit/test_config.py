@@ -12,8 +12,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fluxtrain.errors import EXIT_BAD_INPUT, BadInput
-from fluxtrain.train.config import (
+from fluxtrain.config.schema import (
     RunConfig,
     demo_config,
     json_schema,
@@ -21,6 +20,7 @@ from fluxtrain.train.config import (
     settings,
     validate,
 )
+from fluxtrain.errors import EXIT_BAD_INPUT, BadInput
 
 
 def written(folder: Path, text: str) -> Path:
@@ -208,7 +208,7 @@ def test_the_schema_describes_every_setting() -> None:
 
 
 def test_the_configuration_needs_no_torch() -> None:
-    code = "import fluxtrain.train.config, sys; print('torch' in sys.modules)"
+    code = "import fluxtrain.config.schema, sys; print('torch' in sys.modules)"
     answer = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=200
     )

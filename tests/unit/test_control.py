@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from fluxtrain.errors import EXIT_BAD_INPUT, BadInput
-from fluxtrain.telemetry import control
-from fluxtrain.telemetry.control import Answer, ControlServer, NotReachable, send_command
+from fluxtrain.rundir import control
+from fluxtrain.rundir.control import Answer, ControlServer, NotReachable, send_command
 
 
 def answer_command(command: str, arguments: dict[str, Any]) -> tuple[bool, str]:

@@ -11,8 +11,8 @@ from msgspec.structs import replace
 from fluxtrain.client.doctor import Finding
 from fluxtrain.client.machine import Disk, Gpu, GpuProcess, Machine, Rate
 from fluxtrain.client.probe import ProbeAnswer
-from fluxtrain.doctor.findings import LEVELS, findings, ranked
-from fluxtrain.hardware.bandwidth import BUS_RATES
+from fluxtrain.commands.doctor.findings import LEVELS, findings, ranked
+from fluxtrain.hardware.probe.bandwidth import BUS_RATES
 from fluxtrain.units import GIB
 
 SOUND_RATES = {

@@ -13,9 +13,9 @@ from msgspec.structs import replace
 from fluxtrain.client.doctor import DoctorAnswer, SelfTest
 from fluxtrain.client.machine import Disk, Gpu, Machine, Rate
 from fluxtrain.client.probe import ProbeAnswer
-from fluxtrain.doctor.findings import findings
-from fluxtrain.doctor.screen import screen
-from fluxtrain.doctor.versions import versions
+from fluxtrain.commands.doctor.findings import findings
+from fluxtrain.commands.doctor.screen import screen
+from fluxtrain.commands.doctor.versions import versions
 from fluxtrain.units import GIB
 
 CARD = Gpu(

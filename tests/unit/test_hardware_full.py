@@ -10,11 +10,11 @@ import torch
 from msgspec.structs import replace
 
 from fluxtrain.client.machine import Gpu, Machine, Rate
-from fluxtrain.hardware import probe as probing
 from fluxtrain.hardware.machine import read_machine
-from fluxtrain.hardware.probe import FAILED_AGE_S, probe
-from fluxtrain.hardware.probe_table import age_text
-from fluxtrain.hardware.rate import TOO_LITTLE, failed
+from fluxtrain.hardware.probe import probe as probing
+from fluxtrain.hardware.probe.probe import FAILED_AGE_S, probe
+from fluxtrain.hardware.probe.rate import TOO_LITTLE, failed
+from fluxtrain.hardware.probe.table import age_text
 from fluxtrain.units import GIB
 
 FULL = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 256.00 MiB.")

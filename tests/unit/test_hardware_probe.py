@@ -13,22 +13,22 @@ from msgspec.structs import asdict, replace
 
 from fluxtrain.client.machine import Gpu, GpuProcess, Rate, rate_value_text
 from fluxtrain.client.probe import ProbeAnswer
-from fluxtrain.hardware import disk_rate
-from fluxtrain.hardware import probe as probing
-from fluxtrain.hardware.adamw_rate import PARAMETER_BYTES, PARAMETERS, adamw_rate
-from fluxtrain.hardware.bandwidth import BUS_RATES
 from fluxtrain.hardware.disk import read_disk
-from fluxtrain.hardware.disk_rate import disk_rates
 from fluxtrain.hardware.gpu import Gpus
 from fluxtrain.hardware.machine import read_machine
-from fluxtrain.hardware.probe import probe, sustained_threads
-from fluxtrain.hardware.probe_table import (
+from fluxtrain.hardware.probe import disk_rate
+from fluxtrain.hardware.probe import probe as probing
+from fluxtrain.hardware.probe.adamw_rate import PARAMETER_BYTES, PARAMETERS, adamw_rate
+from fluxtrain.hardware.probe.bandwidth import BUS_RATES
+from fluxtrain.hardware.probe.disk_rate import disk_rates
+from fluxtrain.hardware.probe.probe import probe, sustained_threads
+from fluxtrain.hardware.probe.rate import TOO_LITTLE, best_rate
+from fluxtrain.hardware.probe.table import (
     age_text,
     machine_rows,
     probe_rows,
     probe_text,
 )
-from fluxtrain.hardware.rate import TOO_LITTLE, best_rate
 from fluxtrain.units import GIB, MIB
 
 
@@ -344,7 +344,7 @@ def test_the_best_of_several_calls_counts_and_the_first_only_warms_up(
         calls.append(seconds)
         now_s[0] += seconds
 
-    monkeypatch.setattr("fluxtrain.hardware.rate.time.perf_counter", lambda: now_s[0])
+    monkeypatch.setattr("fluxtrain.hardware.probe.rate.time.perf_counter", lambda: now_s[0])
     durations = iter([0.001, 0.2, 0.02, 0.05])
     rate = best_rate(1.0, lambda: works(next(durations)), repeats=3, limit_s=10)
     assert rate == pytest.approx(1 / 0.02)  # not the warm-up, which was the fastest here

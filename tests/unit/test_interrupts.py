@@ -14,7 +14,7 @@ import pytest
 
 from fluxtrain.errors import EXIT_INTERRUPTED, EXIT_TERMINATED
 from fluxtrain.interrupts import _EXIT_INTERRUPTED, ImmediateInterrupts
-from fluxtrain.telemetry.rundir import RunDir
+from fluxtrain.rundir.run_dir import RunDir
 
 ROOT = Path(__file__).parents[2]
 # Stands in for a package on a disk that is slow: it says that it is being read, and goes on.

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fluxtrain.plan.advice import (
+from fluxtrain.live.advice import (
     LEAST_GAIN,
     MOST_ADVICE,
     Advice,
@@ -17,7 +17,7 @@ from fluxtrain.plan.advice import (
     advise,
     promising,
 )
-from fluxtrain.plan.live import Change, Use, settings_after
+from fluxtrain.live.settings import Change, Use, settings_after
 from fluxtrain.plan.spread import spread_out
 from fluxtrain.units import GIB, MIB
 from tests.unit.live_ground import BLOCK_BYTES, BLOCKS, RATES, facts, ground, group, steps

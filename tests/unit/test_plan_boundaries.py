@@ -9,8 +9,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fluxtrain.errors import DoesNotFit
-from fluxtrain.plan.boundaries import left_on_device, staying_words
-from fluxtrain.plan.cost import cost
+from fluxtrain.live.settings import Change, LiveSettings, steps_down
+from fluxtrain.plan.choices.boundaries import left_on_device, staying_words
+from fluxtrain.plan.choices.placement import place
+from fluxtrain.plan.choices.ranked import Frontier
+from fluxtrain.plan.choices.timed import Timing, place_timed
+from fluxtrain.plan.cost.step import cost
 from fluxtrain.plan.facts import ModelFacts
 from fluxtrain.plan.footprint import (
     BOUNDARIES_IN_FLIGHT,
@@ -19,12 +23,8 @@ from fluxtrain.plan.footprint import (
     footprint,
     parked_count,
 )
-from fluxtrain.plan.live import Change, LiveSettings, steps_down
-from fluxtrain.plan.placement import place
-from fluxtrain.plan.ranked import Frontier
 from fluxtrain.plan.request import RunRequest
 from fluxtrain.plan.search import Search
-from fluxtrain.plan.timed import Timing, place_timed
 from tests.unit.live_ground import BLOCKS, ground
 from tests.unit.test_plan_properties import models
 from tests.unit.test_plan_timed import (

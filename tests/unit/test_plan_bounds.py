@@ -9,8 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fluxtrain.plan.calibration import Calibration, HostTimes, Line
-from fluxtrain.plan.cost import cost, least_cost
+from fluxtrain.plan.choices.ranked import Frontier
+from fluxtrain.plan.cost.calibration import Calibration, HostTimes, Line
+from fluxtrain.plan.cost.rates import Rates
+from fluxtrain.plan.cost.step import cost, least_cost
 from fluxtrain.plan.facts import (
     OFFLOADS,
     Capacity,
@@ -21,8 +23,6 @@ from fluxtrain.plan.facts import (
     RowFacts,
 )
 from fluxtrain.plan.footprint import Layout
-from fluxtrain.plan.ranked import Frontier
-from fluxtrain.plan.rates import Rates
 from fluxtrain.plan.request import RunRequest
 from fluxtrain.plan.search import MOST_COUNTS, SOME_COUNTS, Search, tried_counts
 from fluxtrain.units import GIB

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fluxtrain.plan.calibration import (
+from fluxtrain.plan.cost.calibration import (
     Calibration,
     Line,
     Streamed,
@@ -17,11 +17,11 @@ from fluxtrain.plan.calibration import (
     line_through,
     trial_rows,
 )
-from fluxtrain.plan.cost import cost
+from fluxtrain.plan.cost.rates import Rates, rates_from
+from fluxtrain.plan.cost.step import cost
 from fluxtrain.plan.facts import GroupFacts, ModelFacts, RowFacts
 from fluxtrain.plan.footprint import Layout
 from fluxtrain.plan.prediction import WARMING_STEPS, compared, steady_step_s
-from fluxtrain.plan.rates import Rates, rates_from
 
 seconds = st.floats(1e-6, 1e3)
 TRIED = Calibration(

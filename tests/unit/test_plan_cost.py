@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fluxtrain.plan.cost import cost
+from fluxtrain.plan.cost.rates import Rates, rates_from
+from fluxtrain.plan.cost.step import cost
 from fluxtrain.plan.facts import GroupFacts, ModelFacts, RowFacts, activation_estimate
 from fluxtrain.plan.footprint import Layout
-from fluxtrain.plan.rates import Rates, rates_from
 
 # docs/benchmarks.md, "The measured machine", and the native AdamW there on 16 threads.
 MEASURED = Rates(

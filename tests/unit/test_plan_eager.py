@@ -8,11 +8,11 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from fluxtrain.plan.calibration import Calibration, Line
-from fluxtrain.plan.cost import Cost, cost
+from fluxtrain.plan.cost.calibration import Calibration, Line
+from fluxtrain.plan.cost.rates import Rates
+from fluxtrain.plan.cost.step import Cost, cost
 from fluxtrain.plan.facts import GroupFacts, ModelFacts, RowFacts
 from fluxtrain.plan.footprint import Layout
-from fluxtrain.plan.rates import Rates
 
 PARAMETERS = 1_000_000  # of each group
 LAYERS = 10

@@ -10,15 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fluxtrain.errors import BadInput, DoesNotFit
-from fluxtrain.plan.cost import cost, least_cost
+from fluxtrain.plan.choices.placement import place
+from fluxtrain.plan.choices.timed import Timing, place_timed
+from fluxtrain.plan.cost.rates import Rates
+from fluxtrain.plan.cost.step import cost, least_cost
 from fluxtrain.plan.facts import Capacity, GroupFacts, HeadFacts, ModelFacts, RowFacts
 from fluxtrain.plan.footprint import Layout, footprint
 from fluxtrain.plan.heads import SLICE_BYTES, SLICES_GAIN, slice_words
-from fluxtrain.plan.placement import place
-from fluxtrain.plan.rates import Rates
 from fluxtrain.plan.request import RunRequest
 from fluxtrain.plan.search import AUTO_SHARE
-from fluxtrain.plan.timed import Timing, place_timed
 from fluxtrain.units import GIB, MIB, bytes_text
 from tests.unit.test_plan_bounds import cores, gpus, layouts, with_table
 from tests.unit.test_plan_properties import models

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fluxtrain.errors import BadInput, DoesNotFit
-from fluxtrain.plan.live import (
+from fluxtrain.live.settings import (
     LIVE_SETTINGS,
     Change,
     LiveSettings,

@@ -9,18 +9,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fluxtrain.config.schema import demo_config
 from fluxtrain.errors import BadInput
-from fluxtrain.hardware.adamw_rate import adamw_rate
-from fluxtrain.plan.calibration import Calibration, Line
-from fluxtrain.plan.cost import cost
+from fluxtrain.hardware.probe.adamw_rate import adamw_rate
+from fluxtrain.plan.choices.placement import Placement, place
+from fluxtrain.plan.choices.timed import Timing, place_timed
+from fluxtrain.plan.cost.calibration import Calibration, Line
+from fluxtrain.plan.cost.moments import CLEARLY
+from fluxtrain.plan.cost.rates import Rates, rates_from
+from fluxtrain.plan.cost.step import cost
 from fluxtrain.plan.facts import Capacity, GroupFacts, ModelFacts, RowFacts
 from fluxtrain.plan.footprint import Layout
-from fluxtrain.plan.moments import CLEARLY
-from fluxtrain.plan.placement import Placement, place
-from fluxtrain.plan.rates import Rates, rates_from
 from fluxtrain.plan.request import RunRequest
-from fluxtrain.plan.timed import Timing, place_timed
-from fluxtrain.train.config import demo_config
 from fluxtrain.units import GIB
 
 LAYERS, BLOCK = 8, 100_000_000

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from fluxtrain.errors import EXIT_DOES_NOT_FIT, BadInput, DoesNotFit
+from fluxtrain.plan.choices.placement import Placement, place, place_for_any_rows
 from fluxtrain.plan.facts import Capacity, GroupFacts, ModelFacts, RowFacts, activation_estimate
-from fluxtrain.plan.placement import Placement, place, place_for_any_rows
 from fluxtrain.plan.request import RunRequest
 from fluxtrain.plan.search import AUTO_SHARE, HOST_SHARE
 from fluxtrain.plan.spread import parted

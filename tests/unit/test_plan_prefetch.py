@@ -12,11 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fluxtrain.plan.cost import cost, passes_s
-from fluxtrain.plan.facts import Capacity, GroupFacts, ModelFacts, RowFacts
-from fluxtrain.plan.footprint import SLOTS, Layout, footprint, slot_count
-from fluxtrain.plan.placement import place
-from fluxtrain.plan.prefetch import (
+from fluxtrain.plan.choices.placement import place
+from fluxtrain.plan.choices.timed import Timing, place_timed
+from fluxtrain.plan.cost.prefetch import (
     FEWEST_SLOTS,
     LOOKS_AHEAD,
     MOST_SLOTS,
@@ -27,9 +25,11 @@ from fluxtrain.plan.prefetch import (
     passes_of,
     slots_for,
 )
-from fluxtrain.plan.rates import Rates
+from fluxtrain.plan.cost.rates import Rates
+from fluxtrain.plan.cost.step import cost, passes_s
+from fluxtrain.plan.facts import Capacity, GroupFacts, ModelFacts, RowFacts
+from fluxtrain.plan.footprint import SLOTS, Layout, footprint, slot_count
 from fluxtrain.plan.request import RunRequest
-from fluxtrain.plan.timed import Timing, place_timed
 from fluxtrain.units import GIB
 
 TRACES = Path(__file__).parents[2] / "docs" / "traces"

@@ -11,6 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fluxtrain.errors import DoesNotFit
+from fluxtrain.plan.choices.placement import Placement, place, place_for_any_rows
 from fluxtrain.plan.facts import (
     OFFLOADS,
     Capacity,
@@ -20,7 +21,6 @@ from fluxtrain.plan.facts import (
     activation_estimate,
 )
 from fluxtrain.plan.footprint import Layout, footprint
-from fluxtrain.plan.placement import Placement, place, place_for_any_rows
 from fluxtrain.plan.request import Auto, RunRequest, count_or
 from fluxtrain.plan.search import AUTO_SHARE, BATCH_LIMIT_ROWS, FIXED_SHARE, HOST_SHARE
 from fluxtrain.units import GIB, MIB

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fluxtrain.plan.calibration import HostTimes
-from fluxtrain.plan.cost import cost
+from fluxtrain.plan.cost.calibration import HostTimes
+from fluxtrain.plan.cost.queueing import Queueing, queueing_of
+from fluxtrain.plan.cost.rates import Rates, rates_from
+from fluxtrain.plan.cost.step import cost
 from fluxtrain.plan.footprint import Layout
-from fluxtrain.plan.queueing import Queueing, queueing_of
-from fluxtrain.plan.rates import Rates, rates_from
 from tests.unit.test_plan_calibration import BLOCK, FACTS, PER_S, TRIED
 
 HOST = HostTimes(

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fluxtrain.errors import BadInput
+from fluxtrain.plan.choices.ranked import STOPS, Frontier, RankedPlan
+from fluxtrain.plan.cost.rates import Rates
 from fluxtrain.plan.facts import Capacity, GroupFacts, ModelFacts, RowFacts, activation_estimate
 from fluxtrain.plan.machine_file import read_machine_file
-from fluxtrain.plan.ranked import STOPS, Frontier, RankedPlan
-from fluxtrain.plan.rates import Rates
 from fluxtrain.plan.request import RunRequest
 from fluxtrain.plan.search import AUTO_SHARE, HOST_SHARE, Search
 from fluxtrain.units import GIB

@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 
 from fluxtrain.errors import BadInput
-from fluxtrain.plan.cost import cost
+from fluxtrain.plan.choices.placement import place, place_for_any_rows
+from fluxtrain.plan.choices.timed import Timing, place_timed
+from fluxtrain.plan.cost.rates import Rates
+from fluxtrain.plan.cost.step import cost
 from fluxtrain.plan.facts import Capacity, GroupFacts, ModelFacts, RowFacts
 from fluxtrain.plan.footprint import Layout, footprint
-from fluxtrain.plan.placement import place, place_for_any_rows
-from fluxtrain.plan.rates import Rates
 from fluxtrain.plan.request import RunRequest
-from fluxtrain.plan.timed import Timing, place_timed
 from fluxtrain.units import GIB
 
 RATES = Rates(

@@ -9,15 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fluxtrain.errors import DoesNotFit
-from fluxtrain.plan.calibration import Calibration, Line
-from fluxtrain.plan.cost import cost
+from fluxtrain.plan.choices.placement import Placement, place
+from fluxtrain.plan.choices.timed import HIDDEN_SHARE, Timing, place_timed
+from fluxtrain.plan.cost.calibration import Calibration, Line
+from fluxtrain.plan.cost.rates import Rates
+from fluxtrain.plan.cost.step import cost
 from fluxtrain.plan.facts import Capacity, GroupFacts, ModelFacts, RowFacts, activation_estimate
 from fluxtrain.plan.footprint import Layout, footprint
-from fluxtrain.plan.placement import Placement, place
-from fluxtrain.plan.rates import Rates
 from fluxtrain.plan.request import RunRequest
 from fluxtrain.plan.search import AUTO_SHARE, HOST_SHARE
-from fluxtrain.plan.timed import HIDDEN_SHARE, Timing, place_timed
 from fluxtrain.units import GIB
 
 BLOCK, EDGE = 46_797_824, 233_373_696  # Qwen2.5-1.5B's

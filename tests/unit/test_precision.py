@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from fluxtrain.config.schema import validate
 from fluxtrain.errors import BadInput
-from fluxtrain.methods.precision import DTYPES, Capability, choose_dtype, demo_dtype
-from fluxtrain.train.config import validate
+from fluxtrain.models.precision import DTYPES, Capability, choose_dtype, demo_dtype
 
 
 @pytest.mark.parametrize("stored", ["bfloat16", "float16", "float32", "float64"])

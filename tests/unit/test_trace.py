@@ -12,10 +12,8 @@ from typing import Any
 import pytest
 
 from fluxtrain.errors import BadInput
-from fluxtrain.telemetry.lanes import Interval, StepLanes
-from fluxtrain.telemetry.ring import RingWriter
-from fluxtrain.telemetry.rundir import RunDir
-from fluxtrain.telemetry.trace import (
+from fluxtrain.rundir.run_dir import RunDir
+from fluxtrain.trace.export import (
     THREADS,
     check_trace_path,
     recorded_steps,
@@ -23,6 +21,8 @@ from fluxtrain.telemetry.trace import (
     traced,
     write_trace,
 )
+from fluxtrain.trace.lanes import Interval, StepLanes
+from fluxtrain.trace.ring import RingWriter
 
 STEPS = [
     StepLanes(
@@ -108,7 +108,7 @@ def test_a_full_disk_leaves_no_half_of_a_trace(
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("fluxtrain.telemetry.trace.os.replace", full)
+    monkeypatch.setattr("fluxtrain.trace.export.os.replace", full)
     with pytest.raises(OSError, match="free some space"):
         write_trace(tmp_path / "trace.json", STEPS, "demo")
     assert list(tmp_path.iterdir()) == []

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from fluxtrain.errors import DoesNotFit
-from fluxtrain.plan.effect import STEPS
-from fluxtrain.plan.live import LiveSettings, Use
-from fluxtrain.plan.placement import Placement
+from fluxtrain.live.adviser import Setup
+from fluxtrain.live.changes import LiveChanges
+from fluxtrain.live.effect import STEPS
+from fluxtrain.live.settings import LiveSettings, Use
+from fluxtrain.plan.choices.placement import Placement
 from fluxtrain.plan.prediction import Promise
 from fluxtrain.telemetry import events as ev
-from fluxtrain.train.adviser import Setup
-from fluxtrain.train.live import LiveChanges
 from fluxtrain.units import GIB, MIB
 from tests.unit.live_ground import BLOCK_BYTES, BLOCKS, ground
 

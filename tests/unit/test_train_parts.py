@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fluxtrain.config.cadence import Cadence
+from fluxtrain.config.choices import choose_schedule
+from fluxtrain.config.schema import TrainSettings
 from fluxtrain.errors import DoesNotFit, Interrupted, NoSpace
+from fluxtrain.reporting.console import PlainConsole, line
+from fluxtrain.reporting.failures import as_told
+from fluxtrain.reporting.progress import Progress
 from fluxtrain.telemetry import events as ev
-from fluxtrain.train.cadence import Cadence
-from fluxtrain.train.choices import choose_schedule
-from fluxtrain.train.config import TrainSettings
-from fluxtrain.train.console import PlainConsole, line
-from fluxtrain.train.failures import as_told
-from fluxtrain.train.progress import Progress
 from fluxtrain.train.requests import Requests, Signals
 
 

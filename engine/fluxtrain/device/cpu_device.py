@@ -11,13 +11,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from fluxtrain.device import page_locks
+from fluxtrain.device.heap import Heap
+from fluxtrain.device.recorder import HostClock, Instant, Recorder
 from fluxtrain.device.staging import Staging, Wait, host_copy
 from fluxtrain.device.stalls import Stalls
 from fluxtrain.device.transfer import Transfer, all_arrived
 from fluxtrain.device.worker import Worker
-from fluxtrain.memory import page_locks
-from fluxtrain.memory.heap import Heap
-from fluxtrain.memory.recorder import HostClock, Instant, Recorder
 
 Copy = Callable[[Tensor, Tensor], None]  # (to, from)
 

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fluxtrain.device import page_locks
+from fluxtrain.device.current_gpu import CurrentStream
+from fluxtrain.device.recorder import CudaClock, Instant, Recorder
 from fluxtrain.device.staging import Staging, Wait
 from fluxtrain.device.stalls import Stalls
 from fluxtrain.device.transfer import Transfer, all_arrived
 from fluxtrain.device.worker import Worker
-from fluxtrain.hardware.current_gpu import CurrentStream
-from fluxtrain.memory import page_locks
-from fluxtrain.memory.recorder import CudaClock, Instant, Recorder
 
 
 class CudaTransfer:

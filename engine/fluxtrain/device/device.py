@@ -17,9 +17,9 @@ from torch import Tensor
 
 from fluxtrain.device.cpu_device import CpuDevice
 from fluxtrain.device.cuda_device import CudaDevice
+from fluxtrain.device.recorder import Recorder
 from fluxtrain.device.stalls import Stalls
 from fluxtrain.device.transfer import Transfer
-from fluxtrain.memory.recorder import Recorder
 
 
 class Device(Protocol):

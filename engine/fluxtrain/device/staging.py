@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from fluxtrain.memory.arena import HostArena
+from fluxtrain.device.arena import HostArena
 
 BUFFER_BYTES = 8 << 20
 BUFFERS = 2

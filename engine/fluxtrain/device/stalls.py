@@ -6,7 +6,7 @@ import threading
 from collections import deque
 from typing import Any
 
-from fluxtrain.memory.recorder import HostClock, Recorder
+from fluxtrain.device.recorder import HostClock, Recorder
 
 
 class Stalls:

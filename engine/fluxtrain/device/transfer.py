@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Protocol
 
-from fluxtrain.memory.recorder import Instant
+from fluxtrain.device.recorder import Instant
 
 
 class Transfer(Protocol):

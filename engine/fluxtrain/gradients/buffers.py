@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fluxtrain.device.arena import device_flat
 from fluxtrain.device.device import Device
 from fluxtrain.device.transfer import Transfer
-from fluxtrain.memory.arena import device_flat
 from fluxtrain.memory.group import Group
 from fluxtrain.plan.depths import ring_depth, staging_depth
 

@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fluxtrain.device.device import Device
+from fluxtrain.device.page_locks import host_empty
+from fluxtrain.device.recorder import Instant
 from fluxtrain.device.transfer import Transfer
 from fluxtrain.gradients.views import norm_by_rows
-from fluxtrain.memory.page_locks import host_empty
-from fluxtrain.memory.recorder import Instant
 from fluxtrain.memory.rows import Places
 
 _INDEX = torch.int64

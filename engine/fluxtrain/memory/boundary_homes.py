@@ -12,7 +12,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from fluxtrain.memory.arena import HostArena
+from fluxtrain.device.arena import HostArena
 
 _GROWTH = 5 / 4  # of one that was too small: where sizes differ, few are made anew
 _WASTE = 8  # times: one so much larger is left to what needs it, if a smaller one can be replaced

@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor, nn
 
+from fluxtrain.device.arena import HostArena, aligned, device_flat, own_storage_view
 from fluxtrain.errors import UnsupportedModel
-from fluxtrain.memory.arena import HostArena, aligned, device_flat, own_storage_view
 from fluxtrain.memory.segment import MASTERS, Member, Segment
 from fluxtrain.plan import states as state_formats
 from fluxtrain.plan.group_placement import GroupPlacement, Tier

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from fluxtrain.device.arena import aligned
 from fluxtrain.errors import DoesNotFit
-from fluxtrain.memory.arena import aligned
 from fluxtrain.memory.group import Group
 from fluxtrain.memory.segment import MASTERS, SCALES, Segment
 from fluxtrain.plan.group_placement import GroupPlacement

@@ -14,9 +14,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from fluxtrain.device.arena import HostArena, aligned, device_flat
 from fluxtrain.device.device import Device
 from fluxtrain.device.transfer import Transfer
-from fluxtrain.memory.arena import HostArena, aligned, device_flat
 
 _INDEX = torch.int64
 Gather = Callable[[Tensor, Tensor], object]  # rows (U,), and (U, H) on the host for their weights

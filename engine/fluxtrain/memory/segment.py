@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from fluxtrain.memory.arena import aligned
+from fluxtrain.device.arena import aligned
 from fluxtrain.plan.states import STATE_BLOCK, StateFormat
 
 MASTERS = ("lo", "master")  # what completes the weights to fp32 masters

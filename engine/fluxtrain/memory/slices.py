@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fluxtrain.device.arena import aligned, device_flat
 from fluxtrain.device.device import Device
 from fluxtrain.device.transfer import Transfer
-from fluxtrain.memory.arena import aligned, device_flat
 from fluxtrain.memory.group import Group
 from fluxtrain.memory.segment import Member
 

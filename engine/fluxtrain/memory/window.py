@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from fluxtrain.device.arena import device_flat
 from fluxtrain.device.device import Device
 from fluxtrain.device.transfer import Transfer
 from fluxtrain.errors import DoesNotFit
-from fluxtrain.memory.arena import device_flat
 from fluxtrain.memory.group import Group
 from fluxtrain.units import bytes_text
 

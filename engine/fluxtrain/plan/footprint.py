@@ -52,8 +52,8 @@ HEAP_BOUNDARIES = 3
 HIDDEN_AT_LOSS = 2  # what goes into the head, and its gradient
 HIDDEN_AT_EDGE = 2  # its gradient, and a boundary that came back while the copy home still has it
 HEAP_HIDDEN = 4
-SAVED_FILE_BYTES = 4_000_000_000  # of a saved model (methods/export.py), or one larger weight
-# A processor's heap keeps as much of what was freed, at most: memory/heap.py sees to that; tensors
+SAVED_FILE_BYTES = 4_000_000_000  # of a saved model (models/export.py), or one larger weight
+# A processor's heap keeps as much of what was freed, at most: device/heap.py sees to that; tensors
 # above 32 MiB are mapped by themselves.
 HEAP_BYTES = 64 << 20
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from fluxtrain.train.objective import B, Objective
-from fluxtrain.train.randomness import randomness_of
+from fluxtrain.checkpoint.randomness import randomness_of
+from fluxtrain.methods.objective import B, Objective
 
 SEED = 0  # of what an evaluation draws (noise, timesteps): every evaluation draws the same
 

@@ -8,14 +8,14 @@ from itertools import islice
 
 from transformers import PreTrainedModel
 
+from fluxtrain.config.schema import RunConfig
 from fluxtrain.data.demo import PROMPT
 from fluxtrain.data.formats import documents
 from fluxtrain.data.hub import local_file
 from fluxtrain.data.prepare import DataSource, ModelLimits, PreparedData, prepare
-from fluxtrain.methods.copies import Copied
-from fluxtrain.methods.models import LoadedModel, ModelSource, load_model
-from fluxtrain.methods.precision import Capability
-from fluxtrain.train.config import RunConfig
+from fluxtrain.models.copies import Copied
+from fluxtrain.models.loading import LoadedModel, ModelSource, load_model
+from fluxtrain.models.precision import Capability
 
 DEMO = "demo"
 PROMPT_CHARACTERS = 60

@@ -11,22 +11,22 @@ from typing import Generic
 import torch
 from torch import nn
 
+from fluxtrain.checkpoint.randomness import random_state, restore_random_state
+from fluxtrain.checkpoint.run_state import RunState
+from fluxtrain.checkpoint.writer import CheckpointWriter
+from fluxtrain.config.cadence import Cadence
 from fluxtrain.errors import Diverged, DoesNotFit, FluxTrainError, Interrupted
-from fluxtrain.stream.engine import engine_of
+from fluxtrain.live.changes import LiveChanges
+from fluxtrain.methods.objective import B, Task
+from fluxtrain.methods.optimizer import Optimizer
+from fluxtrain.reporting.announce import Announcer
+from fluxtrain.reporting.progress import Progress
 from fluxtrain.telemetry.events import EvaluationFinished, RunPhase, StepFinished
-from fluxtrain.train.announce import Announcer
-from fluxtrain.train.cadence import Cadence
-from fluxtrain.train.checkpoint_writer import CheckpointWriter
+from fluxtrain.trace.step_clock import StepClock
 from fluxtrain.train.evaluate import evaluate
-from fluxtrain.train.live import LiveChanges
-from fluxtrain.train.objective import B, Task
-from fluxtrain.train.optimizer import Optimizer
-from fluxtrain.train.progress import Progress
 from fluxtrain.train.queued import Computed, QueuedStep
-from fluxtrain.train.randomness import random_state, restore_random_state
 from fluxtrain.train.requests import Requests
-from fluxtrain.train.run_state import RunState
-from fluxtrain.train.step_clock import StepClock
+from fluxtrain.wrap.engine import engine_of
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from fluxtrain.stream.loss_scale import LEAST
-from fluxtrain.stream.norm import GradNorm
-from fluxtrain.train.step_clock import StepClock
+from fluxtrain.trace.step_clock import StepClock
+from fluxtrain.updates.loss_scale import LEAST
+from fluxtrain.updates.norm import GradNorm
 
 
 @dataclass(frozen=True, kw_only=True)

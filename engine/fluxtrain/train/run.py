@@ -8,34 +8,34 @@ from pathlib import Path
 
 import msgspec
 
+from fluxtrain.calibration.peaks import measured_peaks
+from fluxtrain.checkpoint import writer as checkpoint_writer
+from fluxtrain.checkpoint.checkpoint import Checkpoint, read_checkpoint, remove_unfinished
+from fluxtrain.checkpoint.fingerprint import fingerprint
+from fluxtrain.checkpoint.randomness import seed_everything
+from fluxtrain.checkpoint.recovery import Target
+from fluxtrain.checkpoint.writer import CheckpointWriter, newest_valid, trainer_content
 from fluxtrain.client.machine import Machine
+from fluxtrain.config.cadence import Cadence
+from fluxtrain.config.choices import choose_schedule
+from fluxtrain.config.schedule import factor
+from fluxtrain.config.schema import RunConfig
 from fluxtrain.data.batches import Batch, BatchSource, in_order
 from fluxtrain.hardware.machine import read_machine
-from fluxtrain.methods.kernels import choose_kernels
-from fluxtrain.methods.sampling import sample_text
-from fluxtrain.optim.schedule import factor
+from fluxtrain.live.changes import LiveChanges
+from fluxtrain.live.setup import live_changes
+from fluxtrain.methods.method import method_of
+from fluxtrain.methods.objective import Task
+from fluxtrain.methods.optimizer import Optimizer, make_optimizer
+from fluxtrain.models.kernels import choose_kernels
+from fluxtrain.models.sampling import sample_text
 from fluxtrain.plan.guard import DiskRoom
 from fluxtrain.plan.prediction import compared, steady_step_s
+from fluxtrain.planning.placing import card_capability, choose_device, dtype_choice, wrapped
+from fluxtrain.planning.preflight import disk_room, page_locks_of, refuse_before_loading
 from fluxtrain.telemetry.events import ChoiceMade, Hello, PlanChecked, SampleGenerated
-from fluxtrain.train import checkpoint_writer
-from fluxtrain.train.cadence import Cadence
-from fluxtrain.train.checkpoint import Checkpoint, read_checkpoint, remove_unfinished
-from fluxtrain.train.checkpoint_writer import CheckpointWriter, newest_valid, trainer_content
-from fluxtrain.train.choices import choose_schedule
-from fluxtrain.train.config import RunConfig
-from fluxtrain.train.fingerprint import fingerprint
 from fluxtrain.train.inputs import DEMO, Inputs, load_inputs
-from fluxtrain.train.live import LiveChanges
-from fluxtrain.train.live_setup import live_changes
 from fluxtrain.train.loop import LoopSettings, TrainingLoop
-from fluxtrain.train.method import method_of
-from fluxtrain.train.objective import Task
-from fluxtrain.train.optimizer import Optimizer, make_optimizer
-from fluxtrain.train.peaks import measured_peaks
-from fluxtrain.train.placing import card_capability, choose_device, dtype_choice, wrapped
-from fluxtrain.train.preflight import disk_room, page_locks_of, refuse_before_loading
-from fluxtrain.train.randomness import seed_everything
-from fluxtrain.train.recovery import Target
 from fluxtrain.train.run_files import first_hello, full_hello, write_run_file
 from fluxtrain.train.run_plan import RunPlan, plan_run
 from fluxtrain.train.session import Session

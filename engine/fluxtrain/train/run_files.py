@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 import fluxtrain
+from fluxtrain.calibration.constants import Constants
 from fluxtrain.client.machine import Machine
-from fluxtrain.plan.placement import Placement
+from fluxtrain.config.schema import RunConfig
+from fluxtrain.plan.choices.placement import Placement
+from fluxtrain.rundir.process import ProcessMark
+from fluxtrain.rundir.run_dir import RunDir
 from fluxtrain.telemetry.events import Hello, Planned
-from fluxtrain.telemetry.process import ProcessMark
-from fluxtrain.telemetry.rundir import RunDir
-from fluxtrain.train.config import RunConfig
-from fluxtrain.train.constants import Constants
-from fluxtrain.train.step_clock import PHASES
+from fluxtrain.trace.step_clock import PHASES
 
 if TYPE_CHECKING:
-    from fluxtrain.stream.engine import Engine
+    from fluxtrain.wrap.engine import Engine
 
 _REPORTED = ("torch", "transformers", "safetensors", "tokenizers", "numpy", "pydantic", "msgspec")
 

@@ -5,24 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from fluxtrain.calibration.constants import Constants, measured_constants
+from fluxtrain.calibration.peaks import host_peak_bytes
 from fluxtrain.client.machine import Machine
+from fluxtrain.config.schema import RunConfig
 from fluxtrain.data.batches import Batch, first_batch, fullest_batch
 from fluxtrain.data.packing import PackedRows
-from fluxtrain.methods.models import LoadedModel
+from fluxtrain.methods.objective import BoundBatch, Objective
+from fluxtrain.models.loading import LoadedModel
+from fluxtrain.plan.choices.placement import Placement
 from fluxtrain.plan.facts import Capacity, ModelFacts
 from fluxtrain.plan.group_placement import alike
 from fluxtrain.plan.guard import DiskRoom
-from fluxtrain.plan.placement import Placement
-from fluxtrain.stream.engine import Engine
-from fluxtrain.telemetry.events import ChoiceMade, Planned
-from fluxtrain.telemetry.rundir import RunDir
-from fluxtrain.train.config import RunConfig
-from fluxtrain.train.constants import Constants, measured_constants
-from fluxtrain.train.device_budget import hold_to_budget
-from fluxtrain.train.forecast import forecast_of
-from fluxtrain.train.objective import BoundBatch, Objective
-from fluxtrain.train.peaks import host_peak_bytes
-from fluxtrain.train.placing import (
+from fluxtrain.planning.device_budget import hold_to_budget
+from fluxtrain.planning.forecast import forecast_of
+from fluxtrain.planning.placing import (
     as_it_is_now,
     capacity_of,
     decide,
@@ -30,8 +27,11 @@ from fluxtrain.train.placing import (
     model_facts_for,
     optimizer_in_backward,
 )
-from fluxtrain.train.preflight import copied_now, refuse_what_does_not_fit
+from fluxtrain.planning.preflight import copied_now, refuse_what_does_not_fit
+from fluxtrain.rundir.run_dir import RunDir
+from fluxtrain.telemetry.events import ChoiceMade, Planned
 from fluxtrain.train.run_files import write_plan_file
+from fluxtrain.wrap.engine import Engine
 
 
 @dataclass(frozen=True, kw_only=True)

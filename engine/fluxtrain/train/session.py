@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
 
+from fluxtrain.checkpoint.run_state import RunState
 from fluxtrain.errors import (
     EXIT_BAD_INPUT,
     EXIT_BUG,
@@ -18,18 +19,17 @@ from fluxtrain.errors import (
     FluxTrainError,
     Interrupted,
 )
-from fluxtrain.telemetry.control import ControlServer
+from fluxtrain.reporting.announce import Announcer
+from fluxtrain.reporting.console import JsonConsole, PlainConsole, to_standard_output
+from fluxtrain.reporting.failures import as_told
+from fluxtrain.reporting.gauges import GaugeThread
+from fluxtrain.reporting.run_log import RunLog
+from fluxtrain.rundir.control import ControlServer
+from fluxtrain.rundir.run_dir import RunDir
 from fluxtrain.telemetry.emitter import Emitter
 from fluxtrain.telemetry.events import CommandAnswered, Done, Event, Failed
-from fluxtrain.telemetry.rundir import RunDir
-from fluxtrain.train.announce import Announcer
-from fluxtrain.train.console import JsonConsole, PlainConsole, to_standard_output
-from fluxtrain.train.failures import as_told
-from fluxtrain.train.gauges import GaugeThread
+from fluxtrain.trace.timeline import TimelineThread
 from fluxtrain.train.requests import Requests, Signals
-from fluxtrain.train.run_log import RunLog
-from fluxtrain.train.run_state import RunState
-from fluxtrain.train.timeline import TimelineThread
 
 
 class Session:

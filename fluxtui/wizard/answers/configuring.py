@@ -85,8 +85,8 @@ def answers_from_file(path: str, overrides: tuple[str, ...] = ()) -> Answers:
     Raises:
         BadInput: all that is wrong with it, or with `overrides`.
     """
-    from fluxtrain.train.config import load_config
-    from fluxtrain.train.config_text import parse_yaml, read_text
+    from fluxtrain.config.schema import load_config
+    from fluxtrain.config.text import parse_yaml, read_text
 
     place = Path(expanded(path))
     load_config(place, list(overrides))

@@ -6,8 +6,8 @@ import dataclasses
 import shlex
 from pathlib import Path
 
-from fluxtrain.telemetry.launch import TrainerProcess, start_trainer
-from fluxtrain.telemetry.rundir import RunDir
+from fluxtrain.rundir.launch import TrainerProcess, start_trainer
+from fluxtrain.rundir.run_dir import RunDir
 from fluxtrain.telemetry.storage import write_bytes
 from fluxtrain.telemetry.typed import typed_line
 from fluxtui.sources.removal import CONFIG_MARK, CONFIG_NAME

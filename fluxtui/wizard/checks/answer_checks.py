@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from fluxtrain.errors import BadInput
-from fluxtrain.telemetry.rundir import RunDir
+from fluxtrain.rundir.run_dir import RunDir
 from fluxtui.home import expanded
 from fluxtui.wizard.answers.answers import (
     HUB_DATA,

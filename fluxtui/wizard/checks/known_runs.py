@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from fluxtrain.telemetry.rundir import RunDir, RunSummary, list_runs
+from fluxtrain.rundir.run_dir import RunDir, RunSummary, list_runs
 from fluxtrain.telemetry.storage import read_json
 from fluxtrain.units import UNKNOWN, duration_text
 from fluxtui.home import expanded

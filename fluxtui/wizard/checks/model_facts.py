@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fluxtrain.errors import BadInput
-from fluxtrain.methods.model_files import ModelFiles, check_model_folder
+from fluxtrain.models.model_files import ModelFiles, check_model_folder
 from fluxtrain.telemetry.storage import open_to_read
 from fluxtrain.units import bytes_text, count_text
 from fluxtui.home import expanded, home_folder

@@ -11,7 +11,7 @@ from fluxtrain.client.dry_run import DryRunAnswer
 from fluxtrain.client.inspection import InspectionAnswer
 from fluxtrain.client.plan import PlanAnswer, PlanOption
 from fluxtrain.client.probe import ProbeAnswer
-from fluxtrain.telemetry.rundir import RunSummary
+from fluxtrain.rundir.run_dir import RunSummary
 from fluxtui.actions.key_map import joined
 from fluxtui.actions.table import find
 from fluxtui.panels.machine import machine_line

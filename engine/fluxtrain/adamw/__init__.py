@@ -1,0 +1,1 @@
+"""AdamW's numerics: the reference, native and Triton kernels, and one dispatcher."""

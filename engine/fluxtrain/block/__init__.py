@@ -1,0 +1,1 @@
+"""Run a block: chunks of rows, recomputation, random state."""

@@ -1,0 +1,131 @@
+"""A unit whose activations are not kept: forward in chunks, backward with recomputation.
+
+The forward pass keeps the inputs and drops everything else; the backward pass brings the weights
+back, computes each chunk again as far as its gradients need it, and hands the gradients of the
+weights to the engine.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from fluxtrain.block.call import Call
+from fluxtrain.block.capture import Capture, active_collector
+from fluxtrain.block.chunking import chunks, spans
+from fluxtrain.guards.arguments import (
+    batch_rows,
+    flatten,
+    has_cache,
+    piece,
+    refuse_hidden_gradients,
+    run_with,
+    splits,
+    without_caches,
+)
+from fluxtrain.guards.leaks import BoundWeights
+from fluxtrain.guards.output_alias import chunk_outputs
+from fluxtrain.memory.unit import Unit
+from fluxtrain.runtime.context import Context
+from fluxtrain.runtime.counters import HeldBoundary
+from fluxtrain.runtime.passes import begin_backward, bound, end_backward, end_forward, record
+
+
+def run_with_gradients(
+    context: Context, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Run the unit as one node of torch's graph, which computes it again for its gradients."""
+    args, kwargs = without_caches(unit.name, args, kwargs)
+    tree, tensors = flatten((args, kwargs), once=True)
+    refuse_hidden_gradients(unit.name, tree)
+    collector = active_collector()
+    call = Call(context, unit, tree, tensors, Capture.of(collector))
+    flat = _Streamed.apply(call, context.anchor, *tensors)  # type: ignore[no-untyped-call]
+    out, extra = call.outputs.hand_out(flat, tensors)
+    call.capture.put_back(collector, extra)
+    return out
+
+
+def run_without_gradients(
+    context: Context, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Run the unit on its arguments as they are, or on some rows at a time."""
+    tree, tensors = flatten((args, kwargs), once=True)
+    rows = batch_rows(tensors)
+    whole = (
+        has_cache(args, kwargs)
+        or rows is None
+        or active_collector() is not None
+        or not chunks(context, unit, rows, tree, tensors)
+    )
+    with bound(context, unit):
+        weights = BoundWeights(unit)
+        if whole:
+            out = unit.original(*args, **kwargs)
+            weights.refuse_writes()
+            return out
+        assert rows is not None
+        split = splits(tensors, rows)
+        pieces = [piece(tensors, split, a, b) for a, b in spans(rows, context.chunk_rows)]
+        outs = [flatten(run_with(unit.original, tree.fill(given))) for given in pieces]
+        weights.refuse_writes()
+    return outs[0][0].fill(chunk_outputs([out for _, out in outs], pieces, tensors))
+
+
+class _Streamed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: Call, anchor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        context, unit = record(ctx, call), call.unit
+        ctx.set_materialize_grads(False)
+        if unit.offloads_inputs and unit.recomputes:
+            call.given.offload(context.park, tensors)
+        with bound(context, unit):
+            weights = BoundWeights(unit)
+            parts = call.record(tensors)
+            weights.refuse_writes()
+            if unit.recomputes and weights.are_referred_to():
+                call.record_again_whole()
+        end_forward(context)
+        ctx.save_for_backward(*call.finish_forward(tensors))
+        ctx.boundary = HeldBoundary(context.counters, call.given.kept_bytes)
+        results = [[part[i] for part in parts] for i in call.outputs.returned]
+        differentiable = [any(chunk.requires_grad for chunk in chunks) for chunks in results]
+        merged = [
+            (chunks[0] if len(chunks) == 1 else torch.cat(chunks)).detach() for chunks in results
+        ]
+        del parts, results
+        ctx.mark_non_differentiable(
+            *(o for o, d in zip(merged, differentiable, strict=True) if not d)
+        )
+        return tuple(merged)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        context = begin_backward(ctx)
+        call: Call = ctx.call
+        call.given.refuse_changed()
+        arriving = call.outputs.gradients_of_results(gradients)
+        tensors = call.given.fetch(context.park, ctx.saved_tensors)
+        wanted = [i for i, needed in enumerate(ctx.needs_input_grad[2:]) if needed]
+        sums: list[Tensor | None] = [None] * len(tensors)
+        pieces: dict[int, list[Tensor]] = {i: [] for i in wanted}
+        with bound(context, call.unit, "backward"):
+            for chunk in call.chunks:
+                found = call.backward(chunk, tensors, wanted, arriving)
+                for i, gradient in zip(wanted, found, strict=True):
+                    if call.given.cut[i]:
+                        pieces[i].append(gradient)
+                    else:
+                        so_far = sums[i]
+                        sums[i] = gradient if so_far is None else so_far + gradient
+        for i, parts in pieces.items():
+            if parts:
+                sums[i] = parts[0] if len(parts) == 1 else torch.cat(parts)
+        ctx.boundary.close()
+        end_backward(context, call.unit)
+        call.unit.checked_recomputes += 1
+        return (None, None, *sums)

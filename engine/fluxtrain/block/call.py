@@ -1,0 +1,280 @@
+"""One forward of a streamed block: its chunks, their graphs, and what runs them again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from fluxtrain.block.call_arguments import CallArguments
+from fluxtrain.block.capture import Capture
+from fluxtrain.block.chunking import chunks, spans
+from fluxtrain.block.recompute import CannotRefill, Saved, Tape, gradient_ends
+from fluxtrain.block.rng import Autocast, RandomState
+from fluxtrain.guards.argument_writes import WRITES_TO_A_LEAF
+from fluxtrain.guards.arguments import Tree, batch_rows, flatten, piece, run_with, splits
+from fluxtrain.guards.checks import Sums, checksum, sums_of
+from fluxtrain.guards.leaks import copied_out, refuse_foreign_inputs
+from fluxtrain.guards.output_alias import CallOutputs, find_aliases
+from fluxtrain.memory.group import Group
+from fluxtrain.memory.module_buffers import Copies, as_before, put_back
+from fluxtrain.memory.segment import Member
+from fluxtrain.memory.unit import Unit
+from fluxtrain.runtime.context import Context
+from fluxtrain.runtime.passes import UnitCall
+
+_CHECKED_RECOMPUTES = 3
+
+
+@dataclass(eq=False)
+class Chunk:
+    """Some rows of a batch, and their graph."""
+
+    span: tuple[int, int]
+    random: RandomState | None = None  # before the forward
+    tape: Tape | None = None
+    saved: Saved | None = None  # what the graph saves; None: it is recorded again
+    sums: Sums | None = None  # with which what is computed again is compared
+    result_rows: list[int] = field(default_factory=list)  # of each result
+
+
+class Call(UnitCall):
+    """One forward of a block: what its backward needs besides the saved tensors."""
+
+    def __init__(
+        self,
+        context: Context,
+        unit: Unit,
+        tree: Tree,
+        tensors: Sequence[Tensor],
+        capture: Capture,
+    ) -> None:
+        super().__init__(context, unit)
+        self.given = CallArguments(unit, tree, tensors)
+        self.outputs = CallOutputs()
+        self.capture = capture
+        self.chunks = self._cut(context, tensors)
+        self._device = context.device.torch_device
+        self._autocast = Autocast.now(self._device)
+        self._recomputes = unit.recomputes
+        self._verifies = unit.recomputes and unit.checked_recomputes < _CHECKED_RECOMPUTES
+        self._forward = True  # is under way
+        self._buffers: Copies = {}  # before the forward, of those that it wrote to
+        self._trained: list[tuple[Group, Member]] = []
+        self._ends: list[GradientEdge] = []  # where the gradients of these arrive
+
+    def _cut(self, context: Context, tensors: Sequence[Tensor]) -> list[Chunk]:
+        rows = batch_rows(tensors)
+        if rows is None or not chunks(context, self.unit, rows, self.given.tree, tensors):
+            return [Chunk((0, rows or 1))]
+        self.given.cut = splits(tensors, rows)
+        return [Chunk(span) for span in spans(rows, context.chunk_rows)]
+
+    # -- forward -----------------------------------------------------------------------------------
+
+    def record(self, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+        """Run the block on all chunks (weights bound) for their results, which outputs and captured
+        tensors are made of. The graphs are kept, and what they save only if that is wanted."""
+        unit, host = self.unit, self.given.explores or self.unit.draws_on_host
+        self._buffers = unit.buffers.before(unit.module)
+        self._find_ends()
+        found: list[list[Tensor]] = []
+        for chunk in self.chunks:
+            chunk.random = RandomState.now(self._device, host=host)
+            results = self._record(chunk, self.given.inputs(tensors, chunk.span, again=False))
+            chunk.result_rows = [r.shape[0] if r.dim() else 1 for r in results]
+            found.append(results)
+        self._buffers = unit.buffers.after(unit.module, self._buffers)
+        return found
+
+    def finish_forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """All chunks have run: list the inputs that the backward pass computes with again."""
+        kept = self.given.finish_forward(tensors)
+        if self.given.explores:
+            states = [chunk.random.host for chunk in self.chunks if chunk.random is not None]
+            self.unit.draws_on_host |= any(host and host.has_moved() for host in states)
+        self.outputs.finish_forward()
+        self._forward = False
+        return kept
+
+    def record_again_whole(self) -> None:
+        """From now on the backward pass records the block anew, from its beginning to its end."""
+        self.unit.records_again = True
+        for chunk in self.chunks:
+            chunk.tape = chunk.saved = None
+        self.context.say(
+            f"blocks of {type(self.unit.module).__name__} are computed again to their end in the "
+            "backward pass: they keep views of weights, or their graph cannot be filled twice"
+        )
+
+    def _find_ends(self) -> None:
+        """Find where the weights' gradients will arrive, while the weights are on the device: torch
+        makes other ends once a parameter's data is in another device's memory."""
+        self._trained = [(g, m) for g, m in self.unit.members if m.parameter.requires_grad]
+        self._ends = gradient_ends([m.parameter for _, m in self._trained])
+
+    def _record(self, chunk: Chunk, inputs: Sequence[Tensor]) -> list[Tensor]:
+        before = sums_of(inputs) if self._verifies else []
+        try:
+            results = self._record_graph(chunk, inputs)
+        except RuntimeError as error:
+            if WRITES_TO_A_LEAF not in str(error):
+                raise
+            self.given.writes.refuse_write_to_leaf(self.given.needs, error)
+        if self.given.explores:
+            refuse_foreign_inputs(self.unit, self.context.anchor, inputs, results, self._ends)
+        if self._verifies:
+            chunk.sums = Sums(before, checksum(results))
+        return results
+
+    def _record_graph(self, chunk: Chunk, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """Run one chunk so that its graph can be filled again, or as it is for a block whose graph
+        is recorded again in the backward pass."""
+        if self.unit.records_again:
+            return self._compute(inputs, nullcontext)
+        saved = Saved(self.unit.name, keeps=not self._recomputes)
+        try:
+            results = self._compute(inputs, saved.recording)
+        except (CannotRefill, RuntimeError) as error:
+            # what torch.func computes refuses hooks, ours and those of torch.utils.checkpoint
+            if isinstance(error, RuntimeError) and "saved tensor hooks" not in str(error):
+                raise
+            self.record_again_whole()
+            self._begin_again(chunk, inputs)
+            return self._compute(inputs, nullcontext)
+        chunk.tape, chunk.saved = Tape(inputs, results), saved
+        return results
+
+    def _begin_again(self, chunk: Chunk, inputs: Sequence[Tensor]) -> None:
+        """Let everything be as before the chunk under way."""
+        self.given.writes.undo(inputs, slice(*chunk.span), self.given.cut)
+        assert chunk.random is not None
+        chunk.random.restore(self._device)
+        put_back(self.unit.module, self._buffers)
+
+    # -- backward ----------------------------------------------------------------------------------
+
+    def backward(
+        self,
+        chunk: Chunk,
+        tensors: Sequence[Tensor],
+        wanted: Sequence[int],
+        gradients: Sequence[Tensor | None],
+    ) -> list[Tensor]:
+        """Give one chunk's weight gradients to the engine; its gradients of the inputs `wanted`.
+
+        gradients: of the loss by each result, of the whole batch.
+        """
+        arriving = [
+            None if gradient is None else self._rows_of(gradient, chunk, position)
+            for position, gradient in enumerate(gradients)
+        ]
+        found, module = None, self.unit.module
+        if not self.unit.records_again and chunk.saved is not None:
+            with as_before(module, self._buffers if self._recomputes else {}):
+                found = self._backward_refilled(chunk, tensors, wanted, arriving)
+        if found is None:
+            with as_before(module, self._buffers):
+                found = self._backward_recorded_again(chunk, tensors, wanted, arriving)
+        arrived = zip(self._trained, found[len(wanted) :], strict=True)
+        self.context.gradients.add_all(
+            (group, member, gradient)
+            for (group, member), gradient in arrived
+            if gradient is not None
+        )
+        parts = piece(tensors, self.given.cut, *chunk.span)
+        return [
+            g if g is not None else torch.zeros_like(parts[i])
+            for i, g in zip(wanted, found[: len(wanted)], strict=True)
+        ]
+
+    def _backward_refilled(
+        self,
+        chunk: Chunk,
+        tensors: Sequence[Tensor],
+        wanted: Sequence[int],
+        arriving: Sequence[Tensor | None],
+    ) -> list[Tensor | None] | None:
+        """Run the graph of the forward pass; None if that cannot be, now and from now on."""
+        assert chunk.tape is not None and chunk.saved is not None
+        self._refill(chunk, chunk.saved, tensors)
+        try:
+            with chunk.saved.giving():
+                return chunk.tape.backward(arriving, wanted, self._ends, again=True)
+        except (CannotRefill, RuntimeError) as error:
+            # a compiled block may overwrite what it saved unless its graph ends with this pass
+            if isinstance(error, RuntimeError) and "donated buffers" not in str(error):
+                raise
+        self.record_again_whole()
+        return None
+
+    def _refill(self, chunk: Chunk, saved: Saved, tensors: Sequence[Tensor]) -> None:
+        """Compute one chunk again, as far as its backward needs, with the random state it had."""
+        if saved.is_full() and chunk.sums is None:
+            return
+        after = self._restore_random(chunk)
+        inputs = self.given.inputs(tensors, chunk.span, again=True)
+
+        def run() -> None:
+            results = self._compute(inputs, saved.again)
+            if chunk.sums is not None:
+                chunk.sums.compare(self.unit, self.given.tree, inputs, results)
+
+        saved.fill(run, to_the_end=chunk.sums is not None)
+        after.restore(self._device)
+        saved.check()
+
+    def _backward_recorded_again(
+        self,
+        chunk: Chunk,
+        tensors: Sequence[Tensor],
+        wanted: Sequence[int],
+        arriving: Sequence[Tensor | None],
+    ) -> list[Tensor | None]:
+        """Run a second graph, recorded from the beginning of the block to its end."""
+        after = self._restore_random(chunk)
+        inputs = self.given.inputs(tensors, chunk.span, again=True)
+        self._find_ends()
+        results = self._compute(inputs, nullcontext)
+        after.restore(self._device)
+        if chunk.sums is not None:
+            chunk.sums.compare(self.unit, self.given.tree, inputs, results)
+        return Tape(inputs, results).backward(arriving, wanted, self._ends, again=False)
+
+    def _restore_random(self, chunk: Chunk) -> RandomState:
+        """Draw what the chunk drew in the forward pass; returns the state to go on from."""
+        assert chunk.random is not None
+        after = RandomState.now(self._device, host=chunk.random.host is not None)
+        chunk.random.restore(self._device)
+        return after
+
+    def _rows_of(self, gradient: Tensor, chunk: Chunk, result: int) -> Tensor:
+        """Take this chunk's rows of the gradient of one result."""
+        if len(self.chunks) == 1:
+            return gradient
+        start = 0
+        for before in self.chunks:
+            if before is chunk:
+                break
+            start += before.result_rows[result]
+        return gradient[start : start + chunk.result_rows[result]]
+
+    def _compute(
+        self, inputs: Sequence[Tensor], hooks: Callable[[], AbstractContextManager[None]]
+    ) -> list[Tensor]:
+        """Run the block on one chunk; its results."""
+        with torch.enable_grad(), self._autocast.again():
+            arguments = self.given.tree.fill(inputs)
+            with hooks(), self.capture.collecting() as extra:
+                out = run_with(self.unit.original, arguments)
+            tree, outputs = flatten((out, extra))
+            outputs = copied_out(self.unit, outputs)
+            aliases, results = find_aliases(outputs, inputs, whole=len(self.chunks) == 1)
+        if self._forward:
+            self.given.writes.refuse_change(arguments, inputs, self.given.needs)
+            self.outputs.note_chunk(tree, aliases, len(results))
+        return results

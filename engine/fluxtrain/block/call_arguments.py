@@ -1,0 +1,91 @@
+"""What a block was given in one call, and what the backward pass keeps of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from fluxtrain.block.recompute import aliased_leaf
+from fluxtrain.errors import MisusedModel
+from fluxtrain.guards.argument_writes import ArgumentWrites, new_tensor
+from fluxtrain.guards.arguments import Tree, argument_name, piece
+from fluxtrain.guards.shared_memory import version_counter, version_of
+from fluxtrain.memory.boundary import BoundaryPark, Parked
+from fluxtrain.memory.unit import Unit
+
+_KNOWN_KINDS = 256  # a dict with other keys each time has no end of them
+
+
+class CallArguments:
+    """The tensors among the arguments of one call, from forward to backward."""
+
+    def __init__(self, unit: Unit, tree: Tree, tensors: Sequence[Tensor]) -> None:
+        self.tree = tree
+        self.needs = tuple(t.requires_grad for t in tensors)  # which ask for a gradient
+        self.cut: Sequence[bool] = tuple(False for _ in tensors)  # which carry the batch's rows
+        self._unit = unit
+        self._kind = (unit.module.training, tree.structure())
+        known = unit.written_arguments.get(self._kind)
+        self.explores = known is None  # the first call of this kind
+        self.writes = ArgumentWrites(unit.name, unit.original, tree, tensors, known)
+        self._copies: Mapping[int, Tensor] = {}  # of arguments before the block wrote to them
+        self._parked: dict[int, Parked] = {}  # inputs that wait on the host
+        self._watched: list[tuple[int, Tensor, int]] = []  # counters of writes, and their counts
+        self.kept_bytes = 0  # on the device
+
+    def offload(self, park: BoundaryPark, tensors: Sequence[Tensor]) -> None:
+        """Let the inputs that ask for gradients wait on the host for the backward pass."""
+        self._parked = park.park(tensors, self.needs)
+
+    def inputs(
+        self, tensors: Sequence[Tensor], span: tuple[int, int], *, again: bool
+    ) -> list[Tensor]:
+        """Cut off the inputs of one chunk, which ask for gradients where the caller's do. Computed
+        again, a block writes to copies."""
+        parts = piece(tensors, self.cut, *span)
+        if again and self._copies:
+            parts = [part.clone() if i in self._copies else part for i, part in enumerate(parts)]
+        with torch.enable_grad():
+            return [
+                aliased_leaf(part) if needed else part.detach()
+                for part, needed in zip(parts, self.needs, strict=True)
+            ]
+
+    def finish_forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """List what the backward pass computes with again, but for what waits on the host: the
+        inputs as they were before the block wrote to them."""
+        copies = self._copies = self.writes.finish(tensors, self.cut)
+        if self.explores:
+            kinds = self._unit.written_arguments
+            if len(kinds) >= _KNOWN_KINDS:
+                kinds.clear()
+            kinds[self._kind] = frozenset(copies)
+        kept: list[Tensor] = []
+        for i, tensor in enumerate(tensors):
+            if i not in copies:
+                self._watched.append((i, version_counter(tensor), version_of(tensor)))
+            if i not in self._parked:
+                kept.append(copies.get(i, tensor))
+                if self.needs[i]:
+                    self.kept_bytes += tensor.nbytes
+        return kept
+
+    def refuse_changed(self) -> None:
+        """Raise MisusedModel when an argument was written to after the forward pass."""
+        for i, counter, version in self._watched:
+            if version_of(counter) != version:
+                name = argument_name(self._unit.original, self.tree, i)
+                raise MisusedModel(
+                    f"the tensor that {self._unit.name} was given as {name} was changed in place "
+                    "after its forward pass, and the backward pass computes with it again: "
+                    f"{new_tensor(name)} there, or hand the block a copy (.clone())"
+                )
+
+    def fetch(self, park: BoundaryPark, kept: Sequence[Tensor]) -> list[Tensor]:
+        """Bring the inputs together: those that were kept, and those that waited on the host."""
+        stayed, parked = iter(kept), self._parked
+        return [
+            park.fetch(parked[i]) if i in parked else next(stayed) for i in range(len(self.needs))
+        ]

@@ -1,0 +1,269 @@
+"""May a block run on some rows at a time? Tried on first use, never assumed.
+
+Sequence-first modules (58 % gradient error, silent), BatchNorm and masks without a batch dimension
+give other results on rows than on the whole; a loss over the whole batch cannot be cut at all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from fluxtrain.block.capture import Capture, active_collector
+from fluxtrain.block.rng import randomness_kept
+from fluxtrain.guards.arguments import Tree, ambiguous, batch_rows, flatten, opaque, piece, splits
+from fluxtrain.guards.shared_memory import overlap, same_elements
+from fluxtrain.memory.unit import Unit
+from fluxtrain.runtime.context import Context
+from fluxtrain.runtime.passes import bound
+
+_TRIED_ROWS = 2
+_KEPT_TRIALS = 256  # a dict with other keys each time has no end of them
+_TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-8, torch.bfloat16: 3e-2, torch.float16: 5e-3}
+
+
+def chunks(context: Context, unit: Unit, rows: int, tree: Tree, tensors: Sequence[Tensor]) -> bool:
+    """Should this unit cut a batch of `rows`?"""
+    if unit.group.kind != "block" or rows < 2 or 0 < rows <= context.chunk_rows:
+        return False
+    if not try_chunks(context, unit, tree, tensors, rows):
+        return False
+    if not context.chunk_rows:
+        with bound(context, unit, "probe"):
+            row_bytes = saved_row_bytes(unit, tree, tensors)
+        context.chunk_rows = context.plan.chunk_for(row_bytes, rows)
+    return rows > context.chunk_rows
+
+
+def spans(rows: int, chunk_rows: int) -> list[tuple[int, int]]:
+    """List [start, stop) of chunks of `chunk_rows`; the last may be shorter."""
+    return [(start, min(start + chunk_rows, rows)) for start in range(0, rows, chunk_rows)]
+
+
+def try_chunks(
+    context: Context, unit: Unit, tree: Tree, tensors: Sequence[Tensor], rows: int
+) -> bool:
+    """Do chunks give what the whole gives? Tried once for each mode, each way to cut, and each
+    structure and choice of the arguments: with another one the block may compute something else."""
+    name = ambiguous(unit.original, tree, tensors, rows)
+    if name is not None:
+        context.say(
+            f"the argument {name} of {unit.name} is {rows} x {rows} where the batch has {rows} "
+            "rows, and may be a mask or one row for each: it runs on the whole batch. Another "
+            "number of rows or tokens a row runs in chunks"
+        )
+        return False
+    key = (unit.module.training, splits(tensors, rows), tree.choices())
+    if key not in unit.chunkable:
+        if len(unit.chunkable) >= _KEPT_TRIALS:
+            unit.chunkable.clear()
+        with bound(context, unit, "probe"):
+            unit.chunkable[key] = chunks_agree(unit, tree, tensors)
+        if not unit.chunkable[key]:
+            context.say(
+                f"{unit.name} gives other results for chunks than for the whole batch: it "
+                "runs on the whole batch"
+            )
+    return unit.chunkable[key]
+
+
+def chunks_agree(unit: Unit, tree: Tree, tensors: Sequence[Tensor]) -> bool:
+    """Compare two rows run together with the same rows run one by one (weights bound)."""
+    rows = batch_rows(tensors)
+    if rows is None or rows < _TRIED_ROWS:
+        return False
+    split = splits(tensors, rows)
+    together = _run(unit, tree, piece(tensors, split, 0, _TRIED_ROWS), split)
+    if together is None:
+        return False
+    single = [_run(unit, tree, piece(tensors, split, i, i + 1), split) for i in range(_TRIED_ROWS)]
+    if any(s is None or len(s) != len(together) for s in single):
+        return False
+    for position, whole in enumerate(together):
+        parts = [s[position] for s in single if s is not None]
+        if whole.dim() == 0 or sum(p.shape[0] for p in parts) != whole.shape[0]:
+            return False
+        if not _close(torch.cat(parts), whole):
+            return False
+    return True
+
+
+def saved_row_bytes(unit: Unit, tree: Tree, tensors: Sequence[Tensor]) -> int:
+    """Bytes that autograd keeps for one row of the block, measured (weights bound).
+
+    Blocks whose saving cannot be watched (torch.func refuses hooks) are taken to keep the outputs
+    of all their modules.
+    """
+    rows = batch_rows(tensors)
+    kept: dict[int, int] = {}
+    outputs_bytes = 0
+    weights = {p.untyped_storage().data_ptr() for p in unit.module.parameters()}
+
+    def count(tensor: Tensor) -> None:  # keeping an output would tie it to its own graph for ever
+        if tensor.layout != torch.strided:  # sparse; its parts are hardly what fills a device
+            return
+        address = tensor.untyped_storage().data_ptr()
+        if address not in weights:
+            kept[address] = tensor.untyped_storage().nbytes()
+
+    def count_outputs(_module: nn.Module, _args: Any, output: Any) -> None:
+        nonlocal outputs_bytes
+        outputs_bytes += sum(t.numel() * t.element_size() for t in flatten(output)[1])
+
+    split = splits(tensors, rows or 1)
+    one = [t.detach() for t in piece(tensors, split, 0, 1)]
+    one = [t.requires_grad_(t.is_floating_point()) for t in one]
+    inside = _copies_inside(tree)
+
+    def run(watching: AbstractContextManager[Any]) -> None:
+        with (
+            watching,
+            torch.enable_grad(),
+            _left_as_it_was(unit.module, inside),
+            Capture.of(active_collector()).collecting(),
+        ):
+            args, kwargs = tree.fill([t.clone() for t in one])
+            held = unit.original(*args, **kwargs)
+        del held
+
+    try:
+        run(torch.autograd.graph.saved_tensors_hooks(count, _not_there))
+    except RuntimeError as error:
+        if "saved tensor hooks" not in str(error):
+            raise
+        kept.clear()
+        hooks = [m.register_forward_hook(count_outputs) for m in unit.module.modules()]
+        try:
+            run(nullcontext())
+        finally:
+            for hook in hooks:
+                hook.remove()
+    return max(sum(kept.values()) + outputs_bytes, 1)
+
+
+def _run(
+    unit: Unit, tree: Tree, tensors: Sequence[Tensor], split: Sequence[bool]
+) -> list[Tensor] | None:
+    """Outputs and captured tensors without dropout; None when the block refuses such rows."""
+    given = [t.detach().clone() for t in tensors]  # a block may write to its inputs
+    args, kwargs = tree.fill(given)
+    capture = Capture.of(active_collector())
+    buffers = unit.buffers.before(unit.module)
+    inside = _copies_inside(tree)
+    with (
+        torch.no_grad(),
+        _left_as_it_was(unit.module, inside),
+        _NoDropout(),
+        capture.collecting() as extra,
+    ):
+        try:
+            out = unit.original(*args, **kwargs)
+        except (RuntimeError, ValueError, IndexError):
+            return None  # a shape without a batch dimension does not broadcast
+        if unit.buffers.after(unit.module, buffers):
+            return None  # each chunk would write to them
+        if not all(_is_same(tensor, before) for tensor, before in inside):
+            return None
+    uncut = [i for i, cut in enumerate(split) if not cut]
+    if not all(_is_same(given[i], tensors[i]) for i in uncut):
+        return None  # each chunk would write to the same tensor
+    if tree.nests() and not tree.is_in((args, kwargs), given):
+        return None  # each chunk would append to the same list
+    if _share(flatten(out)[1], given):
+        return None  # rows that are put together share no memory with anything
+    return flatten((out, extra))[1]
+
+
+def _is_same(now: Tensor, before: Tensor) -> bool:
+    """Compare values, where a NaN equals a NaN."""
+    if not now.is_floating_point():
+        return torch.equal(now, before)
+    return torch.equal(now.isnan(), before.isnan()) and torch.equal(
+        now.nan_to_num(0.0, math.inf, -math.inf), before.nan_to_num(0.0, math.inf, -math.inf)
+    )
+
+
+def _share(outputs: Sequence[Tensor], given: Sequence[Tensor]) -> bool:
+    """Is an output a view of an argument, or of another output? All of one may be passed on."""
+    for i, output in enumerate(outputs):
+        others = (*given, *outputs[:i])
+        if any(overlap(output, o) and not same_elements(output, o) for o in others):
+            return True
+    return False
+
+
+def _not_there(_: object) -> Tensor:
+    """For a block that runs backward inside of its forward."""
+    raise RuntimeError("saved tensor hooks that only count were asked for a tensor")
+
+
+def _close(parts: Tensor, whole: Tensor) -> bool:
+    if parts.shape != whole.shape:
+        return False
+    if not whole.is_floating_point():
+        return bool(torch.equal(parts, whole))
+    limit = _TOLERANCE.get(whole.dtype, 1e-4)
+    scale = float(whole.double().abs().max()) if whole.numel() else 0.0
+    if not scale < float("inf"):
+        return bool(torch.equal(parts.isfinite(), whole.isfinite()))
+    worst = float((parts.double() - whole.double()).abs().max()) if whole.numel() else 0.0
+    return worst <= limit * max(scale, 1e-30)
+
+
+def _copies_inside(tree: Tree) -> list[tuple[Tensor, Tensor]]:
+    """Tensors inside of objects that are arguments, and copies of them."""
+    return [(tensor, tensor.clone()) for _, held in opaque(tree) for tensor in held]
+
+
+@contextmanager
+def _left_as_it_was(module: nn.Module, inside: Sequence[tuple[Tensor, Tensor]]) -> Iterator[None]:
+    """Random state and buffers (BatchNorm's statistics) are restored afterwards, and so are tensors
+    inside of objects, with their copies."""
+    device = next((p.device for p in module.parameters()), torch.device("cpu"))
+    places = [(m, name) for m in module.modules() for name in m._buffers]
+    buffers = [(m, name, m._buffers[name]) for m, name in places]
+    copies = [(b, b.clone()) for _, _, b in buffers if b is not None]
+    try:
+        with randomness_kept(device):
+            yield
+    finally:
+        for owner, name, buffer in buffers:  # a forward may have put another tensor there
+            owner._buffers[name] = buffer
+        with torch.no_grad():
+            for buffer, before in (*copies, *inside):
+                buffer.copy_(before)
+
+
+class _NoDropout(TorchFunctionMode):
+    """Runs every dropout with probability 0."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in _DROPOUTS:
+            return args[0] if args else kwargs["input"]
+        if func is nn.functional.scaled_dot_product_attention and kwargs.get("dropout_p"):
+            kwargs["dropout_p"] = 0.0
+        return func(*args, **kwargs)
+
+
+_DROPOUTS = {
+    nn.functional.dropout,
+    nn.functional.dropout1d,
+    nn.functional.dropout2d,
+    nn.functional.alpha_dropout,
+    nn.functional.feature_alpha_dropout,
+    torch.dropout,
+    torch.dropout_,
+}

@@ -1,0 +1,30 @@
+"""Which blocks are computed again in the backward pass, and whose inputs wait for it on the host.
+
+What a block saves refers to its weights, so only blocks whose weights stay on the device can keep
+their activations.
+"""
+
+from __future__ import annotations
+
+from fluxtrain.memory.unit import Unit
+from fluxtrain.plan.group_placement import Activations
+from fluxtrain.runtime.context import Context
+
+
+def choose_recompute(context: Context) -> None:
+    """Give every unit what its group's row of the table says of activations, between two steps. A
+    unit without parameters of its own has no row and does as the last one before it."""
+    owned = {slot.owner for slot in context.window.slots}
+
+    def can_keep(unit: Unit) -> bool:
+        stays = all(g.placement.weights == "device" or g in owned for g in unit.groups)
+        return stays and unit.group.kind == "block"
+
+    rows = {row.name: row.activations for row in context.plan.groups}
+    recomputed = [found for found in rows.values() if found != "kept"]
+    last: Activations = recomputed[0] if recomputed else "inputs_on_device"
+    for unit in context.units:
+        activations = rows.get(unit.group.name, last)
+        unit.recomputes = activations != "kept" or not can_keep(unit)
+        unit.offloads_inputs = activations == "inputs_on_host"
+        last = last if activations == "kept" else activations

@@ -1,0 +1,1 @@
+"""Constants of a plan, measured before the run on this machine."""

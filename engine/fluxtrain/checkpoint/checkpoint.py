@@ -1,0 +1,267 @@
+"""Checkpoints: a folder that is whole or absent, whose every byte is hashed.
+
+    checkpoints/step-00000120/  manifest.json  trainer.json  shard-00000.safetensors ...
+
+A checkpoint is written beside its final name and renamed when everything is on disk, so a kill
+or a full disk never harms the one before. Shards are written one at a time from the engine's own
+memory.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+from safetensors import SafetensorError
+from torch import Tensor
+
+from fluxtrain.checkpoint.shard_file import (
+    WrittenFile,
+    hash_file,
+    read_tensors,
+    write_json,
+    write_tensors,
+)
+from fluxtrain.errors import BadInput, NoSpace
+from fluxtrain.units import bytes_text
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+TRAINER = "trainer.json"
+_TEMPORARY = ".writing-"
+_SEAL = "sha256"
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint whose manifest was read: every file it names and their sum."""
+
+    path: Path
+    step: int
+    bytes: int
+    shards: tuple[tuple[str, str], ...]  # (the engine's name, the file's name)
+
+    def trainer_state(self) -> dict[str, Any]:
+        """What the trainer keeps beside the engine's shards."""
+        state: dict[str, Any] = json.loads((self.path / TRAINER).read_text("utf-8"))
+        return state
+
+    def load_shards(self) -> Iterator[tuple[str, dict[str, Tensor]]]:
+        """One shard at a time, mapped from its file."""
+        for name, file_name in self.shards:
+            yield name, read_tensors(self.path / file_name)
+
+
+class Damaged(BadInput):
+    """A checkpoint is not what its manifest says."""
+
+
+_FileName = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]  # no other folder
+_Count = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
+
+
+class _Facts(msgspec.Struct):
+    bytes: _Count
+    sha256: str
+
+
+class _Manifest(msgspec.Struct):
+    """What manifest.json holds, beside its seal."""
+
+    format: int
+    step: _Count
+    shards: list[tuple[str, _FileName]]
+    files: dict[_FileName, _Facts]
+
+
+def is_full(error: OSError) -> bool:
+    """Whether the disk, the quota or the file size limit refused."""
+    return error.errno in _FULL
+
+
+def step_folder(root: Path, step: int) -> Path:
+    """The name of a step's checkpoint; sorts by step."""
+    return root / f"step-{step:08d}"
+
+
+def write_checkpoint(
+    root: Path,
+    step: int,
+    shards: Iterable[tuple[str, dict[str, Tensor]]],
+    trainer_state: dict[str, Any],
+) -> Checkpoint:
+    """Write the checkpoint of `step` under `root`; it exists under its name only when whole.
+
+    Raises:
+        NoSpace: the disk is full; earlier checkpoints are untouched, nothing partial is left.
+    """
+    final = step_folder(root, step)
+    temporary = root / f"{_TEMPORARY}{final.name}"
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        remove_unfinished(root)
+        temporary.mkdir()
+        files = _write_files(temporary, step, shards, trainer_state)
+        _sync_folder(temporary)
+        if final.is_dir():  # a damaged one of the same step, or it would not be written again
+            shutil.rmtree(final)
+        else:
+            final.unlink(missing_ok=True)
+        temporary.rename(final)
+        _sync_folder(root)
+    except OSError as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        if is_full(error):
+            raise no_space(root, error) from error
+        raise
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    return _described(final, step, files)
+
+
+def read_checkpoint(path: Path) -> Checkpoint:
+    """Check every byte of a checkpoint folder against its manifest.
+
+    Raises:
+        Damaged: a file is missing, short or altered; the message says which.
+    """
+    manifest = _manifest(path)
+    files = {}
+    for name, facts in manifest["files"].items():
+        expected = WrittenFile(facts["bytes"], facts["sha256"])
+        try:
+            found_bytes = (path / name).stat().st_size
+        except OSError:
+            raise Damaged(f"{path.name}: {name} is missing") from None
+        if found_bytes != expected.bytes:
+            raise Damaged(
+                f"{path.name}: {name} has {found_bytes:,} bytes instead of {expected.bytes:,}"
+            )
+        if hash_file(path / name) != expected:
+            raise Damaged(f"{path.name}: {name} is not what was written (sha256 differs)")
+        files[name] = expected
+    return _described(path, manifest["step"], {**manifest, "files": files})
+
+
+def list_checkpoints(root: Path) -> list[Path]:
+    """Folders that are named as checkpoints, the newest step first, unchecked."""
+    if not root.is_dir():
+        return []
+    return sorted((p for p in root.glob("step-*") if p.is_dir()), reverse=True)
+
+
+def prune(root: Path, keep: int, step: int) -> None:
+    """Remove all but the `keep` newest checkpoints up to `step`.
+
+    Later ones stay: after going on from an earlier checkpoint they are what would else be lost.
+    """
+    past = [path for path in list_checkpoints(root) if path.name <= step_folder(root, step).name]
+    for path in past[keep:]:
+        remove(path)
+
+
+def remove(path: Path) -> None:
+    """Remove a checkpoint; renamed first, as a kill must not leave half of one under its name."""
+    doomed = path.with_name(f"{_TEMPORARY}old-{path.name}")
+    path.rename(doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
+
+
+def remove_unfinished(root: Path) -> None:
+    """Remove what a killed process left behind while it wrote or pruned."""
+    for path in root.glob(f"{_TEMPORARY}*"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def load_shard_tensors(checkpoint: Checkpoint) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    """`Checkpoint.load_shards` with damage reported as such."""
+    try:
+        yield from checkpoint.load_shards()
+    except (SafetensorError, OSError) as error:
+        raise Damaged(f"{checkpoint.path.name}: {error}") from error
+
+
+def no_space(where: Path, error: OSError) -> NoSpace:
+    """The error for a full disk, with what is free and the cure."""
+    try:
+        free = bytes_text(shutil.disk_usage(where).free)
+    except OSError:
+        free = "unknown"
+    return NoSpace(
+        f"no space left to write under {where} ({error.strerror}; {free} free): free some space or "
+        "choose another disk with --run-dir; checkpoints written before are untouched"
+    )
+
+
+def _write_files(
+    folder: Path,
+    step: int,
+    shards: Iterable[tuple[str, dict[str, Tensor]]],
+    trainer_state: dict[str, Any],
+) -> dict[str, Any]:
+    files: dict[str, WrittenFile] = {}
+    names: list[list[str]] = []
+    for number, (name, tensors) in enumerate(shards):
+        file_name = f"shard-{number:05d}.safetensors"
+        files[file_name] = write_tensors(folder / file_name, tensors)
+        names.append([name, file_name])
+    files[TRAINER] = write_json(folder / TRAINER, trainer_state)
+    manifest = {"format": FORMAT, "step": step, "shards": names}
+    listed = {name: {"bytes": f.bytes, "sha256": f.sha256} for name, f in files.items()}
+    content = {**manifest, "files": listed}
+    write_json(folder / MANIFEST, {**content, _SEAL: _seal(content)})
+    return {**manifest, "files": files}
+
+
+def _manifest(path: Path) -> dict[str, Any]:
+    try:
+        manifest = json.loads((path / MANIFEST).read_text("utf-8"))
+    except (OSError, ValueError, RecursionError):
+        raise Damaged(f"{path.name}: {MANIFEST} is missing or cut off") from None
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        found = manifest.get("format") if isinstance(manifest, dict) else None
+        raise Damaged(f"{path.name}: checkpoint format {found}, this version reads {FORMAT}")
+    if manifest.pop(_SEAL, None) != _seal(manifest):
+        raise Damaged(f"{path.name}: {MANIFEST} is not what was written (sha256 differs)")
+    check_content(manifest, _Manifest, f"{path.name}: {MANIFEST}")
+    if not {TRAINER, *(name for _, name in manifest["shards"])} <= manifest["files"].keys():
+        raise Damaged(f"{path.name}: {MANIFEST} lacks entries")
+    return manifest
+
+
+def check_content(content: Any, kind: type[msgspec.Struct], where: str) -> None:
+    """Raise Damaged for content that was never written so, whatever it is sealed with."""
+    try:
+        msgspec.convert(content, kind)
+    except msgspec.ValidationError as error:
+        raise Damaged(f"{where} is not what was written ({error})") from None
+
+
+def _seal(manifest: dict[str, Any]) -> str:
+    """The hash of everything else in a manifest: it names the shards and the step itself."""
+    text = json.dumps(manifest, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _described(path: Path, step: int, manifest: dict[str, Any]) -> Checkpoint:
+    total = sum(file.bytes for file in manifest["files"].values())
+    shards = tuple((name, file_name) for name, file_name in manifest["shards"])
+    return Checkpoint(path=path, step=step, bytes=total, shards=shards)
+
+
+def _sync_folder(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,257 @@
+"""Which run directory a command means, and where in it a run goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from fluxtrain.config.schema import RunConfig, validate
+from fluxtrain.errors import EXIT_INTERRUPTED, EXIT_TERMINATED, BadInput, Interrupted
+from fluxtrain.rundir.run_dir import RunDir, runs_root
+from fluxtrain.telemetry.storage import read_json
+from fluxtrain.trace.ring import is_ring
+
+AUTO = "auto"
+_MANIFEST = "manifest.json"
+_MARKS = ({"config", "versions"}, {"choices", "chunk_rows"}, {"exit_code", "message"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """The directory of a run, whether it is gone on with, and from which checkpoint."""
+
+    run_dir: RunDir
+    resumes: bool
+    checkpoint: Path | None = None  # None: the newest valid one
+    made: bool = False  # this process made the directory
+
+
+def locate(resume: str | None, run_dir: Path | None, config: RunConfig) -> Target:
+    """Find the run that `--resume` and `--run-dir` mean; a new directory is made only when needed.
+
+    Raises:
+        BadInput: there is no such run, or the directory is used by another one.
+    """
+    return find(resume, run_dir, config) or new_run(config)
+
+
+def new_run(config: RunConfig) -> Target:
+    """A run in a directory of its own, which is made now."""
+    name = Path(config.model.path).name
+    return Target(run_dir=RunDir.create(name=name), resumes=False, made=True)
+
+
+@contextlib.contextmanager
+def truly_told(target: Target) -> Iterator[None]:
+    """A run that ends before anything is written about it, or is stopped before its configuration
+    is, leaves no directory that was made for it. Of one that is interrupted or terminated while no
+    `Session` takes signals, what it holds is told.
+
+    Raises:
+        Interrupted: in place of `KeyboardInterrupt`, where the directory is there.
+    """
+    run_dir = target.run_dir
+    try:
+        with _terminations_raised():
+            yield
+    except BaseException as error:
+        if target.made:
+            run_dir.remove_if_bare()
+        if isinstance(error, Interrupted) and target.made and _removed_without_run(run_dir):
+            words = "stopped before a step was made: nothing was kept"
+            raise Interrupted(words, error.exit_code) from None
+        if not isinstance(error, KeyboardInterrupt | _Terminated):
+            raise
+        code = EXIT_TERMINATED if isinstance(error, _Terminated) else EXIT_INTERRUPTED
+        if run_dir.path.exists():
+            held = ", ".join(sorted(path.name for path in run_dir.path.iterdir())) or "nothing"
+            at = f"while it was not training: {run_dir.path} is there and holds {held}"
+            raise Interrupted(f"interrupted {at}", code) from None
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        raise Interrupted("interrupted before anything was started", code) from None
+
+
+class _Terminated(BaseException):
+    """SIGTERM or SIGHUP, where `KeyboardInterrupt` would be a Ctrl-C: nothing on the way takes it
+    for a fault of its own."""
+
+
+def _terminate(_number: int, _frame: FrameType | None) -> None:
+    raise _Terminated
+
+
+@contextlib.contextmanager
+def _terminations_raised() -> Iterator[None]:
+    """SIGTERM and SIGHUP raise `_Terminated` where they would end the process without a word; where
+    they are ignored or taken already they stay so."""
+    taken = []
+    if threading.current_thread() is threading.main_thread():
+        signals = (signal.SIGTERM, signal.SIGHUP)
+        taken = [number for number in signals if signal.getsignal(number) is signal.SIG_DFL]
+    try:
+        for number in taken:
+            signal.signal(number, _terminate)
+        yield
+    finally:
+        for number in taken:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def _removed_without_run(run_dir: RunDir) -> bool:
+    """Remove the directory of a run that has no configuration and only what its process writes for
+    itself, and say whether it is gone. One that another process uses meanwhile stays."""
+    own = {run_dir.pid, run_dir.log, run_dir.journal, run_dir.socket, run_dir.result}
+    with contextlib.suppress(OSError):
+        within = set(run_dir.path.iterdir())
+        if within <= own and run_dir.user() is None:
+            for path in within:
+                path.unlink()
+            run_dir.path.rmdir()
+    return not run_dir.path.exists()
+
+
+def find(resume: str | None, run_dir: Path | None, config: RunConfig | None) -> Target | None:
+    """As `locate`, and makes nothing; None: the run needs a new directory.
+
+    Raises:
+        BadInput: there is no such run, or the directory is used by another one.
+    """
+    for name in (resume, run_dir):
+        _refuse_undecodable(name)
+    if resume is None:
+        return None if run_dir is None else _fresh(run_dir)
+    if resume != AUTO:
+        return _named(Path(resume).expanduser(), run_dir)
+    if run_dir is not None:
+        chosen = RunDir(run_dir)
+        return Target(run_dir=chosen, resumes=True) if has_run(chosen) else _started_in(run_dir)
+    if config is None:
+        raise BadInput(
+            "--resume auto does not know which run: name a CONFIG.yaml, --run-dir, or use --demo"
+        )
+    found = _newest_of(config)
+    return None if found is None else Target(run_dir=found, resumes=True)
+
+
+def stored_config(run_dir: RunDir, overrides: list[str] | None = None) -> RunConfig:
+    """The configuration that `run_dir` was started with.
+
+    Raises:
+        BadInput: it has none that can be read.
+    """
+    from fluxtrain.config.text import apply_overrides
+
+    try:
+        content = json.loads(run_dir.run.read_text("utf-8"))["config"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        content = None
+    if not isinstance(content, dict):
+        raise BadInput(
+            f"{run_dir.path} has no readable run.json: name its configuration file as well"
+        )
+    return validate(apply_overrides(content, overrides or []), str(run_dir.run))
+
+
+def has_run(run_dir: RunDir) -> bool:
+    """Whether a run was started here before. Of other programs there may be checkpoints too."""
+    if run_dir.journal.exists():
+        return True
+    folders = run_dir.checkpoints.glob("*")
+    return any(path.match("step-*") or (path / _MANIFEST).exists() for path in folders)
+
+
+def _refuse_undecodable(name: str | Path | None) -> None:
+    try:
+        str(name).encode()
+    except UnicodeEncodeError:
+        raise BadInput(f"{name} is not UTF-8, and the journal is: choose another name") from None
+
+
+def _fresh(run_dir: Path) -> Target:
+    if has_run(RunDir(run_dir)):
+        raise BadInput(
+            f"{run_dir} holds a run already: add --resume auto to go on with it, or choose "
+            "another --run-dir"
+        )
+    return _started_in(run_dir)
+
+
+def _started_in(run_dir: Path) -> Target:
+    """A run that starts in a directory that the user named and that holds none yet."""
+    chosen = RunDir(run_dir)
+    if run_dir.exists() and not run_dir.is_dir():
+        raise BadInput(f"--run-dir {run_dir} is a file: name a folder")
+    if run_dir.is_symlink() and not run_dir.exists():
+        raise BadInput(f"--run-dir {run_dir} is a link that leads nowhere: name a folder")
+    _refuse_others_files(chosen)
+    if os.path.lexists(chosen.model):
+        raise BadInput(
+            f"{chosen.model} is there already and is not of a run; the trained model would replace "
+            "it: choose another --run-dir"
+        )
+    return Target(run_dir=chosen, resumes=False)
+
+
+def _refuse_others_files(chosen: RunDir) -> None:
+    """Raise BadInput for a folder whose files the run would replace. Those that an earlier process
+    left which made no step are the run's own."""
+    own = (chosen.run, chosen.plan, chosen.result, chosen.error, chosen.pid, chosen.timeline)
+    there = [path for path in own if os.path.lexists(path) and not _is_of_a_run(path, chosen)]
+    if there:
+        raise BadInput(
+            f"{there[0]} is there already and is not of a run; the run would replace it: choose "
+            "another --run-dir"
+        )
+
+
+def _is_of_a_run(path: Path, run_dir: RunDir) -> bool:
+    """By what all of them hold: a run's facts, a plan's choices, the code of its end, the process
+    that has the run (none once it let go), or the head of a ring. Links are left to what would
+    write there."""
+    if path == run_dir.pid:
+        return path.is_symlink() or not path.stat().st_size or run_dir.user() is not None
+    if path == run_dir.timeline:
+        return path.is_symlink() or is_ring(path)
+    content = read_json(path) or {}
+    return any(marks <= content.keys() for marks in _MARKS)
+
+
+def _named(path: Path, run_dir: Path | None) -> Target:
+    path = path.absolute()
+    if not path.is_dir():
+        raise BadInput(f"--resume {path}: no such run directory or checkpoint")
+    is_checkpoint = (path / _MANIFEST).exists() or path.parent.name == "checkpoints"
+    owner = path.parent.parent if is_checkpoint else path
+    if run_dir is not None and run_dir.absolute() != owner:
+        raise BadInput(
+            f"--resume {path} goes on in {owner}, and --run-dir names {run_dir}: leave one out"
+        )
+    found = RunDir(owner)
+    if not has_run(found):
+        raise BadInput(f"--resume {path}: there is no run in it (no journal, no checkpoints)")
+    return Target(run_dir=found, resumes=True, checkpoint=path if is_checkpoint else None)
+
+
+def _newest_of(config: RunConfig) -> RunDir | None:
+    """The newest unfinished run below the runs folder that has this configuration."""
+    wanted: dict[str, Any] = config.model_dump(mode="json")
+    root = runs_root()
+    folders = sorted(root.iterdir(), reverse=True) if root.is_dir() else []
+    for folder in folders:
+        run = RunDir(folder)
+        try:
+            same = json.loads(run.run.read_text("utf-8"))["config"] == wanted
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            continue
+        if same and run.liveness() != "finished":
+            return run
+    return None

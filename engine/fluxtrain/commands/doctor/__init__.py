@@ -1,0 +1,1 @@
+"""`fluxtrain doctor`: what it looks at, and what it says."""

@@ -1,0 +1,22 @@
+"""What a probe says about this machine, the most useful first. No torch."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+from fluxtrain.client.doctor import Finding, Level
+from fluxtrain.client.probe import ProbeAnswer
+from fluxtrain.commands.doctor.card_findings import card_findings
+from fluxtrain.commands.doctor.host_findings import host_findings
+
+LEVELS: tuple[Level, ...] = get_args(Level)
+
+
+def findings(probe: ProbeAnswer) -> tuple[Finding, ...]:
+    """What is slow for a machine of this class and what to change, the most useful first."""
+    return ranked([*card_findings(probe), *host_findings(probe)])
+
+
+def ranked(found: list[Finding]) -> tuple[Finding, ...]:
+    """What does not work first, then by what there is to gain."""
+    return tuple(sorted(found, key=lambda one: (LEVELS.index(one.level), -one.factor)))

@@ -1,0 +1,188 @@
+"""`fluxtrain dry-run`: three real steps of a run, and what the plan had predicted of them.
+
+The trainer itself runs in a temporary run directory: the weights are read, the batch is the run's,
+and the optimizer updates. No checkpoint is written, nothing is evaluated and no model is saved.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from fluxtrain.checkpoint.recovery import Target
+from fluxtrain.checkpoint.writer import CheckpointWriter
+from fluxtrain.client.dry_run import DryRunAnswer, PeakBytes, RunSeconds, StepSeconds
+from fluxtrain.config.cadence import Cadence
+from fluxtrain.config.choices import choose_schedule
+from fluxtrain.config.schema import RunConfig, validate
+from fluxtrain.errors import EXIT_INTERRUPTED, Interrupted
+from fluxtrain.hardware.machine import read_machine
+from fluxtrain.plan.guard import UNKNOWN_DISK, DiskRoom
+from fluxtrain.rundir.run_dir import RunDir
+from fluxtrain.telemetry.events import AnyEvent, PhaseChanged, Planned, StepFinished
+from fluxtrain.telemetry.journal import read_events
+from fluxtrain.telemetry.storage import read_json
+from fluxtrain.train.inputs import DEMO
+from fluxtrain.train.run import Run, train
+from fluxtrain.units import duration_text
+
+if TYPE_CHECKING:
+    from fluxtrain.checkpoint.run_state import RunState
+    from fluxtrain.data.batches import Batch
+    from fluxtrain.methods.objective import Cursor
+    from fluxtrain.methods.optimizer import Optimizer
+    from fluxtrain.train.session import Session
+    from fluxtrain.wrap.engine import Engine
+
+STEPS = 3
+_LEFT_NOTHING = "the dry run was stopped and left nothing"
+
+
+class NoCheckpoints(CheckpointWriter):
+    """Writes no checkpoint, whoever asks."""
+
+    def is_due(self, step: int) -> bool:
+        """Never."""
+        return False
+
+    def write(self, state: RunState, engine: Engine, data: Cursor) -> NoReturn:
+        """A dry run that is stopped leaves nothing behind."""
+        raise Interrupted(_LEFT_NOTHING, EXIT_INTERRUPTED)
+
+
+class DryRun(Run):
+    """A run that ends with its last step."""
+
+    @staticmethod
+    def files(session: Session) -> DiskRoom:
+        """None are written."""
+        return UNKNOWN_DISK
+
+    def make_checkpoint_writer(self, optimizer: Optimizer) -> CheckpointWriter:
+        """One that keeps nothing."""
+        return NoCheckpoints(
+            self._session.run_dir.checkpoints,
+            Cadence(every="end", total_steps=STEPS, share=1.0),
+            1,
+            self._session.announcer,
+            {},
+            optimizer,
+        )
+
+    def held_out(self) -> Iterable[Batch]:
+        """Nothing is evaluated."""
+        return ()
+
+    def finish(self) -> None:
+        """Keep the measurements alone."""
+        self.measure()
+        self._session.measured["steps_per_epoch"] = self.data.steps_per_epoch
+
+
+def dry_run(config: RunConfig) -> DryRunAnswer:
+    """Train `STEPS` steps as `config` says and compare; progress goes to standard error.
+
+    Raises:
+        FluxTrainError: whatever the run itself would raise in its first steps.
+    """
+    host_limit_bytes = read_machine().memory_available_bytes
+    started_s = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="fluxtrain-dry-run-") as folder:
+        run = RunDir(Path(folder) / "run")
+        try:
+            with contextlib.redirect_stdout(sys.stderr):
+                train(_shortened(config), Target(run_dir=run, resumes=False), kind=DryRun)
+        except Interrupted as stopped:  # told of a folder that goes now
+            raise Interrupted(_LEFT_NOTHING, stopped.exit_code) from None
+        events = list(read_events(run.journal))
+        ending = read_json(run.result) or {}
+    schedule = choose_schedule(
+        config.train,
+        steps_per_epoch=ending["steps_per_epoch"],
+        fresh_weights=config.model.path == DEMO,
+    )
+    return compared(
+        events,
+        ending,
+        total_steps=schedule.total_steps,
+        host_limit_bytes=host_limit_bytes,
+        seconds=time.monotonic() - started_s,
+    )
+
+
+def compared(
+    events: list[AnyEvent],
+    ending: Mapping[str, Any],
+    *,
+    total_steps: int,
+    host_limit_bytes: int | None,
+    seconds: float,
+) -> DryRunAnswer:
+    """Put what was measured beside what the plan predicted.
+
+    What is predicted is what the run itself plans. The first step also warms up caches and
+    kernels, so a step's seconds are the median of the others, and the run's are between the
+    fastest and the slowest of them.
+    """
+    steps = [event for event in events if isinstance(event, StepFinished)]
+    later_s = [step.step_s for step in steps[1:]]
+    planned = next(event for event in events if isinstance(event, Planned))
+    step_s = planned.step_s
+    return DryRunAnswer(
+        steps=len(steps),
+        total_steps=total_steps,
+        loading_s=_loading_s(events),
+        steps_s=tuple(step.step_s for step in steps),
+        losses=tuple(step.loss for step in steps),
+        step_s=StepSeconds(predicted=step_s, measured=statistics.median(later_s)),
+        eta_s=RunSeconds(
+            predicted=None if step_s is None else step_s * total_steps,
+            low=min(later_s) * total_steps,
+            high=max(later_s) * total_steps,
+        ),
+        device_bytes=PeakBytes(
+            predicted=ending.get("predicted_device_peak_bytes"),
+            measured=ending.get("measured_device_peak_bytes"),
+            limit=planned.device_budget_bytes,
+        ),
+        host_bytes=PeakBytes(
+            predicted=ending.get("predicted_host_peak_bytes"),
+            measured=ending.get("measured_host_peak_bytes"),
+            limit=host_limit_bytes,
+        ),
+        seconds=seconds,
+    )
+
+
+def table(found: DryRunAnswer) -> str:
+    """What a dry run found, for people."""
+    lines = [f"{'':<16} {'predicted':>12} {'measured':>12}"]
+    lines += [f"{row.name:<16} {row.predicted:>12} {row.measured:>12}" for row in found.rows()]
+    lines.append(f"{found.eta_text()} (predicted {duration_text(found.eta_s.predicted)})")
+    lines.append(f"loading took {duration_text(found.loading_s)}; nothing was kept")
+    return "\n".join(lines)
+
+
+def _shortened(config: RunConfig) -> RunConfig:
+    """The same run with three steps and nothing between them."""
+    raw = config.model_dump(mode="json")
+    raw["train"] |= {
+        "steps": STEPS, "warmup_steps": STEPS, "evaluate_every": "end", "checkpoint_every": "end"
+    }  # fmt: skip
+    return validate(raw, "the dry run")
+
+
+def _loading_s(events: list[AnyEvent]) -> float | None:
+    """From the first word to the first step."""
+    begun = [
+        event.t_s
+        for event in events
+        if isinstance(event, PhaseChanged) and event.phase == "training"
+    ]
+    return begun[0] - events[0].t_s if begun else None

@@ -1,0 +1,325 @@
+"""`fluxtrain plan`: what a run would do and need, without reading weights or training."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from fluxtrain.calibration.constants import Constants, known_constants
+from fluxtrain.client.machine import Machine
+from fluxtrain.client.plan import PlanAnswer, PlannedModel
+from fluxtrain.config.choices import choose_schedule
+from fluxtrain.config.schema import RunConfig, settings
+from fluxtrain.data.demo import VOCABULARY
+from fluxtrain.data.prepare import DataSource, check_sequence_length, located
+from fluxtrain.data.sources import estimated_tokens
+from fluxtrain.errors import BadInput
+from fluxtrain.hardware.machine import read_machine
+from fluxtrain.hardware.probe.probe import Report, probe
+from fluxtrain.methods.method import method_of
+from fluxtrain.models.copies import Copied, copied_by_loading
+from fluxtrain.models.demo_model import demo_config as demo_shape
+from fluxtrain.models.loading import refuse_missing_folder, unloadable
+from fluxtrain.models.model_files import (
+    ModelFiles,
+    check_model_folder,
+    model_config,
+    refuse_impossible_sizes,
+    refuse_quantised,
+)
+from fluxtrain.models.precision import choose_dtype, demo_dtype, with_odd_tensors
+from fluxtrain.plan.choices.placement import Placement
+from fluxtrain.plan.facts import Capacity, ModelFacts
+from fluxtrain.plan.machine_file import PlannedMachine
+from fluxtrain.planning.forecast import Forecast, forecast_of, plan_lines, planned_layout
+from fluxtrain.planning.placing import (
+    capacity_of,
+    card_capability,
+    choose_device,
+    decide,
+    dtype_choice,
+    model_facts_for,
+    optimizer_in_backward,
+)
+from fluxtrain.planning.preflight import disk_room, page_locks_planned, refuse_what_does_not_fit
+from fluxtrain.rundir.run_dir import runs_root
+from fluxtrain.telemetry.events import ChoiceMade
+from fluxtrain.train.inputs import DEMO
+from fluxtrain.units import bytes_text, count_text
+
+ASSUMED = "the rates in the file and constants of this class of machines"
+DEMO_TOKENS = 510_000  # about what the standard library's docstrings come to
+
+
+def preview(
+    config: RunConfig,
+    elsewhere: PlannedMachine | None = None,
+    report: Report | None = None,
+    run_dir: Path | None = None,
+) -> PlanAnswer:
+    """Plan a run; the data's size is estimated from a glance at it.
+
+    `elsewhere` is the machine to plan for, None this one; then a model folder needs no weights.
+    `report` is told what is being measured when this machine's rates are not known yet.
+    `run_dir` is where the run will live, None where runs usually do.
+
+    Raises:
+        BadInput, DoesNotFit: as the run would.
+    """
+    device = choose_device(config) if elsewhere is None else _device_of(config, elsewhere)
+    machine, per_s = _measured(elsewhere, report)
+    capacity = _capacity(config, elsewhere, device.value)
+    model, dtype, copied = _empty_model(config, elsewhere, device.value)
+    wished_rows = None if config.train.batch_rows == "auto" else config.train.batch_rows
+    facts = model_facts_for(config, model, model.config)
+    constants = Constants(per_s=per_s, source=ASSUMED)
+    if elsewhere is None:
+        constants = _known(config, facts, machine, device.value, per_s)
+    facts = constants.applied(facts)
+    rows = _rows_within(config)
+    placement = decide(
+        config,
+        facts,
+        machine,
+        device.value,
+        batch_rows=wished_rows,
+        data_rows=max(1, rows // config.train.accumulation),
+        capacity=capacity,
+        constants=constants,
+    )
+    where = capacity or capacity_of(machine, device.value)
+    disk = elsewhere.disk if elsewhere else disk_room(run_dir or runs_root())
+    refuse_what_does_not_fit(config, facts, placement, copied, where.host_available_bytes, disk)
+    schedule = choose_schedule(
+        config.train,
+        steps_per_epoch=max(1, -(-rows // (placement.batch_rows * config.train.accumulation))),
+        fresh_weights=config.model.path == DEMO,
+    )
+    locks = page_locks_planned(facts, placement, device.value, per_s)
+    return _answer(
+        config,
+        forecast_of(config, facts, placement, where, constants),
+        model=PlannedModel(
+            name=Path(config.model.path).name,
+            parameters=sum(parameter.numel() for parameter in model.parameters()),
+            blocks=facts.layers,
+            dtype=dtype.value,
+        ),
+        machine=elsewhere.line if elsewhere else machine.line(),
+        host_limit_bytes=_host_limit(where, placement, None if elsewhere else machine),
+        estimated_rows=rows,
+        steps=schedule.total_steps,
+        choices=(device, dtype, *placement.choices, *locks, *schedule.choices),
+    )
+
+
+def _answer(
+    config: RunConfig,
+    forecast: Forecast,
+    *,
+    model: PlannedModel,
+    machine: str,
+    host_limit_bytes: int | None,
+    estimated_rows: int,
+    steps: int,
+    choices: tuple[ChoiceMade, ...],
+) -> PlanAnswer:
+    placement = forecast.placement
+    return PlanAnswer(
+        model=model,
+        device="cuda" if forecast.capacity.has_gpu else "cpu",
+        layout=planned_layout(forecast.facts, forecast.layout),
+        accumulation=config.train.accumulation,
+        sequence_length=config.data.sequence_length,
+        device_bytes=placement.need.shown_device_bytes(has_gpu=forecast.capacity.has_gpu),
+        device_budget_bytes=placement.budget_bytes,
+        need=asdict(placement.need),
+        host_bytes=placement.host_bytes,
+        process_bytes=placement.process_bytes,
+        host_limit_bytes=host_limit_bytes,
+        disk_bytes=forecast.disk_bytes,
+        checkpoint_bytes=forecast.checkpoint_bytes,
+        estimated_rows=estimated_rows,
+        steps=steps,
+        machine=machine,
+        predicted=forecast.time(steps),
+        predicted_because=forecast.because,
+        plans=forecast.options(steps),
+        choices=choices,
+        settings=tuple(settings(config)),
+        config=config.model_dump(mode="json"),
+    )
+
+
+def _known(
+    config: RunConfig,
+    facts: ModelFacts,
+    machine: Machine,
+    device: str,
+    per_s: Mapping[str, float | None],
+) -> Constants:
+    rows = None if config.train.batch_rows == "auto" else config.train.batch_rows
+    return known_constants(
+        facts, machine, device, rows, per_s, eager=optimizer_in_backward(config, facts)
+    )
+
+
+def _rows_within(config: RunConfig) -> int:
+    """About how many rows an epoch has: an estimate, so a batch of twice as many is refused."""
+    tokens = _tokens(config) * (1 - config.data.held_out)
+    rows = max(1, round(tokens / config.data.sequence_length))
+    batch, parts = config.train.batch_rows, config.train.accumulation
+    if (1 if batch == "auto" else batch) * parts > 2 * rows:
+        raise BadInput(
+            f"train.batch_rows = {batch} times train.accumulation = {parts} is more than the "
+            f"data's about {rows} rows: lower it, or add data"
+        )
+    return rows
+
+
+def table(plan: PlanAnswer) -> str:
+    """The plan for people: what is needed, every choice with its reason, every setting."""
+    model = plan.model
+    lines = [
+        f"{model.name}: {count_text(model.parameters)} parameters in {model.blocks} blocks, "
+        f"{model.dtype}; {plan.machine}",
+        f"device memory {_of(plan.device_bytes, plan.device_budget_bytes)}, "
+        f"host memory {_of(plan.host_bytes, plan.host_limit_bytes)}, {plan.steps} steps",
+        *plan_lines(plan),
+        "",
+        "chosen",
+        *(f"  {c.name:<26} {c.value:<12} {c.because}" for c in plan.choices),
+        "",
+        "settings (* changed from the default)",
+    ]
+    for setting in plan.settings:
+        mark = "*" if setting.changed else " "
+        lines.append(f"{mark} {setting.key:<26} {_shown(setting.value):<22} {setting.description}")
+    return "\n".join(lines)
+
+
+def _measured(
+    elsewhere: PlannedMachine | None, report: Report | None
+) -> tuple[Machine, Mapping[str, float | None]]:
+    """This machine, and the rates of the one that is planned for."""
+    if elsewhere is not None:
+        return read_machine(), elsewhere.per_s
+    found = probe(runs_root(), report=report)
+    return found.machine, {name: rate.per_s for name, rate in found.rates.items()}
+
+
+def _device_of(config: RunConfig, elsewhere: PlannedMachine) -> ChoiceMade:
+    """What would compute on a machine that is not here."""
+    wished = config.placement.device
+    if wished != "cpu" and elsewhere.capacity.has_gpu:
+        return ChoiceMade(name="placement.device", value="cuda", because="the machine has a GPU")
+    if wished == "cuda":
+        raise BadInput("placement.device=cuda, but the machine has no GPU: set it to cpu or auto")
+    return ChoiceMade(name="placement.device", value="cpu", because="as set or without a GPU")
+
+
+def _capacity(config: RunConfig, elsewhere: PlannedMachine | None, device: str) -> Capacity | None:
+    """Another machine's capacity; None is this machine's."""
+    if elsewhere is None:
+        return None
+    return (
+        elsewhere.capacity
+        if device == "cuda"
+        else replace(elsewhere.capacity, device_free_bytes=None)
+    )
+
+
+def _empty_model(
+    config: RunConfig, elsewhere: PlannedMachine | None, device: str
+) -> tuple[PreTrainedModel, ChoiceMade, Copied]:
+    """The model without its weights, in the dtype that it would be trained in; what of it will be
+    copied while it is loaded."""
+    wished, files = config.model.dtype, None
+    if config.model.path == DEMO:
+        shape, dtype, stored = demo_shape(VOCABULARY), demo_dtype(wished), ""
+    else:
+        shape, stored, files = _shape_of(config, elsewhere is not None)
+        if elsewhere is None:
+            capability = card_capability(device)
+        else:
+            capability = elsewhere.capability if device == "cuda" else None
+        dtype = choose_dtype(wished, stored, capability)
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+                shape,
+                dtype=getattr(torch, dtype.dtype),
+                trust_remote_code=config.model.trust_remote_code,
+            )
+    except Exception as error:  # whatever a damaged configuration makes the library raise
+        raise unloadable(config.model.path, error) from error
+    positions = getattr(shape.get_text_config(), "max_position_embeddings", None)
+    check_sequence_length(config.data.sequence_length, positions)
+    copied = copied_by_loading(model, files, stored)
+    method_of(config).prepare(model, config.method)
+    return model, dtype_choice(with_odd_tensors(dtype, copied.odd_dtypes)), copied
+
+
+def _shape_of(config: RunConfig, weightless: bool) -> tuple[Any, str, ModelFiles | None]:
+    """A folder's or a hub model's configuration, the dtype its weights are stored in, and its files
+    where they are looked at."""
+    source, trusted = config.model, config.model.trust_remote_code
+    folder = Path(source.path).expanduser()
+    if weightless and (folder / "config.json").exists():
+        model_config(folder)
+        shape = _local_shape(folder, trusted)
+        return shape, str(shape.dtype or torch.float32).removeprefix("torch."), None
+    if folder.exists():
+        files = check_model_folder(folder, trusted)
+        return _local_shape(folder, trusted), files.dtype or "float32", files
+    refuse_missing_folder(source.path)
+    try:
+        shape = AutoConfig.from_pretrained(
+            source.path, revision=source.revision, trust_remote_code=trusted
+        )
+    except (OSError, ValueError) as error:
+        raise BadInput(
+            f"{source.path!r} is no local folder, and its configuration cannot be had from the hub "
+            f"({str(error).splitlines()[0]}): check model.path and the network"
+        ) from error
+    refuse_impossible_sizes(shape.to_dict(), source.path)
+    refuse_quantised(shape.to_dict(), source.path)
+    return shape, str(shape.dtype or torch.float32).removeprefix("torch."), None
+
+
+def _local_shape(folder: Path, trusted: bool) -> Any:
+    try:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=trusted, local_files_only=True)
+    except Exception as error:  # whatever a damaged configuration makes the library raise
+        raise unloadable(folder, error) from error
+
+
+def _tokens(config: RunConfig) -> int:
+    if config.data.path == DEMO:
+        return DEMO_TOKENS
+    path, format_, _ = located(DataSource(path=config.data.path, format=config.data.format))
+    return estimated_tokens(path, format_)
+
+
+def _host_limit(capacity: Capacity, placement: Placement, here: Machine | None) -> int | None:
+    """What the whole process may take; on this machine it holds a part of that already."""
+    available = capacity.host_available_bytes
+    if here is None or available is None:
+        return available
+    may_take = available + placement.process_bytes
+    return min(may_take, here.memory_total_bytes or may_take)
+
+
+def _of(size: int | None, limit: int | None) -> str:
+    return f"{bytes_text(size)} of {bytes_text(limit)}" if limit else bytes_text(size)
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "-"
+    return ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)

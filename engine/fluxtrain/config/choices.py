@@ -1,0 +1,57 @@
+"""Settings left on `auto`, resolved to numbers, each with its reason. No torch here."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from fluxtrain.config.schema import TrainSettings
+from fluxtrain.telemetry.events import ChoiceMade
+
+FRESH_RATE = 3e-3
+PRETRAINED_RATE = 2e-5
+WARMUP_SHARE = 0.03
+WARMUP_LIMIT_STEPS = 100
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """How long and how fast a run trains: its steps and learning rates, resolved."""
+
+    total_steps: int
+    warmup_steps: int
+    learning_rate: float
+    choices: tuple[ChoiceMade, ...]
+
+
+def choose_schedule(
+    settings: TrainSettings, *, steps_per_epoch: int, fresh_weights: bool
+) -> Schedule:
+    """Resolve steps, warm-up and learning rate."""
+    total, total_because = _steps(settings, steps_per_epoch)
+    choices = [ChoiceMade(name="train.steps", value=str(total), because=total_because)]
+    rate = settings.learning_rate
+    if rate == "auto":
+        rate = FRESH_RATE if fresh_weights else PRETRAINED_RATE
+        why = "the weights start random" if fresh_weights else "the weights are trained already"
+        choices.append(ChoiceMade(name="train.learning_rate", value=f"{rate:g}", because=why))
+    if settings.warmup_steps == "auto":
+        warmup = math.ceil(min(WARMUP_LIMIT_STEPS, WARMUP_SHARE * total))
+        why = f"{WARMUP_SHARE:.0%} of {total} steps, {WARMUP_LIMIT_STEPS} at most"
+        choices.append(ChoiceMade(name="train.warmup_steps", value=str(warmup), because=why))
+    else:
+        warmup = settings.warmup_steps
+    return Schedule(
+        total_steps=total,
+        warmup_steps=warmup,
+        learning_rate=rate,
+        choices=tuple(choices),
+    )
+
+
+def _steps(settings: TrainSettings, steps_per_epoch: int) -> tuple[int, str]:
+    if settings.steps is not None:
+        epochs = settings.steps / steps_per_epoch
+        return settings.steps, f"as set; {epochs:.2g} epochs of {steps_per_epoch} steps"
+    total = max(1, math.ceil(settings.epochs * steps_per_epoch))
+    return total, f"{settings.epochs:g} epochs of {steps_per_epoch} steps"

@@ -1,0 +1,325 @@
+"""The configuration of a run: what can be set, its default and why. No torch here.
+
+`auto` means that FluxTrain chooses from what it measures and says why. Everything a user can get
+wrong is a `BadInput` that names the key, the value and the cure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+
+from fluxtrain.client.plan import Setting
+from fluxtrain.config.errors import explain
+from fluxtrain.config.text import apply_overrides, parse_yaml, read_text
+from fluxtrain.errors import BadInput
+from fluxtrain.plan.request import (
+    Auto,
+    PlacementRequest,
+    Positive,
+    refuse_boolean,
+    refuse_uncountable,
+)
+from fluxtrain.plan.states import OptimizerName
+
+SHORT_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}  # of dtypes
+
+Rate = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+class Section(BaseModel):
+    """A group of settings; unknown keys and values out of bounds are refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_boolean_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
+        field = cls.model_fields[info.field_name or ""]
+        return value if field.annotation is bool else refuse_boolean(value)
+
+    @field_validator("*")
+    @classmethod
+    def _within_what_can_be_counted(cls, value: Any) -> Any:
+        return refuse_uncountable(value)
+
+
+class ModelSettings(Section):
+    """Which model is trained."""
+
+    path: str = Field(
+        default="demo",
+        min_length=1,
+        description="a folder in Hugging Face format, a hub id, or `demo`: a small Llama-shaped "
+        "model that starts from random weights",
+    )
+    revision: str | None = Field(default=None, description="branch, tag or commit of a hub model")
+    trust_remote_code: bool = Field(
+        default=False,
+        description="run Python code that comes with the model; only for sources you trust",
+    )
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
+        default="auto",
+        description="precision of weights and activations, also as bf16, fp16, fp32; bfloat16 and "
+        "float16 have exact fp32 masters beside them, float16 a loss scale too; auto takes "
+        "bfloat16 on a card that has it (compute capability 8.0), float16 on one from 7.0, and "
+        "without a card the model's own",
+    )
+    kernels: Literal["auto", "liger", "torch"] = Field(
+        default="auto",
+        description="kernels of norms, rotary embeddings and gated activations on a GPU: those of "
+        "liger-kernel where it is installed and knows the model, or torch's own",
+    )
+
+    @field_validator("dtype", mode="before")
+    @classmethod
+    def _short_names(cls, value: Any) -> Any:
+        return SHORT_NAMES.get(value, value) if isinstance(value, str) else value
+
+
+class DataSettings(Section):
+    """What the model learns from."""
+
+    path: str = Field(
+        default="demo",
+        min_length=1,
+        description="a .txt or .jsonl file, hf://datasets/owner/name or a file in it, or `demo`: "
+        "the docstrings of Python's own library",
+    )
+    format: Literal["auto", "text", "jsonl-text", "jsonl-messages"] = Field(
+        default="auto",
+        description="how the file is read; auto looks at its name and its first line",
+    )
+    sequence_length: int = Field(
+        default=256,
+        ge=2,
+        description="tokens in one packed row; documents in a row do not see each other",
+    )
+    held_out: float = Field(
+        default=0.02,
+        ge=0,
+        lt=1,
+        description="share of the tokens kept for evaluation, whole documents that are never "
+        "trained on",
+    )
+    seed: int = Field(default=0, ge=0, description="decides the order of rows and what is held out")
+
+
+class MethodSettings(Section):
+    """What is trained of the model."""
+
+    name: Literal["full"] = Field(default="full", description="full: every weight is trained")
+
+
+class TrainSettings(Section):
+    """The optimization itself."""
+
+    steps: Positive | None = Field(
+        default=None, description="optimizer steps; when left out, `epochs` decides"
+    )
+    epochs: float = Field(
+        default=1.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="passes over the data when `steps` is left out",
+    )
+    batch_rows: Positive | Auto = Field(
+        default="auto",
+        description="rows of one backward pass; auto chooses from free memory and the data",
+    )
+    accumulation: Positive = Field(
+        default=1,
+        description="backward passes of one optimizer step, whose rows are batch_rows times this",
+    )
+    learning_rate: Rate | Auto = Field(
+        default="auto",
+        description="peak learning rate; auto is 2e-5 for a model with trained weights and 3e-3 "
+        "for the demo, which starts from random ones",
+    )
+    schedule: Literal["cosine", "linear", "constant"] = Field(
+        default="cosine", description="shape of the learning rate after the warm-up"
+    )
+    warmup_steps: Annotated[int, Field(ge=0)] | Auto = Field(
+        default="auto", description="steps of linear warm-up; auto is 3 % of the run, 100 at most"
+    )
+    weight_decay: Rate = Field(default=0.01, description="decoupled weight decay of AdamW")
+    no_decay: tuple[Literal["norms", "biases", "embeddings"], ...] = Field(
+        default=("norms", "biases", "embeddings"), description="parameters that are not decayed"
+    )
+    betas: tuple[float, float] = Field(default=(0.9, 0.999), description="AdamW's two decay rates")
+    eps: float = Field(default=1e-8, ge=1e-30, allow_inf_nan=False, description="AdamW's epsilon")
+    states: Literal["fp32", "bf16", "8bit"] = Field(
+        default="fp32",
+        description="how AdamW's two moments are kept: fp32 takes 8 bytes a parameter, bf16 "
+        "(rounded at random) 4, 8bit (block-wise, as bitsandbytes does it) 2; parameters below "
+        "4096 elements keep fp32",
+    )
+    moments: Literal["auto", "with_weights", "deferred"] = Field(
+        default="auto",
+        description="when fp32 moments of weights at home on the host are updated: together "
+        "with_weights, or deferred until all weights are, beside the next backward pass (the same "
+        "bits); auto defers where a GPU's step is predicted to be shorter",
+    )
+    optimizer: OptimizerName = Field(
+        default="adamw",
+        description="FluxTrain's own adamw keeps fp32 masters, in every placement; the others "
+        "are those of bitsandbytes and torchao, which must be installed: they update the weights "
+        "as they are, and only with everything on the device (placement.offload none)",
+    )
+    max_grad_norm: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
+        default=1.0,
+        description="the global gradient norm is clipped to this; null only measures it, and each "
+        "block is updated as soon as its gradients arrive",
+    )
+    seed: int = Field(default=0, ge=0, description="seed of dropout and of random initial weights")
+    evaluate_every: Positive | Literal["auto", "end"] = Field(
+        default="auto",
+        description="steps between evaluations; auto is a tenth of the run and at most "
+        "10 % of the time, end only the last",
+    )
+    checkpoint_every: Positive | Literal["auto", "end"] = Field(
+        default="auto",
+        description="steps between checkpoints; auto is a tenth of the run or 10 minutes, "
+        "whichever comes first, and at most 5 % of the time",
+    )
+    keep_checkpoints: Positive = Field(
+        default=2, description="how many of the newest checkpoints are kept"
+    )
+
+    @property
+    def optimizer_in_backward(self) -> bool:
+        """Is each block updated as soon as its gradients arrive?"""
+        own = self.optimizer == "adamw"
+        return self.max_grad_norm is None and self.accumulation == 1 and own
+
+    @model_validator(mode="after")
+    def _deferred_only_after_the_norm(self) -> TrainSettings:
+        if self.moments == "deferred" and self.optimizer_in_backward:
+            raise ValueError(
+                "moments = deferred waits for all weights, and max_grad_norm = null updates each "
+                "block at once: set one of the two, or moments = with_weights"
+            )
+        return self
+
+    @field_validator("betas")
+    @classmethod
+    def _betas_below_one(cls, betas: tuple[float, float]) -> tuple[float, float]:
+        if not all(0 <= beta < 1 for beta in betas):
+            raise ValueError("each beta must be at least 0 and below 1")
+        return betas
+
+
+class RunConfig(Section):
+    """Everything that defines a run."""
+
+    model: ModelSettings = Field(default_factory=ModelSettings)
+    data: DataSettings = Field(default_factory=DataSettings)
+    method: MethodSettings = Field(default_factory=MethodSettings)
+    train: TrainSettings = Field(default_factory=TrainSettings)
+    placement: PlacementRequest = Field(default_factory=PlacementRequest)
+
+    @model_validator(mode="after")
+    def _warmup_within_the_run(self) -> RunConfig:
+        steps, warmup = self.train.steps, self.train.warmup_steps
+        if steps is not None and warmup != "auto" and warmup > steps:
+            raise ValueError(
+                f"train.warmup_steps = {warmup} is more than train.steps = {steps}: "
+                "shorten the warm-up or train longer"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _other_optimizers_only_on_the_device(self) -> RunConfig:
+        name, placement = self.train.optimizer, self.placement
+        if name == "adamw":
+            return self
+        if placement.offload not in ("auto", "none"):
+            raise ValueError(
+                f"placement.offload = {placement.offload} keeps states on the host, where "
+                f"train.optimizer = {name} cannot update them: use placement.offload=none, or "
+                "train.states=8bit with FluxTrain's own adamw"
+            )
+        if self.train.states != "fp32":
+            raise ValueError(
+                f"train.states = {self.train.states} is of FluxTrain's own adamw, and "
+                f"train.optimizer = {name} has its own format: set one of the two"
+            )
+        if self.model.dtype == "float16":
+            raise ValueError(
+                f"train.optimizer = {name} keeps no fp32 masters, which model.dtype = float16 "
+                "needs: use bfloat16 or float32, or FluxTrain's own adamw"
+            )
+        return self
+
+
+def settings(config: RunConfig) -> Iterator[Setting]:
+    """Every setting of `config`, in the order of the schema."""
+    for section_name in RunConfig.model_fields:
+        section: Section | PlacementRequest = getattr(config, section_name)
+        for name, default, description in _fields_of(section):
+            value = getattr(section, name)
+            yield Setting(
+                key=f"{section_name}.{name}",
+                value=value,
+                default=default,
+                changed=bool(value != default),
+                description=description,
+            )
+
+
+def _fields_of(section: Section | PlacementRequest) -> Iterator[tuple[str, Any, str]]:
+    """Name, default and description of every setting of a section."""
+    if isinstance(section, PlacementRequest):
+        for knob in fields(section):
+            yield knob.name, knob.default, str(knob.metadata["description"])
+        return
+    for name, field in type(section).model_fields.items():
+        yield name, field.default, field.description or ""
+
+
+def validate(raw: dict[str, Any], source: str = "configuration") -> RunConfig:
+    """Check a plain dictionary; every mistake is named at once in one `BadInput`."""
+    try:
+        return RunConfig.model_validate(raw)
+    except ValidationError as error:
+        keys = [setting.key for setting in settings(RunConfig())]
+        raise BadInput(f"{source}: {explain(error, keys)}") from None
+
+
+def load_config(path: str | Path, overrides: list[str] | None = None) -> RunConfig:
+    """Read a YAML file and apply `section.key=value` overrides.
+
+    Raises:
+        BadInput: no such file, not text, not YAML (with the line), empty, unknown keys, bad values.
+    """
+    raw = parse_yaml(read_text(Path(path)), str(path))
+    return validate(apply_overrides(raw, overrides or []), str(path))
+
+
+def demo_config(overrides: list[str] | None = None) -> RunConfig:
+    """The run of `--demo`: a model of a few million parameters on text that every Python has."""
+    raw: dict[str, Any] = {
+        "model": {"path": "demo"},
+        "data": {"path": "demo", "sequence_length": 128, "held_out": 0.02},
+        "train": {"steps": 400, "batch_rows": 4, "weight_decay": 0.1, "betas": [0.9, 0.95]},
+    }
+    return validate(apply_overrides(raw, overrides or []), "the demo")
+
+
+def json_schema() -> dict[str, Any]:
+    """JSON schema of the configuration file, for editors and for the wizard."""
+    schema = RunConfig.model_json_schema()
+    schema["title"] = "FluxTrain run configuration"
+    return schema

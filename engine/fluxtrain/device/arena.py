@@ -1,0 +1,94 @@
+"""Host memory in exact sizes, page-locked where a GPU copies from it.
+
+torch's pinned allocator rounds up to powers of two (up to 1.7x), so an arena is an anonymous
+mapping of its own that is registered with CUDA. What is not locked costs nothing before it is
+touched, so such an arena may be made long before it is filled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+from collections.abc import Callable, Hashable
+
+import torch
+from torch import Tensor
+
+from fluxtrain.device import page_locks
+from fluxtrain.hardware.fresh_memory import fresh, give_back, keep_from_forks, touch
+
+ALIGNMENT_BYTES = 128
+
+
+def aligned(count_bytes: int) -> int:
+    """Round up to the alignment that vector instructions and copies want."""
+    return -(-count_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+class HostArena:
+    """One zero-filled mapping of `size_bytes`, handed out as tensors that own their storage.
+
+    Each tensor's storage spans just its own range: libraries that look for shared storages
+    (safetensors) see separate tensors.
+
+    A forked child can read an arena that is not locked and made `for_forks`, as it was when it was
+    forked; no other.
+
+    Locked memory is unlocked once the copies from and to it have been made. The arena itself knows
+    them and not what uses it: the collector finalizes what it finds in any order.
+    """
+
+    under_way: dict[Hashable, Callable[[], None]]  # by stream or range: waits for its newest copy
+
+    def __init__(self, size_bytes: int, *, pin: bool, for_forks: bool = False) -> None:
+        self.size_bytes, self.under_way = size_bytes, {}
+        self._map = fresh(max(size_bytes, mmap.PAGESIZE))
+        touched = pin and page_locks.LOCKS.may_lock(size_bytes) and touch(self._map)
+        self.address = torch.frombuffer(self._map, dtype=torch.uint8, count=1).data_ptr()
+        locked = pin and size_bytes > 0 and page_locks.LOCKS.lock(self.address, size_bytes, self)
+        self.pinned_bytes = size_bytes if locked else 0
+        if locked or not for_forks:
+            keep_from_forks(self._map)
+        if touched and not locked:
+            give_back(self._map)
+        self._unlock = page_locks.LOCKS.unlock  # of those that locked it
+
+    def tensor(self, dtype: torch.dtype, count: int, offset_bytes: int) -> Tensor:
+        """A flat tensor (count,) over this arena's memory, alive as long as it is referenced."""
+        return torch.frombuffer(self._map, dtype=dtype, count=count, offset=offset_bytes)
+
+    def __del__(self) -> None:
+        if not getattr(self, "pinned_bytes", 0):
+            return  # what is not locked is copied by threads, which hold it themselves
+        try:
+            for wait in list(self.under_way.values()):
+                with contextlib.suppress(Exception):  # it was never made
+                    wait()
+        finally:
+            self._unlock(self.address)
+
+
+def device_flat(device: torch.device, size_bytes: int) -> Tensor:
+    """Uninitialised device memory (size_bytes,) uint8."""
+    return torch.empty(max(size_bytes, 1), dtype=torch.uint8, device=device)
+
+
+class _CudaRange:
+    """Gives a range of device memory a storage of its own (CUDA array interface, version 3)."""
+
+    def __init__(self, owner: Tensor, offset_bytes: int, size_bytes: int) -> None:
+        self._owner = owner
+        self.__cuda_array_interface__ = {
+            "shape": (size_bytes,),
+            "typestr": "|u1",
+            "data": (owner.data_ptr() + offset_bytes, False),
+            "version": 3,
+        }
+
+
+def own_storage_view(flat: Tensor, dtype: torch.dtype, count: int, offset_bytes: int) -> Tensor:
+    """A tensor (count,) over CUDA memory `flat` (uint8) whose storage spans that range alone."""
+    size_bytes = count * dtype.itemsize
+    return torch.as_tensor(_CudaRange(flat, offset_bytes, size_bytes), device=flat.device).view(
+        dtype
+    )

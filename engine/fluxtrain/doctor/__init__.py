@@ -1,1 +1,0 @@
-"""What is slow on this machine and whether the engine computes right on it: `fluxtrain doctor`."""

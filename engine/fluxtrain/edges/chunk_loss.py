@@ -1,0 +1,143 @@
+"""Logits, cross entropy and its slope for one chunk of tokens.
+
+`PlainChunks` is made of torch operations, which pass ten times over fp32 logits. `FusedChunks`
+reads the logits twice in their own dtype in one Triton kernel and writes the slope over them, so a
+chunk may hold four times as many tokens in the same memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fluxtrain.device.current_gpu import launching_on
+from fluxtrain.plan.heads import FUSED_LOGITS_BYTES, LOGITS_CHUNK_BYTES
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # torch's CPU builds come without it
+    triton = None
+
+_COLUMNS = 8192  # of a row at a time
+
+if triton is not None:
+
+    @triton.jit  # type: ignore[untyped-decorator]
+    def _row(  # type: ignore[no-untyped-def]
+        logits, targets, scale_at, losses, width, SLOPE: tl.constexpr, COLUMNS: tl.constexpr
+    ):  # fmt: skip
+        row = tl.program_id(0).to(tl.int64)
+        at = logits + row * width
+        target = tl.load(targets + row)
+        kept = target >= 0
+        columns = tl.arange(0, COLUMNS)
+        top = -float("inf")
+        total = 0.0
+        chosen = 0.0
+        for start in range(0, width, COLUMNS):
+            here = start + columns
+            x = tl.load(at + here, mask=here < width, other=-float("inf")).to(tl.float32)
+            higher = tl.maximum(top, tl.max(x, axis=0))
+            pivot = tl.where(higher == -float("inf"), 0.0, higher)
+            total = total * tl.exp(top - pivot) + tl.sum(tl.exp(x - pivot), axis=0)
+            chosen += tl.sum(tl.where(here == target, x, 0.0), axis=0)
+            top = higher
+        norm = top + tl.log(total)
+        tl.store(losses + row, tl.where(kept, norm - chosen, 0.0))
+        if SLOPE:
+            factor = tl.where(kept, tl.load(scale_at), 0.0)
+            for start in range(0, width, COLUMNS):
+                here = start + columns
+                x = tl.load(at + here, mask=here < width, other=0.0).to(tl.float32)
+                p = tl.exp(x - norm) - tl.where(here == target, 1.0, 0.0)
+                slope = tl.where(kept, p * factor, 0.0)
+                tl.store(at + here, slope.to(logits.dtype.element_ty), mask=here < width)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadLoss:
+    """What all chunks of one loss share."""
+
+    weight: Tensor  # (V, H)
+    bias: Tensor | None  # (V,)
+    target: Tensor  # (N,) int64, -1 where a token does not count
+    scale: Tensor  # 0-d fp32 that slopes are multiplied by
+    dtype: torch.dtype  # of the logits as the caller asked for them
+    wants_slope: bool
+
+
+class PlainChunks:
+    """Chunks by torch operations on any device."""
+
+    def __init__(self, head: HeadLoss, tokens: int | None) -> None:
+        self._head = head
+        self.tokens = tokens or max(1, LOGITS_CHUNK_BYTES // (4 * head.weight.shape[0]))
+
+    def slope(self, hidden: Tensor, rows: slice, losses: Tensor) -> Tensor | None:
+        """Cross entropy in nats of hidden (n, H) into `losses` (n,); the slope of the sum of all
+        losses times the scale (n, V) in the weights' dtype, valid until the next chunk."""
+        head = self._head
+        logits = nn.functional.linear(hidden, head.weight, head.bias).to(head.dtype).float()
+        target = head.target[rows].unsqueeze(1)
+        kept, wanted = target >= 0, target.clamp(min=0)
+        norm = torch.logsumexp(logits, dim=1, keepdim=True)
+        each = norm - logits.gather(1, wanted)
+        losses.copy_(torch.where(kept, each, 0.0).squeeze(1))
+        if not head.wants_slope:
+            return None
+        slope = logits.sub_(norm).exp_()
+        slope.scatter_add_(1, wanted, torch.full_like(each, -1.0))
+        return slope.mul_(kept * head.scale).to(head.weight.dtype)
+
+
+class FusedChunks:
+    """Chunks by the kernel above; see `can_fuse`."""
+
+    def __init__(self, head: HeadLoss, tokens: int | None) -> None:
+        width = head.weight.shape[0]
+        limit = max(1, FUSED_LOGITS_BYTES // (head.weight.itemsize * width))
+        self._head = head
+        self.tokens = min(tokens or limit, len(head.target))
+        self._logits = torch.empty(
+            (self.tokens, width), dtype=head.weight.dtype, device=head.weight.device
+        )
+
+    def slope(self, hidden: Tensor, rows: slice, losses: Tensor) -> Tensor | None:
+        """As `PlainChunks.slope`."""
+        head, logits = self._head, self._logits[: len(losses)]
+        if head.bias is None:
+            torch.mm(hidden, head.weight.t(), out=logits)
+        else:
+            torch.addmm(head.bias, hidden, head.weight.t(), out=logits)
+        kernel: Any = _row
+        with launching_on(logits):
+            kernel[(len(losses),)](
+                logits, head.target[rows], head.scale, losses, logits.shape[1],
+                SLOPE=head.wants_slope, COLUMNS=_COLUMNS, num_warps=16,
+            )  # fmt: skip
+        return logits if head.wants_slope else None
+
+
+def chunks_of(head: HeadLoss, tokens: int | None) -> PlainChunks | FusedChunks:
+    """The fastest way there is; `tokens` a chunk, None by memory."""
+    exact = head.dtype in (head.weight.dtype, torch.float32)
+    if triton is not None and head.weight.is_cuda and exact and len(head.target):
+        return FusedChunks(head, tokens)
+    return PlainChunks(head, tokens)
+
+
+def add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total (a, c) fp32 += left (a, b) @ right (b, c), without rounding the product first where the
+    device's library has such a product."""
+    if left.dtype == total.dtype:
+        total.addmm_(left, right)
+    elif total.is_cuda and hasattr(torch.ops.aten.addmm, "dtype_out"):
+        torch.ops.aten.addmm.dtype_out(total, left, right, torch.float32, out=total)
+    elif left.dtype == torch.float16:  # a product of many tokens is beyond its range
+        total.addmm_(left.float(), right.float())
+    else:
+        total += left @ right

@@ -1,0 +1,348 @@
+"""The last linear layer and the loss, computed in chunks of tokens.
+
+The head's output is a `LazyLogits`: slicing, reshaping and casting are applied to the hidden
+states instead, `cross_entropy` runs fused (logits of one chunk of tokens exist at a time; 152k
+words times 32k tokens in fp32 would be 20 GB), and everything else computes the logits for real.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from fluxtrain.edges.chunk_loss import HeadLoss, add_product_, chunks_of
+from fluxtrain.edges.head_call import HeadCall, outside
+from fluxtrain.edges.head_slices import sliced_cross_entropy
+from fluxtrain.edges.uncomputed import Computed, with_gradient
+from fluxtrain.errors import MisusedModel
+from fluxtrain.memory.unit import Unit
+from fluxtrain.runtime.context import Context
+from fluxtrain.runtime.passes import begin_backward, bound, end_backward, end_forward, record
+
+_SCALED_ROWS = 4096
+
+
+class Head(Protocol):
+    """A head whose logits can be computed later."""
+
+    unit: Unit
+
+    @property
+    def context(self) -> Context: ...
+
+    def compute_logits(self, hidden: Tensor) -> Tensor: ...
+
+
+class LazyLogits(Tensor):
+    """Logits (..., V) that are not computed yet: `hidden` (..., H) times the head's weight."""
+
+    hidden: Tensor
+    head: Head
+    version: int
+    differentiable: bool
+    _real: Tensor | None
+    _computed: Computed  # by this one and its views: real logits, their version
+
+    @staticmethod
+    def of(head: Head, hidden: Tensor, dtype: torch.dtype, version: int) -> LazyLogits:
+        trained = hidden.requires_grad or any(
+            m.parameter.requires_grad for _, m in head.unit.members
+        )
+        return LazyLogits._made(head, hidden, dtype, version, trained)
+
+    @staticmethod
+    def _made(
+        head: Head,
+        hidden: Tensor,
+        dtype: torch.dtype,
+        version: int,
+        trained: bool,
+        computed: Computed | None = None,
+    ) -> LazyLogits:
+        size = (*hidden.shape[:-1], head.unit.module.out_features)
+        differentiable = trained and torch.is_grad_enabled()
+
+        def make() -> Tensor:
+            device, kind = hidden.device, LazyLogits
+            made: Tensor = Tensor._make_wrapper_subclass(kind, size, dtype=dtype, device=device)
+            return made
+
+        seen: Computed = computed if computed is not None else []
+        lazy: Any = (
+            with_gradient(head.context, head.unit, hidden, make, seen) if differentiable else make()
+        )
+        lazy.hidden, lazy.head, lazy.version, lazy._real = hidden, head, version, None
+        lazy.differentiable, lazy._computed = differentiable, seen
+        found: LazyLogits = lazy
+        return found
+
+    def viewed(self, hidden: Tensor) -> LazyLogits:
+        """A view: what is written into it shows in these logits, and the other way round."""
+        return LazyLogits._made(
+            self.head, hidden, self.dtype, self.version, self.differentiable, self._computed
+        )
+
+    def cast(self, dtype: torch.dtype) -> LazyLogits:
+        if dtype == self.dtype:
+            return self
+        return LazyLogits._made(self.head, self.hidden, dtype, self.version, self.differentiable)
+
+    def written(self) -> bool:
+        """Were the real logits changed in place? Raises when that happened through a view."""
+        changed = [real for real, version in self._computed if real._version != version]
+        if any(real is not self._real for real in changed):
+            raise MisusedModel(
+                "outputs.logits were written in place through one view and are read through "
+                "another, which does not see it: work on a copy, logits = outputs.logits.clone()"
+            )
+        return bool(changed)
+
+    def watched(self) -> bool:
+        """Does somebody want their gradient? Then what follows computes with them."""
+        real = self._real
+        return real is not None and (real.retains_grad or bool(real._backward_hooks))
+
+    def computed(self) -> Tensor:
+        """The logits as an ordinary tensor, computed once."""
+        self.written()
+        if self._real is None:
+            if self.head.unit.group_of_weight().version != self.version:
+                raise MisusedModel(
+                    "these logits were not computed before the optimizer step that changed the "
+                    "weights: read outputs.logits before optimizer.step()"
+                )
+            with torch.inference_mode(False), torch.set_grad_enabled(self.differentiable):
+                self._real = self.head.compute_logits(self.hidden).to(self.dtype)
+            self._computed.append((self._real, self._real._version))
+        return self._real
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _FACTS:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if args and isinstance(args[0], LazyLogits):
+            answer = _lazily(func, args[0], args[1:], kwargs)
+            if answer is not NotImplemented:
+                return answer
+        return func(*(_real(a) for a in args), **{k: _real(v) for k, v in kwargs.items()})
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch types it for its own modes
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return func(*(_real(a) for a in args), **{k: _real(v) for k, v in (kwargs or {}).items()})
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"LazyLogits(shape={tuple(self.shape)}, dtype={self.dtype}, not computed)"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.computed().__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return self.computed().detach().clone()
+
+    def tolist(self) -> Any:
+        return self.computed().tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        return self.computed().numpy(force=force)
+
+
+_FACTS = {
+    getattr(Tensor, name).__get__
+    for name in ("shape", "dtype", "device", "requires_grad", "ndim", "layout", "is_leaf")
+} | {Tensor.size, Tensor.dim, Tensor.numel, Tensor.__len__, Tensor.is_floating_point}
+_CASTS = {Tensor.float: torch.float32, Tensor.bfloat16: torch.bfloat16, Tensor.half: torch.float16}
+
+
+def _real(value: Any) -> Any:
+    if isinstance(value, LazyLogits):
+        return value.computed()
+    if isinstance(value, list | tuple):
+        return type(value)(_real(v) for v in value)
+    return value
+
+
+def _lazily(
+    func: Callable[..., Any], lazy: LazyLogits, rest: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """The operations that keep the logits uncomputed; NotImplemented for all others."""
+    if lazy.written() or lazy.watched():
+        return NotImplemented
+    if func in _CASTS and not rest and not kwargs:
+        return lazy.cast(_CASTS[func])
+    if func is Tensor.contiguous and not rest:
+        return lazy
+    if func is Tensor.to:
+        return _cast(lazy, rest, kwargs)
+    if func in (Tensor.view, Tensor.reshape) and not kwargs:
+        return _reshaped(lazy, rest)
+    if func is Tensor.__getitem__ and not kwargs:
+        return _sliced(lazy, rest[0])
+    if func is nn.functional.cross_entropy:
+        return _cross_entropy(lazy, rest, kwargs)
+    return NotImplemented
+
+
+def _cast(lazy: LazyLogits, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    wanted = [*rest, *kwargs.values()]
+    if len(wanted) != 1:
+        return NotImplemented
+    if wanted[0] in _CASTS.values():
+        return lazy.cast(wanted[0])
+    if isinstance(wanted[0], torch.device) and wanted[0] == lazy.device:
+        return lazy
+    return NotImplemented
+
+
+def _reshaped(lazy: LazyLogits, rest: tuple[Any, ...]) -> Any:
+    shape = tuple(rest[0]) if rest and isinstance(rest[0], list | tuple | torch.Size) else rest
+    if not all(isinstance(n, int) for n in shape) or shape[-1] != lazy.shape[-1]:
+        return NotImplemented
+    return lazy.viewed(lazy.hidden.reshape(*shape[:-1], lazy.hidden.shape[-1]))
+
+
+def _sliced(lazy: LazyLogits, index: Any) -> Any:
+    parts = index if isinstance(index, tuple) else (index,)
+    if not all(isinstance(p, slice | int | type(Ellipsis)) for p in parts):
+        return NotImplemented
+    if Ellipsis in parts:
+        if parts.count(Ellipsis) > 1:
+            return NotImplemented
+        at = parts.index(Ellipsis)
+        fill = (slice(None),) * (lazy.dim() - len(parts) + 1)
+        parts = (*parts[:at], *fill, *parts[at + 1 :])
+    if len(parts) > lazy.dim():
+        return NotImplemented
+    if len(parts) == lazy.dim():
+        if parts[-1] != slice(None):
+            return NotImplemented
+        parts = parts[:-1]
+    return lazy.viewed(lazy.hidden[parts])
+
+
+def _cross_entropy(lazy: LazyLogits, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    names = ("target", "weight", "size_average", "ignore_index", "reduce", "reduction")
+    options = {**dict(zip(names, rest, strict=False)), **kwargs}
+    target = options.pop("target", None)
+    ignore_index = options.pop("ignore_index", -100)
+    reduction = options.pop("reduction", "mean")
+    plain = all(v is None or (type(v) in (int, float) and v == 0) for v in options.values())
+    if not plain or len(rest) > len(names) or reduction not in ("mean", "sum"):
+        return NotImplemented
+    if lazy.dim() != 2 or not isinstance(target, Tensor) or _refused(lazy, target, ignore_index):
+        return NotImplemented
+    unit = lazy.head.unit
+    if any(m.parameter._backward_hooks for _, m in unit.members):
+        return NotImplemented
+    context = lazy.head.context
+    call = HeadCall(context, unit, target.to(lazy.device), ignore_index, reduction, lazy.dtype)
+    if unit.in_slices:
+        return sliced_cross_entropy(call, lazy.hidden)
+    return _ChunkedCrossEntropy.apply(call, context.anchor, lazy.hidden)  # type: ignore[no-untyped-call]
+
+
+def _refused(lazy: LazyLogits, target: Tensor, ignore_index: int) -> bool:
+    """Are these targets that torch refuses, and says why? Values on a GPU are not read here: one
+    that is no word's makes the loss NaN (`_forward_chunks`)."""
+    if target.dtype != torch.int64 or target.shape != lazy.shape[:1]:
+        return True
+    wrong = outside(target, ignore_index, lazy.shape[-1])
+    return target.device.type == "cpu" and bool(wrong.any())
+
+
+class _ChunkedCrossEntropy(torch.autograd.Function):
+    """Cross entropy of `hidden @ weight.T + bias`; gradients are computed in the forward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, call: HeadCall, anchor: Tensor, hidden: Tensor) -> Tensor:
+        context, unit = record(ctx, call), call.unit
+        wanted = call.differentiate and hidden.requires_grad, *call.trained()
+        with bound(context, unit, "head"):
+            loss = _forward_chunks(call, hidden, *wanted)
+        end_forward(context)
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, scale: Tensor) -> tuple[None, None, Tensor | None]:
+        call: HeadCall = ctx.call
+        context, unit = begin_backward(ctx), call.unit
+        if call.spent:
+            raise MisusedModel(
+                "a second backward pass over the same loss: its gradients at the head were "
+                "computed in the forward pass and are spent, retain_graph=True does not keep them. "
+                "Compute the loss again, or add the losses up before one backward()"
+            )
+        call.spent = True
+        if call.kept_scale is not None:
+            scale = scale * call.kept_scale
+        for group, member in unit.members:
+            total = call.weight_sum if member.parameter is unit.module.weight else call.bias_sum
+            if total is not None and member.parameter.requires_grad:
+                context.gradients.add(group, member, total.mul_(scale), may_keep=True)
+        total = None  # the group's sum alone holds it now: gigabytes for a large vocabulary
+        gradient = call.hidden_gradient
+        call.weight_sum = call.bias_sum = call.hidden_gradient = None
+        end_backward(context, unit)
+        return None, None, None if gradient is None else _scale(gradient, scale)
+
+
+def _scale(gradient: Tensor, scale: Tensor) -> Tensor:
+    """In place, in fp32 a slice at a time: 1/n rounded to bf16 first is off by up to 0.4 %."""
+    if gradient.dtype == torch.float32:
+        return gradient.mul_(scale)
+    for part in gradient.split(_SCALED_ROWS):
+        part.copy_(part.float().mul_(scale))
+    return gradient
+
+
+def _forward_chunks(
+    call: HeadCall, hidden: Tensor, for_hidden: bool, for_weight: bool, for_bias: bool
+) -> Tensor:
+    """Loss (scalar, fp32), and the gradients of sum or mean where they are wanted."""
+    linear: Any = call.unit.module
+    weight, bias = linear.weight.detach(), linear.bias.detach() if linear.bias is not None else None
+    target, count, wrong = call.targets()
+    if for_hidden:
+        call.hidden_gradient = torch.empty_like(hidden)
+    if for_weight:
+        call.weight_sum = torch.zeros(weight.shape, dtype=torch.float32, device=hidden.device)
+    if for_bias:
+        assert bias is not None
+        call.bias_sum = torch.zeros(bias.shape, dtype=torch.float32, device=hidden.device)
+    head = HeadLoss(
+        weight=weight,
+        bias=bias,
+        target=target,
+        scale=call.slope_scale(count, weight.dtype),
+        dtype=call.dtype,
+        wants_slope=for_hidden or for_weight or for_bias,
+    )
+    chunks = chunks_of(head, call.context.head_tokens)
+    losses = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
+    for start in range(0, hidden.shape[0], chunks.tokens):
+        rows = slice(start, start + chunks.tokens)
+        inner = hidden[rows].detach()  # (n, H)
+        slope = chunks.slope(inner, rows, losses[rows])  # (n, V)
+        if slope is None:
+            continue
+        if call.hidden_gradient is not None:
+            torch.mm(slope, weight, out=call.hidden_gradient[rows])
+        if call.weight_sum is not None:
+            add_product_(call.weight_sum, slope.t(), inner)
+        if call.bias_sum is not None:
+            call.bias_sum += slope.sum(0, dtype=torch.float32)
+    return (losses.sum() / count).masked_fill(wrong, torch.nan)

@@ -1,0 +1,73 @@
+"""One loss over the head, fused with it: what its backward pass needs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fluxtrain.memory.unit import Unit
+from fluxtrain.runtime.context import Context
+from fluxtrain.runtime.passes import UnitCall
+
+# fp16 slopes are kept this many times as large: a probability of 1e-6 has all its bits then, and
+# their products with weights below 100 do not overflow.
+_HALF_SLOPES = 256.0
+
+
+class HeadCall(UnitCall):
+    """One fused head and loss. Over a whole head its gradients are computed in the forward pass,
+    over one in slices in the backward pass."""
+
+    def __init__(
+        self,
+        context: Context,
+        unit: Unit,
+        target: Tensor,
+        ignore_index: int,
+        reduction: str,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__(context, unit)
+        self.target = target  # (N,)
+        self.ignore_index = ignore_index
+        self.mean = reduction == "mean"
+        self.dtype = dtype  # of the logits as the caller asked for them
+        self.differentiate = torch.is_grad_enabled()
+        self.weight_sum: Tensor | None = None  # (V, H) fp32
+        self.bias_sum: Tensor | None = None  # (V,) fp32
+        self.hidden_gradient: Tensor | None = None  # (N, H)
+        self.kept_scale: Tensor | None = None  # what those are still to be multiplied by, in fp16
+        self.spent = False  # the gradients were handed out
+
+    def trained(self) -> tuple[bool, bool]:
+        """Do the head's weight and its bias want gradients?"""
+        trained = {id(m.parameter) for _, m in self.unit.members if m.parameter.requires_grad}
+        linear = self.unit.module
+        return self.differentiate and id(linear.weight) in trained, (
+            self.differentiate and id(linear.bias) in trained
+        )
+
+    def targets(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Targets (N,) with -1 where a token does not count, how many count (1 where the losses are
+        only added up), and whether one of them is no word's (both 0-d)."""
+        words: Any = self.unit.module.out_features
+        kept = self.target != self.ignore_index
+        wrong = outside(self.target, self.ignore_index, words)
+        count = kept.sum() if self.mean else torch.ones((), device=self.target.device)
+        return torch.where(kept & ~wrong, self.target, -1), count, wrong.any()
+
+    def slope_scale(self, count: Tensor, weights: torch.dtype) -> Tensor:
+        """What slopes are multiplied by when they are computed (0-d fp32); in fp16 `kept_scale`
+        is what their sums are still to be multiplied by."""
+        scale = (1.0 / count.clamp(min=1)).float()  # no token: no gradient, as in torch
+        if weights == torch.float16:
+            self.kept_scale = scale / _HALF_SLOPES
+            return torch.full_like(scale, _HALF_SLOPES)
+        return scale
+
+
+def outside(target: Tensor, ignore_index: int, words: int) -> Tensor:
+    """Which of the targets (N,) count and are no word's."""
+    return ((target < 0) | (target >= words)) & (target != ignore_index)

@@ -1,0 +1,97 @@
+"""Gradients of logits that were never computed where torch's own calls see them.
+
+An autograd function that somebody else wrote (a fused loss, a module's backward hook, reentrant
+checkpointing) takes `LazyLogits` below torch's Python calls: it reads values that are computed for
+it, and sends its gradient to the logits themselves. From there it goes on to the head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from fluxtrain.edges.chunk_loss import add_product_
+from fluxtrain.edges.head_call import HeadCall
+from fluxtrain.edges.head_slices import sliced_logits_backward
+from fluxtrain.errors import MisusedModel
+from fluxtrain.memory.unit import Unit
+from fluxtrain.runtime.context import Context
+from fluxtrain.runtime.passes import begin_backward, bound, end_backward, record
+
+Computed = list[tuple[Tensor, int]]  # real logits that were read, and their versions then
+
+
+def with_gradient(
+    context: Context, unit: Unit, hidden: Tensor, make: Callable[[], Tensor], seen: Computed
+) -> Tensor:
+    """The uncomputed logits (..., V) of hidden (..., H) that `make` gives, with a way for their
+    gradient. `seen`: what others read of them."""
+    call = HeadCall(context, unit, hidden.new_empty(0), 0, "sum", hidden.dtype)
+    logits: Tensor = _Uncomputed.apply(call, context.anchor, hidden, make, seen)  # type: ignore[no-untyped-call]
+    return logits
+
+
+class _Uncomputed(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        call: HeadCall,
+        anchor: Tensor,
+        hidden: Tensor,
+        make: Callable[[], Tensor],
+        seen: Computed,
+    ) -> Tensor:
+        record(ctx, call)
+        ctx.seen = seen
+        ctx.save_for_backward(hidden)
+        return make()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, Tensor | None, None, None]:
+        call: HeadCall = ctx.call
+        (hidden,) = ctx.saved_tensors
+        _refuse_other_gradients(call, ctx.seen)
+        gradient, wanted = gradient.to(hidden.dtype), ctx.needs_input_grad[2]
+        backward = sliced_logits_backward if call.unit.in_slices else _whole_backward
+        return None, None, backward(ctx, hidden, gradient, wanted), None, None
+
+
+def _refuse_other_gradients(call: HeadCall, seen: Computed) -> None:
+    changed = any(real._version != version for real, version in seen)
+    watched = any(real.retains_grad or real._backward_hooks for real, _ in seen)
+    if changed or watched or any(m.parameter._backward_hooks for _, m in call.unit.members):
+        raise MisusedModel(
+            "outputs.logits were handed to an autograd function of its own (a fused loss, a "
+            "module's backward hook), and were written in place, or they or the head's weight have "
+            "a hook or retain_grad(), which would not see the gradient: hand it a copy, "
+            "logits = outputs.logits.clone()"
+        )
+
+
+def _whole_backward(ctx: Any, hidden: Tensor, gradient: Tensor, wanted: bool) -> Tensor | None:
+    """Hand the gradients of weight and bias to the engine; that of hidden (..., H) where wanted."""
+    call: HeadCall = ctx.call
+    unit, (for_weight, for_bias) = call.unit, call.trained()
+    linear: Any = unit.module
+    context = begin_backward(ctx)
+    slopes = gradient.reshape(-1, gradient.shape[-1])  # (N, V)
+    sums: list[tuple[Any, Tensor]] = []
+    with bound(context, unit, "backward"):
+        weight, bias = linear.weight.detach(), linear.bias
+        found = gradient @ weight if wanted else None
+        if for_weight:
+            total = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+            add_product_(total, slopes.t(), hidden.detach().reshape(-1, hidden.shape[-1]))
+            sums.append((linear.weight, total))
+        if for_bias:
+            sums.append((bias, slopes.sum(0, dtype=torch.float32)))
+    for parameter, total in sums:
+        group, member = next(pair for pair in unit.members if pair[1].parameter is parameter)
+        context.gradients.add(group, member, total)
+    end_backward(context, unit)
+    return found

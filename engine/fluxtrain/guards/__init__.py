@@ -1,0 +1,1 @@
+"""What would give wrong gradients without a word: noticed, and refused with the cure."""

@@ -1,0 +1,1 @@
+"""Measured rates of this machine: memory, bus, disk, AdamW."""

@@ -1,0 +1,95 @@
+"""How much host memory CUDA page-locks, and how fast: what a run's arenas need."""
+
+from __future__ import annotations
+
+import ctypes
+import resource
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from fluxtrain.client.machine import Rate
+from fluxtrain.hardware.fresh_memory import fresh, touch
+from fluxtrain.hardware.probe.rate import TOO_LITTLE
+from fluxtrain.units import GIB, MIB, bytes_text
+
+SAMPLE_BYTES = GIB
+LEAST_BYTES = 64 * MIB
+
+
+def pin_rate(available_bytes: int | None = None, *, sample_bytes: int = SAMPLE_BYTES) -> Rate:
+    """Bytes a second of `cudaHostRegister` on a fresh mapping, as arenas are made.
+
+    Takes an eighth of `available_bytes` at most. `how` compares it with RLIMIT_MEMLOCK, which some
+    drivers obey and most do not.
+    """
+    import torch
+
+    if not torch.cuda.is_available():
+        return Rate(None, "not measured: torch has no GPU to use")
+    if available_bytes is not None:
+        sample_bytes = min(sample_bytes, available_bytes // 8 // MIB * MIB)
+    if sample_bytes < LEAST_BYTES:
+        return TOO_LITTLE
+    torch.zeros(1, device="cuda")  # the context is not part of the time
+    runtime: Any = torch.cuda.cudart  # torch gives it no types
+    cuda = runtime()
+    with fresh(sample_bytes) as memory:
+        start_s = time.perf_counter()
+        touch(memory)
+        anchor = ctypes.c_char.from_buffer(memory)
+        error = int(cuda.cudaHostRegister(ctypes.addressof(anchor), sample_bytes, 0))
+        taken_s = time.perf_counter() - start_s
+        if error == 0:
+            cuda.cudaHostUnregister(ctypes.addressof(anchor))
+        else:
+            forget_cuda_error()
+        del anchor  # it keeps the mapping open
+    sample = bytes_text(sample_bytes)
+    if error:
+        return Rate(
+            None, f"not measured: CUDA refused to lock {sample} (error {error}){lock_limit_text()}"
+        )
+    return Rate(sample_bytes / taken_s, f"{sample} locked{lock_limit_text(sample_bytes)}")
+
+
+@contextmanager
+def page_locked(address: int, size_bytes: int) -> Iterator[bool]:
+    """Lock a range of this process's memory for CUDA; False where that is refused, and then the
+    range is as it was."""
+    import torch
+
+    runtime: Any = torch.cuda.cudart  # torch gives it no types
+    cuda = runtime()
+    granted = int(cuda.cudaHostRegister(address, size_bytes, 0)) == 0
+    if not granted:
+        forget_cuda_error()
+    try:
+        yield granted
+    finally:
+        if granted:
+            cuda.cudaHostUnregister(address)
+
+
+def lock_limit_text(locked_bytes: int | None = None) -> str:
+    """What RLIMIT_MEMLOCK has to do with it; nothing where it is unlimited."""
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    if limit == resource.RLIM_INFINITY:
+        return ""
+    if locked_bytes is not None and locked_bytes > limit:
+        return f", the limit of {bytes_text(limit)} does not hold for CUDA"
+    return f", the limit is {bytes_text(limit)}"
+
+
+def forget_cuda_error() -> None:
+    """A failed page-lock leaves an error that the next kernel would report as its own: the check
+    after a kernel's launch reads the error and clears it."""
+    import torch
+
+    for _ in range(2):  # the second time shows that it is gone
+        try:
+            torch.ones(1, device="cuda").add_(1)
+            torch.cuda.synchronize()
+        except RuntimeError:
+            continue

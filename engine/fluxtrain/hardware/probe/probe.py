@@ -1,0 +1,246 @@
+"""Everything measured about this machine, once: `probe(run_dir)` takes 20 s at most, then a cache.
+
+Sizes that change from minute to minute (free memory, free disk) are always read anew; rates are
+cached per machine and disk below $XDG_CACHE_HOME/fluxtrain and measured again after a week, after a
+change of the hardware, of torch, OMP_NUM_THREADS or FLUXTRAIN_ISA, with `fresh`, or when other
+programs slowed them down and are gone now. Those that could not be measured are tried again by
+themselves after some minutes, or as soon as there is more of the memory that was lacking.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Container, Mapping
+from importlib import metadata
+from pathlib import Path
+
+import msgspec
+from msgspec.structs import replace
+
+from fluxtrain.client.machine import Disk, Machine, Rate
+from fluxtrain.client.probe import ProbeAnswer
+from fluxtrain.errors import FluxTrainError
+from fluxtrain.hardware.cache import cache_file, is_fresh
+from fluxtrain.hardware.disk import read_disk
+from fluxtrain.hardware.machine import read_machine
+from fluxtrain.hardware.others import is_calm_after, others_share, read_use
+from fluxtrain.hardware.probe.adamw_rate import adamw_rate
+from fluxtrain.hardware.probe.bandwidth import (
+    BUS_RATES,
+    bus_rates,
+    host_copy_rate,
+    matmul_rate,
+    sample_bytes,
+)
+from fluxtrain.hardware.probe.disk_rate import disk_rates
+from fluxtrain.hardware.probe.pinning import pin_rate
+from fluxtrain.hardware.probe.rate import failed
+from fluxtrain.hardware.probe.table import no_gpu_reason
+from fluxtrain.telemetry.storage import write_json
+from fluxtrain.units import GIB
+
+PROBE_LIMIT_S = 20.0
+LAST_START_S = 15.0  # each measurement takes 5 s at most, but the bus, which is the first
+FAILED_AGE_S = 300.0  # for so long it is believed that something cannot be measured
+MORE_BYTES = GIB // 2  # or, for lack of memory, until so much more of it is free
+FORMAT = 3  # of the cache; a reader ignores another one
+GPU_RATES = (*BUS_RATES, "gpu_matmul", "pin")
+LATE = Rate(None, f"not measured: the {PROBE_LIMIT_S:g} s were used up")
+
+Report = Callable[[str], None]
+Measurement = Callable[[], Mapping[str, Rate]]
+
+
+def probe(run_dir: Path | str, fresh: bool = False, report: Report | None = None) -> ProbeAnswer:
+    """Facts and rates of this machine and of the disk that holds `run_dir`.
+
+    `report` is told what is being measured. What does not fit in 20 s is left out and says so.
+    """
+    say = report or _say_nothing
+    say("reading the machine")
+    folder = _existing(Path(run_dir))
+    machine, disk = read_machine(), read_disk(folder)
+    place = _cache_path(machine, disk)
+    cached = None if fresh else _cached(place)
+    if cached is not None and not is_calm_after(cached.others_share):
+        cached = replace(cached, disk=disk, from_cache=True)
+        failed_before = _worth_another_try(cached, machine)
+        if not failed_before:
+            return replace(cached, machine=machine)
+        measured = _tried_again(cached, failed_before, machine, folder, say)
+    else:
+        measured = _measured(machine, disk, folder, say)
+    if LATE not in measured.rates.values():
+        _keep(place, measured, say)
+    return measured
+
+
+def _measured(machine: Machine, disk: Disk, folder: Path, say: Report) -> ProbeAnswer:
+    start_s, before = time.monotonic(), read_use()
+    rates = {
+        **_unmeasurable(machine),
+        **_measure(_measurements(machine, folder), start_s + LAST_START_S, say),
+    }
+    return ProbeAnswer(
+        machine=machine,
+        disk=disk,
+        rates=rates,
+        measured_at_s=time.time(),
+        measuring_s=time.monotonic() - start_s,
+        others_share=others_share(before),
+    )
+
+
+def _tried_again(
+    cached: ProbeAnswer, names: Container[str], machine: Machine, folder: Path, say: Report
+) -> ProbeAnswer:
+    """With what had failed (`names`) measured anew, as far as that goes; all else stays, and its
+    age."""
+    start_s, before = time.monotonic(), read_use()
+    every = _measurements(machine, folder)
+    wanted = {what: one for what, one in every.items() if any(name in names for name in one[0])}
+    found = _measure(wanted, start_s + LAST_START_S, say)
+    better = {n: rate for n, rate in found.items() if rate.per_s is not None or n in names}
+    shares = (cached.others_share, others_share(before))
+    return replace(
+        cached,
+        machine=machine,
+        rates={**cached.rates, **better},
+        tried_again_at_s=time.time(),
+        others_share=max((share for share in shares if share is not None), default=None),
+        from_cache=False,
+    )
+
+
+def known_rates(run_dir: Path | str) -> dict[str, Rate]:
+    """Rates that were measured before on this machine, by name; empty when there are none."""
+    machine, disk = read_machine(), read_disk(_existing(Path(run_dir)))
+    cached = _cached(_cache_path(machine, disk))
+    return {} if cached is None else dict(cached.rates)
+
+
+def _worth_another_try(cached: ProbeAnswer, machine: Machine) -> frozenset[str]:
+    """The rates that could not be measured and may be now: all of them after some minutes, those
+    that no memory was free for as soon as there is more."""
+    missing = {
+        name: rate
+        for name, rate in cached.rates.items()
+        if rate.per_s is None and (machine.gpus or name not in GPU_RATES)
+    }
+    tried_at_s = cached.tried_again_at_s or cached.measured_at_s
+    if time.time() - tried_at_s > FAILED_AGE_S:
+        return frozenset(missing)
+    then, now = ([one.memory_available_bytes, *(gpu.memory_free_bytes for gpu in one.gpus)]
+                 for one in (cached.machine, machine))  # fmt: skip
+    grown = (b - a for a, b in zip(then, now, strict=False) if a is not None and b is not None)
+    if not any(more >= MORE_BYTES for more in grown):
+        return frozenset()
+    return frozenset(name for name, rate in missing.items() if rate.lacked_memory)
+
+
+def _measurements(machine: Machine, folder: Path) -> dict[str, tuple[tuple[str, ...], Measurement]]:
+    """What to say, and the names and the function of each measurement, the most useful first."""
+    available = machine.memory_available_bytes
+    threads = sustained_threads(machine)
+    size = sample_bytes(available)
+
+    def copies() -> dict[str, Rate]:
+        return {"host_copy": host_copy_rate(size, threads=threads)}
+
+    def arithmetic() -> dict[str, Rate]:
+        return {"cpu_matmul": matmul_rate("cpu", threads=threads)}
+
+    def adamw() -> dict[str, Rate]:
+        return {
+            "adamw": adamw_rate(available, threads=threads),
+            "adamw_8bit": adamw_rate(available, threads=threads, eight_bit=True),
+        }
+
+    def disk() -> dict[str, Rate]:
+        write, read = disk_rates(folder)
+        return {"disk_write": write, "disk_read": read}
+
+    on_gpu: dict[str, tuple[tuple[str, ...], Measurement]] = {
+        "bus": (BUS_RATES, lambda: bus_rates(size_bytes=size)),
+        "GPU arithmetic": (("gpu_matmul",), lambda: {"gpu_matmul": matmul_rate("cuda")}),
+        "page locks": (("pin",), lambda: {"pin": pin_rate(available)}),
+    }
+    return {
+        **(on_gpu if machine.gpus else {}),
+        "host memory": (("host_copy",), copies),
+        "AdamW": (("adamw", "adamw_8bit"), adamw),
+        "CPU arithmetic": (("cpu_matmul",), arithmetic),
+        "disk": (("disk_write", "disk_read"), disk),
+    }
+
+
+def sustained_threads(machine: Machine) -> int | None:
+    """How many threads a CPU quota keeps running (fewer if OMP_NUM_THREADS says so); None: all."""
+    if machine.cpu_quota is None:
+        return None
+    return min(machine.cores, machine.threads_wished or machine.cores)
+
+
+def _unmeasurable(machine: Machine) -> dict[str, Rate]:
+    """The rates that have nothing to be measured on, with the reason."""
+    why = Rate(None, f"not measured: {no_gpu_reason(machine)}")
+    return {} if machine.gpus else dict.fromkeys(GPU_RATES, why)
+
+
+def _measure(
+    measurements: Mapping[str, tuple[tuple[str, ...], Measurement]], end_s: float, say: Report
+) -> dict[str, Rate]:
+    rates: dict[str, Rate] = {}
+    for what, (names, measurement) in measurements.items():
+        if time.monotonic() > end_s:
+            rates |= dict.fromkeys(names, LATE)
+            continue
+        say(f"measuring {what}")
+        try:
+            rates |= measurement()
+        except (ImportError, RuntimeError, MemoryError, FluxTrainError) as error:  # nothing to use
+            rates |= dict.fromkeys(names, failed(error))
+    return rates
+
+
+def _cached(place: Path) -> ProbeAnswer | None:
+    try:
+        kept = msgspec.json.decode(place.read_bytes(), type=_Kept)
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+        return None
+    usable = kept.format == FORMAT and is_fresh(kept.probe.measured_at_s)
+    return kept.probe if usable else None
+
+
+class _Kept(msgspec.Struct, frozen=True):
+    format: int
+    probe: ProbeAnswer
+
+
+def _keep(place: Path, measured: ProbeAnswer, say: Report) -> None:
+    """A cache that cannot be written costs a new measurement next time, no more."""
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        write_json(place, _Kept(FORMAT, measured))
+    except (OSError, FluxTrainError) as error:
+        say(f"the rates are not kept: {error}")
+
+
+def _cache_path(machine: Machine, disk: Disk) -> Path:
+    """One file for each machine and disk, number of threads that was asked for, and torch: one that
+    cannot use the card leaves its rates unknown, and the cure is to install another."""
+    try:
+        torch_version = metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        torch_version = None
+    where = (disk.file_system, os.stat(disk.path).st_dev)
+    return cache_file("probe", machine, where, machine.threads_wished, torch_version)
+
+
+def _existing(folder: Path) -> Path:
+    return next(one for one in (folder.absolute(), *folder.absolute().parents) if one.is_dir())
+
+
+def _say_nothing(_: str) -> None:
+    pass

@@ -1,0 +1,143 @@
+"""Another placement or another chunk for an engine that trains, between two optimizer steps.
+
+Where weights and states live, which blocks stay on the device and how many slots the others share
+decides only what is copied when, and where the same update is computed: the results keep their
+bits. Another chunk changes the order in which the rows' gradients are summed, so results are those
+of a run that has that chunk, within rounding of this one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from fluxtrain.block.recompute_policy import choose_recompute
+from fluxtrain.edges.embedding import passes_in_parts
+from fluxtrain.errors import DoesNotFit
+from fluxtrain.memory.group import Group
+from fluxtrain.memory.moving import moves, prepare_move
+from fluxtrain.memory.window import Slot
+from fluxtrain.optimizer.optimizer_state import renew_state
+from fluxtrain.plan.choices.placement import Placement
+from fluxtrain.plan.group_placement import GroupPlacement, check_groups, refuse_unused
+from fluxtrain.runtime.context import Context
+
+
+def resettle(context: Context, placement: Placement) -> None:
+    """Give `context` this placement; between two steps, by the thread that drives it.
+
+    Groups move whose rows say other tiers than before; then blocks get the slots, activations and
+    chunk that the placement says. New memory is taken before any is given back, so that running out
+    of it leaves everything as it was. Raises DoesNotFit then.
+    """
+    check_groups(placement.groups, context.groups)
+    refuse_unused(placement.groups)
+    _come_to_rest(context)
+    rows = list(zip(context.groups, placement.groups, strict=True))
+    moving = [(group, row) for group, row in rows if moves(group, row)]
+    owners, streamed = slots_for(context, placement.groups)
+    fresh: list[Slot] = []
+    if moving:  # the ring lends from one host group to another
+        context.gradients.host.give_ring_back(context.groups)
+    try:
+        gone = _owned(context, owners, fresh)
+        gone += _shared(context, streamed, placement.slots, fresh)
+        prepared = [
+            prepare_move(group, row, pin=context.device.pins and row.weights != "device")
+            for group, row in moving
+        ]
+    except DoesNotFit:
+        for slot in fresh:
+            context.window.remove_slot(slot)
+        fresh.clear()
+        _give_back(context)
+        raise
+    for slot in gone:
+        context.window.remove_slot(slot)
+    for move in prepared:
+        move()
+    if prepared:
+        renew_state(owner for owners in context.owners.values() for owner in owners.values())
+    gone.clear()
+    prepared.clear()
+    before, context.plan = context.plan, placement
+    for group, row in rows:
+        group.placement = row
+    _tidy(context, fewer_wait=_waiting(placement) < _waiting(before))
+    context.chunk_rows = placement.chunk_rows or context.chunk_rows
+    choose_recompute(context)
+    context.ahead.begin_next_step(placement.slots)
+
+
+def slots_for(context: Context, rows: Sequence[GroupPlacement]) -> tuple[list[Group], list[Group]]:
+    """Find the groups that have a slot of their own with these rows, one a group, and the blocks
+    that share slots."""
+    copied = [
+        (group, row)
+        for group, row in zip(context.groups, rows, strict=True)
+        if row.weights != "device"
+    ]
+    owners = [
+        group
+        for group, row in copied
+        if (row.resident if group.kind == "block" else not passes_in_parts(context, group))
+    ]
+    return owners, [g for g, row in copied if g.kind == "block" and not row.resident]
+
+
+def _waiting(placement: Placement) -> int:
+    """Count the groups whose inputs wait on the host."""
+    return sum(row.activations == "inputs_on_host" for row in placement.groups)
+
+
+def _come_to_rest(context: Context) -> None:
+    """No copy is under way, to or from memory that may be given back."""
+    context.flush()  # copies may wait for updates
+    context.window.drain()
+    for unit in context.units:
+        if unit.slices is not None:
+            unit.slices.drain()
+    context.gradients.host.drain()
+
+
+def _tidy(context: Context, *, fewer_wait: bool) -> None:
+    """After the moves: free the memory of what is gone, and measure peaks anew. `fewer_wait`: of
+    inputs on the host."""
+    for group in context.groups:
+        if group.rows is not None and group.placement.weights == "device":
+            group.rows.give_back()
+    for unit in context.units:
+        if unit.slices is not None and not unit.in_slices:
+            unit.slices.give_back()
+    if fewer_wait:
+        context.park.give_back()
+    sent = [group for group in context.groups if group.placement.gradients != "device"]
+    context.gradients.stage_only({s.size_bytes for group in sent for s in group.trained})
+    _give_back(context)
+    context.counters.measure_peaks_anew()
+
+
+def _owned(context: Context, keepers: list[Group], fresh: list[Slot]) -> list[Slot]:
+    """A slot of its own for each keeper; returns those of groups that are none any more."""
+    owned = {slot.owner: slot for slot in context.window.slots if slot.owner is not None}
+    for group in keepers:
+        if group not in owned:
+            fresh.append(context.window.add_slot(group.wire_bytes, owner=group))
+    return [slot for group, slot in owned.items() if group not in keepers]
+
+
+def _shared(context: Context, streamed: list[Group], count: int, fresh: list[Slot]) -> list[Slot]:
+    """`count` shared slots of the largest streamed block's size; returns those to give back."""
+    size_bytes = max((group.wire_bytes for group in streamed), default=0)
+    shared = [slot for slot in context.window.slots if slot.owner is None]
+    fitting = [slot for slot in shared if slot.wire.nbytes == size_bytes][:count]
+    for _ in range(count - len(fitting)):
+        fresh.append(context.window.add_slot(size_bytes))
+    return [slot for slot in shared if slot not in fitting]
+
+
+def _give_back(context: Context) -> None:
+    """Freed memory returns to the driver, so that what is reserved is what is used."""
+    if context.device.torch_device.type == "cuda":
+        torch.cuda.empty_cache()

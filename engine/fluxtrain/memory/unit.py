@@ -1,0 +1,96 @@
+"""A module that computes as one: what it is made of, and what running it has shown."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Hashable
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+
+from fluxtrain.errors import MisusedModel
+from fluxtrain.memory.group import Group
+from fluxtrain.memory.module_buffers import WrittenBuffers
+from fluxtrain.memory.segment import Member
+from fluxtrain.memory.slices import WeightSlices
+
+
+class Unit:
+    """A block, or an edge such as the embedding."""
+
+    def __init__(self, name: str, module: nn.Module, position: int, group: Group) -> None:
+        self._module = weakref.ref(module)
+        self.name = name
+        self.position = position
+        self.group = group  # the group it owns
+        self.borrowed: dict[Group, list[Member]] = {}  # members of other groups it computes with
+        self.places: list[tuple[nn.Module, str, Member]] = []  # where its parameters are registered
+        self.original: Callable[..., Any] = module.forward
+        self.is_head = False  # its output may stay uncomputed (LazyLogits)
+        self.slices: WeightSlices | None = None  # of a head on the host that is never copied whole
+        # how its activations get to the backward pass (see recompute_policy.py)
+        self.recomputes = True  # False: what its backward needs stays on the device
+        self.offloads_inputs = False  # its inputs wait for the backward pass on the host
+        # what its first runs have shown
+        self.chunkable: dict[tuple[Any, ...], bool] = {}  # by mode, what carries the batch, choices
+        # positions of the arguments that it writes to in place, by kind of call
+        self.written_arguments: dict[Hashable, frozenset[int]] = {}
+        self.buffers = WrittenBuffers()
+        self.records_again = False  # its graph cannot be filled again (see recompute.py)
+        self.draws_on_host = False  # from Python's or numpy's generators
+        self.checked_recomputes = 0
+
+    @property
+    def module(self) -> nn.Module:
+        module = self._module()
+        assert module is not None, "the wrapped block is gone"
+        return module
+
+    @cached_property
+    def groups(self) -> list[Group]:
+        return [g for g in (self.group, *self.borrowed) if g.members]
+
+    @property
+    def copied(self) -> list[Group]:
+        """The groups that it needs on the device whole: not an embedding whose rows it looks up,
+        nor a head that comes in slices."""
+        if self.in_slices:
+            return []
+        return [g for g in self.groups if g.rows is None or g is not self.group]
+
+    @property
+    def in_slices(self) -> bool:
+        """Is this a head that computes with two slices of its weight at a time?"""
+        return self.slices is not None and self.slices.group.placement.weights != "device"
+
+    @cached_property
+    def members(self) -> list[tuple[Group, Member]]:
+        """Every parameter that this unit computes with."""
+        borrowed = [(group, m) for group, members in self.borrowed.items() for m in members]
+        return [*((self.group, m) for m in self.group.members), *borrowed]
+
+    def members_of(self, group: Group) -> list[Member]:
+        return group.members if group is self.group else self.borrowed[group]
+
+    def group_of_weight(self) -> Group:
+        """Find the group that holds a head's weight (the embedding's, when tied)."""
+        return next(g for g, m in self.members if m.parameter is self.module.weight)
+
+    def check_identity(self) -> None:
+        """Raise when a parameter was replaced by another object since `wrap`."""
+        for module, name, member in self.places:
+            if module._parameters.get(name) is not member.parameter:
+                raise MisusedModel(
+                    f"{self.name}: the parameter {member.name} was replaced after fluxtrain.wrap "
+                    "(load_state_dict(assign=True), adapters or resizing: do that before wrap, or "
+                    "fluxtrain.unwrap(model), change it and wrap again), or for this call alone "
+                    "(torch.func.functional_call and what is built on it: use a model that is not "
+                    "wrapped)"
+                )
+            if not member.trained and member.parameter.requires_grad and torch.is_grad_enabled():
+                raise MisusedModel(
+                    f"{self.name}: {member.name} was frozen when the model was wrapped and asks "
+                    "for gradients now: fluxtrain.unwrap(model), thaw it and wrap again"
+                )

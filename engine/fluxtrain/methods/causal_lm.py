@@ -1,0 +1,49 @@
+"""Causal language modelling: predict the next token of packed rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from fluxtrain.data.batches import Batch
+from fluxtrain.models.known_packing import known_packing
+
+
+class CausalLM:
+    """The mean cross entropy over labelled tokens, of Hugging Face causal language models."""
+
+    unit = "tokens"
+
+    def count(self, batch: Batch) -> int:
+        """Count the labels, which the loss is a mean over."""
+        return batch.predicted
+
+    def rows(self, batch: Batch) -> int:
+        """Count the packed rows."""
+        return int(batch.input_ids.shape[0])
+
+    def tokens(self, batch: Batch) -> int:
+        """Count the tokens that are no padding."""
+        return batch.tokens
+
+    def loss(self, model: nn.Module, batch: Batch, step_count: int) -> Tensor:
+        """Compute the summed cross entropy of the batch in nats, divided by `step_count` labels."""
+        with known_packing(mixes=batch.mixes):
+            loss: Tensor = model(**batch.inputs(step_count)).loss
+        return loss
+
+    def metrics(self, model: nn.Module, batch: Batch) -> Mapping[str, float]:
+        """Compute the mean cross entropy in nats a token."""
+        return {"loss": float(self.loss(model, batch, batch.predicted))}
+
+    def to(self, batch: Batch, device: torch.device) -> Batch:
+        """Copy ids, labels and positions to `device`."""
+        return replace(
+            batch,
+            input_ids=batch.input_ids.to(device),
+            labels=batch.labels.to(device),
+            position_ids=batch.position_ids.to(device),
+        )

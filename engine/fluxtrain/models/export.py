@@ -1,0 +1,122 @@
+"""Saving a model so that `from_pretrained` loads it anywhere, without FluxTrain.
+
+The folder appears whole or not at all: it is written beside its place, synced, and renamed.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import shutil
+import tempfile
+from pathlib import Path
+
+from safetensors import SafetensorError
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from fluxtrain.errors import BadInput, NoSpace
+from fluxtrain.models.quiet import quiet_transformers
+from fluxtrain.units import bytes_text
+
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+SHARD_BYTES = 4_000_000_000  # what of it lies on a GPU is on the host while it is written
+
+
+def save_model(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, folder: Path
+) -> int:
+    """Write weights (safetensors), configuration, generation settings and tokenizer to `folder`.
+
+    Returns the bytes written. Pending background updates must have been waited for. A folder of
+    that name from an earlier save is replaced after the new one is complete. Raises NoSpace when
+    the disk fills up and BadInput when the place cannot be written; both leave what was there.
+    """
+    needed = sum(tensor.nbytes for tensor in _distinct(model))
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(folder.parent).free
+        if free < needed:
+            raise NoSpace(
+                f"saving {folder} needs {bytes_text(needed)} and {bytes_text(free)} is free: "
+                "make room or choose another run directory"
+            )
+        made = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    except OSError as error:
+        raise _explained(error, folder) from error
+    try:
+        return _written(model, tokenizer, made, folder)
+    except SafetensorError as error:
+        raise _explained(_as_os_error(error), folder) from error
+    except OSError as error:
+        raise _explained(error, folder) from error
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+
+
+def _written(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    made: Path,
+    folder: Path,
+) -> int:
+    with quiet_transformers():
+        model.save_pretrained(made, max_shard_size=SHARD_BYTES)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(made)
+    made.chmod(0o777 & ~_umask())  # mkdtemp's 0700 would keep other users from the model
+    files = [path for path in made.rglob("*") if path.is_file()]
+    for path in (*files, made):
+        _sync(path)
+    _replace(made, folder)
+    _sync(folder.parent)
+    return sum((folder / path.relative_to(made)).stat().st_size for path in files)
+
+
+def _replace(made: Path, folder: Path) -> None:
+    """Put `made` in the place of `folder`; the old one goes only after it was moved aside."""
+    if not folder.exists():
+        made.rename(folder)
+        return
+    aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-old-", dir=folder.parent))
+    folder.rename(aside / folder.name)
+    made.rename(folder)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def _distinct(model: PreTrainedModel) -> list[Tensor]:
+    """Tensors to be saved, tied ones once."""
+    return list({id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}.values())
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _umask() -> int:
+    mask = os.umask(0o022)
+    os.umask(mask)
+    return mask
+
+
+def _as_os_error(error: SafetensorError) -> OSError:
+    """safetensors tells of a full disk in its text alone; an error without a number goes on."""
+    number = re.search(r"\(os error (\d+)\)", str(error))
+    if number is None:
+        raise error
+    return OSError(int(number[1]), os.strerror(int(number[1])))
+
+
+def _explained(error: OSError, folder: Path) -> NoSpace | BadInput:
+    if isinstance(error, NoSpace):
+        return error
+    if error.errno in _FULL:
+        return NoSpace(
+            f"no space left while saving {folder}: make room and resume, or choose another disk"
+        )
+    return BadInput(f"{folder} cannot be written: {error.strerror or error}")

@@ -1,0 +1,351 @@
+"""Loading a causal language model with its tokenizer: a local folder, a hub id, or the demo.
+
+Weights come by safetensors' memory map straight into the parameters, so that loading takes no
+memory beside the pages of the files. Converted ones (another dtype, experts that are merged) are
+copies of their own, and loading never holds a second one of the whole model.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from fluxtrain.data.hub import network_errors
+from fluxtrain.errors import BadInput, FluxTrainError
+from fluxtrain.models.copies import Copied, copied_by_loading
+from fluxtrain.models.isolation import keeps_documents_apart
+from fluxtrain.models.left_out import further_blocks
+from fluxtrain.models.model_files import ModelFiles, check_model_folder
+from fluxtrain.models.precision import (
+    DTYPES,
+    Capability,
+    Precision,
+    choose_dtype,
+    demo_dtype,
+    with_left_out,
+    with_odd_tensors,
+)
+from fluxtrain.models.quiet import quiet_transformers
+
+DEMO = "demo"
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSource:
+    """Which model to load; the `model` section of a configuration."""
+
+    path: str = DEMO
+    revision: str | None = None
+    trust_remote_code: bool = False
+    dtype: str = "auto"
+    capability: Capability | None = None  # of the card that will compute; None: a processor
+    seed: int = 0  # for the demo's fresh weights
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedModel:
+    """A model on the CPU in training mode, and what the data must know of it."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    name: str
+    config: PretrainedConfig
+    precision: Precision
+    packs: bool  # whether packed documents can be kept apart in it
+    embedding_rows: int
+    max_positions: int | None
+    pad_id: int
+    merged_bytes: int = 0  # of weights that were put together from several
+
+
+def load_model(
+    source: ModelSource, fits: Callable[[PreTrainedModel, Copied], None] | None = None
+) -> LoadedModel:
+    """Check, load and check again.
+
+    `fits` is given the model without its weights before they are read, and what of them will be
+    copied; it raises DoesNotFit when there is no room: a process that runs out of memory is killed.
+
+    Raises BadInput for whatever a user can repair: a wrong name, a damaged or incomplete folder,
+    code of its own, quantised weights, weights that are not finite.
+    """
+    wished = source.dtype
+    if wished not in ("auto", *DTYPES):
+        raise BadInput(f"model.dtype {wished!r} is not one of auto, {', '.join(DTYPES)}")
+    if source.path == DEMO:
+        return _demo(source, demo_dtype(wished))
+    folder = _local_folder(source)
+    files = check_model_folder(folder, source.trust_remote_code)
+    choice = choose_dtype(wished, files.dtype or "float32", source.capability)
+    chosen = getattr(torch, choice.dtype)
+    empty = _empty(folder, chosen, source.trust_remote_code)
+    copied = copied_by_loading(empty, files, files.dtype or "float32")
+    choice = with_odd_tensors(choice, copied.odd_dtypes)
+    if fits is not None:
+        fits(empty, copied)
+    tokenizer = _tokenizer(folder, source.trust_remote_code)
+    model, left_out = _weights(files, chosen, source.trust_remote_code)
+    choice = with_left_out(choice, left_out)
+    check_finite(model, str(folder))
+    return _loaded(model, tokenizer, _name(source.path), choice, copied.merged_bytes)
+
+
+def load_tokenizer(source: ModelSource) -> tuple[PreTrainedTokenizerBase, PretrainedConfig]:
+    """The tokenizer and the configuration alone; no weights are read or downloaded.
+
+    Raises BadInput as `load_model` does.
+    """
+    if source.path == DEMO:
+        from fluxtrain.data.demo import demo_files
+        from fluxtrain.models.demo_model import demo_config
+
+        tokenizer = _tokenizer(demo_files().tokenizer, trusted=False)
+        return tokenizer, demo_config(len(tokenizer))
+    folder = _local_folder(source, with_weights=False)
+    if folder == Path(source.path).expanduser():
+        check_model_folder(folder, source.trust_remote_code)
+    return _tokenizer(folder, source.trust_remote_code), _shape(folder, source.trust_remote_code)
+
+
+def check_finite(model: nn.Module, name: str) -> None:
+    """Raise BadInput when a parameter or buffer holds NaN or infinity; one read of the weights."""
+    for tensor_name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if not tensor.is_floating_point() or tensor.numel() == 0:
+            continue
+        low, high = torch.aminmax(tensor.detach())  # NaN comes through both
+        if not bool(torch.isfinite(low) & torch.isfinite(high)):
+            nan, infinite = int(tensor.isnan().sum()), int(tensor.isinf().sum())
+            raise BadInput(
+                f"{name}: the weight {tensor_name} holds {nan} NaN and {infinite} infinite values "
+                f"of {tensor.numel():,}: the checkpoint is damaged or its training diverged; "
+                "use an earlier one"
+            )
+
+
+def _demo(source: ModelSource, choice: Precision) -> LoadedModel:
+    from fluxtrain.data.demo import demo_files
+    from fluxtrain.models.demo_model import demo_model
+
+    tokenizer = _tokenizer(demo_files().tokenizer, trusted=False)
+    model = demo_model(len(tokenizer), source.seed, getattr(torch, choice.dtype))
+    return _loaded(model, tokenizer, DEMO, choice)
+
+
+def _local_folder(source: ModelSource, with_weights: bool = True) -> Path:
+    folder = Path(source.path).expanduser()
+    if folder.exists():
+        return folder
+    refuse_missing_folder(source.path)
+    return _fetched(source, with_weights)
+
+
+def refuse_missing_folder(path: str) -> None:
+    """Raise BadInput for a name that is no folder here and none that the hub could have."""
+    if path.startswith((".", "/", "~")) or not _HUB_ID.fullmatch(path):
+        raise BadInput(f"{Path(path).expanduser()} does not exist: check model.path")
+
+
+def _fetched(source: ModelSource, with_weights: bool) -> Path:
+    """Download a hub model, or find it in the local cache; safetensors if it has them."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HFValidationError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    patterns = ["*.json", "*.model", "*.txt", "*.jinja"]
+    patterns += ["*.safetensors"] if with_weights else []
+    patterns += ["*.py"] if source.trust_remote_code else []
+    try:
+        folder = snapshot_download(
+            source.path, revision=source.revision, allow_patterns=patterns, ignore_patterns=["*/*"]
+        )
+        if with_weights and not any(Path(folder).glob("*.safetensors")):
+            snapshot_download(
+                source.path, revision=source.revision, allow_patterns=["pytorch_model*.bin"]
+            )
+    except GatedRepoError as error:
+        raise BadInput(
+            f"the model {source.path} is gated: accept its terms on its page, then `hf auth login`"
+        ) from error
+    except (RepositoryNotFoundError, HFValidationError) as error:
+        raise BadInput(
+            f"there is no folder and no hub model {source.path!r} (or it is private): check "
+            "model.path, or `hf auth login`"
+        ) from error
+    except RevisionNotFoundError as error:
+        raise BadInput(f"the model {source.path} has no revision {source.revision!r}") from error
+    except network_errors() as error:  # those of the hub itself are OSErrors
+        raise BadInput(
+            f"{source.path!r} is no local folder, and the hub cannot be reached to fetch it: check "
+            "model.path, the network and its proxy, or name a local folder"
+        ) from error
+    return Path(folder)
+
+
+def _tokenizer(folder: Path, trusted: bool) -> PreTrainedTokenizerBase:
+    try:
+        return AutoTokenizer.from_pretrained(
+            folder, trust_remote_code=trusted, local_files_only=True
+        )
+    except (FluxTrainError, MemoryError):
+        raise
+    except Exception as error:  # whatever damaged files make the library raise
+        raise BadInput(
+            f"{folder}: its tokenizer cannot be loaded ({_first_line(error)}): copy the "
+            "tokenizer's files of the original model into it"
+        ) from error
+
+
+def _weights(
+    files: ModelFiles, dtype: torch.dtype, trusted: bool
+) -> tuple[PreTrainedModel, tuple[str, ...]]:
+    """The model, and the names of what the files hold beside it."""
+    try:
+        with quiet_transformers():
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                files.folder,
+                dtype=dtype,
+                trust_remote_code=trusted,
+                local_files_only=True,
+                use_safetensors=not files.pickled,
+                weights_only=True,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # refused below, with the names
+            )
+    except UnpicklingError as error:
+        raise BadInput(
+            f"{files.weights[0]} is a pickle with more than tensors in it, which could run any "
+            "code: convert it to safetensors where you trust it"
+        ) from error
+    except (FluxTrainError, MemoryError):
+        raise
+    except Exception as error:  # whatever damaged files make the library raise
+        raise unloadable(files.folder, error) from error
+    model: PreTrainedModel = loaded[0]
+    left_out = _check_complete(files, loaded[1], model)
+    model.train()
+    return model, left_out
+
+
+def _empty(folder: Path, dtype: torch.dtype, trusted: bool) -> PreTrainedModel:
+    """The model with its parameters on the meta device."""
+    shape = _shape(folder, trusted)
+    try:
+        with quiet_transformers(), torch.device("meta"):
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+                shape, dtype=dtype, trust_remote_code=trusted
+            )
+    except (FluxTrainError, MemoryError):
+        raise
+    except Exception as error:  # whatever a damaged configuration makes the library raise
+        raise unloadable(folder, error) from error
+    return model
+
+
+def _shape(folder: Path, trusted: bool) -> PretrainedConfig:
+    try:
+        with quiet_transformers():
+            shape: PretrainedConfig = AutoConfig.from_pretrained(
+                folder, trust_remote_code=trusted, local_files_only=True
+            )
+    except (FluxTrainError, MemoryError):
+        raise
+    except Exception as error:  # whatever a damaged configuration makes the library raise
+        raise unloadable(folder, error) from error
+    return shape
+
+
+def unloadable(folder: Path | str, error: Exception) -> Exception:
+    """What is wrong with the folder; `error` itself when memory ran out."""
+    if "allocate memory" in str(error) or "out of memory" in str(error):
+        return error
+    return BadInput(f"{folder} cannot be loaded as a causal language model: {_first_line(error)}")
+
+
+def _check_complete(files: ModelFiles, told: dict[str, Any], model: nn.Module) -> tuple[str, ...]:
+    """The tensors of the files that are not of the model. Raises BadInput where the model lacks
+    some, or is cut off."""
+    for key, problem in (
+        ("missing_keys", "does not hold the weights"),
+        ("mismatched_keys", "holds in another shape than config.json says"),
+    ):
+        found = told.get(key, ())
+        names = sorted(name if isinstance(name, str) else name[0] for name in found)
+        if names:
+            raise BadInput(
+                f"{files.folder} {problem} {_first_names(names)}: "
+                "config.json and weights are of different models"
+            )
+    left_out = tuple(sorted(told.get("unexpected_keys", ())))
+    if cut := further_blocks(model, left_out):
+        raise BadInput(
+            f"{files.folder} holds {_first_names(cut)} too, and config.json is of a model with "
+            "fewer blocks: it would be trained and saved without them; copy the config.json of "
+            "these weights into the folder"
+        )
+    return left_out
+
+
+def _first_names(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"{', '.join(names[:3])}{more}"
+
+
+def _loaded(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    name: str,
+    choice: Precision,
+    merged_bytes: int = 0,
+) -> LoadedModel:
+    embedding: Any = model.get_input_embeddings()
+    text_config = model.config.get_text_config()
+    return LoadedModel(
+        model=model,
+        tokenizer=tokenizer,
+        name=name,
+        config=model.config,
+        precision=choice,
+        packs=keeps_documents_apart(model),
+        embedding_rows=int(embedding.weight.shape[0]),
+        max_positions=getattr(text_config, "max_position_embeddings", None),
+        pad_id=pad_id(tokenizer),
+        merged_bytes=merged_bytes,
+    )
+
+
+def pad_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The token that fills rows; nothing is learnt of it."""
+    known = (tokenizer.pad_token_id, tokenizer.eos_token_id)
+    return int(next((i for i in known if i is not None), 0))
+
+
+def _name(path: str) -> str:
+    return Path(path).expanduser().resolve().name if Path(path).expanduser().exists() else path
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    kind = type(error).__name__
+    if isinstance(error, OSError | ValueError | RuntimeError) and lines:
+        return lines[0]
+    return ": ".join((kind, *(line.rstrip(":") for line in lines[:2])))

@@ -1,0 +1,1 @@
+"""Take over a user's optimizer: its steps, its state, optimizers of other packages."""

@@ -1,0 +1,271 @@
+"""The adopted optimizer's state: the arenas themselves, under a key of our own.
+
+torch casts per-parameter state to the parameter's dtype when it is loaded (bf16 moments); what
+stands under another key is restored as it is. Plain `exp_avg` states are still taken in;
+plain_state.py is the other way.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from fluxtrain.adamw.native_adamw import quantise
+from fluxtrain.errors import MisusedModel
+from fluxtrain.guards.writes import check_writes, fingerprint
+from fluxtrain.memory.segment import MASTERS, Member
+from fluxtrain.optimizer.state_entries import (
+    AMONG,
+    NAMES,
+    check_entry,
+    check_none_is_missing,
+    wide_moment,
+)
+from fluxtrain.runtime.context import Owner
+from fluxtrain.runtime.parameter import owner_of
+
+KEY = "fluxtrain"
+Entries = list[tuple[Owner, dict[str, Any], int]]
+_exporting: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+
+
+def _nobody() -> None:
+    return None
+
+
+class Held(dict[int, dict[str, Any]]):
+    """What stands under our key. Copied or pickled, as `copy.deepcopy(optimizer)` does, it is first
+    brought up to date, and is then a dict of a kind that `torch.load` takes as weights only."""
+
+    def __init__(
+        self, entries: Mapping[int, dict[str, Any]], optimizer: Optimizer | None = None
+    ) -> None:
+        """With entries alone, as accelerate makes another one of the same type, it is nobody's."""
+        super().__init__(entries)
+        self._optimizer: Callable[[], Optimizer | None] = (
+            _nobody if optimizer is None else weakref.ref(optimizer)
+        )
+        self._parameters: dict[int, weakref.ref[Tensor]] = {}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[int, dict[str, Any]]:
+        return copy.deepcopy(self.up_to_date(), memo)
+
+    def __reduce_ex__(self, _: Any) -> tuple[Any, ...]:
+        return OrderedDict, (), None, None, iter(self.up_to_date().items())
+
+    def belongs_to(self, optimizer: Optimizer) -> bool:
+        """Is this the optimizer whose steps made it?"""
+        return self._optimizer() is optimizer
+
+    def keep(self, parameters: Mapping[int, Tensor]) -> None:
+        """Note whose entries these are: their places in the optimizer may change from here on."""
+        self._parameters = {index: weakref.ref(each) for index, each in parameters.items()}
+
+    def kept(self) -> dict[int, Tensor | None]:
+        """Those noted, by index; None where one is gone."""
+        return {index: parameter() for index, parameter in self._parameters.items()}
+
+    def up_to_date(self) -> dict[int, dict[str, Any]]:
+        """The same as a plain dict, once the updates under way are done."""
+        optimizer = self._optimizer()
+        if optimizer is not None and held_state(optimizer) is self:
+            _before_export(optimizer)
+        return dict(self)
+
+
+def wrapped_parameters(optimizer: Optimizer) -> Entries:
+    """Owner, parameter group and index of every wrapped parameter, in the optimizer's order."""
+    found: Entries = []
+    index = 0
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            owner = owner_of(parameter)
+            if owner is not None:
+                found.append((owner, group, index))
+            index += 1
+    return found
+
+
+def held_state(optimizer: Optimizer) -> dict[int, dict[str, Any]]:
+    """What stands under our key: by parameter index, empty before the first step."""
+    return held_in(optimizer.state)
+
+
+def held_in(state: dict[Any, Any]) -> dict[int, dict[str, Any]]:
+    """The same of an optimizer's state, also of that in a state dict."""
+    held = state.get(KEY) or {}
+    if not isinstance(held, dict):
+        raise MisusedModel(
+            f"the loaded optimizer state has {type(held).__name__} under {KEY!r}, not a dict of "
+            "entries by parameter: load a whole one, of this model, or begin without one"
+        )
+    return held
+
+
+def attach_state(optimizer: Optimizer, entries: Entries) -> None:
+    """Put views of the arenas into `optimizer.state`, once state exists."""
+    held = held_state(optimizer)
+    state: dict[Any, Any] = optimizer.state
+    for owner, _, index in entries:
+        if index in held:
+            held[index]["step"] = owner.member.step
+        elif owner.member.step:
+            held[index] = _entry(owner.member)
+    if held:
+        mine = isinstance(held, Held) and held.belongs_to(optimizer)
+        state[KEY] = held if mine else Held(held, optimizer)
+    if optimizer not in _exporting:
+        _exporting.add(optimizer)
+        optimizer.register_state_dict_pre_hook(_before_export)
+
+
+def steppers_of(owners: Iterable[Owner]) -> set[Optimizer]:
+    """The optimizers that step these parameters."""
+    found = (owner.stepper() for owner in owners if owner.stepper is not None)
+    return {optimizer for optimizer in found if optimizer is not None}
+
+
+def renew_state(owners: Iterable[Owner]) -> None:
+    """The parameters' states have moved to other memory: what stands under our key follows."""
+    for optimizer in steppers_of(owners):
+        held = held_state(optimizer)
+        for owner, _, index in wrapped_parameters(optimizer):
+            if index in held:
+                held[index] = _entry(owner.member)
+
+
+def _before_export(optimizer: Optimizer) -> None:
+    """Updates are done, and what completes a master says beside which weights it belongs."""
+    held = held_state(optimizer)
+    entries = wrapped_parameters(optimizer)
+    indices = tuple(sorted(held)) if entries else ()
+    for owner, _, _ in {id(e[0].group): e for e in entries}.values():
+        owner.context.flush()
+        check_writes(owner.group)
+    for owner, _, index in entries:
+        entry = held.get(index)
+        if not entry or _pointer(entry) != _moments_at(owner.member):
+            continue
+        entry["step"] = owner.member.step  # the last one may have been left out
+        entry[AMONG] = indices
+        if any(name in entry for name in MASTERS):
+            entry["weights"] = fingerprint(owner.group.home_views[owner.member.index])
+
+
+def _entry(member: Member) -> dict[str, Any]:
+    views = {NAMES.get(name, name): view for name, view in member.states().items()}
+    return {"step": member.step, **views}
+
+
+def check_state(optimizer: Optimizer, entries: Entries) -> None:
+    """Raise MisusedModel where what `load_state_dict` put into `optimizer.state` is not whole."""
+    owners = {index: owner for owner, _, index in entries}
+    ours = {_moments_at(owner.member) for owner in owners.values()}
+    held = held_state(optimizer)
+    loaded = False
+    for index, entry in held.items():
+        owner = owners.get(index)
+        if owner is None:
+            raise MisusedModel(
+                f"the loaded optimizer state names parameter {index}, and this optimizer has "
+                f"{len(owners)} wrapped parameters: it belongs to another model"
+            )
+        if _pointer(entry) not in ours:
+            loaded = True
+            check_entry(owner.name, entry, owner.member.shape)
+    if loaded:
+        check_none_is_missing(held, {index: owner.name for index, owner in owners.items()})
+    for owner, _, _ in entries:
+        plain = optimizer.state.get(owner.member.parameter)
+        if plain and NAMES["m"] in plain:
+            check_entry(owner.name, plain, owner.member.shape)
+
+
+def import_state(optimizer: Optimizer, entries: Entries) -> None:
+    """Take in what `load_state_dict` put into `optimizer.state` since the last step, and that
+    `check_state` found whole."""
+    by_index = {i: o for o, _, i in entries}
+    ours = {_moments_at(o.member): i for i, o in by_index.items()}
+    state: dict[Any, Any] = optimizer.state
+    loaded = False
+    for index, entry in held_state(optimizer).items():
+        place = ours.get(_pointer(entry))
+        if place is None:
+            loaded = True
+            _take(by_index[index], entry)
+        elif place != index:
+            raise MisusedModel(
+                f"parameter {index} of this optimizer is number {place} now: keep the order of its "
+                "parameters (add new ones with add_param_group), or make a new optimizer"
+            )
+    if loaded:
+        del state[KEY]  # the arenas hold it now
+    if not any(isinstance(key, torch.Tensor) for key in state):
+        return
+    for owner, _, _ in entries:
+        plain = state.pop(owner.member.parameter, None)
+        if plain is not None and NAMES["m"] in plain:
+            _take(owner, plain)
+
+
+def _pointer(entry: object) -> int:
+    """Where the moments of an entry lie; -1 where there are none."""
+    moment = entry.get(NAMES["m"]) if isinstance(entry, dict) else None
+    return moment.data_ptr() if isinstance(moment, torch.Tensor) else -1
+
+
+def _moments_at(member: Member) -> int:
+    m = member.segment.m
+    if m is None or member.count == 0:
+        return 0
+    return m.data_ptr() + member.offset * m.itemsize
+
+
+def _take(owner: Owner, entry: dict[str, Any]) -> None:
+    member = owner.member
+    owner.context.flush()
+    owner.group.ensure_state()
+    with torch.no_grad():
+        _take_moments(member, entry)
+        _take_master(owner, entry)
+    member.step = int(entry["step"])
+
+
+def _take_moments(member: Member, entry: dict[str, Any]) -> None:
+    """As they are, or from one format into another through fp32."""
+    views = member.states()
+    for name in ("m", "v"):
+        key = NAMES[name]
+        to, source, scales = views[name], entry[key], entry.get(f"{key}_scale")
+        if to.dtype == source.dtype:
+            to.copy_(source)
+            if scales is not None:
+                views[f"{name}_scale"].copy_(scales)
+            continue
+        wide = wide_moment(entry, name).to(to.device)
+        if to.dtype == torch.uint8:
+            codes, fresh = quantise(wide, signed=name == "m")
+            to.copy_(codes.view(to.shape))
+            views[f"{name}_scale"].copy_(fresh)
+        else:
+            to.copy_(wide.view(to.shape))
+
+
+def _take_master(owner: Owner, entry: dict[str, Any]) -> None:
+    """Only beside the very weights it was saved with; otherwise the masters are the weights."""
+    views = owner.member.states()
+    name = next((name for name in MASTERS if name in views), None)
+    if name is None:
+        return
+    weights = owner.group.home_views[owner.member.index]
+    if name in entry and entry.get("weights", 0) == fingerprint(weights):
+        views[name].copy_(entry[name])
+    else:
+        owner.member.segment.masters_are_weights(owner.member)

@@ -1,0 +1,127 @@
+"""A model's whole training state as shards, one a group: what a checkpoint is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from fluxtrain.errors import BadInput
+from fluxtrain.memory.group import Group
+from fluxtrain.memory.segment import MASTERS, Member
+from fluxtrain.plan.states import StateFormat
+from fluxtrain.runtime.context import Context
+
+_STEP = "step"
+_NAMES: dict[StateFormat, dict[str, str]] = {
+    "fp32": {"m": "m", "v": "v"},
+    "bf16": {"m": "m_bf16", "v": "v_bf16"},
+    "8bit": {
+        "m": "m_codes",
+        "v": "v_codes",
+        "m_scale": "m_scales",
+        "v_scale": "v_scales",
+    },
+}
+
+
+def shard_bytes(context: Context) -> int:
+    """What all shards take now, at most."""
+    groups = sum(group.wire_bytes + group.state_bytes for group in context.groups)
+    return groups + sum(parameter.nbytes for parameter in context.loose)
+
+
+def state_shards(context: Context) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    """(shard name, tensors): of every parameter the weights, what completes their masters, both
+    moments and the step count.
+
+    Waits for updates first. On the host the tensors are views of the arenas: write them out before
+    the next optimizer step. Loose parameters stand in a shard of their own.
+    """
+    context.flush()
+    for group in context.groups:
+        yield group.name, _group_tensors(group)
+    if context.loose:
+        yield "loose", {str(i): p.detach().cpu() for i, p in enumerate(context.loose)}
+
+
+def load_state_shard(context: Context, name: str, tensors: dict[str, Tensor]) -> None:
+    """Restore one shard exactly. Raises BadInput when it belongs to another model."""
+    context.flush()
+    if name == "loose":
+        for i, parameter in enumerate(context.loose):
+            _copy(parameter.data, tensors, str(i), name)
+        return
+    group = next((g for g in context.groups if g.name == name), None)
+    if group is None:
+        raise BadInput(f"the checkpoint has a part {name!r} that this model does not have")
+    expected = {key for member in group.members for key in _keys(member)}
+    extra = sorted(set(tensors) - expected)
+    found = {f for f, names in _NAMES.items() for key in extra if key.endswith(f".{names['m']}")}
+    if found:
+        raise BadInput(
+            f"the checkpoint's part {name!r} holds {found.pop()} optimizer states, and this model "
+            f"is wrapped for {group.states}: use the states it was made with"
+        )
+    if extra:
+        raise BadInput(
+            f"the checkpoint's part {name!r} holds {extra[0]!r}, which this model does not have: "
+            "it is of another model"
+        )
+    with torch.no_grad():
+        for member in group.members:
+            _copy(group.home_views[member.index], tensors, f"{member.name}.weight_bits", name)
+            member.write_version = member.parameter._version
+            if member.trained:
+                _load_state(context, group, member, tensors)
+    group.version += 1
+
+
+def _load_state(context: Context, group: Group, member: Member, tensors: dict[str, Tensor]) -> None:
+    """Masters, moments and step; moments are zero when the shard is from before the first step."""
+    member.step = int(tensors.get(f"{member.name}.{_STEP}", torch.zeros(1))[0])
+    context.owners[group][member.index].stepper = None  # whichever optimizer comes next goes on
+    if member.step:
+        group.ensure_state()
+    for key, view in _states(member).items():
+        if member.step:
+            _copy(view, tensors, f"{member.name}.{key}", group.name)
+        else:
+            view.zero_()
+    if not member.step and member.segment.m is not None:
+        member.segment.masters_are_weights(member)
+
+
+def _keys(member: Member) -> list[str]:
+    """Under which a member's tensors stand: other formats of moments have other names."""
+    keys = ["weight_bits", _STEP, *MASTERS, *_NAMES[member.segment.format].values()]
+    return [f"{member.name}.{key}" for key in keys]
+
+
+def _group_tensors(group: Group) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = {}
+    for member in group.members:
+        tensors[f"{member.name}.weight_bits"] = group.home_views[member.index]
+        if member.trained and group.has_state:
+            tensors[f"{member.name}.{_STEP}"] = torch.tensor([member.step])
+            for key, view in _states(member).items():
+                tensors[f"{member.name}.{key}"] = view
+    return tensors
+
+
+def _states(member: Member) -> dict[str, Tensor]:
+    names = _NAMES[member.segment.format]
+    return {names.get(name, name): view for name, view in member.states().items()}
+
+
+def _copy(to: Tensor, tensors: dict[str, Tensor], key: str, shard: str) -> None:
+    source = tensors.get(key)
+    if source is None:
+        raise BadInput(f"the checkpoint's part {shard!r} lacks {key!r}: it is of another model")
+    if source.shape != to.shape or source.dtype != to.dtype:
+        raise BadInput(
+            f"the checkpoint's {shard}.{key} is {tuple(source.shape)} {source.dtype}, this model's "
+            f"{tuple(to.shape)} {to.dtype}: it is of another model"
+        )
+    to.copy_(source)

@@ -1,0 +1,148 @@
+"""Another package's optimizer over a model that lives wholly on the device.
+
+It is given plain parameters over the same memory: compiled steps and custom kernels see no wrapped
+ones. The gradients are clipped in place first, so the host reads the norm once a step.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Callable, Iterator
+from pickle import UnpicklingError
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from fluxtrain.errors import BadInput, MisusedModel
+from fluxtrain.gradients.views import round_stored, stored
+from fluxtrain.guards.writes import check_writes
+from fluxtrain.memory.group import Group
+from fluxtrain.memory.segment import Member
+from fluxtrain.runtime.parameter import owner_of
+
+if TYPE_CHECKING:
+    from fluxtrain.runtime.context import Context
+
+SHARD = "optimizer"
+Groups = list[dict[str, Any]]
+Make = Callable[[Groups], torch.optim.Optimizer]
+
+
+class ThirdPartyOptimizer:
+    """Steps the weights as they are, without masters."""
+
+    updates_in_backward = False
+
+    def __init__(self, context: Context, groups: Groups, make: Make) -> None:
+        """`make` gets `groups` with plain parameters in place of wrapped ones.
+
+        Raises MisusedModel when a part of the model does not live on the device.
+        """
+        elsewhere = [group.name for group in context.groups if group.placement.state != "device"]
+        if elsewhere:
+            raise MisusedModel(
+                f"{elsewhere[0]} and {len(elsewhere) - 1} more parts live on the host, where only "
+                "FluxTrain's own AdamW updates: use placement.offload=none, or train.states=8bit"
+            )
+        self._context = context
+        self._pairs: list[tuple[Group, Member, nn.Parameter]] = []
+        self._loose: list[nn.Parameter] = []
+        self.inner = make([{**g, "params": [self._plain(p) for p in g["params"]]} for g in groups])
+
+    @property
+    def param_groups(self) -> Groups:
+        """Return the groups of the package's optimizer."""
+        return self.inner.param_groups
+
+    def begin_in_backward(self, loss: Tensor) -> None:
+        """Raise MisusedModel: the packages step all weights at once."""
+        raise MisusedModel(
+            f"{type(self.inner).__name__} cannot update in the backward pass: set "
+            "train.max_grad_norm, or use FluxTrain's own adamw"
+        )
+
+    def step(self) -> None:
+        """Clip by the norm that the engine measured, and step.
+
+        Does nothing where norm or losses are not finite: reading the norm reports that.
+        """
+        context = self._context
+        norm, context.norm = context.norm, None
+        scale = 1.0 if norm is None else norm.scale()
+        if math.isnan(scale):
+            return
+        for group in context.groups:
+            check_writes(group)
+            round_stored(group)
+        for _, member, plain in self._pairs:
+            plain.grad = _scaled(member, scale) if member.has_gradient else None
+        for parameter in self._loose:
+            if parameter.grad is not None and scale != 1.0:
+                parameter.grad.mul_(scale)
+        self.inner.step()
+        for _, _, plain in self._pairs:
+            plain.grad = None
+        for group in context.groups:
+            group.version += 1
+        context.counters.step += 1
+
+    def zero_grad(self) -> None:
+        """Forget all gradients."""
+        for group in self._context.groups:
+            self._context.gradients.host.forget(group)
+        for parameter in self._loose:
+            parameter.grad = None
+
+    def state_shards(self) -> Iterator[tuple[str, dict[str, Tensor]]]:
+        """Yield the optimizer's state as bytes (n,) uint8, in its package's own format."""
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # paged states are read by the host
+        file = io.BytesIO()
+        torch.save(self.inner.state_dict(), file)
+        yield SHARD, {"state_dict": torch.frombuffer(file.getbuffer(), dtype=torch.uint8)}
+
+    def load_state_shard(self, name: str, tensors: dict[str, Tensor]) -> bool:
+        """Load what `state_shards` gave. Raises BadInput for the state of another optimizer."""
+        if name != SHARD:
+            return False
+        try:
+            file = io.BytesIO(tensors["state_dict"].numpy().tobytes())
+            state = torch.load(file, map_location="cpu", weights_only=True)
+            self.inner.load_state_dict(state)
+        except (KeyError, ValueError, RuntimeError, UnpicklingError) as error:
+            raise BadInput(
+                f"the checkpoint's optimizer state cannot be used ({str(error).splitlines()[0]}): "
+                "resume with the train.optimizer and the package that it was made with"
+            ) from error
+        self._page_again()
+        return True
+
+    def _page_again(self) -> None:
+        """Loaded states of a paged optimizer go back to paged memory."""
+        if not getattr(self.inner, "is_paged", False):
+            return
+        inner: Any = self.inner
+        for parameter, state in inner.state.items():
+            for name in ("state1", "state2"):
+                loaded = state.get(name)
+                if isinstance(loaded, Tensor):
+                    state[name] = inner.get_state_buffer(parameter, dtype=loaded.dtype)
+                    state[name].copy_(loaded)
+
+    def _plain(self, parameter: nn.Parameter) -> nn.Parameter:
+        owner = owner_of(parameter)
+        if owner is None:
+            self._loose.append(parameter)
+            return parameter
+        plain = nn.Parameter(owner.group.home_views[owner.member.index])
+        self._pairs.append((owner.group, owner.member, plain))
+        return plain
+
+
+def _scaled(member: Member, scale: float) -> Tensor:
+    """The stored gradient times `scale` and what was recorded for it, in place."""
+    gradient = stored(member)
+    factor, member.gradient_scale = member.gradient_scale * scale, 1.0
+    return gradient if factor == 1.0 else gradient.mul_(factor)

@@ -1,0 +1,1 @@
+"""Which layout is taken, and why."""

@@ -1,0 +1,1 @@
+"""Seconds of a step, computed from a layout and measured rates."""

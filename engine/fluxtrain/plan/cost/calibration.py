@@ -1,0 +1,153 @@
+"""What one block of a model really took on a machine. Pure values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """`base + slope * rows`: seconds (or bytes) of some rows that are computed at once."""
+
+    base: float
+    slope: float
+
+    def at(self, rows: int) -> float:
+        """For `rows`; nothing for none."""
+        return self.base + self.slope * rows if rows else 0.0
+
+
+def line_through(few: tuple[int, float], many: tuple[int, float]) -> Line:
+    """The line through (rows, value) at two sizes, `many` the larger, with nothing below zero.
+
+    Noise can make the smaller size look dearer a row than the line allows; then the larger, which
+    was measured over more work, decides alone.
+    """
+    (few_rows, few_value), (many_rows, many_value) = few, many
+    if many_rows <= few_rows:
+        return Line(base=0.0, slope=many_value / many_rows)
+    slope = (many_value - few_value) / (many_rows - few_rows)
+    slope = min(max(slope, 0.0), many_value / many_rows)
+    return Line(base=many_value - slope * many_rows, slope=slope)
+
+
+def line_of_chunks(rows: int, whole: float, chunks: int, cut: float) -> Line:
+    """The line over the rows of one chunk, where `rows` took `whole` at once and `cut` in `chunks`
+    chunks: the same work, so that the difference is what the further chunks cost."""
+    base = (cut - whole) / (chunks - 1) if chunks > 1 else 0.0
+    base = min(max(base, 0.0), whole)
+    return Line(base=base, slope=(whole - base) / rows)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Streamed:
+    """What a step took longer once its groups were at home on the host and streamed, on the cores
+    that compute: their updates, copies of `copied_bytes`, and what they cost beside their bytes."""
+
+    longer_s: float
+    updated_bytes: int  # that AdamW moved
+    copied_bytes: int  # of weights and gradients
+    groups: int
+
+    def beside_bytes_s(self, update_bytes_per_s: float, copy_bytes_per_s: float) -> float:
+        """Seconds of one group beside its bytes: threads that start and wait, and bookkeeping."""
+        known_s = self.updated_bytes / update_bytes_per_s + self.copied_bytes / copy_bytes_per_s
+        return max(0.0, self.longer_s - known_s) / self.groups
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostTimes:
+    """Seconds that a GPU's host needs to queue work, less what it waits for, in whole steps of one
+    kind: eager ones, or those of a run that clips.
+
+    Those of a block are of one chunk, or of a step's end of one group.
+    """
+
+    forward_s: float
+    backward_s: float
+    forward_beside_s: float  # while AdamW runs
+    backward_beside_s: float  # while moments are updated, or blocks of an eager step
+    park_forward_s: float  # what a boundary that goes to the host, and comes back, adds
+    park_backward_s: float
+    outside_s: float  # of a batch: all but the blocks, both ways
+    home_update_s: float  # `step()`, of a group at home
+    device_update_s: float  # the same of a group that lives on the device
+
+
+@dataclass(frozen=True, kw_only=True)
+class NotRehearsed:
+    """Why a GPU's host made no whole steps before a training (`calibration/timed_steps.py`)."""
+
+    why: str  # with numbers, as a part of a sentence
+    host_bytes: int | None = None  # that have to be available for it, where they were not
+    lasts: bool = False  # with every model of this shape
+
+    def may_succeed(self, host_available_bytes: int | None) -> bool:
+        """Is it worth another try?"""
+        if self.lasts or self.host_bytes is None or host_available_bytes is None:
+            return not self.lasts
+        return host_available_bytes >= self.host_bytes
+
+    @property
+    def text(self) -> str:
+        """For people, with what it means for what is predicted."""
+        return (  # so much as four such cases were on an H200 (docs/planner.md)
+            f"whole steps were not rehearsed ({self.why}), so AdamW and the queueing of the GPU's "
+            "work count as fast as each is alone, and a step that waits for the host may be "
+            "predicted 25 to 40 % too short"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """Seconds of one block and of what stands outside the blocks, and bytes of activations.
+
+    A block's lines are over the rows of one chunk, the others over those of a batch.
+    """
+
+    forward: Line  # one block
+    backward: Line  # one block: recomputed, gradients of inputs and of weights
+    outside_forward: Line  # embedding, masks, last norm, head and loss with its gradient
+    outside_backward: Line  # gradients of head and embedding on their way to their sums
+    activation_bytes: int  # of one block and row, at the peak of its backward pass
+    edge_bytes: int = 0  # a row: of what stands behind the blocks, at its peak there, on a GPU
+    kept_backward: Line | None = None  # one block that keeps its activations; None: not tried
+    kept_bytes: int | None = None  # of one block and row, beside its input
+    host_block_s: float = 0.0  # the host queues one chunk of a block's forward and backward
+    host_forward_s: float = 0.0  # of the forward alone
+    host: HostTimes | None = None  # the same in whole steps, with a GPU
+    not_rehearsed: NotRehearsed | None = None  # why there are none, with a GPU
+    device_update_s: float = 0.0  # for each parameter whose states live on a GPU
+    streamed: Streamed | None = None  # without a GPU
+    adamw_per_s: float | None = None  # parameters, at the size of this model; None: as probed
+    adamw_8bit_per_s: float | None = None  # with 8-bit states, where the run has them
+    adamw_weights_per_s: float | None = None  # the weights' pass alone, on a GPU's host
+    adamw_moments_per_s: float | None = None  # the moments' pass alone, there
+    adamw_beside_per_s: float | None = None  # with the threads and copies of an eager step, there
+    adamw_8bit_beside_per_s: float | None = None  # the same with 8-bit states
+    runtime_bytes: int = 0  # what the process grew by when it first computed
+    rows: tuple[int, int]  # of the two chunks
+    measured_at_s: float  # Unix time
+    measuring_s: float
+    others_share: float | None = None  # of all processors, used by other programs meanwhile
+
+
+def chunked(line: Line, batch_rows: int, chunk_rows: int) -> float:
+    """`line` over a batch in chunks, of which the last may be smaller."""
+    whole, left = divmod(batch_rows, max(1, min(chunk_rows, batch_rows)))
+    return whole * line.at(min(chunk_rows, batch_rows)) + line.at(left)
+
+
+def trial_rows(sequence_length: int, batch_rows: int | None, chunk_tokens: int) -> tuple[int, int]:
+    """Rows of the two chunks that are tried: about what a run takes, and a quarter of it."""
+    many = 1 << (max(1, chunk_tokens // sequence_length).bit_length() - 1)
+    if batch_rows is not None:
+        many = min(many, batch_rows)
+    many = max(2, many)
+    return max(1, many // 4), many
+
+
+def median(values: Sequence[float]) -> float:
+    """The middle one; of an even number the lower, which other programs disturbed less."""
+    return sorted(values)[(len(values) - 1) // 2]

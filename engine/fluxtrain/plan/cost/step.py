@@ -1,0 +1,391 @@
+"""How long a step of a layout takes, from measured rates. Pure arithmetic.
+
+    exact    step = max(forward, uploads, host update) + loss + backward
+    deferred step = max(forward, uploads, weights' pass) + loss + backward behind the moments
+    eager    step = max(forward, uploads) after the last update + loss + backward behind the updates
+
+Each phase takes as long as the slowest of what runs at once in it. The forward pass cannot end
+before the last block's update, so nothing of that overlaps with the loss. With deferred moments
+that update is the weights' pass; it moves 18 of 26 bytes a parameter, and so does the moments'
+pass, which follows at once and is hidden under loss and backward. A group's new gradients go home
+when its moments are done, and the blocks before it (in forward order) are computed when those have
+left: blocks on the device, which the backward pass comes to last, hide no moments of others. In an
+eager step the same holds for updates, of which three may be waiting. The forward begins when the
+embedding is updated, and copied or the rows of it that are looked up. In an eager step updates
+follow the backward pass: each begins when its group's gradients are at home and the one before is
+done (`plan/cost/updates.py`), that of the embedding last of all. What the next forward needs first
+is then what it gets last: only blocks that live on the device are computed meanwhile, and copies
+are asked for afterwards. Groups on the device cost no bus and no host update; of blocks whose
+weights are resident only the updated weights are copied, once a step; streamed ones are copied for
+the forward and again for the backward, in which their gradients go home on the other lane of the
+bus. The optimizer's and the copies' share of the same host memory is not counted. A mixture of
+experts is taken as if every expert computed for every token.
+
+Where a block of this model was tried on this machine (`plan/cost/calibration.py`), its seconds take
+the place of the matmul rate and of the class's constants. Two more things are known then: updates
+of groups that live on the device, which come after the backward pass and overlap with nothing, and
+how fast the host can queue the work of a GPU (`plan/cost/queueing.py`), which no step is shorter
+than; nor is a forward pass where anything is updated at home, for the host waits for that and is
+then not ahead of the GPU, nor a backward pass behind it, but for what the host gets ahead under the
+head. What the host does at the end of a step the GPU waits for where it is not behind.
+
+Where the slots that blocks stream through are few, their copies begin late
+(`plan/cost/prefetch.py`). Of the forward's updates each group's must end before it is copied and it
+and all that follows is computed with: behind the last update the last block is still to come,
+behind the first one all.
+
+Without a GPU everything is done by the same cores, so nothing overlaps. What a group at home costs
+there beside its bytes (threads that start and wait, bookkeeping) was then tried too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import chain
+
+from fluxtrain.plan.cost.accumulation import passes_again
+from fluxtrain.plan.cost.binding import binding_of, binding_words
+from fluxtrain.plan.cost.calibration import chunked
+from fluxtrain.plan.cost.prefetch import held_up
+from fluxtrain.plan.cost.queueing import Queueing, queueing_of
+from fluxtrain.plan.cost.rates import Rates
+from fluxtrain.plan.cost.updates import (
+    BF16_UPDATE_BYTES,
+    computing,
+    eager_forward,
+    eager_waits,
+    eager_work,
+    forward_after_updates,
+    host_updates,
+    moments_end,
+    start_of,
+)
+from fluxtrain.plan.facts import GroupFacts, ModelFacts
+from fluxtrain.plan.footprint import (
+    Layout,
+    homes,
+    kept_count,
+    parked_count,
+    rows_of_table,
+    sliced_head,
+    streamed,
+)
+
+FORWARD_PASSES = 2  # operations a weight and token
+BACKWARD_PASSES = 6  # recomputed forward, gradients of inputs and of weights
+FROZEN_BACKWARD_PASSES = 4  # no gradients of weights
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """Seconds of one step by what takes them; phases overlap as `step_s` says."""
+
+    forward_s: float  # of the blocks
+    head_s: float  # with its gradient
+    backward_s: float
+    upload_forward_s: float
+    upload_backward_s: float
+    download_s: float
+    host_update_s: float  # where moments are deferred, of the weights alone
+    deferred_moments_s: float = 0.0  # on the host, beside the first backward pass
+    device_update_s: float = 0.0  # of groups that live on the device, where it was measured
+    beside_bytes_s: float = 0.0  # of groups at home on the cores that compute, where measured
+    queueing_s: float = 0.0  # by the host, of all blocks, where it was measured
+    forward_phase_s: float = 0.0  # with a GPU: all forwards with what they wait for,
+    backward_phase_s: float = 0.0  # all backwards with theirs
+    step_s: float
+    tokens: int  # of one step
+    binds: str  # the resource that takes the most of the step, in words
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Throughput."""
+        return self.tokens / self.step_s
+
+    @property
+    def carried_s(self) -> float:
+        """What host memory and bus do for the step, hidden or not."""
+        copies_s = self.upload_forward_s + self.upload_backward_s + self.download_s
+        return self.host_update_s + self.deferred_moments_s + copies_s
+
+
+Phases = list[dict[str, float]]  # in order; seconds by what takes them
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Work:
+    """What a step has to do, each part by itself: `phases` in which no update holds anything up."""
+
+    rates: Rates  # with AdamW as fast as it is in such a step
+    forward_s: float
+    head_s: float
+    backward_s: float
+    device_update_s: float
+    update_s: float
+    moments_s: float
+    beside_s: float
+    queueing: Queueing
+    uploads: tuple[float, float, float]  # forward, backward, at the loss
+    downloads: tuple[float, float]
+    phases: Phases
+
+
+def cost(
+    facts: ModelFacts, layout: Layout, rates: Rates, *, clips: bool = True, passes: int = 1
+) -> Cost:
+    """Seconds of one optimizer step of `passes` batches. `exact`: updates wait for the norm."""
+    work = _work_of(facts, layout, rates, clips=clips, passes=passes)
+    rates, blocks_s = work.rates, (work.forward_s, work.backward_s)
+    phases = held_up(facts, layout, rates, blocks_s, work.phases)
+    updates_s = work.update_s + work.moments_s
+    lasting_s: list[float] = []  # of each phase
+    if not rates.has_gpu:
+        seconds = _one_after_the_other(work, updates_s)
+        more = [{"update": work.update_s}, {"moments": work.moments_s}]
+        binding = binding_of([*phases, *more], together=False)
+    else:
+        beside = _exact_phases if clips else _eager_phases
+        phases, deciding = beside(facts, layout, work, phases, passes)
+        lasting_s = [max(phase.values()) for phase in phases]
+        seconds = sum(lasting_s)
+        binding = binding_of(deciding, together=True)
+    seconds += _end_of_step(work, phases[-1]) if rates.has_gpu else work.device_update_s
+    queueing_s = work.queueing.step(passes)
+    for what, least_s in (("update", updates_s), ("queueing", queueing_s)):
+        if _if_longer(least_s, seconds):
+            seconds, binding = least_s, what
+    row = facts.row
+    assert row is not None
+    return Cost(
+        forward_s=passes * work.forward_s,
+        head_s=passes * work.head_s,
+        backward_s=passes * work.backward_s,
+        upload_forward_s=passes * (work.uploads[0] + work.uploads[2]),
+        upload_backward_s=passes * work.uploads[1],
+        download_s=passes * sum(work.downloads),
+        host_update_s=work.update_s,
+        deferred_moments_s=work.moments_s,
+        device_update_s=work.device_update_s,
+        beside_bytes_s=work.beside_s,
+        queueing_s=queueing_s,
+        forward_phase_s=sum(lasting_s[:passes]),
+        backward_phase_s=sum(lasting_s[passes + 1 :: 2]),
+        step_s=seconds,
+        tokens=passes * layout.batch_rows * row.sequence_length,
+        binds=binding_words(binding, has_gpu=rates.has_gpu),
+    )
+
+
+@dataclass(frozen=True)
+class LeastCost:
+    """Seconds that those of a `Cost` by the same names do not go below."""
+
+    step_s: float
+    carried_s: float
+
+
+def least_cost(
+    facts: ModelFacts,
+    layout: Layout,
+    rates: Rates,
+    *,
+    clips: bool = True,
+    passes: int = 1,
+    moments_free: bool = False,
+) -> LeastCost:
+    """What `cost` says at least, known without going through the groups one by one: what waits for
+    updates waits as little as it can. `moments_free`: whether they are deferred or not, whatever
+    `layout` says of it."""
+    work = _work_of(facts, layout, rates, clips=clips, passes=passes)
+    updates = {layout: (work.update_s, work.moments_s)}
+    if moments_free:
+        otherwise = replace(layout, deferred_moments=not layout.deferred_moments)
+        updates[otherwise] = host_updates(facts, otherwise, work.rates)
+    updates_s = min(sum(both) for both in updates.values())
+    if not work.rates.has_gpu:
+        seconds = _one_after_the_other(work, updates_s)
+    else:
+        lasting_s = [max(phase.values()) for phase in work.phases]
+        seconds = sum(lasting_s)
+        if clips:
+            awaited_s = min(update_s for update_s, _ in updates.values())
+            seconds += max(0.0, awaited_s - lasting_s[0])
+    seconds += work.device_update_s
+    copies_s = passes * (sum(work.uploads) + sum(work.downloads))
+    return LeastCost(max(seconds, updates_s, work.queueing.step(passes)), updates_s + copies_s)
+
+
+def _work_of(facts: ModelFacts, layout: Layout, rates: Rates, *, clips: bool, passes: int) -> _Work:
+    forward_s, head_s, backward_s = passes_s(facts, layout, rates)
+    sliced = sliced_head(facts, layout, homes(facts, layout)[1])
+    head_s *= 1.0 if sliced is None else sliced.compute_share
+    slices = 0 if sliced is None else sliced.copied_bytes
+    device_update_s = _device_update(facts, layout, rates)
+    queueing = queueing_of(facts, layout, rates, head_s, clips=clips)
+    if rates.has_gpu and homes(facts, layout)[1].trained:
+        forward_s = max(forward_s, facts.layers * queueing.forward_s)
+    if rates.has_gpu and not clips:
+        rates = rates.beside_backward()
+    update_s, moments_s = host_updates(facts, layout, rates)
+    once, twice, home = _traffic(facts, layout)
+    carried = _boundary_bytes(facts, layout)
+    uploads = (once + twice) / rates.up, (twice + carried) / rates.up_both, slices / rates.up
+    downloads = carried / rates.down, home / rates.down_both
+    left_s = max(0.0, downloads[0] - head_s)
+    forward = {"compute": forward_s, "uploads": uploads[0], "downloads": left_s}
+    backward = {"compute": backward_s, "uploads": uploads[1], "downloads": downloads[1]}
+    backward["queueing"] = queueing.backward(0.0)
+    loss = {"compute": head_s, "uploads": uploads[2]}
+    return _Work(
+        rates=rates,
+        forward_s=forward_s,
+        head_s=head_s,
+        backward_s=backward_s,
+        device_update_s=device_update_s,
+        update_s=update_s,
+        moments_s=moments_s,
+        beside_s=_beside_bytes(facts, layout, rates),
+        queueing=queueing,
+        uploads=uploads,
+        downloads=downloads,
+        phases=[dict(forward) for _ in range(passes)]
+        + [loss, backward]
+        + list(chain.from_iterable(passes_again(facts, layout, rates, loss, backward, passes))),
+    )
+
+
+def _one_after_the_other(work: _Work, updates_s: float) -> float:
+    """Seconds where nothing overlaps, for the same cores do all of it."""
+    return sum(sum(phase.values()) for phase in work.phases) + updates_s + work.beside_s
+
+
+def _exact_phases(
+    facts: ModelFacts, layout: Layout, work: _Work, phases: Phases, passes: int
+) -> tuple[Phases, Phases]:
+    """`phases` of the computation and its copies with the updates before the first forward and the
+    moments beside the first backward; and those that say what binds the step."""
+    rates, queueing, update_s = work.rates, work.queueing, work.update_s
+    forward, backward = phases[0], phases[passes + 1]
+    block_s = forward["compute"] / max(1, facts.layers)
+    if homes(facts, layout)[1].trained:
+        forward = {**forward, "compute": queueing.forward(block_s, update_s)}
+    start = start_of(facts, layout, rates)
+    begins_s = forward["compute"] + start.update_s + start.copy_s
+    after_s = forward_after_updates(facts, layout, rates, forward["compute"], update_s)
+    least_s = {**forward, "compute": begins_s}
+    first = {name: max(after_s.get(name, 0.0), seconds) for name, seconds in least_s.items()}
+    found = [{**first, "update": after_s["update"]}, *phases[1:]]
+    before_s = sum(max(phase.values()) for phase in found[: passes + 1])
+    late_s = max(0.0, update_s + work.moments_s - before_s)  # of the moments
+    backward = {**backward, "queueing": queueing.backward(late_s if work.moments_s else 0.0)}
+    computing_s = computing(backward)
+    end_s = moments_end(facts, layout, rates, computing_s, update_s - before_s)
+    found[passes + 1] = {**backward, "moments": _if_longer(end_s, computing_s)}
+    return found, found
+
+
+def _eager_phases(
+    facts: ModelFacts, layout: Layout, work: _Work, phases: Phases, passes: int
+) -> tuple[Phases, Phases]:
+    """The same with the updates beside the last backward."""
+    rates, forward = work.rates, phases[0]
+    backward = {**phases[-1], "queueing": work.queueing.backward(float("inf"))}
+    waits = eager_waits(facts, layout, rates, backward)
+    held_up_s = _if_longer(waits.backward_s, max(backward.values()))
+    begins = eager_forward(facts, layout, rates, forward, waits)
+    work_s = eager_work(facts, layout, rates, forward["compute"])
+    found = [begins, *phases[1:-1], {**backward, "update": held_up_s}]
+    return found, [forward, *phases[1:-1], {**backward, "update": max(work_s, held_up_s)}]
+
+
+def _end_of_step(work: _Work, backward: dict[str, float]) -> float:
+    """Seconds from the end of the last backward pass to that of the step: updates on the device,
+    or, where it is later, what the host has then still to do."""
+    host_s = max(backward["queueing"], backward.get("moments", 0.0)) + work.queueing.optimizer_s
+    return max(work.device_update_s, host_s - max(backward.values()))
+
+
+def _if_longer(seconds: float, than_s: float) -> float:
+    """`seconds`, or none where they are no longer: then they are hidden."""
+    return seconds if seconds > than_s * (1 + 1e-9) else 0.0
+
+
+def passes_s(facts: ModelFacts, layout: Layout, rates: Rates) -> tuple[float, float, float]:
+    """Seconds of the blocks' forward, of what stands outside them, and of the backward pass."""
+    row = facts.row
+    assert row is not None, "time needs to know the rows"
+    tried, batch, chunk = rates.calibration, layout.batch_rows, layout.chunk_rows
+    if tried is not None:
+        again_s = kept_s = chunked(tried.backward, batch, chunk)
+        if tried.kept_backward is not None:
+            kept_s = min(again_s, chunked(tried.kept_backward, batch, chunk))
+        kept = kept_count(facts, layout)
+        return (
+            facts.layers * chunked(tried.forward, batch, chunk),
+            tried.outside_forward.at(batch),
+            (facts.layers - kept) * again_s + kept * kept_s + tried.outside_backward.at(batch),
+        )
+    tokens = layout.batch_rows * row.sequence_length
+    blocks = facts.blocks
+    trained = blocks.trained
+    frozen = sum(count * _frozen(group, row.dtype_bytes) for group, count in blocks.alike)
+    # scores and their product with the values, of the causal half
+    attention = 2 * row.sequence_length * row.hidden * len(blocks)
+    forward = FORWARD_PASSES * (trained + frozen) + attention
+    backward = BACKWARD_PASSES * trained + FROZEN_BACKWARD_PASSES * frozen + 3 * attention
+    head = row.hidden * row.vocabulary
+    head_passes = BACKWARD_PASSES if facts.head_parameters else FROZEN_BACKWARD_PASSES
+    reached = rates.matmul_per_s * rates.efficiency.matmul_fraction
+    chunks = -(-layout.batch_rows // max(1, layout.chunk_rows))
+    beside_s = rates.efficiency.block_chunk_s * len(blocks) * chunks
+    return (
+        forward * tokens / reached + beside_s / 4,
+        head_passes * head * tokens / reached,
+        backward * tokens / reached + beside_s * 3 / 4,
+    )
+
+
+def _device_update(facts: ModelFacts, layout: Layout, rates: Rates) -> float:
+    """Seconds of AdamW on the groups that live on the device."""
+    if rates.calibration is None:
+        return 0.0
+    return homes(facts, layout)[0].trained * rates.calibration.device_update_s
+
+
+def _beside_bytes(facts: ModelFacts, layout: Layout, rates: Rates) -> float:
+    """Seconds of the groups at home beside the bytes that are updated and copied, once a step."""
+    streamed = None if rates.calibration is None else rates.calibration.streamed
+    if rates.has_gpu or streamed is None:
+        return 0.0
+    update_bytes_per_s = BF16_UPDATE_BYTES * rates.adamw_per_s
+    one_s = streamed.beside_bytes_s(update_bytes_per_s, rates.copy_bytes_per_s)
+    return len(homes(facts, layout)[1]) * one_s
+
+
+def _frozen(group: GroupFacts, dtype_bytes: int) -> int:
+    return max(0, group.weight_bytes - group.rounded_bytes) // dtype_bytes
+
+
+def _traffic(facts: ModelFacts, layout: Layout) -> tuple[int, int, int]:
+    """Bytes of updated weights that go up once a step, of weights that go up once a phase, and of
+    gradients that come home."""
+    at_home = homes(facts, layout)[1]
+    passing = streamed(layout, at_home)
+    trained = at_home.rounded_bytes
+    kept = trained - passing.rounded_bytes
+    by_rows = rows_of_table(facts, layout, at_home)
+    if by_rows is not None:
+        whole_bytes = 0 if by_rows.tied else by_rows.table.rounded_bytes
+        kept += by_rows.weight_bytes - whole_bytes
+        trained += by_rows.gradient_bytes - whole_bytes
+    sliced = sliced_head(facts, layout, at_home)
+    kept -= 0 if sliced is None else sliced.group.rounded_bytes
+    return kept, passing.weight_bytes, trained
+
+
+def _boundary_bytes(facts: ModelFacts, layout: Layout) -> int:
+    """Boundary activations that go to the host and come back."""
+    row = facts.row
+    return (
+        0 if row is None else parked_count(facts, layout) * layout.batch_rows * row.boundary_bytes
+    )

@@ -1,0 +1,1 @@
+"""From a configuration, a model and this machine to a placement, or a refusal."""

@@ -1,0 +1,248 @@
+"""The plan of a run: facts of its model and of this machine, handed to the placement rule."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import psutil
+import torch
+from torch import nn
+
+import fluxtrain
+from fluxtrain.calibration.constants import Constants
+from fluxtrain.client.machine import Machine
+from fluxtrain.config.schema import RunConfig
+from fluxtrain.device.heap import trim_heap
+from fluxtrain.errors import BadInput
+from fluxtrain.hardware.device import check_accelerator
+from fluxtrain.hardware.gpu import Gpus
+from fluxtrain.hardware.machine import read_machine
+from fluxtrain.models.precision import Capability, Precision
+from fluxtrain.optimizer.third_party_packages import check_third_party
+from fluxtrain.plan.choices.placement import Placement
+from fluxtrain.plan.choices.ranked import STOPS
+from fluxtrain.plan.choices.reasons import without_effect
+from fluxtrain.plan.choices.timed import Timing, place_timed
+from fluxtrain.plan.cost.moments import DEFERS as DEFERS_MOMENTS
+from fluxtrain.plan.facts import Capacity, ModelFacts, RowFacts, activation_estimate
+from fluxtrain.plan.footprint import saving_bytes
+from fluxtrain.plan.request import RunRequest
+from fluxtrain.plan.states import THIRD_PARTY_FORMATS, StateFormat
+from fluxtrain.planning.device_budget import hold_to_budget
+from fluxtrain.telemetry.events import ChoiceMade
+from fluxtrain.units import GIB
+from fluxtrain.wrap.grouping import facts_of
+
+if TYPE_CHECKING:
+    from fluxtrain.wrap.engine import Engine
+
+
+def choose_device(config: RunConfig) -> ChoiceMade:
+    """cpu or cuda, with the reason.
+
+    Raises:
+        BadInput: a GPU is here that torch cannot use, or one was asked for and there is none; the
+            optimizer's package is not installed, or needs a GPU.
+    """
+    device = check_accelerator(
+        torch.cuda.is_available(),
+        config.placement.device,
+        torch_cuda_version=torch.version.cuda,
+    )
+    if config.train.optimizer != "adamw":
+        check_third_party(config.train.optimizer, device.value)
+    return device
+
+
+def card_capability(device: str) -> Capability | None:
+    """Compute capability of the card that computes; None without one."""
+    return torch.cuda.get_device_capability() if device == "cuda" else None
+
+
+def dtype_choice(found: Precision) -> ChoiceMade:
+    """As a plan tells it."""
+    return ChoiceMade(name="model.dtype", value=found.dtype, because=found.because)
+
+
+def optimizer_in_backward(config: RunConfig, facts: ModelFacts) -> bool:
+    """Is each group updated as soon as its gradients arrive? Not where they may overflow."""
+    return config.train.optimizer_in_backward and not facts.scales_its_loss
+
+
+def model_facts(
+    model: nn.Module, config: Any, sequence_length: int, states: StateFormat = "fp32"
+) -> ModelFacts:
+    """Sizes of a causal language model and of one row, also of a model on the meta device.
+
+    `config` is its Hugging Face configuration, `states` how AdamW's moments are kept.
+    """
+    text = config.get_text_config()
+    hidden = int(text.hidden_size)
+    intermediate = int(getattr(text, "intermediate_size", None) or 4 * hidden)
+    dtype_bytes = _usual_dtype_bytes(model)
+    row = RowFacts(
+        hidden=hidden,
+        vocabulary=int(text.vocab_size),
+        sequence_length=sequence_length,
+        dtype_bytes=dtype_bytes,
+        activation_bytes=activation_estimate(hidden, intermediate, sequence_length, dtype_bytes),
+    )
+    return replace(facts_of(model, states), row=row)
+
+
+def model_facts_for(config: RunConfig, model: nn.Module, model_config: Any) -> ModelFacts:
+    """The same for rows and optimizer states as a run's configuration asks for them."""
+    found = model_facts(model, model_config, config.data.sequence_length, config.train.states)
+    name = config.train.optimizer
+    if name == "adamw":
+        return found
+    if found.scales_its_loss:
+        raise BadInput(
+            f"train.optimizer={name} keeps no fp32 masters, which fp16 needs (this card has no "
+            "bf16): use model.dtype=float32, or FluxTrain's own adamw"
+        )
+    return found.without_masters(THIRD_PARTY_FORMATS[name])
+
+
+def decide(
+    config: RunConfig,
+    facts: ModelFacts,
+    machine: Machine,
+    device: str,
+    *,
+    batch_rows: int | None,
+    data_rows: int | None,
+    loaded_bytes: int = 0,
+    capacity: Capacity | None = None,
+    constants: Constants | None = None,
+) -> Placement:
+    """Where the bytes go and how many rows a step takes.
+
+    `batch_rows` None leaves it to the rule; `data_rows` are those of one epoch; `loaded_bytes` of
+    this process are weights that move to where the plan puts them; `capacity` None is that of this
+    machine.
+    `constants` None, or too few of them, leaves the layout to the rule that knows no time.
+
+    Raises:
+        DoesNotFit: no layout does; says what it needs and what there is.
+    """
+    budget_bytes = None
+    if device == "cuda" and capacity is None:
+        budget_bytes = hold_to_budget(config.placement.budget_gib)
+    request = request_of(config, facts, batch_rows, data_rows)
+    has_gpu = device == "cuda"
+    timing = None if constants is None else timing_of(config, facts, constants, has_gpu)
+    placement = place_timed(
+        facts,
+        capacity or capacity_of(machine, device),
+        request if budget_bytes is None else replace(request, budget_gib=budget_bytes / GIB),
+        timing,
+    )
+    trim_heap()  # what is kept of freed memory is used again: it is no part of the process
+    return replace(
+        placement,
+        choices=(*placement.choices, *dial_choice(config, device, timed=timing is not None)),
+        process_bytes=max(0, psutil.Process().memory_info().rss - loaded_bytes),
+        saving_bytes=saving_bytes(facts, placement.layout) if device == "cuda" else 0,
+    )
+
+
+def dial_choice(config: RunConfig, device: str, *, timed: bool) -> tuple[ChoiceMade, ...]:
+    """Why a dial that somebody turned has no effect, where it has none."""
+    wished = config.placement.aggressiveness
+    because = ""
+    if device != "cuda":
+        because = "no effect without a GPU: what is on the device is in host memory as well"
+    elif config.placement.offload == "max":
+        because = "no effect with placement.offload=max, which takes the least of the device"
+    elif not timed:
+        because = "no effect: without measured rates no layout is timed"
+    if wished == "auto" or not because:
+        return ()
+    return (ChoiceMade(name="placement.aggressiveness", value=str(wished), because=because),)
+
+
+def as_it_is_now(machine: Machine, given_back_bytes: int) -> Machine:
+    """`machine` with the host memory that is available now, after libraries and data were loaded,
+    and what this process is going to give back of its own."""
+    left = read_machine(gpus=Gpus(gpus=(), driver=None, reason="not asked")).memory_available_bytes
+    available = None if left is None else max(0, left + given_back_bytes)
+    return msgspec.structs.replace(machine, memory_available_bytes=available)
+
+
+def timing_of(
+    config: RunConfig, facts: ModelFacts, constants: Constants, has_gpu: bool
+) -> Timing | None:
+    """What layouts are timed with, and how far the dial is turned; None where rates are missing."""
+    rates = constants.rates(has_gpu=has_gpu)
+    if isinstance(rates, str):
+        return None
+    wished = config.placement.aggressiveness
+    return Timing(
+        rates=rates,
+        clips=not optimizer_in_backward(config, facts),
+        passes=config.train.accumulation,
+        share=STOPS.get(wished, STOPS["fast"]) if isinstance(wished, str) else wished,
+    )
+
+
+def capacity_of(machine: Machine, device: str) -> Capacity:
+    """What this machine has now."""
+    free = torch.cuda.mem_get_info()[0] if device == "cuda" else None
+    return Capacity(device_free_bytes=free, host_available_bytes=machine.memory_available_bytes)
+
+
+def request_of(
+    config: RunConfig, facts: ModelFacts, batch_rows: int | None, data_rows: int | None
+) -> RunRequest:
+    """What a configuration asks of the placement."""
+    own = config.train.optimizer == "adamw"
+    asked = config.placement if own else replace(config.placement, offload="none")
+    return RunRequest.of(
+        asked,
+        batch_rows=batch_rows,
+        data_rows=data_rows,
+        passes=config.train.accumulation,
+        optimizer_in_backward=optimizer_in_backward(config, facts),
+        deferred_moments=DEFERS_MOMENTS[config.train.moments],
+    )
+
+
+def loaded_bytes(model: nn.Module) -> int:
+    """Weights that are in host memory now; parameters that are tied count once."""
+    return sum(p.nbytes for p in model.parameters() if p.device.type == "cpu")
+
+
+def wrapped(
+    config: RunConfig,
+    model: nn.Module,
+    device: str,
+    placement: Placement,
+    facts: ModelFacts,
+) -> tuple[nn.Module, Engine]:
+    """The model as `placement` says, and its engine."""
+    from fluxtrain.updates.loss_scale import LossScale
+    from fluxtrain.wrap.engine import engine_of
+
+    states = config.train.states
+    streamed = fluxtrain.wrap(
+        model, device=device, placement=placement, states=states, overlap=True
+    )
+    engine = engine_of(streamed)
+    for text in without_effect(request_of(config, facts, None, None), placement.choices):
+        engine.say(text)
+    if facts.scales_its_loss:
+        engine.loss_scale = LossScale(engine.device.torch_device)
+    return streamed, engine
+
+
+def _usual_dtype_bytes(model: nn.Module) -> int:
+    """Of the dtype that most weights have: adapters in fp32 leave activations in bf16."""
+    elements: Counter[int] = Counter()
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            elements[parameter.element_size()] += parameter.numel()
+    return elements.most_common(1)[0][0]

@@ -1,0 +1,1 @@
+"""What a run tells: events, console lines, gauges, its log."""

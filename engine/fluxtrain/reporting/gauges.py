@@ -1,0 +1,201 @@
+"""Samples of memory, traffic, residency and moves, taken beside the training by a thread."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING, Protocol
+
+import msgspec
+import psutil
+
+from fluxtrain.errors import FluxTrainError
+from fluxtrain.hardware.probe.probe import known_rates
+from fluxtrain.reporting.announce import Announcer
+from fluxtrain.rundir.run_dir import runs_root
+from fluxtrain.telemetry.events import (
+    Event,
+    MemorySampled,
+    MovesMade,
+    ResidencySampled,
+    TrafficSampled,
+)
+
+if TYPE_CHECKING:
+    from fluxtrain.wrap.engine import Engine
+
+LIVE_PERIOD_S = 0.1  # 10 Hz while somebody watches
+JOURNAL_PERIOD_S = 1.0  # what the journal keeps
+_MOVES_A_FRAME = 24
+
+
+class DiskUse(Protocol):
+    """Who reads and writes checkpoints, and how much so far."""
+
+    read_bytes: int
+    written_bytes: int
+
+
+class GaugeThread:
+    """Samples until `close`; the trainer's own threads never wait for it."""
+
+    def __init__(self, announcer: Announcer, *, live: bool, host_limit_bytes: int | None) -> None:
+        self._announcer = announcer
+        self._period_s = LIVE_PERIOD_S if live else JOURNAL_PERIOD_S
+        self._host_limit_bytes = host_limit_bytes
+        self._process = psutil.Process()
+        self._engine: Engine | None = None
+        self._traffic: TrafficWindow | None = None
+        self._stopped = threading.Event()
+        self._sampling = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name="gauges", daemon=True)
+        self._disk: DiskUse | None = None
+        self._ceilings: tuple[float | None, float | None] = (None, None)
+        self._failed: set[str] = set()  # names of gauges that were told of
+        self.host_peak_bytes = 0
+
+    def start(self) -> None:
+        """Begin with heartbeats and host memory; the engine's gauges follow `watch`."""
+        self._thread.start()
+
+    def watch(self, engine: Engine, disk: DiskUse) -> None:
+        """The engine is built: sample it from now on, and what `disk` counts."""
+        ceilings = bus_ceilings() if engine.device.torch_device.type == "cuda" else (None, None)
+        with self._sampling:
+            self._engine, self._disk, self._ceilings = engine, disk, ceilings
+            self._traffic = TrafficWindow(time.monotonic(), 0, 0, 0, 0)
+
+    def close(self) -> None:
+        """Take a last sample, so that a finished run's journal ends with true totals."""
+        if self._stopped.is_set():
+            return
+        self._stopped.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        self.sample()
+
+    def sample(self) -> None:
+        """One round of gauges; one that cannot be read is skipped, and told of the first time."""
+        with self._sampling:
+            self._take("heartbeat", self._announcer.heartbeat)
+            self._take("memory", self.memory)
+            engine = self._engine
+            if engine is None:
+                return
+            self._take("traffic", lambda: self._traffic_since(engine))
+            self._take("residency", lambda: _residency(engine))
+            self._take("moves", lambda: _moves(engine))
+
+    def _take(self, name: str, read: Callable[[], Event | None]) -> None:
+        try:
+            event = read()
+            if event is not None:
+                self._announcer.gauge(event)
+        except Exception as error:  # noqa: BLE001 - what watches a training must not end it
+            self._tell(name, error)
+
+    def _tell(self, name: str, error: Exception) -> None:
+        """Once for each gauge: one that fails ten times a second would fill the log."""
+        if name in self._failed:
+            return
+        self._failed.add(name)
+        with suppress(FluxTrainError):  # a full disk, which the training itself tells of
+            self._announcer.warn(
+                f"a sample of {name} is left out: {type(error).__name__}: {error}; the training "
+                "goes on, and if it fails again that is not told"
+            )
+
+    def memory(self) -> MemorySampled:
+        """Where the bytes are now. Also usable before there is an engine."""
+        rss = int(self._process.memory_info().rss)
+        self.host_peak_bytes = max(self.host_peak_bytes, rss)
+        use = self._engine.memory() if self._engine is not None else None
+        return MemorySampled(
+            device_total_bytes=use.device_total_bytes if use else None,
+            device_used_bytes=use.device_used_bytes if use else None,
+            device_peak_bytes=use.device_peak_bytes if use else None,
+            device_budget_bytes=use.device_budget_bytes if use else None,
+            device_by=dict(use.device_by) if use else {},
+            host_rss_bytes=rss,
+            host_peak_bytes=self.host_peak_bytes,
+            host_arena_bytes=use.host_arena_bytes if use else 0,
+            host_pinned_bytes=use.host_pinned_bytes if use else 0,
+            host_limit_bytes=self._host_limit_bytes,
+        )
+
+    def _traffic_since(self, engine: Engine) -> TrafficSampled | None:
+        """Rates since the last time; None before `watch`."""
+        traffic, window = engine.traffic(), self._traffic
+        if window is None:
+            return None
+        event, self._traffic = window.after(
+            time.monotonic(),
+            traffic.h2d_bytes,
+            traffic.d2h_bytes,
+            self._disk.read_bytes if self._disk else 0,
+            self._disk.written_bytes if self._disk else 0,
+        )
+        up, down = self._ceilings
+        return msgspec.structs.replace(
+            event, h2d_ceiling_bytes_per_s=up, d2h_ceiling_bytes_per_s=down
+        )
+
+    def _run(self) -> None:
+        while not self._stopped.wait(self._period_s):
+            self.sample()
+
+
+def _residency(engine: Engine) -> ResidencySampled:
+    place = engine.residency()
+    return ResidencySampled(
+        weights=place.weights,
+        gradients=place.gradients,
+        optimizer=place.optimizer,
+        weights_bytes=place.weights_bytes,
+        gradients_bytes=place.gradients_bytes,
+        optimizer_bytes=place.optimizer_bytes,
+        blocks=place.blocks,
+    )
+
+
+def _moves(engine: Engine) -> MovesMade | None:
+    moves, total = engine.take_moves(_MOVES_A_FRAME)
+    return MovesMade(moves=tuple(moves), total=total) if moves else None
+
+
+def bus_ceilings() -> tuple[float | None, float | None]:
+    """Page-locked bytes a second to the GPU and back, as `fluxtrain probe` measured them on this
+    machine; None where it has not."""
+    rates = known_rates(runs_root())
+    up, down = rates.get("h2d_pinned"), rates.get("d2h_pinned")
+    return up.per_s if up else None, down.per_s if down else None
+
+
+class TrafficWindow:
+    """Byte counters at one time, to give the rates since then."""
+
+    def __init__(self, at_s: float, h2d: int, d2h: int, disk_read: int, disk_written: int) -> None:
+        self._at_s = at_s
+        self._bytes = (h2d, d2h, disk_read, disk_written)
+
+    def after(
+        self, now_s: float, h2d: int, d2h: int, disk_read: int, disk_written: int
+    ) -> tuple[TrafficSampled, TrafficWindow]:
+        """The event for the time between, and the window that starts now."""
+        window_s = max(now_s - self._at_s, 1e-9)
+        now = (h2d, d2h, disk_read, disk_written)
+        rates = [(new - old) / window_s for new, old in zip(now, self._bytes, strict=True)]
+        event = TrafficSampled(
+            h2d_bytes=h2d,
+            d2h_bytes=d2h,
+            disk_read_bytes=disk_read,
+            disk_written_bytes=disk_written,
+            window_s=window_s,
+            h2d_bytes_per_s=rates[0],
+            d2h_bytes_per_s=rates[1],
+            disk_read_bytes_per_s=rates[2],
+            disk_written_bytes_per_s=rates[3],
+        )
+        return event, TrafficWindow(now_s, *now)

@@ -1,0 +1,45 @@
+"""Which run a user means."""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+
+from fluxtrain.errors import BadInput
+from fluxtrain.rundir.run_dir import RunDir, list_runs, runs_root
+
+LAST = "last"
+
+
+def find_run(wanted: str, root: Path | None = None) -> Path:
+    """The directory of a run named by its id, the beginning of it, its path, or `last`.
+
+    Raises:
+        BadInput: there is no such run; the nearest names are told.
+    """
+    root = root or runs_root()
+    runs = list_runs(root)
+    if wanted == LAST and runs:
+        return Path(runs[0].path)
+    names = [run.run_id for run in runs]
+    matching = [name for name in names if name == wanted] or [
+        name for name in names if wanted and name.startswith(wanted)
+    ]
+    if len(matching) == 1:
+        return root / matching[0]
+    if len(matching) > 1:
+        raise BadInput(f"several runs begin with '{wanted}': {', '.join(matching[:5])}")
+    if _is_run(Path(wanted)):
+        return Path(wanted).absolute()
+    if not names:
+        raise BadInput(f"no run '{wanted}': there are no runs in {root}")
+    near = difflib.get_close_matches(wanted, names, n=3, cutoff=0.3) or names[:3]
+    raise BadInput(f"no run '{wanted}' in {root}; did you mean {', '.join(near)}?")
+
+
+def _is_run(path: Path) -> bool:
+    run = RunDir(path)
+    try:
+        return any(file.exists() for file in (run.journal, run.run, run.pid))
+    except OSError:  # a name that no folder can have, say
+        return False

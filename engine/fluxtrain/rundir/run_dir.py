@@ -1,0 +1,394 @@
+"""The run directory: where one run keeps all that it knows, and who may use it.
+
+    runs/<id>/  run.json  plan.json  events.ndjson  engine.log  error.json  result.json
+                timeline.ring  pid  ctl.sock  checkpoints/  model/
+
+`pid` names the process that uses the directory and carries the lock. `result.json` and `error.json`
+hold `exit_code`; older than `pid` they belong to an earlier process of the same run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import re
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+import msgspec
+
+from fluxtrain.errors import (
+    EXIT_FINISHED,
+    EXIT_INTERRUPTED,
+    EXIT_TERMINATED,
+    BadInput,
+    FluxTrainError,
+)
+from fluxtrain.rundir.process import ProcessMark
+from fluxtrain.telemetry.events import AnyEvent, Done, Failed, Hello, StepFinished
+from fluxtrain.telemetry.frames import SchemaTooNew, decode_line
+from fluxtrain.telemetry.journal import tail_lines
+from fluxtrain.telemetry.printable import printable
+from fluxtrain.telemetry.storage import (
+    check_space,
+    open_to_read,
+    read_json,
+    storage_error,
+    write_json,
+)
+from fluxtrain.telemetry.typed import typed
+
+RunState = Literal["running", "finished", "refused", "failed", "interrupted", "dead", "new"]
+
+RUN_SPACE_BYTES = 1 << 20  # a run that cannot even write its journal need not start
+MARK_LIMIT_BYTES = 1 << 16
+REMOTE_SILENCE_S = 30.0  # a run on another host is dead when its journal is silent for longer
+
+
+class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """One line of a list of runs; None is unknown."""
+
+    run_id: str
+    path: str
+    state: RunState
+    started_s: float  # Unix time
+    updated_s: float
+    model: str | None = None
+    method: str | None = None
+    step: int | None = None
+    total_steps: int | None = None
+    loss: float | None = None
+    exit_code: int | None = None
+    message: str = ""
+    eta_s: float | None = None  # when the newest step ended
+    stepped_s: float = 0.0  # Unix time of the newest step
+    step_s: float | None = None  # how long that one took
+
+
+class RunLock:
+    """The right to write in a run directory; lasts until `release` or the end of the process."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def release(self) -> None:
+        """Let another process use the directory."""
+        if self._descriptor >= 0:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._descriptor, 0)
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def __enter__(self) -> RunLock:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.release()
+
+
+class RunDir:
+    """The paths of one run, its lock and its state."""
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path).absolute()
+
+    @classmethod
+    def create(cls, root: Path | str | None = None, name: str = "run") -> RunDir:
+        """Make `root/<local time>-<name>`; unique also when two runs start in the same second.
+
+        Raises `BadInput` where nothing can be written and `NoSpace` on a full disk.
+        """
+        root = runs_root() if root is None else Path(root)
+        label = re.sub(r"[^a-z0-9.]+", "-", name.lower()).strip("-.")[:40] or "run"
+        stem = f"{time.strftime('%Y%m%d-%H%M%S')}-{label}"
+        for attempt in range(1, 1000):
+            path = root / (stem if attempt == 1 else f"{stem}-{attempt}")
+            try:
+                root.mkdir(parents=True, exist_ok=True)
+                path.mkdir()
+            except FileExistsError as error:
+                if not root.is_dir():
+                    raise BadInput(f"{root} is a file: choose a folder for the runs") from error
+                continue
+            except OSError as error:
+                raise storage_error(path, error) from error
+            made = cls(path)
+            try:
+                check_space(path, RUN_SPACE_BYTES)
+            except BaseException:
+                made.remove_if_bare()
+                raise
+            return made
+        raise BadInput(f"{root} holds a thousand runs named {stem}: choose another --run-dir")
+
+    @property
+    def run_id(self) -> str:
+        """The folder's name."""
+        return self.path.name
+
+    @property
+    def run(self) -> Path:
+        """Configuration, versions and machine."""
+        return self.path / "run.json"
+
+    @property
+    def plan(self) -> Path:
+        """The whole plan with its reasons."""
+        return self.path / "plan.json"
+
+    @property
+    def journal(self) -> Path:
+        """Events, one a line."""
+        return self.path / "events.ndjson"
+
+    @property
+    def timeline(self) -> Path:
+        """The lanes of the last steps; see `ring`."""
+        return self.path / "timeline.ring"
+
+    @property
+    def log(self) -> Path:
+        """What the trainer printed."""
+        return self.path / "engine.log"
+
+    @property
+    def result(self) -> Path:
+        """How the run ended."""
+        return self.path / "result.json"
+
+    @property
+    def error(self) -> Path:
+        """Why the run failed."""
+        return self.path / "error.json"
+
+    @property
+    def pid(self) -> Path:
+        """The process that uses the directory."""
+        return self.path / "pid"
+
+    @property
+    def socket(self) -> Path:
+        """Where the trainer takes commands."""
+        return self.path / "ctl.sock"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Checkpoint folders."""
+        return self.path / "checkpoints"
+
+    @property
+    def model(self) -> Path:
+        """The trained model."""
+        return self.path / "model"
+
+    def lock(self) -> RunLock:
+        """Claim the directory (made if missing); `BadInput` names the process that has it.
+
+        Also raises `BadInput` for a read-only directory and `NoSpace` for a full one.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            # not through a link: what it points to would be cut to nothing below
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+            descriptor = os.open(self.pid, flags, 0o644)
+        except OSError as error:
+            raise storage_error(self.path, error) from error
+        try:
+            self._claim(descriptor)
+            mark = msgspec.json.encode(ProcessMark.mine()) + b"\n"
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, mark, 0)
+            check_space(self.path, RUN_SPACE_BYTES)
+        except FluxTrainError:
+            os.close(descriptor)
+            raise
+        except OSError as error:
+            os.close(descriptor)
+            raise storage_error(self.pid, error) from error
+        return RunLock(descriptor)
+
+    def user(self) -> ProcessMark | None:
+        """The process that last locked the directory and did not release it."""
+        try:
+            with open_to_read(self.pid) as file:
+                return msgspec.json.decode(file.read(MARK_LIMIT_BYTES), type=ProcessMark)
+        except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            return None
+
+    def silence_s(self) -> float | None:
+        """Seconds since the journal last grew; heartbeats make it grow every second."""
+        try:
+            return max(0.0, time.time() - self.journal.stat().st_mtime)
+        except OSError:
+            return None
+
+    def liveness(self) -> RunState:
+        """What became of the run, from the files alone."""
+        return self._state(self._ending())
+
+    @property
+    def has_trained(self) -> bool:
+        """Whether any process of the run made a step, as far as checkpoints and the journal's end
+        tell."""
+        return any(self.checkpoints.glob("step-*")) or _newest_step(self.journal) is not None
+
+    def summary(self) -> RunSummary:
+        """State and newest numbers, read from the ends of the journal and the small files."""
+        ending = self._ending()
+        hello, step = _first_hello(self.journal), _newest_step(self.journal)
+        started_s = hello.wall_s if hello else self.path.stat().st_mtime
+        silence_s = self.silence_s()
+        return RunSummary(
+            run_id=self.run_id,
+            path=str(self.path),
+            state=self._state(ending),
+            started_s=started_s,
+            updated_s=started_s if silence_s is None else time.time() - silence_s,
+            model=printable(hello.model) if hello else None,
+            method=printable(hello.method) if hello else None,
+            step=step.step if step else None,
+            total_steps=step.total_steps if step else hello.total_steps if hello else None,
+            loss=step.loss if step else None,
+            exit_code=ending.get("exit_code"),
+            message=printable(str(ending.get("message", ""))),
+            eta_s=step.eta_s if step else None,
+            stepped_s=step.wall_s if step else 0.0,
+            step_s=step.step_s if step else None,
+        )
+
+    def write_json(self, path: Path, value: Any) -> None:
+        """Atomic JSON in the run directory; see `storage.write_json`."""
+        write_json(path, value)
+
+    def remove_if_bare(self) -> None:
+        """Remove the directory of a process that wrote nothing into it but its mark; one that
+        holds anything else stays as it is."""
+        with contextlib.suppress(OSError):
+            within = set(self.path.iterdir())
+            empty = {p for p in within & {self.log, self.journal} if not p.stat().st_size}
+            if within <= {self.pid, *empty}:
+                for path in within:
+                    path.unlink()
+                self.path.rmdir()
+
+    def _claim(self, descriptor: int) -> None:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except OSError as error:
+            held = error.errno in (errno.EWOULDBLOCK, errno.EACCES)
+        user = self.user()
+        if held or (user is not None and user.is_local and user.is_alive()):
+            who = f"process {user.pid} on {user.host}" if user else "another process"
+            raise BadInput(
+                f"{self.path} is in use by {who}: "
+                f"watch it with `{typed('fluxtrain-tui')} --attach {self.path}`, stop it, "
+                "or choose another --run-dir"
+            )
+
+    def _ending(self) -> dict[str, Any]:
+        """How the newest process of the run said that it ended; {} when it did not."""
+        since_ns = _written_ns(self.pid) if self.user() else 0
+        files = [path for path in (self.error, self.result) if _written_ns(path) >= since_ns]
+        oldest_first = sorted(files, key=_written_ns)
+        found: dict[str, Any] = {}
+        for ending in map(read_json, oldest_first):
+            if ending is not None and ending.get("exit_code") == found.get("exit_code"):
+                found |= ending  # one failure, told in both files
+            else:
+                found = ending or found
+        if not isinstance(found.get("exit_code"), int):
+            found = _ending_of_journal(self.journal)
+        return found
+
+    def _state(self, ending: dict[str, Any]) -> RunState:
+        if isinstance(code := ending.get("exit_code"), int):
+            return "refused" if ending.get("refused") is True else _state_of_exit(code)
+        user = self.user()
+        if user is None:
+            return "dead" if self.journal.exists() else "new"
+        if user.is_local:
+            return "running" if user.is_alive() else "dead"
+        silence_s = self.silence_s()
+        return "running" if silence_s is not None and silence_s < REMOTE_SILENCE_S else "dead"
+
+
+def runs_root() -> Path:
+    """Where runs go: $FLUXTRAIN_RUNS, or ./runs."""
+    return Path(os.environ.get("FLUXTRAIN_RUNS") or "runs").absolute()
+
+
+def list_runs(root: Path | str | None = None) -> list[RunSummary]:
+    """All runs below `root`, newest first; [] when the folder does not exist."""
+    root = runs_root() if root is None else Path(root)
+    if not root.is_dir():
+        return []
+    summaries = []
+    for path in root.iterdir():
+        run = RunDir(path)
+        with contextlib.suppress(OSError):  # removed, another user's, or on a dead mount
+            if run.journal.exists() or run.run.exists() or run.pid.exists():
+                summaries.append(run.summary())
+    return sorted(summaries, key=lambda one: (one.started_s, one.run_id), reverse=True)
+
+
+def _state_of_exit(code: int) -> RunState:
+    if code == EXIT_FINISHED:
+        return "finished"
+    return "interrupted" if code in (EXIT_INTERRUPTED, EXIT_TERMINATED) else "failed"
+
+
+def _written_ns(path: Path) -> int:
+    """Time of the last write; -1 for a file that is not there."""
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:
+        return -1
+
+
+def _glance(line: bytes) -> AnyEvent | None:
+    """A list also shows runs of a newer version, only without their numbers."""
+    try:
+        return decode_line(line)
+    except SchemaTooNew:
+        return None
+
+
+def _first_hello(journal: Path) -> Hello | None:
+    try:
+        with open_to_read(journal) as file:
+            event = _glance(file.read(1 << 16).partition(b"\n")[0])
+    except OSError:
+        return None
+    return event if isinstance(event, Hello) else None
+
+
+def _newest_step(journal: Path) -> StepFinished | None:
+    for line in tail_lines(journal):
+        if b'"step"' in line and isinstance(event := _glance(line), StepFinished):
+            return event
+    return None
+
+
+def _ending_of_journal(journal: Path) -> dict[str, Any]:
+    """What Done or Failed said, if the journal ends with them."""
+    ending: dict[str, Any] = {}
+    for line in tail_lines(journal)[:16]:
+        event = _glance(line)
+        if isinstance(event, Hello | StepFinished):
+            break
+        if isinstance(event, Done | Failed):
+            ending.setdefault("exit_code", event.exit_code)
+        if isinstance(event, Failed):
+            ending.setdefault("message", event.message)
+            ending.setdefault("refused", event.refused)
+    return ending

@@ -1,0 +1,172 @@
+"""The passes of a wrapped model through its units, forward and backward.
+
+A unit that computes begins with `begin_forward`, has its weights on the device inside of `bound`,
+and ends with `end_forward`. What is differentiated is noted in torch's graph with a `UnitCall`,
+whose backward goes the same way: `begin_backward`, `bound`, `end_backward`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from fluxtrain.errors import MisusedModel
+from fluxtrain.guards.writes import check_writes
+from fluxtrain.memory.group import Group
+from fluxtrain.memory.unit import Unit
+from fluxtrain.runtime.context import Context, Owner
+from fluxtrain.runtime.parameter import HostParameter
+from fluxtrain.runtime.stats import sample_peak
+
+
+class UnitCall:
+    """One forward of a unit whose backward pass may follow."""
+
+    def __init__(self, context: Context, unit: Unit) -> None:
+        self.context = context  # so that a backward pass after `unwrap` is told what is wrong
+        self.unit = unit
+        self.training = unit.module.training
+        self.versions = {group: group.version for group in unit.groups}
+
+
+def begin_forward(context: Context, unit: Unit) -> None:
+    """A unit is about to run: check its weights, start the next copies."""
+    context.use.check()
+    context.thread = threading.get_ident()
+    context.forget_broken_pass()
+    for group in unit.groups:
+        check_writes(group)
+    unit.check_identity()
+    context.ahead.reach("forward", unit, context.plan.slots)
+
+
+@contextmanager
+def bound(context: Context, unit: Unit, does: str = "forward") -> Iterator[None]:
+    """The unit's parameters are on the device inside; on the host again afterwards.
+
+    `does` is what the timeline calls the computation inside.
+    """
+    taken: list[Group] = []
+    context.use.begin()
+    try:
+        for group in unit.groups:
+            is_copied = group.placement.weights != "device"
+            views = context.window.take(group) if is_copied else None
+            taken.append(group)
+            for member in unit.members_of(group):
+                parameter = member.parameter
+                parameter.__class__ = nn.Parameter
+                if views is not None:
+                    parameter.data = views[member.index]
+        start = context.device.recorder.instant()
+        yield
+        context.device.recorder.computed(does, unit.name, start)
+    finally:
+        context.use.end()
+        for group in taken:
+            is_copied = group.placement.weights != "device"
+            for member in unit.members_of(group):
+                if is_copied:
+                    member.parameter.data = group.home_views[member.index]
+                member.write_version = member.parameter._version
+                member.parameter.__class__ = HostParameter
+            if is_copied:
+                context.window.release(group)
+
+
+def end_forward(context: Context) -> None:
+    """A unit has run."""
+    sample_peak(context)
+    context.device.tidy()
+
+
+def record(ctx: Any, call: UnitCall) -> Context:
+    """Note a unit's forward in torch's graph, of which `ctx` is its node."""
+    context = call.context
+    ctx.call, ctx.anchor_node = call, context.anchor_node
+    context.graphs.record(ctx, call.unit.groups)
+    return context
+
+
+def begin_backward(ctx: Any) -> Context:
+    """Check what a unit's backward needs, and start the copies of the units before it."""
+    call: UnitCall = ctx.call
+    unit, context = call.unit, call.context
+    context.use.check()
+    if not torch._C._will_engine_execute_node(ctx.anchor_node):
+        raise MisusedModel(
+            "torch.autograd.grad and backward(inputs=...) do not reach the weights of wrapped "
+            "blocks and would leave wrong gradients behind: use loss.backward()"
+        )
+    if call.training != unit.module.training:
+        raise MisusedModel(
+            f"{unit.name} was switched between train and eval after its forward pass: switch "
+            "after backward()"
+        )
+    stale = [g.name for g, version in call.versions.items() if g.version != version]
+    if stale:
+        raise MisusedModel(
+            f"the weights of {stale[0]} changed between forward and backward (an optimizer "
+            "step, or a write to them): the gradients would be wrong. Step after backward()"
+        )
+    context.expect_gradients(unit.groups)
+    context.graphs.begin_backward(ctx)
+    context.graphs.enter_pass(lambda: _end_pass(context))
+    context.ahead.reach("backward", unit, context.plan.slots)
+    for group in () if unit.in_slices else unit.groups:
+        context.gradients.prefetch(group)
+    return context
+
+
+def end_backward(context: Context, unit: Unit) -> None:
+    """A unit's backward has run: its gradients are complete, unless others add to them."""
+    start = context.device.recorder.instant()
+    for group in unit.groups:
+        if group.users == 1:
+            _finish(context, group)
+    context.device.recorder.computed("gradients", unit.name, start)
+    end_forward(context)
+
+
+def take_in(owner: Owner, parameter: nn.Parameter) -> None:
+    """Take a gradient that autograd computed outside the blocks (a weight used by itself)."""
+    with torch._C.DisableTorchFunctionSubclass():
+        gradient = parameter.grad
+        parameter.grad = None
+    if gradient is None:
+        return
+    context = owner.context
+    context.expect_gradients([owner.group])
+    context.gradients.add(owner.group, owner.member, gradient.to(context.device.torch_device))
+    if owner.group.users <= 1 or torch._C._current_graph_task_id() < 0:
+        _finish(context, owner.group)
+    else:
+        context.graphs.enter_pass(lambda: _end_pass(context))
+
+
+def _finish(context: Context, group: Group) -> None:
+    """Send the group's gradients to where they are stored, and call the user's hooks."""
+    if not context.gradients.is_open(group):
+        return
+    passing = context.eager is not None and context.eager.uses_up_now(group)
+    context.gradients.finish(group, passing=passing)
+    with torch._C.DisableTorchFunctionSubclass():  # a look at hooks is no read of the weights
+        hooked = [(m, m.parameter._post_accumulate_grad_hooks) for m in group.members]
+    for member, hooks in hooked:
+        for key, hook in list((hooks or {}).items()):
+            if key != context.owners[group][member.index].hook_key and member.has_gradient:
+                hook(member.parameter)
+    if context.eager is not None:
+        context.eager.take(group)
+
+
+def _end_pass(context: Context) -> None:
+    """A backward pass is over: groups that several units add to are complete now."""
+    context.ahead.end_pass()
+    for group in context.gradients.open_groups():
+        _finish(context, group)

@@ -1,0 +1,170 @@
+"""What an engine shows of itself: bytes held, and where each block is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from fluxtrain.device import page_locks
+from fluxtrain.memory.group import Group
+from fluxtrain.memory.rows import RowBuffers
+from fluxtrain.plan.group_placement import Tier
+from fluxtrain.runtime.block_runs import runs_of
+from fluxtrain.runtime.context import Context
+from fluxtrain.runtime.counters import held_by_torch
+from fluxtrain.telemetry.events import BlockRun
+
+
+@dataclass(frozen=True)
+class BlockFacts:
+    """One group as a screen shows it."""
+
+    name: str
+    kind: str  # block, edge
+    weight_bytes: int
+    parameters: int
+    trained_parameters: int
+
+
+@dataclass(frozen=True)
+class Residency:
+    """One letter a block: G device, C host, > on its way in, < on its way home, . nothing there."""
+
+    weights: str
+    gradients: str
+    optimizer: str
+    weights_bytes: int
+    gradients_bytes: int
+    optimizer_bytes: int
+    blocks: tuple[BlockRun, ...] = ()
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """Bytes now; `device_by` partitions `device_used_bytes`. On CPU the device is the slots,
+    buffers and boundary activations that a GPU would hold. What is page-locked is the process's,
+    as its limits are: groups, rows, boundaries, staging, and torch's own."""
+
+    device_total_bytes: int | None
+    device_used_bytes: int
+    device_peak_bytes: int
+    device_budget_bytes: int | None
+    device_by: dict[str, int]
+    host_arena_bytes: int
+    host_pinned_bytes: int
+
+
+def blocks_of(context: Context) -> list[BlockFacts]:
+    """Describe every group, in the model's order."""
+    return [
+        BlockFacts(g.name, g.kind, g.wire_bytes, g.count, g.trained_count) for g in context.groups
+    ]
+
+
+def residency(context: Context) -> Residency:
+    """Say where the weights, gradients and states of each block are, in the model's order."""
+    blocks = [g for g in context.groups if g.kind == "block"]
+    return Residency(
+        "".join(_weights_letter(context, g) for g in blocks),
+        "".join(_gradient_letter(context, g) for g in blocks),
+        "".join(_state_letter(g) for g in blocks),
+        sum(g.wire_bytes for g in context.groups),
+        sum(g.gradient_bytes for g in context.groups),
+        sum(g.state_bytes for g in context.groups),
+        runs_of((g.name, g.wire_bytes, g.gradient_bytes, g.state_bytes) for g in blocks),
+    )
+
+
+def memory_use(context: Context) -> MemoryUse:
+    """Add up what is held now, by what it is for."""
+    counters = context.counters
+    weights, gradients, states = _bytes_in("device", context.groups)
+    by = {
+        "weights": _copied_bytes(context) + weights,
+        "gradients": context.gradients.device_bytes + gradients,
+        "optimizer": states,
+        "activations": max(0, counters.boundary_bytes),
+        "workspace": 0,
+        "cache": 0,
+    }
+    device = context.device.torch_device
+    total: int | None = None
+    if device.type == "cuda":
+        allocated, reserved = (held["current"] for held in held_by_torch(device))
+        by["workspace"] = max(0, allocated - sum(by.values()))
+        by["cache"] = max(0, reserved - allocated)
+        total = torch.cuda.get_device_properties(device).total_memory
+        counters.peak_bytes = counters.device_peaks()[1]
+    used = sum(by.values())
+    counters.peak_bytes = max(counters.peak_bytes, used)
+    return MemoryUse(
+        total,
+        used,
+        counters.peak_bytes,
+        context.plan.budget_bytes,
+        by,
+        sum(_bytes_in("host", context.groups))
+        + sum(rows.host_bytes for rows in _row_buffers(context)),
+        page_locks.LOCKS.held_bytes,
+    )
+
+
+def sample_peak(context: Context) -> None:
+    """Keep the peak of what is held (on CUDA the allocator keeps it)."""
+    if context.device.torch_device.type != "cuda":
+        at_device = sum(_bytes_in("device", context.groups))
+        held = _copied_bytes(context) + context.gradients.device_bytes + at_device
+        counters = context.counters
+        counters.peak_bytes = max(counters.peak_bytes, held + counters.boundary_bytes)
+
+
+def _row_buffers(context: Context) -> list[RowBuffers]:
+    every = [group.rows for group in context.groups]  # as in `_copied_bytes`
+    return [rows for rows in every if rows is not None]
+
+
+def _copied_bytes(context: Context) -> int:
+    """Add up what weights from the host are copied into on the device."""
+    rows = sum(rows.device_bytes for rows in _row_buffers(context))
+    heads = [u.slices for u in context.units]  # another thread may give one up meanwhile
+    slices = sum(head.device_bytes for head in heads if head is not None)
+    return context.window.size_bytes + rows + slices
+
+
+def _weights_letter(context: Context, group: Group) -> str:
+    if group.placement.weights == "device":
+        return "G"
+    slot = context.window.holds(group)
+    if slot is None or slot.transfer is None:
+        return "C"
+    return "G" if slot.transfer.done() else ">"
+
+
+def _gradient_letter(context: Context, group: Group) -> str:
+    if context.gradients.is_open(group):
+        return "G"
+    if not group.has_gradient:
+        return "."
+    arrival = context.gradients.host.arrivals.get(group)
+    if group.placement.gradients == "device":
+        return "G"
+    under_way = arrival is not None and not all(t.done() for t in arrival.transfers)
+    return "<" if under_way else "C"
+
+
+def _state_letter(group: Group) -> str:
+    if not group.has_state:
+        return "."
+    return "G" if group.placement.state == "device" else "C"
+
+
+def _bytes_in(tier: Tier, groups: Iterable[Group]) -> tuple[int, int, int]:
+    """Add up weights, gradients and optimizer states that live in a tier, in bytes."""
+    there = [(g, g.placement) for g in groups]
+    return (
+        sum(g.wire_bytes for g, placed in there if placed.weights == tier),
+        sum(g.gradient_bytes for g, placed in there if placed.gradients == tier),
+        sum(g.state_bytes for g, placed in there if placed.state == tier),
+    )

@@ -1,1 +1,0 @@
-"""Blocks that stream through the device: discovery, the autograd function, and `wrap`."""

@@ -1,0 +1,235 @@
+"""What the seconds of a step went to, from its lanes: who was busy, who waited, and what binds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from fluxtrain.trace.lanes import BUSY_LANES, Interval, StepLanes, without_evaluation
+from fluxtrain.units import duration_text
+
+LANE_NAMES = {
+    "gpu": "computation",
+    "h2d": "copies to the device",
+    "d2h": "copies to the host",
+    "cpu": "cpu optimizer",
+    "disk": "disk",
+    "host": "host",
+}
+CAUSE_LANES = {  # who is waited for
+    "weights": "h2d", "activations": "h2d", "gradients": "d2h", "update": "cpu",
+    "moments": "cpu",
+    "checkpoint": "disk", "data": "host", "host": "host",
+}  # fmt: skip
+BINDS_FROM = 0.1  # of the step: what the computation waits for a shorter time does not bind it
+_PHASES = ("forward", "backward", "optimizer", "other")  # of the driving thread: it did not wait
+Span = tuple[float, float]  # start, stop
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attribution:
+    """One step's seconds. `busy_s["gpu"]` and all of `waits_s` partition `length_s`."""
+
+    step: int
+    length_s: float
+    busy_s: dict[str, float]  # by lane
+    work_s: dict[str, float]  # of the computation, by kind
+    waits_s: dict[str, float]  # of the computation, by cause; host: nothing else was recorded
+    bound: str  # the lane that a shorter step needs first; host: most of it is nowhere recorded
+    because: str
+    aside: str = ""  # what else is worth telling of it
+    evaluation_s: float = 0.0  # that followed; in none of the above
+
+    @property
+    def told(self) -> str:
+        """What bound the step, with all that is known."""
+        return f"{self.because}, {self.aside}" if self.aside else self.because
+
+    def waits_for(self, lane: str) -> float:
+        """Seconds that the computation waited for a lane."""
+        return sum(s for cause, s in self.waits_s.items() if CAUSE_LANES.get(cause, "host") == lane)
+
+
+def attribute(step: StepLanes) -> Attribution:
+    """Partition the step into computing and waiting, each wait with one cause.
+
+    The computation waits while it is stalled, and while nothing of it runs. Where several causes
+    hold at once, the first counts: a stall of the computation's stream, a wait of the thread that
+    drives it, the disk, the data; what is left is that thread's own work. A stall for weights
+    during which no copy runs and the optimizer does is a wait for the update that the copy needs.
+    """
+    step, evaluation_s = without_evaluation(step)
+    lanes = {lane: _of(step.intervals, lane) for lane in BUSY_LANES}
+    stalled = _union([_span(one) for one in step.intervals if one.lane == "stall"])
+    computing = _minus(lanes["gpu"], stalled)
+    left = _minus([(0.0, step.length_s)], computing)
+    waits_s: dict[str, float] = {}
+    weights_written = [one for one in step.intervals if (one.lane, one.kind) == ("cpu", "update")]
+    updating = _minus(_union([_span(one) for one in weights_written]), lanes["h2d"])
+    for cause, spans in _causes(step.intervals, lanes["disk"]):
+        mine = _common(left, spans)
+        if cause == "weights":
+            late = _common(mine, updating)
+            waits_s["update"] = waits_s.get("update", 0.0) + _length(late)
+            mine, left = _minus(mine, late), _minus(left, late)
+        waits_s[cause] = waits_s.get(cause, 0.0) + _length(mine)
+        left = _minus(left, mine)
+    waits_s["host"] = _length(left)
+    waits_s = {cause: s for cause, s in waits_s.items() if s > 0}
+    busy_s = {lane: _length(spans) for lane, spans in lanes.items()}
+    busy_s["gpu"] = _length(computing)
+    bound, because, aside = _bound(step.length_s, busy_s, waits_s)
+    return Attribution(
+        step=step.step, length_s=step.length_s, busy_s=busy_s,
+        work_s=_work(step.intervals, stalled), waits_s=waits_s, bound=bound, because=because,
+        aside=aside, evaluation_s=evaluation_s,
+    )  # fmt: skip
+
+
+def median_step(steps: Sequence[StepLanes]) -> StepLanes:
+    """The step of median length without evaluation (of two, the longer). There must be one."""
+    return sorted(steps, key=lambda one: without_evaluation(one)[0].length_s)[len(steps) // 2]
+
+
+def summary_lines(found: Attribution, title: str) -> list[str]:
+    """The attribution as a table for people."""
+    work = ", ".join(
+        f"{kind} {duration_text(s)}"
+        for kind, s in sorted(found.work_s.items(), key=lambda p: -p[1])
+    )
+    after = f", then {duration_text(found.evaluation_s)} of evaluation" * (found.evaluation_s > 0)
+    lines = [f"{title}: step {found.step}, {duration_text(found.length_s)}{after}"]
+    for lane in BUSY_LANES:
+        busy_s, waits_s = found.busy_s[lane], found.waits_for(lane)
+        note = work if lane == "gpu" else ""
+        if waits_s > 0:
+            note = f"waited for {duration_text(waits_s)}"
+        lines.append(_row(LANE_NAMES[lane], busy_s, found.length_s, note))
+    waiting_s = sum(found.waits_s.values())
+    causes = ", ".join(
+        f"{cause} {duration_text(s)}"
+        for cause, s in sorted(found.waits_s.items(), key=lambda p: -p[1])
+    )
+    lines.append(_row("computation waits", waiting_s, found.length_s, causes))
+    lines.append(f"  bound: {found.told}")
+    return lines
+
+
+def _row(name: str, seconds: float, whole_s: float, note: str) -> str:
+    share = f"{seconds / whole_s * 100:.0f} %" if whole_s > 0 else "-"
+    text = duration_text(seconds) if seconds > 0 else "0 s"
+    return f"  {name:<21}{text:>9}{share:>7}  {note}".rstrip()
+
+
+def _bound(
+    length_s: float, busy_s: dict[str, float], waits_s: dict[str, float]
+) -> tuple[str, str, str]:
+    """The lane that takes most of the step, with what is recorded of nobody beside it.
+
+    A lane that is waited for takes it before the computation does, from `BINDS_FROM` on; time of
+    which nothing is recorded only where nothing that is recorded takes more.
+    """
+    nobody_s = waits_s.get("host", 0.0)
+    by_lane: dict[str, float] = {}
+    for cause, seconds in waits_s.items():
+        if cause != "host":
+            lane = CAUSE_LANES.get(cause, "host")
+            by_lane[lane] = by_lane.get(lane, 0.0) + seconds
+    worst = max(by_lane, key=by_lane.__getitem__, default="gpu")
+    waited_s = by_lane.get(worst, 0.0)
+    whole, computing_s = duration_text(length_s), busy_s["gpu"]
+    computing = f"{LANE_NAMES['gpu']} {duration_text(computing_s)}"
+    if nobody_s > max(waited_s, computing_s):
+        return "host", f"unrecorded {duration_text(nobody_s)} of {whole}, {computing}", ""
+    aside = ""
+    if nobody_s >= BINDS_FROM * length_s > 0:
+        aside = f"unrecorded {duration_text(nobody_s)} ({nobody_s / length_s * 100:.0f} %)"
+    if waited_s < BINDS_FROM * length_s or not by_lane:
+        return "gpu", f"{computing} of {whole}", aside
+    waited = duration_text(waited_s)
+    if worst == "host":
+        causes = sorted(waits_s, key=lambda cause: -waits_s[cause])
+        cause = next(c for c in causes if c != "host" and CAUSE_LANES.get(c, "host") == "host")
+        return worst, f"host, the computation waits {waited} of {whole} for {cause}", aside
+    busy = f"{LANE_NAMES[worst]} {duration_text(busy_s[worst])} of {whole}"
+    return worst, f"{busy}, the computation waits {waited} for it", aside
+
+
+def _causes(intervals: Sequence[Interval], disk: list[Span]) -> Iterable[tuple[str, list[Span]]]:
+    """Spans of waiting, those that tell most first."""
+    for lane in ("stall", "host"):
+        waits = [one for one in intervals if one.lane == lane and one.kind not in _PHASES]
+        kinds = dict.fromkeys(one.kind for one in waits if one.kind != "data")
+        for kind in kinds:
+            yield kind, _union([_span(one) for one in waits if one.kind == kind])
+    yield "checkpoint", disk
+    yield "data", _union([_span(one) for one in intervals if one.kind == "data"])
+
+
+def _work(intervals: Sequence[Interval], stalled: list[Span]) -> dict[str, float]:
+    kinds = dict.fromkeys(one.kind for one in intervals if one.lane == "gpu")
+    return {
+        kind: _length(
+            _minus(
+                _union([_span(o) for o in intervals if (o.lane, o.kind) == ("gpu", kind)]), stalled
+            )
+        )
+        for kind in kinds
+    }
+
+
+def _span(one: Interval) -> Span:
+    return one.start_s, one.stop_s
+
+
+def _of(intervals: Sequence[Interval], lane: str) -> list[Span]:
+    return _union([_span(one) for one in intervals if one.lane == lane])
+
+
+def _union(spans: Iterable[Span]) -> list[Span]:
+    """The same time as spans that are apart and in order."""
+    found: list[Span] = []
+    for start, stop in sorted(spans):
+        if found and start <= found[-1][1]:
+            found[-1] = found[-1][0], max(found[-1][1], stop)
+        elif stop > start:
+            found.append((start, stop))
+    return found
+
+
+def _common(a: Sequence[Span], b: Sequence[Span]) -> list[Span]:
+    """Time that is in both; each apart and in order."""
+    found: list[Span] = []
+    i = j = 0
+    while i < len(a) and j < len(b):
+        start, stop = max(a[i][0], b[j][0]), min(a[i][1], b[j][1])
+        if start < stop:
+            found.append((start, stop))
+        if a[i][1] <= b[j][1]:
+            i += 1
+        else:
+            j += 1
+    return found
+
+
+def _minus(a: Sequence[Span], b: Sequence[Span]) -> list[Span]:
+    """Time of `a` that is not in `b`; each apart and in order."""
+    found: list[Span] = []
+    j = 0
+    for start, stop in a:
+        at = start
+        while j < len(b) and b[j][1] <= at:
+            j += 1
+        k = j
+        while k < len(b) and b[k][0] < stop:
+            if b[k][0] > at:
+                found.append((at, b[k][0]))
+            at = max(at, b[k][1])
+            k += 1
+        if at < stop:
+            found.append((at, stop))
+    return found
+
+
+def _length(spans: Iterable[Span]) -> float:
+    return sum(stop - start for start, stop in spans)

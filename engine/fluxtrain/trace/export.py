@@ -1,0 +1,174 @@
+"""The lanes of steps as a trace for Perfetto (ui.perfetto.dev) and chrome://tracing.
+
+JSON in the Trace Event Format: one process a run, one thread a lane, a complete ("X") event an
+interval, with times in microseconds. Copies to the device can cross two at a time; those that began
+before another had ended have a thread of their own, since events of one have to be nested or apart.
+https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import gzip
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+import msgspec
+
+from fluxtrain.errors import BadInput, FluxTrainError
+from fluxtrain.rundir.finding import find_run
+from fluxtrain.rundir.run_dir import RunDir
+from fluxtrain.telemetry.storage import NO_SPACE_ERRNOS, storage_error
+from fluxtrain.trace.lanes import LANES, StepLanes
+from fluxtrain.trace.ring import RingReader, read_ring
+
+_BESIDE = "h2d beside"  # a thread, no lane
+THREADS = {
+    "step": "step", "gpu": "gpu: computation", "stall": "gpu: waits", "h2d": "h2d: to the device",
+    _BESIDE: "h2d: beside those", "d2h": "d2h: to the host", "cpu": "cpu: optimizer",
+    "disk": "disk", "host": "host: the loop",
+}  # fmt: skip
+VIEWER = "https://ui.perfetto.dev"
+_PROCESS = 1
+_APART_S = 5e-7  # half of what times are rounded to
+
+
+def recorded_steps(run: str | Path) -> tuple[RunDir, list[StepLanes]]:
+    """The run that is meant (see `finding`) and its last steps.
+
+    Raises:
+        BadInput: there is no such run, or it has no timeline.
+    """
+    run_dir = RunDir(run)
+    if not run_dir.timeline.exists():
+        run_dir = RunDir(find_run(str(run)))
+    reader = RingReader(run_dir.timeline)
+    reader.poll()
+    if not reader.exists:
+        raise BadInput(
+            f"{run_dir.path} has no step timeline ({run_dir.timeline.name}): the run was made by "
+            "an earlier version, or has not trained a step"
+        )
+    steps = read_ring(run_dir.timeline)
+    if not steps:
+        raise BadInput(f"{run_dir.timeline} holds no whole step yet: try again after the next one")
+    return run_dir, steps
+
+
+def trace_events(steps: Sequence[StepLanes], run_id: str) -> Iterator[dict[str, Any]]:
+    """The events of a trace; time 0 is the beginning of the first step."""
+    yield _named("process_name", 0, f"FluxTrain {run_id}")
+    for lane, title in THREADS.items():
+        yield _named("thread_name", _thread(lane), title)
+        yield {**_named("thread_sort_index", _thread(lane), ""), "args": {"sort_index": _at(lane)}}
+    first_s, until_s = (steps[0].wall_s if steps else 0.0), 0.0
+    for step in steps:
+        begin_s = step.wall_s - first_s
+        left_out = {"merged": step.merged, "late": step.late, "dropped": step.dropped}
+        yield _event("step", f"step {step.step}", begin_s, step.length_s, {
+            "step": step.step, **{name: count for name, count in left_out.items() if count},
+        })  # fmt: skip
+        for one in step.intervals:
+            name = f"{one.kind} {one.name}" if one.name else one.kind
+            facts: dict[str, Any] = {"step": step.step, "kind": one.kind}
+            if one.pieces > 1:
+                facts["pieces"] = one.pieces
+            lane, start_s = one.lane, begin_s + one.start_s
+            if lane == "h2d":
+                lane = lane if start_s > until_s - _APART_S else _BESIDE
+                until_s = until_s if lane == _BESIDE else start_s + one.duration_s
+            yield _event(lane, name, start_s, one.duration_s, facts)
+
+
+def write_trace(path: Path, steps: Sequence[StepLanes], run_id: str) -> int:
+    """Write the trace of `steps`, compressed when the name ends in .gz; returns its bytes.
+
+    The file is whole or absent. Raises `BadInput` for a bad path and `NoSpace` on a full disk.
+    """
+    check_trace_path(path)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "xb") as file:
+            if path.suffix == ".gz":
+                with gzip.GzipFile("", "wb", 6, file, mtime=0) as packed:
+                    _write(cast("BinaryIO", packed), steps, run_id)
+            else:
+                _write(file, steps, run_id)
+        size = temporary.stat().st_size
+        os.replace(temporary, path)
+    except OSError as error:
+        raise _refused(path, error) from error
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+    return size
+
+
+@contextlib.contextmanager
+def traced(run_dir: RunDir, path: Path | None, complain: Callable[[str], None]) -> Iterator[None]:
+    """However the run ends inside, write its last steps to `path`. What then goes wrong with the
+    trace is only said: it must not hide how the run ended."""
+    try:
+        yield
+    finally:
+        if path is not None:
+            try:
+                _, steps = recorded_steps(run_dir.path)
+                write_trace(path, steps, run_dir.run_id)
+                complain(f"trace of {len(steps)} steps: {path} (open it at {VIEWER})")
+            except FluxTrainError as error:
+                complain(f"error: no trace was written: {error}")
+
+
+def check_trace_path(path: Path) -> None:
+    """Raise `BadInput` for what cannot become a trace file, before anything is done for it."""
+    if path.is_dir():
+        raise BadInput(f"{path} is a folder: name a file, as in {path / 'trace.json.gz'}")
+    if not path.parent.is_dir():
+        raise BadInput(f"cannot write {path}: there is no folder {path.parent}: make it first")
+    if not os.access(path.parent, os.W_OK):
+        raise _refused(path, PermissionError(errno.EACCES, os.strerror(errno.EACCES)))
+
+
+def _refused(path: Path, error: OSError) -> Exception:
+    if error.errno in NO_SPACE_ERRNOS:
+        return storage_error(path, error)
+    return BadInput(f"cannot write {path}: {error.strerror or error}: name another file")
+
+
+def _write(file: BinaryIO, steps: Sequence[StepLanes], run_id: str) -> None:
+    encoder = msgspec.json.Encoder()
+    file.write(b'{"displayTimeUnit":"ms","otherData":')
+    file.write(encoder.encode({"run": run_id, "began": steps[0].wall_s if steps else None}))
+    file.write(b',"traceEvents":[')
+    before = b"\n"
+    for event in trace_events(steps, run_id):
+        file.write(before + encoder.encode(event))
+        before = b",\n"
+    file.write(b"\n]}\n")
+
+
+def _event(
+    lane: str, name: str, start_s: float, duration_s: float, facts: dict[str, Any]
+) -> dict[str, Any]:
+    category = "h2d" if lane == _BESIDE else lane
+    return {
+        "name": name, "cat": category, "ph": "X", "pid": _PROCESS, "tid": _thread(lane),
+        "ts": round(start_s * 1e6, 3), "dur": round(duration_s * 1e6, 3), "args": facts,
+    }  # fmt: skip
+
+
+def _named(what: str, thread: int, name: str) -> dict[str, Any]:
+    return {"name": what, "ph": "M", "pid": _PROCESS, "tid": thread, "args": {"name": name}}
+
+
+def _thread(lane: str) -> int:
+    return 0 if lane == "step" else 1 + (*LANES, _BESIDE).index(lane)
+
+
+def _at(lane: str) -> int:
+    """Where Perfetto shows the lane, from the top."""
+    return list(THREADS).index(lane)

@@ -1,0 +1,164 @@
+"""Cuts a recorder's notes at the borders of steps, once all their times are known."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fluxtrain.device.recorder import Border, Instant, Note, Recorder
+from fluxtrain.trace.lanes import Interval, StepLanes
+
+_MOST_WAITING = 8  # ended steps; the oldest is then cut without the times that are still unknown
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """An interval in host seconds."""
+
+    lane: str
+    kind: str
+    name: str
+    start_s: float
+    stop_s: float
+
+
+class StepCutter:
+    """Makes `StepLanes` of what a recorder noted; used by one thread, which never waits here.
+
+    A step is ready when its end has passed and everything that was noted before it has, too. What
+    began before the end and goes on after it is in both steps, cut at the border.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._clock = recorder.clock
+        self._end_s: float | None = None  # when the border that comes next passed, once known
+        self._open: list[Note] = []  # times not known yet
+        self._known: list[_Known] = []
+        self._step: Border | None = None  # under way
+        self._begin_s = 0.0
+        self._wall_less_host_s: float | None = None  # so that steps follow each other exactly
+        self._dropped = 0
+        self._late = 0
+
+    def ready(self, *, final: bool = False) -> list[StepLanes]:
+        """Steps that are whole since the last call. `final`: leave out what is not known by now."""
+        steps: list[StepLanes] = []
+        notes = self._recorder.notes
+        while notes:
+            note = notes[0]
+            if isinstance(note, Note):
+                self._open.append(notes.popleft())  # type: ignore[arg-type]
+                continue
+            self._learn()
+            if self._waits(final=final):
+                return steps
+            if self._end_s is None:
+                self._end_s = self._clock.settle(note)
+                if self._end_s is None:
+                    return steps
+                self._take_what_began_before(self._end_s)
+                if self._waits(final=final):
+                    return steps
+            at_s, self._end_s = self._end_s, None
+            notes.popleft()
+            if self._wall_less_host_s is None:
+                self._wall_less_host_s = note.wall_s - note.noted_s
+            self._late += len(self._open)
+            self._open = []
+            if self._step is not None:
+                steps.append(self._cut(self._step, at_s))
+            else:
+                self._known = []
+            self._step, self._begin_s = (note, at_s) if note.step else (None, at_s)
+        self._learn()
+        return steps
+
+    def _waits(self, *, final: bool) -> bool:
+        """Is there more to learn about the step at the head, and time to wait for it?"""
+        if final or not self._open:
+            return False
+        return sum(isinstance(n, Border) for n in list(self._recorder.notes)) <= _MOST_WAITING
+
+    def _take_what_began_before(self, end_s: float) -> None:
+        """Other threads do not wait for a border to pass on the GPU: what they, and copies, began
+        until then was noted behind it."""
+        if self._step is None:
+            return
+        notes, stay = self._recorder.notes, []
+        for note in [notes.popleft() for _ in range(len(notes))]:  # others append meanwhile
+            start_s = self._began_s(note) if isinstance(note, Note) else None
+            if isinstance(note, Note) and start_s is not None and start_s < end_s:
+                self._open.append(note)
+            else:
+                stay.append(note)
+        notes.extendleft(reversed(stay))
+        self._learn()
+
+    def _began_s(self, note: Note) -> float | None:
+        """Host seconds; None where it has not begun."""
+        if note.copy is None:
+            return self._clock.seconds(note.start)
+        instants = None if note.copy.failed() else note.copy.instants()
+        return None if instants is None else self._clock.seconds(instants[0])
+
+    def _learn(self) -> None:
+        """Move the notes whose times are known now."""
+        if self._step is None:
+            self._open = []  # noted outside a step: by a thread that was late to see its end
+            return
+        waiting: list[Note] = []
+        for note in self._open:
+            if not self._learned(note):
+                waiting.append(note)
+        self._open = waiting
+
+    def _learned(self, note: Note) -> bool:
+        """Whether there is nothing more to learn about this note."""
+        start, stop = note.start, note.stop
+        if note.copy is not None:
+            if note.copy.failed():
+                return True
+            instants = note.copy.instants()
+            if instants is None:
+                return False
+            start, stop = instants
+        if stop is None:
+            return False
+        stop_s = self._clock.seconds(stop)
+        start_s = self._clock.seconds(start)
+        if start_s is None or stop_s is None:
+            return False
+        self._known.append(_Known(note.lane, note.kind, note.name, start_s, max(start_s, stop_s)))
+        if note.pooled:
+            self._give_back(start, stop)
+        return True
+
+    def _give_back(self, *instants: Instant) -> None:
+        for instant in instants:
+            self._clock.give_back(instant)
+
+    def _cut(self, border: Border, end_s: float) -> StepLanes:
+        """The step that ends at `end_s`; what goes on is kept for the next one."""
+        begin_s, intervals, later = self._begin_s, [], []
+        for one in self._known:
+            if one.stop_s <= begin_s and one.start_s < begin_s:
+                self._late += 1
+                continue
+            if one.start_s < end_s:
+                start_s = max(one.start_s, begin_s)
+                intervals.append(
+                    Interval(
+                        one.lane, one.kind, one.name, start_s - begin_s,
+                        min(one.stop_s, end_s) - start_s,
+                        began_before=one.start_s < begin_s, goes_on=one.stop_s > end_s,
+                    )
+                )  # fmt: skip
+            if one.stop_s > end_s:
+                later.append(one)
+        self._known = later
+        dropped, self._dropped = self._recorder.dropped - self._dropped, self._recorder.dropped
+        late, self._late = self._late, 0
+        return StepLanes(
+            step=border.step, wall_s=begin_s + (self._wall_less_host_s or 0.0),
+            length_s=max(0.0, end_s - begin_s), intervals=intervals, late=late, dropped=dropped,
+        )  # fmt: skip

@@ -1,0 +1,75 @@
+"""The dynamic loss scale of fp16 training, as torch.amp.GradScaler documents it.
+
+fp16 knows nothing below 6e-8, where many gradients are, so the loss is multiplied before the
+backward pass and the update divides again. The scale doubles after 2000 steps without an overflow
+and is halved by one, whose step is left out. It lives on the device and moves there: the next step
+is queued before anybody has read how this one went.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fluxtrain.errors import BadInput
+from fluxtrain.memory.segment import Member
+from fluxtrain.updates.norm import GradNorm
+
+FIRST = 2.0**16
+GROWTH, BACKOFF = 2.0, 0.5
+GROWTH_INTERVAL = 2000
+LEAST = 1.0  # gradients that overflow unscaled are too large themselves
+_MOST = 2.0**40
+
+
+class LossScale:
+    """What losses are multiplied by; moved by every step."""
+
+    def __init__(
+        self, device: torch.device, first: float = FIRST, growth_interval: int = GROWTH_INTERVAL
+    ) -> None:
+        self.value = torch.full((), first, dtype=torch.float32, device=device)
+        self._good = torch.zeros((), dtype=torch.int32, device=device)  # since it last moved
+        self._interval = growth_interval
+        self._stepped: tuple[GradNorm, Sequence[Member]] | None = None  # not known yet: left out?
+
+    def of(self, loss: Tensor) -> Tensor:
+        """The loss to call `backward` on."""
+        return loss * self.value
+
+    def after(self, norm: GradNorm, stepped: Sequence[Member]) -> None:
+        """A step by `norm` was queued, which counted one up for the members `stepped`."""
+        fine = norm.all_finite()
+        good = torch.where(fine, self._good + 1, 0)
+        grows = good >= self._interval
+        larger = torch.clamp(self.value * GROWTH, max=_MOST)
+        self.value = torch.where(
+            fine, torch.where(grows, larger, self.value), self.value * BACKOFF
+        ).clamp(min=LEAST)
+        self._good = torch.where(grows, 0, good).to(torch.int32)
+        self._stepped = norm, stepped
+
+    def settle(self) -> None:
+        """Take back the count of a step that was left out. Waits until its norm is known: before
+        the next count, and before anybody reads one."""
+        stepped, self._stepped = self._stepped, None
+        if stepped is not None and stepped[0].overflowed():
+            for member in stepped[1]:
+                member.step -= 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values; waits for the device."""
+        return {"scale": float(self.value), "good_steps": int(self._good)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """What `state_dict` gave. Raises BadInput for anything else."""
+        try:
+            scale, good = float(state["scale"]), int(state["good_steps"])
+        except (KeyError, TypeError, ValueError):
+            raise BadInput(f"the loss scale {state!r} of a checkpoint cannot be read") from None
+        self.value = torch.full_like(self.value, scale)
+        self._good = torch.full_like(self._good, good)
+        self._stepped = None

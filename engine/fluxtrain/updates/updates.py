@@ -1,0 +1,201 @@
+"""Optimizer updates: one job a group, in the order of the forward pass, on a thread of its own.
+
+With deferred moments these jobs write the weights alone, all that the next forward needs; a second
+one a group follows for m and v, the last group first: in that order the next backward overwrites
+the gradients, which both jobs read.
+
+Who waits: a job waits for its group's gradients and for the norm; an upload of a group waits for
+that group's first job; other readers and writers of the group on the host wait for both jobs
+(`Group.wait`), the next backward when it has computed the group's gradients. Nobody else waits.
+"""
+
+from __future__ import annotations
+
+import math
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from fluxtrain import _native
+from fluxtrain.adamw.hyper import Hyper
+from fluxtrain.adamw.native_adamw import update_threads, zero_
+from fluxtrain.adamw.step import Part, step_
+from fluxtrain.device.device import Device
+from fluxtrain.device.recorder import Recorder
+from fluxtrain.device.worker import Worker
+from fluxtrain.errors import Diverged
+from fluxtrain.gradients.gradients import Gradients
+from fluxtrain.gradients.host_gradients import Arrival
+from fluxtrain.memory.group import Group
+from fluxtrain.memory.segment import Member
+from fluxtrain.updates.norm import GradNorm
+from fluxtrain.updates.ranges import Range, flat_of, ranges, step_on_device
+from fluxtrain.updates.refused_steps import RefusedSteps
+
+
+class Updates:
+    """Runs the updates; `submit` once a step, or `submit_one` once a group and step.
+
+    Where the model computes on the host's cores too, the threads that the kernels keep are ended
+    whenever no update waits: while OpenMP counts more threads than there are cores, all of them
+    sleep at each barrier instead of spinning. The computation's do too, and its small kernels take
+    up to twice as long.
+    """
+
+    def __init__(
+        self, gradients: Gradients, device: Device, *, defers_moments: bool = False
+    ) -> None:
+        self._gradients = gradients
+        self._recorder = device.recorder
+        self._shares_cores = device.torch_device.type == "cpu"
+        self._threads = update_threads(device.torch_device)
+        self._worker = Worker("flux-update", _native.end_threads if self._shares_cores else None)
+        self._refused = RefusedSteps()
+        self._pending: dict[Group, None] = {}  # in the order of their updates
+        self.defers_moments = defers_moments  # of the steps that `submit` takes
+        self.first_home: Group | None = None  # whose gradients come before those of groups after it
+
+    def submit(self, work: dict[Group, dict[int, Hyper]], norm: GradNorm | None) -> None:
+        """Queue one step of all groups of `work`, in the order of the forward pass."""
+        late: dict[Group, _Step] = {}
+        try:
+            for group, hypers in work.items():
+                step = self._queue(group, hypers, norm, defers=self.defers_moments)
+                if step is not None and step.defers:
+                    late[group] = step
+        finally:  # whose weights are on their way gets its moments too
+            order = [group for group in reversed(work) if group in late]
+            for group in sorted(order, key=lambda group: group is not self.first_home):
+                group.moments = self._worker.submit(late[group].update_moments)
+
+    def submit_one(self, group: Group, hypers: dict[int, Hyper], norm: GradNorm | None) -> None:
+        """Queue one step of the group's members, weights and moments at once, under the backward
+        pass."""
+        self._queue(group, hypers, norm, defers=False)
+
+    def _queue(
+        self,
+        group: Group,
+        hypers: dict[int, Hyper],
+        norm: GradNorm | None,
+        *,
+        defers: bool,
+    ) -> _Step | None:
+        """Queue the group's first job; its weights count as changed from now on. None where the
+        device updates."""
+        self._refused.settle()
+        unwritten = group.ensure_state()
+        work = ranges(group, hypers)
+        group.version += 1
+        if group.placement.state == "device":
+            start = self._recorder.instant()
+            for flat in unwritten:  # where the processor is the device
+                zero_(flat, threads=self._threads)
+            step_on_device(work, norm)
+            self._refused.note(norm, [group.members[index] for index in hypers])
+            self._recorder.computed("update", group.name, start)
+            return None
+        step = _Step(
+            recorder=self._recorder,
+            name=group.name,
+            work=work,
+            stepped=[group.members[index] for index in hypers],
+            arrival=self._gradients.host.arrivals.get(group),
+            norm=norm,
+            earlier=[job for job in (group.pending, group.moments) if job is not None],
+            defers=defers and any(flat_of(part).has_two_passes for part in work),
+            threads=self._threads,
+            unwritten=unwritten,
+        )
+        group.pending = self._worker.submit(step.update)
+        self._pending[group] = None
+        return step
+
+    def wait(self) -> None:
+        """Block until all updates are done; raises the first error, once. After an interrupt
+        (Ctrl-C) the next call waits for the rest."""
+        errors: list[Exception] = []
+        for group in list(self._pending):
+            try:
+                group.wait()
+            except Exception as error:  # noqa: BLE001  # raised below, when all have ended
+                errors.append(error)
+                group.version += 1  # a copy that waited for it has failed, or is about to
+            self._pending.pop(group, None)
+        self._refused.settle(wait=True)
+        if errors:  # one that was refused is no news beside one that failed
+            raise next((e for e in errors if not isinstance(e, Diverged)), errors[0])
+
+    def forget_refused(self) -> None:
+        """Wait; those that were refused have been told of, by who saw the first of them. Raises
+        what made others fail."""
+        with suppress(Diverged):
+            self.wait()
+
+    def close(self) -> None:
+        self._worker.close()
+
+
+@dataclass(eq=False, kw_only=True)
+class _Step:
+    """One group's update: what its one or two jobs do."""
+
+    recorder: Recorder
+    name: str
+    work: list[Range]
+    stepped: list[Member]
+    arrival: Arrival | None
+    norm: GradNorm | None
+    earlier: list[Future[None]]  # of the group's step before; done when the first job's turn comes
+    defers: bool  # are there two jobs?
+    threads: int | None  # None: all
+    unwritten: list[Tensor]  # of the states
+    clip: float | None = None  # the weights were written with it
+
+    def update(self) -> None:
+        """Update everything, or the weights, once the gradients and the norm are there."""
+        for state in self.unwritten:  # while the gradients are on their way
+            zero_(state, threads=self.threads)
+        try:
+            for job in self.earlier:
+                job.result()
+            if self.arrival is not None:
+                self.arrival.wait()
+            if self.norm is not None and self.norm.overflowed():
+                return  # the step is left out; `LossScale.settle` takes back its count
+            clip = _clip(self.norm)
+        except BaseException:
+            for member in self.stepped:  # nothing was written: this step did not happen
+                member.step -= 1
+            raise
+        with self.recorder.working("cpu", "update", self.name):
+            for part in self.work:
+                flat = flat_of(part)
+                what: Part = "weights" if self.defers and flat.has_two_passes else "update"
+                step_(flat, part.update(clip), part=what, threads=self.threads)
+        self.clip = clip
+
+    def update_moments(self) -> None:
+        """What `update` left; nothing where that left the step out or failed, which it tells."""
+        if self.clip is None:
+            return
+        with self.recorder.working("cpu", "moments", self.name):
+            for part in self.work:
+                flat = flat_of(part)
+                if flat.has_two_passes:
+                    step_(flat, part.update(self.clip), part="moments", threads=self.threads)
+
+
+def _clip(norm: GradNorm | None) -> float:
+    scale = 1.0 if norm is None else norm.scale()
+    if norm is not None and math.isnan(scale):
+        told = f"the gradient norm is {norm.value()}"
+        if not norm.losses_are_finite():
+            told = f"the loss is {norm.losses()[0] if len(norm.losses()) == 1 else norm.losses()}"
+        raise Diverged(
+            f"{told}: the weights were left as they were before this step. Lower the learning "
+            "rate, or look for bad values in the data"
+        )
+    return scale

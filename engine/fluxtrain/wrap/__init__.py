@@ -1,0 +1,1 @@
+"""`fluxtrain.wrap`: find blocks, group parameters, patch the model, drive the engine."""

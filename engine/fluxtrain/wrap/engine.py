@@ -1,0 +1,139 @@
+"""The engine of one wrapped model, as its trainer sees it.
+
+What it computes with stands in `Context`; one engine belongs to one model and is driven by the
+thread that runs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from fluxtrain.errors import MisusedModel
+from fluxtrain.optimizer.state_shards import load_state_shard, shard_bytes, state_shards
+from fluxtrain.optimizer.step_in_backward import EagerStep
+from fluxtrain.runtime.context import Context
+from fluxtrain.runtime.counters import Traffic
+from fluxtrain.runtime.stats import (
+    BlockFacts,
+    MemoryUse,
+    Residency,
+    blocks_of,
+    memory_use,
+    residency,
+)
+from fluxtrain.runtime.user_gradients import norm_parts
+from fluxtrain.telemetry.events import Move
+from fluxtrain.updates.norm import GradNorm
+
+
+class Engine(Context):
+    """Streams one model's blocks; see `fluxtrain.wrap`."""
+
+    # -- a step ------------------------------------------------------------------------------------
+
+    def forget_gradients(self) -> None:
+        """All of them, without a look at each."""
+        for group in self.groups:
+            if group.has_gradient:
+                self.gradients.host.forget(group)
+
+    def clip_grad_norm(self, max_norm: float | None, losses: Sequence[Tensor] = ()) -> GradNorm:
+        """Measure the global norm; the next optimizer step scales by it. None only measures.
+
+        `losses` are read with it; the step is not made where norm or losses are not finite.
+        """
+        parts = [part.to(self.device.torch_device) for part in norm_parts(self)]
+        scale = self.loss_scale.value if self.loss_scale is not None else None
+        self.norm = GradNorm(self.device, parts, max_norm, losses, scale)
+        return self.norm
+
+    def begin_eager_step(
+        self, optimizer: torch.optim.Optimizer, loss: Tensor | None = None
+    ) -> None:
+        """Before the only backward pass of a step without clipping: update each group as soon as
+        its gradients are complete. `optimizer.step()` ends it. The hyperparameters are read now.
+
+        What the graph still needs (a block called twice, a weight used outside of its block) is
+        updated later, by `optimizer.step()` at the latest. There is no norm to clip by. A weight's
+        alias of an alias (`w.detach().detach()`) that the graph needs is not seen."""
+        if self.loss_scale is not None:
+            raise MisusedModel("with a loss scale no group is updated before the norm is known")
+        self.forget_orphaned_step()
+        if self.partly_updated:
+            raise MisusedModel("an eager step is under way: optimizer.step() ends it")
+        self.norm = None
+        self.eager = EagerStep(optimizer, self, loss)
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Updates are done, and the head's loss is fused in chunks without gradients too."""
+        self.flush()
+        self.lazy_without_gradients = True
+        try:
+            yield
+        finally:
+            self.lazy_without_gradients = False
+
+    def close(self) -> None:
+        """Stop the threads; the model must not be used afterwards (`unwrap` calls this)."""
+        self.use.ended = True
+        try:
+            self.updates.wait()
+        finally:  # also of one that failed
+            self.updates.close()
+            self.window.drain()
+            self.device.close()
+
+    # -- what it holds and has done ----------------------------------------------------------------
+
+    @property
+    def blocks(self) -> list[BlockFacts]:
+        return blocks_of(self)
+
+    def residency(self) -> Residency:
+        """Say where the weights, gradients and states of each block are."""
+        return residency(self)
+
+    def memory(self) -> MemoryUse:
+        """Add up what is held now."""
+        return memory_use(self)
+
+    def traffic(self) -> Traffic:
+        """Count the bytes moved since the start."""
+        return self.counters.traffic()
+
+    def take_moves(self, limit: int) -> tuple[list[Move], int]:
+        """Take the latest moves that have ended, and count all that were started."""
+        return self.counters.take_moves(limit)
+
+    def take_stalls(self) -> dict[str, float]:
+        """Seconds the computation waited since the last call: weights, update, gradients."""
+        return self.device.stalls.take()
+
+    # -- its training state ------------------------------------------------------------------------
+
+    def state_shards(self) -> Iterator[tuple[str, dict[str, Tensor]]]:
+        """Give the whole training state, a shard a group; see `shards.state_shards`."""
+        return state_shards(self)
+
+    def shard_bytes(self) -> int:
+        """What all shards take now, at most."""
+        return shard_bytes(self)
+
+    def load_state_shard(self, name: str, tensors: dict[str, Tensor]) -> None:
+        """Restore one shard exactly. Raises BadInput when it belongs to another model."""
+        load_state_shard(self, name, tensors)
+
+
+def engine_of(model: nn.Module) -> Engine:
+    """The engine of a wrapped model. Raises MisusedModel for any other."""
+    engine = model.__dict__.get("_fluxtrain_engine")
+    if not isinstance(engine, Engine):
+        raise MisusedModel(
+            f"{type(model).__name__} is not wrapped: call fluxtrain.wrap(model) first"
+        )
+    return engine

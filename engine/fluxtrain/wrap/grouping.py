@@ -1,0 +1,139 @@
+"""Which parameters move together, and how large that is: the facts that a placement needs."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import torch
+from torch import nn
+
+from fluxtrain.device.arena import aligned
+from fluxtrain.edges.embedding import is_table
+from fluxtrain.errors import BadInput
+from fluxtrain.memory.group import Group
+from fluxtrain.plan.facts import GroupFacts, HeadFacts, ModelFacts
+from fluxtrain.plan.states import STATE_FORMATS, StateFormat
+from fluxtrain.wrap.block_discovery import Parts, take_apart
+
+_HEAD_COLUMNS = 8192  # an edge Linear this wide is taken for a language model's head
+_LOOSE_COPIES = 4  # weight, gradient and the two moments of torch's own AdamW
+
+Borrowed = dict[str, dict[Group, list[int]]]  # part -> groups of others -> member indices
+
+
+def group_parameters(
+    model: nn.Module, parts: Parts, states: StateFormat = "fp32"
+) -> tuple[dict[str, Group], Borrowed]:
+    """One group a part, in forward order; a parameter that several parts share belongs to the
+    first of the edges, then blocks."""
+    if states not in STATE_FORMATS:
+        raise BadInput(f"states is {states!r}: use one of {', '.join(STATE_FORMATS)}")
+    groups: dict[str, Group] = {}
+    borrowed: Borrowed = {}
+    home: dict[int, tuple[Group, int]] = {}
+    kinds = [(n, m, "edge") for n, m in parts.edges] + [(n, m, "block") for n, m in parts.blocks]
+    for name, module, kind in kinds:
+        group = groups[name] = Group(name, "edge" if kind == "edge" else "block", states)
+        group.users = 1
+        for own_name, parameter in module.named_parameters():
+            if id(parameter) not in home:
+                if parameter.numel():
+                    member = group.add(parameter, own_name)
+                    home[id(parameter)] = (group, member.index)
+                continue
+            other, index = home[id(parameter)]
+            if other is not group:
+                borrowed.setdefault(name, {}).setdefault(other, []).append(index)
+    for others in borrowed.values():
+        for group in others:
+            group.users += 1
+    for name, module in parts.edges:
+        group = groups[name]
+        group.by_rows = group.users == 1 and len(group.members) == 1 and is_table(module)
+    order = {name: i for i, (name, _) in enumerate(model.named_modules())}
+    return dict(sorted(groups.items(), key=lambda item: order.get(item[0], 0))), borrowed
+
+
+def is_head(model: nn.Module, module: nn.Module) -> bool:
+    """Is this the last linear layer, whose loss is computed in chunks of tokens?"""
+    output = getattr(model, "get_output_embeddings", lambda: None)()
+    return type(module) is nn.Linear and (module is output or module.out_features >= _HEAD_COLUMNS)
+
+
+def facts_of(model: nn.Module, states: StateFormat = "fp32") -> ModelFacts:
+    """Sizes of a model before it is wrapped, also of one on the meta device."""
+    parts = take_apart(model)
+    groups, borrowed = group_parameters(model, parts, states)
+    return model_facts(model, parts, groups, borrowed)
+
+
+def model_facts(
+    model: nn.Module, parts: Parts, groups: dict[str, Group], borrowed: Borrowed
+) -> ModelFacts:
+    """The sizes that a placement needs, with the padding that the arenas will have."""
+    heads = [m.weight for _, m in parts.edges if is_head(model, m) and isinstance(m, nn.Linear)]
+    trained_heads = [weight for weight in heads if weight.requires_grad]
+    modules = dict([*parts.edges, *parts.blocks])
+    tables = {name for name, m in parts.edges if is_table(m) and len(groups[name].members) == 1}
+    for name, others in borrowed.items():
+        tables.discard(name)
+        if not is_head(model, modules[name]):
+            tables -= {group.name for group in others}
+    return ModelFacts(
+        groups=tuple(
+            _group_facts(group, is_one=name in tables)
+            for name, group in groups.items()
+            if group.members
+        ),
+        head_parameters=max((weight.numel() for weight in trained_heads), default=0),
+        head=_head_facts(parts, groups, borrowed, [m for _, m in parts.edges if is_head(model, m)]),
+        head_dtype_bytes=max((weight.element_size() for weight in trained_heads), default=2),
+        loose_bytes=sum(
+            parameter.nbytes * (_LOOSE_COPIES if parameter.requires_grad else 1)
+            for _, parameter in parts.loose
+        ),
+        groups_at_once=max(
+            bool(group.members) + len(borrowed.get(name, {})) for name, group in groups.items()
+        ),
+    )
+
+
+def _head_facts(
+    parts: Parts, groups: dict[str, Group], borrowed: Borrowed, heads: list[nn.Module]
+) -> HeadFacts | None:
+    """Of the first head whose weight is all of its group but a bias, or all of an embedding's."""
+    for name, module in parts.edges:
+        if not any(module is head for head in heads) or not isinstance(module, nn.Linear):
+            continue
+        others = borrowed.get(name, {})
+        if (others and groups[name].members) or len(others) > 1:
+            continue
+        group = next(iter(others), groups[name])
+        return HeadFacts(
+            group=group.name,
+            words=module.out_features,
+            word_bytes=module.in_features * module.weight.element_size(),
+            dtype_bytes=module.weight.element_size(),
+            trained=module.weight.requires_grad,
+            tied=group.users > 1,
+        )
+    return None
+
+
+def _group_facts(group: Group, *, is_one: bool) -> GroupFacts:
+    """`is_one`: a table whose rows can be looked up."""
+    elements: Counter[torch.dtype] = Counter()
+    for segment in group.trained:
+        elements[segment.dtype] += segment.elements
+    return GroupFacts(
+        name=group.name,
+        kind="block" if group.kind == "block" else "edge",
+        weight_bytes=sum(aligned(segment.size_bytes) for segment in group.segments),
+        trained_bf16=elements[torch.bfloat16],
+        trained_fp32=elements[torch.float32],
+        trained_fp16=elements[torch.float16],
+        users=group.users,
+        states=group.states,
+        narrow=group.narrow_elements,
+        table_rows=group.members[0].shape[0] if is_one else 0,
+    )

@@ -1,0 +1,94 @@
+"""What replaces the forward of a wrapped module: the one place that decides how a unit runs."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fluxtrain.block.block import run_with_gradients, run_without_gradients
+from fluxtrain.edges.embedding import look_up
+from fluxtrain.edges.head import LazyLogits
+from fluxtrain.edges.head_slices import sliced_logits
+from fluxtrain.errors import Diverged, MisusedModel
+from fluxtrain.guards.arguments import to_device, write_back
+from fluxtrain.memory.unit import Unit
+from fluxtrain.runtime.context import Context
+from fluxtrain.runtime.passes import begin_forward
+
+
+class UnitForward:
+    """Runs one unit: it looks rows up, leaves logits uncomputed, or streams through the device."""
+
+    def __init__(self, context: Context, unit: Unit) -> None:
+        self._context = weakref.ref(context)
+        self.unit = unit
+
+    @property
+    def context(self) -> Context:
+        context = self._context()
+        assert context is not None, "the wrapped model is gone"
+        return context
+
+    def run(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], *, computes_logits: bool = False
+    ) -> Any:
+        """Give what the module's own forward would; `computes_logits`: never uncomputed ones."""
+        context = self.context
+        try:
+            return self._run(context, args, kwargs, computes_logits=computes_logits)
+        except Diverged:
+            context.updates.forget_refused()
+            raise
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """Compute a head's output (..., V) for hidden (..., H)."""
+        logits: Tensor = self.run((hidden,), {}, computes_logits=True)
+        return logits
+
+    def _run(
+        self,
+        context: Context,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        computes_logits: bool,
+    ) -> Any:
+        unit = self.unit
+        _refuse_nesting(unit)
+        begin_forward(context, unit)
+        if unit.group.rows is not None and unit.group.placement.weights != "device":
+            found = look_up(context, unit, args, kwargs)
+            if found is not None:
+                return found
+        (args, kwargs), moved = to_device((args, kwargs), context.device.torch_device)
+        if unit.is_head and not computes_logits and _may_wait(context, args, kwargs):
+            dtype = torch.promote_types(args[0].dtype, unit.module.weight.dtype)  # type: ignore[arg-type]
+            return LazyLogits.of(self, args[0], dtype, unit.group_of_weight().version)
+        if unit.in_slices:
+            logits = sliced_logits(context, unit, args, kwargs)
+            if logits is not None:
+                return logits
+        run = run_with_gradients if torch.is_grad_enabled() else run_without_gradients
+        out = run(context, unit, args, kwargs)
+        write_back(moved)
+        return out
+
+
+def _may_wait(context: Context, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """May a head called like this leave its logits uncomputed until somebody reads them?"""
+    if kwargs or len(args) != 1:
+        return False
+    wanted = torch.is_grad_enabled() or context.lazy_without_gradients
+    return wanted and not torch.is_autocast_enabled(context.device.torch_device.type)
+
+
+def _refuse_nesting(unit: Unit) -> None:
+    if unit.members and type(unit.members[0][1].parameter) is nn.Parameter:  # as while bound
+        raise MisusedModel(
+            f"{unit.name} was called inside of its own forward pass, as torch.utils.checkpoint "
+            "does around a block that computes gradients in its forward: leave the checkpoint "
+            "out, wrapped blocks are computed again without it"
+        )

@@ -1,0 +1,363 @@
+"""`wrap`: make a model's blocks stream, in place, without changing how it is used."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fluxtrain.block.recompute_policy import choose_recompute
+from fluxtrain.device.device import open_device
+from fluxtrain.device.heap import trim_heap
+from fluxtrain.edges.embedding import choose_rows
+from fluxtrain.edges.head_slices import choose_slices
+from fluxtrain.errors import BadInput, MisusedModel, UnsupportedModel
+from fluxtrain.guards.arguments import to_device
+from fluxtrain.guards.refusals import refuse_unsupported
+from fluxtrain.hardware.gpu import Gpus
+from fluxtrain.hardware.machine import read_machine
+from fluxtrain.live.resettle import slots_for
+from fluxtrain.memory.group import Group
+from fluxtrain.memory.mapped import cool, copied_bytes
+from fluxtrain.memory.unit import Unit
+from fluxtrain.optimizer.hook import install as install_adoption
+from fluxtrain.optimizer.plain_state import let_go
+from fluxtrain.plan.choices.placement import Placement, place_for_any_rows
+from fluxtrain.plan.choices.reasons import without_effect
+from fluxtrain.plan.facts import Capacity
+from fluxtrain.plan.group_placement import check_groups, refuse_unused
+from fluxtrain.plan.request import PlacementRequest, RunRequest
+from fluxtrain.plan.states import StateFormat
+from fluxtrain.runtime.context import Owner
+from fluxtrain.runtime.parameter import adopt_parameter, owner_of, release_parameter
+from fluxtrain.runtime.passes import take_in
+from fluxtrain.wrap.block_discovery import Parts, take_apart
+from fluxtrain.wrap.engine import Engine, engine_of
+from fluxtrain.wrap.grouping import Borrowed, group_parameters, is_head, model_facts
+from fluxtrain.wrap.module_patches import guard_module, release_module, replace_forward
+from fluxtrain.wrap.unit_forward import UnitForward
+
+
+def wrap(
+    model: nn.Module,
+    *,
+    device: str | torch.device | None = None,
+    offload: str | None = None,
+    chunk_rows: int | None = None,
+    budget_gib: float | None = None,
+    placement: PlacementRequest | Placement | None = None,
+    overlap: bool = False,
+    states: StateFormat = "fp32",
+    optimizer_in_backward: bool = False,
+    deferred_moments: bool = False,
+) -> nn.Module:
+    """Let the blocks of `model` stream through `device`; returns the same object.
+
+    The model is used as before: forward, backward, `torch.optim.AdamW`, `clip_grad_norm_`,
+    `state_dict`, `generate`. Wrapping twice is wrapping once: the first choices stay.
+    The optimizer's `state_dict()` is read by processes that have wrapped a model; torch alone would
+    begin anew, unsaid: give it `fluxtrain.plain_optimizer_state(state_dict)`.
+
+    device: where blocks are computed (None: the GPU when torch can use it, else the CPU).
+    offload: `none` keeps all on the device, `optimizer` the weights; with `weights` these stream,
+        with `max` through the fewest slots; `auto` chooses by free memory.
+    chunk_rows: rows of a batch that a block computes at a time (None: by memory).
+    budget_gib: device memory to plan for (None: what is free).
+    placement: every knob of the placement in a `fluxtrain.PlacementRequest`, to which the arguments
+        above are added; or a made `Placement`, which is taken as it is.
+    overlap: `optimizer.step()` returns at once and blocks wait for their own updates; call
+        `fluxtrain.sync(model)` before reading weights through tensors taken earlier.
+    states: AdamW's moments in `fp32`, `bf16` (rounded at random) or `8bit` (as bitsandbytes).
+    optimizer_in_backward: every step will be one (`Engine.begin_eager_step`): plan less memory for
+        gradients.
+    deferred_moments: AdamW on the host writes all weights first, fp32 moments later: the same bits.
+    Raises UnsupportedModel, BadInput or DoesNotFit. What does not work: weights' gradients by
+    `autograd.grad`, second derivatives, `torch.func`, a block's own random generator.
+    """
+    if "_fluxtrain_engine" in getattr(model, "__dict__", {}):
+        return model
+    refuse_unsupported(model)
+    asked: dict[str, Any] = {"offload": offload, "chunk_rows": chunk_rows, "budget_gib": budget_gib}
+    asked = {name: value for name, value in asked.items() if value is not None}
+    steps: dict[str, Any] = {"optimizer_in_backward": optimizer_in_backward}
+    steps["deferred_moments"] = deferred_moments or None
+    if isinstance(placement, Placement):
+        _refuse_beside_a_placement(asked | {name: True for name, value in steps.items() if value})
+        _put_engine(model, _compute_device(device), placement, states, overlap=overlap)
+        return model
+    request = replace(placement or PlacementRequest(), **asked)
+    if device is None and request.device != "auto":
+        device = request.device
+    made = RunRequest.of(request, **steps)
+    _put_engine(model, _compute_device(device), made, states, overlap=overlap)
+    return model
+
+
+auto_wrap = wrap  # the same under another name
+
+
+def _put_engine(
+    model: nn.Module,
+    torch_device: torch.device,
+    asked: RunRequest | Placement,
+    states: StateFormat,
+    *,
+    overlap: bool,
+) -> None:
+    """Give the model's parts an engine, which adopts optimizers; plan only what is not placed."""
+    parts = _parts_of(model)
+    groups, borrowed = group_parameters(model, parts, states)
+    if isinstance(asked, Placement):
+        placement, told = asked, list[str]()
+        check_groups(placement.groups, [group for group in groups.values() if group.members])
+        refuse_unused(placement.groups)
+    else:
+        facts = model_facts(model, parts, groups, borrowed)
+        placement = place_for_any_rows(facts, _capacity(model, torch_device), asked)
+        told = without_effect(asked, placement.choices)
+    with torch.inference_mode(False), torch.enable_grad():  # whatever the caller is in
+        engine = Engine(open_device(torch_device), placement, overlap=overlap)
+        _furnish(engine, model, parts, groups, borrowed)
+    for text in told:
+        engine.say(text)
+    install_adoption()
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """Undo `wrap`: plain parameters on the host with their current weights, in the same object.
+
+    An optimizer that stepped them goes on: its next step or `state_dict()` turns moments and step
+    counts into torch's own layout, in the parameters' dtype (8-bit and bf16 moments of fp32
+    parameters become fp32). So do copies of model and optimizer, and an optimizer of plain
+    parameters that loads a `state_dict()` made while they were wrapped; an optimizer other than
+    Adam or AdamW without amsgrad raises MisusedModel then. What completed bf16 and fp16 weights to
+    fp32 masters is gone.
+    """
+    engine = engine_of(model)
+    if engine.eager is not None:
+        engine.eager.drop()
+    engine.close()
+    let_go(owner for owners in engine.owners.values() for owner in owners.values())
+    for hook in model.__dict__.pop("_fluxtrain_hooks"):
+        hook.remove()
+    for unit in engine.units:
+        release_module(unit.module)
+        for group, member in unit.members:
+            if member.parameter.__dict__.get("_fluxtrain") is not None:
+                key = engine.owners[group][member.index].hook_key
+                hooks = getattr(member.parameter, "_post_accumulate_grad_hooks", None) or {}
+                release_parameter(member.parameter)
+                hooks.pop(key, None)
+    for module in model.modules():
+        release_module(module)
+    del model.__dict__["_fluxtrain_engine"]
+    return model
+
+
+def sync(model: nn.Module, *, written: bool = False) -> None:
+    """Wait for all updates, so that any alias of a weight reads its current value.
+
+    written: weights were changed through aliases; their masters are set from them.
+    """
+    engine = engine_of(model)
+    engine.flush()
+    for group in engine.groups:
+        group.version += 1
+        if written:
+            for segment in group.trained:
+                segment.masters_are_weights()
+
+
+def _parts_of(model: nn.Module) -> Parts:
+    """Parameters in no group are torch's own to update, without masters: not in fp16."""
+    parts = take_apart(model)
+    for name, parameter in parts.loose:
+        if parameter.requires_grad and parameter.dtype == torch.float16:
+            raise UnsupportedModel(
+                f"{name} is float16, trained, and belongs to no module of its own, so it would "
+                "have no fp32 master: convert it first, or load with dtype=torch.bfloat16"
+            )
+    return parts
+
+
+def _refuse_beside_a_placement(asked: Iterable[str]) -> None:
+    """A made placement has these already."""
+    for name in asked:
+        raise BadInput(
+            f"{name} is part of the placement that was made: leave it out, or give wrap a "
+            "PlacementRequest"
+        )
+
+
+def _compute_device(device: str | torch.device | None) -> torch.device:
+    if device is not None:
+        try:
+            chosen = torch.device(device)
+        except RuntimeError as error:
+            raise BadInput(f"device {device!r} is unknown: use 'cuda' or 'cpu'") from error
+        if chosen.type not in ("cpu", "cuda"):
+            raise BadInput(f"device {chosen} is not supported: use 'cuda' or 'cpu'")
+        if chosen.type == "cuda" and not torch.cuda.is_available():
+            raise BadInput(
+                "device='cuda', but torch sees no GPU: install the CUDA build of torch and the "
+                "NVIDIA driver, or use device='cpu'"
+            )
+        return chosen
+    from fluxtrain.hardware.device import check_accelerator
+
+    check_accelerator(torch.cuda.is_available())
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _capacity(model: nn.Module, device: torch.device) -> Capacity:
+    """What is free once the model's weights have left the places where they are now."""
+    no_gpus = Gpus(gpus=(), driver=None, reason="not asked")
+    cool(model)
+    available = read_machine(gpus=no_gpus).memory_available_bytes
+    if available is not None:
+        available += copied_bytes(model)  # pages of files count as available
+    if device.type != "cuda":
+        return Capacity(device_free_bytes=None, host_available_bytes=available)
+    here = torch.empty(0, device=device).device  # with its index
+    cached = torch.cuda.memory_reserved(here) - torch.cuda.memory_allocated(here)
+    weights = sum(p.nbytes for p in model.parameters() if p.device == here)
+    return Capacity(
+        device_free_bytes=torch.cuda.mem_get_info(here)[0] + cached + weights,
+        host_available_bytes=available,
+    )
+
+
+def _furnish(
+    engine: Engine, model: nn.Module, parts: Parts, groups: dict[str, Group], borrowed: Borrowed
+) -> None:
+    """Homes, units and slots; the model is the engine's from here on."""
+    _settle(engine, groups)
+    _make_units(engine, model, parts, groups, borrowed)
+    choose_rows(engine)
+    choose_slices(engine)
+    _make_slots(engine)
+    choose_recompute(engine)
+    _put_on(engine, model, parts)
+
+
+def _settle(engine: Engine, groups: dict[str, Group]) -> None:
+    """Move every group's weights home, one group at a time, so that no second copy of the model
+    ever exists."""
+    engine.groups += [g for g in groups.values() if g.members]
+    for group, row in zip(engine.groups, engine.plan.groups, strict=True):
+        pin = engine.device.pins and row.weights != "device"
+        group.settle(row, engine.device.torch_device, pin=pin)
+        engine.owners[group] = {}
+        for member in group.members:
+            owner = Owner(engine, group, member)
+            engine.owners[group][member.index] = owner
+            if member.parameter.requires_grad:
+                _catch_stray_gradients(member.parameter, owner)
+            adopt_parameter(member.parameter, owner)
+        trim_heap()  # the copies that its weights were may be pieces of the heap
+    gc.collect()
+
+
+def _catch_stray_gradients(parameter: nn.Parameter, owner: Owner) -> None:
+    owner.hook_key = parameter.register_post_accumulate_grad_hook(_stray_gradient).id
+
+
+def _stray_gradient(parameter: Tensor) -> None:
+    """A hook without a closure: the collector does not look into a tensor's hooks, so that one
+    which held the parameter would keep it alive for ever."""
+    owner = owner_of(parameter)
+    if owner is not None:
+        take_in(owner, owner.member.parameter)
+
+
+def _make_units(
+    engine: Engine, model: nn.Module, parts: Parts, groups: dict[str, Group], borrowed: Borrowed
+) -> None:
+    order = {name: i for i, (name, _) in enumerate(model.named_modules())}
+    named = sorted([*parts.edges, *parts.blocks], key=lambda part: order.get(part[0], 0))
+    for position, (name, module) in enumerate(named):
+        unit = Unit(name, module, position, groups[name])
+        for group, indices in borrowed.get(name, {}).items():
+            unit.borrowed[group] = [group.members[i] for i in indices]
+        members = {id(m.parameter): m for _, m in unit.members}
+        unit.places = [
+            (inner, key, members[id(parameter)])
+            for inner in module.modules()
+            for key, parameter in inner._parameters.items()
+            if parameter is not None and id(parameter) in members
+        ]
+        unit.is_head = is_head(model, module)
+        replace_forward(module, UnitForward(engine, unit))
+        guard_module(module, engine)
+        engine.units.append(unit)
+
+
+def _make_slots(engine: Engine) -> None:
+    """Edges and resident blocks get a slot of their own, the other blocks share."""
+    owners, streamed = slots_for(engine, [group.placement for group in engine.groups])
+    for group in owners:
+        engine.window.add_slot(group.wire_bytes, owner=group)
+    largest = max((group.wire_bytes for group in streamed), default=0)
+    for _ in range(engine.plan.slots):
+        engine.window.add_slot(largest)
+
+
+def _put_on(engine: Engine, model: nn.Module, parts: Parts) -> None:
+    """Let the model itself know its engine: what stands beside the blocks, and its surface."""
+    device = engine.device.torch_device
+    for _, parameter in parts.loose:
+        parameter.data = parameter.data.to(device)
+        engine.loose.append(parameter)
+    if device.type != "cpu":
+        _move_buffers(model, device)
+    model.__dict__["_fluxtrain_engine"] = engine
+    model.__dict__["_fluxtrain_hooks"] = (
+        model.register_forward_pre_hook(_before_model, with_kwargs=True),
+        model.register_forward_hook(_after_model, always_call=True),
+    )
+    for module in _ancestors(model, {id(u.module) for u in engine.units}):
+        guard_module(module, engine)
+
+
+def _move_buffers(model: nn.Module, device: torch.device) -> None:
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.to(device)
+
+
+def _ancestors(module: nn.Module, units: set[int]) -> Iterator[nn.Module]:
+    """Modules above the units: their `.to()` would reach wrapped parameters."""
+    yield module
+    for child in module.children():
+        if id(child) not in units:
+            yield from _ancestors(child, units)
+
+
+def _before_model(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Inputs move to the device; the user's own gradient checkpointing has nothing left to do."""
+    engine = model.__dict__.get("_fluxtrain_engine")
+    if engine is None:
+        raise MisusedModel("this model was copied while wrapped: wrap the copy")
+    for unit in engine.units:
+        if getattr(unit.module, "gradient_checkpointing", False):
+            unit.module.gradient_checkpointing = False
+            engine.say("gradient checkpointing is off: wrapped blocks recompute by themselves")
+    if engine.device.torch_device.type == "cpu":
+        return None
+    moved: tuple[tuple[Any, ...], dict[str, Any]]
+    moved, _ = to_device((args, kwargs), engine.device.torch_device)
+    engine.host_ids.note((args, kwargs), moved)
+    return moved
+
+
+def _after_model(model: nn.Module, *_: object) -> None:
+    engine = model.__dict__.get("_fluxtrain_engine")
+    if engine is not None:
+        engine.host_ids.forget()
