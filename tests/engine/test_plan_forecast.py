@@ -206,7 +206,8 @@ def test_the_disk_that_is_told_is_the_one_that_a_run_is_judged_by() -> None:
     forecast = Forecast(
         facts=facts, capacity=room, request=RunRequest(),
         placement=place(facts, room, RunRequest()), passes=1,
-        clips=True, keep_checkpoints=2, constants=Constants(per_s={}, source=""),
+        clips=True, keep_checkpoints=2, saved_bytes=facts.weight_bytes,
+        constants=Constants(per_s={}, source=""),
     )  # fmt: skip
     judged = disk_need(
         facts, model_bytes=facts.weight_bytes, kept=2, written=EVERY_CHECKPOINT, steps=0

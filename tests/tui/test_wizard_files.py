@@ -187,7 +187,7 @@ def test_of_a_conversation_only_the_assistant_is_marked_as_learnt(tmp_path: Path
     assert (facts.format, facts.documents) == ("jsonl-messages", 5)
     assert len(facts.samples) == 3
     assert [piece.learnt for piece in facts.samples[0]] == [False, False, True]
-    assert [piece.role for piece in facts.samples[0]] == ["system", "user", "assistant"]
+    assert [piece.text for piece in facts.samples[0]][1:] == ["user: Hello?", "assistant: Yes."]
 
 
 def test_a_long_file_is_estimated_and_says_so(tmp_path: Path) -> None:

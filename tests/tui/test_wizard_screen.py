@@ -176,7 +176,7 @@ async def test_offload_and_steps_can_be_changed_and_are_planned_again(
         await wizard.until(lambda: wizard.plan)
         await wizard.until(lambda: "train.steps=12" in wizard.asked()[-1])
         last = wizard.asked()[-1]
-        assert last[:2] == ["plan", "--demo"]
+        assert last[:3] == ["plan", "--json", "--demo"]
         assert {"placement.offload=none", "train.steps=12"} <= set(last)
         await wizard.go_to("launch")
         await wizard.until(lambda: "train.steps=12" in wizard.text())

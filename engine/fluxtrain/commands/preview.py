@@ -104,18 +104,19 @@ def preview(
     return _answer(
         config,
         forecast_of(config, facts, placement, where, constants),
-        model=PlannedModel(
-            name=Path(config.model.path).name,
-            parameters=sum(parameter.numel() for parameter in model.parameters()),
-            blocks=facts.layers,
-            dtype=dtype.value,
-        ),
+        model=_told_model(config, model, dtype.value, facts.layers),
         machine=elsewhere.line if elsewhere else machine.line(),
         host_limit_bytes=_host_limit(where, placement, None if elsewhere else machine),
         estimated_rows=rows,
         steps=schedule.total_steps,
         choices=(device, dtype, *placement.choices, *locks, *schedule.choices),
     )
+
+
+def _told_model(config: RunConfig, model: PreTrainedModel, dtype: str, blocks: int) -> PlannedModel:
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    name = Path(config.model.path).name
+    return PlannedModel(name=name, parameters=parameters, blocks=blocks, dtype=dtype)
 
 
 def _answer(

@@ -8,20 +8,18 @@ of a run that has that chunk, within rounding of this one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from fluxtrain.block.recompute_policy import choose_recompute
-from fluxtrain.edges.embedding import passes_in_parts
 from fluxtrain.errors import DoesNotFit
 from fluxtrain.memory.group import Group
 from fluxtrain.memory.moving import moves, prepare_move
 from fluxtrain.memory.window import Slot
 from fluxtrain.optimizer.optimizer_state import renew_state
 from fluxtrain.plan.choices.placement import Placement
-from fluxtrain.plan.group_placement import GroupPlacement, check_groups, refuse_unused
+from fluxtrain.plan.group_placement import check_groups, refuse_unused
 from fluxtrain.runtime.context import Context
+from fluxtrain.wrap.slots import slots_for
 
 
 def resettle(context: Context, placement: Placement) -> None:
@@ -68,22 +66,6 @@ def resettle(context: Context, placement: Placement) -> None:
     context.chunk_rows = placement.chunk_rows or context.chunk_rows
     choose_recompute(context)
     context.ahead.begin_next_step(placement.slots)
-
-
-def slots_for(context: Context, rows: Sequence[GroupPlacement]) -> tuple[list[Group], list[Group]]:
-    """Find the groups that have a slot of their own with these rows, one a group, and the blocks
-    that share slots."""
-    copied = [
-        (group, row)
-        for group, row in zip(context.groups, rows, strict=True)
-        if row.weights != "device"
-    ]
-    owners = [
-        group
-        for group, row in copied
-        if (row.resident if group.kind == "block" else not passes_in_parts(context, group))
-    ]
-    return owners, [g for g, row in copied if g.kind == "block" and not row.resident]
 
 
 def _waiting(placement: Placement) -> int:

@@ -12,6 +12,7 @@ import msgspec
 import fluxtrain
 from fluxtrain.calibration.constants import Constants
 from fluxtrain.client.machine import Machine
+from fluxtrain.client.plan import PlannedTime
 from fluxtrain.config.schema import RunConfig
 from fluxtrain.plan.choices.placement import Placement
 from fluxtrain.rundir.process import ProcessMark
@@ -49,7 +50,7 @@ def write_plan_file(
     run_dir: RunDir,
     planned: Planned,
     placement: Placement,
-    parts_s: dict[str, float],
+    time: PlannedTime | None,
     constants: Constants,
 ) -> None:
     """plan.json: the whole plan, also where the event had to be shortened, frozen before the first
@@ -62,7 +63,7 @@ def write_plan_file(
         "need": asdict(placement.need),
         "process_bytes": placement.process_bytes,
         "saving_bytes": placement.saving_bytes,
-        "parts_s": parts_s,
+        "parts_s": time.parts_s if time else {},
         "per_s": dict(constants.per_s),
         "calibration": msgspec.to_builtins(constants.calibration),
     }

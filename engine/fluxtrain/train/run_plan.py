@@ -71,8 +71,7 @@ class RunPlan:
             binds=time.binds if time else "",
             constants=forecast.because,
         )
-        parts_s = time.parts_s if time else {}
-        write_plan_file(run_dir, planned, placement, parts_s, self.constants)
+        write_plan_file(run_dir, planned, placement, time, self.constants)
         return planned
 
 

@@ -20,7 +20,6 @@ from fluxtrain.guards.arguments import to_device
 from fluxtrain.guards.refusals import refuse_unsupported
 from fluxtrain.hardware.gpu import Gpus
 from fluxtrain.hardware.machine import read_machine
-from fluxtrain.live.resettle import slots_for
 from fluxtrain.memory.group import Group
 from fluxtrain.memory.mapped import cool, copied_bytes
 from fluxtrain.memory.unit import Unit
@@ -39,6 +38,7 @@ from fluxtrain.wrap.block_discovery import Parts, take_apart
 from fluxtrain.wrap.engine import Engine, engine_of
 from fluxtrain.wrap.grouping import Borrowed, group_parameters, is_head, model_facts
 from fluxtrain.wrap.module_patches import guard_module, release_module, replace_forward
+from fluxtrain.wrap.slots import slots_for
 from fluxtrain.wrap.unit_forward import UnitForward
 
 
