@@ -120,7 +120,7 @@ def wrapped(
     """Wrap the model as a run with these rows would be; its engine, the plan for the rows, and what
     is to be said of it. The model is on the host as a loaded one: the trial has the card alone."""
     import fluxtrain
-    from fluxtrain.wrap.engine import engine_of
+    from fluxtrain.wrapping.engine import engine_of
 
     budget_bytes = int((options.budget_gib - CONTEXT_GIB) * GIB)
     plan, told = planned(model, options, budget_bytes)

@@ -23,7 +23,7 @@ import fluxtrain
 from fluxtrain.device.device import open_device
 from fluxtrain.trace.ring import RingWriter
 from fluxtrain.trace.step_cutter import StepCutter
-from fluxtrain.wrap.engine import Engine, engine_of
+from fluxtrain.wrapping.engine import Engine, engine_of
 
 SHAPES = yaml.safe_load(Path(__file__).with_name("shapes.yaml").read_text())
 ROUND = 4  # steps with, then as many without; the first of each round is not counted

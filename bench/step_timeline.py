@@ -13,7 +13,7 @@ from fluxtrain.trace.export import write_trace
 from fluxtrain.trace.lanes import StepLanes
 from fluxtrain.trace.ring import read_ring
 from fluxtrain.trace.timeline import TimelineThread
-from fluxtrain.wrap.engine import Engine
+from fluxtrain.wrapping.engine import Engine
 
 WARM_UP_STEPS = 3
 

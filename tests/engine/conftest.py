@@ -31,7 +31,7 @@ from fluxtrain.commands import preview
 from fluxtrain.data.demo import train_tokenizer
 from fluxtrain.hardware.machine import read_machine
 from fluxtrain.updates import updates
-from fluxtrain.wrap.engine import Engine
+from fluxtrain.wrapping.engine import Engine
 from tests.engine import forked
 from tests.engine.deferred_models import Hold
 from tests.engine.half_models import half_model

@@ -24,7 +24,7 @@ from fluxtrain.device.page_locks import PageLocks
 from fluxtrain.device.recorder import HostClock, Recorder
 from fluxtrain.device.stalls import Stalls
 from fluxtrain.device.worker import Worker
-from fluxtrain.wrap import wrapping
+from fluxtrain.wrapping import wrap as wrapping
 
 _PAUSES_S = (0.0, 0.0, 0.0, 0.003)  # of a copy
 _HOME = 10  # times: so slow that the next pass finds gradients on their way

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fluxtrain.memory.segment import Member
 from fluxtrain.updates.loss_scale import FIRST, LossScale
-from fluxtrain.wrap.engine import Engine, engine_of
+from fluxtrain.wrapping.engine import Engine, engine_of
 from tests.wrap_with import wrap_with
 
 HALF = torch.float16

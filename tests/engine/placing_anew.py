@@ -9,7 +9,7 @@ from fluxtrain.live.resettle import resettle
 from fluxtrain.plan.choices.placement import Placement
 from fluxtrain.plan.facts import GroupFacts, HeadFacts, ModelFacts
 from fluxtrain.plan.group_placement import table_of
-from fluxtrain.wrap.engine import Engine
+from fluxtrain.wrapping.engine import Engine
 
 
 def placed_anew(engine: Engine, **counts: Any) -> Placement:

@@ -25,7 +25,7 @@ from fluxtrain.device.staging import host_copy
 from fluxtrain.device.stalls import Stalls
 from fluxtrain.device.transfer import Transfer
 from fluxtrain.updates import updates
-from fluxtrain.wrap import wrapping
+from fluxtrain.wrapping import wrap as wrapping
 
 _LONGEST_S = 0.004  # of a delay; a step of the tests' models takes some 0.02
 

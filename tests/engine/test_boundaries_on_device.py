@@ -12,8 +12,8 @@ import torch
 import fluxtrain
 from fluxtrain.plan.facts import RowFacts
 from fluxtrain.plan.footprint import Layout, boundaries_on_host, parked_count
-from fluxtrain.wrap.engine import Engine, engine_of
-from fluxtrain.wrap.grouping import facts_of
+from fluxtrain.wrapping.engine import Engine, engine_of
+from fluxtrain.wrapping.grouping import facts_of
 from tests.engine.placing_anew import turn_to
 from tests.wrap_with import wrap_with
 

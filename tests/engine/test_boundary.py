@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fluxtrain.device.cpu_device import CpuDevice
 from fluxtrain.memory.boundary import LEAVING, BoundaryPark
-from fluxtrain.wrap.engine import engine_of
+from fluxtrain.wrapping.engine import engine_of
 from tests.wrap_with import wrap_with
 
 

@@ -16,7 +16,7 @@ from fluxtrain.device import cpu_device as devices
 from fluxtrain.device.cpu_device import CpuDevice
 from fluxtrain.memory.boundary import BoundaryPark
 from fluxtrain.memory.boundary_homes import BoundaryHomes
-from fluxtrain.wrap.engine import engine_of
+from fluxtrain.wrapping.engine import engine_of
 from tests.engine.granted import Granted, granting
 from tests.engine.placing_anew import turn_to
 from tests.wrap_with import wrap_with

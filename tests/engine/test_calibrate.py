@@ -38,7 +38,7 @@ from fluxtrain.methods.causal_lm import CausalLM
 from fluxtrain.methods.objective import BoundBatch
 from fluxtrain.plan.facts import ModelFacts
 from fluxtrain.planning.placing import model_facts
-from fluxtrain.wrap.engine import engine_of
+from fluxtrain.wrapping.engine import engine_of
 from tests.engine.trial_rows import LENGTH, batch_of, plain_batch
 
 Tiny = Callable[..., PreTrainedModel]

@@ -28,7 +28,7 @@ from fluxtrain.errors import BadInput, NoSpace
 from fluxtrain.methods.optimizer import EngineAdamW
 from fluxtrain.reporting.announce import Announcer
 from fluxtrain.telemetry import events as ev
-from fluxtrain.wrap.engine import engine_of
+from fluxtrain.wrapping.engine import engine_of
 
 
 class FakeEngine:

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import fluxtrain
 from fluxtrain.errors import Diverged, MisusedModel
 from fluxtrain.updates import updates
-from fluxtrain.wrap.engine import engine_of
+from fluxtrain.wrapping.engine import engine_of
 from tests.engine.plain_models import adamw
 from tests.engine.test_eager_faults import (
     data_of,

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 import fluxtrain
 from fluxtrain.errors import Diverged, MisusedModel
-from fluxtrain.wrap.engine import Engine, engine_of
+from fluxtrain.wrapping.engine import Engine, engine_of
 from tests.engine.plain_models import adamw
 from tests.engine.test_eager_graphs import Deep, batch, distance, plain
 from tests.wrap_with import wrap_with

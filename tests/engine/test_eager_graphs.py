@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import fluxtrain
 from fluxtrain.errors import Diverged, MisusedModel
-from fluxtrain.wrap.engine import Engine, engine_of
+from fluxtrain.wrapping.engine import Engine, engine_of
 from tests.engine.plain_models import Net, adamw
 from tests.wrap_with import wrap_with
 

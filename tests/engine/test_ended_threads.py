@@ -54,7 +54,7 @@ TRAINING = """
 import os
 import torch
 import fluxtrain
-from fluxtrain.wrap.engine import engine_of
+from fluxtrain.wrapping.engine import engine_of
 
 def computed():
     model(torch.randn(64, 512)).square().mean().backward()

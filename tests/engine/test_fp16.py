@@ -16,8 +16,8 @@ from fluxtrain.errors import MisusedModel, UnsupportedModel
 from fluxtrain.plan import states as state_formats
 from fluxtrain.updates.clip import clip_scale
 from fluxtrain.updates.loss_scale import FIRST
-from fluxtrain.wrap.engine import engine_of
-from fluxtrain.wrap.grouping import facts_of
+from fluxtrain.wrapping.engine import engine_of
+from fluxtrain.wrapping.grouping import facts_of
 from tests.engine.half_models import (
     HALF,
     HOMES,

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import fluxtrain
 from fluxtrain.errors import BadInput, Diverged
 from fluxtrain.updates.loss_scale import BACKOFF, FIRST, LEAST, LossScale
-from fluxtrain.wrap.engine import engine_of
+from fluxtrain.wrapping.engine import engine_of
 from tests.engine.half_models import (
     HALF,
     HOMES,

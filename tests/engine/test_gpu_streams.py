@@ -15,7 +15,7 @@ import fluxtrain
 from fluxtrain.device.arena import HostArena
 from fluxtrain.errors import Diverged
 from fluxtrain.plan import depths, heads
-from fluxtrain.wrap import wrapping
+from fluxtrain.wrapping import wrap as wrapping
 from tests.engine.gpu_streams import streaming
 from tests.engine.row_models import inputs, llama
 from tests.wrap_with import wrap_with

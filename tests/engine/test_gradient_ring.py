@@ -15,8 +15,8 @@ from fluxtrain.plan.depths import LARGE_GRADIENT_BYTES, ring_depth
 from fluxtrain.plan.facts import Capacity
 from fluxtrain.plan.footprint import Layout, footprint
 from fluxtrain.plan.group_placement import GroupPlacement
-from fluxtrain.wrap.engine import Engine, engine_of
-from fluxtrain.wrap.grouping import facts_of
+from fluxtrain.wrapping.engine import Engine, engine_of
+from fluxtrain.wrapping.grouping import facts_of
 from tests.wrap_with import wrap_with
 
 LAYERS = 8
@@ -76,7 +76,7 @@ def test_a_host_with_room_for_the_ring_alone_runs_eager_steps_only(
         for eager in (True, False)
     )
     room = Capacity(device_free_bytes=None, host_available_bytes=(ring + every) // 2)
-    monkeypatch.setattr("fluxtrain.wrap.wrapping._capacity", lambda *_: room)
+    monkeypatch.setattr("fluxtrain.wrapping.wrap._capacity", lambda *_: room)
     wrap_with(
         LlamaForCausalLM(CONFIG).to(torch.bfloat16),
         device="cpu",

@@ -14,7 +14,7 @@ import fluxtrain
 from fluxtrain.edges.head import LazyLogits
 from fluxtrain.errors import MisusedModel
 from fluxtrain.plan import heads
-from fluxtrain.wrap.engine import engine_of
+from fluxtrain.wrapping.engine import engine_of
 from tests.engine.head_models import (
     FUSED,
     LENGTH,

@@ -15,7 +15,7 @@ from fluxtrain.errors import BadInput, MisusedModel
 from fluxtrain.live import resettle as resettling
 from fluxtrain.memory.moving import prepare_move
 from fluxtrain.plan import heads
-from fluxtrain.wrap.engine import Engine, engine_of
+from fluxtrain.wrapping.engine import Engine, engine_of
 from tests.engine.placing_anew import turn_to
 from tests.engine.row_models import HIDDEN, VOCABULARY, Result, inputs, trained
 from tests.wrap_with import wrap_with

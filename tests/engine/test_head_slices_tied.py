@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fluxtrain.plan import heads
-from fluxtrain.wrap.engine import Engine, engine_of
+from fluxtrain.wrapping.engine import Engine, engine_of
 from tests.engine.row_models import HIDDEN, VOCABULARY, inputs, trained
 from tests.engine.test_head_slices import WORDS, agree, head_of, in_slices, qwen
 

@@ -16,7 +16,7 @@ from fluxtrain.gradients.views import stored
 from fluxtrain.memory.group import Group
 from fluxtrain.plan import heads
 from fluxtrain.plan.group_placement import GroupPlacement
-from fluxtrain.wrap.engine import engine_of
+from fluxtrain.wrapping.engine import engine_of
 from tests.engine.row_models import inputs, llama, wrapped
 from tests.wrap_with import wrap_with
 

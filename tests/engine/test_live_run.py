@@ -20,7 +20,7 @@ from fluxtrain.rundir.control import Answer, send_command
 from fluxtrain.telemetry import events as ev
 from fluxtrain.telemetry.journal import read_events
 from fluxtrain.train.run import train
-from fluxtrain.wrap.engine import Engine
+from fluxtrain.wrapping.engine import Engine
 
 MakeConfig = Callable[..., Path]
 Say = Callable[[Path], Answer]

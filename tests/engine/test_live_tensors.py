@@ -24,7 +24,7 @@ from fluxtrain.memory.unit import Unit
 from fluxtrain.plan.footprint import BOUNDARIES_IN_FLIGHT, HIDDEN_AT_LOSS
 from fluxtrain.runtime.context import Context
 from fluxtrain.runtime.passes import bound
-from fluxtrain.wrap.engine import engine_of
+from fluxtrain.wrapping.engine import engine_of
 from tests.wrap_with import wrap_with
 
 LAYERS, TOKENS, HIDDEN, CHUNK = 4, 16, 64, 2

@@ -20,7 +20,7 @@ from fluxtrain.device.cpu_device import CpuDevice
 from fluxtrain.device.page_locks import PageLocks
 from fluxtrain.device.staging import Staging
 from fluxtrain.device.transfer import Transfer
-from fluxtrain.wrap.engine import engine_of
+from fluxtrain.wrapping.engine import engine_of
 from tests.engine.granted import Granted, granting
 from tests.wrap_with import wrap_with
 

@@ -239,7 +239,7 @@ def test_a_type_that_cannot_be_trained_is_refused_and_may_be_frozen() -> None:
 PEAK = """
 import sys, torch, fluxtrain
 from torch import nn
-from fluxtrain.wrap.engine import engine_of
+from fluxtrain.wrapping.engine import engine_of
 
 def value(key):
     lines = open("/proc/self/status").read().splitlines()

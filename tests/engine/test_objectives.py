@@ -29,7 +29,7 @@ from fluxtrain.reporting.console import line
 from fluxtrain.telemetry import events as ev
 from fluxtrain.train.loop import LoopSettings, TrainingLoop
 from fluxtrain.train.requests import Requests
-from fluxtrain.wrap.engine import engine_of
+from fluxtrain.wrapping.engine import engine_of
 from tests.engine.toy_objectives import LATENT, Case, flow_matching, preference
 
 RATE = 1e-2

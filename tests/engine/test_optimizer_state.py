@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import fluxtrain
 from fluxtrain.errors import BadInput, MisusedModel
-from fluxtrain.wrap.engine import engine_of
+from fluxtrain.wrapping.engine import engine_of
 from tests.wrap_with import wrap_with
 
 BOTH = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])

@@ -18,7 +18,7 @@ from fluxtrain.device import page_locks
 from fluxtrain.device.page_locks import PageLocks
 from fluxtrain.device.staging import Staging, host_copy
 from fluxtrain.planning.preflight import page_locks_of
-from fluxtrain.wrap.engine import engine_of
+from fluxtrain.wrapping.engine import engine_of
 
 KIB = 1 << 10
 

@@ -13,7 +13,7 @@ import fluxtrain
 from fluxtrain.adamw import reference
 from fluxtrain.adamw.hyper import Hyper, coefficients
 from fluxtrain.updates.clip import clip_scale
-from fluxtrain.wrap.engine import engine_of
+from fluxtrain.wrapping.engine import engine_of
 from tests.wrap_with import wrap_with
 
 Grads = Callable[[nn.Module], dict[str, Tensor]]

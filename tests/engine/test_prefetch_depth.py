@@ -12,7 +12,7 @@ from torch import nn
 import fluxtrain
 from fluxtrain.errors import BadInput
 from fluxtrain.memory.group import Group
-from fluxtrain.wrap.engine import Engine, engine_of
+from fluxtrain.wrapping.engine import Engine, engine_of
 from tests.wrap_with import wrap_with
 
 LAYERS = 8

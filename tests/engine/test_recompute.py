@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fluxtrain
 from fluxtrain.errors import MisusedModel
-from fluxtrain.wrap.engine import engine_of
+from fluxtrain.wrapping.engine import engine_of
 from tests.wrap_with import wrap_with
 
 CHECKED_STEPS = 3  # recomputes that run to the end, to be compared with the forward

@@ -26,7 +26,7 @@ from fluxtrain.plan.facts import GroupFacts
 from fluxtrain.plan.footprint import Layout
 from fluxtrain.plan.request import PlacementRequest
 from fluxtrain.plan.states import StateFormat
-from fluxtrain.wrap.block_discovery import take_apart
+from fluxtrain.wrapping.block_discovery import take_apart
 from tests.engine.trial_rows import batch_of
 
 Tiny = Callable[..., PreTrainedModel]

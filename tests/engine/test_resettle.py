@@ -21,8 +21,8 @@ from fluxtrain.plan import states as state_formats
 from fluxtrain.plan.choices.placement import placement_of
 from fluxtrain.plan.facts import RowFacts
 from fluxtrain.plan.footprint import Layout, footprint
-from fluxtrain.wrap.engine import Engine, engine_of
-from fluxtrain.wrap.grouping import facts_of
+from fluxtrain.wrapping.engine import Engine, engine_of
+from fluxtrain.wrapping.grouping import facts_of
 from tests.wrap_with import wrap_with
 
 LAYERS = 6

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fluxtrain.gradients.row_sum import Scatter
 from fluxtrain.plan import depths
-from fluxtrain.wrap.engine import engine_of
+from fluxtrain.wrapping.engine import engine_of
 from tests.engine.placing_anew import turn_to
 from tests.engine.row_models import (
     HIDDEN,

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import fluxtrain
 from fluxtrain.errors import Diverged
-from fluxtrain.wrap.engine import Engine
+from fluxtrain.wrapping.engine import Engine
 from tests.engine.deferred_models import GIVEN_UP_S
 from tests.engine.row_models import by_rows, equal, inputs, llama, trained, wrapped
 

@@ -19,8 +19,8 @@ from fluxtrain.plan import states as state_formats
 from fluxtrain.plan.facts import GroupFacts
 from fluxtrain.plan.group_placement import GroupPlacement
 from fluxtrain.updates.clip import clip_scale
-from fluxtrain.wrap.engine import engine_of
-from fluxtrain.wrap.grouping import facts_of
+from fluxtrain.wrapping.engine import engine_of
+from fluxtrain.wrapping.grouping import facts_of
 from tests.wrap_with import wrap_with
 
 FORMATS = pytest.mark.parametrize("states", ["bf16", "8bit"])

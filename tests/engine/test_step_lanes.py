@@ -26,7 +26,7 @@ from fluxtrain.trace.step_cutter import StepCutter
 from fluxtrain.trace.timeline import TimelineThread
 from fluxtrain.train.evaluate import evaluate
 from fluxtrain.train.run import train
-from fluxtrain.wrap.engine import Engine, engine_of
+from fluxtrain.wrapping.engine import Engine, engine_of
 from tests.wrap_with import wrap_with
 
 BLOCKS = ("model.layers.0", "model.layers.1", "model.layers.2")

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from fluxtrain.errors import UnsupportedModel
-from fluxtrain.wrap.block_discovery import take_apart
+from fluxtrain.wrapping.block_discovery import take_apart
 
 
 def tree(**children: nn.Module) -> nn.Module:

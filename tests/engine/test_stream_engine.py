@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import fluxtrain
 from fluxtrain.device.transfer import Transfer
 from fluxtrain.errors import BadInput
-from fluxtrain.wrap.engine import Engine, engine_of
+from fluxtrain.wrapping.engine import Engine, engine_of
 from tests.wrap_with import wrap_with
 
 

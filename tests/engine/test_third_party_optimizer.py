@@ -32,8 +32,8 @@ from fluxtrain.telemetry import events as ev
 from fluxtrain.telemetry.journal import read_events
 from fluxtrain.train.loop import TrainingLoop
 from fluxtrain.train.run import train
-from fluxtrain.wrap.engine import engine_of
-from fluxtrain.wrap.grouping import facts_of
+from fluxtrain.wrapping.engine import engine_of
+from fluxtrain.wrapping.grouping import facts_of
 
 MakeConfig = Callable[..., Path]
 NAME = "bnb-adamw-8bit"

@@ -29,7 +29,7 @@ from fluxtrain.train.evaluate import evaluate
 from fluxtrain.train.inputs import load_inputs
 from fluxtrain.train.loop import TrainingLoop
 from fluxtrain.train.run import train
-from fluxtrain.wrap.engine import Engine, engine_of
+from fluxtrain.wrapping.engine import Engine, engine_of
 
 
 def run(config: Path, run_dir: Path, *overrides: str, resume: str | None = None) -> list[Any]:

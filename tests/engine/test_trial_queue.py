@@ -16,8 +16,8 @@ import fluxtrain
 from fluxtrain.calibration import block_timing as trial_module
 from fluxtrain.calibration.block_timing import REPEATS, Bench, Trial
 from fluxtrain.calibration.small_model import ALL_CHECKED
-from fluxtrain.wrap.block_discovery import take_apart
-from fluxtrain.wrap.engine import Engine, engine_of
+from fluxtrain.wrapping.block_discovery import take_apart
+from fluxtrain.wrapping.engine import Engine, engine_of
 from tests.engine.trial_rows import batch_of
 
 

@@ -11,7 +11,7 @@ import fluxtrain
 from fluxtrain.adamw import native_adamw
 from fluxtrain.adamw.native_adamw import update_threads
 from fluxtrain.updates import updates
-from fluxtrain.wrap.engine import engine_of
+from fluxtrain.wrapping.engine import engine_of
 
 
 @pytest.mark.parametrize(("cores", "used"), [(2, None), (4, 3), (8, 7), (16, 14), (64, 56)])

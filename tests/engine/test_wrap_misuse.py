@@ -11,7 +11,7 @@ import torch
 
 import fluxtrain
 from fluxtrain.errors import BadInput, MisusedModel, UnsupportedModel
-from fluxtrain.wrap.engine import engine_of
+from fluxtrain.wrapping.engine import engine_of
 from tests.wrap_with import wrap_with
 
 

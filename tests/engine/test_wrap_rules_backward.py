@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import fluxtrain
 from fluxtrain.edges.head import LazyLogits
 from fluxtrain.errors import Diverged, MisusedModel
-from fluxtrain.wrap.engine import engine_of
+from fluxtrain.wrapping.engine import engine_of
 
 Grads = Callable[[nn.Module], dict[str, Tensor]]
 

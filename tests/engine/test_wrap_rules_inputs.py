@@ -14,7 +14,7 @@ from transformers import DynamicCache
 
 import fluxtrain
 from fluxtrain.errors import MisusedModel, UnsupportedModel
-from fluxtrain.wrap.engine import engine_of
+from fluxtrain.wrapping.engine import engine_of
 from tests.wrap_with import wrap_with
 
 Grads = Callable[[nn.Module], dict[str, Tensor]]

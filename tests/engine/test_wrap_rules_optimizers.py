@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import fluxtrain
 from fluxtrain.errors import MisusedModel
-from fluxtrain.wrap.engine import engine_of
+from fluxtrain.wrapping.engine import engine_of
 
 Make = Callable[..., torch.optim.Optimizer]
 

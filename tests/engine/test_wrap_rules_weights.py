@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import fluxtrain
 from fluxtrain.errors import MisusedModel, UnsupportedModel
-from fluxtrain.wrap.engine import engine_of
+from fluxtrain.wrapping.engine import engine_of
 
 Grads = Callable[[nn.Module], dict[str, Tensor]]
 

@@ -25,7 +25,7 @@ from fluxtrain.telemetry.events import StepFinished
 from fluxtrain.train.loop import LoopSettings, TrainingLoop
 from fluxtrain.train.requests import Requests
 from fluxtrain.updates.loss_scale import LossScale
-from fluxtrain.wrap.engine import Engine, engine_of
+from fluxtrain.wrapping.engine import Engine, engine_of
 from tests.wrap_with import wrap_with
 
 LAYERS, ROWS, TOKENS, WORDS, WIDTH = 6, 8, 128, 4096, 512

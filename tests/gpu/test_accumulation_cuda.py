@@ -18,7 +18,7 @@ from fluxtrain.device.cuda_device import CudaDevice, CudaTransfer
 from fluxtrain.device.page_locks import LOCKS
 from fluxtrain.models.known_packing import known_packing
 from fluxtrain.plan import heads
-from fluxtrain.wrap.engine import engine_of
+from fluxtrain.wrapping.engine import engine_of
 from tests.wrap_with import wrap_with
 
 pytestmark = [

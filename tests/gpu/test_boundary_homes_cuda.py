@@ -14,7 +14,7 @@ import fluxtrain
 from fluxtrain.device.cuda_device import CudaDevice
 from fluxtrain.device.page_locks import LOCKS
 from fluxtrain.memory.boundary import BoundaryPark
-from fluxtrain.wrap.engine import engine_of
+from fluxtrain.wrapping.engine import engine_of
 from tests.wrap_with import wrap_with
 
 pytestmark = pytest.mark.gpu

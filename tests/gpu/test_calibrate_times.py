@@ -26,7 +26,7 @@ from fluxtrain.plan.cost.step import cost
 from fluxtrain.plan.footprint import Layout
 from fluxtrain.plan.states import StateFormat
 from fluxtrain.planning.placing import model_facts
-from fluxtrain.wrap.engine import engine_of
+from fluxtrain.wrapping.engine import engine_of
 from tests.gpu.test_calibrate import batch_of
 
 pytestmark = pytest.mark.gpu

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fluxtrain.errors import Diverged
-from fluxtrain.wrap.engine import engine_of
+from fluxtrain.wrapping.engine import engine_of
 from tests.wrap_with import wrap_with
 
 pytestmark = pytest.mark.gpu

@@ -17,7 +17,7 @@ from fluxtrain.adamw.reference import rounding
 from fluxtrain.adamw.step import step_
 from fluxtrain.memory.group import Group
 from fluxtrain.updates.loss_scale import FIRST, LossScale
-from fluxtrain.wrap.engine import Engine, engine_of
+from fluxtrain.wrapping.engine import Engine, engine_of
 from tests.wrap_with import wrap_with
 
 pytestmark = pytest.mark.gpu

@@ -15,7 +15,7 @@ import fluxtrain
 from fluxtrain.edges.slice_loss import FusedSlices, PlainSlices, Tokens, Words, slices_of
 from fluxtrain.models.known_packing import known_packing
 from fluxtrain.plan import heads
-from fluxtrain.wrap.engine import Engine, engine_of
+from fluxtrain.wrapping.engine import Engine, engine_of
 from tests.wrap_with import wrap_with
 
 pytestmark = [

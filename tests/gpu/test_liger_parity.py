@@ -33,7 +33,7 @@ from transformers.models.qwen2 import modeling_qwen2
 import fluxtrain
 from fluxtrain.edges.chunk_loss import FusedChunks
 from fluxtrain.models.kernels import choose_kernels
-from fluxtrain.wrap.engine import engine_of
+from fluxtrain.wrapping.engine import engine_of
 from tests.wrap_with import wrap_with
 
 pytestmark = [

@@ -17,7 +17,7 @@ from fluxtrain.adamw.fp32 import quiet
 from fluxtrain.adamw.hyper import AdamWUpdate, Hyper
 from fluxtrain.adamw.reference import encode, rounding
 from fluxtrain.adamw.step import backend_for, step_
-from fluxtrain.wrap.engine import engine_of
+from fluxtrain.wrapping.engine import engine_of
 from tests.wrap_with import wrap_with
 
 pytestmark = pytest.mark.gpu

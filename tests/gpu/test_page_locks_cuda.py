@@ -16,7 +16,7 @@ import fluxtrain
 from fluxtrain.device import page_locks
 from fluxtrain.device.arena import HostArena
 from fluxtrain.device.page_locks import PageLocks
-from fluxtrain.wrap.engine import engine_of
+from fluxtrain.wrapping.engine import engine_of
 from tests.engine.pages import mapped
 from tests.wrap_with import wrap_with
 

@@ -13,7 +13,7 @@ from transformers.models.llama import modeling_llama
 
 from fluxtrain.models.kernels import choose_kernels
 from fluxtrain.units import MIB
-from fluxtrain.wrap.engine import Engine, engine_of
+from fluxtrain.wrapping.engine import Engine, engine_of
 from tests.wrap_with import wrap_with
 
 pytestmark = [

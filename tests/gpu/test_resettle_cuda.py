@@ -19,8 +19,8 @@ from fluxtrain.plan.choices.placement import placement_of
 from fluxtrain.plan.facts import RowFacts
 from fluxtrain.plan.footprint import Layout, footprint
 from fluxtrain.units import MIB
-from fluxtrain.wrap.engine import Engine, engine_of
-from fluxtrain.wrap.grouping import facts_of
+from fluxtrain.wrapping.engine import Engine, engine_of
+from fluxtrain.wrapping.grouping import facts_of
 from tests.wrap_with import wrap_with
 
 pytestmark = [

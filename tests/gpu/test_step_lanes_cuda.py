@@ -16,7 +16,7 @@ from fluxtrain.device.recorder import CudaClock, Recorder
 from fluxtrain.trace.attribution import attribute
 from fluxtrain.trace.lanes import BUSY_LANES, Interval, StepLanes
 from fluxtrain.trace.step_cutter import StepCutter
-from fluxtrain.wrap.engine import Engine, engine_of
+from fluxtrain.wrapping.engine import Engine, engine_of
 from tests.wrap_with import wrap_with
 
 pytestmark = [

@@ -19,7 +19,7 @@ from transformers import (
 )
 
 import fluxtrain
-from fluxtrain.wrap.engine import engine_of
+from fluxtrain.wrapping.engine import engine_of
 from tests.wrap_with import wrap_with
 
 pytestmark = [

@@ -17,7 +17,7 @@ from fluxtrain.methods.objective import BoundBatch
 from fluxtrain.plan.cost.calibration import median
 
 if TYPE_CHECKING:
-    from fluxtrain.wrap.engine import Engine
+    from fluxtrain.wrapping.engine import Engine
 
 COPIES = 2  # of the block: the second starts as every block but the first does
 REPEATS = 8

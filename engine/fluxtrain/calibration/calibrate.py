@@ -53,11 +53,11 @@ from fluxtrain.plan.cost.updates import rate_of_update
 from fluxtrain.plan.facts import GroupFacts
 from fluxtrain.plan.request import PlacementRequest
 from fluxtrain.plan.states import StateFormat
-from fluxtrain.wrap.block_discovery import take_apart
-from fluxtrain.wrap.grouping import facts_of
+from fluxtrain.wrapping.block_discovery import take_apart
+from fluxtrain.wrapping.grouping import facts_of
 
 if TYPE_CHECKING:
-    from fluxtrain.wrap.engine import Engine
+    from fluxtrain.wrapping.engine import Engine
 
 WARMING = 2  # streamed steps: the first touches weights and gradients, the second the moments
 TRIALS = ("few", "many", "cut")

@@ -13,10 +13,10 @@ from torch import nn
 import fluxtrain
 from fluxtrain.calibration.block_timing import NotCalibrated
 from fluxtrain.plan.facts import Offload
-from fluxtrain.wrap.block_discovery import take_apart
+from fluxtrain.wrapping.block_discovery import take_apart
 
 if TYPE_CHECKING:
-    from fluxtrain.wrap.engine import Engine
+    from fluxtrain.wrapping.engine import Engine
 
 ALL_CHECKED = 3  # recomputes after which the engine stops to compare them with the forward
 
@@ -62,7 +62,7 @@ def wrapped(
 
     rest: more arguments of `wrap`.
     """
-    from fluxtrain.wrap.engine import engine_of
+    from fluxtrain.wrapping.engine import engine_of
 
     fluxtrain.wrap(
         mini, device=device, offload=offload, chunk_rows=chunk_rows, overlap=True, **rest

@@ -35,11 +35,11 @@ from fluxtrain.plan.facts import GroupFacts
 from fluxtrain.plan.request import PlacementRequest
 from fluxtrain.plan.states import StateFormat
 from fluxtrain.units import bytes_text
-from fluxtrain.wrap.block_discovery import take_apart
-from fluxtrain.wrap.grouping import facts_of
+from fluxtrain.wrapping.block_discovery import take_apart
+from fluxtrain.wrapping.grouping import facts_of
 
 if TYPE_CHECKING:
-    from fluxtrain.wrap.engine import Engine
+    from fluxtrain.wrapping.engine import Engine
 
 PARAMETERS = 480 << 20  # of all blocks: the gradients of few would still be in a large cache
 LEAST_BLOCKS, MOST_BLOCKS = 3, 12

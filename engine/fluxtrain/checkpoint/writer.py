@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from fluxtrain.methods.objective import Cursor
     from fluxtrain.methods.optimizer import Optimizer
-    from fluxtrain.wrap.engine import Engine
+    from fluxtrain.wrapping.engine import Engine
 
 PERIOD_S = 600.0
 _BEFORE = {

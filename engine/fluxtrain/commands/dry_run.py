@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from fluxtrain.methods.objective import Cursor
     from fluxtrain.methods.optimizer import Optimizer
     from fluxtrain.train.session import Session
-    from fluxtrain.wrap.engine import Engine
+    from fluxtrain.wrapping.engine import Engine
 
 STEPS = 3
 _LEFT_NOTHING = "the dry run was stopped and left nothing"

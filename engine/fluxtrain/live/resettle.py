@@ -19,7 +19,7 @@ from fluxtrain.optimizer.optimizer_state import renew_state
 from fluxtrain.plan.choices.placement import Placement
 from fluxtrain.plan.group_placement import check_groups, refuse_unused
 from fluxtrain.runtime.context import Context
-from fluxtrain.wrap.slots import slots_for
+from fluxtrain.wrapping.slots import slots_for
 
 
 def resettle(context: Context, placement: Placement) -> None:

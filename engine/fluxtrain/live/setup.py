@@ -23,7 +23,7 @@ from fluxtrain.plan.prediction import Promise
 from fluxtrain.reporting.announce import Announcer
 
 if TYPE_CHECKING:
-    from fluxtrain.wrap.engine import Engine
+    from fluxtrain.wrapping.engine import Engine
 
 
 def live_changes(

@@ -13,10 +13,10 @@ from fluxtrain.config.schema import TrainSettings
 from fluxtrain.methods.parameter_groups import parameter_groups
 from fluxtrain.optimizer.third_party import ThirdPartyOptimizer
 from fluxtrain.optimizer.third_party_packages import third_party_optimizer
-from fluxtrain.wrap.engine import engine_of
+from fluxtrain.wrapping.engine import engine_of
 
 if TYPE_CHECKING:
-    from fluxtrain.wrap.engine import Engine
+    from fluxtrain.wrapping.engine import Engine
 
 
 class Optimizer(Protocol):

@@ -34,10 +34,10 @@ from fluxtrain.plan.states import THIRD_PARTY_FORMATS, StateFormat
 from fluxtrain.planning.device_budget import hold_to_budget
 from fluxtrain.telemetry.events import ChoiceMade
 from fluxtrain.units import GIB
-from fluxtrain.wrap.grouping import facts_of
+from fluxtrain.wrapping.grouping import facts_of
 
 if TYPE_CHECKING:
-    from fluxtrain.wrap.engine import Engine
+    from fluxtrain.wrapping.engine import Engine
 
 
 def choose_device(config: RunConfig) -> ChoiceMade:
@@ -225,7 +225,7 @@ def wrapped(
 ) -> tuple[nn.Module, Engine]:
     """The model as `placement` says, and its engine."""
     from fluxtrain.updates.loss_scale import LossScale
-    from fluxtrain.wrap.engine import engine_of
+    from fluxtrain.wrapping.engine import engine_of
 
     states = config.train.states
     streamed = fluxtrain.wrap(

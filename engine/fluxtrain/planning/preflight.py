@@ -35,7 +35,7 @@ from fluxtrain.rundir.run_dir import RunDir
 from fluxtrain.telemetry.events import ChoiceMade
 
 if TYPE_CHECKING:
-    from fluxtrain.wrap.engine import Engine
+    from fluxtrain.wrapping.engine import Engine
 
 
 def refuse_what_does_not_fit(

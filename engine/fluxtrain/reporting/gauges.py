@@ -24,7 +24,7 @@ from fluxtrain.telemetry.events import (
 )
 
 if TYPE_CHECKING:
-    from fluxtrain.wrap.engine import Engine
+    from fluxtrain.wrapping.engine import Engine
 
 LIVE_PERIOD_S = 0.1  # 10 Hz while somebody watches
 JOURNAL_PERIOD_S = 1.0  # what the journal keeps

@@ -26,7 +26,7 @@ from fluxtrain.trace.step_clock import StepClock
 from fluxtrain.train.evaluate import evaluate
 from fluxtrain.train.queued import Computed, QueuedStep
 from fluxtrain.train.requests import Requests
-from fluxtrain.wrap.engine import engine_of
+from fluxtrain.wrapping.engine import engine_of
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,7 +21,7 @@ from fluxtrain.telemetry.events import Hello, Planned
 from fluxtrain.trace.step_clock import PHASES
 
 if TYPE_CHECKING:
-    from fluxtrain.wrap.engine import Engine
+    from fluxtrain.wrapping.engine import Engine
 
 _REPORTED = ("torch", "transformers", "safetensors", "tokenizers", "numpy", "pydantic", "msgspec")
 

@@ -31,7 +31,7 @@ from fluxtrain.planning.preflight import copied_now, refuse_what_does_not_fit
 from fluxtrain.rundir.run_dir import RunDir
 from fluxtrain.telemetry.events import ChoiceMade, Planned
 from fluxtrain.train.run_files import write_plan_file
-from fluxtrain.wrap.engine import Engine
+from fluxtrain.wrapping.engine import Engine
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,8 +23,8 @@ from fluxtrain.commands.doctor.same import Mismatch, same_bits
 from fluxtrain.errors import NoSpace
 from fluxtrain.telemetry.storage import NO_SPACE_ERRNOS
 from fluxtrain.units import bytes_text
-from fluxtrain.wrap.engine import engine_of
-from fluxtrain.wrap.wrapping import wrap
+from fluxtrain.wrapping.engine import engine_of
+from fluxtrain.wrapping.wrap import wrap
 
 STEPS = 3
 ROWS, CHUNK_ROWS, SEQUENCE_LENGTH, VOCABULARY = 4, 2, 32, 128

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 if TYPE_CHECKING:
-    from fluxtrain.wrap.engine import Engine
+    from fluxtrain.wrapping.engine import Engine
 
 UNCOMPILED = ("_compiled_call_impl", "compile")  # on the instance, of torch's own names
 _WHY = (

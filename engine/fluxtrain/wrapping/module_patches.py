@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from fluxtrain.errors import MisusedModel
 from fluxtrain.runtime.context import Context
-from fluxtrain.wrap.uncompiled import UNCOMPILED, leave_uncompiled
-from fluxtrain.wrap.unit_forward import UnitForward
+from fluxtrain.wrapping.uncompiled import UNCOMPILED, leave_uncompiled
+from fluxtrain.wrapping.unit_forward import UnitForward
 
 _OURS = (
     "forward",

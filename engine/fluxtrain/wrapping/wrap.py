@@ -34,12 +34,12 @@ from fluxtrain.plan.states import StateFormat
 from fluxtrain.runtime.context import Owner
 from fluxtrain.runtime.parameter import adopt_parameter, owner_of, release_parameter
 from fluxtrain.runtime.passes import take_in
-from fluxtrain.wrap.block_discovery import Parts, take_apart
-from fluxtrain.wrap.engine import Engine, engine_of
-from fluxtrain.wrap.grouping import Borrowed, group_parameters, is_head, model_facts
-from fluxtrain.wrap.module_patches import guard_module, release_module, replace_forward
-from fluxtrain.wrap.slots import slots_for
-from fluxtrain.wrap.unit_forward import UnitForward
+from fluxtrain.wrapping.block_discovery import Parts, take_apart
+from fluxtrain.wrapping.engine import Engine, engine_of
+from fluxtrain.wrapping.grouping import Borrowed, group_parameters, is_head, model_facts
+from fluxtrain.wrapping.module_patches import guard_module, release_module, replace_forward
+from fluxtrain.wrapping.slots import slots_for
+from fluxtrain.wrapping.unit_forward import UnitForward
 
 
 def wrap(

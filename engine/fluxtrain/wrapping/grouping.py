@@ -13,7 +13,7 @@ from fluxtrain.errors import BadInput
 from fluxtrain.memory.group import Group
 from fluxtrain.plan.facts import GroupFacts, HeadFacts, ModelFacts
 from fluxtrain.plan.states import STATE_FORMATS, StateFormat
-from fluxtrain.wrap.block_discovery import Parts, take_apart
+from fluxtrain.wrapping.block_discovery import Parts, take_apart
 
 _HEAD_COLUMNS = 8192  # an edge Linear this wide is taken for a language model's head
 _LOOSE_COPIES = 4  # weight, gradient and the two moments of torch's own AdamW
