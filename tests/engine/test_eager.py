@@ -12,6 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import fluxtrain
 from fluxtrain.errors import MisusedModel
 from fluxtrain.wrapping.engine import engine_of
+from tests.wrap_with import wrap_with
 
 CONFIG = LlamaConfig(
     vocab_size=256,
@@ -59,7 +60,7 @@ def test_eager_steps_equal_exact_ones_without_clipping(
 ) -> None:
     results = []
     for eager in (False, True):
-        model = fluxtrain.wrap(
+        model = wrap_with(
             build(dtype),
             device="cpu",
             offload="weights",

@@ -13,14 +13,16 @@ import fluxtrain
 from fluxtrain.errors import BadInput
 from fluxtrain.memory.group import Group
 from fluxtrain.wrapping.engine import Engine, engine_of
+from tests.wrap_with import wrap_with
 
 LAYERS = 8
 
 
 def wrapped(tiny: Any, slots: int | None, **placed: Any) -> tuple[nn.Module, Engine]:
-    model = fluxtrain.wrap(
+    model = wrap_with(
         tiny("llama", torch.bfloat16, num_hidden_layers=LAYERS),
-        device="cpu", offload="weights", chunk_rows=2, overlap=True, slots=slots, **placed,
+        device="cpu", offload="weights", chunk_rows=2, overlap=True,
+        prefetch=None if slots is None else slots - 1, **placed,
     )  # fmt: skip
     return model, engine_of(model)
 
@@ -45,7 +47,7 @@ def trained(
 @pytest.mark.parametrize("eager", [False, True])
 @pytest.mark.parametrize(
     "placed",
-    [{}, {"device_groups": 4, "resident_blocks": 2}, {"boundaries": "host", "resident_blocks": 3}],
+    [{}, {"device_groups": 4, "resident_blocks": 2}, {"activations": "host", "resident_blocks": 3}],
     ids=["all stream", "some on the device, some resident", "some resident, boundaries away"],
 )
 def test_any_number_of_slots_gives_the_same_bits(
@@ -54,8 +56,10 @@ def test_any_number_of_slots_gives_the_same_bits(
     found = []
     for slots in (None, 2, 3, 4, 5, LAYERS):
         model, engine = wrapped(tiny, slots, eager=eager, **placed)
-        streamed = LAYERS - sum(g.home == "device" for g in engine.groups if g.kind == "block")
-        streamed -= engine.plan.resident_blocks
+        streamed = LAYERS - sum(
+            g.placement.weights == "device" for g in engine.groups if g.kind == "block"
+        )
+        streamed -= engine.plan.totals.resident_blocks
         expected = min(slots or 3, streamed)
         assert len([s for s in engine.window.slots if s.owner is None]) == expected
         found.append(trained(model, engine, batch, eager=eager))

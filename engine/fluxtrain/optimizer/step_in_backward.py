@@ -101,7 +101,7 @@ class EagerStep:
         """The step is over: gradients that were used up are gone, and so are the references to the
         optimizer's parameters."""
         for group in self.updated:
-            if group.home == "host" and self.uses_up(group):
+            if group.placement.gradients != "device" and self.uses_up(group):
                 self._context.gradients.host.forget(group)
         self._work.clear()
 

@@ -40,7 +40,7 @@ class ThirdPartyOptimizer:
 
         Raises MisusedModel when a part of the model does not live on the device.
         """
-        elsewhere = [group.name for group in context.groups if group.home != "device"]
+        elsewhere = [group.name for group in context.groups if group.placement.state != "device"]
         if elsewhere:
             raise MisusedModel(
                 f"{elsewhere[0]} and {len(elsewhere) - 1} more parts live on the host, where only "

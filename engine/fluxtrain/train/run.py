@@ -163,7 +163,7 @@ class Run:
             plan.placement,
             self.engine,
             session.announcer,
-            plan.constants.rates(has_gpu=plan.room.has_gpu),
+            plan.constants.rates(has_gpu=plan.capacity.has_gpu),
         )
         session.requests.changes_go_to(changes.ask)
         return changes

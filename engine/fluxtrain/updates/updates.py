@@ -89,7 +89,7 @@ class Updates:
         unwritten = group.ensure_state()
         work = ranges(group, hypers)
         group.version += 1
-        if group.home == "device":
+        if group.placement.state == "device":
             start = self._recorder.instant()
             for flat in unwritten:  # where the processor is the device
                 zero_(flat, threads=self._threads)
