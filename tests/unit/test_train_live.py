@@ -14,7 +14,7 @@ from fluxtrain.live.changes import LiveChanges
 from fluxtrain.live.effect import STEPS
 from fluxtrain.live.settings import LiveSettings, Use
 from fluxtrain.plan.choices.placement import Placement
-from fluxtrain.plan.prediction import Promise
+from fluxtrain.planning.prediction import Promise
 from fluxtrain.telemetry import events as ev
 from fluxtrain.units import GIB, MIB
 from tests.unit.live_ground import BLOCK_BYTES, BLOCKS, ground

@@ -26,7 +26,7 @@ from fluxtrain.live.settings import (
 )
 from fluxtrain.live.steady import SteadySteps
 from fluxtrain.plan.choices.placement import Placement
-from fluxtrain.plan.prediction import Promise
+from fluxtrain.planning.prediction import Promise
 from fluxtrain.reporting.announce import Announcer
 from fluxtrain.telemetry.events import (
     ChangeApplied,

@@ -19,7 +19,7 @@ from fluxtrain.plan.choices.placement import Placement
 from fluxtrain.plan.cost.rates import Rates
 from fluxtrain.plan.cost.step import cost
 from fluxtrain.plan.facts import ModelFacts
-from fluxtrain.plan.prediction import Promise
+from fluxtrain.planning.prediction import Promise
 from fluxtrain.reporting.announce import Announcer
 
 if TYPE_CHECKING:
