@@ -54,7 +54,7 @@ def trained(
     **options: Any,
 ) -> Result:
     """Losses and norms, the gradients of the third step, and the weights after the last."""
-    engine = wrapped(model, embedding, eager=eager, **options)
+    engine = wrapped(model, embedding, optimizer_in_backward=eager, **options)
     assert by_rows(engine) == (embedding == "rows")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
     told: list[float] = []

@@ -327,7 +327,7 @@ def test_a_tied_head_beside_a_whole_lookup_stays_whole_and_that_is_said(
         engine = in_slices(model, embedding="whole")
     assert head_of(engine).slices is None
     assert "none is known" not in caplog.text  # once is enough, with the reason
-    assert "head='slices' has no effect" in caplog.text
+    assert "head='chunks' has no effect" in caplog.text
     assert "embedding=rows" in caplog.text
 
 

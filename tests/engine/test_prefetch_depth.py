@@ -22,7 +22,7 @@ def wrapped(tiny: Any, slots: int | None, **placed: Any) -> tuple[nn.Module, Eng
     model = wrap_with(
         tiny("llama", torch.bfloat16, num_hidden_layers=LAYERS),
         device="cpu", offload="weights", chunk_rows=2, overlap=True,
-        prefetch=None if slots is None else slots - 1, **placed,
+        prefetch=slots - 1 if isinstance(slots, int) else slots, **placed,
     )  # fmt: skip
     return model, engine_of(model)
 
@@ -55,7 +55,7 @@ def test_any_number_of_slots_gives_the_same_bits(
 ) -> None:
     found = []
     for slots in (None, 2, 3, 4, 5, LAYERS):
-        model, engine = wrapped(tiny, slots, eager=eager, **placed)
+        model, engine = wrapped(tiny, slots, optimizer_in_backward=eager, **placed)
         streamed = LAYERS - sum(
             g.placement.weights == "device" for g in engine.groups if g.kind == "block"
         )
@@ -98,12 +98,12 @@ def test_with_two_slots_the_next_streamed_block_is_asked_for_past_a_resident_one
     fluxtrain.sync(model)
 
 
-@pytest.mark.parametrize("slots", [0, -1, 2.5, True])
-def test_a_number_of_slots_that_makes_no_sense_is_refused(tiny: Any, slots: Any) -> None:
-    with pytest.raises(BadInput, match="slots is"):
-        wrapped(tiny, slots)
+@pytest.mark.parametrize("prefetch", [0, -1, 2.5, True])
+def test_a_number_of_blocks_ahead_that_makes_no_sense_is_refused(tiny: Any, prefetch: Any) -> None:
+    with pytest.raises(BadInput, match="prefetch is"):
+        wrap_with(tiny("llama"), prefetch=prefetch)
 
 
-def test_who_asks_for_no_slots_hears_what_to_do(tiny: Any) -> None:
-    with pytest.raises(BadInput, match="slots is 0: use at least 1, or leave it out"):
-        wrapped(tiny, 0)
+def test_who_asks_for_no_block_ahead_hears_what_to_do(tiny: Any) -> None:
+    with pytest.raises(BadInput, match="prefetch is 0: use at least 1, or leave it out"):
+        wrap_with(tiny("llama"), prefetch=0)

@@ -265,7 +265,7 @@ def test_a_model_is_wrapped_with_its_first_blocks_on_the_device_and_the_embeddin
     wrap_with(model, device="cpu", offload="weights", device_groups=2, device_first="blocks")
     homes = [group.placement.weights for group in engine_of(model).groups]
     assert homes == ["host", "device", "device"] + ["host"] * (len(homes) - 3)
-    with pytest.raises(BadInput, match=r"device_first is 'head': use embedding or blocks"):
+    with pytest.raises(BadInput, match=r"device_first is 'head': use auto, embedding or blocks"):
         wrap_with(tiny("llama", torch.bfloat16), device="cpu", device_first="head")
 
 

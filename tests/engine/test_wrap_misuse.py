@@ -21,7 +21,7 @@ def test_only_a_module_can_be_wrapped(thing: Any) -> None:
         fluxtrain.wrap(thing)
 
 
-@pytest.mark.parametrize("name", ["chunk_rows", "budget_bytes", "resident_blocks", "device_groups"])
+@pytest.mark.parametrize("name", ["chunk_rows", "prefetch", "resident_blocks", "device_groups"])
 @pytest.mark.parametrize("value", [1.5, "4", True])
 def test_counts_are_whole_numbers(name: str, value: Any, tiny: Any) -> None:
     with pytest.raises(BadInput, match=f"{name} is .*whole number"):
