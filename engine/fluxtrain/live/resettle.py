@@ -107,7 +107,7 @@ def _tidy(context: Context, at_home: Sequence[Group], kept_blocks: int, staying:
     before = context.plan
     if kept_blocks > before.kept_blocks or staying > before.boundaries_on_device:
         # fewer wait on the host from now on
-        context.park.give_back()
+        context.activation_offload.give_back()
     context.gradients.stage_only({s.size_bytes for group in at_home for s in group.trained})
     _give_back(context)
     context.counters.measure_peaks_anew()
