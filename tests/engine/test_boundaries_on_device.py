@@ -48,9 +48,12 @@ class Training:
     def step(self, passes: int = 1) -> tuple[int, int]:
         """Tensors sent to the host in the last pass of the step, and bytes that stayed."""
         for part in range(passes):
-            before = self.engine.park.parked
+            before = self.engine.activation_offload.offloaded_count
             loss = self.loss(part)
-            held = self.engine.counters.boundary_bytes, self.engine.park.parked - before
+            held = (
+                self.engine.counters.boundary_bytes,
+                self.engine.activation_offload.offloaded_count - before,
+            )
             loss.backward()
         self.engine.clip_grad_norm(1.0)
         self.optimizer.step()
@@ -138,13 +141,13 @@ def test_the_ones_sent_last_are_still_there_behind_those_that_stay(
 
     monkeypatch.setattr(some.engine.device, "download", late)
     loss = some.loss()
-    newest = some.engine.park.newest()
+    newest = some.engine.activation_offload.newest()
     assert newest is not None
-    assert newest.stays is not None
-    before = newest.before()
+    assert newest.unchanged_source is not None
+    before = newest.previous()
     assert before is not None
-    assert before.stays is not None
-    first = before.before()
+    assert before.unchanged_source is not None
+    first = before.previous()
     assert first is not None
-    assert first.stays is None
+    assert first.unchanged_source is None
     loss.backward()

@@ -18,8 +18,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 import fluxtrain
 from fluxtrain.block import block
 from fluxtrain.edges import head
-from fluxtrain.memory.boundary import BoundaryPark
-from fluxtrain.memory.boundary_homes import Home
+from fluxtrain.memory.activation_offload import ActivationOffload
+from fluxtrain.memory.pinned_pool import PinnedBuffer
 from fluxtrain.memory.unit import Unit
 from fluxtrain.plan.footprint import BOUNDARIES_IN_FLIGHT, HIDDEN_AT_LOSS
 from fluxtrain.runtime.context import Context
@@ -86,19 +86,19 @@ class WayHome:
 
 @pytest.fixture
 def copies_keep_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each boundary is at home when the next one leaves."""
-    park = BoundaryPark.park
+    """Each input is on the host when the next one leaves."""
+    offload = ActivationOffload.offload
 
-    def in_turn(self: BoundaryPark, *arguments: Any) -> Any:
+    def in_turn(self: ActivationOffload, *arguments: Any) -> Any:
         device: Any = self._device
         download = device.download
-        for parked in self._leaving:
-            cast(WayHome, parked.transfer).ends()
+        for one in self._downloading:
+            cast(WayHome, one.download).ends()
         with monkeypatch.context() as patch:
             patch.setattr(device, "download", lambda *copied: WayHome(download(*copied)))
-            return park(self, *arguments)
+            return offload(self, *arguments)
 
-    monkeypatch.setattr(BoundaryPark, "park", in_turn)
+    monkeypatch.setattr(ActivationOffload, "offload", in_turn)
 
 
 def peaks(rows: int, monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
@@ -111,12 +111,12 @@ def peaks(rows: int, monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     config._attn_implementation = "sdpa"
     torch.manual_seed(0)
     model = Qwen2ForCausalLM(config).to(torch.bfloat16).train()
-    live, place = Live(), BoundaryPark._place
+    live, place = Live(), ActivationOffload._host_memory
 
-    def on_host(self: BoundaryPark, tensor: Tensor) -> tuple[Home | None, Tensor]:
-        home, host = place(self, tensor)
+    def on_host(self: ActivationOffload, tensor: Tensor) -> tuple[PinnedBuffer | None, Tensor]:
+        buffer, host = place(self, tensor)
         live.leave_out(host)
-        return home, host
+        return buffer, host
 
     @contextmanager
     def watched(context: Context, unit: Unit, does: str = "forward") -> Iterator[None]:
@@ -125,7 +125,7 @@ def peaks(rows: int, monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
             yield
         live.enters(f"after {does}")
 
-    monkeypatch.setattr(BoundaryPark, "_place", on_host)
+    monkeypatch.setattr(ActivationOffload, "_host_memory", on_host)
     for module in (block, head):
         monkeypatch.setattr(module, "bound", watched)
     wrap_with(model, device="cpu", offload="weights", activations="host", chunk_rows=CHUNK)
@@ -170,4 +170,4 @@ def test_a_block_that_keeps_its_activations_keeps_its_input_on_the_device(tiny: 
     ids = torch.zeros(2, 8, dtype=torch.int64)
     model(input_ids=ids, labels=ids).loss.backward()
     last_norm = 1
-    assert engine.park.parked == blocks - 1 + last_norm
+    assert engine.activation_offload.offloaded_count == blocks - 1 + last_norm

@@ -17,7 +17,7 @@ from fluxtrain.calibration import timed_steps as rehearsal_module
 from fluxtrain.calibration.block_timing import Trial
 from fluxtrain.calibration.timed_steps import Kind, Rehearsed, _between, _one_to_next, rehearse
 from fluxtrain.errors import DoesNotFit
-from fluxtrain.memory.boundary import BoundaryPark
+from fluxtrain.memory.activation_offload import ActivationOffload
 from fluxtrain.memory.window import Window
 from fluxtrain.plan.cost.calibration import NotRehearsed
 from fluxtrain.plan.cost.rates import Rates
@@ -80,12 +80,12 @@ def test_boundaries_go_home_in_the_steps_that_try_it(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     parked: list[bool] = []
-    park = BoundaryPark.park
+    offload = ActivationOffload.offload
     step = rehearsal_module._Stage._step
 
-    def watched(self: BoundaryPark, *args: object) -> object:
+    def watched(self: ActivationOffload, *args: object) -> object:
         parked[-1] = True
-        return park(self, *args)  # type: ignore[arg-type]
+        return offload(self, *args)  # type: ignore[arg-type]
 
     def counted(self: rehearsal_module._Stage, kind: Kind) -> None:
         kinds.append(kind)
@@ -93,7 +93,7 @@ def test_boundaries_go_home_in_the_steps_that_try_it(
         step(self, kind)
 
     kinds: list[Kind] = []
-    monkeypatch.setattr(BoundaryPark, "park", watched)
+    monkeypatch.setattr(ActivationOffload, "offload", watched)
     monkeypatch.setattr(rehearsal_module._Stage, "_step", counted)
     played(tiny("llama", torch.bfloat16))
     assert parked == [kind == "parked" for kind in kinds]

@@ -248,28 +248,30 @@ def test_boundaries_on_the_host_change_no_bit(offload: str, tiny: Any, batch: An
             chunk_rows=2,
         )
         engine = trained(model, batch(), steps=3)
-        before = engine.park.parked
+        before = engine.activation_offload.offloaded_count
         trained(model, batch(), steps=1)
-        assert engine.park.parked - before == (6 if boundaries == "host" else 0)  # blocks, norm
+        assert engine.activation_offload.offloaded_count - before == (
+            6 if boundaries == "host" else 0
+        )  # blocks, norm
         fluxtrain.sync(model)
         weights.append({n: p.detach().clone() for n, p in model.named_parameters()})
     for name, weight in weights[0].items():
         assert torch.equal(weight, weights[1][name]), name
 
 
-def test_a_forward_pass_without_its_backward_frees_what_it_parked(tiny: Any, batch: Any) -> None:
+def test_a_forward_pass_without_its_backward_frees_what_it_offloaded(tiny: Any, batch: Any) -> None:
     model = wrap_with(tiny("llama", num_hidden_layers=4), activations="host")
     loss = model(**batch()).loss
     engine = engine_of(model)
-    parked, held = engine.park.newest(), []
-    while parked is not None:
-        held.append(weakref.ref(parked.host))
-        parked = parked.before()
+    offloaded, held = engine.activation_offload.newest(), []
+    while offloaded is not None:
+        held.append(weakref.ref(offloaded.host))
+        offloaded = offloaded.previous()
     assert len(held) == 5
     del loss
     gc.collect()
     assert [ref() for ref in held[2:]] == [None] * 3  # the last two are still on their way
-    assert trained(model, batch(), steps=1).park.newest() is None
+    assert trained(model, batch(), steps=1).activation_offload.newest() is None
 
 
 def test_an_unknown_place_for_boundaries_is_refused(tiny: Any) -> None:

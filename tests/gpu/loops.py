@@ -129,7 +129,7 @@ class Training:
         assert by_rows == (wished.get("embedding") == "rows")
         slices = [unit.slices for unit in self.engine.units if unit.slices is not None]
         assert bool(slices) == (wished.get("head") == "chunks")
-        assert all(4 * each.words <= WORDS for each in slices)
+        assert all(4 * each.rows <= WORDS for each in slices)
 
     def _note(self, event: object) -> None:
         if isinstance(event, StepFinished):

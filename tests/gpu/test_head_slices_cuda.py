@@ -12,7 +12,13 @@ from torch import Tensor, nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import fluxtrain
-from fluxtrain.edges.slice_loss import FusedSlices, PlainSlices, Tokens, Words, slices_of
+from fluxtrain.edges.vocab_chunk_loss import (
+    FusedVocabChunks,
+    PlainVocabChunks,
+    Tokens,
+    VocabChunk,
+    vocab_chunks_of,
+)
 from fluxtrain.models.known_packing import known_packing
 from fluxtrain.plan import heads
 from fluxtrain.wrapping.engine import Engine, engine_of
@@ -40,14 +46,18 @@ def small_slices(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def passes(
-    how: PlainSlices | FusedSlices, hidden: Tensor, weight: Tensor, bias: Tensor | None, words: int
+    how: PlainVocabChunks | FusedVocabChunks,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    words: int,
 ) -> tuple[Tensor, Tensor]:
     """Losses (N,) and slopes (N, V) by slices of `words`, chunks as `how` says."""
     target = torch.randint(0, len(weight), (TOKENS,), device="cuda")
     target[::5] = -1
     tokens, scale = Tokens.of(target), torch.tensor(1 / 29, device="cuda")
     slices = [
-        Words(
+        VocabChunk(
             weight=weight[first : first + words],
             bias=None if bias is None else bias[first : first + words],
             first=first,
@@ -78,10 +88,10 @@ def test_the_fused_slices_equal_the_plain_ones(
     weight = torch.randn(every, WIDTH, device="cuda", dtype=dtype)
     offset = torch.randn(every, device="cuda", dtype=dtype) if bias else None
     hidden = torch.randn(TOKENS, WIDTH, device="cuda", dtype=dtype)
-    fused = slices_of(dtype, hidden, torch.float32, min(words, every), tokens)
-    assert isinstance(fused, FusedSlices)
+    fused = vocab_chunks_of(dtype, hidden, torch.float32, min(words, every), tokens)
+    assert isinstance(fused, FusedVocabChunks)
     found = []
-    for how in (fused, PlainSlices(torch.float32, words, tokens)):
+    for how in (fused, PlainVocabChunks(torch.float32, words, tokens)):
         torch.manual_seed(1)
         found.append(passes(how, hidden, weight, offset, words))
     (losses, slopes), (plain_losses, plain_slopes) = found

@@ -93,7 +93,7 @@ def _tidy(context: Context, *, fewer_wait: bool) -> None:
         if unit.slices is not None and not unit.in_slices:
             unit.slices.give_back()
     if fewer_wait:
-        context.park.give_back()
+        context.activation_offload.give_back()
     sent = [group for group in context.groups if group.placement.gradients != "device"]
     context.gradients.stage_only({s.size_bytes for group in sent for s in group.trained})
     _give_back(context)

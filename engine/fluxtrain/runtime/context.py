@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from fluxtrain.device.device import Device
 from fluxtrain.gradients.gradients import Gradients
-from fluxtrain.memory.boundary import BoundaryPark
+from fluxtrain.memory.activation_offload import ActivationOffload
 from fluxtrain.memory.group import Group
 from fluxtrain.memory.segment import Member
 from fluxtrain.memory.unit import Unit
@@ -75,7 +75,7 @@ class Context:
         self.ahead = CopiesAhead(self.window, self.groups)
         self.gradients = Gradients(device, self.counters.downloaded, self.counters.sum_uploaded)
         self.updates = Updates(self.gradients, device, defers_moments=placement.deferred_moments)
-        self.park = BoundaryPark(device)
+        self.activation_offload = ActivationOffload(device)
         self.host_ids = HostIds()
         self.anchor = torch.zeros(1, device=device.torch_device, requires_grad=True)
         self.anchor_node = self.anchor.view_as(self.anchor).grad_fn.next_functions[0][0]  # type: ignore[union-attr]

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from fluxtrain.block.recompute_policy import choose_recompute
 from fluxtrain.device.device import open_device
 from fluxtrain.device.heap import trim_heap
+from fluxtrain.edges.chunked_head import choose_slices
 from fluxtrain.edges.embedding import choose_rows
-from fluxtrain.edges.head_slices import choose_slices
 from fluxtrain.errors import BadInput, MisusedModel, UnsupportedModel
 from fluxtrain.guards.arguments import to_device
 from fluxtrain.guards.refusals import refuse_unsupported
