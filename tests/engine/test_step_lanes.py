@@ -166,7 +166,7 @@ class LateClock(HostClock):
             border.instant = time.perf_counter()
         self._to_come.clear()
 
-    def settle(self, border: Border) -> float | None:
+    def anchor(self, border: Border) -> float | None:
         return None if border.instant is None else float(border.instant)
 
 

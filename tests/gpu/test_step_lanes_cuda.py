@@ -186,6 +186,6 @@ def test_borders_on_the_gpu_and_on_the_host_do_not_drift_apart() -> None:
         torch.cuda.synchronize()
         clock.instant()  # sees that the border has passed
         now_s = time.perf_counter()
-        at_s = clock.settle(border)
+        at_s = clock.anchor(border)
         assert at_s is not None and now_s - 0.01 <= at_s <= now_s
     device.close()
