@@ -22,7 +22,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Large enough for narrow states, with a parameter that never gets a gradient."""
+    """Large enough for low-bit states, with a parameter that never gets a gradient."""
 
     def __init__(self) -> None:
         super().__init__()

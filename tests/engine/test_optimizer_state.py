@@ -1,4 +1,4 @@
-"""The adopted optimizer's state: saved, restored uncast, imported; and the engine's own shards."""
+"""AdamW's state under our key: saved, restored uncast, imported; and the engine's own shards."""
 
 from __future__ import annotations
 
