@@ -1,6 +1,6 @@
 """What is compared on the GPU: FluxTrain, the loop without it, and DeepSpeed where it is installed.
 
-Each takes the same model, gradient clipping at 1.0 (unless in_backward or unclipped), AdamW and
+Each takes the same model, gradient clipping at 1.0 (unless updated in backward or unclipped), AdamW and
 recomputation, and gives the loss of a step as a tensor that is still on the device.
 """
 

@@ -134,7 +134,7 @@ def wrapped(
 def trained(
     head: str, dtype: torch.dtype, *, steps: int = 4, passes: int = 1, **options: Any
 ) -> tuple[list[float], dict[str, Tensor]]:
-    """Losses and norms of some steps, clipped where they are not in_backward, and the weights
+    """Losses and norms of some steps, clipped where they do not update in backward, and the weights
     after."""
     in_backward = options.get("in_backward", False)
     engine = wrapped(head, dtype, **options)

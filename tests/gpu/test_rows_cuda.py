@@ -60,7 +60,7 @@ def trained(
     deferred: bool = False,
     in_backward: bool = False,
 ) -> Trained:
-    """Losses and norms of some steps, clipped where they are not in_backward, and the weights
+    """Losses and norms of some steps, clipped where they do not update in backward, and the weights
     after."""
     model = build(dtype, tied=tied)
     wrap_with(

@@ -32,7 +32,7 @@ RESIDENT = ev.AdviceGiven(
 )  # fmt: skip
 IN_BACKWARD = ev.AdviceGiven(
     text="12% of the last 20 steps went into waiting for AdamW on the host",
-    gain="12.0% of the step time", how="train.max_grad_norm=null", id="in_backward",
+    gain="12.0% of the step time", how="train.max_grad_norm=null", id="backward",
     gain_share=0.12,
 )  # fmt: skip
 MADE = ev.ChangeApplied(
@@ -77,10 +77,10 @@ def test_newer_advice_about_the_same_takes_the_place_of_the_older() -> None:
 
     state = RunState().after_all([RESIDENT, IN_BACKWARD, replace(RESIDENT, gain_share=0.2)])
     assert [(one.id, one.gain_share) for one in ranked(state.advice)] == [
-        ("resident", 0.2), ("in_backward", 0.12),
+        ("resident", 0.2), ("backward", 0.12),
     ]  # fmt: skip
     state = state.after(ev.AdviceWithdrawn(id="resident"))
-    assert [one.id for one in state.advice] == ["in_backward"]
+    assert [one.id for one in state.advice] == ["backward"]
 
 
 def test_a_change_goes_from_asked_to_measured() -> None:
