@@ -1,7 +1,7 @@
 """What is compared on the GPU: FluxTrain, the loop without it, and DeepSpeed where it is installed.
 
-Each takes the same model, gradient clipping at 1.0 (unless updated in backward or unclipped), AdamW and
-recomputation, and gives the loss of a step as a tensor that is still on the device.
+Each takes the same model, gradient clipping at 1.0 (unless it updates in backward or is unclipped),
+AdamW and recomputation, and gives the loss of a step as a tensor that is still on the device.
 """
 
 from __future__ import annotations
