@@ -1,7 +1,7 @@
-"""Which blocks are computed again in the backward pass, and whose inputs wait for it on the host.
+"""Choose which blocks are recomputed in the backward pass, and which offload their inputs.
 
-What a block saves refers to its weights, so only blocks whose weights stay on the device can keep
-their activations.
+Saved tensors of a block refer to its weights, so only blocks whose weights stay on the device can
+keep their activations.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from fluxtrain.device.page_locks import host_empty
 from fluxtrain.gradients.row_sum import RowSum
 from fluxtrain.memory.group import Group
-from fluxtrain.memory.rows import UploadedRows, Places, RowBuffers
+from fluxtrain.memory.rows import Places, RowBuffers, UploadedRows
 from fluxtrain.memory.unit import Unit
 from fluxtrain.runtime.context import Context
 from fluxtrain.runtime.passes import UnitCall, begin_backward, end_backward, end_forward, record
@@ -140,9 +140,8 @@ class Lookup(UnitCall):
                 transfer.wait_compute("weights")
             context.counters.uploaded(group, "demand", transfers[1], uploaded.rows.nbytes)
             start = context.device.recorder.instant()
-            ids = uploaded.of_tokens.view(
-                self.shape
-            )  # in the shape of the ids, so that the result is no view
+            # in the shape of the ids, so that the result is no view
+            ids = uploaded.of_tokens.view(self.shape)
             found = torch.embedding(uploaded.rows, ids, self.padding)
             self.uploaded = UploadedRows(
                 uploaded.rows[:0], uploaded.places.clone(), uploaded.of_tokens.clone()

@@ -1,4 +1,4 @@
-"""Notices writes to weights from outside: loading, merging, pruning, a foreign optimizer.
+"""Detect writes to weights from outside the engine: loading, merging, pruning, other optimizers.
 
 A write to a bf16 or fp16 weight makes its fp32 master stale (123 of 256 externally zeroed weights
 stayed frozen in an experiment), and a copy on the device out of date.
@@ -18,7 +18,7 @@ _SLICE_WORDS = 1 << 22
 
 
 def fingerprint(tensor: Tensor) -> int:
-    """A number that changes when a weight does: a position-weighted sum of the raw words."""
+    """Return a number that changes when a weight does: a position-weighted sum of raw words."""
     words = tensor.detach().reshape(-1).view(_WORDS[tensor.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=words.device)
     for start in range(0, words.numel(), _SLICE_WORDS):  # int64 copies of a slice at a time
@@ -29,14 +29,14 @@ def fingerprint(tensor: Tensor) -> int:
 
 
 def watch(member: Member) -> None:
-    """Note what a weight holds now: its `.data` was read, through which writes leave no trace."""
+    """Note a weight's value when its `.data` is read: writes through `.data` are not counted."""
     if member.fingerprint is None:
         with torch._C.DisableTorchFunctionSubclass():
             member.fingerprint = fingerprint(member.parameter)
 
 
 def check_writes(group: Group) -> None:
-    """Take over what was written to the group's weights since the last look."""
+    """Take over writes to the group's weights since the last check."""
     changed: list[Member] = []
     with torch._C.DisableTorchFunctionSubclass():
         for member, home in zip(group.members, group.home_views, strict=True):
@@ -60,7 +60,7 @@ def check_writes(group: Group) -> None:
 
 
 def _take_over(group: Group, member: Member, home: Tensor) -> None:
-    """`parameter.data = tensor`: copy the values home and point the parameter there again."""
+    """Undo `parameter.data = tensor`: copy the values to the host, and set `.data` to these."""
     parameter = member.parameter
     same = parameter.shape == home.shape and parameter.dtype == home.dtype
     if not same or parameter.device.type != home.device.type:

@@ -123,7 +123,7 @@ def _head_facts(
 
 
 def _group_facts(group: Group, *, is_one: bool) -> GroupFacts:
-    """`is_one`: a table whose rows can be looked up."""
+    """Sizes of one group; `is_one`: it is an embedding whose rows can be looked up."""
     elements: Counter[torch.dtype] = Counter()
     for segment in group.trained:
         elements[segment.dtype] += segment.elements
