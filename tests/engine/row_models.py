@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-import fluxtrain
 from fluxtrain.wrapping.engine import Engine, engine_of
+from tests.wrap_with import wrap_with
 
 VOCABULARY, HIDDEN = 600, 32
 Result = tuple[list[float], dict[str, Tensor], dict[str, Tensor]]
@@ -35,7 +35,7 @@ def inputs(seed: int, rows: int = 4, length: int = 10) -> dict[str, Tensor]:
 
 def wrapped(model: nn.Module, embedding: str, **options: Any) -> Engine:
     options = {"offload": "weights", "chunk_rows": 2, "overlap": True, **options}
-    fluxtrain.wrap(model, device="cpu", embedding=embedding, **options)
+    wrap_with(model, device="cpu", embedding=embedding, **options)
     return engine_of(model)
 
 
@@ -54,7 +54,7 @@ def trained(
     **options: Any,
 ) -> Result:
     """Losses and norms, the gradients of the third step, and the weights after the last."""
-    engine = wrapped(model, embedding, eager=eager, **options)
+    engine = wrapped(model, embedding, optimizer_in_backward=eager, **options)
     assert by_rows(engine) == (embedding == "rows")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
     told: list[float] = []

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-import fluxtrain
 from fluxtrain.device.cpu_device import CpuDevice
 from fluxtrain.memory.activation_offload import MOST_DOWNLOADS, ActivationOffload
 from fluxtrain.wrapping.engine import engine_of
+from tests.wrap_with import wrap_with
 
 
 class Uploads:
@@ -85,7 +85,7 @@ def test_a_training_brings_back_all_but_the_last_ones_and_keeps_its_bits(
     weights: list[dict[str, Tensor]] = []
     for boundaries in ("device", "host"):
         model = tiny("llama", torch.bfloat16, num_hidden_layers=4)
-        fluxtrain.wrap(model, offload="weights", boundaries=boundaries, chunk_rows=2)
+        wrap_with(model, offload="weights", activations=boundaries, chunk_rows=2)
         engine = engine_of(model)
         uploads = Uploads(engine.device, monkeypatch)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-import fluxtrain
 from fluxtrain.wrapping.engine import engine_of
+from tests.wrap_with import wrap_with
 
 LAYERS = 8
 HOMES = "GGCGCGCC"  # of the blocks, with four of them on the device
@@ -32,7 +32,7 @@ def trained(model: nn.Module, batch: Any, eager: bool) -> list[float]:
 
 def wrapped(tiny: Any, **place: Any) -> nn.Module:
     model = tiny("llama", torch.bfloat16, num_hidden_layers=LAYERS)
-    return fluxtrain.wrap(model, device="cpu", offload="max", **place)
+    return wrap_with(model, device="cpu", offload="max", **place)
 
 
 @pytest.mark.parametrize("eager", [False, True])

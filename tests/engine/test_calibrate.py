@@ -122,8 +122,8 @@ def test_a_miniature_that_the_device_cannot_hold_is_tried_with_its_edges_at_home
         if tries[-1] in (("none", 8), ("weights", 8)):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
         wrapped = wrap(mini, **wishes)
-        if wishes.get("device_first") == "blocks":
-            homes = {group.kind: group.home for group in engine_of(mini).groups}
+        if "placement" in wishes:
+            homes = {group.kind: group.placement.weights for group in engine_of(mini).groups}
             assert homes == {"edge": "host", "block": "device"}
         return wrapped
 

@@ -15,10 +15,10 @@ from torch import Tensor
 
 import fluxtrain
 from fluxtrain.errors import Diverged
-from fluxtrain.live.resettle import resettle
 from fluxtrain.memory.group import Group
 from fluxtrain.wrapping.engine import Engine, engine_of
 from tests.engine.deferred_models import HOLD_S, MAX_NORM, Hold, Training, assert_same_bits, build
+from tests.engine.placing_anew import turn_to
 
 
 def a_checkpoint(training: Training) -> object:
@@ -89,11 +89,9 @@ def a_loaded_model(training: Training) -> object:
 
 
 def another_placement(training: Training) -> object:
-    plan = training.engine.plan
-    return resettle(
-        training.engine, device_groups=2, resident_blocks=1, kept_blocks=0, slots=2,
-        chunk_rows=2, need=plan.need,
-    )  # fmt: skip
+    return turn_to(
+        training.engine, device_groups=2, resident_blocks=1, blocks_without_recompute=0, slots=2
+    )
 
 
 def an_unwrapped_model(training: Training) -> object:

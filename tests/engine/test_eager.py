@@ -12,6 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import fluxtrain
 from fluxtrain.errors import MisusedModel
 from fluxtrain.wrapping.engine import engine_of
+from tests.wrap_with import wrap_with
 
 CONFIG = LlamaConfig(
     vocab_size=256,
@@ -59,7 +60,7 @@ def test_eager_steps_equal_exact_ones_without_clipping(
 ) -> None:
     results = []
     for eager in (False, True):
-        model = fluxtrain.wrap(
+        model = wrap_with(
             build(dtype),
             device="cpu",
             offload="weights",
@@ -89,7 +90,7 @@ def test_the_optimizers_state_and_step_counts_are_those_of_exact_steps() -> None
     assert all(torch.equal(states[1][name], tensor) for name, tensor in states[0].items())
 
 
-def test_an_optimizer_that_is_not_adopted_has_no_eager_step() -> None:
+def test_an_optimizer_that_is_not_taken_over_has_no_eager_step() -> None:
     model = fluxtrain.wrap(build(torch.float32), device="cpu")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(MisusedModel, match="SGD"):

@@ -15,6 +15,7 @@ from fluxtrain.errors import Diverged, MisusedModel
 from fluxtrain.wrapping.engine import Engine, engine_of
 from tests.engine.plain_models import adamw
 from tests.engine.test_eager_graphs import Deep, batch, distance, plain
+from tests.wrap_with import wrap_with
 
 Weights = dict[str, Tensor]
 
@@ -23,7 +24,7 @@ def wrapped(**options: Any) -> tuple[Deep, Engine]:
     torch.manual_seed(3)
     model = Deep()
     model.blocks[1].unused = nn.Identity()
-    fluxtrain.wrap(model, device="cpu", **{"offload": "weights", "overlap": True, **options})
+    wrap_with(model, device="cpu", **{"offload": "weights", "overlap": True, **options})
     return model, engine_of(model)
 
 
@@ -323,7 +324,7 @@ def test_parameters_outside_of_all_parts_keep_their_values_where_the_loss_is_not
     *, eager: bool
 ) -> None:
     torch.manual_seed(3)
-    model = fluxtrain.wrap(WithLoose(), device="cpu", offload="weights", device_groups=8)
+    model = wrap_with(WithLoose(), device="cpu", offload="weights", device_groups=8)
     engine, optimizer = engine_of(model), adamw(model)
     loss = plain(model, 0) * torch.nan
     if eager:

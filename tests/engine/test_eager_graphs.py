@@ -15,6 +15,7 @@ import fluxtrain
 from fluxtrain.errors import Diverged, MisusedModel
 from fluxtrain.wrapping.engine import Engine, engine_of
 from tests.engine.plain_models import Net, adamw
+from tests.wrap_with import wrap_with
 
 Loss = Callable[[nn.Module, int], Tensor]
 Weights = dict[str, Tensor]
@@ -74,7 +75,7 @@ def trained(loss_of: Loss, *, eager: bool, steps: int = 6, **options: Any) -> We
     torch.manual_seed(3)
     dtype = options.pop("dtype", torch.float32)
     wrapping = {"offload": "weights", "overlap": True, **options}
-    model = fluxtrain.wrap(Deep().to(dtype), device="cpu", **wrapping)
+    model = wrap_with(Deep().to(dtype), device="cpu", **wrapping)
     engine, optimizer = engine_of(model), adamw(model)
     for step in range(steps):
         loss = loss_of(model, step)
@@ -115,11 +116,11 @@ def small_llama(**options: Any) -> nn.Module:
         tie_word_embeddings=options.pop("tied"),
     )
     model = LlamaForCausalLM(config).to(torch.bfloat16)
-    return fluxtrain.wrap(model, device="cpu", offload="weights", overlap=True, **options)
+    return wrap_with(model, device="cpu", offload="weights", overlap=True, **options)
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("places", [{}, {"head": "slices"}, {"embedding": "rows"}])
+@pytest.mark.parametrize("places", [{}, {"head": "chunks"}, {"embedding": "rows"}])
 def test_two_losses_over_one_head(tied: bool, places: dict[str, str]) -> None:
     found = []
     for eager in (False, True):
@@ -231,7 +232,7 @@ def test_a_second_backward_pass_in_an_eager_step_is_refused() -> None:
 @pytest.mark.parametrize("eager", [False, True])
 @pytest.mark.parametrize("device_groups", [0, 2, 8])
 def test_a_refused_step_counts_nowhere(device_groups: int, eager: bool) -> None:
-    model = fluxtrain.wrap(
+    model = wrap_with(
         Deep(), device="cpu", offload="weights", overlap=True, device_groups=device_groups
     )
     engine, optimizer = engine_of(model), adamw(model)

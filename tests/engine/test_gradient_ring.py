@@ -12,10 +12,12 @@ from fluxtrain.errors import DoesNotFit, MisusedModel
 from fluxtrain.gradients.buffers import GradientRing
 from fluxtrain.memory.group import Group
 from fluxtrain.plan.depths import LARGE_GRADIENT_BYTES, ring_depth
-from fluxtrain.plan.facts import Room
+from fluxtrain.plan.facts import Capacity
 from fluxtrain.plan.footprint import Layout, footprint
+from fluxtrain.plan.group_placement import GroupPlacement
 from fluxtrain.wrapping.engine import Engine, engine_of
 from fluxtrain.wrapping.grouping import facts_of
+from tests.wrap_with import wrap_with
 
 LAYERS = 8
 CONFIG = LlamaConfig(
@@ -55,7 +57,7 @@ def test_a_few_blocks_hold_gradients_and_the_plan_knows(states: str) -> None:
         assert len(held(engine)) == ring_depth(1) < LAYERS
     engine.flush()
     facts = facts_of(LlamaForCausalLM(CONFIG).to(torch.bfloat16), states)  # type: ignore[arg-type]
-    layout = Layout(offload="weights", eager=True)
+    layout = Layout(offload="weights", optimizer_in_backward=True)
     predicted = footprint(facts, layout, has_gpu=True).arena_bytes
     assert engine.memory().host_arena_bytes == predicted
     block = next(g for g in facts.groups if g.kind == "block").rounded_bytes
@@ -68,13 +70,18 @@ def test_a_host_with_room_for_the_ring_alone_runs_eager_steps_only(
 ) -> None:
     facts = facts_of(LlamaForCausalLM(CONFIG).to(torch.bfloat16))
     ring, every = (
-        footprint(facts, Layout(offload="weights", eager=eager), has_gpu=False).host_bytes
+        footprint(
+            facts, Layout(offload="weights", optimizer_in_backward=eager), has_gpu=False
+        ).host_bytes
         for eager in (True, False)
     )
-    room = Room(device_free_bytes=None, host_available_bytes=(ring + every) // 2)
-    monkeypatch.setattr("fluxtrain.wrapping.wrap._room", lambda *_: room)
-    fluxtrain.wrap(
-        LlamaForCausalLM(CONFIG).to(torch.bfloat16), device="cpu", offload="weights", eager=True
+    room = Capacity(device_free_bytes=None, host_available_bytes=(ring + every) // 2)
+    monkeypatch.setattr("fluxtrain.wrapping.wrap._capacity", lambda *_: room)
+    wrap_with(
+        LlamaForCausalLM(CONFIG).to(torch.bfloat16),
+        device="cpu",
+        offload="weights",
+        optimizer_in_backward=True,
     )
     with pytest.raises(DoesNotFit, match="host memory"):
         fluxtrain.wrap(LlamaForCausalLM(CONFIG).to(torch.bfloat16), device="cpu", offload="weights")
@@ -121,7 +128,7 @@ def test_the_oldest_buffer_is_lent_on_once_its_update_is_done() -> None:
     for i in range(5):
         group = Group(f"block{i}", "block")
         group.add(nn.Parameter(torch.zeros(8)), "w")
-        group.settle("host", torch.device("cpu"), pin=False)
+        group.settle(GroupPlacement.on("host"), torch.device("cpu"), pin=False)
         groups.append(group)
     ring = GradientRing()
     waited: list[str] = []

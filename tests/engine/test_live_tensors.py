@@ -25,6 +25,7 @@ from fluxtrain.plan.footprint import BOUNDARIES_IN_FLIGHT, HIDDEN_AT_LOSS
 from fluxtrain.runtime.context import Context
 from fluxtrain.runtime.passes import bound
 from fluxtrain.wrapping.engine import engine_of
+from tests.wrap_with import wrap_with
 
 LAYERS, TOKENS, HIDDEN, CHUNK = 4, 16, 64, 2
 WARM_STEPS = 2
@@ -127,7 +128,7 @@ def peaks(rows: int, monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     monkeypatch.setattr(ActivationOffload, "_host_memory", on_host)
     for module in (block, head):
         monkeypatch.setattr(module, "bound", watched)
-    fluxtrain.wrap(model, device="cpu", offload="weights", boundaries="host", chunk_rows=CHUNK)
+    wrap_with(model, device="cpu", offload="weights", activations="host", chunk_rows=CHUNK)
     engine = engine_of(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     ids = torch.randint(0, 32, (rows, TOKENS))
@@ -163,7 +164,7 @@ def test_as_many_boundaries_are_on_the_device_as_the_footprint_says(
 
 def test_a_block_that_keeps_its_activations_keeps_its_input_on_the_device(tiny: Any) -> None:
     model = tiny("llama")
-    fluxtrain.wrap(model, device="cpu", offload="none", boundaries="host", kept_blocks=1)
+    wrap_with(model, device="cpu", offload="none", activations="host", blocks_without_recompute=1)
     engine = engine_of(model)
     blocks = sum(unit.group.kind == "block" for unit in engine.units)
     ids = torch.zeros(2, 8, dtype=torch.int64)

@@ -14,11 +14,12 @@ from torch import Tensor
 import fluxtrain
 from fluxtrain.device import cpu_device as devices
 from fluxtrain.device.cpu_device import CpuDevice
-from fluxtrain.live.resettle import resettle
 from fluxtrain.memory.activation_offload import ActivationOffload
 from fluxtrain.memory.pinned_pool import PinnedPool
 from fluxtrain.wrapping.engine import engine_of
 from tests.engine.granted import Granted, granting
+from tests.engine.placing_anew import turn_to
+from tests.wrap_with import wrap_with
 
 
 @pytest.fixture
@@ -192,7 +193,7 @@ def test_a_training_takes_memory_in_its_first_step_alone(
     weights: list[dict[str, Tensor]] = []
     for boundaries in ("device", "host"):
         model = tiny("llama", torch.bfloat16, num_hidden_layers=4)
-        fluxtrain.wrap(model, offload="weights", boundaries=boundaries, chunk_rows=2)
+        wrap_with(model, offload="weights", activations=boundaries, chunk_rows=2)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         seen: list[tuple[int, int]] = []
         for seed in range(3):
@@ -214,7 +215,7 @@ def test_the_gauge_counts_every_locked_byte_wherever_boundaries_wait(
     by_torch = 12_345
     monkeypatch.setattr(locks, "_torch_bytes", lambda: by_torch)
     model = tiny("llama", torch.bfloat16, num_hidden_layers=4)
-    fluxtrain.wrap(model, offload="weights", boundaries="host", device_groups=0)
+    wrap_with(model, offload="weights", activations="host", device_groups=0)
     engine = engine_of(model)
     loss = model(**batch()).loss
     counted = [engine.memory().host_pinned_bytes]
@@ -235,7 +236,7 @@ def test_boundaries_give_their_locks_back_with_the_engine(
     tiny: Any, batch: Any, locks: Granted
 ) -> None:
     model = tiny("llama", torch.bfloat16, num_hidden_layers=4)
-    fluxtrain.wrap(model, offload="weights", boundaries="host")
+    wrap_with(model, offload="weights", activations="host")
     model(**batch(seed=0)).loss.backward()
     fluxtrain.unwrap(model)
     del model
@@ -247,17 +248,14 @@ def test_blocks_that_keep_activations_from_now_on_leave_no_memory_behind(
     tiny: Any, batch: Any, locks: Granted
 ) -> None:
     model = tiny("llama", torch.bfloat16, num_hidden_layers=4)
-    fluxtrain.wrap(model, offload="weights", boundaries="host", resident_blocks=4)
+    wrap_with(model, offload="weights", activations="host", resident_blocks=4)
     engine = engine_of(model)
     model(**batch()).loss.backward()
     engine.forget_gradients()
     before, attempts = locks.locked_bytes, locks.attempts
     for kept in (0, 3):
         assert (locks.attempts, locks.locked_bytes) == (attempts, before)
-        resettle(
-            engine, device_groups=engine.plan.device_groups, resident_blocks=4, kept_blocks=kept,
-            slots=engine.plan.slots, chunk_rows=engine.chunk_rows, need=engine.plan.need,
-        )  # fmt: skip
+        turn_to(engine, resident_blocks=4, blocks_without_recompute=kept)
         model(**batch()).loss.backward()
         engine.forget_gradients()
     assert [unit.recomputes for unit in engine.units].count(False) == 3

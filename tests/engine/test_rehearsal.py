@@ -24,6 +24,7 @@ from fluxtrain.plan.cost.rates import Rates
 from fluxtrain.plan.cost.updates import host_update, rate_of_update
 from fluxtrain.plan.facts import GroupFacts
 from fluxtrain.plan.footprint import Layout
+from fluxtrain.plan.request import PlacementRequest
 from fluxtrain.plan.states import StateFormat
 from fluxtrain.wrapping.block_discovery import take_apart
 from tests.engine.trial_rows import batch_of
@@ -63,16 +64,16 @@ def test_every_kind_of_steps_is_made_and_the_model_is_as_before(tiny: Tiny, fami
 def test_every_block_is_at_home_also_where_the_device_has_room_for_all(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wrap, asked = fluxtrain.wrap, []
+    wrap, asked = fluxtrain.wrap, list[PlacementRequest]()
 
-    def watched(mini: torch.nn.Module, **wishes: object) -> torch.nn.Module:
-        asked.append(wishes)
-        return wrap(mini, **wishes)  # type: ignore[arg-type]
+    def watched(mini: torch.nn.Module, **arguments: Any) -> torch.nn.Module:
+        asked.append(arguments["placement"])
+        return wrap(mini, **arguments)
 
     monkeypatch.setattr(fluxtrain, "wrap", watched)
     played(tiny("llama", torch.bfloat16))
-    (wishes,) = asked
-    assert (wishes["device_groups"], wishes["resident_blocks"]) == (0, 0)
+    (request,) = asked
+    assert (request.device_groups, request.resident_blocks) == (0, 0)
 
 
 def test_boundaries_go_home_in_the_steps_that_try_it(

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from fluxtrain.gradients.row_sum import Scatter
-from fluxtrain.live.resettle import resettle
 from fluxtrain.plan import depths
 from fluxtrain.wrapping.engine import engine_of
+from tests.engine.placing_anew import turn_to
 from tests.engine.row_models import (
     HIDDEN,
     VOCABULARY,
@@ -31,7 +31,7 @@ from tests.engine.row_models import (
         {"eager": True},
         {"states": "8bit"},
         {"states": "bf16"},
-        {"boundaries": "host"},
+        {"activations": "host"},
         {"offload": "max"},
         {"offload": "optimizer"},
         {"overlap": False},
@@ -86,10 +86,7 @@ def test_moving_the_table_to_the_device_and_back_keeps_the_bits() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
     told = []
     for step, device_groups in enumerate((0, 2, 0, 1)):
-        resettle(
-            engine, device_groups=device_groups, resident_blocks=0, kept_blocks=0, slots=3,
-            chunk_rows=2, need=engine.plan.need,
-        )  # fmt: skip
+        turn_to(engine, device_groups=device_groups, resident_blocks=0, slots=3)
         rows = engine.groups[0].rows
         assert rows is not None
         if device_groups:

@@ -12,6 +12,7 @@ import torch
 import fluxtrain
 from fluxtrain.errors import BadInput, MisusedModel, UnsupportedModel
 from fluxtrain.wrapping.engine import engine_of
+from tests.wrap_with import wrap_with
 
 
 @pytest.mark.parametrize("thing", ["x", None, 3, torch.zeros(2)], ids=str)
@@ -20,11 +21,11 @@ def test_only_a_module_can_be_wrapped(thing: Any) -> None:
         fluxtrain.wrap(thing)
 
 
-@pytest.mark.parametrize("name", ["chunk_rows", "budget_bytes", "resident_blocks", "device_groups"])
+@pytest.mark.parametrize("name", ["chunk_rows", "prefetch", "resident_blocks", "device_groups"])
 @pytest.mark.parametrize("value", [1.5, "4", True])
 def test_counts_are_whole_numbers(name: str, value: Any, tiny: Any) -> None:
     with pytest.raises(BadInput, match=f"{name} is .*whole number"):
-        fluxtrain.wrap(tiny("llama"), **{name: value})
+        wrap_with(tiny("llama"), **{name: value})
 
 
 def test_an_unknown_device_is_refused(tiny: Any) -> None:

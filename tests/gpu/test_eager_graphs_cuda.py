@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import fluxtrain
 from fluxtrain.errors import Diverged
 from fluxtrain.wrapping.engine import engine_of
+from tests.wrap_with import wrap_with
 
 pytestmark = pytest.mark.gpu
 
@@ -57,7 +57,7 @@ def penalty_before(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def wrapped(device_groups: int) -> tuple[nn.Module, Any, torch.optim.Optimizer]:
-    model = fluxtrain.wrap(
+    model = wrap_with(
         Net().bfloat16(),
         device="cuda",
         offload="weights",

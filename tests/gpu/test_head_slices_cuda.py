@@ -22,6 +22,7 @@ from fluxtrain.edges.vocab_chunk_loss import (
 from fluxtrain.models.known_packing import known_packing
 from fluxtrain.plan import heads
 from fluxtrain.wrapping.engine import Engine, engine_of
+from tests.wrap_with import wrap_with
 
 pytestmark = [
     pytest.mark.gpu,
@@ -119,14 +120,14 @@ def wrapped(
     head: str, dtype: torch.dtype = torch.bfloat16, *, tied: bool = False, **options: Any
 ) -> Engine:
     model = build(dtype, tied=tied)
-    fluxtrain.wrap(
+    wrap_with(
         model, device="cuda", offload="weights", device_groups=0, resident_blocks=0, chunk_rows=4,
         overlap=True, embedding="rows", head=head, **options,
     )  # fmt: skip
     engine = engine_of(model)
     engine.model = model  # type: ignore[attr-defined]  # an engine does not hold its model
     unit = next(unit for unit in engine.units if unit.is_head)
-    assert (unit.slices is not None) == (head == "slices")
+    assert (unit.slices is not None) == (head == "chunks")
     return engine
 
 
@@ -166,7 +167,7 @@ def trained(
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_slices_train_as_the_whole_head_does(tied: bool, options: dict[str, Any]) -> None:
     losses, weights = trained("whole", torch.float32, tied=tied, **options)
-    others, theirs = trained("slices", torch.float32, tied=tied, **options)
+    others, theirs = trained("chunks", torch.float32, tied=tied, **options)
     assert others == pytest.approx(losses, rel=1e-3)  # products in TF32 or fp32 round otherwise
     for name, values in weights.items():
         torch.testing.assert_close(theirs[name], values, rtol=0.0, atol=2e-3, msg=name)
@@ -174,7 +175,7 @@ def test_slices_train_as_the_whole_head_does(tied: bool, options: dict[str, Any]
 
 @pytest.mark.usefixtures("small_slices")
 def test_the_same_slices_give_the_same_losses() -> None:
-    one, other = (trained("slices", torch.bfloat16) for _ in range(2))
+    one, other = (trained("chunks", torch.bfloat16) for _ in range(2))
     assert one[0] == pytest.approx(other[0], rel=1e-6)
 
 
@@ -188,7 +189,7 @@ def test_gradients_of_half_precision_are_as_close_to_exact_ones_as_those_of_the_
     exact_model: Any = build(dtype, tied=tied).double()
     exact_model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
     found: dict[str, dict[str, Tensor]] = {}
-    for head in ("whole", "slices"):
+    for head in ("whole", "chunks"):
         engine = wrapped(head, dtype, tied=tied)
         model = engine.model  # type: ignore[attr-defined]
         model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
@@ -201,13 +202,13 @@ def test_gradients_of_half_precision_are_as_close_to_exact_ones_as_those_of_the_
     for name in found["whole"]:
         exact = exact_model.get_parameter(name).grad
         off = {head: float((each[name] - exact).norm()) for head, each in found.items()}
-        assert off["slices"] <= 1.1 * off["whole"] + 1e-3 * float(exact.norm()), name
+        assert off["chunks"] <= 1.1 * off["whole"] + 1e-3 * float(exact.norm()), name
 
 
 @pytest.mark.usefixtures("small_slices", "plainly")
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_a_step_in_slices_never_waits_for_the_gpu(tied: bool) -> None:
-    engine = wrapped("slices", tied=tied)
+    engine = wrapped("chunks", tied=tied)
     model = engine.model  # type: ignore[attr-defined]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for step in range(6):
@@ -230,7 +231,7 @@ def test_a_step_in_slices_never_waits_for_the_gpu(tied: bool) -> None:
 @pytest.mark.usefixtures("small_slices")
 def test_slices_spare_the_weight_and_the_gradient_of_the_head() -> None:
     peaks = {}
-    for head in ("whole", "slices"):
+    for head in ("whole", "chunks"):
         engine = wrapped(head)
         model = engine.model  # type: ignore[attr-defined]
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -249,4 +250,4 @@ def test_slices_spare_the_weight_and_the_gradient_of_the_head() -> None:
         torch.cuda.empty_cache()
     every = VOCABULARY * HIDDEN
     slices = SLICE * HIDDEN * (2 * 2 + 4 + 2 * 2)  # two of weights, a sum, two on their way home
-    assert peaks["whole"] - peaks["slices"] > (2 + 4) * every - slices  # weight and fp32 sum
+    assert peaks["whole"] - peaks["chunks"] > (2 + 4) * every - slices  # weight and fp32 sum

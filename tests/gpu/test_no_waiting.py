@@ -8,9 +8,9 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-import fluxtrain
 from fluxtrain.models.known_packing import known_packing
 from fluxtrain.wrapping.engine import engine_of
+from tests.wrap_with import wrap_with
 
 pytestmark = [
     pytest.mark.gpu,
@@ -36,7 +36,7 @@ def waiting_is_an_error() -> Iterator[None]:
             "deferred_moments": True,
         },
         {"offload": "weights", "device_groups": 3, "resident_blocks": 1},
-        {"offload": "weights", "device_groups": 0, "boundaries": "host"},
+        {"offload": "weights", "device_groups": 0, "activations": "host"},
         {"offload": "none"},
     ],
 )
@@ -49,7 +49,7 @@ def test_no_operation_of_a_step_synchronises(
         num_key_value_heads=2, vocab_size=1024, max_position_embeddings=256,
     )  # fmt: skip
     model = LlamaForCausalLM(config).to(torch.bfloat16).train()
-    fluxtrain.wrap(model, device="cuda", chunk_rows=4, overlap=True, **placement)  # type: ignore[arg-type]
+    wrap_with(model, device="cuda", chunk_rows=4, overlap=True, **placement)  # type: ignore[arg-type]
     engine = engine_of(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     ids = torch.randint(0, 1024, (8, 64)).pin_memory()

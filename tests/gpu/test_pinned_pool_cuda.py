@@ -15,6 +15,7 @@ from fluxtrain.device.cuda_device import CudaDevice
 from fluxtrain.device.page_locks import LOCKS
 from fluxtrain.memory.activation_offload import ActivationOffload
 from fluxtrain.wrapping.engine import engine_of
+from tests.wrap_with import wrap_with
 
 pytestmark = pytest.mark.gpu
 SIZE = (24 << 20) + 4096  # no power of two
@@ -41,9 +42,9 @@ def deterministic() -> Iterator[None]:
 def test_a_training_takes_exact_sizes_in_its_first_step_alone() -> None:
     plain, losses = model(), []
     for boundaries in ("device", "host"):
-        wrapped = fluxtrain.wrap(
+        wrapped = wrap_with(
             copy.deepcopy(plain), device="cuda", offload="weights", device_groups=0,
-            resident_blocks=0, boundaries=boundaries, overlap=True,
+            resident_blocks=0, activations=boundaries, overlap=True,
         )  # fmt: skip
         optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-3)
         torch.manual_seed(1)

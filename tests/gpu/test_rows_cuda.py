@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-import fluxtrain
 from fluxtrain.models.known_packing import known_packing
 from fluxtrain.wrapping.engine import engine_of
+from tests.wrap_with import wrap_with
 
 pytestmark = [
     pytest.mark.gpu,
@@ -62,9 +62,9 @@ def trained(
 ) -> Trained:
     """Losses and norms of some steps, clipped where they are not eager, and the weights after."""
     model = build(dtype, tied=tied)
-    fluxtrain.wrap(
+    wrap_with(
         model, device="cuda", offload="weights", device_groups=0, resident_blocks=0, chunk_rows=4,
-        overlap=True, embedding=embedding, deferred_moments=deferred, eager=eager,
+        overlap=True, embedding=embedding, deferred_moments=deferred, optimizer_in_backward=eager,
     )  # fmt: skip
     engine = engine_of(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -134,7 +134,7 @@ def test_ids_that_only_the_device_has_give_the_same_bits(plainly: None) -> None:
 @pytest.mark.parametrize("eager", [False, True])
 def test_no_operation_of_a_step_synchronises(given: str, eager: bool, plainly: None) -> None:
     model = build()
-    fluxtrain.wrap(
+    wrap_with(
         model, device="cuda", offload="weights", device_groups=0, resident_blocks=0, chunk_rows=4,
         overlap=True, embedding="rows",
     )  # fmt: skip
@@ -180,7 +180,7 @@ def test_the_device_never_holds_the_whole_table() -> None:
         torch.cuda.empty_cache()
         before = torch.cuda.memory_allocated()
         model = build()
-        fluxtrain.wrap(
+        wrap_with(
             model, device="cuda", offload="weights", device_groups=0, resident_blocks=0,
             chunk_rows=4, embedding=embedding,
         )  # fmt: skip
@@ -204,6 +204,6 @@ def test_generation_gives_the_tokens_of_the_whole_table() -> None:
     found = []
     for embedding in ("whole", "rows"):
         model = build().eval()
-        fluxtrain.wrap(model, device="cuda", offload="weights", embedding=embedding)
+        wrap_with(model, device="cuda", offload="weights", embedding=embedding)
         found.append(model.generate(ids, max_new_tokens=12, do_sample=False))  # type: ignore[operator]
     assert torch.equal(*found)

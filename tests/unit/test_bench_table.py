@@ -189,7 +189,7 @@ def test_bytes_by_trained_parameters_are_shown_beside_those_at_home() -> None:
 def test_plans_and_bounds_stand_below_the_table() -> None:
     plan = {
         "offload": "max", "device_groups": 13, "resident_blocks": 2, "chunk_rows": 8,
-        "boundaries": "host", "kept_blocks": 1, "predicted_step_s": 0.4986,
+        "activations": "host", "blocks_without_recompute": 1, "predicted_step_s": 0.4986,
         "bound": "computation 402 ms of 419 ms",
     }  # fmt: skip
     rows = {"a": found(10, []) | plan, "b": found(9, [])}
@@ -206,7 +206,8 @@ def test_plans_and_bounds_stand_below_the_table() -> None:
 def test_an_embedding_that_lives_on_the_gpu_does_not_come_by_rows() -> None:
     plan = {
         "offload": "none", "device_groups": 38, "resident_blocks": 0, "chunk_rows": 16,
-        "boundaries": "device", "kept_blocks": 27, "embedding": "rows", "predicted_step_s": 1.2,
+        "activations": "device", "blocks_without_recompute": 27, "embedding": "rows",
+        "predicted_step_s": 1.2,
     }  # fmt: skip
     assert "by rows" not in bench_table.plan_line({"name": "a"}, plan)
     assert "embedding by rows" in bench_table.plan_line({"name": "a"}, plan | {"offload": "max"})

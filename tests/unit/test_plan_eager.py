@@ -41,7 +41,7 @@ TRIED = Calibration(
     measured_at_s=0.0,
     measuring_s=1.0,
 )
-LAYOUT = Layout(offload="weights", batch_rows=1, chunk_rows=1, eager=True)
+LAYOUT = Layout(offload="weights", batch_rows=1, chunk_rows=1, optimizer_in_backward=True)
 ENDLESS = 1e30  # bytes a second
 
 
@@ -58,7 +58,7 @@ def found(
         d2h_bytes_per_s=bytes_per_s,
         calibration=TRIED,
     )
-    return cost(facts, layout, rates, exact=False)
+    return cost(facts, layout, rates, clips=False)
 
 
 COMPUTED_S = FORWARD_S + HEAD_S + BACKWARD_S
@@ -155,7 +155,7 @@ layouts = st.builds(
     embedding=st.sampled_from(["whole", "rows"]),
     batch_rows=st.integers(1, 8),
     chunk_rows=st.integers(1, 8),
-    eager=st.just(True),
+    optimizer_in_backward=st.just(True),
 )
 seconds = st.floats(1e-4, 1.0)
 models = st.sampled_from([FACTS, with_table(users=1), with_table(users=2)])

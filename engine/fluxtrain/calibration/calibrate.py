@@ -51,6 +51,7 @@ from fluxtrain.plan.cost.calibration import (
 )
 from fluxtrain.plan.cost.updates import rate_of_update
 from fluxtrain.plan.facts import GroupFacts
+from fluxtrain.plan.request import PlacementRequest
 from fluxtrain.plan.states import StateFormat
 from fluxtrain.wrapping.block_discovery import take_apart
 from fluxtrain.wrapping.grouping import facts_of
@@ -223,8 +224,9 @@ class _Way:
         how: dict[str, Any] = {"states": self.states}
         if self.edges == "device":
             return wrapped(mini, device, "none", max(self.rows), **how)
-        how |= {"device_groups": COPIES, "device_first": "blocks"}
-        how |= {"embedding": "whole", "head": "whole"}
+        how["placement"] = PlacementRequest(
+            device_groups=COPIES, device_first="blocks", embedding="whole", head="whole"
+        )
         return wrapped(mini, device, "weights", max(self.rows), **how)
 
 

@@ -56,13 +56,16 @@ def _on(device: torch.device, parameters: Iterable[nn.Parameter]) -> dict[int, A
 
 @contextmanager
 def wrapped(
-    mini: nn.Module, device: torch.device, offload: Offload, chunk_rows: int, **places: Any
+    mini: nn.Module, device: torch.device, offload: Offload, chunk_rows: int, **rest: Any
 ) -> Iterator[Engine]:
-    """The engine of `mini` inside, past the checks of its first steps; unwrapped afterwards."""
+    """The engine of `mini` inside, past the checks of its first steps; unwrapped afterwards.
+
+    rest: more arguments of `wrap`.
+    """
     from fluxtrain.wrapping.engine import engine_of
 
     fluxtrain.wrap(
-        mini, device=device, offload=offload, chunk_rows=chunk_rows, overlap=True, **places
+        mini, device=device, offload=offload, chunk_rows=chunk_rows, overlap=True, **rest
     )
     engine = engine_of(mini)
     try:

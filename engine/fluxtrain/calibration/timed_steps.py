@@ -16,7 +16,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, Literal
@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
+from fluxtrain.block.recompute_policy import choose_recompute
 from fluxtrain.calibration.block_timing import give_back
 from fluxtrain.calibration.small_model import middle_block, miniature, wrapped
 from fluxtrain.device.recorder import Note
@@ -31,6 +32,7 @@ from fluxtrain.errors import Diverged
 from fluxtrain.methods.objective import BoundBatch
 from fluxtrain.plan.cost.calibration import NotRehearsed, median
 from fluxtrain.plan.facts import GroupFacts
+from fluxtrain.plan.request import PlacementRequest
 from fluxtrain.plan.states import StateFormat
 from fluxtrain.units import bytes_text
 from fluxtrain.wrapping.block_discovery import take_apart
@@ -107,8 +109,8 @@ def _rehearsed(
             parameter.requires_grad_(False)  # edges have their own part in a plan
     facts = next(group for group in facts_of(mini, states).groups if group.kind == "block")
     rows = batch.rows
-    at_home = {"device_groups": 0, "resident_blocks": 0, "kept_blocks": 0, "embedding": "whole"}
-    how = {**at_home, "states": states, "deferred_moments": True}
+    at_home = PlacementRequest(device_groups=0, resident_blocks=0, embedding="whole")
+    how: dict[str, Any] = {"placement": at_home, "states": states, "deferred_moments": True}
     with wrapped(mini, device, "weights", rows, **how) as engine:
         stage = _Stage(mini, engine, blocks, batch, device)
         kinds: list[Kind] = ["alone", "parked", "eager" if eager else "whole"]
@@ -180,7 +182,11 @@ class _Stage:
         """Some steps of a kind behind one that does not count."""
         engine = self._engine
         engine.updates.defers_moments = kind == "passes"
-        engine.plan = replace(engine.plan, boundaries="host" if kind == "parked" else "device")
+        parked = kind == "parked"
+        engine.plan = engine.plan.with_activations(
+            "inputs_on_host" if parked else "inputs_on_device"
+        )
+        choose_recompute(engine)
         self._step(kind)
         self._engine.flush()
         self._seen = _Seen()

@@ -32,15 +32,14 @@ Slope = Callable[[Tensor, VocabChunk, slice], Tensor]  # hidden (n, H), chunk, t
 
 
 def choose_slices(context: Context) -> None:
-    """Let the head's weight come in slices where the plan says so."""
-    if context.plan.head != "slices":
+    """Let the head's weight come in slices where its row of the table says so."""
+    if not any("vocabulary_chunks" in row.transfers for row in context.plan.groups):
         return
     unit = next((unit for unit in context.units if unit.is_head and _comes_apart(unit)), None)
     if unit is None:
-        told = {choice.name: choice.value for choice in context.plan.choices}
-        if told.get("placement.head") == "whole":
-            return  # `wrap` says why
-        context.say("no head comes in slices: none is known whose weight can be cut apart")
+        context.say(
+            "no head comes in vocabulary chunks: none is known whose weight can be cut apart"
+        )
         return
     linear: Any = unit.module
     by_parameter = {id(member.parameter): member for _, member in unit.members}
@@ -97,7 +96,7 @@ def copy_whole(context: Context, unit: Unit, why: str) -> None:
     slices.give_back()
     unit.slices = None
     context.window.add_slot(slices.group.wire_bytes, owner=slices.group)
-    context.say(f"{unit.name} is copied to the device whole, not in slices: {why}")
+    context.say(f"{unit.name} is copied to the device whole, not in vocabulary chunks: {why}")
 
 
 class _VocabChunkedCrossEntropy(torch.autograd.Function):

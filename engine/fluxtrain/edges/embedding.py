@@ -28,18 +28,16 @@ _IDS = (torch.int64, torch.int32)
 
 
 def choose_rows(context: Context) -> None:
-    """Let the largest embedding be looked up by rows where the plan says so."""
-    if context.plan.embedding != "rows":
-        return
-    shared = {group for unit in context.units if not unit.is_head for group in unit.borrowed}
-    ones = [u for u in context.units if len(u.group.members) == 1 and not u.borrowed]
-    tables = [unit for unit in ones if unit.group not in shared and can_look_up_rows(unit)]
-    if tables:
-        group = max(tables, key=lambda unit: unit.group.wire_bytes).group
+    """Let the embedding be looked up by rows whose row of the table says so."""
+    for unit in context.units:
+        group = unit.group
+        if not group.members or "rows" not in group.placement.transfers:
+            continue
+        if not can_look_up_rows(unit):
+            context.say("no embedding is looked up by rows: its weight has hooks")
+            continue
         table_rows, width = group.members[0].shape
         group.rows = RowBuffers(context.device, table_rows, width, group.members[0].segment.dtype)
-    else:
-        context.say("no embedding is looked up by rows: its weight has hooks")
 
 
 def is_plain_embedding(module: nn.Module) -> bool:

@@ -96,7 +96,7 @@ class Context:
         """Wait for all updates under way; raises what made one fail."""
         self.updates.wait()
         if self.loss_scale is not None:
-            self.loss_scale.settle()
+            self.loss_scale.take_back_skipped()
 
     @property
     def partly_updated(self) -> bool:

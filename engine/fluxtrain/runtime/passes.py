@@ -55,7 +55,8 @@ def bound(context: Context, unit: Unit, does: str = "forward") -> Iterator[None]
     context.use.begin()
     try:
         for group in unit.groups:
-            views = context.window.take(group) if group.home == "host" else None
+            is_copied = group.placement.weights != "device"
+            views = context.window.take(group) if is_copied else None
             taken.append(group)
             for member in unit.members_of(group):
                 parameter = member.parameter
@@ -68,12 +69,13 @@ def bound(context: Context, unit: Unit, does: str = "forward") -> Iterator[None]
     finally:
         context.use.end()
         for group in taken:
+            is_copied = group.placement.weights != "device"
             for member in unit.members_of(group):
-                if group.home == "host":
+                if is_copied:
                     member.parameter.data = group.home_views[member.index]
                 member.write_version = member.parameter._version
                 member.parameter.__class__ = HostParameter
-            if group.home == "host":
+            if is_copied:
                 context.window.release(group)
 
 

@@ -59,7 +59,7 @@ class UnitForward:
         unit = self.unit
         _refuse_nesting(unit)
         begin_forward(context, unit)
-        if unit.group.rows is not None and unit.group.home == "host":
+        if unit.group.rows is not None and unit.group.placement.weights != "device":
             found = look_up(context, unit, args, kwargs)
             if found is not None:
                 return found

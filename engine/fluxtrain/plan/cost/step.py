@@ -131,10 +131,10 @@ class _Work:
 
 
 def cost(
-    facts: ModelFacts, layout: Layout, rates: Rates, *, exact: bool = True, passes: int = 1
+    facts: ModelFacts, layout: Layout, rates: Rates, *, clips: bool = True, passes: int = 1
 ) -> Cost:
     """Seconds of one optimizer step of `passes` batches. `exact`: updates wait for the norm."""
-    work = _work_of(facts, layout, rates, exact=exact, passes=passes)
+    work = _work_of(facts, layout, rates, clips=clips, passes=passes)
     rates, blocks_s = work.rates, (work.forward_s, work.backward_s)
     phases = held_up(facts, layout, rates, blocks_s, work.phases)
     updates_s = work.update_s + work.moments_s
@@ -144,7 +144,7 @@ def cost(
         more = [{"update": work.update_s}, {"moments": work.moments_s}]
         binding = binding_of([*phases, *more], together=False)
     else:
-        beside = _exact_phases if exact else _eager_phases
+        beside = _exact_phases if clips else _eager_phases
         phases, deciding = beside(facts, layout, work, phases, passes)
         lasting_s = [max(phase.values()) for phase in phases]
         seconds = sum(lasting_s)
@@ -189,14 +189,14 @@ def least_cost(
     layout: Layout,
     rates: Rates,
     *,
-    exact: bool = True,
+    clips: bool = True,
     passes: int = 1,
     moments_free: bool = False,
 ) -> LeastCost:
     """What `cost` says at least, known without going through the groups one by one: what waits for
     updates waits as little as it can. `moments_free`: whether they are deferred or not, whatever
     `layout` says of it."""
-    work = _work_of(facts, layout, rates, exact=exact, passes=passes)
+    work = _work_of(facts, layout, rates, clips=clips, passes=passes)
     updates = {layout: (work.update_s, work.moments_s)}
     if moments_free:
         otherwise = replace(layout, deferred_moments=not layout.deferred_moments)
@@ -207,7 +207,7 @@ def least_cost(
     else:
         lasting_s = [max(phase.values()) for phase in work.phases]
         seconds = sum(lasting_s)
-        if exact:
+        if clips:
             awaited_s = min(update_s for update_s, _ in updates.values())
             seconds += max(0.0, awaited_s - lasting_s[0])
     seconds += work.device_update_s
@@ -215,16 +215,16 @@ def least_cost(
     return LeastCost(max(seconds, updates_s, work.queueing.step(passes)), updates_s + copies_s)
 
 
-def _work_of(facts: ModelFacts, layout: Layout, rates: Rates, *, exact: bool, passes: int) -> _Work:
+def _work_of(facts: ModelFacts, layout: Layout, rates: Rates, *, clips: bool, passes: int) -> _Work:
     forward_s, head_s, backward_s = passes_s(facts, layout, rates)
     sliced = sliced_head(facts, layout, homes(facts, layout)[1])
     head_s *= 1.0 if sliced is None else sliced.compute_share
     slices = 0 if sliced is None else sliced.copied_bytes
     device_update_s = _device_update(facts, layout, rates)
-    queueing = queueing_of(facts, layout, rates, head_s, exact=exact)
+    queueing = queueing_of(facts, layout, rates, head_s, clips=clips)
     if rates.has_gpu and homes(facts, layout)[1].trained:
         forward_s = max(forward_s, facts.layers * queueing.forward_s)
-    if rates.has_gpu and not exact:
+    if rates.has_gpu and not clips:
         rates = rates.beside_backward()
     update_s, moments_s = host_updates(facts, layout, rates)
     once, twice, home = _traffic(facts, layout)
