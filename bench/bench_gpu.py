@@ -77,7 +77,7 @@ def main() -> None:
     parser.add_argument("--chunk-rows", type=count, default="auto")
     parser.add_argument("--states", default="fp32", choices=("fp32", "bf16", "8bit"))
     parser.add_argument("--moments", default="auto", choices=DEFERS_MOMENTS)
-    parser.add_argument("--eager", action="store_true", help="no clipping, update at once")
+    parser.add_argument("--in-backward", action="store_true", help="no clipping, update at once")
     parser.add_argument("--unclipped", action="store_true", help="resident-fp32 does not clip")
     parser.add_argument(
         "--masters-off-by", type=float, default=0.0, help="resident-fp32: relative, at the start"
@@ -138,11 +138,11 @@ def planned(
     facts = model_facts(model, model.config, options.sequence, options.states)
     constants = measured_constants(
         facts, read_machine(), "cuda", options.batch, model, partial(trial_batch, options),
-        eager=options.eager,
+        in_backward=options.in_backward,
     )  # fmt: skip
     rates = constants.rates(has_gpu=True)
     facts = constants.applied(facts)
-    clips, passes = not options.eager, options.passes
+    clips, passes = not options.in_backward, options.passes
     timing = None if isinstance(rates, str) else Timing(rates=rates, clips=clips, passes=passes)
     plan = place_timed(
         facts,
@@ -157,7 +157,7 @@ def planned(
             head=options.head,
             blocks_without_recompute=options.blocks_without_recompute,
             passes=options.passes,
-            optimizer_in_backward=options.eager,
+            optimizer_in_backward=options.in_backward,
             deferred_moments=DEFERS_MOMENTS[options.moments],
         ),
         timing,
@@ -166,7 +166,7 @@ def planned(
         "constants": constants.source if timing else f"{constants.source}; {rates}",
         "per_s": dict(constants.per_s),
         "states": options.states,
-        "eager": options.eager,
+        "in_backward": options.in_backward,
         "sequence": options.sequence,
         "because": {choice.name: choice.because for choice in plan.choices},
     }
@@ -276,7 +276,7 @@ def made(
     if options.engine == "flux":
         kernels = choose_kernels(options.kernels, model, "cuda").value
         engine, plan, told = wrapped(model, options)
-        loop = FluxLoop(model, engine, rate, eager=options.eager, passes=options.passes)
+        loop = FluxLoop(model, engine, rate, in_backward=options.in_backward, passes=options.passes)
         return loop, engine, plan, {"kernels": kernels, **told}
     kernels = with_fused_loss(model) if options.kernels != "torch" else "torch"
     if options.engine == "resident":

@@ -74,7 +74,7 @@ def layout_of_result(row: dict[str, Any]) -> Layout:
              "blocks_without_recompute", "activations", "embedding",
              "deferred_moments")  # fmt: skip
     found = {name: row[name] for name in names} | {"head": row.get("head", "whole")}
-    found["optimizer_in_backward"] = row["eager"]
+    found["optimizer_in_backward"] = row["in_backward"]
     found["activations_on_device"] = row.get("activations_on_device", 0)
     found["slots"] = row.get("slots")  # None: as many as results had that do not say it
     found["passes"] = row.get("passes", 1)
@@ -173,7 +173,7 @@ def main() -> None:
     options = parser.parse_args()
     row = result_of(options.result)
     facts, layout = facts_of_result(row), layout_of_result(row)
-    clips = not layout.eager
+    clips = not layout.in_backward
     plan = cost(facts, layout, rates_of_result(row), clips=clips, passes=layout.passes)
     need = footprint(facts, layout, has_gpu=True)
     print(f"{row['shape']}, batch {row['batch']}; bound by {plan.binds}")

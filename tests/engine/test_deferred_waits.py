@@ -67,9 +67,9 @@ def a_second_backward(training: Training) -> object:
     return training.backward()
 
 
-def an_eager_step(training: Training) -> object:
+def a_step_in_backward(training: Training) -> object:
     training.optimizer.zero_grad()
-    training.engine.begin_eager_step(training.optimizer)
+    training.engine.begin_step_in_backward(training.optimizer)
     training.backward()
     training.optimizer.step()
     return training.optimizer.zero_grad()
@@ -103,7 +103,7 @@ def an_unwrapped_model(training: Training) -> object:
     [
         a_checkpoint, the_optimizers_state, a_flush, a_sync, an_evaluation, a_restored_shard,
         gradients_of_zero, a_gradient_that_is_set, a_gradient_that_is_written, a_second_backward,
-        an_eager_step, another_optimizer_of_ours, a_foreign_optimizer,
+        a_step_in_backward, another_optimizer_of_ours, a_foreign_optimizer,
         another_placement, an_unwrapped_model,
     ],
 )  # fmt: skip
@@ -126,7 +126,7 @@ def test_whoever_touches_a_group_at_home_waits_for_its_moments(
 @pytest.mark.parametrize(
     "action",
     [
-        gradients_of_zero, a_second_backward, an_eager_step, an_evaluation, another_placement,
+        gradients_of_zero, a_second_backward, a_step_in_backward, an_evaluation, another_placement,
         the_optimizers_state, a_loaded_model,
     ],
 )  # fmt: skip

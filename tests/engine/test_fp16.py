@@ -187,7 +187,7 @@ def test_moving_homes_in_between_changes_no_bit(half: Any, batch: Any, same: Any
 def test_a_group_cannot_be_updated_before_the_overflow_is_known(half: Any) -> None:
     model, engine = half()
     with pytest.raises(MisusedModel, match="loss scale"):
-        engine.begin_eager_step(adamw(model))
+        engine.begin_step_in_backward(adamw(model))
 
 
 def test_a_loose_fp16_parameter_is_refused_with_the_cure() -> None:

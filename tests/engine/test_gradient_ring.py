@@ -1,4 +1,4 @@
-"""Eager steps need memory for a few groups' gradients at home, not for every group's."""
+"""Steps in backward need memory for a few groups' gradients at home, not for every group's."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def wrapped(states: str = "fp32") -> tuple[nn.Module, Engine, torch.optim.AdamW]
     return model, engine_of(model), torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
-def step(model: nn.Module, optimizer: torch.optim.AdamW, seed: int, *, eager: bool) -> float:
+def step(model: nn.Module, optimizer: torch.optim.AdamW, seed: int, *, in_backward: bool) -> float:
     torch.manual_seed(seed)
     ids = torch.randint(0, 256, (2, 16))
     loss = model(input_ids=ids, labels=ids).loss
-    if eager:
-        engine_of(model).begin_eager_step(optimizer)
+    if in_backward:
+        engine_of(model).begin_step_in_backward(optimizer)
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -53,7 +53,7 @@ def held(engine: Engine) -> list[Group]:
 def test_a_few_blocks_hold_gradients_and_the_plan_knows(states: str) -> None:
     model, engine, optimizer = wrapped(states)
     for seed in range(4):
-        step(model, optimizer, seed, eager=True)
+        step(model, optimizer, seed, in_backward=True)
         assert len(held(engine)) == ring_depth(1) < LAYERS
     engine.flush()
     facts = facts_of(LlamaForCausalLM(CONFIG).to(torch.bfloat16), states)  # type: ignore[arg-type]
@@ -65,15 +65,15 @@ def test_a_few_blocks_hold_gradients_and_the_plan_knows(states: str) -> None:
     assert exact - predicted >= (LAYERS - ring_depth(1)) * block
 
 
-def test_a_host_with_room_for_the_ring_alone_runs_eager_steps_only(
+def test_a_host_with_room_for_the_ring_alone_runs_steps_in_backward_only(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     facts = facts_of(LlamaForCausalLM(CONFIG).to(torch.bfloat16))
     ring, every = (
         footprint(
-            facts, Layout(offload="weights", optimizer_in_backward=eager), has_gpu=False
+            facts, Layout(offload="weights", optimizer_in_backward=in_backward), has_gpu=False
         ).host_bytes
-        for eager in (True, False)
+        for in_backward in (True, False)
     )
     room = Capacity(device_free_bytes=None, host_available_bytes=(ring + every) // 2)
     monkeypatch.setattr("fluxtrain.wrapping.wrap._capacity", lambda *_: room)
@@ -87,11 +87,11 @@ def test_a_host_with_room_for_the_ring_alone_runs_eager_steps_only(
         fluxtrain.wrap(LlamaForCausalLM(CONFIG).to(torch.bfloat16), device="cpu", offload="weights")
 
 
-def test_eager_and_exact_steps_may_take_turns() -> None:
+def test_in_backward_and_exact_steps_may_take_turns() -> None:
     losses = []
     for pattern in ((False,) * 8, (True, True, False, True, False, False, True, True)):
         model, engine, optimizer = wrapped()
-        losses.append([step(model, optimizer, i, eager=e) for i, e in enumerate(pattern)])
+        losses.append([step(model, optimizer, i, in_backward=e) for i, e in enumerate(pattern)])
         engine.flush()
         losses[-1] += [float(p.detach().float().sum()) for p in model.parameters()]
     assert losses[0] == losses[1]
@@ -101,7 +101,7 @@ def test_a_gradient_that_was_used_up_is_not_shown() -> None:
     model, engine, optimizer = wrapped()
     ids = torch.randint(0, 256, (2, 16))
     loss = model(input_ids=ids, labels=ids).loss
-    engine.begin_eager_step(optimizer)
+    engine.begin_step_in_backward(optimizer)
     loss.backward()
     with pytest.raises(MisusedModel, match="was used up"):
         _ = model.model.layers[LAYERS - 1].mlp.up_proj.weight.grad
@@ -115,7 +115,7 @@ def test_gradients_that_another_optimizer_steps_are_kept() -> None:
     norm = model.model.layers[LAYERS - 1].input_layernorm.weight
     ids = torch.randint(0, 256, (2, 16))
     loss = model(input_ids=ids, labels=ids).loss
-    engine.begin_eager_step(first)
+    engine.begin_step_in_backward(first)
     loss.backward()
     assert len(held(engine)) == LAYERS
     assert float(norm.grad.abs().sum()) > 0

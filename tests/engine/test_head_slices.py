@@ -64,7 +64,7 @@ def agree(one: Result, other: Result, *, loss: float, weights: float) -> None:
     [
         {},
         {"passes": 3},
-        {"eager": True},
+        {"in_backward": True},
         {"states": "8bit"},
         {"states": "bf16"},
         {"deferred_moments": True},
@@ -103,7 +103,7 @@ def test_gradients_of_half_precision_are_as_close_to_exact_ones_as_those_of_the_
         assert off["chunks"] <= 1.1 * off["whole"] + 1e-3 * float(expected.norm()), name
 
 
-@pytest.mark.parametrize("options", [{}, {"eager": True}, {"passes": 2}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"in_backward": True}, {"passes": 2}], ids=str)
 def test_the_same_slices_give_the_same_bits(options: dict[str, Any]) -> None:
     runs = [trained(qwen(torch.bfloat16), "rows", head="chunks", **options) for _ in range(2)]
     assert runs[0][0] == runs[1][0]

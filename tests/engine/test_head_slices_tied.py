@@ -50,7 +50,7 @@ def same(found: dict[str, Tensor], expected: dict[str, Tensor], rtol: float = 1e
     [
         {},
         {"passes": 3},
-        {"eager": True},
+        {"in_backward": True},
         {"states": "8bit"},
         {"deferred_moments": True},
         {"offload": "max"},

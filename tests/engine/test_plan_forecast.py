@@ -220,6 +220,6 @@ def test_an_unclipped_run_is_predicted_to_overlap_more(large: RunConfig, tmp_pat
     elsewhere = machine(tmp_path, 24, 160)
     settings = large.model_dump()
     settings["train"]["max_grad_norm"] = None
-    eager = preview(RunConfig.model_validate(settings), elsewhere).predicted
+    in_backward = preview(RunConfig.model_validate(settings), elsewhere).predicted
     exact = preview(large, elsewhere).predicted
-    assert eager.step_s < exact.step_s
+    assert in_backward.step_s < exact.step_s

@@ -28,14 +28,14 @@ def wrapped(tiny: Any, slots: int | None, **placed: Any) -> tuple[nn.Module, Eng
 
 
 def trained(
-    model: nn.Module, engine: Engine, batch: Any, *, eager: bool
+    model: nn.Module, engine: Engine, batch: Any, *, in_backward: bool
 ) -> tuple[list[float], list[torch.Tensor]]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     losses = []
     for step in range(4):
         loss = model(**batch(seed=step)).loss
-        if eager:
-            engine.begin_eager_step(optimizer)
+        if in_backward:
+            engine.begin_step_in_backward(optimizer)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -44,25 +44,25 @@ def trained(
     return losses, [p.detach().clone() for p in model.parameters()]
 
 
-@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.parametrize("in_backward", [False, True])
 @pytest.mark.parametrize(
     "placed",
     [{}, {"device_groups": 4, "resident_blocks": 2}, {"activations": "host", "resident_blocks": 3}],
     ids=["all stream", "some on the device, some resident", "some resident, boundaries away"],
 )
 def test_any_number_of_slots_gives_the_same_bits(
-    tiny: Any, batch: Any, placed: dict[str, Any], eager: bool
+    tiny: Any, batch: Any, placed: dict[str, Any], in_backward: bool
 ) -> None:
     found = []
     for slots in (None, 2, 3, 4, 5, LAYERS):
-        model, engine = wrapped(tiny, slots, optimizer_in_backward=eager, **placed)
+        model, engine = wrapped(tiny, slots, optimizer_in_backward=in_backward, **placed)
         streamed = LAYERS - sum(
             g.placement.weights == "device" for g in engine.groups if g.kind == "block"
         )
         streamed -= engine.plan.totals.resident_blocks
         expected = min(slots or 3, streamed)
         assert len([s for s in engine.window.slots if s.owner is None]) == expected
-        found.append(trained(model, engine, batch, eager=eager))
+        found.append(trained(model, engine, batch, in_backward=in_backward))
     for losses, weights in found[1:]:
         assert losses == found[0][0]
         assert all(torch.equal(a, b) for a, b in zip(weights, found[0][1], strict=True))
@@ -73,7 +73,7 @@ def test_with_two_slots_the_next_streamed_block_is_asked_for_past_a_resident_one
 ) -> None:
     """A block with a slot of its own takes none from the others, and its turn none from theirs."""
     model, engine = wrapped(tiny, 2, resident_blocks=4)
-    trained(model, engine, batch, eager=False)
+    trained(model, engine, batch, in_backward=False)
     own = {slot.owner for slot in engine.window.slots}
     blocks = [unit for unit in engine.units if unit.group.kind == "block"]
     shared = [unit for unit in blocks if unit.group not in own]

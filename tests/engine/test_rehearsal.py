@@ -34,9 +34,9 @@ CPU = torch.device("cpu")
 
 
 def played(
-    model: PreTrainedModel, states: StateFormat = "fp32", *, eager: bool = False
+    model: PreTrainedModel, states: StateFormat = "fp32", *, in_backward: bool = False
 ) -> tuple[dict[Kind, Rehearsed], GroupFacts]:
-    found = rehearse(model, batch_of(2), CPU, states, None, eager=eager)
+    found = rehearse(model, batch_of(2), CPU, states, None, in_backward=in_backward)
     assert not isinstance(found, NotRehearsed)
     return found
 
@@ -47,9 +47,9 @@ def test_every_kind_of_steps_is_made_and_the_model_is_as_before(tiny: Tiny, fami
     before = {name: value.clone() for name, value in model.state_dict().items()}
     kinds, block = played(model)
     assert set(kinds) == {"alone", "parked", "whole", "passes"}
-    eager, _ = played(model, eager=True)
-    assert set(eager) == {"alone", "parked", "eager"}
-    kinds |= {"eager": eager["eager"]}
+    in_backward, _ = played(model, in_backward=True)
+    assert set(in_backward) == {"alone", "parked", "in_backward"}
+    kinds |= {"in_backward": in_backward["in_backward"]}
     for kind, told in kinds.items():
         assert told.forward_s > 0
         assert told.backward_s > told.forward_s / 2  # which it computes again
@@ -122,8 +122,8 @@ def test_a_slow_update_is_told_and_a_wait_for_it_is_not_the_hosts(
 
     monkeypatch.setattr(updates, "step_", slow)
     kinds = played(tiny("llama", torch.bfloat16))[0]
-    kinds |= played(tiny("llama", torch.bfloat16), eager=True)[0]
-    for kind in ("whole", "passes", "eager"):
+    kinds |= played(tiny("llama", torch.bfloat16), in_backward=True)[0]
+    for kind in ("whole", "passes", "in_backward"):
         told = kinds[kind]
         assert told.update_s is not None
         assert pause_s <= told.update_s < 3 * pause_s
@@ -133,7 +133,7 @@ def test_a_slow_update_is_told_and_a_wait_for_it_is_not_the_hosts(
 
 
 def missed(model: PreTrainedModel, available_bytes: int | None = None) -> NotRehearsed:
-    found = rehearse(model, batch_of(2), CPU, "fp32", available_bytes, eager=False)
+    found = rehearse(model, batch_of(2), CPU, "fp32", available_bytes, in_backward=False)
     assert isinstance(found, NotRehearsed)
     assert found.why in found.text
     assert "may be predicted 25 to 40 % too short" in found.text
@@ -146,7 +146,7 @@ def test_too_little_host_memory_is_said_with_what_it_takes(tiny: Tiny) -> None:
     assert "of the 1000 B of host memory that is free" in found.why
     assert found.host_bytes is not None and not found.may_succeed(found.host_bytes - 1)
     assert found.may_succeed(found.host_bytes)
-    enough = rehearse(model, batch_of(2), CPU, "fp32", found.host_bytes, eager=False)
+    enough = rehearse(model, batch_of(2), CPU, "fp32", found.host_bytes, in_backward=False)
     assert not isinstance(enough, NotRehearsed)
 
 
@@ -193,15 +193,15 @@ def test_the_numbers_of_torchs_long_message_are_kept(rest: str, room: str) -> No
     assert rehearsal_module._why(error) == f"the GPU had no 1.50 GiB left{room}"
 
 
-@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.parametrize("in_backward", [False, True])
 def test_a_loss_that_is_not_finite_ends_the_steps_and_the_threads(
-    tiny: Tiny, *, eager: bool
+    tiny: Tiny, *, in_backward: bool
 ) -> None:
     model = tiny("llama", torch.bfloat16)
     with torch.no_grad():
         model.get_output_embeddings().weight.fill_(torch.nan)
     threads = set(threading.enumerate())
-    found = rehearse(model, batch_of(2), CPU, "fp32", None, eager=eager)
+    found = rehearse(model, batch_of(2), CPU, "fp32", None, in_backward=in_backward)
     assert isinstance(found, NotRehearsed) and "nan" in found.why
     assert set(threading.enumerate()) == threads
 
@@ -248,8 +248,8 @@ def test_waiting_between_two_marks_is_taken_off() -> None:
 def test_pauses_within_a_step_count_and_those_between_steps_do_not() -> None:
     steps = [(0.0, 2.0), (3.0, 5.0), (100.0, 102.0), (103.0, 105.0)]
     assert _one_to_next(steps, 2, waits=False) == pytest.approx(3.0)
-    eager = [(0.0, 2.0), (2.5, 4.5), (90.0, 92.0), (92.5, 94.5)]  # it waited for one gradient
-    assert _one_to_next(eager, 4, waits=True) == pytest.approx(2.5)
+    in_backward = [(0.0, 2.0), (2.5, 4.5), (90.0, 92.0), (92.5, 94.5)]  # it waited for one gradient
+    assert _one_to_next(in_backward, 4, waits=True) == pytest.approx(2.5)
     assert _one_to_next([], 2, waits=False) is None
 
 

@@ -28,7 +28,7 @@ from tests.engine.row_models import (
     [
         {},
         {"passes": 3},
-        {"eager": True},
+        {"in_backward": True},
         {"states": "8bit"},
         {"states": "bf16"},
         {"activations": "host"},
@@ -48,7 +48,7 @@ def test_rows_give_the_bits_of_the_whole_table(options: dict[str, Any]) -> None:
     [
         {},
         {"passes": 2},
-        {"eager": True},
+        {"in_backward": True},
         {"states": "8bit"},
         {"deferred_moments": True},
         {"offload": "max"},
@@ -133,8 +133,8 @@ def test_rows_land_in_memory_that_the_heads_gradient_was_in(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(depths, "LARGE_GRADIENT_BYTES", 1)  # one buffer for both
-    whole = trained(llama(), "whole", eager=True)
-    equal(whole, trained(llama(), "rows", eager=True))
+    whole = trained(llama(), "whole", in_backward=True)
+    equal(whole, trained(llama(), "rows", in_backward=True))
 
 
 def test_memory_that_the_head_had_is_cleared_before_anybody_waits_for_the_rows(
@@ -155,7 +155,7 @@ def test_memory_that_the_head_had_is_cleared_before_anybody_waits_for_the_rows(
 
     monkeypatch.setattr(Tensor, "zero_", zeroed)
     monkeypatch.setattr(Scatter, "fill", filled)
-    trained(llama(), "rows", eager=True, steps=3)
+    trained(llama(), "rows", in_backward=True, steps=3)
     assert done == ["cleared", "filled"] * 3
 
 

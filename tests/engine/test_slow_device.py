@@ -82,8 +82,8 @@ def with_evaluations(loop: Loop, inputs: dict[str, Tensor]) -> None:
         loop.loss(inputs)
 
 
-def eagerly(loop: Loop, inputs: dict[str, Tensor]) -> None:
-    engine_of(loop.model).begin_eager_step(loop.optimizer)
+def in_backward(loop: Loop, inputs: dict[str, Tensor]) -> None:
+    engine_of(loop.model).begin_step_in_backward(loop.optimizer)
     loop.loss(inputs).backward()
     loop.optimizer.step()
     loop.optimizer.zero_grad()
@@ -91,7 +91,7 @@ def eagerly(loop: Loop, inputs: dict[str, Tensor]) -> None:
 
 LOOPS = [
     with_a_scaler, with_the_engines_norm, in_two_passes, with_steps_left_out, with_evaluations,
-    eagerly,
+    in_backward,
 ]  # fmt: skip
 PLACES = [
     {},

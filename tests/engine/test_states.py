@@ -162,15 +162,17 @@ def test_every_placement_trains_to_the_same_bits(
 
 
 @FORMATS
-def test_eager_steps_equal_exact_ones_without_clipping(states: str, tiny: Any, batch: Any) -> None:
+def test_steps_in_backward_equal_exact_ones_without_clipping(
+    states: str, tiny: Any, batch: Any
+) -> None:
     results = []
-    for eager in (False, True):
+    for in_backward in (False, True):
         model = fluxtrain.wrap(tiny("llama", torch.bfloat16), chunk_rows=2, states=states)
         optimizer = adamw(model)
         for step in range(4):
             loss = model(**batch("llama", seed=step)).loss
-            if eager:
-                engine_of(model).begin_eager_step(optimizer)
+            if in_backward:
+                engine_of(model).begin_step_in_backward(optimizer)
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()

@@ -134,8 +134,9 @@ def wrapped(
 def trained(
     head: str, dtype: torch.dtype, *, steps: int = 4, passes: int = 1, **options: Any
 ) -> tuple[list[float], dict[str, Tensor]]:
-    """Losses and norms of some steps, clipped where they are not eager, and the weights after."""
-    eager = options.get("eager", False)
+    """Losses and norms of some steps, clipped where they do not update in backward, and the weights
+    after."""
+    in_backward = options.get("in_backward", False)
     engine = wrapped(head, dtype, **options)
     model = engine.model  # type: ignore[attr-defined]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -144,11 +145,11 @@ def trained(
         for part in range(passes):
             ids = batch(step * passes + part)
             loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-            if eager:
-                engine.begin_eager_step(optimizer, loss)
+            if in_backward:
+                engine.begin_step_in_backward(optimizer, loss)
             loss.backward()
             told.append(float(loss.detach()))
-        told.append(engine.clip_grad_norm(None if eager else 0.3).value())
+        told.append(engine.clip_grad_norm(None if in_backward else 0.3).value())
         optimizer.step()
         optimizer.zero_grad()
     engine.flush()
@@ -161,7 +162,7 @@ def trained(
 @pytest.mark.usefixtures("small_slices")
 @pytest.mark.parametrize(
     "options",
-    [{}, {"passes": 2}, {"eager": True}, {"states": "8bit"}, {"deferred_moments": True}],
+    [{}, {"passes": 2}, {"in_backward": True}, {"states": "8bit"}, {"deferred_moments": True}],
     ids=str,
 )
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])

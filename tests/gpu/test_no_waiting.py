@@ -24,7 +24,7 @@ def waiting_is_an_error() -> Iterator[None]:
     torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.parametrize("in_backward", [False, True])
 @pytest.mark.parametrize(
     "placement",
     [
@@ -41,7 +41,7 @@ def waiting_is_an_error() -> Iterator[None]:
     ],
 )
 def test_no_operation_of_a_step_synchronises(
-    eager: bool, placement: dict[str, object], waiting_is_an_error: None
+    in_backward: bool, placement: dict[str, object], waiting_is_an_error: None
 ) -> None:
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -60,10 +60,10 @@ def test_no_operation_of_a_step_synchronises(
             torch.cuda.set_sync_debug_mode("error")
         with known_packing(mixes=False):
             loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-        if eager:
-            engine.begin_eager_step(optimizer, loss)
+        if in_backward:
+            engine.begin_step_in_backward(optimizer, loss)
         loss.backward()
-        norm = engine.clip_grad_norm(None if eager else 1.0, [loss.detach()])
+        norm = engine.clip_grad_norm(None if in_backward else 1.0, [loss.detach()])
         optimizer.step()
         optimizer.zero_grad()
         losses.append(norm)

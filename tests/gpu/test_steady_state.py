@@ -34,7 +34,7 @@ LATE = 200_000_000  # clocks, some 0.1 s: longer than the host takes to queue a 
 DEVICE = ("segment.all.allocated", "num_device_alloc", "num_device_free", "num_alloc_retries")
 HOST = ("num_host_alloc",)
 ON_HOST: dict[str, Any] = {**STREAMED, "activations": "host"}
-EAGER: dict[str, Any] = {"max_grad_norm": None, "eager": True}
+IN_BACKWARD: dict[str, Any] = {"max_grad_norm": None, "in_backward": True}
 
 
 def present(stats: dict[str, Any], names: tuple[str, ...]) -> dict[str, int]:
@@ -95,9 +95,9 @@ class Watch:
     "placement",
     [
         ON_HOST,
-        {**ON_HOST, **EAGER},
+        {**ON_HOST, **IN_BACKWARD},
         {**ON_HOST, "states": "8bit"},
-        {**ON_HOST, **EAGER, "states": "8bit"},
+        {**ON_HOST, **IN_BACKWARD, "states": "8bit"},
         {**ON_HOST, "deferred_moments": True},
         {**ON_HOST, "embedding": "rows"},
         {**ON_HOST, "head": "chunks"},

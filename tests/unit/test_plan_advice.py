@@ -114,11 +114,11 @@ def test_a_cost_model_that_is_far_from_the_measured_step_is_not_believed() -> No
 
 
 def test_waiting_for_the_update_names_the_price_of_clipping() -> None:
-    found = by_id(facts(steps=waiting(update=0.25), rates=None))["eager"]
+    found = by_id(facts(steps=waiting(update=0.25), rates=None))["backward"]
     assert (found.change, found.setting) == (None, "train.max_grad_norm=null")
     assert found.gain == pytest.approx(0.25)
     for other in ({"clips": False}, {"passes": 2}):
-        assert "eager" not in by_id(facts(steps=waiting(update=0.25), rates=None, **other))
+        assert "backward" not in by_id(facts(steps=waiting(update=0.25), rates=None, **other))
 
 
 def test_several_passes_a_step_become_fewer_with_more_rows() -> None:

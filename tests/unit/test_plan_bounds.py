@@ -92,15 +92,18 @@ def with_table(facts: ModelFacts, table_rows: int) -> ModelFacts:
 
 @given(models(), st.integers(0, 4096), layouts, gpus | cores, st.booleans(), st.integers(1, 3))
 def test_no_step_is_shorter_than_its_bound(
-    facts: ModelFacts, table_rows: int, layout: Layout, rates: Rates, eager: bool, passes: int
+    facts: ModelFacts, table_rows: int, layout: Layout, rates: Rates, in_backward: bool, passes: int
 ) -> None:
-    facts, layout = with_table(facts, table_rows), replace(layout, optimizer_in_backward=eager)
+    facts, layout = (
+        with_table(facts, table_rows),
+        replace(layout, optimizer_in_backward=in_backward),
+    )
     otherwise = replace(layout, deferred_moments=not layout.deferred_moments)
     one, other = (
-        cost(facts, at, rates, clips=not eager, passes=passes) for at in (layout, otherwise)
+        cost(facts, at, rates, clips=not in_backward, passes=passes) for at in (layout, otherwise)
     )
     told, free = (
-        least_cost(facts, layout, rates, clips=not eager, passes=passes, moments_free=either)
+        least_cost(facts, layout, rates, clips=not in_backward, passes=passes, moments_free=either)
         for either in (False, True)
     )
     assert told.step_s <= one.step_s * (1 + 1e-9)
@@ -112,11 +115,11 @@ def test_no_step_is_shorter_than_its_bound(
 @settings(max_examples=15)
 @given(even_models(), st.floats(2, 30), gpus, st.booleans(), st.floats(0, 1))
 def test_no_layout_within_a_stop_is_faster_than_the_one_that_is_chosen(
-    facts: ModelFacts, device_gib: float, rates: Rates, eager: bool, share: float
+    facts: ModelFacts, device_gib: float, rates: Rates, in_backward: bool, share: float
 ) -> None:
     room = Capacity(device_free_bytes=int(device_gib * GIB), host_available_bytes=None)
-    search = Search(facts, room, RunRequest(batch_rows=2, optimizer_in_backward=eager))
-    dial = Frontier(search, rates, clips=not eager)
+    search = Search(facts, room, RunRequest(batch_rows=2, optimizer_in_backward=in_backward))
+    dial = Frontier(search, rates, clips=not in_backward)
     if not dial.candidates:
         return
     chosen = dial.at(share)

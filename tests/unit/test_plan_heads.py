@@ -328,13 +328,13 @@ def with_head(facts: ModelFacts, last: bool, words: int) -> ModelFacts:
     st.booleans(), st.integers(1, 3),
 )  # fmt: skip
 def test_no_step_in_slices_is_shorter_than_its_bound_and_no_peak_below_nothing(
-    facts: ModelFacts, last: bool, words: int, layout: Layout, rates: Rates, eager: bool,
+    facts: ModelFacts, last: bool, words: int, layout: Layout, rates: Rates, in_backward: bool,
     passes: int,
 ) -> None:  # fmt: skip
     facts = with_head(with_table(facts, words), last, words)
-    layout = replace(layout, head="chunks", optimizer_in_backward=eager)
-    found = cost(facts, layout, rates, clips=not eager, passes=passes)
-    least = least_cost(facts, layout, rates, clips=not eager, passes=passes)
+    layout = replace(layout, head="chunks", optimizer_in_backward=in_backward)
+    found = cost(facts, layout, rates, clips=not in_backward, passes=passes)
+    least = least_cost(facts, layout, rates, clips=not in_backward, passes=passes)
     assert least.step_s <= found.step_s * (1 + 1e-9)
     assert least.carried_s == pytest.approx(found.carried_s)
     need = footprint(facts, layout, has_gpu=rates.has_gpu)

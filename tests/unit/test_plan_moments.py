@@ -172,7 +172,7 @@ def test_moments_that_nothing_hides_are_not_deferred() -> None:
     assert choice(plan)[0] == "with_weights"
 
 
-def test_eager_steps_defer_nothing() -> None:
+def test_steps_in_backward_defer_nothing() -> None:
     request = RunRequest(
         offload="weights", batch_rows=8, device_groups=0, optimizer_in_backward=True
     )
@@ -235,7 +235,7 @@ def test_each_pass_is_timed_alone(part: Any) -> None:
     assert 1e6 < rate.per_s < 1e12
 
 
-def test_deferring_with_eager_updates_is_refused_with_the_cure() -> None:
+def test_deferring_with_update_in_backward_is_refused_with_the_cure() -> None:
     with pytest.raises(BadInput, match=r"max_grad_norm = null .* moments = with_weights"):
         demo_config(["train.moments=deferred", "train.max_grad_norm=null"])
     several = ["train.moments=deferred", "train.max_grad_norm=null", "train.accumulation=2"]

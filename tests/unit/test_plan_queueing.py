@@ -52,9 +52,9 @@ def test_a_layout_is_queued_by_hand() -> None:
     assert found.step(1) == pytest.approx(10 * 0.012 + 0.01 + 11 * 0.0005)
     on_device = queueing_of(FACTS, ON_DEVICE, rates_of(HOST), 0.05, clips=True)
     assert on_device.optimizer_s == pytest.approx(11 * 0.001)
-    eager = queueing_of(FACTS, ON_DEVICE, rates_of(HOST), 0.05, clips=False)
-    assert eager.optimizer_s == 0
-    assert eager.backward_beside_s == pytest.approx(2 * (0.006 + 11 * 0.001 / 10))
+    in_backward = queueing_of(FACTS, ON_DEVICE, rates_of(HOST), 0.05, clips=False)
+    assert in_backward.optimizer_s == 0
+    assert in_backward.backward_beside_s == pytest.approx(2 * (0.006 + 11 * 0.001 / 10))
 
 
 def test_boundaries_that_go_home_are_queued_too() -> None:

@@ -138,10 +138,13 @@ def layout(plan: Placement) -> Layout:
     st.booleans(),
 )  # fmt: skip
 def test_more_memory_is_never_slower_and_the_budget_is_kept(
-    device_gib: float, more_gib: float, rows: int, host_gib: float, keeping: bool, eager: bool
+    device_gib: float, more_gib: float, rows: int, host_gib: float, keeping: bool, in_backward: bool
 ) -> None:
-    facts, request = measured(model()), RunRequest(batch_rows=rows, optimizer_in_backward=eager)
-    timing = replace(TIMING_KEEPING if keeping else TIMING, clips=not eager)
+    facts, request = (
+        measured(model()),
+        RunRequest(batch_rows=rows, optimizer_in_backward=in_backward),
+    )
+    timing = replace(TIMING_KEEPING if keeping else TIMING, clips=not in_backward)
     try:
         small = place_timed(facts, gpu(device_gib, host_gib), request, timing)
     except DoesNotFit:
@@ -153,7 +156,7 @@ def test_more_memory_is_never_slower_and_the_budget_is_kept(
     assert small.device_bytes <= device_gib * GIB * AUTO_SHARE
     assert small.need.host_bytes <= host_gib * GIB * HOST_SHARE
     assert small.need == footprint(
-        facts, replace(layout(small), optimizer_in_backward=eager), has_gpu=True
+        facts, replace(layout(small), optimizer_in_backward=in_backward), has_gpu=True
     )
 
 

@@ -74,7 +74,7 @@ def calibrate(
     heavier_of: Callable[[int], BoundBatch[Any] | None] | None = None,
     host_available_bytes: int | None = None,
     *,
-    eager: bool = False,
+    in_backward: bool = False,
 ) -> Calibration:
     """Time a block, and what stands outside the blocks, at chunks of `rows` rows. Where the
     miniature does not fit on a GPU, with its edges at home on the host; or else with `fewer` rows.
@@ -99,7 +99,7 @@ def calibrate(
             if device.type == "cuda":
                 batch = batch_of(tried.few.rows)
                 rehearsed = rehearse(
-                    model, batch, device, states, host_available_bytes, eager=eager
+                    model, batch, device, states, host_available_bytes, in_backward=in_backward
                 )
     except (UnsupportedModel, Diverged) as error:
         raise NotCalibrated(str(error)) from error
@@ -163,7 +163,7 @@ def _rehearsed(tried: Trial, of: Mapping[Kind, Rehearsed], block: GroupFacts) ->
     """Fields of a calibration: the host's times, and AdamW's rates as its steps have them. What
     was `tried` on the device, with few rows, counts at its least: a full queue makes it longer."""
     alone, parked, passes = of["alone"], of["parked"], of.get("passes")
-    whole = of.get("whole") or of["eager"]
+    whole = of.get("whole") or of["in_backward"]
     host = HostTimes(
         forward_s=alone.forward_s,
         backward_s=alone.backward_s,
@@ -181,7 +181,7 @@ def _rehearsed(tried: Trial, of: Mapping[Kind, Rehearsed], block: GroupFacts) ->
         "host_block_s": alone.forward_s + alone.backward_s,
     }
     bits = "_8bit" if block.states == "8bit" else ""
-    of_all = [f"adamw{bits}_per_s", *([f"adamw{bits}_beside_per_s"] if "eager" in of else [])]
+    of_all = [f"adamw{bits}_per_s", *([f"adamw{bits}_beside_per_s"] if "in_backward" in of else [])]
     rates = [(name, whole.update_s, False) for name in of_all]
     if passes is not None:
         rates.append(("adamw_weights_per_s", passes.update_s, True))

@@ -89,13 +89,17 @@ def known_constants(
     per_s: Mapping[str, float | None] | None = None,
     *,
     mixed: bool | None = None,
-    eager: bool = False,
+    in_backward: bool = False,
 ) -> Constants:
     """What was measured before: a block of this shape, else the probe's rates (`per_s`, or those
     that are kept) with the constants of this class of machines. `mixed`: with rows of several
-    documents; None: with any, those first. `eager`: for a run that updates in its backward pass."""
+    documents; None: with any, those first. `in_backward`: for a run that updates in its backward
+    pass."""
     wanted = (True, False) if mixed is None else (mixed,)
-    places = (_place(facts, machine, device, batch_rows, mixed=one, eager=eager) for one in wanted)
+    places = (
+        _place(facts, machine, device, batch_rows, mixed=one, in_backward=in_backward)
+        for one in wanted
+    )
     kept = (_read(place) for place in places)
     found = next((one for one in kept if one is not None), None)
     probed = _probed() if per_s is None else per_s
@@ -121,14 +125,18 @@ def measured_constants(
     batch_of: Callable[[int], BoundBatch[Any]],
     heavier_of: Callable[[int], BoundBatch[Any] | None] | None = None,
     *,
-    eager: bool = False,
+    in_backward: bool = False,
 ) -> Constants:
     """As `known_constants`, but what is not known is measured now, in a few seconds, and kept."""
     mixed = heavier_of is not None
-    known = known_constants(facts, machine, device, batch_rows, mixed=mixed, eager=eager)
-    place = _place(facts, machine, device, batch_rows, mixed=mixed, eager=eager)
+    known = known_constants(
+        facts, machine, device, batch_rows, mixed=mixed, in_backward=in_backward
+    )
+    place = _place(facts, machine, device, batch_rows, mixed=mixed, in_backward=in_backward)
     if known.calibration is not None and not _tries_again(known.calibration, machine):
-        known = _completed(known, known.calibration, place, facts, machine, device, eager=eager)
+        known = _completed(
+            known, known.calibration, place, facts, machine, device, in_backward=in_backward
+        )
         return _warned(known)
     assert facts.row is not None
     rows = trial_rows(facts.row.sequence_length, batch_rows, _trial_tokens(device))
@@ -136,10 +144,12 @@ def measured_constants(
     try:
         on, states = torch.device(device), _states(facts)
         memory = machine.memory_available_bytes
-        tried = calibrate(model, batch_of, on, rows, fewer, states, heavier_of, memory, eager=eager)
+        tried = calibrate(
+            model, batch_of, on, rows, fewer, states, heavier_of, memory, in_backward=in_backward
+        )
     except NotCalibrated as reason:
         return _warned(replace(known, source=f"{known.source} ({reason})"))
-    tried = replace(tried, **_adamw_rates(facts, machine, device, tried, eager=eager))
+    tried = replace(tried, **_adamw_rates(facts, machine, device, tried, in_backward=in_backward))
     rates = _missing_rates(known.per_s, machine, device)
     _write(place, rates, tried)
     found = Constants(
@@ -167,10 +177,10 @@ def _completed(
     machine: Machine,
     device: str,
     *,
-    eager: bool,
+    in_backward: bool,
 ) -> Constants:
     """With the rates that could not be measured when the block was tried, and can be now."""
-    adamw = _adamw_rates(facts, machine, device, tried, eager=eager)
+    adamw = _adamw_rates(facts, machine, device, tried, in_backward=in_backward)
     rates = _missing_rates(known.per_s, machine, device)
     if not rates and not any(adamw.values()):
         return known
@@ -245,21 +255,21 @@ def _states(facts: ModelFacts) -> StateFormat:
 
 
 def _adamw_rates(
-    facts: ModelFacts, machine: Machine, device: str, tried: Calibration, *, eager: bool
+    facts: ModelFacts, machine: Machine, device: str, tried: Calibration, *, in_backward: bool
 ) -> dict[str, Any]:
     """Fields of a calibration that it has not yet: the native optimizer's rates as this model's
     updates run, on a GPU's host, where they can be hidden, also in two passes, or beside the
-    backward pass of an `eager` run."""
+    backward pass of an `in_backward` run."""
     narrow = any(group.states == "8bit" for group in facts.groups)
     two_passes = any(group.pass_bytes for group in facts.groups)
     wanted: dict[str, tuple[Part, bool, bool]] = {"adamw_per_s": ("all", False, False)}
     if narrow:
         wanted["adamw_8bit_per_s"] = ("all", True, False)
-    if device == "cuda" and eager:
+    if device == "cuda" and in_backward:
         wanted["adamw_beside_per_s"] = ("all", False, True)
-    if device == "cuda" and eager and narrow:
+    if device == "cuda" and in_backward and narrow:
         wanted["adamw_8bit_beside_per_s"] = ("all", True, True)
-    if device == "cuda" and two_passes and not eager:
+    if device == "cuda" and two_passes and not in_backward:
         wanted["adamw_weights_per_s"] = ("weights", False, False)
         wanted["adamw_moments_per_s"] = ("moments", False, True)
     return {
@@ -299,7 +309,7 @@ def _place(
     batch_rows: int | None,
     *,
     mixed: bool,
-    eager: bool,
+    in_backward: bool,
 ) -> Path:
     """The file of this machine, device, model shape, size of the trial, kind of rows and, on a GPU,
     of steps."""
@@ -313,7 +323,7 @@ def _place(
     rows = (row.hidden, row.vocabulary, row.sequence_length, row.dtype_bytes)
     trial = trial_rows(row.sequence_length, batch_rows, _trial_tokens(device))
     threads = torch.get_num_threads()
-    kind = (mixed, eager and device == "cuda")
+    kind = (mixed, in_backward and device == "cuda")
     how = (rows, trial, *kind, threads, str(torch.__version__))
     return cache_file("block", machine, device, shape, *how)
 

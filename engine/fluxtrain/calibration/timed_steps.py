@@ -5,7 +5,8 @@ copies and its cores with the threads that queue the GPU's work; those wait for 
 and for Python's lock; and between two blocks' updates a thread has to be woken. So a miniature with
 all its blocks at home is trained: without an optimizer, its boundaries on the device and on the
 host, and as the run will, with each block's
-update at once and in two passes, or in eager steps. Each takes a few steps of few rows, for neither
+update at once and in two passes, or in steps in backward. Each takes a few steps of few rows, for
+neither
 AdamW nor the queueing depends on how many there are, and the GPU is then never what they wait for.
 There are as many blocks as it takes for what comes home, and is updated soon, to be no large part
 of the processor's cache.
@@ -50,7 +51,7 @@ REPEATS = 4
 LIMIT_S = 0.8  # for the repeats of one kind; the last may end later
 
 _SIZE = r"[\d.]+ (?:[KMGT]iB|bytes)"
-Kind = Literal["alone", "parked", "whole", "passes", "eager"]
+Kind = Literal["alone", "parked", "whole", "passes", "in_backward"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,9 +72,10 @@ def rehearse(
     states: StateFormat,
     host_available_bytes: int | None,
     *,
-    eager: bool,
+    in_backward: bool,
 ) -> tuple[dict[Kind, Rehearsed], GroupFacts] | NotRehearsed:
-    """What each kind of steps takes that an `eager` run, or one that clips, can make, and the facts
+    """What each kind of steps takes that an `in_backward` run, or one that clips, can make, and
+    the facts
     of the block that took it; or why there are none: device or host have too little memory, no
     block is trained, or copies of one give a loss or gradients that are not finite."""
     tried = middle_block(model)
@@ -84,7 +86,7 @@ def rehearse(
     if isinstance(count, NotRehearsed):
         return count
     try:
-        return _rehearsed(model, count, batch, device, states, eager=eager)
+        return _rehearsed(model, count, batch, device, states, in_backward=in_backward)
     except (torch.OutOfMemoryError, MemoryError, Diverged) as error:
         return NotRehearsed(why=f"{count} copies of a block failed: {_why(error)}")
     finally:
@@ -98,7 +100,7 @@ def _rehearsed(
     device: torch.device,
     states: StateFormat,
     *,
-    eager: bool,
+    in_backward: bool,
 ) -> tuple[dict[Kind, Rehearsed], GroupFacts]:
     home = torch.device("cpu")
     mini = miniature(model, count, blocks=home, edges=home).train()
@@ -113,8 +115,8 @@ def _rehearsed(
     how: dict[str, Any] = {"placement": at_home, "states": states, "deferred_moments": True}
     with wrapped(mini, device, "weights", rows, **how) as engine:
         stage = _Stage(mini, engine, blocks, batch, device)
-        kinds: list[Kind] = ["alone", "parked", "eager" if eager else "whole"]
-        kinds += ["passes"] if facts.pass_bytes and not eager else []
+        kinds: list[Kind] = ["alone", "parked", "in_backward" if in_backward else "whole"]
+        kinds += ["passes"] if facts.pass_bytes and not in_backward else []
         return {kind: stage.play(kind) for kind in kinds}, facts
 
 
@@ -209,12 +211,12 @@ class _Stage:
         self._seen.forwards.append([])
         self._seen.backwards.append([])
         loss = self._batch.loss(self._mini)
-        if kind == "eager":
-            self._engine.begin_eager_step(self._optimizer, loss)
+        if kind == "in_backward":
+            self._engine.begin_step_in_backward(self._optimizer, loss)
         loss.backward()
         updates = kind not in ("alone", "parked")
         if updates:
-            self._engine.clip_grad_norm(None if kind == "eager" else 1.0, [loss.detach()])
+            self._engine.clip_grad_norm(None if kind == "in_backward" else 1.0, [loss.detach()])
         started_s = time.perf_counter()
         if updates:
             self._optimizer.step()
@@ -232,7 +234,7 @@ class _Stage:
             forward_s=_between(self._seen.forwards, waits),
             backward_s=_between(self._seen.backwards, waits),
             optimizer_s=median(self._seen.optimizer_s) / count,
-            update_s=_one_to_next(by_kind.get("update", []), count, waits=kind == "eager"),
+            update_s=_one_to_next(by_kind.get("update", []), count, waits=kind == "in_backward"),
             moments_s=_one_to_next(by_kind.get("moments", []), count, waits=False),
         )
 

@@ -166,7 +166,7 @@ def _known(
 ) -> Constants:
     rows = None if config.train.batch_rows == "auto" else config.train.batch_rows
     return known_constants(
-        facts, machine, device, rows, per_s, eager=optimizer_in_backward(config, facts)
+        facts, machine, device, rows, per_s, in_backward=optimizer_in_backward(config, facts)
     )
 
 

@@ -229,8 +229,8 @@ def _add(
     context: Context, slices: WeightSlices, member: Member, first: int, values: Tensor
 ) -> None:
     """Give the engine a member's gradient of one chunk, (n, ...) in fp32, from row `first` on."""
-    group, eager = slices.group, context.eager
-    passing = eager is not None and eager.uses_up_now(group)
+    group, in_backward = slices.group, context.step_in_backward
+    passing = in_backward is not None and in_backward.uses_up_now(group)
     context.gradients.add_slice(group, member, first, values, rows=slices.rows, passing=passing)
 
 

@@ -9,7 +9,7 @@ updates and gradients, and B those of its backward passes:
 | device    | by the cost model, W + U + G at most                                              |
 | prefetch  | half of what is waited for although the copies would fit beside the computing      |
 | chunk     | by the cost model, whose launches are paid for each chunk                           |
-| eager     | min(U, B): without clipping updates run beside the backward pass                    |
+| backward  | min(U, B): without clipping updates run beside the backward pass                  |
 | rows      | half of W, as many rows in half as many passes; or, a token, what 2 batches share  |
 | data      | the time in which batches were made                                               |
 | memory    | the time in which the host waited for memory (pressure stall information)           |
@@ -216,13 +216,13 @@ def _chunk(facts: RunFacts) -> Advice | None:
     )
 
 
-def _eager(facts: RunFacts) -> Advice | None:
+def _backward(facts: RunFacts) -> Advice | None:
     """Without clipping nothing waits for the norm."""
     waited_s = facts.steps.stall_s("update")
     if not facts.clips or facts.passes != 1 or facts.context.facts.scales_its_loss:
         return None
     return Advice(
-        id="eager",
+        id="backward",
         because=f"{_share_of(facts, waited_s)} waiting for AdamW on the host; without clipping "
         "it runs beside the backward pass (gradients are then not clipped)",
         gain=min(waited_s, facts.steps.backward_s) / facts.steps.step_s,
@@ -315,7 +315,7 @@ def _redone(facts: RunFacts) -> Advice | None:
 
 
 _RULES: tuple[Callable[[RunFacts], Advice | None], ...] = (
-    _resident, _device, _prefetch, _chunk, _eager, _rows, _data, _memory, _redone,
+    _resident, _device, _prefetch, _chunk, _backward, _rows, _data, _memory, _redone,
 )  # fmt: skip
 
 

@@ -150,8 +150,8 @@ def _engine_step(optimizer: Optimizer, entries: Entries) -> None:
     own = [context for context in contexts if own_step(context, optimizer)]
     if own and getattr(optimizer, "grad_scale", None) is not None:
         raise MisusedModel(
-            "an eager step has updated weights with gradients that a GradScaler was still to "
-            "unscale: leave begin_eager_step out, or the scaler (bf16 needs none)"
+            "a step in backward has updated weights with gradients that a GradScaler was still to "
+            "unscale: leave begin_step_in_backward out, or the scaler (bf16 needs none)"
         )
     if not own:
         prepare(optimizer, entries)  # a step in backward did so before its first update
@@ -165,21 +165,25 @@ def _engine_step(optimizer: Optimizer, entries: Entries) -> None:
 def own_step(context: Context, optimizer: Optimizer) -> UpdatesInBackward | None:
     """Return the step in backward that this optimizer began, if one is under way."""
     context.forget_orphaned_step()
-    step = context.eager
+    step = context.step_in_backward
     return step if step is not None and step.is_of(optimizer) else None
 
 
 def refuse_broken_step(contexts: list[Context]) -> None:
     """Raise MisusedModel if the backward pass of a step in backward failed: a part of the model may
     be updated already, and stepping the rest would mix two states."""
-    if not any(context.eager is not None and context.graphs.broke_off for context in contexts):
+    if not any(
+        context.step_in_backward is not None and context.graphs.broke_off for context in contexts
+    ):
         return
-    steps = [context.eager for context in contexts if context.eager is not None]
+    steps = [
+        context.step_in_backward for context in contexts if context.step_in_backward is not None
+    ]
     updated = sum(len(step.updated) for step in steps if not step.was_refused())
     for context in contexts:
         context.abandon_backward()
     raise MisusedModel(
-        f"the backward pass of this eager step raised an error when {updated} of "
+        f"the backward pass of this step in backward raised an error when {updated} of "
         f"{sum(len(context.groups) for context in contexts)} parts of the model were updated: "
         + ("go on from a checkpoint" if updated else "call zero_grad() and compute it again")
     )
@@ -211,19 +215,19 @@ def _submit(optimizer: Optimizer, entries: Entries) -> None:
         member.gradient_scale *= factor
         work.setdefault(owner.group, {})[member.index] = by_options[id(options)]
     for context in contexts:
-        eager, norm = own.get(context), _guarding_norm(context)
+        in_backward, norm = own.get(context), _guarding_norm(context)
         mine = {group: work[group] for group in context.groups if group in work}
-        if eager is None:
+        if in_backward is None:
             context.updates.submit(mine, norm)
         else:
-            context.eager = None
+            context.step_in_backward = None
             for group, hypers in mine.items():
                 context.updates.submit_one(group, hypers, norm)
         if context.norm is not None and context.loss_scale is not None:
             stepped = [g.members[i] for g in context.groups for i in work.get(g, ())]
             context.loss_scale.after(context.norm, stepped)
-        if eager is not None:
-            eager.end()
+        if in_backward is not None:
+            in_backward.end()
         context.graphs.end_step()
         _clip_others(context, {id(o.member) for o, _, _ in entries}, norm)
         context.norm = None
@@ -239,9 +243,9 @@ def _guarding_norm(context: Context) -> GradNorm | None:
 
     A step in backward has no global norm: its loss alone is checked, whichever optimizer began it.
     """
-    norm, eager = context.norm, context.eager
+    norm, in_backward = context.norm, context.step_in_backward
     unguarded = norm is None or not norm.guards
-    return eager.guard or norm if eager is not None and unguarded else norm
+    return in_backward.guard or norm if in_backward is not None and unguarded else norm
 
 
 def _clip_others(context: Context, stepped: set[int], norm: GradNorm | None) -> None:

@@ -19,7 +19,7 @@ from fluxtrain.runtime.user_gradients import replace
 from fluxtrain.updates.norm import GradNorm
 
 
-class EagerStep:
+class StepInBackward:
     """A step whose groups are updated as soon as their gradients are complete.
 
     For loops of one forward and one backward a step, without clipping by the global norm, which is
@@ -77,10 +77,11 @@ class EagerStep:
         name = next((group.name for group in groups if group in self.updated), None)
         if name is not None:
             raise MisusedModel(
-                f"gradients of {name} come after its update: an eager step is for one backward "
+                f"gradients of {name} come after its update: a step in backward is for one "
+                f"backward "
                 "pass, whose graph is known when it begins (no reentrant checkpoint, no autograd "
                 "function of its own over a weight before its block). Call optimizer.step() behind "
-                "each pass, or leave begin_eager_step out"
+                "each pass, or leave begin_step_in_backward out"
             )
 
     def take(self, group: Group) -> None:

@@ -81,7 +81,7 @@ class Context:
         self.anchor_node = self.anchor.view_as(self.anchor).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
         self.graphs = Graphs()
         self.norm: GradNorm | None = None  # asked for since the last step
-        self.eager: UpdatesInBackward | None = None  # the step under way, if it is one
+        self.step_in_backward: UpdatesInBackward | None = None  # the step under way, if it is one
         self.loss_scale: LossScale | None = None  # of fp16, where the engine's own norm is used
         self.thread = 0  # of the last forward
         self._said: set[str] = set()
@@ -100,21 +100,21 @@ class Context:
 
     @property
     def partly_updated(self) -> bool:
-        """True while an eager step has updated some groups and not all."""
-        return self.eager is not None and bool(self.eager.updated)
+        """True while a step in backward has updated some groups and not all."""
+        return self.step_in_backward is not None and bool(self.step_in_backward.updated)
 
     def expect_gradients(self, groups: Iterable[Group]) -> None:
         """Prepare for gradients of these groups. Raises MisusedModel when this step has updated
-        one of them already; forgets an eager step whose loss was given up."""
+        one of them already; forgets a step in backward whose loss was given up."""
         self.forget_orphaned_step()
-        if self.eager is not None and not self.eager.is_of_this_pass():
-            self.eager = None
+        if self.step_in_backward is not None and not self.step_in_backward.is_of_this_pass():
+            self.step_in_backward = None
             self.say(
-                "an eager step is not made as one, for the loss that begin_eager_step was given is "
-                "not part of the backward pass: give it the loss that backward() is called on"
+                "begin_step_in_backward has no effect: the loss that it was given is not part of this "
+                "backward pass. Give it the loss that backward() is called on"
             )
-        if self.eager is not None:
-            self.eager.refuse_updated(groups)
+        if self.step_in_backward is not None:
+            self.step_in_backward.refuse_updated(groups)
 
     def forget_broken_pass(self) -> None:
         """Drop unfinished gradients of the last backward pass, if it raised."""
@@ -122,20 +122,20 @@ class Context:
             self.abandon_backward()
 
     def forget_orphaned_step(self) -> None:
-        """Drop the gradients of an eager step whose optimizer is gone."""
-        if self.eager is not None and self.eager.is_orphaned():
-            self.eager.drop()
-            self.eager = None
+        """Drop the gradients of a step in backward whose optimizer is gone."""
+        if self.step_in_backward is not None and self.step_in_backward.is_orphaned():
+            self.step_in_backward.drop()
+            self.step_in_backward = None
 
     def abandon_backward(self) -> None:
         """Drop the incomplete sums of a backward pass that raised, whose end was never called."""
         self.ahead.end_pass()
         self.graphs.abandon_pass()
         self.gradients.discard()
-        if self.eager is not None:
+        if self.step_in_backward is not None:
             self.updates.forget_refused()
-            self.eager.end()
-            self.eager = None
+            self.step_in_backward.end()
+            self.step_in_backward = None
 
 
 class Owner:

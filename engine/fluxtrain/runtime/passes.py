@@ -153,7 +153,7 @@ def _finish(context: Context, group: Group) -> None:
     """Send the group's gradients to where they are stored, and call the user's hooks."""
     if not context.gradients.is_open(group):
         return
-    passing = context.eager is not None and context.eager.uses_up_now(group)
+    passing = context.step_in_backward is not None and context.step_in_backward.uses_up_now(group)
     context.gradients.finish(group, passing=passing)
     with torch._C.DisableTorchFunctionSubclass():  # reading hooks does not read the weights
         hooked = [(m, m.parameter._post_accumulate_grad_hooks) for m in group.members]
@@ -161,8 +161,8 @@ def _finish(context: Context, group: Group) -> None:
         for key, hook in list((hooks or {}).items()):
             if key != context.owners[group][member.index].hook_key and member.has_gradient:
                 hook(member.parameter)
-    if context.eager is not None:
-        context.eager.take(group)
+    if context.step_in_backward is not None:
+        context.step_in_backward.take(group)
 
 
 def _end_pass(context: Context) -> None:

@@ -38,7 +38,7 @@ class QueuedStep:
     tokens: int
     epoch: float
     learning_rate: float
-    eager: bool  # updated as gradients arrived
+    in_backward: bool  # updated as gradients arrived
     norm: GradNorm  # travels with the losses
     clock: StepClock
 

@@ -139,4 +139,4 @@ def _calibrated(
 
     heavier_of = heavier if rows.mixes else None
     kind = optimizer_in_backward(config, facts)
-    return measured_constants(facts, *where, loaded.model, usual, heavier_of, eager=kind)
+    return measured_constants(facts, *where, loaded.model, usual, heavier_of, in_backward=kind)

@@ -72,7 +72,8 @@ def wrap(
     overlap: `optimizer.step()` returns at once and blocks wait for their own updates; call
         `fluxtrain.sync(model)` before reading weights through tensors taken earlier.
     states: AdamW's moments in `fp32`, `bf16` (rounded at random) or `8bit` (as bitsandbytes).
-    optimizer_in_backward: every step will be one (`Engine.begin_eager_step`): plan less memory for
+    optimizer_in_backward: every step will be one (`Engine.begin_step_in_backward`): plan less
+    memory for
         gradients.
     deferred_moments: AdamW on the host writes all weights first, fp32 moments later: the same bits.
     Raises UnsupportedModel, BadInput or DoesNotFit. What does not work: weights' gradients by
@@ -138,8 +139,8 @@ def unwrap(model: nn.Module) -> nn.Module:
     fp32 masters is gone.
     """
     engine = engine_of(model)
-    if engine.eager is not None:
-        engine.eager.drop()
+    if engine.step_in_backward is not None:
+        engine.step_in_backward.drop()
     engine.close()
     let_go(owner for owners in engine.owners.values() for owner in owners.values())
     for hook in model.__dict__.pop("_fluxtrain_hooks"):

@@ -2,16 +2,18 @@
 
     exact    step = max(forward, uploads, host update) + loss + backward
     deferred step = max(forward, uploads, weights' pass) + loss + backward behind the moments
-    eager    step = max(forward, uploads) after the last update + loss + backward behind the updates
+    in_backward    step = max(forward, uploads) after the last update + loss + backward behind the
+    updates
 
 Each phase takes as long as the slowest of what runs at once in it. The forward pass cannot end
 before the last block's update, so nothing of that overlaps with the loss. With deferred moments
 that update is the weights' pass; it moves 18 of 26 bytes a parameter, and so does the moments'
 pass, which follows at once and is hidden under loss and backward. A group's new gradients go home
 when its moments are done, and the blocks before it (in forward order) are computed when those have
-left: blocks on the device, which the backward pass comes to last, hide no moments of others. In an
-eager step the same holds for updates, of which three may be waiting. The forward begins when the
-embedding is updated, and copied or the rows of it that are looked up. In an eager step updates
+left: blocks on the device, which the backward pass comes to last, hide no moments of others. In a
+step in backward the same holds for updates, of which three may be waiting. The forward begins when
+the
+embedding is updated, and copied or the rows of it that are looked up. In a step in backward updates
 follow the backward pass: each begins when its group's gradients are at home and the one before is
 done (`plan/cost/updates.py`), that of the embedding last of all. What the next forward needs first
 is then what it gets last: only blocks that live on the device are computed meanwhile, and copies
@@ -52,13 +54,13 @@ from fluxtrain.plan.cost.rates import Rates
 from fluxtrain.plan.cost.updates import (
     BF16_UPDATE_BYTES,
     computing,
-    eager_forward,
-    eager_waits,
-    eager_work,
+    forward_after_backward_updates,
     forward_after_updates,
     host_updates,
     moments_end,
     start_of,
+    waits_in_backward,
+    work_in_backward,
 )
 from fluxtrain.plan.facts import GroupFacts, ModelFacts
 from fluxtrain.plan.footprint import (
@@ -144,7 +146,7 @@ def cost(
         more = [{"update": work.update_s}, {"moments": work.moments_s}]
         binding = binding_of([*phases, *more], together=False)
     else:
-        beside = _exact_phases if clips else _eager_phases
+        beside = _exact_phases if clips else _phases_in_backward
         phases, deciding = beside(facts, layout, work, phases, passes)
         lasting_s = [max(phase.values()) for phase in phases]
         seconds = sum(lasting_s)
@@ -284,16 +286,16 @@ def _exact_phases(
     return found, found
 
 
-def _eager_phases(
+def _phases_in_backward(
     facts: ModelFacts, layout: Layout, work: _Work, phases: Phases, passes: int
 ) -> tuple[Phases, Phases]:
     """The same with the updates beside the last backward."""
     rates, forward = work.rates, phases[0]
     backward = {**phases[-1], "queueing": work.queueing.backward(float("inf"))}
-    waits = eager_waits(facts, layout, rates, backward)
+    waits = waits_in_backward(facts, layout, rates, backward)
     held_up_s = _if_longer(waits.backward_s, max(backward.values()))
-    begins = eager_forward(facts, layout, rates, forward, waits)
-    work_s = eager_work(facts, layout, rates, forward["compute"])
+    begins = forward_after_backward_updates(facts, layout, rates, forward, waits)
+    work_s = work_in_backward(facts, layout, rates, forward["compute"])
     found = [begins, *phases[1:-1], {**backward, "update": held_up_s}]
     return found, [forward, *phases[1:-1], {**backward, "update": max(work_s, held_up_s)}]
 
