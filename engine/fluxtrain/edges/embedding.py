@@ -28,7 +28,7 @@ _IDS = (torch.int64, torch.int32)
 
 
 def choose_rows(context: Context) -> None:
-    """Let the embedding be looked up by rows whose row of the table says so."""
+    """Look up by rows each embedding for which the placement says so."""
     for unit in context.units:
         group = unit.group
         if not group.members or "rows" not in group.placement.transfers:

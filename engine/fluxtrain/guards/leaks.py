@@ -73,11 +73,11 @@ def _copy_to_host(group: Group, member: Member) -> bool:
     segment = member.segment
     if group.placement.weights == "device":
         return segment.lo is None and segment.master is None
-    home = group.home_views[member.index]
+    host = group.home_views[member.index]
     with torch.no_grad():
-        now = member.parameter.detach().to(home.device)
-        changed = now != home
-        home.copy_(now)
+        now = member.parameter.detach().to(host.device)
+        changed = now != host
+        host.copy_(now)
         if segment.lo is not None:
             member.slice(segment.lo).masked_fill_(changed, 0)
         if segment.master is not None:

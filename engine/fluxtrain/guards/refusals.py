@@ -8,7 +8,7 @@ from fluxtrain.errors import BadInput, UnsupportedModel
 
 
 def refuse_unsupported(model: nn.Module) -> None:
-    """Raise UnsupportedModel for a model that `wrap` cannot take, BadInput for what is no model."""
+    """Raise UnsupportedModel for a model that `wrap` cannot take, BadInput for another object."""
     if not isinstance(model, nn.Module):
         raise BadInput(f"wrap takes a torch.nn.Module, not {type(model).__name__}")
     for name, parameter in model.named_parameters():

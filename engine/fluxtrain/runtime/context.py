@@ -110,8 +110,8 @@ class Context:
         if self.step_in_backward is not None and not self.step_in_backward.is_of_this_pass():
             self.step_in_backward = None
             self.say(
-                "begin_step_in_backward has no effect: the loss that it was given is not part of this "
-                "backward pass. Give it the loss that backward() is called on"
+                "begin_step_in_backward has no effect: the loss that it was given is not part of "
+                "this backward pass. Give it the loss that backward() is called on"
             )
         if self.step_in_backward is not None:
             self.step_in_backward.refuse_updated(groups)

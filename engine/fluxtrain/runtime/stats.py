@@ -78,7 +78,7 @@ def residency(context: Context) -> Residency:
 
 
 def memory_use(context: Context) -> MemoryUse:
-    """Add up what is held now, by what it is for."""
+    """Add up the bytes held now, by purpose."""
     counters = context.counters
     weights, gradients, states = _bytes_in("device", context.groups)
     by = {
@@ -112,7 +112,7 @@ def memory_use(context: Context) -> MemoryUse:
 
 
 def sample_peak(context: Context) -> None:
-    """Keep the peak of what is held (on CUDA the allocator keeps it)."""
+    """Update the peak of held bytes (on CUDA the allocator keeps it)."""
     if context.device.torch_device.type != "cuda":
         at_device = sum(_bytes_in("device", context.groups))
         held = _copied_bytes(context) + context.gradients.device_bytes + at_device

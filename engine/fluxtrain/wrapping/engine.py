@@ -100,7 +100,7 @@ class Engine(Context):
         return residency(self)
 
     def memory(self) -> MemoryUse:
-        """Add up what is held now."""
+        """Add up the bytes held now."""
         return memory_use(self)
 
     def traffic(self) -> Traffic:

@@ -30,18 +30,18 @@ def group_parameters(
         raise BadInput(f"states is {states!r}: use one of {', '.join(STATE_FORMATS)}")
     groups: dict[str, Group] = {}
     borrowed: Borrowed = {}
-    home: dict[int, tuple[Group, int]] = {}
+    owner: dict[int, tuple[Group, int]] = {}
     kinds = [(n, m, "edge") for n, m in parts.edges] + [(n, m, "block") for n, m in parts.blocks]
     for name, module, kind in kinds:
         group = groups[name] = Group(name, "edge" if kind == "edge" else "block", states)
         group.users = 1
         for own_name, parameter in module.named_parameters():
-            if id(parameter) not in home:
+            if id(parameter) not in owner:
                 if parameter.numel():
                     member = group.add(parameter, own_name)
-                    home[id(parameter)] = (group, member.index)
+                    owner[id(parameter)] = (group, member.index)
                 continue
-            other, index = home[id(parameter)]
+            other, index = owner[id(parameter)]
             if other is not group:
                 borrowed.setdefault(name, {}).setdefault(other, []).append(index)
     for others in borrowed.values():
