@@ -1,7 +1,7 @@
-"""A unit whose activations are not kept: forward in chunks, backward with recomputation.
+"""Run a unit: forward in chunks of rows, backward with recomputation.
 
-The forward pass keeps the inputs and drops everything else; the backward pass brings the weights
-back, computes each chunk again as far as its gradients need it, and hands the gradients of the
+The forward pass keeps the inputs and drops all other activations. The backward pass uploads the
+weights again, recomputes each chunk as far as its gradients need it, and gives the gradients of the
 weights to the engine.
 """
 
@@ -37,7 +37,7 @@ from fluxtrain.runtime.passes import begin_backward, bound, end_backward, end_fo
 def run_with_gradients(
     context: Context, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Run the unit as one node of torch's graph, which computes it again for its gradients."""
+    """Run the unit as one node of torch's graph, whose backward recomputes the unit."""
     args, kwargs = without_caches(unit.name, args, kwargs)
     tree, tensors = flatten((args, kwargs), once=True)
     refuse_hidden_gradients(unit.name, tree)
@@ -52,7 +52,7 @@ def run_with_gradients(
 def run_without_gradients(
     context: Context, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Run the unit on its arguments as they are, or on some rows at a time."""
+    """Run the unit on the whole batch, or on a chunk of rows at a time."""
     tree, tensors = flatten((args, kwargs), once=True)
     rows = batch_rows(tensors)
     whole = (

@@ -1,4 +1,4 @@
-"""One forward of a streamed block: its chunks, their graphs, and what runs them again."""
+"""`Call`: one forward of a streamed block, its chunks, their graphs and recomputation."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ class Chunk:
     span: tuple[int, int]
     random: RandomState | None = None  # before the forward
     tape: Tape | None = None
-    saved: Saved | None = None  # what the graph saves; None: it is recorded again
-    sums: Sums | None = None  # with which what is computed again is compared
+    saved: Saved | None = None  # what the graph saves; None: the graph is recorded again
+    sums: Sums | None = None  # checksums that the recomputation is compared with
     result_rows: list[int] = field(default_factory=list)  # of each result
 
 
 class Call(UnitCall):
-    """One forward of a block: what its backward needs besides the saved tensors."""
+    """One forward of a block: all that its backward needs besides the saved tensors."""
 
     def __init__(
         self,
@@ -62,8 +62,8 @@ class Call(UnitCall):
         self._autocast = Autocast.now(self._device)
         self._recomputes = unit.recomputes
         self._verifies = unit.recomputes and unit.checked_recomputes < _CHECKED_RECOMPUTES
-        self._forward = True  # is under way
-        self._buffers: Copies = {}  # before the forward, of those that it wrote to
+        self._forward = True  # the forward pass is under way
+        self._buffers: Copies = {}  # of buffers that the forward wrote to, from before it
         self._trained: list[tuple[Group, Member]] = []
         self._ends: list[GradientEdge] = []  # where the gradients of these arrive
 
@@ -77,8 +77,9 @@ class Call(UnitCall):
     # -- forward -----------------------------------------------------------------------------------
 
     def record(self, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-        """Run the block on all chunks (weights bound) for their results, which outputs and captured
-        tensors are made of. The graphs are kept, and what they save only if that is wanted."""
+        """Run the block on all chunks (weights bound) and return their results, which outputs and
+        captured tensors are made of. The graphs are kept; their saved tensors only where the block
+        does not recompute."""
         unit, host = self.unit, self.given.explores or self.unit.draws_on_host
         self._buffers = unit.buffers.before(unit.module)
         self._find_ends()
@@ -92,7 +93,7 @@ class Call(UnitCall):
         return found
 
     def finish_forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """All chunks have run: list the inputs that the backward pass computes with again."""
+        """List the inputs that the backward pass recomputes from, after all chunks have run."""
         kept = self.given.finish_forward(tensors)
         if self.given.explores:
             states = [chunk.random.host for chunk in self.chunks if chunk.random is not None]
@@ -102,7 +103,7 @@ class Call(UnitCall):
         return kept
 
     def record_again_whole(self) -> None:
-        """From now on the backward pass records the block anew, from its beginning to its end."""
+        """Let the backward pass record the block anew, from beginning to end, from now on."""
         self.unit.records_again = True
         for chunk in self.chunks:
             chunk.tape = chunk.saved = None
@@ -112,8 +113,8 @@ class Call(UnitCall):
         )
 
     def _find_ends(self) -> None:
-        """Find where the weights' gradients will arrive, while the weights are on the device: torch
-        makes other ends once a parameter's data is in another device's memory."""
+        """Find the graph nodes where the weights' gradients arrive, while the weights are on the
+        device: torch makes other nodes once a parameter's data is in another device's memory."""
         self._trained = [(g, m) for g, m in self.unit.members if m.parameter.requires_grad]
         self._ends = gradient_ends([m.parameter for _, m in self._trained])
 
@@ -132,15 +133,15 @@ class Call(UnitCall):
         return results
 
     def _record_graph(self, chunk: Chunk, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """Run one chunk so that its graph can be filled again, or as it is for a block whose graph
-        is recorded again in the backward pass."""
+        """Run one chunk so that its graph can be refilled, or plainly for a block whose graph is
+        recorded again in the backward pass."""
         if self.unit.records_again:
             return self._compute(inputs, nullcontext)
         saved = Saved(self.unit.name, keeps=not self._recomputes)
         try:
             results = self._compute(inputs, saved.recording)
         except (CannotRefill, RuntimeError) as error:
-            # what torch.func computes refuses hooks, ours and those of torch.utils.checkpoint
+            # torch.func refuses all saved tensor hooks, also those of torch.utils.checkpoint
             if isinstance(error, RuntimeError) and "saved tensor hooks" not in str(error):
                 raise
             self.record_again_whole()
@@ -150,7 +151,7 @@ class Call(UnitCall):
         return results
 
     def _begin_again(self, chunk: Chunk, inputs: Sequence[Tensor]) -> None:
-        """Let everything be as before the chunk under way."""
+        """Restore arguments, random state and buffers to what they were before this chunk."""
         self.given.writes.undo(inputs, slice(*chunk.span), self.given.cut)
         assert chunk.random is not None
         chunk.random.restore(self._device)
@@ -165,9 +166,9 @@ class Call(UnitCall):
         wanted: Sequence[int],
         gradients: Sequence[Tensor | None],
     ) -> list[Tensor]:
-        """Give one chunk's weight gradients to the engine; its gradients of the inputs `wanted`.
+        """Compute one chunk's weight gradients, for the engine; return the inputs' (`wanted`).
 
-        gradients: of the loss by each result, of the whole batch.
+        gradients: of the loss with respect to each result, of the whole batch.
         """
         arriving = [
             None if gradient is None else self._rows_of(gradient, chunk, position)
@@ -199,7 +200,7 @@ class Call(UnitCall):
         wanted: Sequence[int],
         arriving: Sequence[Tensor | None],
     ) -> list[Tensor | None] | None:
-        """Run the graph of the forward pass; None if that cannot be, now and from now on."""
+        """Run the refilled graph of the forward pass; None if that is impossible from now on."""
         assert chunk.tape is not None and chunk.saved is not None
         self._refill(chunk, chunk.saved, tensors)
         try:
@@ -213,7 +214,7 @@ class Call(UnitCall):
         return None
 
     def _refill(self, chunk: Chunk, saved: Saved, tensors: Sequence[Tensor]) -> None:
-        """Compute one chunk again, as far as its backward needs, with the random state it had."""
+        """Recompute one chunk as far as its backward needs, with its forward's random state."""
         if saved.is_full() and chunk.sums is None:
             return
         after = self._restore_random(chunk)
@@ -235,7 +236,7 @@ class Call(UnitCall):
         wanted: Sequence[int],
         arriving: Sequence[Tensor | None],
     ) -> list[Tensor | None]:
-        """Run a second graph, recorded from the beginning of the block to its end."""
+        """Record a second graph of the whole block, from its beginning, and run it backward."""
         after = self._restore_random(chunk)
         inputs = self.given.inputs(tensors, chunk.span, again=True)
         self._find_ends()
@@ -246,7 +247,7 @@ class Call(UnitCall):
         return Tape(inputs, results).backward(arriving, wanted, self._ends, again=False)
 
     def _restore_random(self, chunk: Chunk) -> RandomState:
-        """Draw what the chunk drew in the forward pass; returns the state to go on from."""
+        """Restore the chunk's random state; return the present one, to go on from afterwards."""
         assert chunk.random is not None
         after = RandomState.now(self._device, host=chunk.random.host is not None)
         chunk.random.restore(self._device)
@@ -266,7 +267,7 @@ class Call(UnitCall):
     def _compute(
         self, inputs: Sequence[Tensor], hooks: Callable[[], AbstractContextManager[None]]
     ) -> list[Tensor]:
-        """Run the block on one chunk; its results."""
+        """Run the block on one chunk and return its results."""
         with torch.enable_grad(), self._autocast.again():
             arguments = self.given.tree.fill(inputs)
             with hooks(), self.capture.collecting() as extra:

@@ -1,4 +1,4 @@
-"""What a block was given in one call, and what the backward pass keeps of it."""
+"""The arguments of one call of a block, and what the backward pass keeps of them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fluxtrain.guards.shared_memory import version_counter, version_of
 from fluxtrain.memory.activation_offload import ActivationOffload, OffloadedActivation
 from fluxtrain.memory.unit import Unit
 
-_KNOWN_KINDS = 256  # a dict with other keys each time has no end of them
+_KNOWN_KINDS = 256  # a bound: a dict with new keys in each call is a new kind each time
 
 
 class CallArguments:
@@ -23,8 +23,10 @@ class CallArguments:
 
     def __init__(self, unit: Unit, tree: Tree, tensors: Sequence[Tensor]) -> None:
         self.tree = tree
-        self.needs = tuple(t.requires_grad for t in tensors)  # which ask for a gradient
-        self.cut: Sequence[bool] = tuple(False for _ in tensors)  # which carry the batch's rows
+        self.needs = tuple(t.requires_grad for t in tensors)  # which arguments ask for a gradient
+        self.cut: Sequence[bool] = tuple(
+            False for _ in tensors
+        )  # which arguments carry the batch's rows
         self._unit = unit
         self._kind = (unit.module.training, tree.structure())
         known = unit.written_arguments.get(self._kind)
@@ -32,7 +34,9 @@ class CallArguments:
         self.writes = ArgumentWrites(unit.name, unit.original, tree, tensors, known)
         self._copies: Mapping[int, Tensor] = {}  # of arguments before the block wrote to them
         self._offloaded: dict[int, OffloadedActivation] = {}  # inputs that wait on the host
-        self._watched: list[tuple[int, Tensor, int]] = []  # counters of writes, and their counts
+        self._watched: list[
+            tuple[int, Tensor, int]
+        ] = []  # by argument: a counter of writes, its count after the forward
         self.kept_bytes = 0  # on the device
 
     def offload(self, offload: ActivationOffload, tensors: Sequence[Tensor]) -> None:
@@ -42,8 +46,8 @@ class CallArguments:
     def inputs(
         self, tensors: Sequence[Tensor], span: tuple[int, int], *, again: bool
     ) -> list[Tensor]:
-        """Cut off the inputs of one chunk, which ask for gradients where the caller's do. Computed
-        again, a block writes to copies."""
+        """Return the inputs of one chunk, which ask for gradients where the caller's tensors do.
+        again: this is a recomputation, in which the block writes to copies."""
         parts = slice_rows(tensors, self.cut, *span)
         if again and self._copies:
             parts = [part.clone() if i in self._copies else part for i, part in enumerate(parts)]
@@ -54,8 +58,8 @@ class CallArguments:
             ]
 
     def finish_forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """List what the backward pass computes with again, but for what waits on the host: the
-        inputs as they were before the block wrote to them."""
+        """List the inputs that the backward pass recomputes from and that are not on the host, as
+        they were before the block wrote to them."""
         copies = self._copies = self.writes.finish(tensors, self.cut)
         if self.explores:
             kinds = self._unit.written_arguments
@@ -84,7 +88,7 @@ class CallArguments:
                 )
 
     def fetch(self, offload: ActivationOffload, kept: Sequence[Tensor]) -> list[Tensor]:
-        """Bring the inputs together: those that were kept, and those that waited on the host."""
+        """Return all inputs on the device: those that were kept, and those that were offloaded."""
         stayed, offloaded = iter(kept), self._offloaded
         return [
             offload.fetch(offloaded[i]) if i in offloaded else next(stayed)

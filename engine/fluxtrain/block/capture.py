@@ -1,8 +1,8 @@
 """Tensors that Hugging Face collects from inside a block (router logits, attentions).
 
-Hooks on inner modules append to a collector while the block's first, unrecorded run goes on: such
-tensors would silently lose their gradients (up to 19 % of Mixtral's, through its auxiliary loss).
-They are taken out of the collector, made outputs of the autograd function, and put back.
+Hooks on inner modules append to a collector while the block runs inside of its autograd function:
+such tensors would silently lose their gradients (up to 19 % of Mixtral's, through its auxiliary
+loss). They are taken out of the collector, made outputs of the autograd function, and put back.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any
 
 from torch import Tensor
 
-Collected = dict[str, Any]  # lists, of those that collect
+Collected = dict[str, Any]  # a list for each name that collects
 
 
 def active_collector() -> Collected | None:
-    """Transformers' collector of the forward under way, if transformers is loaded and collects."""
+    """Return Transformers' collector of the forward under way; None if there is none."""
     module = sys.modules.get("transformers.utils.output_capturing")
     if module is None:
         return None
@@ -27,7 +27,7 @@ def active_collector() -> Collected | None:
 
 
 class Capture:
-    """What one run of a block adds to the collector, as extra outputs keyed by name."""
+    """Tensors that one run of a block adds to the collector, as extra outputs keyed by name."""
 
     def __init__(self, keys: tuple[str, ...]) -> None:
         self.keys = keys
@@ -39,7 +39,7 @@ class Capture:
 
     @contextmanager
     def collecting(self) -> Iterator[Collected]:
-        """Collect into lists of this run's own; the outer collector is left alone."""
+        """Collect into this run's own lists; the outer collector is left alone."""
         mine: Collected = {key: [] for key in self.keys}
         module = sys.modules.get("transformers.utils.output_capturing")
         if not self.keys or module is None:
@@ -52,7 +52,7 @@ class Capture:
             module._active_collector.reset(token)
 
     def put_back(self, collector: Collected | None, extra: Collected) -> None:
-        """Hand the collected tensors, now outputs of the block, to the outer collector."""
+        """Append the collected tensors, now outputs of the block, to the outer collector."""
         if collector is None:
             return
         for key in self.keys:

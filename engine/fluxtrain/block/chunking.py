@@ -1,4 +1,4 @@
-"""May a block run on some rows at a time? Tried on first use, never assumed.
+"""Find out whether a block may run on some rows at a time: tried on first use, never assumed.
 
 Sequence-first modules (58 % gradient error, silent), BatchNorm and masks without a batch dimension
 give other results on rows than on the whole; a loss over the whole batch cannot be cut at all.
@@ -32,12 +32,12 @@ from fluxtrain.runtime.context import Context
 from fluxtrain.runtime.passes import bound
 
 _TRIED_ROWS = 2
-_KEPT_TRIALS = 256  # a dict with other keys each time has no end of them
+_KEPT_TRIALS = 256  # a bound: a dict with new keys in each call needs a trial each time
 _TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-8, torch.bfloat16: 3e-2, torch.float16: 5e-3}
 
 
 def chunks(context: Context, unit: Unit, rows: int, tree: Tree, tensors: Sequence[Tensor]) -> bool:
-    """Should this unit cut a batch of `rows`?"""
+    """True when this unit should cut a batch of `rows` into chunks."""
     if unit.group.kind != "block" or rows < 2 or 0 < rows <= context.chunk_rows:
         return False
     if not try_chunks(context, unit, tree, tensors, rows):
@@ -57,8 +57,8 @@ def spans(rows: int, chunk_rows: int) -> list[tuple[int, int]]:
 def try_chunks(
     context: Context, unit: Unit, tree: Tree, tensors: Sequence[Tensor], rows: int
 ) -> bool:
-    """Do chunks give what the whole gives? Tried once for each mode, each way to cut, and each
-    structure and choice of the arguments: with another one the block may compute something else."""
+    """True when chunks give the results of the whole batch. Tried once for each mode, set of cut
+    arguments, structure and choice of the arguments, which may each change what is computed."""
     name = ambiguous(unit.original, tree, tensors, rows)
     if name is not None:
         context.say(
@@ -107,7 +107,7 @@ def chunks_agree(unit: Unit, tree: Tree, tensors: Sequence[Tensor]) -> bool:
 def saved_row_bytes(unit: Unit, tree: Tree, tensors: Sequence[Tensor]) -> int:
     """Bytes that autograd keeps for one row of the block, measured (weights bound).
 
-    Blocks whose saving cannot be watched (torch.func refuses hooks) are taken to keep the outputs
+    For blocks without saved tensor hooks (torch.func refuses them) this is the size of the outputs
     of all their modules.
     """
     rows = batch_rows(tensors)
@@ -115,8 +115,8 @@ def saved_row_bytes(unit: Unit, tree: Tree, tensors: Sequence[Tensor]) -> int:
     outputs_bytes = 0
     weights = {p.untyped_storage().data_ptr() for p in unit.module.parameters()}
 
-    def count(tensor: Tensor) -> None:  # keeping an output would tie it to its own graph for ever
-        if tensor.layout != torch.strided:  # sparse; its parts are hardly what fills a device
+    def count(tensor: Tensor) -> None:  # an output kept here would hold its own graph for ever
+        if tensor.layout != torch.strided:  # a sparse tensor is too small to matter
             return
         address = tensor.untyped_storage().data_ptr()
         if address not in weights:
@@ -160,7 +160,8 @@ def saved_row_bytes(unit: Unit, tree: Tree, tensors: Sequence[Tensor]) -> int:
 def _run(
     unit: Unit, tree: Tree, tensors: Sequence[Tensor], split: Sequence[bool]
 ) -> list[Tensor] | None:
-    """Outputs and captured tensors without dropout; None when the block refuses such rows."""
+    """Run the block on rows without dropout; return its outputs and captured tensors, or None when
+    rows fail or chunks would have side effects."""
     given = [t.detach().clone() for t in tensors]  # a block may write to its inputs
     args, kwargs = tree.fill(given)
     capture = Capture.of(active_collector())
@@ -186,7 +187,7 @@ def _run(
     if tree.nests() and not tree.is_in((args, kwargs), given):
         return None  # each chunk would append to the same list
     if _share(flatten(out)[1], given):
-        return None  # rows that are put together share no memory with anything
+        return None  # the concatenation of chunks would not share that memory
     return flatten((out, extra))[1]
 
 
@@ -200,7 +201,7 @@ def _is_same(now: Tensor, before: Tensor) -> bool:
 
 
 def _share(outputs: Sequence[Tensor], given: Sequence[Tensor]) -> bool:
-    """Is an output a view of an argument, or of another output? All of one may be passed on."""
+    """True when an output is a view of part of an argument or of another output."""
     for i, output in enumerate(outputs):
         others = (*given, *outputs[:i])
         if any(overlap(output, o) and not same_elements(output, o) for o in others):
@@ -209,7 +210,7 @@ def _share(outputs: Sequence[Tensor], given: Sequence[Tensor]) -> bool:
 
 
 def _not_there(_: object) -> Tensor:
-    """For a block that runs backward inside of its forward."""
+    """Raise for a block that runs backward inside of its forward."""
     raise RuntimeError("saved tensor hooks that only count were asked for a tensor")
 
 
@@ -227,14 +228,14 @@ def _close(parts: Tensor, whole: Tensor) -> bool:
 
 
 def _copies_inside(tree: Tree) -> list[tuple[Tensor, Tensor]]:
-    """Tensors inside of objects that are arguments, and copies of them."""
+    """Return the tensors inside of opaque arguments, each with a copy."""
     return [(tensor, tensor.clone()) for _, held in opaque(tree) for tensor in held]
 
 
 @contextmanager
 def _left_as_it_was(module: nn.Module, inside: Sequence[tuple[Tensor, Tensor]]) -> Iterator[None]:
-    """Random state and buffers (BatchNorm's statistics) are restored afterwards, and so are tensors
-    inside of objects, with their copies."""
+    """Restore random state and buffers (BatchNorm's statistics) afterwards, and tensors inside of
+    opaque arguments from their copies."""
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
     places = [(m, name) for m in module.modules() for name in m._buffers]
     buffers = [(m, name, m._buffers[name]) for m, name in places]

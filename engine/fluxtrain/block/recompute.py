@@ -1,13 +1,14 @@
 """The graph of one chunk of a block: recorded in the forward pass, filled again for the backward.
 
-The forward pass lets autograd record the block, but what it wants to save is only counted. Before
-the backward pass the block is run again on the kept inputs, what it saves takes the counted places,
-and the run ends as soon as the last of them is filled: what only the output needs (the last product
-of a transformer block, a fifth of its forward) is not computed a second time. Then the recorded
-graph runs backward. A chunk may also keep what is saved; then nothing is computed again.
+The forward pass lets autograd record the block, but the tensors that it saves are only counted.
+Before the backward pass the block runs again on the kept inputs, and the tensors that it saves fill
+the counted places. That run ends as soon as the last place is filled: what only the output needs
+(the last product of a transformer block, a fifth of its forward) is not computed a second time.
+Then the recorded graph runs backward. A chunk may also keep its saved tensors; then nothing is
+recomputed.
 
-A block for which this cannot be (`CannotRefill`, and what call.py and escapes.py find) is recorded
-again from its beginning to its end, and that graph runs backward.
+A block for which this is impossible (`CannotRefill`, and what `Call` and `BoundWeights` find) is
+recorded again from its beginning to its end, and that graph runs backward.
 
 The principle is that of torch.utils.checkpoint's non-reentrant variant with early stop (PyTorch 2).
 """
@@ -32,34 +33,35 @@ from fluxtrain.guards.shared_memory import without_memory
 
 
 class _Enough(BaseException):
-    """All that the backward pass needs is there. Not an Exception: a block may catch those."""
+    """Ends a recomputation once all saved tensors are there. Not an Exception: a block may catch
+    those."""
 
 
 class CannotRefill(BaseException):
-    """This graph asks for what it saved when that is not there: the block has to be recorded a
-    second time. Not an Exception: a block may catch those."""
+    """The graph asks for a saved tensor that is not there: the block must be recorded again. Not an
+    Exception: a block may catch those."""
 
 
 class Saved:
-    """What autograd saves of one chunk, in the order of saving.
+    """The tensors that autograd saves of one chunk, in the order of saving.
 
-    The recorded graph owns this through its hooks, so it must not own the graph. Each tensor is
-    given away once, so that its memory is free when it was used.
+    The recorded graph owns this object through its hooks, so it must not own the graph. Each tensor
+    is handed out once, so that its memory is free after its use.
     """
 
     def __init__(self, name: str, *, keeps: bool) -> None:
         self._name = name  # of the block
         self._keeps = keeps  # from the forward pass on
         self._recording = False
-        self._giving = False  # the graph runs backward, for the block's own outputs
+        self._giving = False  # the graph runs backward from the block's own outputs
         self._count = 0  # recorded
         self._filled = 0  # by the last run of `fill`
         self._to_the_end = False
-        self._found: dict[int, tuple[Tensor, int]] = {}  # and its version when it was saved
+        self._found: dict[int, tuple[Tensor, int]] = {}  # with the version when it was saved
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Inside, what autograd saves is counted, and kept if that is wanted."""
+        """Count what autograd saves inside, and keep it if this chunk keeps its tensors."""
         self._count = 0
         self._found.clear()
         self._recording = True
@@ -71,7 +73,7 @@ class Saved:
 
     @contextmanager
     def giving(self) -> Iterator[None]:
-        """Inside, the recorded graph runs backward. What nobody asked for is freed at the end."""
+        """Let the recorded graph run backward inside; free unused tensors at the end."""
         self._giving = True
         try:
             yield
@@ -80,12 +82,12 @@ class Saved:
             self.clear()
 
     def is_full(self) -> bool:
-        """Is every counted tensor there?"""
+        """True when every counted tensor is there."""
         return len(self._found) == self._count
 
     def fill(self, run: Callable[[], None], *, to_the_end: bool) -> None:
-        """Call `run`, which computes the chunk again under `again`; it ends early, as soon as all
-        places are full, unless it is wanted `to_the_end`."""
+        """Call `run`, which recomputes the chunk under `again`. It ends early, as soon as all
+        places are full, unless `to_the_end`."""
         self._to_the_end = to_the_end
         try:
             run()
@@ -95,13 +97,13 @@ class Saved:
             enough.__traceback__ = None
 
     def again(self) -> saved_tensors_hooks:
-        """A context in which what autograd saves takes the counted places."""
+        """Return a context in which the tensors that autograd saves fill the counted places."""
         self._filled = 0
         self._found.clear()
         return saved_tensors_hooks(self._fill, _never)
 
     def check(self) -> None:
-        """After `fill`: raise when another number of tensors was saved than counted."""
+        """Raise MisusedModel when `fill` saved another number of tensors than was counted."""
         if self._filled != self._count:
             self.clear()
             raise MisusedModel(
@@ -112,7 +114,7 @@ class Saved:
             )
 
     def clear(self) -> None:
-        """Free what is left, such as what nobody asked for."""
+        """Free the tensors that are left."""
         self._found.clear()
 
     def _record(self, tensor: Tensor) -> int:
@@ -143,8 +145,8 @@ class Saved:
         if found._version != version:  # hooks take this check from autograd
             raise MisusedModel(
                 f"a tensor that {self._name} computed and needs in its backward pass was changed "
-                "in place after that, in the block or by who got it as an output: compute a new "
-                "tensor there (y = y + 1, not y += 1)"
+                "in place after that, in the block or by code that got it as an output: compute a "
+                "new tensor there (y = y + 1, not y += 1)"
             )
         return found
 
@@ -164,9 +166,9 @@ class Tape:
         *,
         again: bool,
     ) -> list[Tensor | None]:
-        """Gradients of the inputs `wanted` and of the parameters; None where nothing reaches.
+        """Return the gradients of the inputs `wanted` and of the parameters; None if not reached.
 
-        gradients: of the loss by each output. again: the graph may be run backward once more.
+        gradients: of the loss with respect to each output. again: the graph may run backward again.
         """
         pairs = [
             (output, gradient)
@@ -184,8 +186,8 @@ class Tape:
 def _run_backward(
     pairs: Sequence[tuple[GradientEdge, Tensor]], ends: Sequence[GradientEdge], *, again: bool
 ) -> tuple[Tensor | None, ...]:
-    """`torch.autograd.grad(..., allow_unused=True)` from where it calls the engine. What it looks
-    at before takes as long as ten nodes of the graph; the engine checks shapes and types itself."""
+    """Do what `torch.autograd.grad(..., allow_unused=True)` does, without its checks, which take as
+    long as ten nodes of the graph; autograd's engine checks shapes and types itself."""
     outputs, gradients = zip(*pairs, strict=True)
     found: tuple[Tensor | None, ...] = _engine_run_backward(
         outputs, gradients, again, False, tuple(ends), True, accumulate_grad=False
@@ -194,10 +196,10 @@ def _run_backward(
 
 
 def aliased_leaf(tensor: Tensor) -> Tensor:
-    """An input for a block's graph: an alias of a leaf whose memory is gone.
+    """Make an input for a block's graph: an alias of a leaf whose memory is given up.
 
-    The end of a graph owns its leaf as long as it lives, which must not hold the input. The alias
-    is as any other activation: a block that stores it, on `ctx` or on itself, keeps it whole.
+    A graph owns its leaves as long as it lives, and must not hold the input's memory. The alias is
+    like any other activation: a block that stores it, on `ctx` or on itself, keeps its memory.
     """
     leaf = tensor.detach().requires_grad_()
     alias = leaf.view_as(leaf)
@@ -206,8 +208,9 @@ def aliased_leaf(tensor: Tensor) -> Tensor:
 
 
 def gradient_ends(leaves: Sequence[Tensor]) -> list[GradientEdge]:
-    """Where the gradients of each leaf arrive; as `get_gradient_edge` of each, which records a node
-    a leaf and takes ten times as long. torch makes this node to tell of errors."""
+    """Return the graph edge where each leaf's gradient arrives. `get_gradient_edge` of each leaf
+    takes ten times as long, since it records one node a leaf; here torch's node for late errors
+    takes all leaves at once."""
     if len(leaves) < 2:  # of one it returns no tuple
         return [get_gradient_edge(leaf) for leaf in leaves]
     with torch.enable_grad():

@@ -1,7 +1,7 @@
-"""Which blocks are computed again in the backward pass, and whose inputs wait for it on the host.
+"""Choose which blocks are recomputed in the backward pass, and which offload their inputs.
 
-What a block saves refers to its weights, so only blocks whose weights stay on the device can keep
-their activations.
+Saved tensors of a block refer to its weights, so only blocks whose weights stay on the device can
+keep their activations.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from fluxtrain.runtime.context import Context
 
 
 def choose_recompute(context: Context) -> None:
-    """Give every unit what its group's row of the table says of activations, between two steps. A
-    unit without parameters of its own has no row and does as the last one before it."""
+    """Set every unit's recomputation and offload from its group's placement, between two steps. A
+    unit without parameters of its own follows the last unit before it."""
     owned = {slot.owner for slot in context.window.slots}
 
     def can_keep(unit: Unit) -> bool:

@@ -15,8 +15,8 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class HostRandom:
-    """The states of Python's and numpy's own generators: 80 us to read and to restore, so only for
-    blocks that draw from them (some leave out layers by `random.random()`)."""
+    """The states of Python's and numpy's own generators. Reading and restoring them takes 80 us, so
+    this is done only for blocks that draw from them (some skip layers by `random.random()`)."""
 
     python: Any
     numpy: Any
@@ -26,7 +26,7 @@ class HostRandom:
         return HostRandom(random.getstate(), np.random.get_state())
 
     def has_moved(self) -> bool:
-        """Did anybody draw from them since?"""
+        """True when something drew from them since."""
         _, words, place, *_ = self.numpy
         _, now, place_now, *_ = np.random.get_state()
         return (
@@ -61,7 +61,7 @@ class RandomState:
 
 @contextmanager
 def randomness_kept(device: torch.device) -> Iterator[None]:
-    """Whatever runs inside leaves the random state as it was."""
+    """Restore the random state after the code inside."""
     before = RandomState.now(device, host=True)
     try:
         yield

@@ -1,1 +1,1 @@
-"""The devices that blocks are computed on, and the transfers between them and host memory."""
+"""Devices that blocks are computed on, and transfers between them and host memory."""

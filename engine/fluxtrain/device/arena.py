@@ -1,8 +1,8 @@
 """Host memory in exact sizes, page-locked where a GPU copies from it.
 
 torch's pinned allocator rounds up to powers of two (up to 1.7x), so an arena is an anonymous
-mapping of its own that is registered with CUDA. What is not locked costs nothing before it is
-touched, so such an arena may be made long before it is filled.
+mapping of its own that is registered with CUDA. An arena that is not locked takes no memory before
+it is written to, so it may be made long before it is filled.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class HostArena:
     Each tensor's storage spans just its own range: libraries that look for shared storages
     (safetensors) see separate tensors.
 
-    A forked child can read an arena that is not locked and made `for_forks`, as it was when it was
-    forked; no other.
+    A forked child can read an arena if it is not locked and made `for_forks`, as it was at the
+    fork; it can read no other arena.
 
-    Locked memory is unlocked once the copies from and to it have been made. The arena itself knows
-    them and not what uses it: the collector finalizes what it finds in any order.
+    Locked memory is unlocked once the copies from and to it have been made. The arena itself notes
+    the copies: the garbage collector finalizes it and its users in any order.
     """
 
     under_way: dict[Hashable, Callable[[], None]]  # by stream or range: waits for its newest copy
@@ -51,25 +51,25 @@ class HostArena:
             keep_from_forks(self._map)
         if touched and not locked:
             give_back(self._map)
-        self._unlock = page_locks.LOCKS.unlock  # of those that locked it
+        self._unlock = page_locks.LOCKS.unlock  # of the locks that hold it
 
     def tensor(self, dtype: torch.dtype, count: int, offset_bytes: int) -> Tensor:
-        """A flat tensor (count,) over this arena's memory, alive as long as it is referenced."""
+        """Return a flat tensor (count,) over this arena's memory, which the tensor keeps alive."""
         return torch.frombuffer(self._map, dtype=dtype, count=count, offset=offset_bytes)
 
     def __del__(self) -> None:
         if not getattr(self, "pinned_bytes", 0):
-            return  # what is not locked is copied by threads, which hold it themselves
+            return  # memory that is not locked is copied by threads, which hold it
         try:
             for wait in list(self.under_way.values()):
-                with contextlib.suppress(Exception):  # it was never made
+                with contextlib.suppress(Exception):  # the copy was never made
                     wait()
         finally:
             self._unlock(self.address)
 
 
 def device_flat(device: torch.device, size_bytes: int) -> Tensor:
-    """Uninitialised device memory (size_bytes,) uint8."""
+    """Allocate uninitialised device memory (size_bytes,) uint8."""
     return torch.empty(max(size_bytes, 1), dtype=torch.uint8, device=device)
 
 
@@ -87,7 +87,8 @@ class _CudaRange:
 
 
 def own_storage_view(flat: Tensor, dtype: torch.dtype, count: int, offset_bytes: int) -> Tensor:
-    """A tensor (count,) over CUDA memory `flat` (uint8) whose storage spans that range alone."""
+    """Return a tensor (count,) over a range of CUDA memory `flat` (uint8), with a storage of just
+    that range."""
     size_bytes = count * dtype.itemsize
     return torch.as_tensor(_CudaRange(flat, offset_bytes, size_bytes), device=flat.device).view(
         dtype

@@ -1,11 +1,11 @@
-"""The C library's heap, kept small where the processor computes: its tensors lie there.
+"""Keep the C library's heap small where the CPU computes, since tensors are allocated there.
 
-A heap keeps what is freed, for the next tensor. Those that wait between forward and backward, and
-the nodes of their graphs, stand among what is freed, and before version 2.39 glibc never reuses
-a hole for a tensor of the very size that left it: the slivers beside aligned memory stay in lists
-that are not merged (sourceware bug 30723). So a heap grew with every block, to several times of
-what it held. Pages that hold nothing are given back to the system instead (malloc_trim(3)) when
-there are more of them than a block needs; they cost a page fault each when they are used again.
+A heap keeps freed memory for the next tensor. Activations that wait for the backward pass, and the
+nodes of their graphs, are scattered among the freed ranges. Before version 2.39 glibc does not
+reuse a hole even for a tensor of the size that left it: the slivers beside aligned memory stay in
+lists that are not merged (sourceware bug 30723). So a heap grew with every block, to several times
+what it held. Empty pages are given back to the system instead (malloc_trim(3)) when there are more
+than a block needs; each costs a page fault when it is used again.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from pathlib import Path
 
 from fluxtrain.units import MIB
 
-SPARE_BYTES = 32 * MIB  # that the heap may keep beside what one block needs
-FORGOTTEN_BLOCKS = 64  # after so many, what one needed counts a third
+SPARE_BYTES = 32 * MIB  # the heap may keep this much more than one block needs
+FORGOTTEN_BLOCKS = 64  # after so many blocks, the need of one counts a third
 STATM = Path("/proc/self/statm")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 def trim_heap() -> None:
-    """What the C library keeps of freed memory goes back to the system."""
+    """Give the freed memory that the C library keeps back to the system."""
     with suppress(OSError, AttributeError):  # another C library: its allocator keeps some pages
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def private_bytes(statm: Path = STATM) -> int:
-    """Resident memory that is neither of files nor of shared mappings: the heap, and arenas, which
-    grow once. 0 where the kernel does not tell (proc(5))."""
+    """Return resident bytes outside files and shared mappings: the heap, and arenas, which grow
+    once. 0 where the kernel does not tell (proc(5))."""
     try:
         _, resident, shared, *_ = statm.read_text().split()
     except (OSError, ValueError):
@@ -41,7 +41,7 @@ def private_bytes(statm: Path = STATM) -> int:
 
 
 class Heap:
-    """Looked at between two blocks, by the thread that computes them."""
+    """Trims the heap between two blocks; used by the thread that computes them."""
 
     def __init__(
         self,
@@ -51,14 +51,16 @@ class Heap:
     ) -> None:
         self._measure = measure
         self._trim = trim
-        self._least_bytes = measure()  # since the last trim: what was in use, and what came since
-        self._needed_bytes = 0  # that one block took after a trim, at most
+        self._least_bytes = measure()  # the least measured since the last trim
+        self._needed_bytes = 0  # the most that one block took after a trim
         self._was_trimmed = False
 
     def tidy(self) -> None:
-        """Give back what is free, if it is more than a block needs and `SPARE_BYTES`."""
+        """Trim the heap if more is free than a block needs and `SPARE_BYTES`."""
         now = self._measure()
-        self._needed_bytes -= self._needed_bytes // FORGOTTEN_BLOCKS  # arenas may have grown in one
+        self._needed_bytes -= (
+            self._needed_bytes // FORGOTTEN_BLOCKS
+        )  # it may be too large: arenas grow once
         if self._was_trimmed:
             self._needed_bytes = max(self._needed_bytes, now - self._least_bytes)
             self._was_trimmed = False

@@ -1,8 +1,8 @@
-"""Page locks: host memory that a GPU copies from and to at full speed, while they are granted.
+"""Page-locks host memory, which a GPU copies from and to at full speed, while the system allows it.
 
-Locks are the process's own: limits (RLIMIT_MEMLOCK, the driver's, half of Windows' memory on WSL2)
-count all of them together. After the first refusal nobody asks again, since each failed attempt
-takes as long as a granted one, until all locks were given back. What is not locked is copied
+Limits (RLIMIT_MEMLOCK, the driver's, half of Windows' memory on WSL2) count all locks of the
+process together. After the first refusal no more locks are asked for until all were given back,
+since each failed attempt takes as long as a granted one. Memory that is not locked is copied
 through `Staging`.
 """
 
@@ -39,20 +39,20 @@ class PageLocks:
         self.refused_bytes = 0
         self._sizes: dict[int, int] = {}  # by address
         self._starts: list[int] = []  # addresses in order
-        self._arenas: dict[int, weakref.ref[Arena]] = {}  # by address, of those that have one
+        self._arenas: dict[int, weakref.ref[Arena]] = {}  # by address of their lock
         self._guard = threading.RLock()  # the collector may free an arena while another is locked
 
     @property
     def held_bytes(self) -> int:
-        """Of this process, locked by us or by torch's own allocator, in use there or not."""
+        """Bytes that this process has locked, by us or by torch's own allocator, used or not."""
         return self.locked_bytes + self._torch_bytes()
 
     def may_lock(self, size_bytes: int) -> bool:
-        """Is there no reason yet to expect a refusal?"""
+        """True while there is no reason to expect a refusal."""
         return not self.refused_bytes and self._within(size_bytes)
 
     def lock(self, address: int, size_bytes: int, arena: Arena | None = None) -> bool:
-        """Lock a range, of `arena`; False when the system refuses, now or before."""
+        """Lock a range of memory, that of `arena`; False when the system refuses, now or before."""
         with self._guard:
             if self.may_lock(size_bytes) and self._register(address, size_bytes):
                 self._sizes[address] = size_bytes
@@ -62,12 +62,12 @@ class PageLocks:
                     self._arenas[address] = weakref.ref(arena)
                 return True
             first = self._refused(size_bytes)
-        if first:  # unguarded: whoever writes the log may wait for a thread that frees an arena
+        if first:  # unguarded: writing the log may wait for a thread that frees an arena
             self._tell(size_bytes)
         return False
 
     def unlock(self, address: int) -> None:
-        """Give a range back that was locked."""
+        """Unlock a range, if it was locked."""
         with self._guard:
             size_bytes = self._sizes.pop(address, None)
             if size_bytes is not None:
@@ -79,7 +79,7 @@ class PageLocks:
                 self.refused_bytes = 0
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Uninitialised host memory, locked if that is granted."""
+        """Allocate uninitialised host memory, locked if the system allows it."""
         size_bytes = torch.Size(shape).numel() * dtype.itemsize
         if self.may_lock(size_bytes):
             try:
@@ -91,29 +91,32 @@ class PageLocks:
         return torch.empty(shape, dtype=dtype)
 
     def holds(self, memory: Tensor) -> bool:
-        """Is this host memory page-locked, by us or by torch's own allocator?"""
+        """True when this host memory is page-locked, by us or by torch's own allocator."""
         with self._guard:
             if self._start_of(memory) is not None:
                 return True
         return self._locked_by_torch(memory)
 
     def arena_of(self, memory: Tensor) -> Arena | None:
-        """The arena whose locked memory this is. Whoever copies holds it until the copy is queued,
-        and notes the copy in `under_way`."""
+        """Return the arena whose locked memory this is. The caller holds it until its copy is
+        queued, and notes the copy in `under_way`."""
         with self._guard:
             start = self._start_of(memory)
             found = None if start is None else self._arenas.get(start)
         return None if found is None else found()
 
     def _start_of(self, memory: Tensor) -> int | None:
-        """Where the locked range begins that it is in."""
-        address, starts = memory.data_ptr(), self._starts[:]  # as the collector cannot change them
+        """Return the address of the locked range that `memory` is in; None if there is none."""
+        address, starts = (
+            memory.data_ptr(),
+            self._starts[:],
+        )  # a copy: the collector may free a range meanwhile
         before = bisect.bisect_right(starts, address)
         start = starts[before - 1] if before else address
         return start if start <= address < start + self._sizes.get(start, 0) else None
 
     def _refused(self, size_bytes: int) -> bool:
-        """Count what was refused; is it the first?"""
+        """Count a refusal; True when it is the first."""
         before, self.refused_bytes = self.refused_bytes, self.refused_bytes + max(1, size_bytes)
         return not before
 
@@ -149,5 +152,5 @@ LOCKS = PageLocks()  # of this process
 
 
 def host_empty(shape: tuple[int, ...], dtype: torch.dtype, *, pin: bool) -> Tensor:
-    """Uninitialised host memory; `pin`: locked, if that is granted."""
+    """Allocate uninitialised host memory; `pin`: page-locked, if the system allows it."""
     return LOCKS.empty(shape, dtype) if pin else torch.empty(shape, dtype=dtype)

@@ -1,8 +1,8 @@
-"""Notes what streams and threads do and when, at almost no cost to them.
+"""Record what streams and threads do and when, at almost no cost to them.
 
-Whoever works notes two instants: host seconds, or CUDA events that nobody waits for. A `StepCutter`
-on another thread learns their times once they have passed, and cuts them at the borders of steps.
-Outside `begin_step` and `end_step` nothing is noted.
+Each interval is noted with two instants: host seconds, or CUDA events that nothing waits for. A
+`StepCutter` on another thread reads their times once they have passed, and cuts the intervals at
+the borders of steps. Outside `begin_step` and `end_step` nothing is noted.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 
 Instant = Any  # host seconds (time.perf_counter), or a torch.cuda.Event
 
-_MOST_NOTES = 32768  # waiting for the cutter; what comes beyond is counted and left out
+_MOST_NOTES = 32768  # waiting for the cutter; further ones are counted and dropped
 
 
 class Passing(Protocol):
@@ -33,7 +33,7 @@ class Passing(Protocol):
 
 @dataclass(eq=False, slots=True)
 class Note:
-    """One interval; `stop` is None while it goes on, and `copy` knows both where it is set."""
+    """One interval; `stop` is None while it goes on. Where `copy` is set, it has both instants."""
 
     lane: str
     kind: str
@@ -61,32 +61,33 @@ class HostClock:
     on_host = True
 
     def instant(self) -> Instant:
-        """Now, in the computation."""
+        """Return the present instant."""
         return time.perf_counter()
 
     def border(self, step: int) -> Border:
-        """Now, as the border of a step."""
+        """Return the present instant as the border of a step."""
         now_s = time.perf_counter()
         return Border(step, now_s, now_s, time.time(), now_s)
 
     def seconds(self, instant: Instant) -> float | None:
-        """Host seconds of an instant; None while it has not passed."""
+        """Return the host seconds of an instant."""
         return float(instant)
 
     def anchor_at(self, border: Border) -> float | None:
-        """Host seconds of a border."""
+        """Return the host seconds of a border."""
         return float(border.instant)
 
     def give_back(self, instant: Instant) -> None:
-        """Nothing to use again."""
+        """Do nothing: host seconds are not pooled."""
 
 
 class CudaClock:
     """Instants are timing events on the computation's stream, taken from a pool.
 
-    An event's time is that of the step's border plus what the GPU measured between the two. A
-    border's is that of the border before plus the same, held between the host times at which it
-    was recorded and first seen to have passed, so that the two clocks cannot drift apart.
+    An event's time is the time of the step's border plus the interval that the GPU measured between
+    the two. A border's time is computed from the border before in the same way, and clamped between
+    the host times when it was recorded and first seen to have passed, so that the two clocks cannot
+    drift apart.
     """
 
     on_host = False
@@ -99,7 +100,7 @@ class CudaClock:
         self._anchor_s = 0.0
 
     def instant(self) -> Instant:
-        """This point of the computation."""
+        """Return this point of the computation."""
         border = self._unseen
         if border is not None and border.instant.query():
             border.seen_s, self._unseen = time.perf_counter(), None
@@ -111,14 +112,14 @@ class CudaClock:
         return event
 
     def border(self, step: int) -> Border:
-        """This point of the computation, as the border of a step."""
+        """Return this point of the computation as the border of a step."""
         noted_s = time.perf_counter()
         border = Border(step, self.instant(), noted_s, time.time())
         self._unseen = border
         return border
 
     def seconds(self, instant: Instant) -> float | None:
-        """Host seconds of an event or of a host time; None while it has not passed."""
+        """Return the host seconds of an event or of a host time; None while it has not passed."""
         if isinstance(instant, float):
             return instant
         if self._anchor is None or not instant.query():
@@ -126,7 +127,7 @@ class CudaClock:
         return self._anchor_s + float(self._anchor.elapsed_time(instant)) / 1e3
 
     def anchor_at(self, border: Border) -> float | None:
-        """Host seconds of a border, which later events are measured from; None until it passed."""
+        """Measure later events from this border; return its host seconds, None until it passed."""
         if not border.instant.query():
             return None
         at_s = border.noted_s
@@ -139,73 +140,74 @@ class CudaClock:
         return at_s
 
     def give_back(self, instant: Instant) -> None:
-        """The event may be recorded again."""
+        """Return an event to the pool, to be recorded again."""
         if not isinstance(instant, float):
             self._pool.append(instant)
 
 
 class Recorder:
-    """Notes of one device. Any thread may note; `Device.recorder` is where the engine finds it."""
+    """The notes of one device (`Device.recorder`). Any thread may add notes."""
 
     def __init__(self, clock: HostClock | CudaClock) -> None:
         self.clock = clock
         self.notes: deque[Note | Border] = deque()
         self.recording = False
-        self.dropped = 0  # notes that found no room
+        self.dropped = 0  # notes beyond the limit
         self._stopped = False
 
     def stop(self) -> None:
-        """Nobody reads the notes any more: none is made from now on."""
+        """Make no more notes: no reader is left."""
         self._stopped, self.recording = True, False
         self.notes.clear()
 
     def begin_step(self, step: int) -> None:
-        """Step `step` (from 1) begins; the one before ends."""
+        """Begin step `step` (from 1) and end the one before."""
         if self._stopped:
             return
         self.recording = True
         self.notes.append(self.clock.border(step))
 
     def end_step(self) -> None:
-        """The step under way ends, and nothing is noted until the next one begins."""
+        """End the step under way; nothing is noted until the next one begins."""
         if self.recording:
             self.recording = False
             self.notes.append(self.clock.border(0))
 
     def instant(self) -> Instant:
-        """This point of the computation, for `computed`; None while nothing is noted."""
+        """Return this point of the computation, for `computed`; None while nothing is noted."""
         return self.clock.instant() if self.recording else None
 
     def computed(self, kind: str, name: str, start: Instant) -> None:
-        """The computation did this since `start`."""
+        """Note what the computation did since `start`."""
         if start is not None and self.recording:
             self._add(Note("gpu", kind, name, start, self.clock.instant(), pooled=True))
 
     def copied(self, lane: str, kind: str, name: str, copy: Passing) -> None:
-        """A copy was asked for."""
+        """Note a copy that was queued."""
         if self.recording:
             self._add(Note(lane, kind, name, copy=copy))
 
     def stalled(self, cause: str, before: Instant, after: Instant) -> None:
-        """The computation waited between two of its instants."""
+        """Note that the computation waited between two of its instants."""
         if self.recording:
             self._add(Note("stall", cause, "", before, after))
 
     def host_waited(self, cause: str, seconds: float) -> None:
-        """The thread that drives the computation waited until now; on CPU it is the computation."""
+        """Note that the thread that drives the computation waited until now; on CPU that thread is
+        the computation."""
         if self.recording:
             now_s = time.perf_counter()
             lane = "stall" if self.clock.on_host else "host"
             self._add(Note(lane, cause, "", now_s - seconds, now_s))
 
     def host_did(self, kind: str, start_s: float, stop_s: float) -> None:
-        """The thread that drives the computation was in this phase."""
+        """Note a phase of the thread that drives the computation."""
         if self.recording:
             self._add(Note("host", kind, "", start_s, stop_s))
 
     @contextmanager
     def working(self, lane: str, kind: str, name: str) -> Iterator[None]:
-        """A thread of the host works on this inside."""
+        """Note the work that a host thread does inside."""
         note = Note(lane, kind, name, time.perf_counter())
         if self.recording:
             self._add(note)
@@ -216,7 +218,7 @@ class Recorder:
 
     @contextmanager
     def as_one(self, kind: str) -> Iterator[None]:
-        """What the computation does inside is one interval, without its parts."""
+        """Note all computation inside as one interval, without its parts."""
         start, recording = self.instant(), self.recording
         self.recording = False
         try:

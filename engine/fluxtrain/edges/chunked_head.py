@@ -32,7 +32,7 @@ Slope = Callable[[Tensor, VocabChunk, slice], Tensor]  # hidden (n, H), chunk, t
 
 
 def choose_slices(context: Context) -> None:
-    """Let the head's weight come in slices where its row of the table says so."""
+    """Upload the head's weight in vocabulary chunks where the placement says so."""
     if not any("vocabulary_chunks" in row.transfers for row in context.plan.groups):
         return
     unit = next((unit for unit in context.units if unit.is_head and _comes_apart(unit)), None)
@@ -45,9 +45,9 @@ def choose_slices(context: Context) -> None:
     by_parameter = {id(member.parameter): member for _, member in unit.members}
     biases = [] if linear.bias is None else [by_parameter[id(linear.bias)]]
     weight, group = by_parameter[id(linear.weight)], unit.group_of_weight()
-    words = slice_words(weight.shape[1] * weight.segment.dtype.itemsize, weight.shape[0])
+    rows = slice_words(weight.shape[1] * weight.segment.dtype.itemsize, weight.shape[0])
     unit.slices = WeightSlices(
-        context.device, group, [weight, *biases], words, context.counters.uploaded
+        context.device, group, [weight, *biases], rows, context.counters.uploaded
     )
     if group.users > 1:
         context.updates.first_home = group
@@ -207,7 +207,7 @@ def _backward(
         sums = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
     with _computing(context, unit, "backward"):
         for chunk in _each(slices, reversed(range(slices.count))):
-            total = context.gradients.zeros_for_slice(chunk.weight.shape) if for_weight else None
+            total = context.gradients.zeros_for_chunk(chunk.weight.shape) if for_weight else None
             bias_total = torch.zeros(len(chunk.weight), device=hidden.device) if for_bias else None
             for rows in _spans(len(hidden), most):
                 inner = hidden[rows].detach()
@@ -231,7 +231,9 @@ def _add(
     """Give the engine a member's gradient of one chunk, (n, ...) in fp32, from row `first` on."""
     group, in_backward = slices.group, context.step_in_backward
     passing = in_backward is not None and in_backward.uses_up_now(group)
-    context.gradients.add_slice(group, member, first, values, rows=slices.rows, passing=passing)
+    context.gradients.add_vocab_chunk(
+        group, member, first, values, rows=slices.rows, passing=passing
+    )
 
 
 def _scaled(sums: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:

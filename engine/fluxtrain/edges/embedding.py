@@ -28,7 +28,7 @@ _IDS = (torch.int64, torch.int32)
 
 
 def choose_rows(context: Context) -> None:
-    """Let the embedding be looked up by rows whose row of the table says so."""
+    """Look up by rows each embedding for which the placement says so."""
     for unit in context.units:
         group = unit.group
         if not group.members or "rows" not in group.placement.transfers:
@@ -138,9 +138,8 @@ class Lookup(UnitCall):
                 transfer.wait_compute("weights")
             context.counters.uploaded(group, "demand", transfers[1], uploaded.rows.nbytes)
             start = context.device.recorder.instant()
-            ids = uploaded.of_tokens.view(
-                self.shape
-            )  # in the shape of the ids, so that the result is no view
+            # in the shape of the ids, so that the result is no view
+            ids = uploaded.of_tokens.view(self.shape)
             found = torch.embedding(uploaded.rows, ids, self.padding)
             self.uploaded = UploadedRows(
                 uploaded.rows[:0], uploaded.places.clone(), uploaded.of_tokens.clone()

@@ -79,7 +79,7 @@ class VocabChunk:
 
 @dataclass(frozen=True, kw_only=True)
 class Tokens:
-    """What is known of the tokens of a loss, or of those that `cut` takes."""
+    """Results so far for the tokens of a loss, or for some of them (`cut`)."""
 
     target: Tensor  # (n,) int64, -1 where a token does not count
     log_sums: Tensor  # (n,) fp32: log of the sum of exp(logits) over the chunks so far
@@ -106,7 +106,7 @@ class PlainVocabChunks:
         self.tokens = tokens or max(1, LOGITS_CHUNK_BYTES // (4 * rows))
 
     def collect(self, hidden: Tensor, chunk: VocabChunk, tokens: Tokens) -> None:
-        """Add the chunk's logits of hidden (n, H) to what `tokens` know."""
+        """Add the chunk's logits of hidden (n, H) to the sums of `tokens`."""
         logits = self._logits(hidden, chunk)
         tokens.log_sums.copy_(torch.logaddexp(tokens.log_sums, torch.logsumexp(logits, dim=1)))
         here, wanted = _within(tokens.target, chunk)

@@ -82,7 +82,7 @@ class GradientStaging:
         return transfer, staged
 
     def download_directly(self, group: Group, host: Tensor, values: Tensor) -> Transfer:
-        """Copy `values` (on the device), which nobody writes to any more, to `host` memory."""
+        """Copy `values` (on the device), which no code writes to any more, to `host` memory."""
         transfer = self._device.download(host, self._device.for_copies(values))
         self._downloaded(group, transfer, host.nbytes)
         return transfer

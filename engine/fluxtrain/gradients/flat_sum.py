@@ -53,11 +53,11 @@ class FlatSum:
     def add_rows(self, rows: RowSum) -> None:
         """Add rows of a tied embedding to the gradient of the head, which is the same weight."""
         member = self.group.members[0]
-        table = self._parts[member.index]
+        embedding = self._parts[member.index]
         if member.index not in self._touched:
-            table.zero_()
+            embedding.zero_()
             self._touched.add(member.index)
-        table.index_add_(0, rows.on_device, rows.values.float())
+        embedding.index_add_(0, rows.on_device, rows.values.float())
 
     def finish(self, *, passing: bool) -> None:
         """Round the sum, take the norms and download it; a group on the device keeps it there."""

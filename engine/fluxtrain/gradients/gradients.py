@@ -14,8 +14,8 @@ from fluxtrain.gradients.embedding_sum import EmbeddingSum
 from fluxtrain.gradients.flat_sum import FlatSum, can_become_sum
 from fluxtrain.gradients.host_gradients import HostGradients
 from fluxtrain.gradients.row_sum import RowSum
-from fluxtrain.gradients.slice_sum import SliceSum
 from fluxtrain.gradients.views import MemberViews, copy_all
+from fluxtrain.gradients.vocab_chunk_sum import VocabChunkSum
 from fluxtrain.memory.group import Group
 from fluxtrain.memory.segment import Member
 
@@ -33,7 +33,7 @@ class OpenSum(Protocol):
 class Gradients:
     """Sums each group's gradients over a backward pass; used by the thread that runs it.
 
-    A group has one flat sum at most, and beside it one of parts: the vocabulary slices of a head
+    A group has one flat sum at most, and beside it one of parts: the vocabulary chunks of a head
     (whose weight may be used whole elsewhere in the model), or the rows of an embedding.
     """
 
@@ -43,7 +43,7 @@ class Gradients:
         self._scratch: Tensor | None = None  # shared by groups that finish within their backward
         self._views = MemberViews()
         self._flat: dict[Group, FlatSum] = {}
-        self._parts: dict[Group, SliceSum | EmbeddingSum] = {}
+        self._parts: dict[Group, VocabChunkSum | EmbeddingSum] = {}
 
     @property
     def device_bytes(self) -> int:
@@ -94,25 +94,25 @@ class Gradients:
             total = self._flat.get(group) or self._begin_flat(group)
         total.add_rows(rows)
 
-    def add_slice(
+    def add_vocab_chunk(
         self, group: Group, member: Member, first: int, values: Tensor, *, rows: int, passing: bool
     ) -> None:
         """Add rows of a member's gradient from `first` on, (n, ...) in fp32 on the device: all of
         this backward pass, downloaded at once. `finish` follows when every row was given.
 
-        rows: of the largest slice; passing: as for `finish`."""
+        rows: of the largest chunk; passing: as for `finish`."""
         total = self._parts.get(group)
         assert not isinstance(total, EmbeddingSum)
         if total is not None and total.has(member, first):  # of another loss in the same pass
             self._parts.pop(group).finish(passing=False)
             total = None
         if total is None:
-            total = self._parts[group] = SliceSum(group, self.host, passing=passing)
+            total = self._parts[group] = VocabChunkSum(group, self.host, passing=passing)
         total.add(member, first, values, rows)
 
-    def zeros_for_slice(self, shape: torch.Size) -> Tensor:
-        """Return zeros (shape) in fp32 to sum one slice of a gradient in; the memory serves the
-        next slice too."""
+    def zeros_for_chunk(self, shape: torch.Size) -> Tensor:
+        """Return zeros (shape) in fp32 to sum one chunk of a gradient in; the memory serves the
+        next chunk too."""
         count, flat = shape.numel(), self._scratch
         if flat is None or flat.numel() < count or self._scratch_is_taken():
             flat = torch.empty(count, dtype=torch.float32, device=self._device.torch_device)

@@ -142,7 +142,7 @@ class HostGradients:
         """Drop the group's gradients."""
         self.take_rows(group)
         arrival = self.arrivals.pop(group, None)
-        if arrival is not None:  # rows are put in their places only when somebody waits
+        if arrival is not None:  # rows are put in their places only by a thread that waits
             self._dropped[group] = [t for t in arrival.transfers if not isinstance(t, RowTransfer)]
         for member in group.members:
             member.has_gradient = False
@@ -176,7 +176,7 @@ class HostGradients:
         if values.dtype == buffers.dtype and len(values) <= buffers.capacity:
             size_bytes = buffers.capacity * buffers.row_bytes
             transfer, _ = self.staging.download(group, landing, values, size_bytes)
-        else:  # a sum of several batches, which nobody writes to
+        else:  # a sum of several batches, which no code writes to
             transfer = self.staging.download_directly(group, landing, values)
         buffers.arrives(transfer)
 

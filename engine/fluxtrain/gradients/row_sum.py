@@ -1,4 +1,4 @@
-"""Gradients of single rows of an embedding: their sum, their download, the table they go to."""
+"""Gradients of single rows of an embedding: their sum, their download, their place on the host."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class RowSum:
         return RowSum(Places(rows, rows[:0]), on_device, total)
 
     def norm(self, table_rows: int) -> Tensor:
-        """Return the 2-norm (1,) in fp32 with the bits of `norm_by_rows` over all table rows."""
+        """Return the 2-norm (1,) in fp32 with the bits of `norm_by_rows` over the embedding."""
         return norm_by_rows(self.values, self.on_device, table_rows)
 
     def take_from(self, first: int, values: Tensor) -> None:
@@ -68,11 +68,11 @@ class RowSum:
 
 
 class Scatter:
-    """Puts rows into tables of zeros, and remembers which rows are not zero there, so that the next
-    rows need not clear the whole table.
+    """Puts rows into zeroed embedding gradients, and remembers the rows that are not zero there, so
+    that the next call need not clear the whole gradient.
 
-    A table that left the engine is cleared whole each time: `.data`, numpy and collectives write
-    without a trace, also to what was handed out long ago.
+    A gradient that left the engine is cleared whole each time: writes through `.data`, numpy and
+    collectives are not counted, also long after the gradient was handed out.
     """
 
     def __init__(self) -> None:
@@ -80,21 +80,22 @@ class Scatter:
         self._seen: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
     def fill(self, flat: Tensor, rows: Tensor, values: Tensor, table_rows: int) -> None:
-        """Make `flat` (elements,) the table (table_rows, H) with `values` (U, H) at `rows` and zero
-        elsewhere."""
-        table = flat[: table_rows * values.shape[1]].view(table_rows, values.shape[1])
-        if values.shape[1] * values.itemsize % _INDEX.itemsize == 0:  # in words: half the time
-            table, values = table.view(_INDEX), values.view(_INDEX)
+        """Set `flat` (elements,), as (table_rows, H), to `values` (U, H) at `rows`, else zero."""
+        embedding = flat[: table_rows * values.shape[1]].view(table_rows, values.shape[1])
+        if (
+            values.shape[1] * values.itemsize % _INDEX.itemsize == 0
+        ):  # in 8-byte words: half the time
+            embedding, values = embedding.view(_INDEX), values.view(_INDEX)
         before = self._rows_in(flat)
         if before is None or flat in self._seen:
             flat.zero_()
         else:
-            table.index_fill_(0, before, 0)
-        table.index_copy_(0, rows, values)
+            embedding.index_fill_(0, before, 0)
+        embedding.index_copy_(0, rows, values)
         self._filled[flat] = rows, flat._version
 
     def clear_ahead(self, flat: Tensor, on_their_way: Iterable[Iterable[Transfer]]) -> None:
-        """Zero the table now if the next `fill` would have to, while the rows to fill it with are
+        """Zero `flat` now if the next `fill` would have to, while the rows to fill it with are
         still being downloaded; waits for the transfers `on_their_way`, which may end there."""
         if self._rows_in(flat) is None and flat not in self._seen:
             for transfer in chain.from_iterable(on_their_way):
@@ -103,21 +104,21 @@ class Scatter:
             self._filled[flat] = torch.empty(0, dtype=_INDEX), flat._version
 
     def _rows_in(self, flat: Tensor) -> Tensor | None:
-        """Return all rows of it that may not be zero; None where others wrote to it."""
+        """Return all rows that may not be zero; None where other code wrote to `flat`."""
         before: tuple[Tensor, int] | None = self._filled.get(flat)
         return before[0] if before is not None and before[1] == flat._version else None
 
     def handed_out(self, flat: Tensor) -> None:
-        """Note that code outside the engine has this table, or a view of it."""
+        """Note that code outside the engine has `flat`, or a view of it."""
         self._seen[flat] = True
 
     def forget(self, flat: Tensor) -> None:
-        """Note that something else is copied to this table."""
+        """Note that other values than rows are copied to `flat`."""
         self._filled.pop(flat, None)
 
 
 class RowTransfer:
-    """The download of rows of a gradient; it has ended when they stand in the host's table."""
+    """The download of rows of a gradient; it has ended when they are in place on the host."""
 
     def __init__(self, transfer: Transfer, land: Callable[[], None]) -> None:
         self._transfer = transfer

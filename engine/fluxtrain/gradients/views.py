@@ -1,4 +1,4 @@
-"""Views of the members' ranges of flat gradient tensors, and what is computed over them."""
+"""Views of the members' ranges of flat gradient tensors, and operations over them."""
 
 from __future__ import annotations
 

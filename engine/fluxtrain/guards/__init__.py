@@ -1,1 +1,1 @@
-"""What would give wrong gradients without a word: noticed, and refused with the cure."""
+"""Detect what would silently give wrong gradients, and refuse it with a cure."""

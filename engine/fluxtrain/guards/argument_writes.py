@@ -1,11 +1,11 @@
 """Writes of a block to its arguments in place: followed for masks, refused for activations.
 
-The backward pass computes a block again on the arguments that it was given, so what was there
-before a write is needed. An argument that asks for no gradient may be written to: it is copied
-before the block runs, once a first call has shown that the block writes to it. Published blocks
-need no more: a decoder layer of OneFormer clears rows of its mask, the prompter of TVP blanks parts
-of its frames. A write to an activation that asks for gradients is refused, and so is one that torch
-does not count (through `.data` or `.numpy()`), which is looked for in the first call alone.
+The backward pass computes a block again on its arguments, so it needs their values from before a
+write. A block may write to an argument that asks for no gradient: once a first call has shown the
+write, the argument is copied before the block runs. Published blocks need no more: a decoder layer
+of OneFormer clears rows of its mask, the prompter of TVP blanks parts of its frames. A write to an
+activation that asks for gradients is refused. So is one that torch does not count (through `.data`
+or `.numpy()`), which only the first call looks for.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ class ArgumentWrites:
         ]
 
     def finish(self, tensors: Sequence[Tensor], cut: Sequence[bool]) -> Mapping[int, Tensor]:
-        """After the block has run: what the arguments that it wrote to were before, by position.
+        """Return copies of the arguments that the block wrote to, from before it ran, by position.
 
-        cut: which arguments each chunk of rows was given its own rows of. Raises MisusedModel for a
-        write that cannot be followed.
+        cut: the arguments that were cut into chunks of rows. Raises MisusedModel for a write that
+        cannot be followed.
         """
         now = [version_of(tensor) for tensor in tensors]
         counted = [i for i, version in enumerate(now) if version != self._versions[i]]
@@ -69,8 +69,8 @@ class ArgumentWrites:
         return copies
 
     def undo(self, inputs: Sequence[Tensor], rows: slice, cut: Sequence[bool]) -> None:
-        """Let the inputs of a chunk be as before the block ran on them; `rows`: its part of those
-        that are cut."""
+        """Restore the inputs of a chunk to what they were before the block ran on them. `rows`: the
+        chunk's rows of the arguments that are cut."""
         for i, copy in self._copies.items():
             before = copy[rows] if cut[i] else copy
             if not inputs[i].requires_grad and not same_bits(inputs[i], before):
@@ -79,7 +79,7 @@ class ArgumentWrites:
     def refuse_change(
         self, arguments: Any, inputs: Sequence[Tensor], needs: Sequence[bool]
     ) -> None:
-        """Raise MisusedModel where the block changed a list or dict among the arguments of a chunk,
+        """Raise MisusedModel when the block changed a list or dict among the arguments of a chunk,
         or made an argument that asks for no gradients (`needs`) depend on one that does."""
         for i, (tensor, needed) in enumerate(zip(inputs, needs, strict=True)):
             if tensor.requires_grad and not needed:
@@ -91,8 +91,8 @@ class ArgumentWrites:
             )
 
     def refuse_write_to_leaf(self, needs: Sequence[bool], error: RuntimeError) -> NoReturn:
-        """Raise MisusedModel for what torch said of a write to an argument that asks for
-        gradients; the error itself where no argument does."""
+        """Raise MisusedModel for torch's `error` about a write to an argument that asks for
+        gradients, or `error` itself when no argument does."""
         names = [self._argument(i) for i, needed in enumerate(needs) if needed]
         if not names:
             raise error
@@ -102,7 +102,7 @@ class ArgumentWrites:
         raise _differentiable(self._name, [self._argument(i)])
 
     def _refuse_uncounted(self, tensors: Sequence[Tensor], counted: Sequence[int]) -> None:
-        """Raise where a copy shows a write past torch's count. Waits for the device."""
+        """Raise when a copy shows a write that torch did not count. Waits for the device."""
         for i, copy in self._copies.items():
             if i not in counted and not same_bits(tensors[i], copy):
                 name = self._argument(i)
@@ -124,7 +124,7 @@ class ArgumentWrites:
                 )
 
     def _refuse_lost(self, i: int, tensors: Sequence[Tensor], cut: Sequence[bool]) -> None:
-        """Raise where the backward pass could not compute with what argument `i` was before."""
+        """Raise when the backward pass could not use the value that argument `i` had before."""
         name = self._argument(i)
         if tensors[i].requires_grad:
             self._refuse_differentiable(i)

@@ -1,4 +1,4 @@
-"""What goes into a block and comes out of it, flattened to tensors; caches; rows of a batch."""
+"""Arguments and outputs of a block, flattened to tensors; key-value caches; rows of a batch."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ class Tree:
 
     leaves: tuple[Any, ...]  # None where a tensor was
     tensor_at: tuple[int, ...]
-    which: tuple[int, ...]  # of the tensors is there
+    which: tuple[int, ...]  # index of the tensor that is there
     spec: pytree.TreeSpec
-    shape: Shape | None = None  # the same, where it nests nothing but tuples, lists and dicts
+    shape: Shape | None = None  # as `spec`; None unless it nests only tuples, lists and dicts
 
     def fill(self, tensors: Sequence[Tensor]) -> Any:
-        """The structure with `tensors` in their places."""
+        """Return the structure with `tensors` in their places."""
         return put_together(self._filled(tensors), self.spec, self.shape)
 
     def nests(self) -> bool:
-        """Of (args, kwargs): is a list, dict or tuple among the arguments?"""
+        """True when a tree of (args, kwargs) has a list, dict or tuple among the arguments."""
         return bool(self.spec.num_nodes - self.spec.num_leaves > _OUTER_NODES)
 
     def is_in(self, value: Any, tensors: Sequence[Tensor]) -> bool:
-        """Is `value`, which `fill(tensors)` gave, still made of the same objects?"""
+        """True when `value`, which `fill(tensors)` returned, still has the same objects in it."""
         leaves, spec, _ = take_apart(value)
         return bool(spec == self.spec) and all(
             now is before for now, before in zip(leaves, self._filled(tensors), strict=True)
@@ -51,7 +51,7 @@ class Tree:
         return self.shape or (spec.num_nodes, spec.num_leaves), self.tensor_at, self.which
 
     def choices(self) -> tuple[Any, ...]:
-        """Its structure, and what among its leaves chooses rather than counts (hashable)."""
+        """Describe the nesting, and the leaves that are choices: flags and strings (hashable)."""
         spec, chosen = self.spec, (x if type(x) in _CHOICES else None for x in self.leaves)
         return self.shape or (spec.num_nodes, spec.num_leaves), self.tensor_at, *chosen
 
@@ -65,8 +65,8 @@ class Tree:
 def flatten(value: Any, *, once: bool = False) -> tuple[Tree, list[Tensor]]:
     """Take the tensors out of any nesting of tuples, lists, dicts and model outputs.
 
-    once: a tensor that is in several places is taken out as one, for what is asked by `is` (query
-    and key of an attention) and what is written to it in place.
+    once: take out a tensor that is in several places only once, so that `is` comparisons (query and
+    key of an attention) and writes in place work on the refilled structure.
     """
     leaves, spec, shape = take_apart(value)
     at: list[int] = []
@@ -87,7 +87,7 @@ def flatten(value: Any, *, once: bool = False) -> tuple[Tree, list[Tensor]]:
 
 
 def argument_name(function: Callable[..., Any], tree: Tree, tensor: int) -> str:
-    """What the function calls the argument (or the part of one) that a tensor of `tree` is."""
+    """Return the function's name for the argument (or part of one) that is this tensor."""
     places = list(range(len(tree.leaves)))
     found, _ = pytree.tree_flatten_with_path(pytree.tree_unflatten(places, tree.spec))
     at = tree.tensor_at[tree.which.index(tensor)]
@@ -96,7 +96,7 @@ def argument_name(function: Callable[..., Any], tree: Tree, tensor: int) -> str:
 
 
 def _spoken(function: Callable[..., Any], path: Any) -> str:
-    """`(0, 1, "key")` of (args, kwargs): the second positional argument, and what is in it."""
+    """Name a path into (args, kwargs): `(0, 1, "key")` is in the second positional argument."""
     by_keyword = path[0].idx == 1
     name = str(path[1].key if by_keyword else path[1].idx)
     if not by_keyword:
@@ -112,7 +112,7 @@ def _spoken(function: Callable[..., Any], path: Any) -> str:
 
 
 def opaque(tree: Tree) -> Iterator[tuple[Any, list[Tensor]]]:
-    """Arguments that are no nesting but hold tensors, such as an instance of a user's dataclass."""
+    """Yield arguments that hold tensors but are opaque to pytree (a user's dataclass, say)."""
     for leaf in tree.leaves:
         held = getattr(leaf, "__dict__", None)
         if held and not is_cache(leaf) and not isinstance(leaf, torch.nn.Module):
@@ -122,7 +122,7 @@ def opaque(tree: Tree) -> Iterator[tuple[Any, list[Tensor]]]:
 
 
 def is_cache(value: Any) -> bool:
-    """A key-value or state cache, by what it can do (no import of transformers)."""
+    """Recognise a key-value or state cache by its methods, without importing transformers."""
     if isinstance(value, _NO_CACHE):
         return False
     return any(c.__name__.endswith("Cache") for c in type(value).__mro__) or (
@@ -131,14 +131,14 @@ def is_cache(value: Any) -> bool:
 
 
 def has_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Is any argument, in whatever position, a cache?"""
+    """True when any argument is a cache."""
     return any(is_cache(v) for v in (*args, *kwargs.values()))
 
 
 def without_caches(
     name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments for a block that runs twice: empty caches are left out, filled ones refused.
+    """Leave empty caches out of the arguments of a block that runs twice; refuse filled ones.
 
     A recomputed block would append its keys a second time: the loss stays equal while gradients
     are wrong by up to 90 %.
@@ -163,7 +163,7 @@ def without_caches(
 
 
 def refuse_hidden_gradients(name: str, tree: Tree) -> None:
-    """Opaque objects that hold tensors with gradients would lose them silently."""
+    """Raise MisusedModel for opaque objects with tensors whose gradients would be lost."""
     for leaf in tree.leaves:
         held = getattr(leaf, "__dict__", None)
         if held and any(isinstance(v, Tensor) and v.requires_grad for v in held.values()):
@@ -181,7 +181,7 @@ def _cache_length(cache: Any) -> int:
 
 
 def batch_rows(tensors: Sequence[Tensor]) -> int | None:
-    """Rows of the batch: the first dimension of the first floating-point tensor (B, ...)."""
+    """Count the batch's rows: the first dimension of the first floating-point tensor (B, ...)."""
     for tensor in tensors:
         if tensor.is_floating_point() and tensor.dim() >= 2:
             return tensor.shape[0]
@@ -189,15 +189,15 @@ def batch_rows(tensors: Sequence[Tensor]) -> int | None:
 
 
 def splits(tensors: Sequence[Tensor], rows: int) -> tuple[bool, ...]:
-    """Which tensors carry the batch in their first dimension."""
+    """Tell which tensors carry the batch in their first dimension."""
     return tuple(t.dim() >= 1 and t.shape[0] == rows and rows > 1 for t in tensors)
 
 
 def ambiguous(
     function: Callable[..., Any], tree: Tree, tensors: Sequence[Tensor], rows: int
 ) -> str | None:
-    """The name of an argument (S, S) with as many rows as the batch has: it may be a mask, or carry
-    the batch. Positions of tokens carry it. None: there is none."""
+    """Return the name of an argument (S, S) where S is also the number of rows, so that it may be a
+    mask or carry the batch; None if there is none. `position_ids` carry the batch."""
     for index, tensor in enumerate(tensors):
         if tensor.dim() == 2 and tensor.shape[0] == tensor.shape[1] == rows:
             name = argument_name(function, tree, index)
@@ -209,16 +209,18 @@ def ambiguous(
 def slice_rows(
     tensors: Sequence[Tensor], split: Sequence[bool], start: int, stop: int
 ) -> list[Tensor]:
-    """Rows [start, stop) of the tensors that carry the batch, the others whole."""
+    """Take rows [start, stop) of the tensors that carry the batch, and the other tensors whole."""
     return [t[start:stop] if s else t for t, s in zip(tensors, split, strict=True)]
 
 
-Moved = list[tuple[Tensor, Tensor, int]]  # the caller's, its copy on the device and its version
+Moved = list[
+    tuple[Tensor, Tensor, int]
+]  # the caller's tensor, its copy on the device, the copy's version
 
 
 def to_device(value: Any, device: torch.device) -> tuple[Any, Moved]:
-    """All tensors of a structure on `device`, and which were moved; the same structure when they
-    are there already."""
+    """Move all tensors of a structure to `device`; also return the moved ones. The structure itself
+    is returned when all are there already."""
     if all(x.device == device for x in take_apart(value)[0] if isinstance(x, Tensor)):
         return value, []
     tree, tensors = flatten(value, once=True)
@@ -228,7 +230,7 @@ def to_device(value: Any, device: torch.device) -> tuple[Any, Moved]:
 
 
 def write_back(moved: Moved) -> None:
-    """Copy what was written to a tensor on the device into the tensor that it was made of."""
+    """Copy each moved tensor that was written to on the device back into the caller's tensor."""
     for theirs, copy, version in moved:
         if copy._version != version:
             theirs.copy_(copy)
@@ -242,8 +244,8 @@ def _moved(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def _copied(tensor: Tensor, device: torch.device) -> Tensor:
-    """A GPU reads page-locked memory when it comes to that; whoever loads data may write the next
-    batch there before, so it reads a copy."""
+    """Copy a tensor to the device. A GPU reads page-locked memory later, and a data loader may have
+    written the next batch there by then, so it reads a copy of such memory."""
     from_host = device.type == "cuda" and tensor.device.type == "cpu"
     if from_host and not tensor.requires_grad and tensor.is_pinned():
         tensor = torch.empty_like(tensor, pin_memory=True).copy_(tensor)
@@ -253,6 +255,6 @@ def _copied(tensor: Tensor, device: torch.device) -> Tensor:
 def run_with(
     function: Callable[..., Any], arguments: tuple[tuple[Any, ...], dict[str, Any]]
 ) -> Any:
-    """Call it with flattened-and-filled positional and keyword arguments."""
+    """Call `function` with positional and keyword arguments that `Tree.fill` returned."""
     args, kwargs = arguments
     return function(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""In the first steps: does a chunk that is computed again give what it gave in the forward pass?"""
+"""Check in the first steps that a recomputed chunk gives the results of its forward pass."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _TOLERANCE = 1e-3  # relative; other kernels may be chosen the second time
 
 @dataclass(frozen=True)
 class Sums:
-    """Of one chunk in the forward pass: of its inputs before it ran, and of its results."""
+    """Checksums of one chunk in the forward pass: of its inputs before it ran, and its results."""
 
     inputs: list[Tensor]  # () each
     results: Tensor  # ()
@@ -26,7 +26,7 @@ class Sums:
     def compare(
         self, unit: Unit, tree: Tree, inputs: Sequence[Tensor], results: Sequence[Tensor]
     ) -> None:
-        """Raise MisusedModel where `results`, computed again, are others, and say what changed."""
+        """Raise MisusedModel when the recomputed `results` differ, and say what changed."""
         before, now = float(self.results), float(checksum(results))
         if _close(before, now):
             return
@@ -40,8 +40,8 @@ class Sums:
                 raise MisusedModel(
                     f"{differs}its argument {name} was written to in between or by the block, in "
                     "a way that torch does not count (.data, .numpy()), and what was there is "
-                    f"gone. Let whoever writes {new_tensor(name)} instead, or hand the block a "
-                    "copy (.clone())"
+                    f"gone. Where it is written to, {new_tensor(name)} instead, or hand the "
+                    "block a copy (.clone())"
                 )
         raise MisusedModel(
             f"{differs}was it switched between train and eval, or were adapters toggled, in "
@@ -52,19 +52,19 @@ class Sums:
 
 
 def sums_of(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """A scalar (float64) each, that changes when the tensor does; 0 where none is known."""
+    """Return a scalar (float64) a tensor that changes when the tensor does; 0 where unsupported."""
     return [_sum_of(tensor.detach()) for tensor in tensors]
 
 
 def checksum(outputs: Sequence[Tensor]) -> Tensor:
-    """A scalar (float64) that changes when any output does."""
+    """Return a scalar (float64) that changes when any output does."""
     floats = [_norm_of(o.detach()) for o in outputs if o.is_floating_point()]
     return torch.stack(floats).sum() if floats else torch.zeros((), dtype=torch.float64)
 
 
 def _norm_of(tensor: Tensor) -> Tensor:
-    """In fp32, for which a GPU reads 16 bits as they are: for float64 torch makes a copy first,
-    four times as large as what was computed."""
+    """Compute the norm in fp32, for which a GPU reads 16-bit values directly: for float64 torch
+    would first make a copy four times as large as the tensor."""
     dtype = torch.promote_types(tensor.dtype, torch.float32)
     norm: Tensor = torch.linalg.vector_norm(tensor, 1, dtype=dtype)
     return norm.double()

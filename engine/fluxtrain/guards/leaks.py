@@ -1,9 +1,9 @@
-"""What passes a block's border beside its arguments and its outputs.
+"""Detect tensors that leave or enter a block other than as outputs or arguments.
 
-A block's weights lie in a slot that other blocks use after it, so a view of one that outlives the
+A block's weights are in a slot that later blocks use, so a view of a weight that outlives the
 block's computation would show another block's weights. And a tensor that a block takes from
-elsewhere would lose its gradient, because only the gradients of arguments and of the block's own
-weights are asked for.
+elsewhere would lose its gradient, because backward computes the gradients of the arguments and of
+the block's own weights only.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ _MOMENT_S = 0.002
 
 
 class BoundWeights:
-    """A unit's weights while it computes: the slots that they lie in, who refers to those, and
-    whether they are written to."""
+    """A unit's weights while it computes: references to their slots, and writes to them."""
 
     def __init__(self, unit: Unit) -> None:
         self._unit = unit
@@ -36,16 +35,16 @@ class BoundWeights:
         self._references = self._count()
 
     def refuse_writes(self) -> None:
-        """Raise MisusedModel when the computation wrote to a weight: in a slot that would be lost,
-        and computing the block again would write a second time."""
+        """Raise MisusedModel when the computation wrote to a weight: a write to a slot is lost, and
+        computing the block again would write a second time."""
         for (group, member), before in zip(self._unit.members, self._before, strict=True):
             if _state(member.parameter) == before:
                 continue
             shortens = getattr(self._unit.module, "max_norm", None) is not None
-            if shortens and _take_home(group, member):
+            if shortens and _copy_to_host(group, member):
                 continue
             for written in self._unit.groups:
-                written.version += 1  # what the slots hold is not what is at home
+                written.version += 1  # the slots no longer equal the host's weights
             raise MisusedModel(
                 f"{self._unit.name} wrote to its weight {member.name} in its forward pass, which "
                 "would be lost: compute with a new tensor there (weight.clamp(...), not "
@@ -53,8 +52,8 @@ class BoundWeights:
             )
 
     def are_referred_to(self) -> bool:
-        """Did the computation leave references to a slot behind, as a function does that stores a
-        view of a weight on `ctx`? Looks twice: another thread may hold one for a moment."""
+        """True when the computation left references to a slot behind, such as a view of a weight
+        that is stored on `ctx`. Looks twice: another thread may hold one for a moment."""
         if not self._has_more():
             return False
         time.sleep(_MOMENT_S)
@@ -68,17 +67,17 @@ class BoundWeights:
         return [torch._C._storage_Use_Count(slot._cdata) for slot in self._slots]
 
 
-def _take_home(group: Group, member: Member) -> bool:
-    """An embedding shortened rows that it looked up, and doing that again changes nothing: they
-    are at home now too. False where masters on the device would have to know which rows."""
+def _copy_to_host(group: Group, member: Member) -> bool:
+    """Copy rows that an embedding with `max_norm` shortened to the host; doing that again changes
+    nothing. False where masters on the device would have to be corrected by row."""
     segment = member.segment
     if group.placement.weights == "device":
         return segment.lo is None and segment.master is None
-    home = group.home_views[member.index]
+    host = group.home_views[member.index]
     with torch.no_grad():
-        now = member.parameter.detach().to(home.device)
-        changed = now != home
-        home.copy_(now)
+        now = member.parameter.detach().to(host.device)
+        changed = now != host
+        host.copy_(now)
         if segment.lo is not None:
             member.slice(segment.lo).masked_fill_(changed, 0)
         if segment.master is not None:
@@ -92,7 +91,7 @@ def _state(parameter: nn.Parameter) -> tuple[int, int]:
 
 
 def copied_out(unit: Unit, outputs: Sequence[Tensor]) -> list[Tensor]:
-    """The outputs; a copy of each that lies in the memory of a weight."""
+    """Return the outputs, with a copy in place of each that shares memory with a weight."""
     weights = {member.parameter.untyped_storage().data_ptr() for _, member in unit.members}
     with torch.enable_grad():  # a copy asks for gradients where the output does
         return [
@@ -110,9 +109,8 @@ def refuse_foreign_inputs(
     outputs: Sequence[Tensor],
     ends: Sequence[GradientEdge],
 ) -> None:
-    """Raise MisusedModel where the recorded graph leads to weights of other modules or to
-    activations that came in beside the arguments. `anchor`: the leaf that all units' nodes lead to.
-    """
+    """Raise MisusedModel when the recorded graph reaches weights of other modules, or activations
+    that are no arguments. `anchor`: the leaf that all units' nodes lead to."""
     known = {id(end.node) for end in ends}
     edges = [get_gradient_edge(tensor) for tensor in inputs if tensor.requires_grad]  # own nodes
     known |= {id(edge.node) for edge in edges}

@@ -1,8 +1,8 @@
-"""What torch's pytree does with tuples, lists and dicts, at a third of its cost.
+"""Flatten and unflatten tuples, lists and dicts at a third of the cost of torch's pytree.
 
-A block's arguments and outputs are taken apart and put together some ten times from forward to
-backward, and nearly always nest nothing else. For these the structure is walked by hand and its
-`TreeSpec` is made once. Anything else (model outputs, named tuples, registered classes) is left to
+A block's arguments and outputs are flattened and unflattened some ten times from forward to
+backward, and nearly always nest only these types. Their structure is walked by hand, and its
+`TreeSpec` is made once. Other types (model outputs, named tuples, registered classes) are left to
 pytree.
 """
 
@@ -15,17 +15,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-# What a nesting is like: (class, keys of a dict, shape of each part). None: pytree knows.
+# A nesting as (class, keys of a dict, shape of each item). None: it is left to pytree.
 Shape = tuple[type, tuple[str, ...], tuple[Any, ...]]
 
 _LEAF: Shape = (object, (), ())
 _PLAIN = frozenset({Tensor, nn.Parameter, type(None), bool, int, float, str, torch.dtype})
-_KEPT = 1024  # a dict with other keys each time has no end of them
+_KEPT = 1024  # a bound: a dict with new keys in each call makes a new shape each time
 _specs: dict[Shape, pytree.TreeSpec] = {}
 
 
 def take_apart(value: Any) -> tuple[list[Any], pytree.TreeSpec, Shape | None]:
-    """The leaves of any nesting, its structure, and its shape where that is known."""
+    """Return the leaves of any nesting, its structure, and its shape (None: left to pytree)."""
     leaves: list[Any] = []
     shape = _shape_of(value, leaves)
     if shape is None:
@@ -39,14 +39,14 @@ def take_apart(value: Any) -> tuple[list[Any], pytree.TreeSpec, Shape | None]:
 
 
 def put_together(leaves: Sequence[Any], spec: pytree.TreeSpec, shape: Shape | None) -> Any:
-    """The nesting that was taken apart, of these leaves."""
+    """Rebuild a nesting that was taken apart, with these leaves."""
     if shape is None:
         return pytree.tree_unflatten(leaves, spec)
     return _built(shape, iter(leaves))
 
 
 def _shape_of(value: Any, leaves: list[Any]) -> Shape | None:
-    """Appends the leaves; None as soon as something else than tuples, lists and dicts is there."""
+    """Append the leaves to `leaves`; None as soon as a node is no tuple, list or dict."""
     kind = type(value)
     if kind in _PLAIN:
         leaves.append(value)

@@ -1,8 +1,8 @@
 """Outputs of a block that are its arguments, or share memory with them or with one another.
 
-A block computes on stand-ins of its arguments, because its graph must not reach into the caller's.
-An output that is an argument (or a view of one) is given back as that argument, with autograd
-watching, so that a later write to one of the two is seen in the other, as in the plain model.
+A block computes on aliases of its arguments, because its graph must not reach into the caller's. An
+output that is an argument (or a view of one) is returned as that argument, with autograd watching,
+so that a later write to one of the two is seen in the other, as in the plain model.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class OutputAlias:
     cut: bool = False  # without its gradient
 
     def take(self, results: Mapping[int, Tensor], arguments: Sequence[Tensor]) -> Tensor:
-        """Give the output as the caller sees it."""
+        """Return the output as the caller sees it."""
         if self.result is not None:
             source = results[self.result]
         else:
@@ -45,13 +45,13 @@ class OutputAlias:
 
 
 class CallOutputs:
-    """What a block returned in one call, by which of its results leave the autograd function."""
+    """The outputs of one call of a block, and which results leave the autograd function."""
 
     def __init__(self) -> None:
         self._tree: Tree | None = None
-        self._by_chunk: list[list[OutputAlias]] = []  # a chunk each
+        self._by_chunk: list[list[OutputAlias]] = []
         self._aliases: list[OutputAlias] = []  # of the whole batch
-        self._count = 0  # of the results
+        self._count = 0  # results of one chunk
         self.returned: list[int] = []  # which of them are returned
 
     def note_chunk(self, tree: Tree, aliases: list[OutputAlias], count: int) -> None:
@@ -60,13 +60,13 @@ class CallOutputs:
         self._by_chunk.append(aliases)
 
     def finish_forward(self) -> None:
-        """All chunks have run: decide which results leave the autograd function."""
+        """Decide which results leave the autograd function, after all chunks have run."""
         self._aliases = merged_aliases(self._by_chunk)
         self._by_chunk = []
         self.returned = sorted({a.result for a in self._aliases if a.result is not None})
 
     def hand_out(self, flat: Sequence[Tensor], arguments: Sequence[Tensor]) -> Any:
-        """Give the block's outputs and captured tensors as its caller sees them."""
+        """Return the block's outputs and captured tensors as its caller sees them."""
         results = dict(zip(self.returned, flat, strict=True))
         assert self._tree is not None
         return self._tree.fill([alias.take(results, arguments) for alias in self._aliases])
@@ -80,10 +80,10 @@ class CallOutputs:
 def find_aliases(
     outputs: Sequence[Tensor], given: Sequence[Tensor], *, whole: bool
 ) -> tuple[list[OutputAlias], list[Tensor]]:
-    """Tell where each output comes from, and which results a block has to compute for them.
+    """Find where each output comes from, and which results a block must compute for them.
 
-    whole: of the batch. Of a chunk only outputs that are all of an argument count as that, and
-    every output is a result too, because another chunk may differ.
+    whole: the outputs are those of the whole batch. For a chunk, an alias is recorded only when the
+    output is all of an argument, and every output is a result too, because chunks may differ.
     """
     arguments = {id(_root(tensor)): i for i, tensor in enumerate(given)}
     memory = {storage_of(tensor): i for i, tensor in enumerate(given) if tensor.numel()}
@@ -116,7 +116,7 @@ def find_aliases(
 
 
 def merged_aliases(by_chunk: Sequence[Sequence[OutputAlias]]) -> list[OutputAlias]:
-    """Merge those of all chunks: an output is an argument if it is that for each chunk."""
+    """Merge the aliases of all chunks: an output is an argument if it is so in each chunk."""
     if len(by_chunk) == 1:
         return list(by_chunk[0])
     return [
@@ -130,8 +130,8 @@ def chunk_outputs(
     chunk_inputs: Sequence[Sequence[Tensor]],
     arguments: Sequence[Tensor],
 ) -> list[Tensor]:
-    """Put the outputs of the chunks together; an output that is an argument of each chunk is the
-    caller's argument."""
+    """Concatenate the outputs of the chunks; an output that is an argument in each chunk becomes
+    the caller's argument."""
     whole: list[Tensor] = []
     for parts in zip(*outputs, strict=True):
         same = (
@@ -145,7 +145,7 @@ def chunk_outputs(
 
 
 def _within(output: Tensor, given: Tensor, argument: int) -> OutputAlias | None:
-    """Tell an output in an argument's memory as a view of it; None where that cannot be."""
+    """Describe an output in an argument's memory as a view of it; None where that is impossible."""
     if output.dtype != given.dtype or output.layout != torch.strided:
         return None
     view = None if is_all_of(output, given) else _geometry(output, given)
@@ -159,6 +159,6 @@ def _geometry(tensor: Tensor, base: Tensor) -> Geometry:
 
 
 def _root(tensor: Tensor) -> Tensor:
-    """Find what a tensor is a view of, for autograd; itself if it is none."""
+    """Return the base that a tensor is a view of, for autograd; itself if it is no view."""
     base: Tensor | None = tensor._base
     return tensor if base is None else base

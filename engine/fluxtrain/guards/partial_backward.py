@@ -1,7 +1,7 @@
-"""`torch.autograd.grad` and `backward(inputs=...)` of wrapped weights: blocks do not hand these on.
+"""Refuse `torch.autograd.grad` and `backward(inputs=...)` for wrapped weights.
 
-A wrapped block is one node of torch's graph, and its weights are no inputs of it. torch would say
-that they were not used, give None for them, or leave out what comes through blocks.
+A wrapped block is one node of torch's graph, and its weights are not inputs of that node. torch
+would say that they were not used, return None for them, or leave out the part through blocks.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ PARTIAL = (torch.autograd.grad, torch.autograd.backward)
 
 
 def refuse_weights_behind_blocks(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Raise MisusedModel where one of `PARTIAL`, called so, is asked for gradients of wrapped
-    weights and what is differentiated was computed by wrapped blocks of their model."""
+    """Raise MisusedModel when a call of one of `PARTIAL` with these arguments asks for gradients of
+    wrapped weights, of a value that wrapped blocks of their model computed."""
     asked = kwargs.get("inputs")
     if asked is None:
-        asked = args[1] if len(args) > 1 else ()  # of `grad`; of `backward` those are gradients
+        asked = args[1] if len(args) > 1 else ()  # of `grad`; those of `backward` are gradients
     owners = [vars(x)["_fluxtrain"] for x in _tensors(asked) if "_fluxtrain" in vars(x)]
     if not owners:
         return
@@ -42,7 +42,7 @@ def _tensors(given: Any) -> list[Tensor]:
 
 
 def _first_reached(outputs: list[Tensor], anchors: Mapping[int, Any]) -> Any:
-    """What stands in `anchors` for a node of the graph of `outputs`."""
+    """Return the value in `anchors` of the first node of the graph of `outputs` that is there."""
     nodes: list[Any] = [output.grad_fn for output in outputs if output.grad_fn is not None]
     seen = {id(node): node for node in nodes}  # a node's id is its own as long as it is held
     while nodes:

@@ -1,4 +1,4 @@
-"""Models that `wrap` refuses before it touches them, each with the cure."""
+"""Refuse models that `wrap` cannot take before it touches them, each with the cure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from fluxtrain.errors import BadInput, UnsupportedModel
 
 
 def refuse_unsupported(model: nn.Module) -> None:
-    """Raise UnsupportedModel, or BadInput where it is none, for a model that `wrap` cannot take."""
+    """Raise UnsupportedModel for a model that `wrap` cannot take, BadInput for another object."""
     if not isinstance(model, nn.Module):
         raise BadInput(f"wrap takes a torch.nn.Module, not {type(model).__name__}")
     for name, parameter in model.named_parameters():

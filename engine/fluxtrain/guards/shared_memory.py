@@ -1,4 +1,4 @@
-"""Which tensors lie in the same memory, and how often it was written to."""
+"""Tell which tensors share memory, and how often it was written to."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by b
 
 
 def version_of(tensor: Tensor) -> int:
-    """Count the writes in place to a tensor so far; those of inference mode do not count theirs."""
+    """Count the writes in place to a tensor so far; 0 for inference tensors (not counted)."""
     return 0 if tensor.is_inference() else tensor._version
 
 
@@ -25,18 +25,18 @@ def version_counter(tensor: Tensor) -> Tensor:
 
 @lru_cache(maxsize=64)
 def without_memory(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Make a tensor of no elements, for `.data` of one whose memory is not to be held."""
+    """Make a tensor without elements, to set as `.data` of a tensor that must not hold memory."""
     with torch.inference_mode(False):
         return torch.empty(0, dtype=dtype, device=device)
 
 
 def storage_of(tensor: Tensor) -> int:
-    """Identify the memory of a tensor, by its address; a sparse tensor shares with none."""
+    """Identify the memory of a tensor by its address; a sparse tensor shares memory with none."""
     return tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else id(tensor)
 
 
 def is_all_of(tensor: Tensor, base: Tensor) -> bool:
-    """Has a tensor the type and the place of `base` in their storage?"""
+    """True when a tensor has the dtype, size, strides and offset of `base`."""
     return (
         tensor.dtype == base.dtype
         and tensor.size() == base.size()
@@ -46,12 +46,12 @@ def is_all_of(tensor: Tensor, base: Tensor) -> bool:
 
 
 def same_elements(one: Tensor, other: Tensor) -> bool:
-    """Are two tensors the same elements of one memory?"""
+    """True when two tensors are the same elements of the same memory."""
     return storage_of(one) == storage_of(other) and is_all_of(one, other)
 
 
 def overlap(one: Tensor, other: Tensor) -> bool:
-    """Have two tensors an element in common?"""
+    """True when two tensors have an element in common."""
     if not (one.numel() and other.numel()) or storage_of(one) != storage_of(other):
         return False
     if one.dtype != other.dtype:
@@ -66,8 +66,8 @@ def overlap(one: Tensor, other: Tensor) -> bool:
 
 
 def same_layout_copy(tensor: Tensor) -> Tensor | None:
-    """Copy a tensor with its strides, so that the same kernels compute with the copy. None for a
-    sparse tensor, and for an expanded one, which torch refuses to write to."""
+    """Copy a tensor with its strides, so that the same kernels compute with the copy. None for
+    sparse tensors, and for expanded ones, which torch refuses to write to."""
     if tensor.layout != torch.strided:
         return None
     if any(s == 0 and n > 1 for n, s in zip(tensor.size(), tensor.stride(), strict=True)):

@@ -1,4 +1,4 @@
-"""Notices writes to weights from outside: loading, merging, pruning, a foreign optimizer.
+"""Detect writes to weights from outside the engine: loading, merging, pruning, other optimizers.
 
 A write to a bf16 or fp16 weight makes its fp32 master stale (123 of 256 externally zeroed weights
 stayed frozen in an experiment), and a copy on the device out of date.
@@ -18,7 +18,7 @@ _SLICE_WORDS = 1 << 22
 
 
 def fingerprint(tensor: Tensor) -> int:
-    """A number that changes when a weight does: a position-weighted sum of the raw words."""
+    """Return a number that changes when a weight does: a position-weighted sum of raw words."""
     words = tensor.detach().reshape(-1).view(_WORDS[tensor.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=words.device)
     for start in range(0, words.numel(), _SLICE_WORDS):  # int64 copies of a slice at a time
@@ -29,23 +29,23 @@ def fingerprint(tensor: Tensor) -> int:
 
 
 def watch(member: Member) -> None:
-    """Note what a weight holds now: its `.data` was read, through which writes leave no trace."""
+    """Note a weight's value when its `.data` is read: writes through `.data` are not counted."""
     if member.fingerprint is None:
         with torch._C.DisableTorchFunctionSubclass():
             member.fingerprint = fingerprint(member.parameter)
 
 
 def check_writes(group: Group) -> None:
-    """Take over what was written to the group's weights since the last look."""
+    """Take over writes to the group's weights since the last check."""
     changed: list[Member] = []
     with torch._C.DisableTorchFunctionSubclass():
-        for member, home in zip(group.members, group.home_views, strict=True):
+        for member, host in zip(group.members, group.home_views, strict=True):
             parameter = member.parameter
-            if parameter.data_ptr() != home.data_ptr():
-                _take_over(group, member, home)
+            if parameter.data_ptr() != host.data_ptr():
+                _take_over(group, member, host)
                 changed.append(member)
             elif parameter._version != member.write_version or (
-                member.fingerprint is not None and fingerprint(home) != member.fingerprint
+                member.fingerprint is not None and fingerprint(host) != member.fingerprint
             ):
                 changed.append(member)
             elif member.fingerprint is None:
@@ -59,17 +59,17 @@ def check_writes(group: Group) -> None:
             member.segment.masters_are_weights(member)
 
 
-def _take_over(group: Group, member: Member, home: Tensor) -> None:
-    """`parameter.data = tensor`: copy the values home and point the parameter there again."""
+def _take_over(group: Group, member: Member, host: Tensor) -> None:
+    """Undo `parameter.data = tensor`: copy the values to the host, and set `.data` to these."""
     parameter = member.parameter
-    same = parameter.shape == home.shape and parameter.dtype == home.dtype
-    if not same or parameter.device.type != home.device.type:
+    same = parameter.shape == host.shape and parameter.dtype == host.dtype
+    if not same or parameter.device.type != host.device.type:
         raise MisusedModel(
-            f"{member.name} in {group.name} was {tuple(home.shape)} {home.dtype} on {home.device} "
+            f"{member.name} in {group.name} was {tuple(host.shape)} {host.dtype} on {host.device} "
             f"and is now {tuple(parameter.shape)} {parameter.dtype} on {parameter.device}: resize "
             "or convert before fluxtrain.wrap(model), or fluxtrain.unwrap(model) first"
         )
     group.wait_for_weights()
     with torch.no_grad():
-        home.copy_(parameter.detach())
-    parameter.data = home
+        host.copy_(parameter.detach())
+    parameter.data = host

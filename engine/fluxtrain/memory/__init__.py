@@ -1,1 +1,1 @@
-"""Where the bytes are: host arenas, parameter groups, device slots and gradients."""
+"""Where weights and activations are: groups, their segments, device slots and host buffers."""

@@ -1,9 +1,9 @@
-"""Which of a model's weights are pages of its files, and which take memory of their own.
+"""Tell which of a model's weights are pages of its files, and which take memory of their own.
 
-Weights in the dtype of their safetensors files are read through a memory map: they count to the
-resident memory of the process while somebody reads them, and the kernel drops them when it needs
-the room. Converted ones are copies in the heap, which come back when the weights move home.
-Sources: proc_pid_maps(5), madvise(2), shm_overview(7).
+Weights in the dtype of their safetensors files are read through a memory map: they count as
+resident memory of the process while they are read, and the kernel drops them when it needs the
+memory. Converted weights are copies in the heap, which are freed when the weights move to the host
+arenas. Sources: proc_pid_maps(5), madvise(2), shm_overview(7).
 """
 
 from __future__ import annotations
@@ -22,16 +22,17 @@ _MADV_COLD = 20  # Linux 5.4; Python names it from 3.15 on
 
 
 def copied_bytes(model: nn.Module, maps: Path = MAPS) -> int:
-    """Of weights on the host that are no pages of a file; all of them where nobody tells."""
+    """Return the bytes of weights on the host that are no pages of a file; of all weights where the
+    system does not tell."""
     mapped = sum(p.nbytes for p in _mapped(model, maps))
     return sum(p.nbytes for p in model.parameters() if p.device.type == "cpu") - mapped
 
 
 def cool(model: nn.Module, maps: Path = MAPS) -> None:
-    """Let pages of the model's files count as what they are: the first that can be dropped.
+    """Mark pages of the model's files as the first ones that the kernel may drop.
 
-    A control group counts those that were read twice (or by a fault, with multi-generational LRU)
-    as in use. Nothing is dropped or written by this.
+    A control group counts pages that were read twice (or by a fault, with multi-generational LRU)
+    as in use. This call drops and writes nothing.
     """
     with suppress(OSError, AttributeError):  # another C library; an older kernel only refuses
         advise = ctypes.CDLL(None).madvise
@@ -43,7 +44,7 @@ def cool(model: nn.Module, maps: Path = MAPS) -> None:
 
 
 def _mapped(model: nn.Module, maps: Path) -> Iterator[Tensor]:
-    """Parameters on the host that are pages of a file; tied ones once."""
+    """Yield the parameters on the host that are pages of a file; tied ones once."""
     starts, ends = _file_mappings(maps)
     for parameter in model.parameters():
         if parameter.device.type == "cpu" and _within(parameter.data_ptr(), starts, ends):
@@ -51,7 +52,7 @@ def _mapped(model: nn.Module, maps: Path) -> Iterator[Tensor]:
 
 
 def _file_mappings(maps: Path) -> tuple[list[int], list[int]]:
-    """[start, end) of every mapped file that stays without us, in the order of addresses."""
+    """Return [start, end) of every mapped file that outlives its mapping, in address order."""
     starts, ends = [], []
     try:
         lines = maps.read_text().splitlines()
@@ -67,8 +68,8 @@ def _file_mappings(maps: Path) -> tuple[list[int], list[int]]:
 
 
 def _stays(name: str) -> bool:
-    """Are there pages of the file when nobody maps it? A model that was put into shared memory is
-    there before and after; what has no name there (any more) goes with its last user."""
+    """True when the file's pages stay without a mapping. A named file in shared memory stays; one
+    without a name (or deleted) ends with its last user."""
     if name.startswith("/dev/shm/"):
         return not name.endswith(" (deleted)")
     return not name.startswith(("/memfd:", "/dev/"))

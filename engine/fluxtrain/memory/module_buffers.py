@@ -15,19 +15,20 @@ from torch import Tensor, nn
 Copies = dict[int, Tensor]  # by position in module.buffers()
 
 
-# a module's own buffers and modules, and which these were; not the module, which owns its unit
+# a module's own buffers and submodules, and which submodules there were; a reference to the module
+# itself would be a cycle, since it owns its unit
 _Inside = tuple[dict[str, Any], dict[str, Any], tuple[Any, ...]]
 
 
 class WrittenBuffers:
-    """Which buffers of a module its forward changes; found on first use, in train and in eval."""
+    """Finds the buffers that a module's forward changes: on first use, in train and in eval."""
 
     def __init__(self) -> None:
         self._written: dict[bool, frozenset[int]] = {}
-        self._bare: list[_Inside] = []  # of the module and those in it, where none has a buffer
+        self._bare: list[_Inside] = []  # of the module and its submodules, where none has a buffer
 
     def before(self, module: nn.Module) -> Copies:
-        """Copies of what the coming forward is going to change: of everything, on first use."""
+        """Copy the buffers that the coming forward will change; on first use, all of them."""
         known = self._written.get(module.training)
         if known is not None and not known:
             return {}
@@ -38,14 +39,15 @@ class WrittenBuffers:
         return {i: b.clone() for i, b in enumerate(buffers) if known is None or i in known}
 
     def _is_still_bare(self) -> bool:
-        """Asked in place of a walk through all modules, which takes as long as some kernels."""
+        """True while no buffer was added; faster than a walk through all modules, which takes as
+        long as some kernels."""
         return all(
             not buffers and tuple(modules.values()) == known
             for buffers, modules, known in self._bare
         )
 
     def after(self, module: nn.Module, before: Copies) -> Copies:
-        """The copies of those that the forward did change."""
+        """Return the copies of the buffers that the forward has changed."""
         if not before:
             return before
         now = list(module.buffers())
@@ -60,7 +62,7 @@ def _inside(module: nn.Module) -> _Inside:
 
 @contextmanager
 def as_before(module: nn.Module, copies: Copies) -> Iterator[None]:
-    """Inside, the buffers are as they were before the forward; afterwards as they were found."""
+    """Give the buffers their values from before the forward inside, and undo that afterwards."""
     if not copies:
         yield
         return
@@ -74,8 +76,8 @@ def as_before(module: nn.Module, copies: Copies) -> Iterator[None]:
 
 
 def put_back(module: nn.Module, copies: Copies) -> None:
-    """Give the buffers the values that were copied. That is no write for autograd, which refuses
-    what was changed after it was saved: whatever runs again finds what it found before."""
+    """Give the buffers the values that were copied. Autograd does not count this as a write, after
+    which it would refuse a saved buffer: a recomputation finds the same values as the forward."""
     if not copies:
         return
     buffers = list(module.buffers())

@@ -1,4 +1,4 @@
-"""Parameters of one dtype that lie next to each other, and their optimizer state."""
+"""Parameters of one dtype that are adjacent in memory, and their optimizer state."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MOMENT_DTYPES: dict[StateFormat, torch.dtype] = {
 
 @dataclass(eq=False)
 class Member:
-    """One parameter of a group: where it lies, and what has happened to it."""
+    """One parameter of a group: its place, and the state of its gradient and updates."""
 
     parameter: nn.Parameter
     name: str
@@ -34,19 +34,19 @@ class Member:
     write_version: int = 0  # parameter._version when its bytes were last known
     has_gradient: bool = False
     gradient_scale: float = 1.0  # not yet applied to the stored gradient
-    fingerprint: int | None = None  # of the bytes, while somebody else may write to them
+    fingerprint: int | None = None  # of the bytes, while code outside may write to them
 
     @property
     def trained(self) -> bool:
         return self.segment.trained
 
     def slice(self, flat: Tensor) -> Tensor:
-        """This member's range of a flat tensor of its segment, in its own shape."""
+        """Return this member's range of a flat tensor of its segment, in its own shape."""
         return flat[self.offset : self.offset + self.count].view(self.shape)
 
     def states(self) -> dict[str, Tensor]:
-        """Views of this member's optimizer state by name: `lo` or `master`, `m`, `v` in its shape,
-        and the scales of 8-bit moments (blocks,); empty before the first step."""
+        """Return views of this member's optimizer state by name: `lo` or `master`, `m`, `v` in its
+        shape, and the scales of 8-bit moments (blocks,); empty before the first step."""
         first, stop = self.offset // STATE_BLOCK, -(-(self.offset + self.count) // STATE_BLOCK)
         return {
             name: flat[first:stop] if name in SCALES else self.slice(flat)
@@ -56,7 +56,7 @@ class Member:
 
 @dataclass(eq=False)
 class Segment:
-    """Members of one dtype, and one format of optimizer states, that lie next to each other."""
+    """Adjacent members of one dtype and one format of optimizer states."""
 
     dtype: torch.dtype
     trained: bool
@@ -65,15 +65,15 @@ class Segment:
     wire_offset_bytes: int = 0
     elements: int = 0  # with padding between members
     members: list[Member] = field(default_factory=list)
-    by_offset: list[Member] = field(default_factory=list)  # as they lie: set by `lay_out`
-    weights: Tensor | None = None  # (elements,) at home: `hi`, or the fp32 master
+    by_offset: list[Member] = field(default_factory=list)  # in memory order: set by `lay_out`
+    weights: Tensor | None = None  # (elements,) in the group's tier: `hi`, or the fp32 master
     lo: Tensor | None = None  # (elements,) int16
     master: Tensor | None = None  # (elements,) fp32, of fp16 weights
     m: Tensor | None = None  # (elements,) fp32, bf16, or 8-bit codes
     v: Tensor | None = None
     m_scale: Tensor | None = None  # (blocks,) fp32, of 8-bit codes
     v_scale: Tensor | None = None
-    rounded: Tensor | None = None  # (elements,) gradients at home in the segment's dtype
+    rounded: Tensor | None = None  # (elements,) gradients in the segment's dtype
     wide: Tensor | None = None  # the same in fp32, once a second backward pass has added to them
     is_wide: bool = False  # which of the two holds this step's gradients
 
@@ -83,16 +83,16 @@ class Segment:
 
     @property
     def split(self) -> bool:
-        """Are the weights the upper halves of fp32 masters?"""
+        """True when the weights are the upper halves of fp32 masters."""
         return self.dtype == torch.bfloat16
 
     def states(self) -> dict[str, Tensor]:
-        """The optimizer state by name; empty before the first step."""
+        """Return the optimizer state by name; empty before the first step."""
         named = {name: getattr(self, name) for name in (*MASTERS, "m", "v", *SCALES)}
         return {name: flat for name, flat in named.items() if flat is not None}
 
     def masters_are_weights(self, member: Member | None = None) -> None:
-        """The weights were written to: the masters of `member` (None: of all) are what they say."""
+        """Set the masters of `member` (None: of all) from its weights, which were written to."""
         assert self.weights is not None
 
         def of(flat: Tensor) -> Tensor:
@@ -104,7 +104,7 @@ class Segment:
             of(self.master).copy_(of(self.weights))
 
     def wanted_states(self) -> dict[str, tuple[torch.dtype, int]]:
-        """Type and elements of each array of the optimizer state, by name."""
+        """Return the dtype and element count of each array of the optimizer state, by name."""
         n, dtype = self.elements, _MOMENT_DTYPES[self.format]
         wanted = {"m": (dtype, n), "v": (dtype, n)}
         if self.split:
@@ -116,8 +116,8 @@ class Segment:
         return wanted
 
     def lay_out(self) -> None:
-        """Give each member its offset. Vectors (norms, biases) lie behind all matrices: they are
-        what users exempt from weight decay, and so each kind is one range of equal steps."""
+        """Give each member its offset. Vectors (norms, biases) follow all matrices: users exempt
+        vectors from weight decay, so that each kind is one range with equal hyperparameters."""
         self.by_offset = sorted(self.members, key=lambda member: len(member.shape) < 2)
         offset = 0
         for member in self.by_offset:
@@ -125,14 +125,14 @@ class Segment:
             offset += self.allot(self.dtype.itemsize, member.count)
 
     def allot(self, itemsize: int, count: int) -> int:
-        """Where the next member begins after one of `count` elements at the end of this."""
+        """Return the elements that a member of `count` elements takes, with its padding."""
         if self.format == "8bit":  # a block of states belongs to one parameter
             return -(-count // STATE_BLOCK) * STATE_BLOCK
         return aligned(count * itemsize) // itemsize
 
     @property
     def gradient(self) -> Tensor:
-        """This step's gradients at home (elements,)."""
+        """This step's gradients (elements,), where the group stores them."""
         flat = self.wide if self.is_wide else self.rounded
         assert flat is not None, "no gradient has arrived yet"
         return flat

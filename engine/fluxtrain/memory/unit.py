@@ -1,4 +1,4 @@
-"""A module that computes as one: what it is made of, and what running it has shown."""
+"""`Unit`: a module that is streamed at once, its parameters, and facts learned from running it."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ class Unit:
         # how its activations get to the backward pass (see recompute_policy.py)
         self.recomputes = True  # False: what its backward needs stays on the device
         self.offloads_inputs = False  # its inputs wait for the backward pass on the host
-        # what its first runs have shown
-        self.chunkable: dict[tuple[Any, ...], bool] = {}  # by mode, what carries the batch, choices
+        # facts learned from its first runs
+        self.chunkable: dict[tuple[Any, ...], bool] = {}  # by mode, cut arguments, choices
         # positions of the arguments that it writes to in place, by kind of call
         self.written_arguments: dict[Hashable, frozenset[int]] = {}
         self.buffers = WrittenBuffers()
         self.records_again = False  # its graph cannot be filled again (see recompute.py)
-        self.draws_on_host = False  # from Python's or numpy's generators
+        self.draws_on_host = False  # it draws from Python's or numpy's generators
         self.checked_recomputes = 0
 
     @property
@@ -54,15 +54,15 @@ class Unit:
 
     @property
     def copied(self) -> list[Group]:
-        """The groups that it needs on the device whole: not an embedding whose rows it looks up,
-        nor a head that comes in slices."""
+        """The groups that it needs on the device whole: not an embedding that it looks up by rows,
+        nor a head in vocabulary chunks."""
         if self.in_slices:
             return []
         return [g for g in self.groups if g.rows is None or g is not self.group]
 
     @property
     def in_slices(self) -> bool:
-        """Is this a head that computes with two slices of its weight at a time?"""
+        """True for a head that computes with two vocabulary chunks of its weight at a time."""
         return self.slices is not None and self.slices.group.placement.weights != "device"
 
     @cached_property

@@ -30,7 +30,7 @@ class Slot:
     """Device memory for one group's weights at a time."""
 
     wire: Tensor  # (size_bytes,) uint8
-    owner: Group | None = None  # set for a resident slot: nobody else may use it
+    owner: Group | None = None  # set for a resident slot: no other group may use it
     group: Group | None = None
     version: int = -1  # of the group's weights that are in (or on their way into) this slot
     transfer: Transfer | None = None
@@ -40,7 +40,7 @@ class Slot:
     views: dict[int, list[Tensor]] = field(default_factory=dict)
 
     def views_of(self, group: Group) -> list[Tensor]:
-        """Its members' weights in this slot, by index; made once."""
+        """Return the group members' weights in this slot, by index; the views are made once."""
         key = id(group)
         if key not in self.views:
             with torch.inference_mode(False):  # they stay for training passes that come later
@@ -49,7 +49,7 @@ class Slot:
 
 
 class Window:
-    """The slots, and which group is in which. Used by the thread that drives the computation."""
+    """The slots, and the group in each. Used by the thread that drives the computation."""
 
     def __init__(self, device: Device, report: Report) -> None:
         self.device = device
@@ -61,7 +61,7 @@ class Window:
 
     @property
     def size_bytes(self) -> int:
-        """Of all slots."""
+        """Bytes of all slots."""
         return sum(slot.wire.nbytes for slot in self.slots)
 
     def add_slot(self, size_bytes: int, owner: Group | None = None) -> Slot:
@@ -77,15 +77,15 @@ class Window:
                 f"{bytes_text(self.size_bytes)} of slots already there: use offload='max', or "
                 "close other programs on this GPU"
             ) from error
-        # its memory may have been something else's, which the computation still reads
+        # the computation may still read an earlier tensor in this memory
         slot = Slot(wire, owner=owner, free=self.device.mark())
-        self.slots = [*self.slots, slot]  # anew: other threads read the list
+        self.slots = [*self.slots, slot]  # a new list: other threads read the old one
         if owner is not None:
             self._owners.add(owner)
         return slot
 
     def remove_slot(self, slot: Slot) -> None:
-        """Give the slot's memory back; a copy under way into it is waited for."""
+        """Free the slot's memory, after a copy under way into it."""
         assert slot.users == 0, "a computation uses this slot"
         if slot.transfer is not None:
             slot.transfer.wait_host()
@@ -96,20 +96,20 @@ class Window:
             self._owners.discard(slot.owner)
 
     def holds(self, group: Group) -> Slot | None:
-        """The slot that holds the group's current weights, arrived or on their way."""
+        """Return the slot with the group's current weights, arrived or being uploaded."""
         slot = self._where.get(group)
         if slot is None or slot.version != group.version:
             return None
         return None if slot.transfer is not None and slot.transfer.failed() else slot
 
     def is_shared_by(self, groups: Collection[Group]) -> bool:
-        """Does one of these groups take a slot from the others? None that has its own does."""
+        """True when one of these groups has no slot of its own."""
         return any(group not in self._owners for group in groups)
 
     def prefetch(self, group: Group, keep: Collection[Group] = ()) -> bool:
-        """Start to copy the group's weights in, if they are not there and a slot is free.
+        """Start to upload the group's weights, if they are not there; False if no slot is free.
 
-        `keep` are groups that are needed sooner: when the backward pass turns around, the least
+        `keep` are groups that are needed sooner: at the turn from forward to backward, the least
         recently used of them is the next one.
         """
         if (
@@ -125,7 +125,7 @@ class Window:
         return True
 
     def take(self, group: Group) -> list[Tensor]:
-        """The group's weights on the device, by member index; the computation waits for them.
+        """Return the group's device weights by member index; the computation waits for them.
 
         Every `take` is followed by one `release`.
         """
@@ -143,18 +143,18 @@ class Window:
         return slot.views_of(group)
 
     def release(self, group: Group) -> None:
-        """Its computation is queued: once that has run, the slot may be overwritten."""
+        """Let the slot be overwritten once the computation queued so far has run."""
         slot = self._where[group]
         slot.users -= 1
         if slot.users == 0:
             slot.free = self.device.mark()
 
     def forget(self, group: Group) -> None:
-        """The weights at home changed: what is on the device is stale (the version says so)."""
+        """Make copies on the device stale, by the version: the stored weights have changed."""
         group.version += 1
 
     def drain(self) -> None:
-        """Wait for all copies under way; what made one fail is told to whoever takes its group."""
+        """Wait for all copies under way; `take` raises what made one fail."""
         for slot in self.slots:
             if slot.transfer is not None:
                 with contextlib.suppress(Exception):
@@ -178,7 +178,8 @@ class Window:
         return min(shared, key=lambda s: (self._awaited(s), s.used_at), default=None)
 
     def _awaited(self, slot: Slot) -> bool:
-        """A copy that was started and not used yet must not be overwritten by another prefetch."""
+        """True when the slot has a prefetched group that was not used yet: another prefetch must
+        not overwrite it."""
         return slot.used_at < 0 and slot.group is not None and self.holds(slot.group) is slot
 
     def _fill(self, slot: Slot, group: Group, cause: str) -> None:
@@ -195,11 +196,11 @@ class Window:
         self._report(group, cause, slot.transfer)
 
     def _let_pass(self, before: Transfer | None) -> None:
-        """A copy into the same slot that nobody wants any more, and that still waits for an update,
-        would overwrite the next one: a device queues copies when what they wait for is done."""
+        """Wait for an obsolete copy into the same slot that still waits for an update. It would
+        overwrite the next copy: a device queues a copy only when the update is done."""
         if before is None or before.failed() or before.instants() is not None:
             return
         started_s = time.perf_counter()
-        with contextlib.suppress(Exception):  # told as in `drain`
+        with contextlib.suppress(Exception):  # `take` raises it
             before.wait_host()
         self.device.stalls.add_host("update", time.perf_counter() - started_s)

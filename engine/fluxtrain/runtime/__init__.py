@@ -1,1 +1,1 @@
-"""The state that all parts of one wrapped model share, and the pass of one unit."""
+"""The state that all units of one wrapped model share, and what begins and ends each pass."""

@@ -1,5 +1,4 @@
-"""Copies ahead of the computation: who follows whom is learned, and the next units' weights come
-in while this one computes."""
+"""Prefetch: learn the order in which units run, and upload the next units' weights meanwhile."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from fluxtrain.plan.cost.prefetch import LOOKS_AHEAD
 
 
 class CopiesAhead:
-    """The order in which units ran last, forward and backward."""
+    """Prefetches weights in the order in which units ran last, forward and backward."""
 
     def __init__(self, window: Window, groups: Sequence[Group]) -> None:
         self._window, self._groups = window, groups
@@ -22,19 +21,19 @@ class CopiesAhead:
         self._lock = threading.RLock()
 
     def reach(self, direction: str, unit: Unit, slots: int) -> None:
-        """A unit is about to compute: note whom it follows, and copy the next ones in."""
+        """Note that a unit is about to compute, after the last one, and prefetch the next units."""
         with self._lock:
             self._following[direction, self._last[direction]] = unit
             self._last[direction] = unit
             self._copy(direction, unit, slots)
 
     def begin_next_step(self, slots: int) -> None:
-        """Copy the first units of the next forward in as soon as they are updated."""
+        """Prefetch the first units of the next forward, each as soon as it is updated."""
         with self._lock:
             self._copy("forward", None, slots)
 
     def end_pass(self) -> None:
-        """Let the next unit be the first of its pass."""
+        """Treat the next unit as the first of its pass."""
         self._last = {"forward": None, "backward": None}
 
     def _copy(self, direction: str, unit: Unit | None, slots: int) -> None:

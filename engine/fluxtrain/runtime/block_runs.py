@@ -1,4 +1,4 @@
-"""Blocks for a screen: neighbours of one size and a counted name are told as one run."""
+"""Blocks for a screen: neighbours of equal sizes with numbered names are reported as one run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Sizes = tuple[str, int, int, int]  # name; bytes of weights, gradients and optim
 
 
 def runs_of(blocks: Iterable[Sizes]) -> tuple[BlockRun, ...]:
-    """`model.layers.0`, `model.layers.1`, ... of equal sizes become one run each."""
+    """Merge neighbours such as `model.layers.0`, `model.layers.1`, ... of equal sizes into runs."""
     runs: list[BlockRun] = []
     for name, weights, gradients, optimizer in blocks:
         found = _LAST_NUMBER.search(name)

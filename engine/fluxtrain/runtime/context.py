@@ -1,6 +1,6 @@
-"""What everything that computes with one wrapped model shares: where it is and what is under way.
+"""`Context`: the state that blocks, head, embedding and optimizer of one wrapped model share.
 
-`Engine` adds what a trainer calls; blocks, head, embedding and optimizer know only this.
+`Engine` adds the methods that a trainer calls; the units and the optimizer know only `Context`.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class UpdatesInBackward(Protocol):
 class Context:
     """The state of one wrapped model.
 
-    It belongs to the thread that runs the model (and to autograd's thread in the backward pass).
-    Copies, downloads and updates run beside it.
+    Used by the thread that runs the model (and by autograd's thread in the backward pass). Copies
+    and updates run beside it.
     """
 
     def __init__(self, device: Device, placement: Placement, *, overlap: bool) -> None:
@@ -87,13 +87,13 @@ class Context:
         self._said: set[str] = set()
 
     def say(self, text: str) -> None:
-        """Tell the user once."""
+        """Log a warning for the user, once for each text."""
         if text not in self._said:
             self._said.add(text)
             _LOG.warning(text)
 
     def flush(self) -> None:
-        """Wait for all updates under way; raises what made one fail."""
+        """Wait for all updates under way; raise what made one fail."""
         self.updates.wait()
         if self.loss_scale is not None:
             self.loss_scale.take_back_skipped()
@@ -104,21 +104,20 @@ class Context:
         return self.step_in_backward is not None and bool(self.step_in_backward.updated)
 
     def expect_gradients(self, groups: Iterable[Group]) -> None:
-        """Gradients of these groups are about to come. Raises MisusedModel where they have been
-        updated; a step in backward whose loss was given up is forgotten."""
+        """Prepare for gradients of these groups. Raises MisusedModel when this step has updated
+        one of them already; forgets a step in backward whose loss was given up."""
         self.forget_orphaned_step()
         if self.step_in_backward is not None and not self.step_in_backward.is_of_this_pass():
             self.step_in_backward = None
             self.say(
-                "a step in backward is not made as one, for the loss that begin_step_in_backward "
-                "was given is "
-                "not part of the backward pass: give it the loss that backward() is called on"
+                "begin_step_in_backward has no effect: the loss that it was given is not part of "
+                "this backward pass. Give it the loss that backward() is called on"
             )
         if self.step_in_backward is not None:
             self.step_in_backward.refuse_updated(groups)
 
     def forget_broken_pass(self) -> None:
-        """Drop what the last backward pass left, if it raised."""
+        """Drop unfinished gradients of the last backward pass, if it raised."""
         if self.graphs.broke_off:
             self.abandon_backward()
 
@@ -129,7 +128,7 @@ class Context:
             self.step_in_backward = None
 
     def abandon_backward(self) -> None:
-        """The last backward pass raised: its end was never called and its sums are incomplete."""
+        """Drop the incomplete sums of a backward pass that raised, whose end was never called."""
         self.ahead.end_pass()
         self.graphs.abandon_pass()
         self.gradients.discard()
@@ -154,7 +153,7 @@ class Owner:
 
     @property
     def name(self) -> str:
-        """The parameter's, for messages: as in `named_parameters` of the whole model."""
+        """The parameter's name for messages, as in `named_parameters` of the whole model."""
         return f"{self.group.name}.{self.member.name}"
 
     @property

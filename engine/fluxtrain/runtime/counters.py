@@ -1,4 +1,4 @@
-"""What an engine counts as it goes: bytes moved and held, and which group moved when."""
+"""Counters of one engine: bytes moved and held, and a log of group moves."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Counters:
         self.h2d_bytes = 0
         self.d2h_bytes = 0
         self.peak_bytes = 0  # the most that was held
-        self._earlier_peaks = 0, 0  # in use and reserved, before torch's peaks were measured anew
+        self._earlier_peaks = 0, 0  # in use and reserved, before torch's peaks were reset
         self._moves: deque[_Noted] = deque(maxlen=_KEPT_MOVES)
         self._move_count = 0
         self._lock = threading.Lock()
@@ -44,7 +44,7 @@ class Counters:
     def uploaded(
         self, group: Group, cause: str, transfer: Transfer, size_bytes: int | None = None
     ) -> None:
-        """A copy of the group's weights was started; None: of all of them."""
+        """Count an upload of the group's weights that was started; size None: all of them."""
         size = group.wire_bytes if size_bytes is None else size_bytes
         self._device.recorder.copied("h2d", "weights", group.name, transfer)
         with self._lock:
@@ -52,13 +52,14 @@ class Counters:
             self._note(group, "weights", size, "C>G", cause, transfer)
 
     def downloaded(self, group: Group, transfer: Transfer, size_bytes: int) -> None:
+        """Count a download of gradients that was started."""
         self._device.recorder.copied("d2h", "gradients", group.name, transfer)
         with self._lock:
             self.d2h_bytes += size_bytes
             self._note(group, "gradients", size_bytes, "G>C", "gradient", transfer)
 
     def sum_uploaded(self, group: Group, transfer: Transfer, size_bytes: int) -> None:
-        """Gradients of an earlier backward pass come up, to be added to."""
+        """Count an upload of gradients of an earlier backward pass, which are added to."""
         self._device.recorder.copied("h2d", "gradients", group.name, transfer)
         with self._lock:
             self.h2d_bytes += size_bytes
@@ -68,8 +69,8 @@ class Counters:
         return Traffic(self.h2d_bytes, self.d2h_bytes)
 
     def take_moves(self, limit: int) -> tuple[list[Move], int]:
-        """The latest moves that have ended (at most `limit`, oldest first), and how many were
-        started since the beginning. One that is under way is given when it has ended."""
+        """Return the latest moves that have ended (at most `limit`, oldest first), and how many
+        were started since the beginning. A move under way is returned once it has ended."""
         with self._lock:
             ended: list[_Noted] = []
             under_way: list[_Noted] = []
@@ -87,13 +88,13 @@ class Counters:
         ], total  # fmt: skip
 
     def device_peaks(self) -> tuple[int, int]:
-        """The most bytes that tensors used on the GPU, and that were reserved for them, ever."""
+        """Return the peaks of bytes that tensors used on the GPU and that torch reserved, ever."""
         now_used, now_reserved = held_by_torch(self._device.torch_device)
         used, reserved = self._earlier_peaks
         return max(used, now_used["peak"]), max(reserved, now_reserved["peak"])
 
     def measure_peaks_anew(self) -> None:
-        """Begin torch's own peaks anew; `device_peaks` stays that of the whole run."""
+        """Reset torch's own peaks; `device_peaks` still covers the whole run."""
         device = self._device.torch_device
         if device.type == "cuda":
             self._earlier_peaks = self.device_peaks()
@@ -119,7 +120,7 @@ def held_by_torch(device: torch.device) -> tuple[dict[str, int], dict[str, int]]
 
 
 class HeldInputs:
-    """Bytes held between a unit's forward and backward, for the counters."""
+    """Counts the bytes of one unit's inputs that are held from its forward to its backward."""
 
     def __init__(self, counters: Counters, size_bytes: int) -> None:
         self._counters, self._bytes = counters, size_bytes

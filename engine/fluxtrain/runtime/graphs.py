@@ -1,7 +1,7 @@
-"""Which groups the graph of a backward pass under way is not done with yet.
+"""Find the groups that a backward pass under way still needs.
 
-A step in backward changes weights while the pass still runs. It must not change those that a block
-called twice, or an expression outside of the blocks, has still to be differentiated with.
+An optimizer step in backward changes weights while the pass still runs. It must not change weights
+that the pass still needs: for a block that was called twice, or an expression outside the blocks.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ from fluxtrain.memory.group import Group
 
 
 class Graphs:
-    """Nodes of torch's graph that compute with groups."""
+    """Nodes of torch's graph that compute with groups, and the backward passes under way."""
 
     def __init__(self) -> None:
         self._nodes: dict[Group, WeakSet[Any]] = {}
-        self._begun: WeakSet[Any] = WeakSet()  # in passes under way
+        self._begun: WeakSet[Any] = WeakSet()  # nodes whose backward has begun in a pass under way
         self._passes: set[int] = set()  # torch's numbers of backward passes that have not ended
         self._outside: set[Group] = set()
         self._aliases: dict[Group, list[ref[Tensor]]] = {}
 
     def record(self, node: Any, groups: Iterable[Group]) -> None:
-        """The node (`ctx` of an autograd function) has computed with the groups."""
+        """Note that a node (`ctx` of an autograd function) has computed with the groups."""
         within_backward = torch._C._current_graph_task_id() >= 0
         for group in groups:
             self._nodes.setdefault(group, WeakSet()).add(node)
-            if within_backward:  # reentrant checkpointing: nobody sees what is computed again later
+            if within_backward:  # reentrant checkpointing: its later recomputations are not seen
                 self._outside.add(group)
 
     def begin_backward(self, node: Any) -> None:
-        """Its part of the pass is being computed."""
+        """Note that the node's backward has begun."""
         self._begun.add(node)
 
     def enter_pass(self, at_its_end: Callable[[], None]) -> None:
-        """What runs now is of a backward pass, at whose end the call is made, once."""
+        """Note the backward pass that runs now, and call `at_its_end` once when it ends."""
         number = torch._C._current_graph_task_id()
         if number in self._passes:
             return
@@ -55,30 +55,31 @@ class Graphs:
 
     @property
     def broke_off(self) -> bool:
-        """Has the last backward pass raised, so that its end was never told?"""
+        """True when the last backward pass raised, so that its end was never called."""
         return bool(self._passes) and torch._C._current_graph_task_id() < 0
 
     def abandon_pass(self) -> None:
-        """It did, and that is dealt with."""
+        """Forget a backward pass that raised."""
         self._passes.clear()
         self._begun.clear()
 
     def record_outside(self, group: Group) -> None:
-        """An expression outside of the blocks has used a weight of the group."""
+        """Note that an expression outside the blocks has used a weight of the group."""
         self._outside.add(group)
 
     def record_alias(self, group: Group, alias: Tensor) -> None:
-        """A tensor over the memory of a weight was handed out, which a graph may keep."""
+        """Note a tensor over the memory of a weight that was handed out; a graph may keep it."""
         left = [known for known in self._aliases.get(group, ()) if known() is not None]
         self._aliases[group] = [*left, ref(alias)]
 
     def end_step(self) -> None:
-        """Weights that were used outside have changed: their graph is of no use any more."""
+        """Forget uses outside the blocks: the step has changed those weights, so that their graph
+        cannot run backward any more."""
         self._outside.clear()
 
     def need(self, group: Group) -> bool:
-        """Will more of the pass under way compute with the group, or could it? Without a pass: no
-        more will."""
+        """True when the pass under way may still compute with the group; without a pass, when an
+        expression outside the blocks or an alias may."""
         if group in self._outside or any(a() is not None for a in self._aliases.get(group, ())):
             return True
         nodes = self._nodes.get(group)

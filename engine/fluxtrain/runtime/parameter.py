@@ -1,7 +1,7 @@
-"""Parameters whose bytes are at home on the host, and gradients that are looked at lazily.
+"""Parameters whose bytes are on the host, and gradients that are read lazily.
 
 A wrapped parameter keeps its identity; between computations its class is `HostParameter`, a
-subclass that sees every read. A read waits for an update under way; a look at the values of `.grad`
+subclass that sees every read. A read waits for an update under way; a read of the values of `.grad`
 waits for the gradient's transfer. While its block computes, the class is plain `nn.Parameter`.
 """
 
@@ -92,7 +92,7 @@ def _gradient_access(func: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         if owner.hidden or not owner.member.has_gradient:
             return None
         return HostGradient.over(
-            user_gradients.lend(owner.context, owner.group, owner.member), owner
+            user_gradients.stored_gradient(owner.context, owner.group, owner.member), owner
         )
     value = args[1] if func == _GRAD_SET else None
     if value is not None:
@@ -102,16 +102,15 @@ def _gradient_access(func: Callable[..., Any], args: tuple[Any, ...]) -> Any:
 
 
 def _end_what_is_over(context: Context) -> None:
-    """A backward pass that raised, a step in backward whose optimizer is gone. Another thread than
-    that
-    of the forward pass cannot tell whether a pass has ended."""
+    """Forget a backward pass that raised, and a step in backward whose optimizer is gone. Only the
+    thread of the forward pass can tell whether a pass has ended."""
     if threading.get_ident() == context.thread:
         context.forget_broken_pass()
         context.forget_orphaned_step()
 
 
 def _refuse_no_gradient(value: object, owner: Owner) -> None:
-    """As torch does for a parameter of its own; a copy into the arena would broadcast."""
+    """Raise as torch does for plain parameters; a copy into the arena would broadcast."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{owner.name}.grad can be a tensor or None, not {type(value).__name__}")
     if value.shape != owner.member.shape:
@@ -122,7 +121,7 @@ def _refuse_no_gradient(value: object, owner: Owner) -> None:
 
 
 def _record_use(found: Any, *arguments: Any) -> None:
-    """Weights among the arguments that the graph of what was `found` needs, or that it shows."""
+    """Note weights among the arguments that the result's graph needs, or that it aliases."""
     results = [x for x in _each(found) if isinstance(x, Tensor) and type(x) is not HostParameter]
     if not results:
         return
@@ -131,7 +130,7 @@ def _record_use(found: Any, *arguments: Any) -> None:
         if not isinstance(value, HostParameter):
             continue
         owner = value._fluxtrain
-        if differentiable or owner.context.use.computing:  # a block's, that is computed again later
+        if differentiable or owner.context.use.computing:  # in a block, which is recomputed later
             owner.context.graphs.record_outside(owner.group)
             continue
         with torch._C.DisableTorchFunctionSubclass():
@@ -146,8 +145,8 @@ def _each(given: Any) -> Any:
 
 
 class HostGradient(Tensor):
-    """A gradient at home. Norms are answered from what the device computed, a multiplication by a
-    number is recorded, and anything else first brings the stored values up to date."""
+    """A gradient on the host. Norms are those that the device computed, a multiplication by a
+    number is recorded, and any other operation first brings the stored values up to date."""
 
     _owner: Owner
 
@@ -194,19 +193,19 @@ class HostGradient(Tensor):
 
 
 def _bring_up_to_date(*arguments: Any) -> None:
-    """Wait for the updates of weights, and apply what was recorded for gradients."""
+    """Wait for the updates of weights, and apply the scales recorded for gradients."""
     for argument in arguments:
         for value in argument if isinstance(argument, list | tuple) else (argument,):
             if isinstance(value, HostParameter):
                 value._fluxtrain.group.wait_for_weights()
             elif isinstance(value, HostGradient):
                 owner = value._owner
-                user_gradients.show(owner.context, owner.group, owner.member)
+                user_gradients.hand_out(owner.context, owner.group, owner.member)
 
 
 def _unscale(gradients: list[Tensor], found_inf: Tensor, inverse_scale: Tensor) -> None:
-    """What GradScaler asks for: norms tell of infinities and the factor is recorded, so no value is
-    read, and fp16 ones stay as large as they came."""
+    """Unscale for GradScaler: norms show infinities and the factor is only recorded, so no value is
+    read, and fp16 gradients keep their scale."""
     ours = [gradient for gradient in gradients if isinstance(gradient, HostGradient)]
     others = [gradient for gradient in gradients if not isinstance(gradient, HostGradient)]
     owners = [gradient._owner for gradient in ours]
@@ -220,8 +219,8 @@ def _unscale(gradients: list[Tensor], found_inf: Tensor, inverse_scale: Tensor) 
         [user_gradients.norm_of(o.context, o.group, o.member).to(device) for o in owners]
     )
     finite = bool(torch.isfinite(norms).all())
-    # A scaler on a GPU sends both numbers to the host without waiting for them. They are there now:
-    # the norms were queued behind them and have been read.
+    # A scaler on a GPU copies both numbers to the host without waiting. They are there now: the
+    # norms were queued after them and have been read.
     if others:
         torch._amp_foreach_non_finite_check_and_unscale_(others, found_inf, inverse_scale)
     if not finite:
@@ -235,7 +234,7 @@ _NORMS = {torch.linalg.vector_norm, torch.linalg.norm, torch.norm, Tensor.norm}
 
 
 def _is_two_norm(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Is this the root of the sum of all squares?"""
+    """True when the call asks for the root of the sum of all squares."""
     given = args[1:] or [kwargs[name] for name in ("ord", "p") if name in kwargs]
     if len(given) > 1 or not set(kwargs) <= {"ord", "p"}:
         return False
@@ -251,11 +250,11 @@ def adopt_parameter(parameter: nn.Parameter, owner: Owner) -> None:
 
 
 def release_parameter(parameter: nn.Parameter) -> None:
-    """Back to a plain parameter (`unwrap`)."""
+    """Make `parameter` a plain parameter again (`unwrap`)."""
     parameter.__class__ = nn.Parameter
     parameter.__dict__.pop("_fluxtrain", None)
 
 
 def owner_of(parameter: Any) -> Owner | None:
-    """The owner of a wrapped parameter, None for any other object."""
+    """Return the owner of a wrapped parameter, None for any other object."""
     return getattr(parameter, "__dict__", {}).get("_fluxtrain")

@@ -1,8 +1,8 @@
 """The passes of a wrapped model through its units, forward and backward.
 
-A unit that computes begins with `begin_forward`, has its weights on the device inside of `bound`,
-and ends with `end_forward`. What is differentiated is noted in torch's graph with a `UnitCall`,
-whose backward goes the same way: `begin_backward`, `bound`, `end_backward`.
+A unit's forward begins with `begin_forward`, has its weights on the device inside of `bound`, and
+ends with `end_forward`. A forward with gradients is a node with a `UnitCall` in torch's graph. Its
+backward is alike: `begin_backward`, `bound`, `end_backward`.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ class UnitCall:
     """One forward of a unit whose backward pass may follow."""
 
     def __init__(self, context: Context, unit: Unit) -> None:
-        self.context = context  # so that a backward pass after `unwrap` is told what is wrong
+        self.context = context  # kept, so that a backward pass after `unwrap` raises with a reason
         self.unit = unit
         self.training = unit.module.training
         self.versions = {group: group.version for group in unit.groups}
 
 
 def begin_forward(context: Context, unit: Unit) -> None:
-    """A unit is about to run: check its weights, start the next copies."""
+    """Check the weights of a unit that is about to run, and start the next copies."""
     context.use.check()
     context.thread = threading.get_ident()
     context.forget_broken_pass()
@@ -47,9 +47,9 @@ def begin_forward(context: Context, unit: Unit) -> None:
 
 @contextmanager
 def bound(context: Context, unit: Unit, does: str = "forward") -> Iterator[None]:
-    """The unit's parameters are on the device inside; on the host again afterwards.
+    """Put the unit's parameters on the device inside, and back on the host afterwards.
 
-    `does` is what the timeline calls the computation inside.
+    The timeline records the computation inside as `does`.
     """
     taken: list[Group] = []
     context.use.begin()
@@ -80,7 +80,7 @@ def bound(context: Context, unit: Unit, does: str = "forward") -> Iterator[None]
 
 
 def end_forward(context: Context) -> None:
-    """A unit has run."""
+    """Sample the memory peak and give back spare memory after a unit has run."""
     sample_peak(context)
     context.device.tidy()
 
@@ -124,7 +124,7 @@ def begin_backward(ctx: Any) -> Context:
 
 
 def end_backward(context: Context, unit: Unit) -> None:
-    """A unit's backward has run: its gradients are complete, unless others add to them."""
+    """Finish the gradients of a unit whose backward has run, unless other units add to them."""
     start = context.device.recorder.instant()
     for group in unit.groups:
         if group.users == 1:
@@ -155,7 +155,7 @@ def _finish(context: Context, group: Group) -> None:
         return
     passing = context.step_in_backward is not None and context.step_in_backward.uses_up_now(group)
     context.gradients.finish(group, passing=passing)
-    with torch._C.DisableTorchFunctionSubclass():  # a look at hooks is no read of the weights
+    with torch._C.DisableTorchFunctionSubclass():  # reading hooks does not read the weights
         hooked = [(m, m.parameter._post_accumulate_grad_hooks) for m in group.members]
     for member, hooks in hooked:
         for key, hook in list((hooks or {}).items()):
@@ -166,7 +166,7 @@ def _finish(context: Context, group: Group) -> None:
 
 
 def _end_pass(context: Context) -> None:
-    """A backward pass is over: groups that several units add to are complete now."""
+    """Finish the groups that several units add to, at the end of a backward pass."""
     context.ahead.end_pass()
     for group in context.gradients.open_groups():
         _finish(context, group)

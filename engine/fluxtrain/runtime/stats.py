@@ -1,4 +1,4 @@
-"""What an engine shows of itself: bytes held, and where each block is."""
+"""Figures for a screen: bytes held, and where each block is."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class BlockFacts:
 
 @dataclass(frozen=True)
 class Residency:
-    """One letter a block: G device, C host, > on its way in, < on its way home, . nothing there."""
+    """One letter a block: G device, C host, > being uploaded, < being downloaded, . nothing."""
 
     weights: str
     gradients: str
@@ -44,8 +44,8 @@ class Residency:
 @dataclass(frozen=True)
 class MemoryUse:
     """Bytes now; `device_by` partitions `device_used_bytes`. On CPU the device is the slots,
-    buffers and boundary activations that a GPU would hold. What is page-locked is the process's,
-    as its limits are: groups, rows, boundaries, staging, and torch's own."""
+    buffers and block inputs that a GPU would hold. Page-locked bytes are those of the process, as
+    its limits are: groups, rows, offloaded activations, staging, and torch's own."""
 
     device_total_bytes: int | None
     device_used_bytes: int
@@ -78,7 +78,7 @@ def residency(context: Context) -> Residency:
 
 
 def memory_use(context: Context) -> MemoryUse:
-    """Add up what is held now, by what it is for."""
+    """Add up the bytes held now, by purpose."""
     counters = context.counters
     weights, gradients, states = _bytes_in("device", context.groups)
     by = {
@@ -112,7 +112,7 @@ def memory_use(context: Context) -> MemoryUse:
 
 
 def sample_peak(context: Context) -> None:
-    """Keep the peak of what is held (on CUDA the allocator keeps it)."""
+    """Update the peak of held bytes (on CUDA the allocator keeps it)."""
     if context.device.torch_device.type != "cuda":
         at_device = sum(_bytes_in("device", context.groups))
         held = _copied_bytes(context) + context.gradients.device_bytes + at_device
@@ -128,7 +128,7 @@ def _row_buffers(context: Context) -> list[RowBuffers]:
 def _copied_bytes(context: Context) -> int:
     """Add up what weights from the host are copied into on the device."""
     rows = sum(rows.device_bytes for rows in _row_buffers(context))
-    heads = [u.slices for u in context.units]  # another thread may give one up meanwhile
+    heads = [u.slices for u in context.units]  # a copy of the list: another thread may drop one
     slices = sum(head.device_bytes for head in heads if head is not None)
     return context.window.size_bytes + rows + slices
 

@@ -1,7 +1,7 @@
-"""Who may use an engine: the process that made it, one thread at a time, until `unwrap`.
+"""Check that only the process that made an engine uses it, one thread at a time, until `unwrap`.
 
-Anything else would hang (a forked child has none of the threads) or compute with weights that
-another thread is taking away.
+Other uses would hang (a forked child has none of the threads) or compute with weights that another
+thread is moving away.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from fluxtrain.errors import MisusedModel
 
 
 class _Process:
-    """Its number, kept: asking the system for it four times a block is slow where system calls are,
-    as in a sandbox."""
+    """The process id, cached: it is needed four times a block, and system calls are slow in a
+    sandbox."""
 
     def __init__(self) -> None:
         self.learn()
@@ -28,17 +28,17 @@ _this = _Process()
 
 
 class Use:
-    """Notices what cannot work before it does harm."""
+    """Raises for uses that cannot work, before they do harm."""
 
     def __init__(self) -> None:
         self.ended = False
         self._process = _this.number
-        self._thread = 0  # that computes with weights on the device now
+        self._thread = 0  # the thread that computes with weights on the device now
         self._depth = 0
 
     @property
     def computing(self) -> bool:
-        """Is a block's forward or backward under way?"""
+        """True while a block's forward or backward is under way."""
         return self._depth > 0
 
     def check(self) -> None:
@@ -60,11 +60,11 @@ class Use:
             )
 
     def begin(self) -> None:
-        """This thread computes from now on. Raises as `check`."""
+        """Note that this thread begins to compute. Raises as `check`."""
         self.check()
         self._thread = threading.get_ident()
         self._depth += 1
 
     def end(self) -> None:
-        """It is done."""
+        """Note that this thread's computation has ended."""
         self._depth -= 1

@@ -1,4 +1,4 @@
-"""Gradients as the user's code sees them: `parameter.grad`, read, written and measured."""
+"""Gradients as the user's code sees them: `parameter.grad` is read, written and measured."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from fluxtrain.memory.segment import Member
 from fluxtrain.runtime.context import Context
 
 
-def lend(context: Context, group: Group, member: Member) -> Tensor:
-    """Where the gradient is stored, and may still be on its way to: who only asks whether there is
-    one, as `zero_grad` does for every parameter, must not wait for the whole backward pass.
+def stored_gradient(context: Context, group: Group, member: Member) -> Tensor:
+    """Return the memory of a stored gradient, without waiting for its download: `zero_grad` looks
+    at `.grad` of every parameter and must not wait for the whole backward pass.
 
-    Raises MisusedModel where a step in backward used it up.
+    Raises MisusedModel when a step in backward has used the gradient up.
     """
-    if group.rows is not None:  # those on their way would be given up with the gradient
+    if group.rows is not None:  # their downloads would be dropped with the gradient
         context.gradients.host.wait(group)
     if not group.holds_gradient_memory:
         raise MisusedModel(
@@ -31,7 +31,7 @@ def lend(context: Context, group: Group, member: Member) -> Tensor:
 
 
 def resolve(context: Context, group: Group, member: Member) -> None:
-    """Somebody is about to look at (or write to) the stored gradient itself."""
+    """Bring the stored gradient up to date before code reads it or writes to it."""
     context.gradients.host.wait(group)
     context.gradients.host.take_rows(group)
     group.wait()  # an update under way reads it
@@ -43,14 +43,14 @@ def resolve(context: Context, group: Group, member: Member) -> None:
         arrival.norm_of.pop(member.index, None)
 
 
-def show(context: Context, group: Group, member: Member) -> None:
-    """The same by somebody who keeps what was lent, and may write to it again without a trace."""
+def hand_out(context: Context, group: Group, member: Member) -> None:
+    """Resolve the gradient for code that keeps the tensor, and may write to it later unnoticed."""
     resolve(context, group, member)
     context.gradients.host.handed_out(member)
 
 
 def replace(context: Context, group: Group, member: Member, value: Tensor | None) -> None:
-    """The gradient is `value` from now on; None: there is none."""
+    """Make `value` the gradient; None: drop it."""
     if value is None:
         member.has_gradient = False
         member.gradient_scale = 1.0
@@ -67,18 +67,20 @@ def replace(context: Context, group: Group, member: Member, value: Tensor | None
 
 
 def norm_of(context: Context, group: Group, member: Member) -> Tensor:
-    """2-norm of one parameter's gradient, fp32 scalar."""
+    """Return the 2-norm of one parameter's gradient, an fp32 scalar."""
     arrival = context.gradients.host.arrivals.get(group)
     if arrival is not None and arrival.norms is not None and member.index in arrival.norm_of:
         norm = arrival.norms[arrival.norm_of[member.index]]
         scale = abs(member.gradient_scale)
         return norm if scale == 1.0 else norm * scale
     context.gradients.host.wait(group)
-    return norms_of([lend(context, group, member)], group)[0] * abs(member.gradient_scale)
+    return norms_of([stored_gradient(context, group, member)], group)[0] * abs(
+        member.gradient_scale
+    )
 
 
 def norm_parts(context: Context) -> list[Tensor]:
-    """List 2-norms (scalars or vectors) whose squares sum up to that of all gradients."""
+    """List 2-norms (scalars or vectors) whose squares add up to the square of the global norm."""
     parts: list[Tensor] = []
     for group in context.groups:
         members = [m for m in group.members if m.has_gradient]

@@ -1,8 +1,8 @@
-"""Which modules of a model are its repeated blocks, found by walking the module tree.
+"""Find a model's repeated blocks by walking the module tree.
 
-No table of model names: a block list is the outermost `ModuleList` (or `Sequential`) of modules
-that hold parameters, and every list with 2 % of the model's bytes or more is one of blocks. What
-has parameters outside of them is an edge (embedding, final norm, head).
+There is no table of model names: a block list is an outermost `ModuleList` (or `Sequential`) of
+modules with parameters that holds at least 2 % of the model's bytes. A module with parameters
+outside of such lists is an edge (embedding, final norm, head).
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def _without_blocks(model: nn.Module, found: list[tuple[str, nn.Module]], total_
 
 
 def _what_is_missing(model: nn.Module) -> str:
-    """Of a model without a list of blocks; the largest Sequential that is nearly one is named."""
+    """Say what a model without a block list lacks; name the Sequential that is nearest to one."""
     near = [
         (name, module)
         for name, module in model.named_modules()
@@ -103,7 +103,7 @@ def _outermost_lists(module: nn.Module, prefix: str) -> list[tuple[str, nn.Modul
 
 
 def _is_block_list(module: nn.Module) -> bool:
-    """Two or more members with parameters; in a Sequential, leaves such as Linear do not count."""
+    """True for two or more members with parameters; a Sequential must hold no leaf (Linear)."""
     members = _with_parameters(module)
     if isinstance(module, nn.Sequential) and any(_is_leaf(member) for _, member in members):
         return False
@@ -123,7 +123,7 @@ def _module_bytes(module: nn.Module) -> int:
 
 
 def _parents_of(lists: list[nn.Module], model: nn.Module) -> set[int]:
-    """Ids of all modules that contain a block list."""
+    """Return the ids of all modules that contain a block list."""
     wanted = {id(module) for module in lists}
     parents: set[int] = set()
 

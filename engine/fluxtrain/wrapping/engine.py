@@ -1,7 +1,6 @@
-"""The engine of one wrapped model, as its trainer sees it.
+"""`Engine`: the engine of one wrapped model, with the methods that a trainer calls.
 
-What it computes with stands in `Context`; one engine belongs to one model and is driven by the
-thread that runs it.
+Its state is in `Context`. One engine belongs to one model and is used by the thread that runs it.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ class Engine(Context):
     # -- a step ------------------------------------------------------------------------------------
 
     def forget_gradients(self) -> None:
-        """All of them, without a look at each."""
+        """Drop all gradients, without reading them."""
         for group in self.groups:
             if group.has_gradient:
                 self.gradients.host.forget(group)
@@ -44,7 +43,7 @@ class Engine(Context):
     def clip_grad_norm(self, max_norm: float | None, losses: Sequence[Tensor] = ()) -> GradNorm:
         """Measure the global norm; the next optimizer step scales by it. None only measures.
 
-        `losses` are read with it; the step is not made where norm or losses are not finite.
+        `losses` are read with it; the step is skipped where the norm or a loss is not finite.
         """
         parts = [part.to(self.device.torch_device) for part in norm_parts(self)]
         scale = self.loss_scale.value if self.loss_scale is not None else None
@@ -54,12 +53,14 @@ class Engine(Context):
     def begin_step_in_backward(
         self, optimizer: torch.optim.Optimizer, loss: Tensor | None = None
     ) -> None:
-        """Before the only backward pass of a step without clipping: update each group as soon as
-        its gradients are complete. `optimizer.step()` ends it. The hyperparameters are read now.
+        """Update each group as soon as its gradients are complete, in the one backward pass of a
+        step without clipping. Call this before that pass; it reads the hyperparameters.
+        `optimizer.step()` ends the step.
 
-        What the graph still needs (a block called twice, a weight used outside of its block) is
-        updated later, by `optimizer.step()` at the latest. There is no norm to clip by. A weight's
-        alias of an alias (`w.detach().detach()`) that the graph needs is not seen."""
+        Groups that the graph still needs (a block called twice, a weight used outside of its block)
+        are updated later, by `optimizer.step()` at the latest. There is no norm to clip by. An
+        alias of an alias of a weight (`w.detach().detach()`) that the graph needs is not noticed.
+        """
         if self.loss_scale is not None:
             raise MisusedModel("with a loss scale no group is updated before the norm is known")
         self.forget_orphaned_step()
@@ -70,7 +71,7 @@ class Engine(Context):
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Updates are done, and the head's loss is fused in chunks without gradients too."""
+        """Wait for updates; inside, also a loss without gradients is fused with the head."""
         self.flush()
         self.lazy_without_gradients = True
         try:
@@ -83,7 +84,7 @@ class Engine(Context):
         self.use.ended = True
         try:
             self.updates.wait()
-        finally:  # also of one that failed
+        finally:  # also after a failed update
             self.updates.close()
             self.window.drain()
             self.device.close()
@@ -95,11 +96,11 @@ class Engine(Context):
         return blocks_of(self)
 
     def residency(self) -> Residency:
-        """Say where the weights, gradients and states of each block are."""
+        """Return where the weights, gradients and states of each block are."""
         return residency(self)
 
     def memory(self) -> MemoryUse:
-        """Add up what is held now."""
+        """Add up the bytes held now."""
         return memory_use(self)
 
     def traffic(self) -> Traffic:
@@ -107,21 +108,21 @@ class Engine(Context):
         return self.counters.traffic()
 
     def take_moves(self, limit: int) -> tuple[list[Move], int]:
-        """Take the latest moves that have ended, and count all that were started."""
+        """Return the latest moves that have ended, and the count of all that were started."""
         return self.counters.take_moves(limit)
 
     def take_stalls(self) -> dict[str, float]:
-        """Seconds the computation waited since the last call: weights, update, gradients."""
+        """Return the seconds that the computation waited since the last call, by cause."""
         return self.device.stalls.take()
 
     # -- its training state ------------------------------------------------------------------------
 
     def state_shards(self) -> Iterator[tuple[str, dict[str, Tensor]]]:
-        """Give the whole training state, a shard a group; see `shards.state_shards`."""
+        """Yield the whole training state, a shard for each group."""
         return state_shards(self)
 
     def shard_bytes(self) -> int:
-        """What all shards take now, at most."""
+        """Return the most bytes that all shards take now."""
         return shard_bytes(self)
 
     def load_state_shard(self, name: str, tensors: dict[str, Tensor]) -> None:
@@ -130,7 +131,7 @@ class Engine(Context):
 
 
 def engine_of(model: nn.Module) -> Engine:
-    """The engine of a wrapped model. Raises MisusedModel for any other."""
+    """Return the engine of a wrapped model. Raises MisusedModel for any other."""
     engine = model.__dict__.get("_fluxtrain_engine")
     if not isinstance(engine, Engine):
         raise MisusedModel(

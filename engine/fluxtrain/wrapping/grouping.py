@@ -1,4 +1,4 @@
-"""Which parameters move together, and how large that is: the facts that a placement needs."""
+"""Group parameters that move together, and compute the sizes that a placement needs."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ from fluxtrain.wrapping.block_discovery import Parts, take_apart
 _HEAD_COLUMNS = 8192  # an edge Linear this wide is taken for a language model's head
 _LOOSE_COPIES = 4  # weight, gradient and the two moments of torch's own AdamW
 
-Borrowed = dict[str, dict[Group, list[int]]]  # part -> groups of others -> member indices
+Borrowed = dict[str, dict[Group, list[int]]]  # part -> group of another part -> member indices
 
 
 def group_parameters(
     model: nn.Module, parts: Parts, states: StateFormat = "fp32"
 ) -> tuple[dict[str, Group], Borrowed]:
-    """One group a part, in forward order; a parameter that several parts share belongs to the
-    first of the edges, then blocks."""
+    """Make one group for each part, in forward order. A parameter that several parts share belongs
+    to the first of them: edges come before blocks."""
     if states not in STATE_FORMATS:
         raise BadInput(f"states is {states!r}: use one of {', '.join(STATE_FORMATS)}")
     groups: dict[str, Group] = {}
     borrowed: Borrowed = {}
-    home: dict[int, tuple[Group, int]] = {}
+    owner: dict[int, tuple[Group, int]] = {}
     kinds = [(n, m, "edge") for n, m in parts.edges] + [(n, m, "block") for n, m in parts.blocks]
     for name, module, kind in kinds:
         group = groups[name] = Group(name, "edge" if kind == "edge" else "block", states)
         group.users = 1
         for own_name, parameter in module.named_parameters():
-            if id(parameter) not in home:
+            if id(parameter) not in owner:
                 if parameter.numel():
                     member = group.add(parameter, own_name)
-                    home[id(parameter)] = (group, member.index)
+                    owner[id(parameter)] = (group, member.index)
                 continue
-            other, index = home[id(parameter)]
+            other, index = owner[id(parameter)]
             if other is not group:
                 borrowed.setdefault(name, {}).setdefault(other, []).append(index)
     for others in borrowed.values():
@@ -55,13 +55,13 @@ def group_parameters(
 
 
 def is_head(model: nn.Module, module: nn.Module) -> bool:
-    """Is this the last linear layer, whose loss is computed in chunks of tokens?"""
+    """True for the last linear layer, whose loss is computed in chunks of tokens."""
     output = getattr(model, "get_output_embeddings", lambda: None)()
     return type(module) is nn.Linear and (module is output or module.out_features >= _HEAD_COLUMNS)
 
 
 def facts_of(model: nn.Module, states: StateFormat = "fp32") -> ModelFacts:
-    """Sizes of a model before it is wrapped, also of one on the meta device."""
+    """Compute the sizes of a model before it is wrapped; it may be on the meta device."""
     parts = take_apart(model)
     groups, borrowed = group_parameters(model, parts, states)
     return model_facts(model, parts, groups, borrowed)
@@ -70,7 +70,7 @@ def facts_of(model: nn.Module, states: StateFormat = "fp32") -> ModelFacts:
 def model_facts(
     model: nn.Module, parts: Parts, groups: dict[str, Group], borrowed: Borrowed
 ) -> ModelFacts:
-    """The sizes that a placement needs, with the padding that the arenas will have."""
+    """Compute the sizes that a placement needs, with the padding of the arenas."""
     heads = [m.weight for _, m in parts.edges if is_head(model, m) and isinstance(m, nn.Linear)]
     trained_heads = [weight for weight in heads if weight.requires_grad]
     modules = dict([*parts.edges, *parts.blocks])
@@ -103,7 +103,8 @@ def model_facts(
 def _head_facts(
     parts: Parts, groups: dict[str, Group], borrowed: Borrowed, heads: list[nn.Module]
 ) -> HeadFacts | None:
-    """Of the first head whose weight is all of its group but a bias, or all of an embedding's."""
+    """Describe the first head whose weight, but for a bias, is all of its own group or of an
+    embedding's."""
     for name, module in parts.edges:
         if not any(module is head for head in heads) or not isinstance(module, nn.Linear):
             continue
@@ -123,7 +124,7 @@ def _head_facts(
 
 
 def _group_facts(group: Group, *, is_one: bool) -> GroupFacts:
-    """`is_one`: a table whose rows can be looked up."""
+    """Sizes of one group; `is_one`: it is an embedding whose rows can be looked up."""
     elements: Counter[torch.dtype] = Counter()
     for segment in group.trained:
         elements[segment.dtype] += segment.elements

@@ -1,7 +1,7 @@
-"""What a wrapped module shows: its forward, `.to()`, `.compile()`, deepcopy and pickle.
+"""Patch the forward, `.to()`, `.compile()`, deepcopy and pickle of a wrapped module.
 
-All of it stands in the instance's `__dict__`; class and identity stay. A copy (deepcopy, pickle) is
-a plain, unwrapped module: a copied forward would otherwise run the original's weights.
+All patches are in the instance's `__dict__`; class and identity stay. A copy (deepcopy, pickle) is
+a plain, unwrapped module: a copied forward would otherwise use the original's weights.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ _HOOKED = (
 
 
 def replace_forward(module: nn.Module, instead: UnitForward) -> None:
-    """Let `module(...)` run through the engine. The original stays on the class, or is kept aside
-    when it is a method that was put on the instance (fused kernels are)."""
+    """Let `module(...)` run through the engine. The original forward stays on the class; one that
+    was set on the instance (by fused kernels, say) is kept under another name."""
     own = module.__dict__.get("forward")
     if _is_method_of(own, module):
         module.__dict__["_fluxtrain_forward"] = own
@@ -61,7 +61,7 @@ def replace_forward(module: nn.Module, instead: UnitForward) -> None:
 
 
 def guard_module(module: nn.Module, context: Context) -> None:
-    """Make moves no-ops that say so, refuse conversions, and copy as a plain module."""
+    """Make moves no-ops with a warning, refuse conversions, and let copies be plain modules."""
     module.__dict__["_fluxtrain_guard"] = context
     module.__dict__["_apply"] = types.MethodType(_apply, module)
     module.__dict__["__deepcopy__"] = types.MethodType(_plain_deepcopy, module)

@@ -1,8 +1,8 @@
-"""`torch.compile` leaves a wrapped model alone: its blocks run as they are.
+"""Keep `torch.compile` away from a wrapped model: its blocks run uncompiled.
 
-What it compiled would hold the weights as they were bound when it looked, and they come and go.
-Compiling stops at the call of every guarded module, so that a compiled model, a compiled function
-around it and `model.compile()` give what the model gives without.
+Compiled code would hold the weights that were bound when it was traced, but streamed weights
+change memory. Tracing stops at the call of every guarded module, so that a compiled model, a
+compiled function around it and `model.compile()` give the results of the uncompiled model.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _WHY = (
 
 
 def leave_uncompiled(module: nn.Module) -> None:
-    """Let calls of a guarded `module` end what torch.compile looks at."""
+    """End torch.compile's tracing at calls of a guarded `module`."""
     uncompiled = torch.compiler.disable(module._call_impl, reason=_WHY)
     module.__dict__["_compiled_call_impl"] = uncompiled
     module.__dict__["compile"] = types.MethodType(_compile, module)

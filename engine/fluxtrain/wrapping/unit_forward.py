@@ -1,4 +1,4 @@
-"""What replaces the forward of a wrapped module: the one place that decides how a unit runs."""
+"""`UnitForward` replaces a wrapped module's forward: the one place that decides how a unit runs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class UnitForward:
     def run(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], *, computes_logits: bool = False
     ) -> Any:
-        """Give what the module's own forward would; `computes_logits`: never uncomputed ones."""
+        """Return what the module's own forward would; `computes_logits`: never lazy ones."""
         context = self.context
         try:
             return self._run(context, args, kwargs, computes_logits=computes_logits)
@@ -78,7 +78,7 @@ class UnitForward:
 
 
 def _may_wait(context: Context, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """May a head called like this leave its logits uncomputed until somebody reads them?"""
+    """True when a head with these arguments may leave its logits uncomputed until they are read."""
     if kwargs or len(args) != 1:
         return False
     wanted = torch.is_grad_enabled() or context.lazy_without_gradients

@@ -1,8 +1,8 @@
-"""`SliceSum`: the gradient of a head whose weight streams in vocabulary slices, each sent at once.
+"""`VocabChunkSum`: the gradient of a head that streams in vocabulary chunks, each sent at once.
 
 A tied head's weight is an embedding too, whose own gradient comes last, for the rows that were
-looked up. What the slices add to these rows is kept in fp32 until then, so that they are rounded
-once; they are downloaded a second time, and replace what was downloaded with the slices.
+looked up. What the chunks add to these rows is kept in fp32 until then, so that they are rounded
+once; they are downloaded a second time, and replace what was downloaded with the chunks.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from fluxtrain.memory.group import Group
 from fluxtrain.memory.segment import Member
 
 
-class SliceSum:
-    """The slices of one backward pass so far.
+class VocabChunkSum:
+    """The vocabulary chunks of one backward pass so far.
 
-    Gradients of an earlier pass are added to: on the device, where the host's are uploaded slice by
-    slice (`_again`), or on the host where rows of them are still to be put in place and are not
-    known here (`_on_host`), which waits.
+    A gradient of an earlier pass is added on the device, to which it is uploaded chunk by chunk
+    (`_again`). Where rows of it are still to be put in place and are not known here, it is added on
+    the host (`_on_host`), which waits.
     """
 
     def __init__(self, group: Group, host: HostGradients, *, passing: bool) -> None:
@@ -48,7 +48,7 @@ class SliceSum:
         self._late: list[RowSum] = []  # of lookups, to be added on the host
         self._given: dict[int, set[int]] = {}  # first rows, by member index
         self._transfers: list[Transfer] = []
-        # by member index and first row of a slice: 2-norms (n,) of its rows
+        # by member index and first row of a chunk: 2-norms (n,) of its rows
         self._norms: dict[int, dict[int, Tensor]] = {}
         if self._on_host:
             host.wait(group)
@@ -61,12 +61,12 @@ class SliceSum:
         return kept + sum(rows.values.nbytes for rows in list(self._late))  # other threads ask
 
     def has(self, member: Member, first: int) -> bool:
-        """True when the slice from row `first` on was added already."""
+        """True when the chunk from row `first` on was added already."""
         return first in self._given.get(member.index, ())
 
     def add(self, member: Member, first: int, values: Tensor, rows: int) -> None:
         """Send rows (n, ...) of the member's gradient from `first` on, in fp32 on the device; the
-        largest slice has `rows`."""
+        largest chunk has `rows`."""
         self._given.setdefault(member.index, set()).add(first)
         if self._on_host:
             to = stored(member)[first : first + len(values)]
@@ -123,14 +123,14 @@ class SliceSum:
             host.add_rows(group, late)
 
     def _download_kept(self) -> RowSum:
-        """Download the kept rows, rounded, over what was downloaded with the slices."""
+        """Download the kept rows, rounded, over what was downloaded with the chunks."""
         kept = self._kept
         assert kept is not None
         to, rows = stored(self.group.members[0]), kept.places.rows
         rounded = kept.values.to(to.dtype)
         transfer = self._host.download_rows(self.group, rounded, partial(to.index_copy_, 0, rows))
-        ((index, slices),) = self._norms.items()
-        norms = torch.cat([slices[first] for first in sorted(slices)])
+        ((index, chunks),) = self._norms.items()
+        norms = torch.cat([chunks[first] for first in sorted(chunks)])
         norms.index_copy_(0, kept.on_device, _norms_of_rows(rounded))
         self._norms[index] = {0: norms}
         self._transfers.append(transfer)
@@ -150,8 +150,8 @@ class SliceSum:
         if self._on_host:
             return Arrival([], None, {})
         norms = [
-            torch.linalg.vector_norm(torch.cat([slices[first] for first in sorted(slices)]))
-            for slices in self._norms.values()
+            torch.linalg.vector_norm(torch.cat([chunks[first] for first in sorted(chunks)]))
+            for chunks in self._norms.values()
         ]
         places = {index: place for place, index in enumerate(self._norms)}
         return Arrival(self._transfers, torch.stack(norms), places)
