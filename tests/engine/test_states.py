@@ -177,7 +177,9 @@ def test_eager_steps_equal_exact_ones_without_clipping(states: str, tiny: Any, b
 
 
 @FORMATS
-def test_accumulated_gradients_update_low_bit_states_too(states: str, tiny: Any, batch: Any) -> None:
+def test_accumulated_gradients_update_low_bit_states_too(
+    states: str, tiny: Any, batch: Any
+) -> None:
     model = fluxtrain.wrap(tiny("llama", torch.bfloat16), chunk_rows=2, states=states)
     losses = train(model, adamw(model), batch, range(6), passes=2)
     assert all(bool(torch.isfinite(loss)) for loss in losses)

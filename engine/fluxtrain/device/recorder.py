@@ -74,7 +74,7 @@ class HostClock:
         return float(instant)
 
     def anchor(self, border: Border) -> float | None:
-        """Host seconds of a border."""
+        """Return the host seconds of a border."""
         return float(border.instant)
 
     def give_back(self, instant: Instant) -> None:
@@ -126,7 +126,7 @@ class CudaClock:
         return self._anchor_s + float(self._anchor.elapsed_time(instant)) / 1e3
 
     def anchor(self, border: Border) -> float | None:
-        """Host seconds of a border, which later events are measured from; None until it passed."""
+        """Measure later events from this border; return its host seconds, None until it passed."""
         if not border.instant.query():
             return None
         at_s = border.noted_s

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from fluxtrain.adamw.hyper import Hyper
 from fluxtrain.errors import MisusedModel
 from fluxtrain.memory.group import Group
-from fluxtrain.optimizer.hook import takes_over, hypers_of, prepare
+from fluxtrain.optimizer.hook import hypers_of, prepare, takes_over
 from fluxtrain.optimizer.optimizer_state import wrapped_parameters
 from fluxtrain.runtime.context import Context, Owner
 from fluxtrain.runtime.user_gradients import replace
