@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from fluxtrain.calibration.constants import Constants, known_constants
+from fluxtrain.calibration.measured_constants import Constants, known_constants
 from fluxtrain.client.machine import Machine
 from fluxtrain.client.plan import PlanAnswer, PlannedModel
 from fluxtrain.config.choices import choose_schedule

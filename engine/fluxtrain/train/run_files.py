@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 import fluxtrain
-from fluxtrain.calibration.constants import Constants
+from fluxtrain.calibration.measured_constants import Constants
 from fluxtrain.client.machine import Machine
 from fluxtrain.client.plan import PlannedTime
 from fluxtrain.config.schema import RunConfig

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from fluxtrain.calibration.constants import Constants, measured_constants
+from fluxtrain.calibration.measured_constants import Constants, measure_constants
 from fluxtrain.calibration.peaks import host_peak_bytes
 from fluxtrain.client.machine import Machine
 from fluxtrain.config.schema import RunConfig
@@ -140,4 +140,4 @@ def _calibrated(
 
     heavier_of = heavier if rows.mixes else None
     kind = eager(config, facts)
-    return measured_constants(facts, *where, loaded.model, usual, heavier_of, eager=kind)
+    return measure_constants(facts, *where, loaded.model, usual, heavier_of, eager=kind)

@@ -1,0 +1,351 @@
+"""Keep the measured constants of a plan: rates of the machine, and the times of one block.
+
+They are kept beside the probe's rates and for as long, in one file for each machine and model
+shape. They are never taken from an earlier training.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from fluxtrain.adamw.native_adamw import update_threads
+from fluxtrain.calibration.calibrate import calibrate
+from fluxtrain.calibration.small_model import NotCalibrated
+from fluxtrain.client.machine import Machine
+from fluxtrain.errors import FluxTrainError
+from fluxtrain.hardware.cache import cache_file, is_fresh
+from fluxtrain.hardware.others import beside_text, is_calm_after
+from fluxtrain.hardware.probe.adamw_rate import LEAST_PARAMETERS, PARAMETERS, Part, adamw_rate
+from fluxtrain.hardware.probe.bandwidth import bus_rates, host_copy_rate, sample_bytes
+from fluxtrain.hardware.probe.probe import known_rates, sustained_threads
+from fluxtrain.methods.objective import BoundBatch
+from fluxtrain.plan.choices.ranked import GPU_CHUNK_TOKENS
+from fluxtrain.plan.cost.calibration import Calibration, trial_rows
+from fluxtrain.plan.cost.rates import Rates, rates_from
+from fluxtrain.plan.facts import ModelFacts
+from fluxtrain.plan.search import CHUNK_TOKENS
+from fluxtrain.plan.states import STATE_FORMATS, StateFormat
+from fluxtrain.rundir.run_dir import runs_root
+from fluxtrain.telemetry.storage import write_json
+from fluxtrain.units import MIB, duration_text
+
+COPY_BYTES = 32 * MIB  # with more, this copy would be the memory peak of a small run
+RATE_LIMIT_S = 0.8  # for each rate of the native optimizer
+_log = logging.getLogger(__name__)
+FORMAT = 12  # of the file; files of other formats are ignored
+
+
+@dataclass(frozen=True, kw_only=True)
+class Constants:
+    """The measured numbers from which a plan's time is computed."""
+
+    per_s: Mapping[str, float | None]  # rates by the probe's names
+    calibration: Calibration | None = None
+    source: str  # in words: what was measured, and when
+    is_new: bool = False  # measured by this process
+
+    @property
+    def still_to_come_bytes(self) -> int:
+        """Return the bytes by which this process will grow when it first computes; else 0."""
+        timed = self.calibration
+        return 0 if timed is None or self.is_new else timed.runtime_bytes
+
+    def rates(self, *, has_gpu: bool) -> Rates | str:
+        """Return the rates for the cost model, or say what is missing."""
+        return rates_from(self.per_s, has_gpu=has_gpu, calibration=self.calibration)
+
+    def applied(self, facts: ModelFacts) -> ModelFacts:
+        """Return `facts` with the measured bytes of activations, if they were measured."""
+        timed, row = self.calibration, facts.row
+        if timed is None or row is None or not timed.activation_bytes:
+            return facts
+        found = replace(
+            row,
+            activation_bytes=timed.activation_bytes,
+            saved_bytes=timed.kept_bytes,
+            edge_bytes=timed.edge_bytes,
+        )
+        return replace(facts, row=found)
+
+
+class _Kept(msgspec.Struct, frozen=True):
+    format: int
+    per_s: dict[str, float]
+    calibration: Calibration
+
+
+def known_constants(
+    facts: ModelFacts,
+    machine: Machine,
+    device: str,
+    batch_rows: int | None,
+    per_s: Mapping[str, float | None] | None = None,
+    *,
+    mixed: bool | None = None,
+    eager: bool = False,
+) -> Constants:
+    """Return what was measured before for a model of this shape.
+
+    Where no block was timed, these are the probe's rates (`per_s`; None: the kept ones) with the
+    constants of this class of machines. `mixed`: timed with rows of several documents; None: either
+    way, those first. `eager`: for a run that updates in its backward pass.
+    """
+    wanted = (True, False) if mixed is None else (mixed,)
+    places = (_place(facts, machine, device, batch_rows, mixed=one, eager=eager) for one in wanted)
+    kept = (_read(place) for place in places)
+    found = next((one for one in kept if one is not None), None)
+    probed = _probed() if per_s is None else per_s
+    if found is None:
+        return Constants(
+            per_s=probed,
+            source="rates of the machine and constants of its class: no block of this model was "
+            "timed here yet, which `fluxtrain train` does",
+        )
+    return Constants(
+        per_s=_either(found.per_s, probed),
+        calibration=found.calibration,
+        source=_source(found.calibration),
+    )
+
+
+def measure_constants(
+    facts: ModelFacts,
+    machine: Machine,
+    device: str,
+    batch_rows: int | None,
+    model: torch.nn.Module,
+    batch_of: Callable[[int], BoundBatch[Any]],
+    heavier_of: Callable[[int], BoundBatch[Any] | None] | None = None,
+    *,
+    eager: bool = False,
+) -> Constants:
+    """Return `known_constants`; what is not known is measured now, in a few seconds, and kept.
+
+    `batch_of` and `heavier_of` give rows as for `calibrate`.
+    """
+    mixed = heavier_of is not None
+    known = known_constants(facts, machine, device, batch_rows, mixed=mixed, eager=eager)
+    place = _place(facts, machine, device, batch_rows, mixed=mixed, eager=eager)
+    if known.calibration is not None and not _should_time_again(known.calibration, machine):
+        known = _completed(known, known.calibration, place, facts, machine, device, eager=eager)
+        return _warned(known)
+    assert facts.row is not None
+    rows = trial_rows(facts.row.sequence_length, batch_rows, _timed_tokens(device))
+    fewer = trial_rows(facts.row.sequence_length, batch_rows, CHUNK_TOKENS)
+    try:
+        on, states = torch.device(device), _states(facts)
+        memory = machine.memory_available_bytes
+        timed = calibrate(model, batch_of, on, rows, fewer, states, heavier_of, memory, eager=eager)
+    except NotCalibrated as reason:
+        return _warned(replace(known, source=f"{known.source} ({reason})"))
+    timed = replace(timed, **_adamw_rates(facts, machine, device, timed, eager=eager))
+    rates = _missing_rates(known.per_s, machine, device)
+    _write(place, rates, timed)
+    found = Constants(
+        per_s=_either(rates, known.per_s),
+        calibration=timed,
+        source=_source(timed),
+        is_new=True,
+    )
+    return _warned(found)
+
+
+def _warned(found: Constants) -> Constants:
+    """Warn when whole steps were not timed but may be the next time; return `found`."""
+    missed = None if found.calibration is None else found.calibration.not_rehearsed
+    if missed is not None and not missed.lasts:
+        _log.warning("%s", missed.text)
+    return found
+
+
+def _completed(
+    known: Constants,
+    timed: Calibration,
+    place: Path,
+    facts: ModelFacts,
+    machine: Machine,
+    device: str,
+    *,
+    eager: bool,
+) -> Constants:
+    """Add the rates that could not be measured when the block was timed, and can be now."""
+    adamw = _adamw_rates(facts, machine, device, timed, eager=eager)
+    rates = _missing_rates(known.per_s, machine, device)
+    if not rates and not any(adamw.values()):
+        return known
+    timed = replace(timed, **adamw)
+    _write(place, rates, timed)
+    return replace(known, per_s=_either(rates, known.per_s), calibration=timed)
+
+
+def _either(
+    measured: Mapping[str, float], probed: Mapping[str, float | None]
+) -> dict[str, float | None]:
+    """Return the probe's rates, and those measured beside a block where the probe has none."""
+    return {**probed, **measured, **{name: rate for name, rate in probed.items() if rate}}
+
+
+def _timed_tokens(device: str) -> int:
+    """Return the tokens of the larger timed chunk: the largest that a plan takes, as small chunks
+    do not fill a GPU and say nothing about large ones."""
+    return GPU_CHUNK_TOKENS if device == "cuda" else CHUNK_TOKENS
+
+
+def _should_time_again(timed: Calibration, machine: Machine) -> bool:
+    """Return whether what disturbed the measurement is gone now, or may be."""
+    missed = timed.not_rehearsed
+    if missed is not None and missed.may_succeed(machine.memory_available_bytes):
+        return True
+    return is_calm_after(timed.others_share)
+
+
+def _source(timed: Calibration) -> str:
+    missed = "" if timed.not_rehearsed is None else f"; {timed.not_rehearsed.text}"
+    return f"one block, timed {_when(timed)}{missed}"
+
+
+def _when(timed: Calibration) -> str:
+    few, many = timed.rows
+    beside = beside_text(timed.others_share, command="fluxtrain train")
+    return (
+        f"with {few} and {many} rows before a training on this machine, in "
+        f"{duration_text(timed.measuring_s)}{beside}"
+    )
+
+
+def _probed() -> dict[str, float | None]:
+    return {name: rate.per_s for name, rate in known_rates(runs_root()).items()}
+
+
+def _missing_rates(
+    known: Mapping[str, float | None], machine: Machine, device: str
+) -> dict[str, float]:
+    """Measure the rates of copies that no probe has measured, if there is memory for that."""
+    size = sample_bytes(machine.memory_available_bytes)
+    names = ("h2d_pinned", "d2h_pinned") if device == "cuda" else ("host_copy",)
+    if all(known.get(name) for name in names):
+        return {}
+    try:
+        if device == "cuda":
+            found = bus_rates(size_bytes=size)
+        else:
+            few, threads = min(COPY_BYTES, size), sustained_threads(machine)
+            found = {"host_copy": host_copy_rate(few, threads=threads)}
+    except (RuntimeError, MemoryError) as error:  # other programs fill the card
+        _log.info("copies were not measured: %s", error)
+        return {}
+    return {name: rate.per_s for name, rate in found.items() if rate.per_s}
+
+
+def _states(facts: ModelFacts) -> StateFormat:
+    """Return the state format of FluxTrain's AdamW; block timing uses it for other optimizers
+    too."""
+    found = {group.states for group in facts.groups if group.masters}
+    return next((states for states in STATE_FORMATS if states in found), "fp32")
+
+
+def _adamw_rates(
+    facts: ModelFacts, machine: Machine, device: str, timed: Calibration, *, eager: bool
+) -> dict[str, Any]:
+    """Measure the native optimizer's rates that the calibration `timed` does not have yet.
+
+    On a GPU's host these are also the rates of updates in two passes, where one can be hidden, or
+    beside the backward pass of an `eager` run.
+    """
+    narrow = any(group.states == "8bit" for group in facts.groups)
+    two_passes = any(group.pass_bytes for group in facts.groups)
+    wanted: dict[str, tuple[Part, bool, bool]] = {"adamw_per_s": ("all", False, False)}
+    if narrow:
+        wanted["adamw_8bit_per_s"] = ("all", True, False)
+    if device == "cuda" and eager:
+        wanted["adamw_beside_per_s"] = ("all", False, True)
+    if device == "cuda" and eager and narrow:
+        wanted["adamw_8bit_beside_per_s"] = ("all", True, True)
+    if device == "cuda" and two_passes and not eager:
+        wanted["adamw_weights_per_s"] = ("weights", False, False)
+        wanted["adamw_moments_per_s"] = ("moments", False, True)
+    return {
+        name: _adamw_per_s(facts, machine, device, part, eight_bit=eight_bit, beside=beside)
+        for name, (part, eight_bit, beside) in wanted.items()
+        if getattr(timed, name) is None
+    }
+
+
+def _adamw_per_s(
+    facts: ModelFacts, machine: Machine, device: str, part: Part, *, eight_bit: bool, beside: bool
+) -> float | None:
+    """Measure the native optimizer beside the copies that a training makes.
+
+    It updates as many parameters as the model trains, up to a number that is beyond any cache.
+    Updated weights are uploaded for the next forward pass. `beside` the backward pass gradients
+    are downloaded too, and fewer threads update.
+    """
+    trained = sum(group.trained for group in facts.groups)
+    known = (sustained_threads(machine), update_threads(torch.device(device)))
+    threads = min((count for count in known if count is not None), default=None)
+    found = adamw_rate(
+        machine.memory_available_bytes,
+        parameters=min(max(trained, LEAST_PARAMETERS), PARAMETERS),
+        threads=threads,
+        limit_s=RATE_LIMIT_S,
+        eight_bit=eight_bit,
+        part=part,
+        sustained=True,
+        sends=device == "cuda",
+        receives=device == "cuda" and beside,
+    )
+    return found.per_s
+
+
+def _place(
+    facts: ModelFacts,
+    machine: Machine,
+    device: str,
+    batch_rows: int | None,
+    *,
+    mixed: bool,
+    eager: bool,
+) -> Path:
+    """Return the file for this machine, device, model shape, timed rows, kind of rows and, on a
+    GPU, kind of steps."""
+    row = facts.row
+    assert row is not None
+    blocks = [group for group in facts.groups if group.kind == "block"]
+    middle = blocks[len(blocks) // 2]
+    edges = [(g.weight_bytes, g.users) for g in facts.groups if g.kind == "edge"]
+    trained = (middle.trained_bf16, middle.trained_fp16, middle.trained_fp32, middle.states)
+    shape = (middle.weight_bytes, trained, edges, facts.layers)
+    rows = (row.hidden, row.vocabulary, row.sequence_length, row.dtype_bytes)
+    timed = trial_rows(row.sequence_length, batch_rows, _timed_tokens(device))
+    threads = torch.get_num_threads()
+    kind = (mixed, eager and device == "cuda")
+    how = (rows, timed, *kind, threads, str(torch.__version__))
+    return cache_file("block", machine, device, shape, *how)
+
+
+def _read(place: Path) -> _Kept | None:
+    try:
+        kept = msgspec.json.decode(place.read_bytes(), type=_Kept)
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+        return None
+    usable = kept.format == FORMAT and is_fresh(kept.calibration.measured_at_s)
+    return kept if usable else None
+
+
+def _write(place: Path, rates: Mapping[str, float], timed: Calibration) -> None:
+    """Write `timed`, and `rates` beside the rates already in the file. An error is ignored: a cache
+    that is not written only costs a new measurement the next time."""
+    before = _read(place)
+    every = {**({} if before is None else before.per_s), **rates}
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        write_json(place, _Kept(FORMAT, every, timed))
+    except (OSError, FluxTrainError):
+        return
