@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
+from fluxtrain.block.recompute_policy import choose_recompute
 from fluxtrain.calibration.small_model import (
     free_memory,
     make_small_model,
@@ -199,6 +200,7 @@ class _StepTimer:
         engine = self._engine
         engine.updates.defers_moments = kind == "passes"
         engine.plan = replace(engine.plan, boundaries="host" if kind == "offloaded" else "device")
+        choose_recompute(engine)  # it decides from the plan which inputs are offloaded
         self._step(kind)
         self._engine.flush()
         self._seen = _Seen()
