@@ -137,8 +137,8 @@ class TrainingLoop(Generic[B]):
         self._announcer.phase("training")
 
     def _step(self) -> None:
-        """Queue one optimizer step, then read the numbers of the step before: the device never waits
-        while the host reads them."""
+        """Queue one optimizer step, then read the numbers of the step before, so that the device
+        need not wait while the host reads."""
         queued = self._compute_until_it_fits()
         self._optimizer.step()  # in the background; the next forward waits block by block
         self._forget_gradients()

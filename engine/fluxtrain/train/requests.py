@@ -84,6 +84,7 @@ class Requests:
 
     @property
     def paused(self) -> bool:
+        """Return whether the run is to pause; a requested stop ends a pause."""
         return self._paused and self._stop_code is None
 
     def take_checkpoint(self) -> bool:
