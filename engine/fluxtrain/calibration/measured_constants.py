@@ -53,7 +53,7 @@ class Constants:
 
     @property
     def still_to_come_bytes(self) -> int:
-        """Return the bytes by which this process will grow when it first computes; else 0."""
+        """Return the bytes by which this process will grow at its first computation, else 0."""
         timed = self.calibration
         return 0 if timed is None or self.is_new else timed.runtime_bytes
 
